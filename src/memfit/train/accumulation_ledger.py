@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from memfit.errors import TornUpdateError, UsageError
+from memfit.errors import RankFailedError, TornUpdateError, UsageError
 from memfit.train.accumulation_window import Window
 from memfit.train.data.loader_position import Position
 from memfit.train.optimizer_update import INTERRUPTED, OptimizerUpdate
@@ -47,7 +47,7 @@ class AccumulationLedger:
         """Of a window: what the other ranks read if this one fails."""
         self.lacking = 0
         """Micro-batches that another rank has more in the open window, if all must run equally many."""
-        self.position = Position()
+        self.position = Position(ranks=gradients.ranks.size)
         self.window: Window | None = None
         self.resumed_window: Window | None = None
         """The window inside which a state was saved, until its data are read again."""
@@ -169,9 +169,14 @@ class AccumulationLedger:
     def reporting(self) -> Iterator[None]:
         """Tell the other ranks if this block fails, so that they end too."""
         try:
-            yield
-        except BaseException as error:
-            self.gradients.ranks.report(error, self.phase, waiting=self.gradients.are_apart(self.phase))
+            try:
+                yield
+            except BaseException as error:
+                self.gradients.ranks.report(error, self.phase, waiting=self.gradients.are_apart(self.phase))
+                raise
+        except RankFailedError as error:
+            phase = "" if self.phase == "update" else f"the {self.phase} of "
+            error.add_note(f"This rank was in {phase}update {self.optimizer_step + 1}.")
             raise
 
     def drop(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from memfit.errors import RankFailedError
+from memfit.train.lost_ranks import RankProcesses, is_broken_connection
 from memfit.train.oom_rollback import is_out_of_memory
 from memfit.user_frame import innermost_line, place_of
 
@@ -31,6 +32,7 @@ class OneRank:
     """A single process, which agrees with itself at no cost."""
 
     rank, size = 0, 1
+    control: Any = None
 
     def agree(self, *numbers: float, failure: int = 0) -> tuple[float, ...]:  # noqa: ARG002 - as below
         """Return the numbers."""
@@ -48,6 +50,10 @@ class OneRank:
         """Return the tensor."""
         return tensor
 
+    def guarded(self, collective: Callable[[], Any]) -> None:
+        """Call a function."""
+        collective()
+
     def report(self, error: BaseException, phase: str, *, waiting: bool) -> None:
         """Do nothing: the exception says everything."""
 
@@ -57,8 +63,10 @@ class Ranks(OneRank):
 
     def __init__(self) -> None:
         self.rank, self.size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        self._group: Any = torch.distributed.new_group(backend="gloo")
+        self.control: Any = torch.distributed.new_group(backend="gloo")
         self._store = torch.distributed.distributed_c10d._get_default_store()
+        self._prefix = f"memfit/failure/{self.control.group_name}"
+        self._processes = RankProcesses.of(self.control)
         self._exchanges = 0
 
     def agree(self, *numbers: float, failure: int = 0) -> tuple[float, ...]:
@@ -89,18 +97,18 @@ class Ranks(OneRank):
 
     def total_of_hosts(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of a tensor on the CPU: only after they agreed that none failed."""
-        self._guarded(lambda: torch.distributed.all_reduce(tensor, group=self._group))
+        self.guarded(lambda: torch.distributed.all_reduce(tensor, group=self.control))
         return tensor
 
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor's sum over the ranks, on its device: only after they agreed that none failed."""
-        self._guarded(lambda: torch.distributed.all_reduce(tensor))
+        self.guarded(lambda: torch.distributed.all_reduce(tensor))
         return tensor
 
     def report(self, error: BaseException, phase: str, *, waiting: bool) -> None:
         """Have the other ranks end with this rank's failure, and not with a time-out of their own.
 
-        Does nothing if this rank ends because of another.
+        Does nothing if this rank ends because of another, or has reported the error already.
 
         Args:
             error: that ends this rank.
@@ -111,10 +119,12 @@ class Ranks(OneRank):
         Raises:
             RankFailedError: another rank failed, and so did a collective operation of this one.
         """
-        if isinstance(error, RankFailedError) or not isinstance(error, Exception):
+        known = isinstance(error, RankFailedError) or hasattr(error, "is_reported")
+        if known or not isinstance(error, Exception):
             return
-        if isinstance(error, RuntimeError) and not is_out_of_memory(error) and (known := self._failure()):
-            raise RankFailedError(known) from error
+        error.is_reported = True  # type: ignore[attr-defined] - to keep the error would keep its frames
+        if (lost := self._lost(error)) is not None:
+            raise lost from error
         message = f"Rank {self.rank} failed in {phase}{_line_of(error)}: {_first_line(error)}"
         try:
             self._store.compare_set(self._key(), "", f"{message} The other ranks end with it.")
@@ -126,31 +136,48 @@ class Ranks(OneRank):
     def _exchange(self, given: list[float], operation: Any) -> list[float]:
         numbers = torch.zeros(_NUMBERS, dtype=torch.float64)
         numbers[: len(given)] = torch.tensor(given, dtype=torch.float64)
-        self._guarded(lambda: torch.distributed.all_reduce(numbers, operation, group=self._group))
+        self.guarded(lambda: torch.distributed.all_reduce(numbers, operation, group=self.control))
         self._exchanges += 1
         return numbers.tolist()
 
-    def _guarded(self, collective: Callable[[], Any]) -> None:
+    def guarded(self, collective: Callable[[], Any]) -> None:
         """Run a collective; if a rank has gone, raise what it reported."""
         try:
             collective()
         except RuntimeError as error:
-            known = self._failure()
-            lost = f"Rank {self.rank} lost the connection to another rank, which ended without a report."
-            raise RankFailedError(known or f"{lost} Look for the first error of the other ranks.") from error
+            if (lost := self._lost(error)) is None:
+                raise
+            raise lost from error
 
-    def _failure(self, key: str = "") -> str:
-        """Return what a rank reported before the current exchange, or another; empty if none did."""
-        key = key or self._key()
+    def _lost(self, error: BaseException) -> RankFailedError | None:
+        """Return the error to raise for one that comes from another rank's end."""
+        if not isinstance(error, RuntimeError) or is_out_of_memory(error):
+            return None
+        if known := self._failure(self._key()):
+            return RankFailedError(known)
+        if not is_broken_connection(error):
+            return None
+        ended = self._processes.describe(self._processes.ended())
+        # The first to see it: the next ranks find the process of this one ended, too.
+        key = f"{self._prefix}/lost"
+        ended = self._from_store(lambda store: store.compare_set(key, "", ended)) or ended
+        return RankFailedError(
+            f"{ended} Rank {self.rank} lost the connection to it, and ends. Start the job again, or have "
+            "torchrun do so (--max-restarts): a script that calls engine.load continues from the last save."
+        )
+
+    def _failure(self, key: str) -> str:
+        """Return what a rank reported; empty if none did."""
+        return self._from_store(lambda store: store.get(key) if store.check([key]) else b"")
+
+    def _from_store(self, ask: Callable[[Any], bytes]) -> str:
         try:
-            if self._store.check([key]):
-                return str(self._store.get(key).decode())
+            return ask(self._store).decode()
         except RuntimeError:  # the store was on the rank that is gone
-            pass
-        return ""
+            return ""
 
     def _key(self) -> str:
-        return f"memfit/failure/{self._group.group_name}/{self._exchanges}"
+        return f"{self._prefix}/{self._exchanges}"
 
 
 def ranks_of_job() -> OneRank:
