@@ -36,8 +36,9 @@ from memfit.train.full_batch import FullBatchStepper, no_loss
 from memfit.train.gathered_batches import MicroBatches, epoch_goes_on, gathered
 from memfit.train.job import Interval, Job, Loss
 from memfit.train.optimizer_update import Protect
-from memfit.train.resume import engine_state, state_file
+from memfit.train.resume import engine_state
 from memfit.train.resume.engine_parts import EngineParts
+from memfit.train.resume.run_files import load_run, save_run
 from memfit.train.step_result import StepResult
 from memfit.train.validation import Metric, names_of, validated
 
@@ -114,7 +115,7 @@ class Engine:
         """Batches of an epoch of ``fit``, if its loader has a length."""
         self.metrics: dict[str, float] = {}
         """The means of the last validation, by name."""
-        self._stopped = False
+        self._stopped = self._left_others = False
         self._ledger = AccumulationLedger(update, prepared.gradients, partial(call_callbacks, ref(self)))
         self._loss, self._splitter = job.loss or no_loss, BatchSplitter(size, split)
         self._full_batch = FullBatchStepper(
@@ -139,8 +140,11 @@ class Engine:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no window is open, and the last update was completed or undone."""
-        return self._ledger.window is None and not self._ledger.update.torn
+        """Whether no window is open, and the last update was completed or undone.
+
+        With several ranks, not after an exception ended ``fit``: the others cannot save with this one.
+        """
+        return self._ledger.window is None and not self._ledger.update.torn and not self._left_others
 
     @property
     def notes(self) -> list[str]:
@@ -190,6 +194,7 @@ class Engine:
         schedule.expect_metric(names := names_of(metrics, validate))
         expect_watched(self.callbacks, names)
         self.epochs, self.batches, self._stopped = epochs, batches_in(loader), False
+        self._left_others = False
         self._resume_inside_epoch(loader)
         notify("on_fit_begin")
         try:
@@ -201,7 +206,7 @@ class Engine:
                     if self._agree_to_stop():
                         return result
                 if self.epoch and not self._ranks.agree(self.batch)[0]:
-                    raise UsageError(
+                    raise UsageError(  # noqa: TRY301 - it ends fit as any other error does
                         f"The loader returned no batches in epoch {self.epoch + 1}. A generator, for "
                         "example, can be iterated only once: pass engine.fit an iterable that starts again "
                         "in each epoch."
@@ -213,6 +218,9 @@ class Engine:
                     notify("on_validation_end", self.metrics)
                 notify("on_epoch_end")
                 self._agree_to_stop()
+        except BaseException:
+            self._left_others = self._ranks.size > 1
+            raise
         finally:
             notify("on_fit_end")
         return result
@@ -411,18 +419,24 @@ class Engine:
             self._accumulation,
             self._ledger,
             self._full_batch,
+            self._ranks,
             self.epoch,
         )
 
     def save(self, path: str | Path) -> None:
-        """Write the state to a file, atomically."""
-        state_file.save(self.state_dict(), Path(path))
+        """Write the run to a file, atomically; with several ranks, to a file and a folder beside it.
+
+        All ranks must call this at the same point of training, and see the same file system.
+        """
+        save_run(self._parts(), Path(path))
 
     def load(self, path: str | Path) -> None:
-        """Resume from a file that ``save`` wrote.
+        """Resume from what ``save`` wrote, on as many ranks as saved it or on others; all ranks call this.
 
         Raises:
-            FileFormatError: the file is something else, or damaged; nothing was loaded.
+            FileFormatError: the file or its folder is something else, or damaged; nothing was loaded.
             UsageError: the state does not suit this engine; nothing was loaded.
         """
-        self.load_state_dict(state_file.load(Path(path)))
+        parts = self._parts()
+        load_run(parts, Path(path))
+        self.epoch = parts.epoch

@@ -19,6 +19,7 @@ from memfit.random_state import generator_states, get_random_state, set_generato
 from memfit.strategies.accumulation import Remainder
 from memfit.train.data.loader_batch_size import batch_size_of
 from memfit.train.data.loader_generators import generators_of
+from memfit.train.data.loader_order import batches_done, order_of
 from memfit.train.progress_bar import show_rereading
 from memfit.user_frame import warn_user
 
@@ -42,6 +43,8 @@ class Position:
     loader: Any = None
     """The loader of the epoch, until it ends."""
     carried: int = 0
+    ranks: int = 1
+    """That train together, each with a loader of its own."""
     _iterating: bool = False
     _open: int = 0
     _handed: dict[str, Any] | None = None  # random numbers when a micro-batch was yielded
@@ -116,7 +119,10 @@ class Position:
         self._own = generators_of(loader)
         saved, random = self._resumed or ({}, {})
         self.loader, self.batch_size = loader, batch_size_of(loader)
-        sizes = {saved["batch_size"], self.batch_size} - {None} if saved.get("consumed") else set()
+        consumed, order = saved.get("consumed", 0), saved.get("order", {"ranks": 1})
+        sizes = {saved["batch_size"], self.batch_size} - {None} if consumed else set()
+        if consumed and order["ranks"] != self.ranks:
+            consumed, sizes = batches_done(consumed, order, loader, self.ranks), set()
         if len(sizes) > 1:
             raise UsageError(
                 f"Cannot resume inside an epoch: the loader's batch_size was {saved['batch_size']} "
@@ -132,10 +138,10 @@ class Position:
             _set_loader_generators(self._own, random["own"])
         self.began, self.consumed, self.carried = self._random(), 0, carried
         items = iter(loader)
-        if saved.get("consumed"):
+        if consumed:
             _warn_of_persistent_workers(loader)
         if inside:
-            self._skip(items, saved["consumed"])
+            self._skip(items, consumed)
             self._restore_random(saved["before"] or random)
         return items, saved, random
 
@@ -199,6 +205,7 @@ class Position:
             "began": self.began,
             "before": self.before,
             "batch_size": self.batch_size,
+            "order": order_of(self.loader, self.ranks),
         }
 
     def load_state_dict(self, state: dict[str, Any], random: dict[str, Any]) -> None:

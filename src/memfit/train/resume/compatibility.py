@@ -5,15 +5,16 @@ from typing import Any
 import torch
 
 from memfit.errors import UsageError
-from memfit.strategies.mechanisms.module_patterns import unwrapped
 from memfit.train.resume.engine_parts import (
     EngineParts,
+    bare_model,
     class_path,
     named_parameters,
     parameter_groups,
     precision_of,
     tensors_outside_state_dict,
 )
+from memfit.train.resume.local_optimizer import local_optimizer
 from memfit.train.resume.saved_run import SavedRun
 from memfit.user_frame import warn_user
 
@@ -25,10 +26,11 @@ def check_compatible(parts: EngineParts, state: SavedRun) -> None:
         UsageError: model, optimizer or scheduler differ from those saved; or the state was saved inside a
             window, which another precision or accumulation cannot complete.
     """
-    model = unwrapped(parts.model).state_dict()
-    _check_shapes(model, state["model"])
+    model = bare_model(parts).state_dict()
+    check_shapes(model, state["model"])
+    _expect_values(state["model"])
     for what, here, there in (
-        ("optimizer", class_path(parts.optimizer), state["optimizer_class"]),
+        ("optimizer", class_path(local_optimizer(parts.optimizer)), state["optimizer_class"]),
         ("scheduler", parts.scheduler and class_path(parts.scheduler), state["scheduler_class"]),
     ):
         if here != there:
@@ -37,8 +39,9 @@ def check_compatible(parts: EngineParts, state: SavedRun) -> None:
                 f"{here or f'no {what}'}. Use the same {what} as in the saved run, or load only the model's "
                 "state."
             )
-    _check_groups(parameter_groups(parts), state["groups"])
-    _check_shapes(tensors_outside_state_dict(parts), state["others"])
+    check_groups(parameter_groups(parts), state["groups"])
+    check_shapes(tensors_outside_state_dict(parts), state["others"])
+    _expect_values(state["others"])
     _check_callbacks(parts, state)
     _check_scheduler(parts, state)
     if not 0 <= state["position"]["carried"] <= state["steps"]:
@@ -51,7 +54,26 @@ def check_compatible(parts: EngineParts, state: SavedRun) -> None:
         _check_inside(parts, state)
 
 
-def _check_shapes(here: dict[str, Any], there: dict[str, Any]) -> None:
+def expect_no_window(saved: dict[str, Any], there: int, here: int) -> None:
+    """Refuse to continue a window on another number of ranks, whose batches and gradients are others.
+
+    Raises:
+        UsageError: the state was saved inside a window.
+    """
+    if saved["window"] is not None:
+        raise UsageError(
+            f"Cannot resume: the state was saved inside an accumulation window, on {there} "
+            f"rank{'s' * (there != 1)}, but this job has {here}. Resume on {there}, or from a state saved "
+            "between windows."
+        )
+
+
+def check_shapes(here: dict[str, Any], there: dict[str, Any]) -> None:
+    """Refuse saved tensors and values that are not those of a model, by name, kind and shape.
+
+    Raises:
+        UsageError: one is missing, superfluous or different.
+    """
     for name, value in here.items():
         if name not in there:
             raise UsageError(f"Cannot resume: this model has {name!r}, which the saved model lacks.")
@@ -68,9 +90,15 @@ def _check_shapes(here: dict[str, Any], there: dict[str, Any]) -> None:
         raise UsageError(f"Cannot resume: the saved model has {extra!r}, which this model lacks.")
 
 
+def _expect_values(saved: dict[str, Any]) -> None:
+    for name, value in saved.items():
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            raise UsageError(f"Cannot resume: the saved {name!r} is {_described(value)} without values.")
+
+
 def _is_alike(one: torch.Tensor, saved: torch.Tensor) -> bool:
     kinds = [(each.layout, each.is_complex(), each.is_floating_point()) for each in (one, saved)]
-    return one.shape == saved.shape and kinds[0] == kinds[1] and not saved.is_meta
+    return one.shape == saved.shape and kinds[0] == kinds[1]
 
 
 def _described(value: Any) -> str:
@@ -78,11 +106,17 @@ def _described(value: Any) -> str:
         return f"of type {type(value).__name__}"
     kind = f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
     layout = "" if value.layout is torch.strided else f" and layout {value.layout}"
-    return f"{kind}{layout}{' without values' * value.is_meta}"
+    return f"{kind}{layout}"
 
 
-def _check_groups(here: list[list[str]], there: list[list[str]]) -> None:
-    """Check the order too: an optimizer's state refers to parameters by index, not by name."""
+def check_groups(here: list[list[str]], there: list[list[str]]) -> None:
+    """Refuse other parameter groups.
+
+    Their order counts too: an optimizer's state refers to parameters by index, not by name.
+
+    Raises:
+        UsageError: groups or parameters differ.
+    """
     if [len(group) for group in here] != [len(group) for group in there]:
         raise UsageError(
             f"Cannot resume: this optimizer's parameter groups have {[len(group) for group in here]} "

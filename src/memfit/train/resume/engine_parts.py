@@ -3,11 +3,13 @@
 The names are the same in any engine made of the same model, optimizer and plan.
 """
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.mechanisms.module_patterns import unwrapped
@@ -15,6 +17,7 @@ from memfit.strategies.plan import Plan
 from memfit.train.accumulation_ledger import AccumulationLedger
 from memfit.train.callbacks import Callback
 from memfit.train.full_batch import FullBatchStepper
+from memfit.train.ranks import OneRank
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +32,7 @@ class EngineParts:
     accumulation: Accumulation
     ledger: AccumulationLedger
     full_batch: FullBatchStepper
+    ranks: OneRank
     epoch: int
 
     @property
@@ -37,9 +41,25 @@ class EngineParts:
         return self.accumulation.steps
 
 
+def bare_model(parts: EngineParts) -> nn.Module:
+    """Return the model inside torch.compile's and DistributedDataParallel's wrappers.
+
+    Its parameters are the shards that fully_shard made, and not what a forward gathered.
+    """
+    model = unwrapped(parts.model)
+    if isinstance(model, DistributedDataParallel):
+        model = unwrapped(model.module)
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None:
+        for module in model.modules():
+            if isinstance(module, fsdp.FSDPModule):
+                module.reshard()
+    return model
+
+
 def named_parameters(parts: EngineParts) -> dict[str, nn.Parameter]:
     """Return the model's parameters by name, and the optimizer's others, such as a loss's, by index."""
-    found = dict(unwrapped(parts.model).named_parameters())
+    found = dict(bare_model(parts).named_parameters())
     known = {id(parameter) for parameter in (*found.values(), *parts.ledger.update.masters.values())}
     for number, group in enumerate(parts.optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
@@ -50,7 +70,7 @@ def named_parameters(parts: EngineParts) -> dict[str, nn.Parameter]:
 
 def tensors_outside_state_dict(parts: EngineParts) -> dict[str, torch.Tensor]:
     """Return what the model's ``state_dict`` leaves out: a loss's parameters, non-persistent buffers."""
-    model = unwrapped(parts.model)
+    model = bare_model(parts)
     known = model.state_dict().keys()
     found = (*named_parameters(parts).items(), *model.named_buffers())
     return {name: tensor for name, tensor in found if name not in known}

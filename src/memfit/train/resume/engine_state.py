@@ -5,15 +5,14 @@ another precision. A loss scale starts from its initial value if the saved run h
 """
 
 import copy
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 
 from memfit.errors import TornUpdateError, UsageError
 from memfit.random_state import set_random_state
-from memfit.strategies.mechanisms.module_patterns import unwrapped
 from memfit.strategies.mechanisms.optimizer_info import parameters_of
 from memfit.strategies.mechanisms.tensors import independent_copy, inner_tensors
 from memfit.train import master_weights
@@ -22,11 +21,19 @@ from memfit.train.optimizer_update import INTERRUPTED
 from memfit.train.resume.compatibility import check_compatible
 from memfit.train.resume.engine_parts import (
     EngineParts,
+    bare_model,
     class_path,
     named_parameters,
     parameter_groups,
     precision_of,
     tensors_outside_state_dict,
+)
+from memfit.train.resume.local_optimizer import (
+    adopt_groups,
+    get_optimizer_state,
+    local_optimizer,
+    localised,
+    own_indices,
 )
 from memfit.train.resume.saved_run import VERSION, SavedRun, validate
 
@@ -44,7 +51,7 @@ def get_state(parts: EngineParts) -> dict[str, Any]:
             "a callback's on_window_end."
         )
     scheduler = parts.scheduler
-    model = unwrapped(parts.model).state_dict()
+    model = bare_model(parts).state_dict()
     return {
         "version": VERSION,
         "steps": parts.steps,
@@ -55,8 +62,8 @@ def get_state(parts: EngineParts) -> dict[str, Any]:
         "model": model | _master_weights(parts),
         "others": {name: tensor.detach() for name, tensor in tensors_outside_state_dict(parts).items()},
         "groups": parameter_groups(parts),
-        "optimizer": parts.optimizer.state_dict(),
-        "optimizer_class": class_path(parts.optimizer),
+        "optimizer": get_optimizer_state(parts.optimizer),
+        "optimizer_class": class_path(local_optimizer(parts.optimizer)),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "scheduler_class": None if scheduler is None else class_path(scheduler),
         "schedule": str(ledger.update.schedule),
@@ -70,27 +77,39 @@ def get_state(parts: EngineParts) -> dict[str, Any]:
     }
 
 
-def load_state(parts: EngineParts, saved: dict[str, Any]) -> None:
+def load_state(
+    parts: EngineParts,
+    saved: dict[str, Any],
+    together: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> None:
     """Resume an engine from a saved state, whose tensors are copied.
 
     Callbacks, optimizer and scheduler load their states themselves and may refuse: they are loaded first, and
     restored if one does.
+
+    Args:
+        parts: of the engine.
+        saved: what ``get_state`` returned.
+        together: returns a context that all ranks leave without an error, or none.
     """
-    state = validate(saved)
-    check_compatible(parts, state)
     ledger = parts.ledger
     with ExitStack() as undo:
-        part = "a callback"
-        try:
-            _load_callbacks(parts.callbacks, state["callbacks"], undo)
-            part = "the optimizer"
-            _load_optimizer(parts, state, undo)
-            part = "the scheduler"
-            _load_scheduler(parts, state, undo)
-        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            raise UsageError(f"Cannot resume: {part} did not accept its saved state ({error!r}).") from error
+        with together():
+            state = validate(saved)
+            check_compatible(parts, state)
+            part = "a callback"
+            try:
+                _load_callbacks(parts.callbacks, state["callbacks"], undo)
+                part = "the optimizer"
+                _load_optimizer(parts, state, undo)
+                part = "the scheduler"
+                _load_scheduler(parts, state, undo)
+            except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+                raise UsageError(
+                    f"Cannot resume: {part} did not accept its saved state ({error!r})."
+                ) from error
         undo.pop_all()
-    model, parameters = unwrapped(parts.model), named_parameters(parts)
+    model, parameters = bare_model(parts), named_parameters(parts)
     model.load_state_dict(state["model"])
     with torch.no_grad():
         for name, tensor in tensors_outside_state_dict(parts).items():
@@ -144,11 +163,12 @@ def _load_optimizer(parts: EngineParts, run: SavedRun, undo: ExitStack) -> None:
     It casts the others to the parameters' dtype. If a parameter has its former dtype, its state keeps the
     saved dtype too: an optimizer may keep float32 for it.
     """
-    optimizer, saved = parts.optimizer, run["optimizer"]
+    optimizer, saved = local_optimizer(parts.optimizer), localised(parts.optimizer, run["optimizer"])
     saved_tensors = {id(part) for state in saved["state"].values() for part in _tensors(state)}
-    # load_state_dict replaces these, and does not change them.
-    undo.callback(vars(optimizer).update, state=optimizer.state, param_groups=optimizer.param_groups)
+    for each in (optimizer, parts.optimizer):  # load_state_dict replaces these, and does not change them
+        undo.callback(vars(each).update, state=each.state, param_groups=each.param_groups)
     optimizer.load_state_dict(saved)
+    adopt_groups(parts.optimizer)
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and any(
@@ -157,7 +177,8 @@ def _load_optimizer(parts: EngineParts, run: SavedRun, undo: ExitStack) -> None:
                 state[name] = independent_copy(value)
     values = run["model"] | run["others"]
     names = [name for group in run["groups"] for name in group]
-    for index, (name, parameter) in enumerate(zip(names, parameters_of(optimizer), strict=True)):
+    own = [names[index] for index in own_indices(parts.optimizer)]
+    for index, (name, parameter) in enumerate(zip(own, parameters_of(optimizer), strict=True)):
         if values[name].dtype == parameter.dtype:
             _keep_dtypes(optimizer.state[parameter], saved["state"].get(index, {}))
 
@@ -180,7 +201,7 @@ def _master_weights(parts: EngineParts) -> dict[str, torch.Tensor]:
     masters = parts.ledger.update.values_of_masters()
     return {
         name: masters[parameter].detach()
-        for name, parameter in unwrapped(parts.model).named_parameters(remove_duplicate=False)
+        for name, parameter in bare_model(parts).named_parameters(remove_duplicate=False)
         if parameter in masters
     }
 

@@ -12,6 +12,7 @@ from msgspec import Meta
 from memfit.errors import FileFormatError
 from memfit.random_state import get_random_state, set_random_state
 from memfit.train.accumulation_window import Window
+from memfit.train.data.loader_order import SavedOrder
 from memfit.train.loss_scaler import LossScaleState
 
 VERSION = 1
@@ -38,6 +39,7 @@ class SavedPosition(TypedDict):
     began: SavedRandomState | None
     before: SavedRandomState | None
     batch_size: PositiveCount | None
+    order: NotRequired[SavedOrder]
 
 
 class SavedRun(TypedDict):

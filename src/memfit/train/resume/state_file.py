@@ -87,7 +87,7 @@ def _lock(file: IO[bytes], path: Path) -> bool:
         return False
 
 
-_UNREADABLE = (
+UNREADABLE = (
     *(zipfile.BadZipFile, pickle.UnpicklingError),
     *(RuntimeError, ValueError, EOFError, OSError, KeyError, TypeError, AttributeError, IndexError),
 )
@@ -109,7 +109,7 @@ def load(path: Path) -> dict[str, Any]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about unusual pickles, which are refused below
             state = torch.load(path, map_location="cpu", weights_only=True)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise FileFormatError(
             f"Cannot resume from {path}: it is not the state of a training run, or is damaged ({error})."
         ) from None

@@ -1,0 +1,90 @@
+"""The order in which ranks go through a dataset, so that an epoch can go on with another number of ranks.
+
+``DistributedSampler`` deals out one order in turn: rank r of N has samples r, r + N, r + 2N, ... So k batches
+of b samples on each of N ranks are the first k * b * N samples of that order, on any number of ranks.
+
+    order           0  1  2  3  4  5  6  7  8  ...
+    2 ranks, b = 2  A  B  A  B| A  B  A  B| A  ...
+    4 ranks, b = 1  A  B  C  D| A  B  C  D| A  ...
+"""
+
+from typing import Annotated, Any, NotRequired, TypedDict
+
+from msgspec import Meta
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
+
+from memfit.errors import UsageError
+
+
+class SavedOrder(TypedDict):
+    """How the ranks went through a dataset, as far as memfit knows."""
+
+    ranks: Annotated[int, Meta(ge=1)]
+    batch_size: NotRequired[Annotated[int, Meta(ge=1)]]
+    samples: NotRequired[Annotated[int, Meta(ge=0)]]
+    """Of the dataset."""
+    shuffled: NotRequired[int | None]
+    """The seed; None if they are in the dataset's own order."""
+
+
+def order_of(loader: Any, ranks: int) -> SavedOrder:
+    """Return the order in which ranks read their loaders; only their number, if the loader may use another.
+
+    >>> order_of(DataLoader(range(8), batch_size=4), 1)
+    {'ranks': 1, 'batch_size': 4, 'samples': 8, 'shuffled': None}
+    >>> order_of(DataLoader(range(8), batch_size=4, shuffle=True), 1)
+    {'ranks': 1}
+    """
+    unknown: SavedOrder = {"ranks": ranks}
+    if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
+        return unknown
+    dataset: Any
+    sampler: Any = loader.batch_sampler.sampler
+    if type(sampler) is DistributedSampler and sampler.num_replicas == ranks:
+        shuffled, dataset = sampler.seed if sampler.shuffle else None, sampler.dataset
+    elif type(sampler) is SequentialSampler and ranks == 1:
+        shuffled, dataset = None, sampler.data_source
+    else:
+        return unknown
+    samples, batch_size = len(dataset), loader.batch_sampler.batch_size
+    return {"ranks": ranks, "batch_size": batch_size, "samples": samples, "shuffled": shuffled}
+
+
+def batches_done(consumed: int, there: SavedOrder, loader: Any, ranks: int) -> int:
+    """Return how many batches of a loader are the samples that another number of ranks has read.
+
+    Args:
+        consumed: batches that each of those ranks has read.
+        there: their order.
+        loader: this rank's.
+        ranks: their number now.
+
+    Raises:
+        UsageError: an order is unknown, they differ, or the samples are no whole number of batches.
+    """
+    here = order_of(loader, ranks)
+    saved = f"{there['ranks']} rank{'s' * (there['ranks'] != 1)}"
+    why = f"Cannot resume inside an epoch: {saved} saved the state, and this job has {ranks}. "
+    remedy = "Or resume from a state saved at the end of an epoch."
+    if "samples" not in here or not {"samples", "batch_size"} <= there.keys():
+        raise UsageError(
+            f"{why}memfit knows which samples were read only if both jobs use a DataLoader with a "
+            f"DistributedSampler. {remedy}"
+        )
+    for name, what in (("samples", "samples in the dataset"), ("shuffled", "as the sampler's seed")):
+        if here.get(name) != there.get(name):
+            raise UsageError(
+                f"{why}The saved run had {there.get(name)} {what}, and this one has {here.get(name)}. Use "
+                f"the same dataset and the same shuffle. {remedy}"
+            )
+    done = consumed * there["batch_size"] * there["ranks"]
+    if done >= there["samples"]:
+        return len(loader)
+    batches, rest = divmod(done, here["batch_size"] * ranks)
+    if rest:
+        whole = f"a batch_size that divides {done // ranks}" if done % ranks == 0 else "other ranks"
+        raise UsageError(
+            f"{why}The {done} samples read so far are no whole number of batches of {here['batch_size']} on "
+            f"{ranks} ranks. Choose {whole}. {remedy}"
+        )
+    return batches

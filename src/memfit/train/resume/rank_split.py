@@ -1,0 +1,182 @@
+"""What of a run's state is the same on all ranks, what differs, and what is divided; and back.
+
+    tensors   parameters, and the optimizer's state of each parameter     torch.distributed.checkpoint
+    shared    counters, scheduler, loss scale, precision, groups          one file
+    own       random numbers, position in the data, buffers, callbacks,   a file per rank
+              an open window and its gradients
+
+Buffers differ between ranks: each rank's batch norms see its own batches. Tensors have the same names however
+the model is divided, so that they can be read with another sharding, or by a single process.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memfit.errors import UsageError
+from memfit.train.resume.compatibility import check_shapes
+from memfit.train.resume.engine_parts import EngineParts, bare_model, named_parameters
+from memfit.train.resume.local_optimizer import own_indices
+from memfit.train.resume.saved_ranks import Entries
+from memfit.train.resume.shards import empty_like_on_host, from_part, from_whole, is_sharded, local_part
+from memfit.train.resume.tensor_files import StoredTensor
+
+_OWN = ("others", "position", "random", "window", "callbacks")
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRun:
+    """A run's state on one rank."""
+
+    tensors: dict[str, torch.Tensor]
+    shared: dict[str, Any]
+    own: dict[str, Any]
+    """This rank's part of the state; of ``model``, only buffers and extra state."""
+    entries: dict[int, Entries]
+    """The optimizer's state of the parameters that this rank updates, by index."""
+
+
+def split(parts: EngineParts, state: dict[str, Any]) -> SplitRun:
+    """Split a rank's state.
+
+    Raises:
+        UsageError: the optimizer divides a tensor in another way than its parameter.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    model, parameters = {}, dict(bare_model(parts).named_parameters(remove_duplicate=False))
+    for name, value in state["model"].items():
+        if name in parameters and _is_plain(value):
+            tensors[f"model.{name}"] = value.detach()
+        else:
+            model[name] = value
+    names, of_name = _names(state), named_parameters(parts)
+    entries: dict[int, Entries] = {}
+    for index, entry in state["optimizer"]["state"].items():
+        name = names[index]
+        kept = {key: value for key, value in entry.items() if _is_plain(value)}
+        for key, value in kept.items():
+            _expect_divided_alike(f"{key} of {name}", value, of_name[name])
+            tensors[_entry(name, key)] = value.detach()
+        others = {key: value for key, value in entry.items() if key not in kept}
+        entries[index] = {"tensors": list(kept), "values": others}
+    gradients = {name: local_part(each) for name, each in state["gradients"].items()}
+    own = {name: state[name] for name in _OWN} | {"model": model, "gradients": gradients}
+    shared = {name: value for name, value in state.items() if name not in own and name != "optimizer"}
+    return SplitRun(tensors, shared | {"optimizer": state["optimizer"]["param_groups"]}, own, entries)
+
+
+def empty_tensors(
+    parts: EngineParts,
+    shared: dict[str, Any],
+    entries: dict[int, Entries],
+    stored: Mapping[str, StoredTensor],
+) -> dict[str, torch.Tensor]:
+    """Return empty tensors for this rank's share of the saved ones, divided as this engine divides them.
+
+    Args:
+        parts: the engine that will resume.
+        shared: the part of the state that is the same on all ranks.
+        entries: of the parameters that this rank's optimizer updates.
+        stored: the saved tensors by name.
+
+    Raises:
+        UsageError: the engine's model has other parameters.
+        KeyError: a tensor is missing.
+    """
+    model = bare_model(parts)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    here = {name: each for name, each in model.state_dict().items() if name in parameters}
+    there = {
+        name.removeprefix("model."): torch.empty(each.shape, dtype=each.dtype, device="meta")
+        for name, each in stored.items()
+        if name.startswith("model.")
+    }
+    check_shapes(here, there)
+    likes = {f"model.{name}": each for name, each in here.items()}
+    of_name, names = named_parameters(parts), _names(shared)
+    for index in own_indices(parts.optimizer):
+        for key in entries[index]["tensors"] if index in entries else ():
+            likes[_entry(names[index], key)] = of_name[names[index]]
+    return {name: _empty(like, stored[name]) for name, like in likes.items()}
+
+
+def join(
+    parts: EngineParts,
+    shared: dict[str, Any],
+    own: dict[str, Any],
+    entries: dict[int, Entries],
+    tensors: Mapping[str, torch.Tensor],
+) -> dict[str, Any]:
+    """Return the whole state of a rank."""
+    names, of_name = _names(shared), named_parameters(parts)
+    model = {name.removeprefix("model."): each for name, each in tensors.items() if name.startswith("model.")}
+    state = {
+        index: {key: tensors[_entry(names[index], key)] for key in entries[index]["tensors"]}
+        | entries[index]["values"]
+        for index in own_indices(parts.optimizer)
+        if index in entries
+    }
+    gradients = {
+        name: from_part(each, of_name[name]) if name in of_name else each
+        for name, each in own["gradients"].items()
+    }
+    return {
+        **shared,
+        **own,
+        "model": model | own["model"],
+        "optimizer": {"state": state, "param_groups": shared["optimizer"]},
+        "gradients": gradients,
+    }
+
+
+def from_one_process(parts: EngineParts, saved: dict[str, Any]) -> dict[str, Any]:
+    """Return a rank's part of a state that a single process saved, and that suits the engine."""
+    likes, names, of_name = bare_model(parts).state_dict(), _names(saved), named_parameters(parts)
+    model = {name: _divided(value, likes[name]) for name, value in saved["model"].items()}
+    state = {
+        index: {key: _divided(value, of_name[names[index]]) for key, value in entry.items()}
+        for index, entry in saved["optimizer"]["state"].items()
+    }
+    gradients = {name: _divided(each, of_name[name]) for name, each in saved["gradients"].items()}
+    optimizer = saved["optimizer"] | {"state": state}
+    return saved | {"model": model, "optimizer": optimizer, "gradients": gradients}
+
+
+def _divided(value: Any, like: Any) -> Any:
+    """Return this rank's part of a tensor, if it has the shape of one that is divided."""
+    divides = is_sharded(like) and isinstance(value, torch.Tensor) and value.shape == like.shape
+    return from_whole(value, like) if divides else value
+
+
+def _names(state: dict[str, Any]) -> list[str]:
+    return [name for group in state["groups"] for name in group]
+
+
+def _entry(name: str, key: str) -> str:
+    return f"optimizer.{name}.{key}"
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether the folder can hold a value: a dense tensor, or one divided into dense tensors."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    part = local_part(value)
+    return type(part) in (torch.Tensor, torch.nn.Parameter) and part.layout is torch.strided
+
+
+def _expect_divided_alike(what: str, value: torch.Tensor, parameter: torch.Tensor) -> None:
+    if is_sharded(value) and not (
+        is_sharded(parameter) and value.shape == parameter.shape and value.placements == parameter.placements  # type: ignore[attr-defined]
+    ):
+        raise UsageError(
+            f"Cannot save the run: the optimizer divides {what} in another way than its parameter. memfit "
+            "saves the state of optimizers that divide it as fully_shard divides the parameters."
+        )
+
+
+def _empty(like: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
+    if is_sharded(like) and tuple(like.shape) == stored.shape:
+        return empty_like_on_host(like, stored.dtype)
+    return torch.empty(stored.shape, dtype=stored.dtype)

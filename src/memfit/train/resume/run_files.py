@@ -1,0 +1,214 @@
+"""Save a run to a path, and resume from one: a file, and with several ranks a folder beside it.
+
+    run                       plain values that all ranks share, and the name of the folder of this save
+    run.ranks/
+      120-9f2c41/             the save after update 120
+        .metadata             tensors: torch.distributed.checkpoint
+        __0_0.distcp
+        __1_0.distcp
+        rank-0                what differs between ranks
+        rank-1
+
+The folder is written first, by all ranks. Then ``run`` is replaced atomically: a run is saved completely or
+not at all, whenever a rank or a machine dies. Older folders are removed last.
+
+On the same number of ranks, a saved run resumes bit for bit. On another, parameters and optimizer state are
+divided anew, ranks that existed continue with their random numbers, and new ranks are seeded.
+"""
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memfit.errors import UsageError
+from memfit.train.ranks import OneRank
+from memfit.train.resume import state_file
+from memfit.train.resume.compatibility import check_compatible, check_groups, expect_no_window
+from memfit.train.resume.engine_parts import EngineParts, bare_model, parameter_groups
+from memfit.train.resume.engine_state import get_state, load_state
+from memfit.train.resume.local_optimizer import local_optimizer, own_indices
+from memfit.train.resume.rank_random import change_random, seeded, with_all_gpus, with_own_gpu
+from memfit.train.resume.rank_split import empty_tensors, from_one_process, join, split
+from memfit.train.resume.saved_ranks import (
+    FOLDER_NAME,
+    Entries,
+    RankFile,
+    SharedFile,
+    validated_rank,
+    validated_shared,
+)
+from memfit.train.resume.saved_run import VERSION, validate
+from memfit.train.resume.shards import is_sharded
+from memfit.train.resume.tensor_files import load_tensors, read_index, save_tensors
+
+
+def save_run(parts: EngineParts, path: Path) -> None:
+    """Write a run to a path; with several ranks, all of them call this at the same point of training.
+
+    Raises:
+        UsageError: the run cannot be saved at this point, or has values that a file cannot hold.
+        OutputError: a rank could not write.
+        RankFailedError: another rank could not save, or is gone.
+    """
+    if not _is_divided(parts):
+        state_file.save(get_state(parts), path)
+        return
+    ranks, folders = parts.ranks, _folders(path)
+    with _all_or_none(ranks):
+        run = split(parts, get_state(parts))
+        own = change_random(run.own, with_own_gpu)
+        owners = _owners(parts)
+    # A number that rank 0 draws: the folder must be new even if the run was here before.
+    (token,) = ranks.agree(secrets.randbits(48) if ranks.rank == 0 else 0)
+    name = f"{run.shared['optimizer_step']}-{int(token):012x}"
+    folder = folders / name
+    with _all_or_none(ranks):
+        folder.mkdir(parents=True, exist_ok=True)
+        kept = {index: each for index, each in run.entries.items() if owners[index] == ranks.rank}
+        rank_file: RankFile = {"version": VERSION, "rank": ranks.rank, "entries": kept, "run": own}
+        state_file.save({**rank_file}, folder / _file_of(ranks.rank))
+    ranks.guarded(lambda: save_tensors(run.tensors, folder, ranks.control))
+    with _all_or_none(ranks):
+        if ranks.rank == 0:
+            _expect_shared_folder(folder, ranks.size)
+            shared: SharedFile = {
+                "version": VERSION,
+                "ranks": ranks.size,
+                "folder": name,
+                "owners": owners,
+                "run": run.shared,
+            }
+            for each in (folder, folders, folders.parent):
+                _flush(each)
+            state_file.save({**shared}, path)
+            _remove_others(folders, name)
+
+
+def load_run(parts: EngineParts, path: Path) -> None:
+    """Resume an engine from a path; with several ranks, all of them call this.
+
+    Raises:
+        FileFormatError: the file or the folder is something else, or damaged; nothing was loaded.
+        UsageError: the run does not suit this engine; nothing was loaded.
+        RankFailedError: another rank could not load; nothing was loaded.
+    """
+    ranks = parts.ranks
+    with _all_or_none(ranks):
+        saved = state_file.load(path)
+        reads_folder = "folder" in saved
+        if reads_folder:
+            shared = validated_shared(saved)
+            folder = _folders(path) / shared["folder"]
+            own, entries = _read_rank_files(parts, shared, folder)
+            stored = read_index(folder)
+            tensors = empty_tensors(parts, shared["run"], entries, stored)
+        elif _is_divided(parts):
+            saved = _divide(parts, saved)
+    if reads_folder:
+        ranks.guarded(lambda: load_tensors(tensors, stored, folder, ranks.control))
+        saved = join(parts, shared["run"], own, entries, tensors)
+    load_state(parts, saved, lambda: _all_or_none(ranks))
+
+
+@contextmanager
+def _all_or_none(ranks: OneRank) -> Iterator[None]:
+    """Complete only if all ranks do: a rank that fails ends the others with its error."""
+    try:
+        yield
+    except Exception as error:
+        ranks.report(error, "saving or resuming the run")
+        raise
+    ranks.agree()
+
+
+def _is_divided(parts: EngineParts) -> bool:
+    """Return whether a file cannot hold the run: there are several ranks, or tensors are DTensors."""
+    return parts.ranks.size > 1 or any(is_sharded(each) for each in bare_model(parts).parameters())
+
+
+# ---- Files ---------------------------------------------------------------------------------------------
+
+
+def _folders(path: Path) -> Path:
+    return path.with_name(f"{path.name}.ranks")
+
+
+def _file_of(rank: int) -> str:
+    return f"rank-{rank}"
+
+
+def _owners(parts: EngineParts) -> list[int]:
+    """Return the rank that saves each parameter's optimizer state: one that updates it."""
+    count = sum(map(len, (group["params"] for group in parts.optimizer.param_groups)))
+    if local_optimizer(parts.optimizer) is parts.optimizer:
+        return [0] * count
+    own: list[list[int]] = [[]] * parts.ranks.size
+    torch.distributed.all_gather_object(own, own_indices(parts.optimizer), group=parts.ranks.control)
+    rank_of = {index: rank for rank, indices in enumerate(own) for index in indices}
+    return [rank_of[index] for index in range(count)]
+
+
+def _expect_shared_folder(folder: Path, ranks: int) -> None:
+    for rank in range(ranks):
+        if not (folder / _file_of(rank)).exists():
+            raise UsageError(
+                f"Cannot save the run to {folder}: rank {rank} has written its file there, but rank 0 does "
+                "not see it. Save to a file system that all machines of the job share."
+            )
+
+
+def _flush(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_others(folders: Path, name: str) -> None:
+    """Remove older saves, and those that were never completed."""
+    for folder in folders.iterdir():
+        if folder.name != name and FOLDER_NAME.match(folder.name):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _read_rank_files(
+    parts: EngineParts, shared: SharedFile, folder: Path
+) -> tuple[dict[str, Any], dict[int, Entries]]:
+    """Return this rank's part of the state, and the entries of the parameters that it updates."""
+    rank, ranks = parts.ranks.rank, parts.ranks.size
+    check_groups(parameter_groups(parts), shared["run"]["groups"])
+    known = rank if rank < shared["ranks"] else 0
+    owner_of = {index: shared["owners"][index] for index in own_indices(parts.optimizer)}
+    files = {
+        each: validated_rank(state_file.load(folder / _file_of(each)), each)
+        for each in sorted({known, *owner_of.values()})
+    }
+    own = files[known]["run"]
+    if shared["ranks"] != ranks:
+        expect_no_window(own, shared["ranks"], ranks)
+    if known != rank:
+        own = change_random(own, lambda state: seeded(state, rank))
+    entries = {
+        index: files[owner]["entries"][index]
+        for index, owner in owner_of.items()
+        if index in files[owner]["entries"]
+    }
+    return change_random(own, with_all_gpus), entries
+
+
+def _divide(parts: EngineParts, saved: dict[str, Any]) -> dict[str, Any]:
+    """Return this rank's part of a run that a single process saved."""
+    state, rank, ranks = validate(saved), parts.ranks.rank, parts.ranks.size
+    check_compatible(parts, state)
+    if ranks > 1:
+        expect_no_window(saved, 1, ranks)
+    if rank:
+        saved = change_random(saved, lambda state: seeded(state, rank))
+    return from_one_process(parts, saved)
