@@ -63,10 +63,11 @@ class Ranks(OneRank):
 
     def __init__(self) -> None:
         self.rank, self.size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        self.control: Any = torch.distributed.new_group(backend="gloo")
+        group: Any = torch.distributed.new_group(backend="gloo")
+        self.control = group
         self._store = torch.distributed.distributed_c10d._get_default_store()
-        self._prefix = f"memfit/failure/{self.control.group_name}"
-        self._processes = RankProcesses.of(self.control)
+        self._prefix = f"memfit/failure/{group.group_name}"
+        self._processes = RankProcesses.of(group)
         self._exchanges = 0
 
     def agree(self, *numbers: float, failure: int = 0) -> tuple[float, ...]:
@@ -122,7 +123,7 @@ class Ranks(OneRank):
         known = isinstance(error, RankFailedError) or hasattr(error, "is_reported")
         if known or not isinstance(error, Exception):
             return
-        error.is_reported = True  # type: ignore[attr-defined] - to keep the error would keep its frames
+        error.is_reported = True  # type: ignore[attr-defined]  # to keep the error would keep its frames
         if (lost := self._lost(error)) is not None:
             raise lost from error
         message = f"Rank {self.rank} failed in {phase}{_line_of(error)}: {_first_line(error)}"

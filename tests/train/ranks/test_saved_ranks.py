@@ -1,33 +1,29 @@
 """Runs of several ranks, saved and resumed: on as many ranks bit for bit, and on others."""
 
+from functools import partial
+
 import pytest
 import torch
 
 import memfit
 from support import saved_rank_cases
-from support.rank_pool import RankPool
 
 pytestmark = pytest.mark.process
 MODES = ["ddp", "zero1", "fsdp2"]
-CASES = "support.saved_rank_cases"
 EPOCHS = 2
 """Of 48 samples: six updates on two ranks with batches of 4."""
 
 
-def pool_of(ranks):
-    pool = RankPool(ranks)
-    yield pool
-    pool.close()
+@pytest.fixture
+def two(two_ranks):
+    """Return ``two(case, *arguments)``, which runs a case on two ranks."""
+    return partial(two_ranks.run, module="support.saved_rank_cases")
 
 
-@pytest.fixture(scope="module")
-def two():
-    yield from pool_of(2)
-
-
-@pytest.fixture(scope="module")
-def four():
-    yield from pool_of(4)
+@pytest.fixture
+def four(four_ranks):
+    """Return the same for four ranks."""
+    return partial(four_ranks.run, module="support.saved_rank_cases")
 
 
 def assert_equal(one, other, names=None):
@@ -49,11 +45,11 @@ def assert_equal(one, other, names=None):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_run_resumes_bit_for_bit_inside_an_epoch_and_at_its_end(two, mode, tmp_path):
     plan = [memfit.Sharding(mode), memfit.Precision("fp16"), memfit.Accumulation(parts_per_batch=2)]
-    whole = two.run(CASES, "uninterrupted", plan, EPOCHS)
+    whole = two("uninterrupted", plan, EPOCHS)
     assert not torch.equal(whole[0]["forwards"], torch.zeros(2))
     for at in (4, 6):
-        two.run(CASES, "saved", plan, tmp_path / "run", at, EPOCHS)
-        resumed = two.run(CASES, "resumed", plan, tmp_path / "run", EPOCHS)
+        two("saved", plan, tmp_path / "run", at, EPOCHS)
+        resumed = two("resumed", plan, tmp_path / "run", EPOCHS)
         for rank in range(2):
             assert resumed[rank][0]["counters"][3] == at
             assert_equal(whole[rank], resumed[rank][1])
@@ -64,7 +60,7 @@ def test_a_run_resumes_bit_for_bit_inside_an_epoch_and_at_its_end(two, mode, tmp
 def test_a_run_resumes_bit_for_bit_inside_a_window(two, mode, tmp_path):
     plan = [memfit.Sharding(mode), memfit.Accumulation(batches_per_update=3)]
     for at in (0, 3, 5):
-        for whole, resumed in two.run(CASES, "resumed_by_hand", plan, tmp_path / "run", at):
+        for whole, resumed in two("resumed_by_hand", plan, tmp_path / "run", at):
             assert_equal(whole, resumed)
 
 
@@ -89,8 +85,8 @@ def test_two_ranks_continue_as_four_and_as_one_with_the_samples_that_are_left(
     two, four, mode, then, tmp_path
 ):
     plan, other = [memfit.Sharding(mode)], [memfit.Sharding(then)]
-    before = two.run(CASES, "saved", plan, tmp_path / "run", 4, EPOCHS)
-    after = four.run(CASES, "resumed", other, tmp_path / "run", 1)
+    before = two("saved", plan, tmp_path / "run", 4, EPOCHS)
+    after = four("resumed", other, tmp_path / "run", 1)
     assert_same_tensors(before, [state for state, *_ in after])
     assert after[0][0]["counters"][1:4] == before[0]["counters"][1:4]
     left = [sample for _, _, seen in after for sample in seen[-4:]]
@@ -105,8 +101,8 @@ def test_two_ranks_continue_as_four_and_as_one_with_the_samples_that_are_left(
 @pytest.mark.parametrize("mode", MODES)
 def test_four_ranks_continue_as_two(two, four, mode, tmp_path):
     plan = [memfit.Sharding(mode)]
-    before = four.run(CASES, "saved", plan, tmp_path / "run", 2, EPOCHS)
-    after = two.run(CASES, "resumed", plan, tmp_path / "run", EPOCHS)
+    before = four("saved", plan, tmp_path / "run", 2, EPOCHS)
+    after = two("resumed", plan, tmp_path / "run", EPOCHS)
     assert_same_tensors(before, [state for state, *_ in after])
     for rank in range(2):
         assert after[rank][0]["random"][:2] == before[rank]["random"][:2]
@@ -117,7 +113,7 @@ def test_four_ranks_continue_as_two(two, four, mode, tmp_path):
 def test_a_file_of_one_process_continues_on_two_ranks(two, mode, tmp_path):
     before = saved_rank_cases.saved(0, 1, [], tmp_path / "run", 6, EPOCHS)
     assert not (tmp_path / "run.ranks").exists()
-    after = two.run(CASES, "resumed", [memfit.Sharding(mode)], tmp_path / "run", EPOCHS)
+    after = two("resumed", [memfit.Sharding(mode)], tmp_path / "run", EPOCHS)
     assert_same_tensors([before], [state for state, *_ in after])
     assert after[0][0]["random"][:2] == before["random"][:2]
     assert after[1][0]["random"][:2] != before["random"][:2]
@@ -126,8 +122,8 @@ def test_a_file_of_one_process_continues_on_two_ranks(two, mode, tmp_path):
 
 def test_new_ranks_draw_the_same_numbers_each_time(two, four, tmp_path):
     plan = [memfit.Sharding("ddp")]
-    two.run(CASES, "saved", plan, tmp_path / "run", 4, EPOCHS)
-    first, second = (four.run(CASES, "resumed", plan, tmp_path / "run", 1) for _ in range(2))
+    two("saved", plan, tmp_path / "run", 4, EPOCHS)
+    first, second = (four("resumed", plan, tmp_path / "run", 1) for _ in range(2))
     for rank in range(4):
         assert_equal(first[rank][0], second[rank][0])
     assert len({before["random"][0] for before, *_ in first}) == 4
@@ -136,11 +132,11 @@ def test_new_ranks_draw_the_same_numbers_each_time(two, four, tmp_path):
 def test_other_ranks_refuse_what_they_cannot_continue(two, tmp_path):
     """Inside a window, and after samples that are no whole number of batches."""
     plan = [memfit.Sharding("ddp"), memfit.Accumulation(batches_per_update=3)]
-    two.run(CASES, "saved_by_hand", plan, tmp_path / "window", 5)
+    two("saved_by_hand", plan, tmp_path / "window", 5)
     error, before, after = saved_rank_cases.refused(0, 1, [], tmp_path / "window")
     assert "saved inside an accumulation window, on 2 ranks, but this job has 1" in error
     assert_equal(before, after)
-    two.run(CASES, "saved", plan[:1], tmp_path / "run", 4, EPOCHS)
+    two("saved", plan[:1], tmp_path / "run", 4, EPOCHS)
     error, *_ = saved_rank_cases.refused(0, 1, [], tmp_path / "run", batch_size=5)
     assert "The 32 samples read so far are no whole number of batches of 5 on 1 ranks" in error
     assert "Choose a batch_size that divides 32" in error
@@ -148,10 +144,10 @@ def test_other_ranks_refuse_what_they_cannot_continue(two, tmp_path):
 
 def test_a_file_that_is_damaged_for_one_rank_is_loaded_by_none(two, tmp_path):
     plan = [memfit.Sharding("fsdp2")]
-    two.run(CASES, "saved", plan, tmp_path / "run", 4, EPOCHS)
+    two("saved", plan, tmp_path / "run", 4, EPOCHS)
     (folder,) = (tmp_path / "run.ranks").iterdir()
     (folder / "rank-1").write_bytes(b"nonsense")
-    results = two.run(CASES, "refused", plan, tmp_path / "run")
+    results = two("refused", plan, tmp_path / "run")
     assert results[0][0].startswith("RankFailedError: Rank 1 failed in saving or resuming the run")
     assert results[1][0].startswith(f"FileFormatError: Cannot resume from {folder / 'rank-1'}")
     for _, before, after in results:

@@ -122,7 +122,7 @@ def _all_or_none(ranks: OneRank) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        ranks.report(error, "saving or resuming the run")
+        ranks.report(error, "saving or resuming the run", waiting=True)
         raise
     ranks.agree()
 
