@@ -30,7 +30,8 @@ Options of memfit come before the script; whatever follows the script is passed 
 | 130 | interrupted (Ctrl-C) |
 
 `--json` writes documented JSON: [dry-run and record](dry-run.schema.json), [explain](explain.schema.json),
-[diff](diff.schema.json), [replay and allocator](replay.schema.json), [pack](pack.schema.json).
+[compare](compare.schema.json), [diff](diff.schema.json), [replay and allocator](replay.schema.json),
+[pack](pack.schema.json).
 """
 
 

@@ -13,6 +13,7 @@ True
 TYPE_CHECKING = False  # of typing, whose import would delay the command's first reaction to Ctrl-C
 _NAMES_OF_MODULE = {
     "memfit.api": (
+        "compare",
         "diagnose",
         "diff",
         "dry_run",
@@ -53,6 +54,7 @@ __all__ = sorted(_MODULE_OF_NAME)  # noqa: PLE0605 - strings, from the table
 
 if TYPE_CHECKING:  # type checkers cannot read the table; a test checks that these imports agree with it
     from memfit.api import (
+        compare as compare,
         diagnose as diagnose,
         diff as diff,
         dry_run as dry_run,

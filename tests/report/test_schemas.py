@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from memfit.report.schema.compare_schema import StrategyComparisonJson
 from memfit.report.schema.diff_schema import DifferenceJson
 from memfit.report.schema.dry_run_schema import DryRunJson
 from memfit.report.schema.encoding import json_schema
@@ -13,6 +14,7 @@ from memfit.report.schema.replay_schema import ComparisonJson
 
 DOCS = Path(__file__).parents[2] / "docs"
 SCHEMAS = {
+    "compare.schema.json": StrategyComparisonJson,
     "diff.schema.json": DifferenceJson,
     "dry-run.schema.json": DryRunJson,
     "explain.schema.json": ExplanationJson,

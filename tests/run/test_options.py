@@ -6,11 +6,12 @@ import inspect
 import pytest
 
 import memfit
+from memfit.cli.compare import compare as compare_command
 from memfit.cli.dry_run import dry_run as dry_run_command
 from memfit.run.options import RunOptions
 from memfit.run.rank import Rank
 
-SET_BY_MEMFIT = {"finish_late"}
+SET_BY_MEMFIT = {"finish_late", "own_gpu_only"}
 """Options of which memfit decides itself."""
 DEFAULTS = {
     field.name: field.default
@@ -29,10 +30,12 @@ def test_dry_run_takes_every_option_with_its_default():
     assert DEFAULTS.items() <= defaults_of(memfit.dry_run).items()
 
 
-@pytest.mark.parametrize("function", [memfit.record, memfit.estimate, dry_run_command])
+@pytest.mark.parametrize(
+    "function", [memfit.record, memfit.estimate, memfit.compare, dry_run_command, compare_command]
+)
 def test_every_shared_option_has_the_same_default(function):
     defaults = defaults_of(function)
-    expected = DEFAULTS | (AS_TEXT if function is dry_run_command else {})
+    expected = DEFAULTS | (AS_TEXT if function in (dry_run_command, compare_command) else {})
     shared = defaults.keys() & expected.keys()
     assert {"steps"} < shared
     assert {name: defaults[name] for name in shared} == {name: expected[name] for name in shared}

@@ -13,14 +13,14 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 import memfit
-from memfit.analysis.script_change import ScriptChange, TrialResult
+from memfit.analysis.script_change import PlannedStrategy, ScriptChange, TrialResult
 from memfit.errors import TargetError
 from memfit.recording.hooks import InstalledHooks
 from memfit.records import LoaderBatchSize, ScriptEnd
 from memfit.run.options import RunOptions
 from memfit.run.parent import RecordedRun
 from memfit.strategies import inject_plan, trial_run
-from memfit.strategies.inject_plan import Intervention
+from memfit.strategies.inject_plan import InjectionReport, Intervention
 from memfit.strategies.mechanisms.wrap_forward import wrappers
 from support.traces import trace_of
 
@@ -36,14 +36,19 @@ class Net(nn.Module):
 @pytest.fixture
 def changed(tmp_path):
     """Have the injector checkpoint models; return a function that reads the names of changed models."""
-    models = tmp_path / "models"
-    models.touch()
+    report = tmp_path / "report.json"
+    report.write_bytes(json.encode(InjectionReport()))
     hooks = InstalledHooks()
-    inject_plan._PlanInjector(Intervention(False, ("checkpointing",), False, None, str(models))).install(
+    inject_plan._PlanInjector(Intervention(False, {"checkpointing": {}}, False, None, str(report))).install(
         hooks
     )
-    entry = r"^(\w+) \((?:optimizer|plan): test_inject_plan\.py:\d+\)$"
-    yield lambda: re.findall(entry, models.read_text(), re.MULTILINE)
+    entry = r"(\w+) \((?:optimizer|plan): test_inject_plan\.py:\d+\)"
+
+    def models():
+        found = json.decode(report.read_bytes(), type=InjectionReport).models
+        return [re.fullmatch(entry, model)[1] for model in found]
+
+    yield models
     hooks.remove()
 
 
@@ -120,27 +125,28 @@ def test_loaders_created_at_the_line_get_the_other_batch_size():
     assert (own.batch_size, own.batch_sampler) == (None, sampler)
 
 
+OFFLOAD = PlannedStrategy("offload", (("what", "activations"),))
+DDP = PlannedStrategy("sharding", (("mode", "ddp"),))
+
+
 @pytest.fixture
 def rerun(monkeypatch):
     """Return a function that reruns a script and pretends that the rerun ended as given."""
 
-    def run(end, models="Net\nNet\n"):
+    def run(end, report=InjectionReport(models=("Net", "Net")), strategy=OFFLOAD):  # noqa: B008 - frozen
         def run_script(command, options, _ghost, _output, _on_progress):
             if isinstance(end, TargetError):
                 raise end
             assert options.module
             assert command[2:] == ("train.py", "--fast", "--bf16")
             intervention = json.decode(Path(command[1]).read_bytes(), type=Intervention)
-            assert (intervention.strategies, intervention.fused, intervention.module) == (
-                ("offload",),
-                True,
-                False,
-            )
-            Path(intervention.models).write_text(models)
+            assert intervention.plan == {strategy.field: dict(strategy.settings)}
+            assert (intervention.fused, intervention.module) == (True, False)
+            Path(intervention.report).write_bytes(json.encode(report))
             return RecordedRun(trace_of((), end=end), None)
 
         monkeypatch.setattr(trial_run, "run_script", run_script)
-        change = ScriptChange(("offload",), fused=True, arguments=("--bf16",))
+        change = ScriptChange((strategy,), fused=True, arguments=("--bf16",))
         return trial_run.run_trial(("train.py", "--fast"), RunOptions(), None, change, print)
 
     return run
@@ -161,9 +167,37 @@ def test_a_failed_run_reports_how_it_ended(rerun, end):
 
 
 def test_a_rerun_in_which_no_model_was_changed_is_refused(rerun):
-    found = rerun(ScriptEnd("end", 0), models="")
+    found = rerun(ScriptEnd("end", 0), InjectionReport())
     reason = "offload could not be applied to any model whose parameters an optimizer takes"
     assert found == ScriptEnd("refused", 0, reason)
+    found = rerun(ScriptEnd("end", 0), InjectionReport(refusals=("it does not suit",)))
+    assert found == ScriptEnd("refused", 0, "it does not suit")
+
+
+def test_a_model_that_a_plan_does_not_suit_does_not_keep_others_from_it(rerun):
+    found = rerun(ScriptEnd("end", 0), InjectionReport(models=("Net",), refusals=("no blocks",)))
+    assert found.models == ("Net",)
+
+
+@pytest.mark.parametrize(
+    ("report", "why"),
+    [
+        (InjectionReport(models=("Net",), refusals=("no blocks",)), "no blocks"),
+        (InjectionReport(models=("Net",), uncalled=("Net",)), "the script does not call Net itself"),
+    ],
+)
+def test_a_sharding_must_suit_every_model_and_be_called(rerun, report, why):
+    found = rerun(ScriptEnd("end", 0), report, DDP)
+    assert (found.reason, found.exception[: len(why)]) == ("refused", why)
+
+
+def test_a_sharding_that_does_not_suit_is_named_rather_than_the_failure_that_followed(rerun):
+    refused = InjectionReport(refusals=("the script itself trains Net in a DistributedDataParallel",))
+    assert rerun(ScriptEnd("exception", 1), refused, DDP).exception == refused.refusals[0]
+
+
+def test_a_completed_run_reports_the_share_of_each_rank(rerun):
+    assert rerun(ScriptEnd("end", 0), InjectionReport(("Net",), shares=(3, 2)), DDP).shares == (3, 2)
 
 
 def test_a_run_that_cannot_start_reports_why_under_the_scripts_name(rerun):

@@ -79,7 +79,7 @@ def trace(  # noqa: PLR0913 - each test sets one or two
 
 def in_words(change):
     """Return a change in the words of ``advice_for``."""
-    words = [*change.strategies, *["fused"] * change.fused, *change.arguments]
+    words = [*[one.field for one in change.strategies], *["fused"] * change.fused, *change.arguments]
     return " ".join(words + ([f"loader={change.loader.size}"] if change.loader else []))
 
 

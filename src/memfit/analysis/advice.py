@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from memfit.analysis.advice_attempt import MOST_RUNS, AdviceAttempt, Trials
-from memfit.analysis.advice_candidates import STRATEGIES, AdviceCandidate, candidates
+from memfit.analysis.advice_candidates import AdviceCandidate, candidates
 from memfit.analysis.batch_size_search import largest_that_fits
 from memfit.analysis.needed_memory import ReplayedRun
 from memfit.analysis.overall_peak import failed_allocations
@@ -204,7 +204,7 @@ class _Search:
         before, after = self.unchanged.needs, tried.needs
         how = [one.how for one in tried.made if one.how]
         if tried.change.strategies:
-            plan = ", ".join(f"memfit.{STRATEGIES[one]}()" for one in tried.change.strategies)
+            plan = ", ".join(one.code for one in tried.change.strategies)
             models = f"{'each of ' * (len(tried.models) > 1)}{', '.join(tried.models)}"
             if all("(plan: " in model for model in tried.models) and tried.models:  # a second plan is refused
                 how.append(f"add {plan} to the plan of {models}")

@@ -4,15 +4,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from memfit.allocator.config import AllocatorConfig, environment_settings
-from memfit.analysis.script_change import ScriptChange
+from memfit.analysis.script_change import PlannedStrategy, ScriptChange
 from memfit.records import DryRun, LoaderBatchSize, OptionPurpose, Phase, ScriptOption, Trace
 
 _MUCH = 0.1
 """Share of activations at the peak from which saving them is worth some time."""
 _EXPANDABLE = "expandable_segments:True"
 _RECOMPUTING = "a second forward of these blocks"
-STRATEGIES = {"checkpointing": "Checkpointing", "offload": "Offload"}
-"""Fields of a ``Plan``, and the classes of their settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +94,8 @@ def _groups(facts: RunFacts) -> Iterator[tuple[AdviceCandidate, ...]]:
             if option.purpose is OptionPurpose.LOW_PRECISION and not option.value
         )
         costs = "host memory, and copies to the host and back"
-        yield (AdviceCandidate("offload", ScriptChange(("offload",)), "offload activations", costs=costs),)
+        change = ScriptChange((PlannedStrategy("offload"),))
+        yield (AdviceCandidate("offload", change, "offload activations", costs=costs),)
 
 
 def _checkpointing(options: tuple[ScriptOption, ...]) -> Iterator[AdviceCandidate]:
@@ -106,7 +105,7 @@ def _checkpointing(options: tuple[ScriptOption, ...]) -> Iterator[AdviceCandidat
         return
     for option in own:
         yield _switch(option, "gradient checkpointing", _RECOMPUTING)
-    change = ScriptChange(("checkpointing",))
+    change = ScriptChange((PlannedStrategy("checkpointing"),))
     yield AdviceCandidate(
         OptionPurpose.CHECKPOINTING, change, "checkpoint the repeated blocks", costs=_RECOMPUTING
     )

@@ -6,12 +6,31 @@ from dataclasses import dataclass
 from memfit.records import LoaderBatchSize, ScriptEnd, Trace
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class PlannedStrategy:
+    """A strategy of a ``Plan``, without the classes, which need torch.
+
+    >>> PlannedStrategy("sharding", (("mode", "fsdp2"), ("offload", True))).code
+    "memfit.Sharding(mode='fsdp2', offload=True)"
+    """
+
+    field: str
+    """The plan's field: ``checkpointing``."""
+    settings: tuple[tuple[str, str | bool], ...] = ()
+    """Those that differ from their defaults."""
+
+    @property
+    def code(self) -> str:
+        """The Python expression that creates it."""
+        name = "".join(word.capitalize() for word in self.field.split("_"))
+        return f"memfit.{name}({', '.join(f'{key}={value!r}' for key, value in self.settings)})"
+
+
 @dataclass(frozen=True, slots=True)
 class ScriptChange:
     """Changes under which a script is run; none of them edits the training loop."""
 
-    strategies: tuple[str, ...] = ()
-    """Fields of a ``Plan``, each with its default settings."""
+    strategies: tuple[PlannedStrategy, ...] = ()
     fused: bool = False
     """Whether PyTorch's optimizers use ``fused=True`` if the script does not choose an implementation."""
     arguments: tuple[str, ...] = ()
@@ -39,6 +58,8 @@ class TrialResult:
     trace: Trace
     models: tuple[str, ...] = ()
     """Models that strategies were applied to: the class of each, and the line that creates its optimizer."""
+    shares: tuple[int, ...] = ()
+    """By rank, the bytes of parameters whose optimizer state it holds; empty if all hold as much."""
 
 
 RunScript = Callable[[ScriptChange, str], TrialResult | ScriptEnd | None]

@@ -7,6 +7,7 @@ script ── run.parent ──> trace file ── trace.trace_file ──> Trac
                                                                    └─ packing.run_packing ─────────> pack
 """
 
+from memfit.api.comparison import compare, compare_on_ghost
 from memfit.api.ghost_runs import FinishedRun, run_on_ghost
 from memfit.api.packings import pack, pack_table
 from memfit.api.runs import dry_run, estimate, record, run_on_card
@@ -30,6 +31,8 @@ from memfit.trace.snapshot import write_snapshot
 __all__ = [
     "FinishedRun",
     "chrome_trace",
+    "compare",
+    "compare_on_ghost",
     "diagnose",
     "diff",
     "dry_run",

@@ -23,7 +23,13 @@ if TYPE_CHECKING:
     from memfit.api.ghost_runs import FinishedRun
     from memfit.packing.best_packing import Packing
     from memfit.packing.run_packing import RunPacking
-    from memfit.records import AllocatorComparison, DryRun, Explanation, RunDifference
+    from memfit.records import (
+        AllocatorComparison,
+        DryRun,
+        Explanation,
+        RunDifference,
+        StrategyComparison,
+    )
     from memfit.run.parent import Progress
 
 Output = tuple[Path | None, Callable[[Path], object]]
@@ -82,6 +88,14 @@ def write_comparison(comparison: "AllocatorComparison", json: str | None) -> Non
     from memfit.report.terminal.allocator_comparison import print_comparison
 
     _write(lambda: to_json(comparison), json, lambda console: print_comparison(comparison, console))
+
+
+def write_strategies(comparison: "StrategyComparison", json: str | None) -> None:
+    """Print strategies compared and write them to files; ``json`` as for ``write_explanation``."""
+    from memfit.report.schema.compare_schema import to_json
+    from memfit.report.terminal.strategy_comparison import print_strategies
+
+    _write(lambda: to_json(comparison), json, lambda console: print_strategies(comparison, console))
 
 
 def write_packing(
@@ -192,11 +206,12 @@ def trace_file(output: Path | None, run: "FinishedRun") -> Output:
 
 
 @contextmanager
-def progress(steps: int | None) -> "Iterator[Callable[[Progress], None]]":
+def progress(steps: int | None, reruns: str = RERUNS) -> "Iterator[Callable[[Progress], None]]":
     """Show a script's progress for as long as the block lasts.
 
     Args:
         steps: training steps after which memfit stops the script; None if it runs to its end.
+        reruns: printed before the first run with hidden output.
     """
     from memfit.report.terminal.progress_line import begin_line, progress_line
 
@@ -210,7 +225,7 @@ def progress(steps: int | None) -> "Iterator[Callable[[Progress], None]]":
                 if progress.trying and not has_announced_reruns:
                     has_announced_reruns = True
                     begin_line(sys.stderr)
-                    print(RERUNS, file=sys.stderr, flush=True)
+                    print(reruns, file=sys.stderr, flush=True)
                 show(_progress_text(progress, steps, time.monotonic() - started))
 
             yield on_progress

@@ -25,13 +25,14 @@ _OBJECTS_FROM_ONE_RANK = ("broadcast_object_list", "scatter_object_list", "recv_
 """Functions that receive objects from one rank: ``src``, or ``group_src`` counted in the group."""
 
 
-def stand_for_a_rank(refuse: Callable[[str], object]) -> None:
+def stand_for_a_rank(refuse: Callable[[str], object], joined: Callable[[], object]) -> None:
     """Have every process group of the script be joined by ranks that do not exist.
 
     Call this once PyTorch's ``distributed_c10d`` has been imported.
 
     Args:
         refuse: called with the reason when the script needs an object that only another rank has.
+        joined: called when the script has joined a process group.
     """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
@@ -59,6 +60,7 @@ def stand_for_a_rank(refuse: Callable[[str], object]) -> None:
         made = make_group(group_size, group_rank, ranks, backend, store_of(group_size), *args, **more)
         if isinstance(made[0], dist.ProcessGroup):
             _exchange_objects_on_cpu(made[0])
+        joined()
         return made
 
     functions = {

@@ -35,6 +35,7 @@ from memfit.records.fragmentation import Fragmentation, Hole, PinningBlock, Rese
 from memfit.records.provenance import Figure, Note, Provenance, worst
 from memfit.records.run_difference import RowChange, RunDifference
 from memfit.records.script_options import LoaderBatchSize, OptionPurpose, ScriptOption
+from memfit.records.strategy_comparison import ComparedRun, StrategyComparison
 from memfit.records.trace import (
     ARENA,
     DEFAULT_POOL,
@@ -72,6 +73,7 @@ __all__ = [
     "CallRates",
     "Category",
     "ChildProcess",
+    "ComparedRun",
     "ContextReport",
     "ContextStage",
     "ContextTrial",
@@ -119,6 +121,7 @@ __all__ = [
     "SettingOutcome",
     "SizeBound",
     "SnapshotBlock",
+    "StrategyComparison",
     "TensorInfo",
     "Term",
     "Timeline",

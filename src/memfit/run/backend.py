@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -26,6 +27,8 @@ from memfit.records import DeviceUse, Figure, Machine, Provenance
 from memfit.run.child_settings import GhostSettings
 from memfit.run.communicators import Communicators
 from memfit.run.options import RunOptions
+from memfit.run.rank import Rank
+from memfit.units import format_bytes
 
 if TYPE_CHECKING:
     from memfit.ghost.host_memory.skip_random_fills import RandomFillSkipper
@@ -49,6 +52,9 @@ class Backend(Protocol):
 
     def refusal(self) -> str:
         """Return why the script, now that it initialises CUDA, cannot continue; empty if it can."""
+
+    def joined(self) -> None:
+        """Handle that the script has joined a process group."""
 
     def stepped(self) -> None:
         """Handle the end of a training step."""
@@ -78,6 +84,7 @@ class GhostBackend:
         self._host: RandomFillSkipper | None = None
         self._steps = 0
         self._collectives: EarlyCollectives | None = None
+        self._has_joined = False
         context = settings.device.context.bytes
         self.ghost = load(settings.build)
         self.ghost.configure(
@@ -150,6 +157,10 @@ class GhostBackend:
         built_for = (torch._C._cuda_getArchFlags() or "").split()
         return refusal(find_device(self._settings.device.name), built_for, torch.__version__) or ""
 
+    def joined(self) -> None:
+        """Remember that the script has joined a process group."""
+        self._has_joined = True
+
     def stepped(self) -> None:
         """Drop the values known in the step, which are of no use in the next, and settle its collectives."""
         if self._values is not None:
@@ -177,12 +188,17 @@ class GhostBackend:
         if self._recorder is None:
             return self._settings.device
         rank = self._options.rank
-        if rank.world_size > 1:
+        if rank.world_size > 1 and self._has_joined:
             text = f"The script ran as {rank}. memfit assumed that the other ranks send what this one sends."
             self._recorder.note(Provenance.ASSUMED, text, sizes=True)
+        elif rank.world_size > 1:
+            text = f"The script ran as {rank}, and joined no process group: it trains by itself."
+            self._recorder.note(Provenance.EXACT, text, sizes=True)
         elif self._settings.visible_devices > 1:
             seen = f"The script saw {self._settings.visible_devices} GPUs (CUDA_VISIBLE_DEVICES)"
             self._recorder.note(Provenance.EXACT, f"{seen}; these figures are for the first.", sizes=True)
+        for text in _on_other_devices(rank) if rank.world_size > 1 else ():
+            self._recorder.note(Provenance.EXACT, text, sizes=True)
         for pair in self._values.unused() if self._values is not None else ():
             text = f"--values {pair} had no effect: the script read no GPU value that it applies to."
             self._recorder.note(Provenance.EXACT, text, sizes=True)
@@ -233,6 +249,19 @@ class GhostBackend:
         return f"{gap} of {imported_by}" if imported_by else gap
 
 
+def _on_other_devices(rank: Rank) -> Iterator[str]:
+    """Yield a sentence on each GPU that a rank used and that is another rank's."""
+    import torch
+
+    for index in range(rank.devices):
+        size = torch.cuda.max_memory_allocated(index)
+        if size and index != rank.device:
+            yield (
+                f"The script allocated {format_bytes(size)} on GPU {index}, which is another rank's. These "
+                f"figures are of GPU {rank.device}, the one of LOCAL_RANK."
+            )
+
+
 class CardBackend:
     """This machine's own GPU: the first that the script sees. Create it before CUDA is initialised."""
 
@@ -259,6 +288,9 @@ class CardBackend:
             f"Cannot record with the allocator setting {setting}: PyTorch keeps no allocator history with "
             "this setting. Remove it, or use memfit dry-run, which records the allocations on the ghost."
         )
+
+    def joined(self) -> None:
+        """Change nothing: the other ranks exist."""
 
     def stepped(self) -> None:
         """Read the card's usage, unless it was read just now or reading it would change the run."""

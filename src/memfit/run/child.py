@@ -169,7 +169,7 @@ class ScriptProcess:
     def _prepare_process_groups(self) -> None:
         """Have the script join process groups as its rank, if there are others; refuse groups otherwise."""
         if self._settings.options.rank.world_size > 1:
-            stand_for_a_rank(self._refuse_group)
+            stand_for_a_rank(self._refuse_group, self._backend.joined)
         else:
             check_process_groups(self._refuse_group)
 
@@ -266,7 +266,7 @@ class ScriptProcess:
             end = replace(end, evaluation=self._evaluations.not_run())
         all_versions = versions() | self._backend.versions()
         trace = self._recorder.finish(
-            self._backend.device(), end, self._command, all_versions, index=self._settings.options.rank.local
+            self._backend.device(), end, self._command, all_versions, index=self._settings.options.rank.device
         )
         children = read_children(Path(self._settings.folder))
         return replace(

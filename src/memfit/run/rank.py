@@ -21,6 +21,8 @@ class Rank:
     """Processes, and GPUs, on each machine."""
     nnodes: int = 1
     """Machines."""
+    own_gpu_only: bool = False
+    """Whether the process sees its own GPU alone, as GPU 0: for a script that does not read LOCAL_RANK."""
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -47,6 +49,16 @@ class Rank:
     def local(self) -> int:
         """The rank on its machine, and the index of its GPU there."""
         return self.rank % self.nproc
+
+    @property
+    def device(self) -> int:
+        """The index of its GPU, as the process counts them."""
+        return 0 if self.own_gpu_only else self.local
+
+    @property
+    def devices(self) -> int:
+        """Number of GPUs that the process sees."""
+        return 1 if self.own_gpu_only else self.nproc
 
     def __str__(self) -> str:
         """Name the rank.

@@ -43,7 +43,7 @@ def ghost_settings(options: RunOptions, shown_memory: int | None = None) -> Ghos
             f"The GPU has no memory left for the script: of its {format_bytes(total.bytes)}, the CUDA "
             f"context uses {format_bytes(context.bytes)}, and other processes use {format_bytes(in_use)}."
         )
-    visible_devices = max(_visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES")), options.rank.nproc)
+    visible_devices = max(_visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES")), options.rank.devices)
     return GhostSettings(
         build=build(),
         stands_for=GhostDevice.of(device, total.bytes),

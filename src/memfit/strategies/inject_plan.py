@@ -3,7 +3,7 @@
 The script runs as under ``memfit dry-run``, with its output hidden. When an optimizer takes the parameters of
 a model, the model gets the plan, as if the script had called ``memfit.apply`` just before. Submodules get no
 plan of their own, even if the script calls them directly. A plan that the script itself applies, as with
-``memfit.Engine``, is completed: its own settings stay.
+``memfit.Engine``, is completed: its own settings stay. Sharding takes more: see ``inject_sharding``.
 """
 
 import functools
@@ -11,7 +11,7 @@ import inspect
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from memfit.user_frame import innermost_line, user_line
 
 if TYPE_CHECKING:
     from memfit.recording.hooks import InstalledHooks
+    from memfit.strategies.inject_sharding import ShardingInjector
     from memfit.strategies.plan import Plan
 
 
@@ -35,14 +36,27 @@ class Intervention(msgspec.Struct, frozen=True):
 
     module: bool
     """Whether the script is a module, as for ``python -m``."""
-    strategies: tuple[str, ...]
-    """Fields of a ``Plan``, each with its default settings."""
+    plan: dict[str, dict[str, Any]]
+    """The settings of a ``Plan``, by its fields."""
     fused: bool
     """Whether optimizers use ``fused=True`` unless the script chooses an implementation."""
     loader: LoaderBatchSize | None
     """The batch size that loaders created at its line get; None to leave them alone."""
-    models: str
-    """The file that receives the models with the plan, one per line, each with its optimizer's line."""
+    report: str
+    """The file that receives an ``InjectionReport``."""
+
+
+class InjectionReport(msgspec.Struct, frozen=True):
+    """What became of a plan: written as JSON whenever it changes."""
+
+    models: tuple[str, ...] = ()
+    """The models with the plan: the class of each, and its optimizer's line."""
+    refusals: tuple[str, ...] = ()
+    """Why the plan was not applied to a model."""
+    uncalled: tuple[str, ...] = ()
+    """Sharded models that the script has not called, by class."""
+    shares: tuple[int, ...] = ()
+    """As in ``TrialResult``."""
 
 
 def main() -> None:
@@ -62,7 +76,7 @@ def _intervene(change: Intervention) -> None:
     from memfit.recording.hooks import InstalledHooks
 
     hooks = InstalledHooks()
-    if change.strategies:
+    if change.plan:
         _PlanInjector(change).install(hooks)
     if change.fused:
         for kind in vars(torch.optim).values():
@@ -77,11 +91,22 @@ class _PlanInjector:
 
     def __init__(self, change: Intervention) -> None:
         from memfit.recording.module_names import ModuleNames
+        from memfit.strategies.configuration import configure
 
-        self._plan = dict.fromkeys(change.strategies, True)
-        self._report = Path(change.models)
+        self._settings = change.plan
+        self._plan = configure(change.plan).plan
+        self._file = Path(change.report)
         self._names = ModuleNames()
         self._planned: list[tuple[weakref.ref[Any], str]] = []
+        self._refusals: list[str] = []
+        self._applying = False
+        self._sharder: ShardingInjector | None = None
+        if self._plan.sharding is not None:
+            from memfit.strategies import inject_sharding
+
+            self._sharder = inject_sharding.ShardingInjector(
+                self._plan.sharding, self._plan, self._refuse, self._report
+            )
 
     def install(self, hooks: "InstalledHooks") -> None:
         """Hook the creation of modules and optimizers, and ``memfit.apply``."""
@@ -94,37 +119,63 @@ class _PlanInjector:
         hooks.wrap(torch.nn.Module, "__setstate__", self._copied)
         hooks.wrap(torch.optim.Optimizer, "__init__", self._optimized)
         hooks.wrap(apply, "apply_to_model", self._applied)
+        if self._sharder is not None:
+            self._sharder.install(hooks)
 
     def _copied(self, original: Callable[..., None], module: Any, state: Any) -> None:
         original(module, state)
         self._names.learn_copy(module)
 
-    def _optimized(self, original: Callable[..., None], optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        original(optimizer, *args, **kwargs)
-        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    def _optimized(
+        self, original: Callable[..., None], optimizer: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        if self._sharder is not None and self._sharder.is_ready(optimizer):
+            return
+        entries = _listed(params)
+        trained = set(map(id, _parameters_in(entries)))
         for model in sorted(self._names.outermost(), key=self._names.full_name):
             if any(id(parameter) in trained for parameter in model.parameters()):
                 self._apply(model, innermost_line(user_line(sys._getframe(2))))
+        if self._sharder is not None:
+            entries = self._sharder.of_shards(entries)
+        original(optimizer, entries, *args, **kwargs)
 
     def _apply(self, model: Any, optimized_at: str) -> None:
+        """Apply the plan; if no model gets it, the run is like the first."""
         from memfit.strategies.apply import apply
 
+        if any(reference() in set(model.modules()) for reference, _ in self._planned):
+            return  # it has another optimizer, too
+        self._applying = True
+        name = self._names.full_name(model)  # fully_shard changes the class
         try:
-            apply(model, self._plan)
-        except UsageError:
-            return  # it has a plan, or this one does not suit; if no model gets it, the run is like the first
-        name = f"{self._names.full_name(model)} (optimizer: {optimized_at})"
-        self._report_models([*self._planned, (weakref.ref(model), name)])
+            if self._sharder is not None:
+                self._sharder.shard(model)
+            else:
+                apply(model, self._plan)
+        except UsageError as error:
+            self._refuse(str(error))
+            return
+        finally:
+            self._applying = False
+        self._planned.append((weakref.ref(model), f"{name} (optimizer: {optimized_at})"))
+        self._report()
 
     def _applied(self, original: Callable[..., Any], model: Any, plan: "Plan") -> Any:
         """Apply a plan of the script's, and the strategies that it leaves to us."""
         from memfit.strategies.apply import revert
 
+        if self._applying:
+            return original(model, plan)
+        if self._sharder is not None:
+            self._refuse("the script applies a plan itself. Add the sharding there.")
+            return original(model, plan)
         for entry in list(self._planned):
             ours = entry[0]()
             if ours is not None and model in set(ours.modules()):
                 revert(ours)
-                self._report_models([other for other in self._planned if other is not entry])
+                self._planned.remove(entry)
+                self._report()
         both = self._completed(plan)
         if both is None:
             return original(model, plan)
@@ -133,23 +184,50 @@ class _PlanInjector:
         except UsageError:  # ours does not suit
             return original(model, plan)
         name = f"{self._names.full_name(model)} (plan: {innermost_line(user_line())})"
-        self._report_models([*self._planned, (weakref.ref(model), name)])
+        self._planned.append((weakref.ref(model), name))
+        self._report()
         return result
 
     def _completed(self, plan: "Plan") -> "Plan | None":
         """Return a plan with those of our strategies that it lacks; None if it has them, or they conflict."""
-        from memfit.strategies.configuration import configure
-
-        lacking = {name: given for name, given in self._plan.items() if getattr(plan, name) is None}
+        lacking = [name for name in self._settings if getattr(plan, name) is None]
         try:
-            ours = configure(lacking).plan
-            return replace(plan, **{name: getattr(ours, name) for name in lacking}) if lacking else None
+            return replace(plan, **{name: getattr(self._plan, name) for name in lacking}) if lacking else None
         except UsageError:
             return None
 
-    def _report_models(self, planned: list[tuple[weakref.ref[Any], str]]) -> None:
-        self._planned = planned
-        self._report.write_text("".join(f"{name}\n" for _, name in planned))
+    def _refuse(self, why: str) -> None:
+        self._refusals.append(why)
+        self._report()
+
+    def _report(self) -> None:
+        sharder = self._sharder
+        report = InjectionReport(
+            tuple(name for _, name in self._planned),
+            tuple(self._refusals),
+            sharder.uncalled if sharder is not None else (),
+            sharder.shares if sharder is not None else (),
+        )
+        self._file.write_bytes(msgspec.json.encode(report))
+
+
+def _listed(parameters: Any) -> list[Any]:
+    """Return what an optimizer is given as lists: of parameters, of named ones, or of groups of them."""
+    import torch
+
+    entries = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    for entry in entries:
+        if isinstance(entry, dict):
+            entry["params"] = _listed(entry["params"])
+    return entries
+
+
+def _parameters_in(entries: list[Any]) -> Iterator[Any]:
+    for entry in entries:
+        if isinstance(entry, dict):
+            yield from _parameters_in(entry["params"])
+        else:
+            yield entry[1] if isinstance(entry, tuple) else entry
 
 
 def _fused(original: Callable[..., None], optimizer: Any, *args: Any, **kwargs: Any) -> None:

@@ -14,7 +14,7 @@ from memfit.run.child_settings import GhostSettings
 from memfit.run.options import RunOptions
 from memfit.run.parent import Progress, run_script
 from memfit.run.resolve_options import ghost_settings
-from memfit.strategies.inject_plan import Intervention
+from memfit.strategies.inject_plan import InjectionReport, Intervention
 
 _INJECTOR = "memfit.strategies.inject_plan"
 
@@ -60,11 +60,9 @@ def run_trial(
         KeyboardInterrupt: the user interrupted the run.
     """
     with tempfile.TemporaryDirectory(prefix="memfit-") as folder:
-        models = Path(folder) / "models"
-        models.touch()
-        intervention = Intervention(
-            options.module, change.strategies, change.fused, change.loader, str(models)
-        )
+        report_file = Path(folder) / "report.json"
+        plan = {one.field: dict(one.settings) for one in change.strategies}
+        intervention = Intervention(options.module, plan, change.fused, change.loader, str(report_file))
         change_file = Path(folder) / "change.json"
         change_file.write_bytes(json.encode(intervention))
         try:
@@ -82,13 +80,28 @@ def run_trial(
             )
         if trace.end.reason == "interrupted":
             raise KeyboardInterrupt
+        report = InjectionReport()
+        if report_file.exists():
+            report = json.decode(report_file.read_bytes(), type=InjectionReport)
+        if why := _unfit(change, report):
+            return ScriptEnd("refused", 0, why)
         if not ran_to_completion(trace.end):
             return trace.end
-        changed = tuple(models.read_text().splitlines())
-        if change.strategies and not changed:  # updates by hand, a plan of its own, no blocks
-            suits = (
-                f"{' with '.join(change.strategies)} could not be applied to any model whose "
-                "parameters an optimizer takes"
-            )
-            return ScriptEnd("refused", 0, suits)
-        return TrialResult(trace, changed)
+        return TrialResult(trace, report.models, report.shares)
+
+
+def _unfit(change: ScriptChange, report: InjectionReport) -> str:
+    """Return why a change was not made as it should have been; empty if it was."""
+    fields = [one.field for one in change.strategies]
+    if report.refusals and (not report.models or "sharding" in fields):
+        return report.refusals[0]
+    if fields and not report.models:  # updates by hand, a plan of its own
+        return (
+            f"{' with '.join(fields)} could not be applied to any model whose parameters an optimizer takes"
+        )
+    if report.uncalled:
+        return (
+            f"the script does not call {report.uncalled[0]} itself, but its methods or submodules: gradients "
+            "would not be shared among ranks."
+        )
+    return ""

@@ -22,13 +22,17 @@ def rank_table(roles: tuple[RankRole, ...]) -> Table:
         table.add_row(
             listed((role.rank, *role.also)),
             Text(role.verdict, style="" if role.verdict == "fits" else "bold yellow"),
-            *(_range(size, unit) for size in (role.peak.allocated, role.peak.reserved, role.peak.process)),
+            *(
+                byte_range(size, unit)
+                for size in (role.peak.allocated, role.peak.reserved, role.peak.process)
+            ),
             " · ".join(part for part in place if part),
         )
     return table
 
 
-def _range(size: ByteRange, unit: Unit) -> str:
+def byte_range(size: ByteRange, unit: Unit) -> str:
+    """Return bytes on the scale of a table."""
     if size.least == size.most:
         return unit.format(size.most)
     return f"{unit.format(size.least).split()[0]}-{unit.format(size.most)}"
@@ -37,7 +41,7 @@ def _range(size: ByteRange, unit: Unit) -> str:
 def range_line(peak: PeakRange) -> str:
     """Return between which figures the peaks lie."""
     unit = unit_for(peak.reserved.most)
-    allocated, reserved = (_range(size, unit) for size in (peak.allocated, peak.reserved))
+    allocated, reserved = (byte_range(size, unit) for size in (peak.allocated, peak.reserved))
     return f"Streams race: allocated {allocated}, reserved {reserved}, as the GPU orders its work."
 
 

@@ -1,0 +1,171 @@
+"""One script under several strategies: which to try, which ranks to run, and what each run needs."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from memfit.analysis.needed_memory import ReplayedRun
+from memfit.analysis.script_change import PlannedStrategy, ScriptChange, TrialResult
+from memfit.analysis.stream_races import with_upper_bound
+from memfit.analysis.summary import summarize
+from memfit.errors import MemfitError
+from memfit.records import (
+    ByteRange,
+    ComparedRun,
+    DeviceUse,
+    DryRun,
+    Figure,
+    PeakRange,
+    ScriptEnd,
+    Trace,
+    worst,
+)
+
+AS_WRITTEN = "as written"
+_SHARDINGS = {"DDP": "ddp", "ZeRO-1": "zero1", "FSDP2": "fsdp2"}
+_CHECKPOINTING = PlannedStrategy("checkpointing")
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedStrategies:
+    """A set of strategies to run a script with."""
+
+    name: str
+    change: ScriptChange
+    sharding: str = ""
+    """The mode of the sharding; empty without one."""
+
+
+def compared_strategies(world_size: int) -> Iterator[ComparedStrategies]:
+    """Yield what to compare: the script as written, then each sharding, with and without the rest.
+
+    >>> [one.name for one in compared_strategies(1)]
+    ['as written', 'checkpointing', 'offload', 'checkpointing + offload']
+    >>> len(list(compared_strategies(8)))
+    16
+    """
+    yield from _variants("", "")
+    for name, mode in _SHARDINGS.items() if world_size > 1 else ():
+        yield from _variants(name, mode)
+
+
+def _variants(name: str, mode: str) -> Iterator[ComparedStrategies]:
+    """Yield a sharding alone, with checkpointing, with offload, and with both.
+
+    With fsdp2, what is offloaded are the shards: offloaded activations would conflict with it.
+    """
+    sharding = () if not mode else (PlannedStrategy("sharding", (("mode", mode),)),)
+    if mode == "fsdp2":
+        shards = (PlannedStrategy("sharding", (("mode", mode), ("offload", True))),)
+        offload, inputs = shards, shards
+    else:
+        offload = (*sharding, PlannedStrategy("offload"))
+        inputs = (*sharding, PlannedStrategy("offload", (("what", "inputs"),)))
+    for more, strategies in (
+        ("", sharding),
+        ("checkpointing", (*sharding, _CHECKPOINTING)),
+        ("offload", offload),
+        ("checkpointing + offload", (*inputs, _CHECKPOINTING)),
+    ):
+        names = " + ".join(filter(None, (name, more)))
+        yield ComparedStrategies(names or AS_WRITTEN, ScriptChange(tuple(sorted(strategies))), mode)
+
+
+def refused_with(of: ComparedStrategies, refused: Mapping[ScriptChange, ScriptEnd]) -> ScriptEnd | None:
+    """Return why strategies cannot be applied, if some of them alone cannot.
+
+    Args:
+        of: the strategies.
+        refused: what could not be applied, and why.
+    """
+    ours = set(of.change.strategies)
+    return next((end for change, end in refused.items() if ours.issuperset(change.strategies)), None)
+
+
+def first_rank(nproc: int) -> int:
+    """Return a rank that holds most where all ranks hold the same in PyTorch's allocator.
+
+    NCCL connects the ranks of a machine in a chain: those at its ends take less. Of two, the first takes
+    more (``ghost/nccl_memory.py``).
+    """
+    return 1 if nproc > 2 else 0  # noqa: PLR2004 - the shortest chain that has an inside
+
+
+def ranks_with_most(shares: Sequence[int], nproc: int) -> tuple[int, ...]:
+    """Return the ranks of which one needs most, given the bytes of each rank's share.
+
+    Args:
+        shares: by rank.
+        nproc: ranks on each machine.
+
+    >>> ranks_with_most([9, 5, 5, 4], 4)  # the largest share, and the largest inside of NCCL's chain
+    (0, 1)
+    >>> ranks_with_most([5, 5, 5, 4], 4)
+    (1,)
+    """
+    inside = [rank for rank in range(len(shares)) if 0 < rank % nproc < nproc - 1]
+    largest = max([*inside, *range(len(shares))], key=shares.__getitem__)
+    return tuple(dict.fromkeys([largest, *([max(inside, key=shares.__getitem__)] if inside else [])]))
+
+
+def compared_run(
+    of: ComparedStrategies, rank: int, early: TrialResult, late: TrialResult | None, device: DeviceUse
+) -> ComparedRun:
+    """Return what a run with strategies needs.
+
+    Args:
+        of: the strategies.
+        rank: the rank that ran.
+        early: its run with unlimited memory.
+        late: the same, with GPU work that finishes late; None if no streams race.
+        device: the device to fit.
+    """
+    trace, found = early.trace, summarize(early.trace)
+    if late is not None:
+        after = replace(late.trace, device=trace.device)
+        found = with_upper_bound(found, summarize(after))
+        trace = trace if found.range is None else after
+    device = replace(device, nccl=trace.device.nccl)
+    needs = _needs(trace, found, device)
+    peak = found.range or PeakRange(
+        *(ByteRange(size, size) for size in (found.peak_allocated, found.peak_reserved, needs.bytes))
+    )
+    least = peak.process.least if found.range else needs.bytes
+    return ComparedRun(
+        name=of.name,
+        plan=tuple(one.code for one in of.change.strategies),
+        models=early.models,
+        rank=rank,
+        peak=replace(peak, process=ByteRange(min(least, needs.bytes), needs.bytes)),
+        provenance=next(term.figure.provenance for term in found.terms if term.name == "reserved"),
+        needs=needs,
+        verdict=_verdict(found, least, needs.bytes, device),
+        place=found.peak_place,
+    )
+
+
+def impossible(of: ComparedStrategies, end: ScriptEnd) -> ComparedRun:
+    """Return that strategies cannot be applied, or that the script fails with them, and why."""
+    reason = end.exception
+    if end.reason != "refused":
+        where = f" ({end.where})" if end.where else ""
+        reason = f"the script ended with {end.exception or f'exit code {end.exit_code}'}{where}"
+    return ComparedRun(of.name, tuple(one.code for one in of.change.strategies), reason=reason)
+
+
+def _needs(trace: Trace, found: DryRun, device: DeviceUse) -> Figure:
+    """Return the bytes of the process on a device, or on the smallest on which the run fits."""
+    try:
+        reserved = ReplayedRun.of(trace, found).needs(device.total.bytes)
+    except MemfitError:  # memfit has no model of that allocator
+        return found.peak_process
+    outside = device.outside
+    return Figure(reserved.bytes + outside.bytes, worst(reserved.provenance, outside.provenance))
+
+
+def _verdict(found: DryRun, least: int, most: int, device: DeviceUse) -> str:
+    room = device.total.bytes - device.in_use
+    if found.children:
+        return "unknown"
+    if most > room:
+        return "may not fit" if found.bounds or least <= room else "does not fit"
+    return "tight" if room - most < found.uncertainty else "fits"

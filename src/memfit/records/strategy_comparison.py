@@ -1,0 +1,64 @@
+"""A script under several strategies: what it would need with each of them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from memfit.records.dry_run import PeakRange
+from memfit.records.provenance import Figure, Provenance
+from memfit.records.trace import DeviceUse, ScriptLocation
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedRun:
+    """The script under one set of strategies; on several GPUs, the rank that needs most."""
+
+    name: str
+    """``DDP + checkpointing``; ``as written`` for the script itself."""
+    plan: tuple[str, ...]
+    """The strategies as Python expressions."""
+    models: tuple[str, ...] = ()
+    """Models that they were applied to: the class of each, and the line that creates its optimizer."""
+    rank: int | None = None
+    """None without figures."""
+    peak: PeakRange | None = None
+    """With unlimited memory; None if there are no figures: see ``reason``."""
+    provenance: Provenance = Provenance.EXACT
+    """Of what PyTorch allocates and reserves."""
+    needs: Figure | None = None
+    """Bytes of the process at its peak: on the device or, if it does not fit, on the smallest on which it
+    does. Where streams race, the most."""
+    verdict: str = "unknown"
+    """As in ``DryRun``; ``unknown`` without figures."""
+    place: ScriptLocation | None = None
+    """Where most was allocated."""
+    reason: str = ""
+    """Why there are no figures."""
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyComparison:
+    """What a script would need under each set of strategies."""
+
+    device: DeviceUse
+    nproc: int
+    """Ranks on each machine."""
+    nnodes: int
+    """Machines."""
+    runs: tuple[ComparedRun, ...]
+    """The script as written first."""
+    command: tuple[str, ...]
+    versions: Mapping[str, str]
+    distributed: bool = False
+    """Whether the script as written trains on several GPUs."""
+    interrupted: bool = False
+    """Whether the user interrupted the comparison, so that later runs are missing."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.nproc * self.nnodes
+
+    def change(self, run: ComparedRun) -> int | None:
+        """Return by how many bytes a run needs more than the script as written; None if it is not known."""
+        base = self.runs[0].needs
+        return None if base is None or run.needs is None else run.needs.bytes - base.bytes

@@ -1,0 +1,131 @@
+"""A script under several strategies, on the terminal: a row for each, and what to write to get it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from memfit.records import ComparedRun, ScriptLocation, StrategyComparison
+from memfit.report.escape import escaped
+from memfit.report.printable import Printable
+from memfit.report.short_path import short_path
+from memfit.report.terminal.ranks import byte_range
+from memfit.units import format_gib, unit_for
+
+_HEADINGS = ("allocated", "process", "change")
+_SHARDED = "memfit.Sharding("
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class PrintableStrategyComparison(Printable, StrategyComparison):
+    """A comparison of strategies that prints itself."""
+
+    def show(self, console: Console) -> None:
+        """Print a row for each set of strategies."""
+        print_strategies(self, console)
+
+
+def print_strategies(result: StrategyComparison, console: Console) -> None:
+    """Print a row for each set of strategies, why some have no figures, and what to write."""
+    device = result.device
+    parts = [
+        escaped(result.command[0]),
+        escaped(device.name),
+        f"torch {escaped(result.versions.get('torch', '?'))}",
+    ]
+    console.print(Text(" · ".join([*parts, f"{format_gib(device.total.bytes)} a GPU"]), style="dim"))
+    console.print(Text(_covers(result)))
+    console.print()
+    console.print(_table(result))
+    if result.interrupted:
+        console.print("Interrupted: the other strategies were not tried.")
+    for reason in dict.fromkeys(run.reason for run in result.runs if run.reason):
+        names = ", ".join(run.name for run in result.runs if run.reason == reason)
+        console.print(Text(f"Not possible: {names}: {escaped(reason)}"))
+    for line in _to_write(result):
+        console.print(Text(line))
+    console.print(
+        "Each row is a run of the script on the ghost with unlimited memory. process is what it then needs, "
+        "with the CUDA context and NCCL, which are assumed.",
+        style="dim",
+    )
+
+
+def _covers(result: StrategyComparison) -> str:
+    """Return what the rows are of."""
+    if result.world_size == 1:
+        return "On one GPU:"
+    if result.distributed:
+        return f"On {result.world_size:,} GPUs, as the script trains on them; the rank that needs most:"
+    return (
+        f"On {result.world_size:,} GPUs: the rank that needs most. Every rank trains on batches of the "
+        "script's own size."
+    )
+
+
+def _table(result: StrategyComparison) -> Table:
+    unit = unit_for(max(run.peak.reserved.most for run in result.runs if run.peak is not None))
+    several = result.world_size > 1
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    table.add_column("strategies", no_wrap=True)
+    for heading in (*_HEADINGS, *["rank"] * several):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("verdict")
+    table.add_column("peak in")
+    for run in result.runs:
+        rank = ["" if run.rank is None else str(run.rank)] if several else []
+        if run.peak is None or run.place is None:
+            table.add_row(run.name, "", "", "", *rank, Text("not possible", style="dim"), "")
+            continue
+        change = result.change(run)
+        table.add_row(
+            run.name,
+            f"{byte_range(run.peak.allocated, unit)} {run.provenance:<9}",
+            byte_range(run.peak.process, unit),
+            "" if not change else unit.number(change, "+"),
+            *rank,
+            Text(run.verdict, style="" if run.verdict == "fits" else "bold yellow"),
+            _place(run.place),
+        )
+    return table
+
+
+def _place(place: ScriptLocation) -> str:
+    parts = (place.phase, escaped(place.module), escaped(short_path(place.line)))
+    return " · ".join(part for part in parts if part)
+
+
+def _to_write(result: StrategyComparison) -> Iterator[str]:
+    """Yield the code of each row, and where it belongs."""
+    plans = {run.name: _plan(run, result) for run in result.runs if run.models}
+    if not plans:
+        return
+    models = escaped(", ".join(next(run.models for run in result.runs if run.models)))
+    sharded = any(code.startswith(_SHARDED) for run in result.runs if run.models for code in run.plan)
+    yield "\nTo train with the plan of a row, write:"
+    if sharded and not result.distributed:
+        yield "    torch.distributed.init_process_group()"
+        yield '    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))'
+    yield f"    model = memfit.apply(model, PLAN)  # before the optimizer is created: {models}"
+    if sharded and any("zero1" in code for run in result.runs for code in run.plan):
+        yield '    optimizer = memfit.Sharding("zero1").optimizer(optimizer, model)  # for ZeRO-1 only'
+    if sharded and not result.distributed:
+        yield (
+            "Give each rank its own part of the data (DistributedSampler), and start the script with "
+            f"torchrun --nproc-per-node {result.nproc}."
+        )
+    yield "PLAN is:"
+    width = max(map(len, plans))
+    for name, plan in plans.items():
+        yield f"    {name:<{width}}  [{', '.join(plan)}]"
+    yield (
+        "Offload keeps activations, or the inputs of checkpointed blocks, in host memory; with FSDP2, the "
+        "shards of parameters, gradients and optimizer state."
+    )
+
+
+def _plan(run: ComparedRun, result: StrategyComparison) -> tuple[str, ...]:
+    """Return the plan to apply: a model that the script itself shards gets the rest."""
+    return tuple(code for code in run.plan if not (result.distributed and code.startswith(_SHARDED)))

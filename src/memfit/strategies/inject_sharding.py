@@ -1,0 +1,228 @@
+"""Shard the models of an unmodified script at the moment when it creates their optimizer.
+
+    Optimizer(parameters) ─┬─> memfit.apply(model, plan)   in a process group that memfit joins
+                           ├─> parameters of the shards    fsdp2: the optimizer takes them in their place
+                           └─> ZeroRedundancyOptimizer     zero1: the script gets it in the optimizer's place
+
+    model(x) ──> DistributedDataParallel(x) ──> model(x)    ddp, zero1: the script still calls the model
+
+The memory is that of a script which calls ``memfit.apply`` just before it creates the optimizer.
+"""
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from memfit.errors import UsageError
+from memfit.recording.hooks import InstalledHooks
+from memfit.strategies.apply import apply
+from memfit.strategies.mechanisms.module_patterns import class_name
+from memfit.strategies.plan import Plan
+from memfit.strategies.sharding import Sharding, sharding_of
+
+_LINKS = {"DistributedDataParallel": "DistributedDataParallel", "FullyShardedDataParallel": "FSDP"}
+
+
+class ShardingInjector:
+    """Shards models, and gives their optimizers what belongs to the shards.
+
+    Args:
+        sharding: how.
+        plan: the strategies to apply with it, the sharding included.
+        refuse: called with the reason if the script and the sharding do not suit each other.
+        on_change: called when ``shares`` or ``uncalled`` change.
+    """
+
+    def __init__(
+        self, sharding: Sharding, plan: Plan, refuse: Callable[[str], None], on_change: Callable[[], None]
+    ) -> None:
+        self._sharding = sharding
+        self._plan = plan
+        self._refuse, self._on_change = refuse, on_change
+        self._joined = False
+        self._models: list[weakref.ref[nn.Module]] = []
+        self._uncalled: set[str] = set()
+        self._shards: Any = WeakTensorKeyDictionary()  # a parameter before -> after
+        self._creating = self._checked = False
+        self._created: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._shares: list[int] = []
+
+    def install(self, hooks: InstalledHooks) -> None:
+        """Hook what the script may shard itself and, with zero1, the creation of optimizers."""
+        hooks.wrap(DistributedDataParallel, "__init__", self._wrapped)
+        if self._sharding.mode == "zero1":
+            hooks.replace(torch.optim.Optimizer, "__new__", staticmethod(self._new_optimizer))
+        if self._sharding.mode == "fsdp2":
+            hooks.on_removal(register_optimizer_step_pre_hook(self._check_released).remove)
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Bytes of parameters whose optimizer state each rank holds; empty if all hold as much."""
+        return tuple(self._shares)
+
+    @property
+    def uncalled(self) -> tuple[str, ...]:
+        """The classes of sharded models that the script has not called."""
+        return tuple(sorted(self._uncalled))
+
+    def has(self, model: nn.Module) -> bool:
+        """Whether a model, or the model that it wraps, has been sharded."""
+        return any(reference() in set(model.modules()) for reference in self._models)
+
+    def is_ready(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer was created already: Python initialises it once more."""
+        return optimizer in self._created
+
+    def shard(self, model: nn.Module) -> None:
+        """Apply the plan to a model.
+
+        Raises:
+            UsageError: the script shards it itself, or the plan does not suit it.
+        """
+        own = self._own_sharding(model)
+        if not dist.is_initialized():
+            dist.init_process_group()
+            self._joined = True
+        before = dict(model.named_parameters(remove_duplicate=False))
+        if own is not None:
+            apply(model, Plan(checkpointing=self._plan.checkpointing, offload=self._plan.offload))
+        else:
+            sharded = apply(model, self._plan)
+            if isinstance(sharded, DistributedDataParallel) and sharded is not model:
+                self._route(model, sharded)
+        after = dict(model.named_parameters(remove_duplicate=False))
+        for name, parameter in before.items():
+            if after[name] is not parameter:
+                self._shards[parameter] = after[name]
+        self._models.append(weakref.ref(model))
+
+    def of_shards(self, parameters: list[Any]) -> list[Any]:
+        """Return an optimizer's ``listed`` parameters with shards in place of what was sharded."""
+
+        def shard_of(entry: Any) -> Any:
+            if isinstance(entry, dict):
+                entry["params"] = self.of_shards(entry["params"])
+                return entry
+            if isinstance(entry, tuple):  # with the parameter's name
+                return (entry[0], shard_of(entry[1]))
+            return self._shards.get(entry, entry)
+
+        return [shard_of(entry) for entry in parameters]
+
+    def _own_sharding(self, model: nn.Module) -> Sharding | None:
+        """Return how the script shards a model, if memfit can shard its optimizer nevertheless."""
+        name = class_name(model.module if isinstance(model, DistributedDataParallel) else model)
+        kinds = {class_name(module) for module in model.modules()} & _LINKS.keys()
+        own = sharding_of(model)
+        if own is not None and own.mode == "ddp" and self._sharding.mode == "zero1":
+            return own
+        if own is not None or kinds or any(isinstance(each, DTensor) for each in model.parameters()):
+            by = _LINKS[min(kinds)] if kinds else "fully_shard" if own is not None else "DTensor"
+            raise UsageError(
+                f"the script itself shares {name} among ranks, by {by}. To compare other shardings, remove "
+                "it."
+            )
+        if dist.is_initialized() and not self._joined:
+            raise UsageError(
+                f"the script joins a process group itself, and {name} is in no DistributedDataParallel when "
+                "its optimizer is created. memfit does not know how its ranks share gradients."
+            )
+        if any(parameter.device.type != "cuda" for parameter in model.parameters()):
+            raise UsageError(
+                f"{name} is not on the GPU yet when its optimizer is created. Move it to the GPU before "
+                "that line."
+            )
+        return None
+
+    def _route(self, model: nn.Module, sharded: DistributedDataParallel) -> None:
+        """Have calls of a model go through its DistributedDataParallel.
+
+        ``_compiled_call_impl`` is where PyTorch keeps another way to call a module: copies and pickles of the
+        module do not have it (torch/nn/modules/module.py, 2.14.1).
+        """
+        own = model._compiled_call_impl or model._call_impl
+        name = class_name(model)
+        inside = False
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal inside
+            if inside:
+                return own(*args, **kwargs)
+            if name in self._uncalled:
+                self._uncalled.remove(name)
+                self._on_change()
+            inside = True
+            try:
+                return sharded(*args, **kwargs)
+            finally:
+                inside = False
+
+        self._uncalled.add(name)
+        model.__dict__["_compiled_call_impl"] = call  # torch.compile's wrapper passes attributes on
+
+    def _wrapped(
+        self, original: Callable[..., None], wrapper: Any, module: nn.Module, *args: Any, **kw: Any
+    ) -> None:
+        if self.has(module):
+            self._refuse(
+                f"the script itself trains {class_name(module)} in a DistributedDataParallel, created after "
+                "its optimizer."
+            )
+        original(wrapper, module, *args, **kw)
+
+    def _new_optimizer(self, kind: type[torch.optim.Optimizer], *args: Any, **kwargs: Any) -> Any:
+        """Create an optimizer; of a sharded model, one that shards its state."""
+        optimizer = object.__new__(kind)
+        if self._creating or not (args or kwargs) or issubclass(kind, ZeroRedundancyOptimizer):
+            return optimizer  # a copy has no arguments
+        self._creating = True
+        try:
+            kind.__init__(optimizer, *args, **kwargs)  # shards the models that it trains
+            self._created.add(optimizer)
+            model = next((each for one in self._models if (each := one()) and _trains(optimizer, each)), None)
+            if model is None:
+                return optimizer
+            sharded = self._sharding.optimizer(optimizer, model)
+        except UsageError as error:
+            self._refuse(str(error))
+            return optimizer
+        finally:
+            self._creating = False
+        self._add_shares(sharded)
+        return sharded
+
+    def _add_shares(self, optimizer: Any) -> None:
+        shares = [
+            sum(each.numel() * each.element_size() for group in groups for each in group["params"])
+            for groups in optimizer._partition_parameters()
+        ]
+        self._shares = [sum(pair) for pair in zip(self._shares or [0] * len(shares), shares, strict=True)]
+        self._on_change()
+
+    def _check_released(self, *_: Any) -> None:
+        """Refuse a script that keeps the parameters that its model had before it was sharded."""
+        if self._checked:
+            return
+        self._checked = True
+        if len(self._shards):
+            gc.collect()
+        if len(self._shards):
+            self._refuse(
+                "the script keeps the parameters that its model had before the optimizer was created, so "
+                "they stay in memory. Shard the model before the script collects its parameters."
+            )
+
+
+def _trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    ours = set(map(id, model.parameters()))
+    return any(id(each) in ours for group in optimizer.param_groups for each in group["params"])

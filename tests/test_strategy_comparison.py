@@ -1,0 +1,209 @@
+"""``memfit compare`` without processes: the runs that it makes, its conclusions, and what it prints."""
+
+import io
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from memfit.analysis.script_change import TrialResult
+from memfit.analysis.strategy_comparison import compared_strategies
+from memfit.api import comparison
+from memfit.errors import TargetError
+from memfit.records import Action, DeviceUse, Figure, Provenance, ScriptEnd
+from memfit.report.schema.compare_schema import StrategyComparisonJson, to_json
+from memfit.report.terminal.strategy_comparison import print_strategies
+from memfit.run.options import RunOptions
+from memfit.run.rank import Rank
+from support.traces import BASE, trace_of
+
+MIB = 1 << 20
+EXACT = Provenance.EXACT
+DEVICE = DeviceUse("A100-80GB", Figure(1000 * MIB, EXACT), Figure(100 * MIB, EXACT), 0)
+NCCL = Figure(10 * MIB, Provenance.ASSUMED)
+NOT_POSSIBLE = ScriptEnd("refused", 0, "Net has no blocks")
+
+
+def run_of(mebibytes, *, nccl=None, shares=(), models=("Net (optimizer: train.py:3)",), stream=0):
+    """Return the result of a run that allocates so much, in a process of 100 MiB more."""
+    size = mebibytes * MIB
+    history = [(Action.SEGMENT_ALLOC, BASE, size), (Action.ALLOC, BASE, size)]
+    if stream:
+        history = [*history, (Action.SEGMENT_ALLOC, BASE + size, 2 * MIB, stream)]
+        history = [*history, (Action.ALLOC, BASE + size, 2 * MIB, stream)]
+    device = replace(DEVICE, total=Figure(1 << 40, EXACT), nccl=nccl)
+    return TrialResult(trace_of(history, device=device, versions={"torch": "2.14.1"}), models, shares)
+
+
+@pytest.fixture
+def compare(monkeypatch):
+    """Return a function that compares strategies given the results of runs; ``made`` lists the runs."""
+    made = []
+
+    def compare(results, nproc=4, nnodes=1):
+        def trial_runner(_command, options, _memory, _on_progress):
+            def run(_change, what):
+                name = what.partition(" (")[0]
+                made.append((name, options.rank.rank, options.finish_late))
+                result = results(name, options.rank, options.finish_late)
+                if result is KeyboardInterrupt:
+                    raise result
+                return result
+
+            return run
+
+        monkeypatch.setattr(comparison, "trial_runner", trial_runner)
+        monkeypatch.setattr(comparison, "script_command", lambda *_: ("train.py",))
+        monkeypatch.setattr(comparison, "ghost_settings", lambda _: SimpleNamespace(device=DEVICE))
+        options = RunOptions(rank=Rank(nproc=nproc, nnodes=nnodes))
+        found = comparison.compare_on_ghost("train.py", (), options, lambda _: None)
+        return found, {run.name: run for run in found.runs}
+
+    compare.made = made
+    return compare
+
+
+def test_each_row_says_what_its_run_needs_and_whether_that_fits(compare):
+    sizes = {"as written": 950, "checkpointing": 100, "offload": 899}
+    found, rows = compare(lambda name, *_: run_of(sizes.get(name, 800)), nproc=1)
+    assert list(rows) == [one.name for one in compared_strategies(1)]
+    assert [rows[name].verdict for name in sizes] == ["does not fit", "fits", "fits"]
+    assert rows["checkpointing"].needs.bytes == 200 * MIB
+    assert found.change(rows["checkpointing"]) == -850 * MIB
+    assert rows["checkpointing"].plan == ("memfit.Checkpointing()",)
+    assert rows["checkpointing + offload"].plan == (
+        "memfit.Checkpointing()",
+        "memfit.Offload(what='inputs')",
+    )
+
+
+def test_a_fit_within_the_uncertainty_of_the_context_is_tight(compare, monkeypatch):
+    monkeypatch.setitem(globals(), "DEVICE", replace(DEVICE, context=Figure(100 * MIB, Provenance.ASSUMED)))
+    _, rows = compare(lambda name, *_: run_of(850 if name == "offload" else 800), nproc=1)
+    assert [rows[name].verdict for name in ("as written", "offload")] == ["fits", "tight"]
+
+
+def test_where_streams_race_a_second_run_gives_the_range(compare):
+    def results(name, _rank, late):
+        return run_of(900 if late else 800, stream=int(name == "offload"))
+
+    _, rows = compare(results, nproc=1)
+    assert [made for made in compare.made if made[2]] == [("offload", 0, True)]
+    peak = rows["offload"].peak
+    assert (peak.allocated.least, peak.allocated.most) == (802 * MIB, 902 * MIB)
+    assert rows["offload"].verdict == "may not fit"
+    assert rows["offload"].provenance is Provenance.ASSUMED
+
+
+def test_ranks_that_hold_the_same_are_run_once(compare):
+    compare(lambda *_: run_of(100))
+    assert len(compare.made) == 16
+    assert {made[:2] for made in compare.made if made[0].startswith(("DDP", "FSDP2"))} == {
+        (one.name, 1) for one in compared_strategies(4) if one.sharding in ("ddp", "fsdp2")
+    }
+
+
+def test_zero1_runs_the_rank_with_the_largest_share(compare):
+    def results(name, rank, _late):
+        sharded = name.startswith("ZeRO-1")
+        return run_of(300 if sharded and rank.rank == 0 else 200, shares=(90, 10, 20, 5) if sharded else ())
+
+    _, rows = compare(results)
+    ran = [made[:2] for made in compare.made if made[0].startswith("ZeRO-1")]
+    assert ran[:3] == [("ZeRO-1", 1), ("ZeRO-1", 0), ("ZeRO-1", 2)]
+    assert {rank for _, rank in ran[3:]} == {0}
+    assert rows["ZeRO-1"].rank == rows["ZeRO-1 + offload"].rank == 0
+    assert rows["ZeRO-1"].peak.allocated.most == 300 * MIB
+
+
+def test_a_script_that_trains_on_several_gpus_itself_runs_on_each_rank(compare):
+    def results(_name, rank, _late):
+        assert not rank.own_gpu_only
+        return run_of(300 if rank.rank == 2 else 200, nccl=NCCL)
+
+    found, rows = compare(results)
+    assert [made[1] for made in compare.made if made[0] == "as written"] == [0, 1, 2, 3]
+    assert found.distributed
+    assert rows["as written"].rank == rows["checkpointing"].rank == 2
+    assert rows["as written"].needs.bytes == 410 * MIB  # with NCCL's 10
+
+
+def test_what_cannot_be_applied_is_not_tried_again_with_more(compare):
+    def results(name, *_):
+        return NOT_POSSIBLE if "checkpointing" in name else run_of(100)
+
+    _, rows = compare(results)
+    assert [made[0] for made in compare.made if "checkpointing" in made[0]] == ["checkpointing"]
+    assert {rows[name].reason for name in rows if "checkpointing" in name} == {"Net has no blocks"}
+    assert rows["DDP + checkpointing"].peak is None
+
+
+def test_a_script_that_fails_with_a_strategy_has_a_row_with_its_error(compare):
+    end = ScriptEnd("exception", 1, "RuntimeError: no", "train.py:9")
+    _, rows = compare(lambda name, *_: end if name == "DDP" else run_of(100))
+    assert rows["DDP"].reason == "the script ended with RuntimeError: no (train.py:9)"
+    assert rows["DDP + offload"].peak is not None
+
+
+def test_a_script_that_fails_as_written_is_not_compared(compare):
+    with pytest.raises(
+        TargetError, match=r"As rank 0 of 4, train[.]py cannot be compared: the script ended with"
+    ):
+        compare(lambda *_: ScriptEnd("exception", 1, "RuntimeError: no"))
+    assert len(compare.made) == 1
+
+
+def test_an_interrupted_comparison_keeps_its_rows(compare):
+    found, rows = compare(lambda name, *_: KeyboardInterrupt if name == "DDP" else run_of(100))
+    assert found.interrupted
+    assert list(rows) == ["as written", "checkpointing", "offload", "checkpointing + offload"]
+    assert "Interrupted: the other strategies were not tried." in printed(found)
+
+
+def test_an_interruption_before_the_first_row_interrupts_the_command(compare):
+    with pytest.raises(KeyboardInterrupt):
+        compare(lambda *_: KeyboardInterrupt)
+
+
+def printed(found, width=160):
+    console = Console(file=io.StringIO(), width=width, highlight=False, markup=False, emoji=False)
+    print_strategies(found, console)
+    return console.file.getvalue()
+
+
+def test_the_table_has_the_figures_and_what_to_write(compare):
+    found, _ = compare(lambda name, *_: NOT_POSSIBLE if "checkpointing" in name else run_of(100))
+    text = printed(found)
+    lines = {line.split("  ")[0]: line.split() for line in text.splitlines()}
+    assert lines["DDP"][1:] == ["100.00", "MiB", "exact", "200.00", "MiB", "1", "fits", "setup"]
+    assert lines["DDP + checkpointing"][-2:] == ["not", "possible"]
+    assert "Not possible: checkpointing, checkpointing + offload, DDP + checkpointing" in text
+    assert text.count("Net has no blocks") == 1
+    assert "    DDP + offload     [memfit.Offload(), memfit.Sharding(mode='ddp')]\n" in text
+    assert "torch.distributed.init_process_group()" in text
+    assert "Every rank trains on batches of the script's own size." in text
+
+
+def test_a_script_with_a_sharding_of_its_own_is_told_what_to_add_to_it(compare):
+    def results(name, *_):
+        return NOT_POSSIBLE if name.startswith(("DDP", "FSDP2")) else run_of(100, nccl=NCCL)
+
+    text = printed(compare(results)[0])
+    assert "    ZeRO-1 + checkpointing            [memfit.Checkpointing()]\n" in text
+    assert 'optimizer = memfit.Sharding("zero1").optimizer(optimizer, model)  # for ZeRO-1 only' in text
+    assert "init_process_group" not in text
+
+
+def test_the_json_holds_every_row(compare):
+    found, rows = compare(lambda name, *_: NOT_POSSIBLE if name == "DDP" else run_of(100))
+    public = msgspec.json.decode(to_json(found), type=StrategyComparisonJson)
+    assert [run.name for run in public.runs] == list(rows)
+    encoded = json.loads(to_json(found))
+    by_name = {run["name"]: run for run in encoded["runs"]}
+    assert by_name["FSDP2"]["peak"]["allocated"] == {"least": 100 * MIB, "most": 100 * MIB}
+    assert by_name["DDP"]["reason"] == "Net has no blocks"
+    assert (by_name["DDP"]["peak"], by_name["DDP"]["rank"], by_name["DDP"]["change"]) == (None, None, None)
+    assert (encoded["nproc"], encoded["nnodes"], encoded["distributed"]) == (4, 1, False)
