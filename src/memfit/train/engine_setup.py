@@ -137,8 +137,6 @@ def _set_up(
         offload=state.offload,
         ranks=gradients.ranks,
     )
-    for hook in update.hooks():
-        apply.on_revert(plain, hook.remove)
     if update.offloaded is not None:
         update.offloaded.send_all()
         apply.on_revert(plain, partial(_fetch_state, ref(update)))
@@ -146,7 +144,10 @@ def _set_up(
         apply.on_revert(plain, partial(_restore_float32_parameters, ref(update)), last=True)
     if isinstance(gradients, ReplicaGradients):
         gradients.shared_state = state_of(optimizer) is not optimizer.state
+        update.kept = gradients.allocate() if sums is None else None
         apply.on_revert(plain, gradients.deactivate)
+    for hook in update.hooks():
+        apply.on_revert(plain, hook.remove)
     return Prepared(model, update, gradients)
 
 

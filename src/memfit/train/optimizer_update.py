@@ -11,7 +11,7 @@ opens.
 
 import operator
 from collections.abc import Callable, Iterator
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import nn
@@ -29,6 +29,9 @@ from memfit.train.loss_scaler import LossScaler
 from memfit.train.oom_rollback import OptimizerBackup, is_out_of_memory
 from memfit.train.ranks import OneRank
 from memfit.train.schedule import Schedule
+
+if TYPE_CHECKING:
+    from memfit.train.kept_gradients import KeptGradients
 
 INTERRUPTED = (
     "The last update was interrupted: some parameters may be updated and others not. "
@@ -101,6 +104,8 @@ class OptimizerUpdate:
         self.in_backward = StepInBackward(optimizer, self.offloaded) if in_backward else None
         if self.in_backward is not None:
             self.in_backward.active = False
+        self.kept: KeptGradients | None = None
+        """Gradients that are zeroed in place."""
         self._backup: OptimizerBackup | None = None
         self._stepping = False
         self.scheduler_error: Exception | None = None
@@ -128,7 +133,9 @@ class OptimizerUpdate:
 
     def hooks(self) -> list[RemovableHandle]:
         """Return the hooks on parameters: handles, which keep nothing alive."""
-        return [hook for taking in (self.sums, self.in_backward) if taking for hook in taking.hooks()]
+        return [
+            hook for taking in (self.sums, self.in_backward, self.kept) if taking for hook in taking.hooks()
+        ]
 
     def finish(self) -> None:
         """Accept the current state as complete: an update that was counted, or a state that was loaded."""
@@ -233,11 +240,15 @@ class OptimizerUpdate:
             parameter.grad = gradient.to(parameter.device, parameter.dtype, copy=True)
         else:
             parameter.grad.copy_(gradient)
+        if self.kept is not None:
+            self.kept.mark(parameter)
 
     def clear(self) -> None:
         """Drop all gradients."""
         if self.graphs is not None:
             self.graphs.zero_grad()
+        elif self.kept is not None:
+            self.kept.clear()
         else:
             drop_gradients(self.optimizer)
         if self.sums is not None:
@@ -295,7 +306,12 @@ class OptimizerUpdate:
         return ordered
 
     def _with_gradients(self) -> list[nn.Parameter]:
-        return [parameter for parameter in parameters_of(self.optimizer) if parameter.grad is not None]
+        kept = self.kept
+        return [
+            each
+            for each in parameters_of(self.optimizer)
+            if each.grad is not None and (kept is None or kept.is_used(each))
+        ]
 
     def _gradients(self) -> list[torch.Tensor]:
         return [parameter.grad for parameter in self._with_gradients() if parameter.grad is not None]

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memfit.errors import UsageError
 from memfit.train.accumulation_window import Window
+from memfit.train.kept_gradients import KeptGradients
 from memfit.train.optimizer_update import OptimizerUpdate
 from memfit.train.ranks import OneRank
 
@@ -79,6 +80,21 @@ class ReplicaGradients(RankGradients):
         self._replica.require_backward_grad_sync = True
         self._replica.require_forward_param_sync = True
 
+    def allocate(self) -> KeptGradients | None:
+        """Have gradients live in the buckets that are reduced; return them, or None if they are to be apart.
+
+        The buckets then have their final sizes from the first window on: DistributedDataParallel chooses them
+        after the first reduction. How a sum is rounded depends on them, if more than two ranks add up.
+        """
+        self._reduce()
+        if self._replica.reducer._rebuild_buckets():
+            self._reduce()
+        if self._replica.gradient_as_bucket_view:
+            return KeptGradients(self._parameters)
+        for parameter in self._parameters:
+            parameter.grad = None
+        return None
+
     def close(self, window: Window, update: OptimizerUpdate) -> None:
         """Weigh this rank's gradients by the weight of all ranks, and reduce them to their mean."""
         window.interrupted = True
@@ -121,7 +137,6 @@ class ReplicaGradients(RankGradients):
         try:
             reducer.prepare_for_backward(outputs if self._replica.find_unused_parameters else [])
             torch.autograd.backward(outputs, zeros)
-            reducer._rebuild_buckets()
         finally:
             self.activate()
 
