@@ -3,6 +3,8 @@
 ``train`` is also what one process does with all data, under ``ranks=1``: the referee.
 """
 
+import os
+
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
@@ -67,6 +69,10 @@ def token_loss(model, batch):
 
 def whole(tensor):
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def local(tensor):
+    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach().clone()
 
 
 class Seen(memfit.Callback):
@@ -186,7 +192,8 @@ def reductions(rank, ranks, parts, updates):
     run.model.register_comm_hook(None, counted)
     for seed in range(updates):
         run.step(samples(2 * parts, 2 * seed + rank))
-    return len(calls)
+    storages = {each.grad.untyped_storage().data_ptr() for each in run.model.parameters()}
+    return len(calls), len(storages)
 
 
 def overflow(rank, ranks, mode, infinite):
@@ -284,8 +291,8 @@ def ran_out(gradient):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
-def failing(rank, ranks, mode, where):
-    """Return what each rank reads when rank 1 fails for good in its second step."""
+def failing(rank, ranks, mode, where, ends=False):
+    """Return what each rank reads when rank 1 fails for good in its second step, and ends then or not."""
     if ranks == 1:
         raise AssertionError
 
@@ -305,11 +312,13 @@ def failing(rank, ranks, mode, where):
 
     run = engine(net(), [memfit.Sharding(mode)], loss=loss, callbacks=[Failing()], protect="always")
     run.step(samples(1, rank))
-    before = [whole(p) for p in run.model.parameters()]
+    before = [local(p) for p in run.model.parameters()]
     try:
         run.step(samples(1, rank))
     except Exception as error:  # noqa: BLE001 - whatever it is, the test looks at it
-        same = all(torch.equal(a, whole(b)) for a, b in zip(before, run.model.parameters(), strict=True))
+        if ends and rank == 1:
+            os._exit(1)  # as a script does that does not catch it
+        same = all(torch.equal(a, local(b)) for a, b in zip(before, run.model.parameters(), strict=True))
         return type(error).__name__, str(error), same
     return "", "", False
 

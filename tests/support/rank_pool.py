@@ -25,8 +25,14 @@ class RankPool:
         self.ranks = ranks
         self._processes = []
 
-    def run(self, case, *arguments, module="support.rank_cases"):
-        """Run a case on all ranks; return what each returned, rank by rank.
+    def run(self, case, *arguments, module="support.rank_cases", ends=()):
+        """Run a case on all ranks; return what each returned, rank by rank; None for those that end.
+
+        Args:
+            case: the name of a function.
+            arguments: of the function, after the rank and the number of ranks.
+            module: that has the function.
+            ends: the ranks whose processes end in the case; afterwards all are started anew.
 
         Raises:
             AssertionError: a rank raised an exception, ended or hangs; the ranks are then started anew.
@@ -43,11 +49,16 @@ class RankPool:
             try:
                 results.append(connection.recv())
             except EOFError:
+                if rank in ends:
+                    results.append((True, None))
+                    continue
                 self.close()
                 raise AssertionError(f"rank {rank} ended in {case}{arguments}") from None
         if failed := [text for fine, text in results if not fine]:
             self.close()
             raise AssertionError("\n".join(failed))
+        if ends:
+            self.close()
         return [result for _, result in results]
 
     def close(self):
