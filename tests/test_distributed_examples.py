@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from memfit.run.launchers import free_port
+
 pytestmark = pytest.mark.process
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "distributed"
@@ -17,6 +19,8 @@ RANKS_ON_THE_GHOST = {"pipeline.py": 7}
 """Script -> the rank to run, if not 0: only the last stage of a pipeline needs no shapes from a later one."""
 STEPS_ON_THE_GHOST = {"checkpoint.py": 4}
 """Script -> its optimizer steps, if not 3: to load its state, PyTorch first creates it with a step."""
+
+STARTS_ITS_RANKS = "mp_spawn.py"
 
 ABORTED = "terminate called without an active exception"
 """PyTorch 2.14 on gloo: about one process in twenty aborts with it while the interpreter is finalised."""
@@ -43,7 +47,13 @@ def losses(tmp_path_factory):
     """Return the losses that each script prints when two ranks run it on the CPU."""
     folder = tmp_path_factory.mktemp("torchrun")
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    printed = {script: run(folder, *launch, EXAMPLES / script, attempts=4) for script in SCRIPTS}
+    printed = {
+        script: run(folder, *launch, EXAMPLES / script, attempts=4)
+        for script in SCRIPTS
+        if script != STARTS_ITS_RANKS
+    }
+    own = (EXAMPLES / STARTS_ITS_RANKS, "--port", f"{free_port()}")
+    printed[STARTS_ITS_RANKS] = run(folder, *own, attempts=4)
     return {
         script: [float(loss) for loss in re.findall(r"loss ([\d.]+)", text)]
         for script, text in printed.items()
@@ -51,19 +61,20 @@ def losses(tmp_path_factory):
 
 
 def test_two_ranks_run_every_script_on_a_cpu(losses):
-    assert len(losses) == 10
+    assert len(losses) == 11
     assert {script: len(each) for script, each in losses.items()} == dict.fromkeys(SCRIPTS, 3)
 
 
 def test_shardings_of_one_model_train_alike(losses):
-    assert losses["ddp.py"] == losses["zero1.py"] == losses["hsdp.py"]
+    assert losses["ddp.py"] == losses["zero1.py"] == losses["hsdp.py"] == losses["mp_spawn.py"]
     assert losses["fsdp2.py"] == pytest.approx(losses["ddp.py"], rel=0.01)  # it computes in bfloat16
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_rank_of_eight_runs_on_the_ghost(script, tmp_path):
     rank = RANKS_ON_THE_GHOST.get(script, 0)
-    options = ("--gpu", "H100", "--nproc", "8", "--rank", f"{rank}", "--to-end", "--json", "answer.json")
+    nproc = "2" if script == STARTS_ITS_RANKS else "8"  # it starts as many processes
+    options = ("--gpu", "H100", "--nproc", nproc, "--rank", f"{rank}", "--to-end", "--json", "answer.json")
     printed = run(tmp_path, "-m", "memfit", "dry-run", *options, EXAMPLES / script)
     answer = json.loads((tmp_path / "answer.json").read_text())
     assert (answer["verdict"], answer["steps"]) == ("fits", STEPS_ON_THE_GHOST.get(script, 3))

@@ -179,7 +179,7 @@ LAYOUTS = [
         "cudnnConvolutionFwdAlgoPerf_t",
         {"result": "status", "time": "time", "memory": "memory", "determinism": "determinism"},
     ),
-    ("libraries/nccl.c", "struct unique_id", "ncclUniqueId", {"bytes": "internal"}),
+    ("libraries/nccl.h", "struct unique_id", "ncclUniqueId", {"bytes": "internal"}),
 ]
 
 

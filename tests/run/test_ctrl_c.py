@@ -117,21 +117,19 @@ def test_a_killed_memfit_takes_its_script_along(tmp_path):
 
 @pytest.mark.process
 def test_a_script_does_not_run_if_memfit_has_gone_before_it_started(tmp_path):
-    reader, writer = os.pipe()
-    os.close(reader)
+    pipe = tmp_path / "progress"
+    os.mkfifo(pipe)  # which nothing reads
     (tmp_path / "script.py").write_text("print('ran')")
     settings = tmp_path / "settings.json"
-    settings.write_text(write_settings(ChildSettings(RunOptions(), None, "", "", "", writer)))
+    settings.write_text(write_settings(ChildSettings(RunOptions(), None, "", "", "", str(pipe))))
     code = python_code("memfit.run.child")
     done = subprocess.run(
         [sys.executable, "-c", code, str(settings), "script.py"],
         cwd=tmp_path,
-        pass_fds=[writer],
         capture_output=True,
         text=True,
         check=False,
     )
-    os.close(writer)
     assert (done.returncode, done.stdout, done.stderr) == (3, "", "")
 
 

@@ -10,6 +10,7 @@ script ── run.parent ──> trace file ── trace.trace_file ──> Trac
 from memfit.api.comparison import compare, compare_on_ghost
 from memfit.api.ghost_runs import FinishedRun, run_on_ghost
 from memfit.api.packings import pack, pack_table
+from memfit.api.ranks_together import run_beside_ranks
 from memfit.api.runs import dry_run, estimate, record, run_on_card
 from memfit.api.traces import (
     chrome_trace,
@@ -47,6 +48,7 @@ __all__ = [
     "read",
     "record",
     "replay",
+    "run_beside_ranks",
     "run_on_card",
     "run_on_ghost",
     "summarize",

@@ -21,6 +21,9 @@ from memfit.run.resolve_options import ghost_settings
 from memfit.strategies.trial_run import trial_runner
 from memfit.trace.trace_file import write_trace
 
+LATE = "GPU work that finishes late"
+"""The run that finds the most that a script may need where streams race, as the user sees it."""
+
 
 @dataclass(frozen=True, slots=True)
 class FinishedRun:
@@ -82,14 +85,14 @@ def run_on_ghost(
 
 def _with_upper_bound(early: FinishedRun, run: RunScript, output: Path | None) -> FinishedRun:
     """Run the script again, with work on side streams that finishes late, and return the larger answer."""
-    trial = run(ScriptChange(), "GPU work that finishes late")
+    trial = run(ScriptChange(), LATE)
     if not isinstance(trial, TrialResult):
         return early
     trace = replace(trial.trace, device=early.trace.device, command=early.trace.command)
     result = with_upper_bound(early.result, summarize(trace))
     if result.range is None:
         return early
-    return FinishedRun(trace, result, _save(trace, output))
+    return FinishedRun(trace, result, save_trace(trace, output))
 
 
 def _run_all_ranks(
@@ -137,10 +140,10 @@ def _run_all_ranks(
             "same as the ranks on the same GPU of machines before and after it, which hold the same."
         )
         result = replace(result, notes=(*result.notes, Note(Provenance.ASSUMED, text, sizes=True)))
-    return FinishedRun(largest.trace, result, _save(largest.trace, output))
+    return FinishedRun(largest.trace, result, save_trace(largest.trace, output))
 
 
-def _save(trace: Trace, output: Path | None) -> OutputError | None:
+def save_trace(trace: Trace, output: Path | None) -> OutputError | None:
     """Write a trace to a file, if there is one; return why it could not be written."""
     if output is None:
         return None

@@ -1,6 +1,7 @@
 """``memfit dry-run``."""
 
 import os
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,7 +15,9 @@ from memfit.devices import DEFAULT
 from memfit.errors import UsageError
 from memfit.run.launchers import launched_script
 from memfit.run.options import STEPS, RunOptions
-from memfit.run.rank import Rank
+from memfit.run.parent import Progress
+from memfit.run.rank import ALONE, Rank
+from memfit.run.started_by_torchrun import started_rank
 
 USAGE = (
     "Usage: memfit dry-run [OPTIONS] SCRIPT.py [ARGS...]\n       memfit dry-run [OPTIONS] -m MODULE [ARGS...]"
@@ -54,6 +57,10 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     A launcher may precede the script, as in memfit dry-run torchrun train.py or memfit dry-run accelerate
     launch train.py. memfit then runs the script directly, without the launcher. If the launcher would start
     several processes, memfit runs one of them, as with --nproc and --nnodes.
+
+    torchrun may also start memfit, as in torchrun --nproc-per-node 2 -m memfit dry-run train.py. Each rank
+    then runs on a ghost of its own and meets the others, and the first rank of each machine reports on the
+    ranks of that machine, as with --all-ranks.
 
     memfit's own options come before the script's name. If one comes after it, memfit stops with an error,
     because the option was probably misplaced. If the script has an option of the same name, write -- before
@@ -119,6 +126,12 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     if all_ranks and rank:
         raise UsageError("--rank is one rank, and --all-ranks is all of them: give one of the two.")
     stands_for = Rank(rank=rank, nproc=nproc, nnodes=nnodes)
+    beside = started_rank(os.environ)
+    if beside is not None and (all_ranks or advise or stands_for != ALONE):
+        raise UsageError(
+            f"torchrun has started memfit as {beside}: leave out --nproc, --nnodes, --rank, --all-ranks and "
+            "--advise, or run memfit without torchrun."
+        )
     check_outputs(
         {"-o": output, "--html": html, "--json": json_file(json)}, script_file(command[0], module=module)
     )
@@ -129,23 +142,38 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         stdout_to_stderr=json == "-",
         gpu=gpu,
         memory=memory_or_none(memory),
-        rank=stands_for,
+        rank=beside or stands_for,
+        real_ranks=beside is not None,
         in_use=memory_or_none(in_use) or 0,
         values=values,
         host_memory=not fill_host_memory,
         weights=not no_weights,
         workspaces=workspaces,
     )
-    with progress(options.steps) as show:
-        run = api.run_on_ghost(
-            command[0],
-            command[1:],
-            options,
-            output=output,
-            advise=advise,
-            all_ranks=all_ranks,
-            on_progress=show,
-        )
+    quiet = beside is not None and beside.local > 0
+    run: api.FinishedRun | None
+    with nullcontext(_show_nothing) if quiet else progress(options.steps) as show:
+        if beside is not None:
+            run = api.run_beside_ranks(
+                command[0], command[1:], options, dict(os.environ), output=output, on_progress=show
+            )
+        else:
+            run = api.run_on_ghost(
+                command[0],
+                command[1:],
+                options,
+                output=output,
+                advise=advise,
+                all_ranks=all_ranks,
+                on_progress=show,
+            )
+    if run is None:  # the first rank of this machine reports
+        return 0
     page: Output = (html, partial(api.write_html, run.trace, run.result))
     write_result(run.result, json, page, trace_file(output, run), notes=notes)
-    return exit_code(run.result, fail=fail)
+    failed = beside is not None and not run.result.ranks  # torchrun must end the other ranks
+    return exit_code(run.result, fail=fail or failed)
+
+
+def _show_nothing(_: Progress) -> None:
+    """Show no progress."""

@@ -6,8 +6,9 @@
     objects (all_gather_object, …) ── the same, on the CPU
     a distributed checkpoint ── this rank's part of it
 
-What the others would have sent is taken to be what this rank sends (for NCCL in libraries/nccl.c). A sum over
-ranks is unknown, like any number that a GPU computes. An object that only another rank has is refused.
+What the others would have sent is taken to be what this rank sends (for NCCL in
+libraries/nccl_collectives.c). A sum over ranks is unknown, like any number that a GPU computes. An object
+that only another rank has is refused.
 """
 
 import functools
@@ -19,20 +20,20 @@ from urllib.parse import parse_qsl, urlsplit
 
 from memfit.ghost.patching.after_import import after_import
 
-_VARIABLES = {"TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+VARIABLES = {"TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 """The watchdogs would miss the other ranks."""
 _OBJECTS_FROM_ONE_RANK = ("broadcast_object_list", "scatter_object_list", "recv_object_list")
 """Functions that receive objects from one rank: ``src``, or ``group_src`` counted in the group."""
 
 
-def stand_for_a_rank(refuse: Callable[[str], object], joined: Callable[[], object]) -> None:
+def stand_for_a_rank(join: Callable[[int, int], object], refuse: Callable[[str], object]) -> None:
     """Have every process group of the script be joined by ranks that do not exist.
 
     Call this once PyTorch's ``distributed_c10d`` has been imported.
 
     Args:
+        join: called with its rank and the number of ranks before this process joins the default group.
         refuse: called with the reason when the script needs an object that only another rank has.
-        joined: called when the script has joined a process group.
     """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
@@ -40,7 +41,7 @@ def stand_for_a_rank(refuse: Callable[[str], object], joined: Callable[[], objec
 
     from memfit.ghost.answering_store import AnsweringStore
 
-    os.environ.update(_VARIABLES)
+    os.environ.update(VARIABLES)
     plugins = distributed_c10d.Backend._plugins
     plugins["GLOO"] = plugins["FAKE"]
     make_group: Callable[..., Any] = distributed_c10d._new_process_group_helper
@@ -51,16 +52,18 @@ def stand_for_a_rank(refuse: Callable[[str], object], joined: Callable[[], objec
         in_url = dict(parse_qsl(urlsplit(url).query))
         rank = rank if rank >= 0 else int(in_url.get("rank") or os.environ["RANK"])
         size = world_size if world_size > 0 else int(in_url.get("world_size") or os.environ["WORLD_SIZE"])
+        join(rank, size)
         yield store_of(size), rank, size
 
     @functools.wraps(make_group)
     def new_process_group(
         group_size: int, group_rank: int, ranks: list[int], backend: Any, _store: Any, *args: Any, **more: Any
     ) -> Any:
+        if not ranks:  # the default group, perhaps with a store of the script's own
+            join(group_rank, group_size)
         made = make_group(group_size, group_rank, ranks, backend, store_of(group_size), *args, **more)
         if isinstance(made[0], dist.ProcessGroup):
             _exchange_objects_on_cpu(made[0])
-        joined()
         return made
 
     functions = {

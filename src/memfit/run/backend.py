@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 
 _LOADER = "transformers.modeling_utils"
 _STEPS_SETTLED = 5  # DistributedDataParallel replaces its buckets after the first
+_RECEIVED = {
+    False: "memfit assumed that the other ranks send what this one sends.",
+    True: "The ranks sent each other buffers of up to 64 KiB; what longer ones hold is unknown.",
+}
 READING_INTERVAL = 0.5  # seconds between two readings of a card: NVML takes milliseconds
 
 
@@ -119,6 +123,7 @@ class GhostBackend:
             recorder.note,
             forward_lines=recorder.labelled_lines,
             fallback_where=recorder.place,
+            senders_exist=self._options.real_ranks,
         )
         if self._settings.shown_memory is not None:
             from memfit.ghost.shown_memory import show_memory
@@ -189,7 +194,7 @@ class GhostBackend:
             return self._settings.device
         rank = self._options.rank
         if rank.world_size > 1 and self._has_joined:
-            text = f"The script ran as {rank}. memfit assumed that the other ranks send what this one sends."
+            text = f"The script ran as {rank}. {_RECEIVED[self._options.real_ranks]}"
             self._recorder.note(Provenance.ASSUMED, text, sizes=True)
         elif rank.world_size > 1:
             text = f"The script ran as {rank}, and joined no process group: it trains by itself."

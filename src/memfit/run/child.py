@@ -6,10 +6,8 @@ environment variables that the script sets before importing torch take effect.
 """
 
 import atexit
-import ctypes
 import faulthandler
 import os
-import select
 import signal
 import sys
 import threading
@@ -19,97 +17,64 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-import msgspec
-
+from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import MemfitError, TargetError
 from memfit.ghost.absent_ranks import stand_for_a_rank
 from memfit.ghost.patching.after_import import after_import
+from memfit.ghost.patching.before_call import before
+from memfit.ghost.present_ranks import PresentRanks
 from memfit.recording.evaluations import Evaluations
 from memfit.recording.loader_batch_size import LoaderBatchSizes
 from memfit.recording.script_options import ScriptOptions
-from memfit.records import ScriptEnd
+from memfit.records import Provenance, ScriptEnd
 from memfit.run.backend import Backend, CardBackend, GhostBackend
 from memfit.run.child_record import ChildRecord, record_failing_fork
 from memfit.run.child_settings import ChildSettings, read_settings
 from memfit.run.children import follow_children, read_children
 from memfit.run.interruption import release_ctrl_c
-from memfit.run.launchers import check_process_groups, free_port
+from memfit.run.launchers import check_process_groups, free_port, wrong_size
+from memfit.run.parent_pipe import ParentPipe, end_with_parent, open_pipe
+from memfit.run.process_end import at_process_end
 from memfit.run.process_tree import kill_descendants
 from memfit.run.script import end_of, print_as_python_does, run_as_main
+from memfit.run.started_ranks import StartedRanks
 from memfit.run.unfollowed import record_running
 
 if TYPE_CHECKING:
     from memfit.recording.recorder import Recorder
     from memfit.records import LoaderBatchSize, Trace
 
-PROGRESS_INTERVAL = 0.1  # seconds between two lines of progress
 _exit = os._exit  # the script sees another: ScriptProcess._leave
+_ALSO_USED = (
+    "The script's own process, which started the ranks, used a GPU, too. What it held is not included."
+)
+FAILED_LATER = 15.0
+"""Seconds that a rank waits before it reports its failure if another has failed before, which may be why.
+torchrun ends it when the other has ended."""
 THREAD_TIMEOUT = 5.0  # seconds that the threads of an ended script get to finish
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-
-
-class ParentPipe:
-    """Sends lines of JSON to the parent: progress, at most ten times a second, and the end."""
-
-    def __init__(self, descriptor: int | None) -> None:
-        self._descriptor = descriptor
-        self._last = 0.0
-        self._step = 0
-        self._compiling = False
-
-    def compiling(self, compiling: bool) -> None:
-        """Report whether the script compiles code."""
-        self._compiling = compiling
-        self._last = 0.0
-        self.progress(self._step)
-
-    def progress(self, step: int) -> None:
-        """Report the script's progress, unless that was done just now."""
-        self._step = step
-        now = time.monotonic()
-        if now - self._last < PROGRESS_INTERVAL:
-            return
-        self._last = now
-        import torch
-
-        ready = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        self._write(
-            {
-                "step": step,
-                "allocated": torch.cuda.memory_allocated() if ready else 0,
-                "peak": torch.cuda.max_memory_allocated() if ready else 0,
-                "compiling": self._compiling,
-            }
-        )
-
-    def interrupted(self) -> None:
-        """Report that Ctrl-C ended the script, before its trace is written."""
-        self._write({"interrupted": True})
-
-    def end(self, end: ScriptEnd, *, traced: bool, unsaved: str = "") -> None:
-        """Report how the script ended, whether a trace was written, and why it is not in its own file."""
-        self._write({"end": end, "traced": traced, "unsaved": unsaved})
-
-    def _write(self, line: dict[str, object]) -> None:
-        if self._descriptor is None:
-            return
-        try:
-            os.write(self._descriptor, msgspec.json.encode(line) + b"\n")
-        except OSError:
-            self._descriptor = None  # the parent has gone
 
 
 class ScriptProcess:
     """One run of a script in this process."""
 
-    def __init__(self, command: tuple[str, ...], settings: ChildSettings, backend: Backend) -> None:
+    def __init__(
+        self, command: tuple[str, ...], settings: ChildSettings, backend: Backend, parent: ParentPipe
+    ) -> None:
         self._command = command
         self._settings = settings
         self._backend = backend
-        self._parent = ParentPipe(settings.progress)
+        self._parent = parent
         self._pid = os.getpid()
+        self._script: int | None = self._pid
+        """The process that runs the script; None if this is another that the script started."""
+        self._ranks = StartedRanks(Path(settings.folder), settings.options.rank.nproc)
         self._recorder: Recorder | None = None
         self._last_error: BaseException | None = None
+        self._others: PresentRanks | None = None
+        if settings.options.real_ranks and backend.ghost is not None:
+            self._others = PresentRanks(backend.ghost, "late" if settings.options.finish_late else "early")
+        self._interrupted = False  # while it stands for the script
+        self._runs_as_rank = False  # of a process group that it has joined
         self._steps_reported = 0
         self._record: ChildRecord | None = None  # of a process beside the script's
         self._options, self._loaders = ScriptOptions(), LoaderBatchSizes()
@@ -142,7 +107,7 @@ class ScriptProcess:
             os.register_at_fork(after_in_child=lambda: record_failing_fork(folder))
         self._backend.begin(recorder)
         self._recorder = recorder
-        if self._settings.ghost is not None and self._is_the_script():
+        if self._settings.ghost is not None:
             after_import("torch.distributed.distributed_c10d", self._prepare_process_groups)
         after_import("torch._dynamo.callback", lambda: follow_compilations(self._parent.compiling))
 
@@ -150,6 +115,8 @@ class ScriptProcess:
         """End the run if it cannot be measured on this backend."""
         if reason := self._backend.refusal():
             self._refuse(reason, TargetError.exit_code)
+        if self._is_the_script() and not self._runs_as_rank:
+            self._ranks.note_gpu_use()
         if not self._is_the_script() and self._settings.ghost is not None:
             context = self._settings.ghost.device.context
             self._record = ChildRecord(Path(self._settings.folder), context)
@@ -163,20 +130,66 @@ class ScriptProcess:
         _exit(status)
 
     def _is_the_script(self) -> bool:
-        """Return whether this is the script's process, not a fork of it or one that it started."""
-        return os.getpid() == self._pid
+        """Return whether this is the script's process, or the rank to run that the script started."""
+        return os.getpid() == self._script
 
     def _prepare_process_groups(self) -> None:
         """Have the script join process groups as its rank, if there are others; refuse groups otherwise."""
-        if self._settings.options.rank.world_size > 1:
-            stand_for_a_rank(self._refuse_group, self._backend.joined)
+        if self._others is not None:
+            self._others.meet(self._backend.joined)
+        elif self._settings.options.rank.world_size > 1:
+            stand_for_a_rank(self._join, self._refuse_group)
         else:
-            check_process_groups(self._refuse_group)
+            check_process_groups(self._refuse_group, in_script=self._is_the_script)
 
     def _refuse_group(self, why: str) -> None:
-        """Refuse a process group of several, unless a fork of the script joins it: the others may exist."""
+        if not self._is_the_script():
+            self._parent = ParentPipe(open_pipe(self._settings.progress), started=True)
+        self._refuse(why, TargetError.exit_code)
+
+    def _join(self, rank: int, size: int) -> None:
+        """Go on if this process joins the job as the rank to run; another rank leaves."""
+        job = self._settings.options.rank
+        self._backend.joined()
+        if size == 1 or self._runs_as_rank:
+            return
+        if size != job.world_size:
+            self._refuse_group(wrong_size(size, job))
+        self._ranks.join(rank)
+        if rank == job.rank and self._ranks.claim():
+            self._runs_as_rank = True
+            if not self._is_the_script():
+                self._stand_for_the_script()
+            return
         if self._is_the_script():
-            self._refuse(why, TargetError.exit_code)
+            self._ranks.wait_for_rank()
+            self.finish(ScriptEnd("end", 0))
+        if self._record is not None:
+            self._record.withdraw()
+        _flush()
+        _exit(0)
+
+    def _stand_for_the_script(self) -> None:
+        """Have this process, which the script started, write the run's trace when it ends."""
+        self._pid = self._script = os.getpid()
+        self._parent = ParentPipe(open_pipe(self._settings.progress), started=True)
+        if self._record is not None:
+            self._record.withdraw()
+            self._record = None
+        handle = signal.getsignal(signal.SIGINT)
+        if callable(handle) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, before(self._note_interruption, handle))
+        at_process_end(self._end_as_rank)
+        self._ranks.wait_for_others()
+
+    def _note_interruption(self, *_: object) -> None:
+        self._interrupted = True
+
+    def _end_as_rank(self, error: BaseException | None, printed: bool) -> None:
+        end = ScriptEnd("end", 0) if error is None else self._end_of(error, printed=printed)
+        if error is None and self._interrupted:  # mp.spawn ends a rank on Ctrl-C as if it had trained
+            end = ScriptEnd("interrupted", INTERRUPTED, "KeyboardInterrupt")
+        self.finish(end)
 
     def _refuse(self, why: str, exit_code: int) -> NoReturn:
         self._parent.end(ScriptEnd("refused", exit_code, why), traced=False)
@@ -189,13 +202,7 @@ class ScriptProcess:
         try:
             run_as_main(self._command, module=self._settings.options.module)
         except BaseException as error:  # noqa: BLE001 - a script may end by raising anything
-            self._last_error = error  # its frames keep the script's objects alive for the recorder
-            end = end_of(error)
-            if end.reason in ("end", "exception"):
-                print_as_python_does(error)
-            if end.reason == "exception" and (hint := self._backend.hint()):
-                print(f"memfit: {hint}", file=sys.stderr)
-            return end
+            return self._end_of(error)
         _join_threads(None)  # Python waits for them too; one of them may be the training
         if self._enough():
             return ScriptEnd("steps", 0)
@@ -203,6 +210,15 @@ class ScriptProcess:
             self._last_error = in_threads[0]
             return end_of(in_threads[0])
         return ScriptEnd("end", 0)
+
+    def _end_of(self, error: BaseException, *, printed: bool = False) -> ScriptEnd:
+        self._last_error = error  # its frames keep the script's objects alive for the recorder
+        end = end_of(error)
+        if end.reason in ("end", "exception") and not printed:
+            print_as_python_does(error)
+        if end.reason == "exception" and (hint := self._backend.hint()):
+            print(f"memfit: {hint}", file=sys.stderr)
+        return end
 
     def finish(self, end: ScriptEnd, *, run_exit_handlers: bool = True) -> None:
         """Write the trace, let the script's exit handlers run, and exit.
@@ -215,15 +231,19 @@ class ScriptProcess:
                 self._record.end()
             _exit(end.exit_code)
         _flush()
+        self._let_others_end(end)
         if end.reason == "interrupted":
             self._parent.interrupted()
         record_running(self._settings, self._pid)
         try:
             trace = self._trace(end)
             unsaved = self._save(trace) if trace is not None else ""
+            if self._runs_as_rank:
+                self._ranks.note_trace()
         except MemfitError as error:
             self._refuse(str(error), error.exit_code)
         self._parent.end(end, traced=trace is not None, unsaved=unsaved)
+        self._stay(end)
         if run_exit_handlers:
             _join_threads(THREAD_TIMEOUT)
             atexit._run_exitfuncs()
@@ -232,10 +252,32 @@ class ScriptProcess:
             kill_descendants(self._pid)
         _exit(end.exit_code)
 
+    def _let_others_end(self, end: ScriptEnd) -> None:
+        """Wait for the rank that the script has started, or for one that has failed before this one."""
+        if self._is_the_script() and self._ranks.is_elsewhere():
+            self._ranks.wait_for_rank()
+        if (
+            self._others is not None
+            and end.reason in ("exception", "out of memory")
+            and not self._others.fail()
+        ):
+            time.sleep(FAILED_LATER)
+
+    def _stay(self, end: ScriptEnd) -> None:
+        """Wait as long as other processes of the run must not miss this one."""
+        if self._parent.started and end.reason == "steps":
+            time.sleep(THREAD_TIMEOUT)  # until memfit ends the script, which would go on after this process
+        if self._others is not None and end.reason in ("end", "steps") and not end.exit_code:
+            self._others.wait_for_all()
+
     def _changed(self) -> None:
         if self._recorder is None:
             return
         completed = self._recorder.steps.completed
+        stepped = completed > self._steps_reported
+        self._steps_reported = completed
+        if stepped and (self._is_the_script() or self._others is not None):
+            self._backend.stepped()
         if not self._is_the_script():
             if self._enough():
                 self.finish(ScriptEnd("steps", 0))  # what started it may take an exception for a failure
@@ -243,10 +285,8 @@ class ScriptProcess:
                 self._record.update()
             return
         self._parent.progress(completed)
-        if completed > self._steps_reported:
-            self._steps_reported = completed
+        if stepped:
             self._loader = self._loaders.last  # not that of an evaluation
-            self._backend.stepped()
 
     def _enough(self) -> bool:
         wanted = self._settings.options.steps
@@ -258,15 +298,23 @@ class ScriptProcess:
 
     def _trace(self, end: ScriptEnd) -> "Trace | None":
         """Return the trace of the script; None if it never used the GPU."""
+        if not self._is_the_script() or self._ranks.is_elsewhere():
+            return None  # another process writes it; this one may record itself
         if self._recorder is None or not self._uses_cuda():
             return None
         from memfit.versions import versions
 
         if end.reason == "steps":
             end = replace(end, evaluation=self._evaluations.not_run())
+        if self._parent.started and self._ranks.script_used_gpu():
+            self._recorder.note(Provenance.ASSUMED, _ALSO_USED, sizes=True)
         all_versions = versions() | self._backend.versions()
         trace = self._recorder.finish(
-            self._backend.device(), end, self._command, all_versions, index=self._settings.options.rank.device
+            self._backend.device(),
+            end,
+            self._command or tuple(sys.argv),
+            all_versions,
+            index=self._settings.options.rank.device,
         )
         children = read_children(Path(self._settings.folder))
         return replace(
@@ -297,35 +345,25 @@ def main() -> None:
     """Run the script on the command line."""
     _, path, *command = sys.argv
     settings = read_settings(Path(path).read_text("ascii"))
-    _end_with_parent(settings.progress)
+    descriptor = open_pipe(settings.progress)
+    end_with_parent(descriptor)
+    parent = ParentPipe(descriptor)
     faulthandler.enable()
     if settings.options.stdout_to_stderr:
         os.dup2(2, 1)
     try:
         backend = CardBackend() if settings.ghost is None else GhostBackend(settings.ghost, settings.options)
     except MemfitError as error:
-        ParentPipe(settings.progress).end(ScriptEnd("refused", error.exit_code, str(error)), traced=False)
+        parent.end(ScriptEnd("refused", error.exit_code, str(error)), traced=False)
         _exit(error.exit_code)
-    if settings.options.rank.world_size > 1:
+    if settings.options.rank.world_size > 1 and not settings.options.real_ranks:
         os.environ.update(settings.options.rank.variables(free_port()))
-    process = ScriptProcess(tuple(command), settings, backend)
+    process = ScriptProcess(tuple(command), settings, backend, parent)
     after_import("torch", process.begin)
     if settings.ghost is not None:
         follow_children(settings)
     release_ctrl_c()
     process.finish(process.script())
-
-
-def _end_with_parent(progress: int) -> None:
-    """Have the kernel kill this process when its parent ends, however that ends; leave if it has ended.
-
-    Strictly, when the thread that started this process ends; that thread waits for this process.
-    """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    parent = select.poll()
-    parent.register(progress, select.POLLERR)  # the parent alone holds the end that reads
-    if parent.poll(0):
-        _exit(TargetError.exit_code)
 
 
 def _join_threads(timeout: float | None) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from memfit.records import Figure
-from memfit.run.children import name_of_this_process, record_process
+from memfit.run.children import forget_process, name_of_this_process, record_process
 from memfit.run.script import end_of
 from memfit.units import format_bytes
 
@@ -66,6 +66,11 @@ class ChildRecord:
         self._shortage = ""
         self._write()
 
+    def withdraw(self) -> None:
+        """Record this process no more, and forget what was recorded: it is a rank."""
+        self._process = 0
+        forget_process(self._folder, os.getpid())
+
     def _leave(self, error: BaseException) -> None:
         if os.getpid() != self._process:  # a fork of this process, such as a worker of a loader
             return
@@ -82,6 +87,8 @@ class ChildRecord:
     def _write(self) -> None:
         import torch
 
+        if os.getpid() != self._process:
+            return
         held = torch.cuda.max_memory_reserved() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
         failure = self._failure or self._shortage
         if self._written == (held, failure):

@@ -34,8 +34,8 @@ class ChildSettings(msgspec.Struct, frozen=True):
     """Where it writes the trace if it cannot write ``output``."""
     folder: str
     """The run's temporary folder. Processes that the script starts record themselves there."""
-    progress: int
-    """File descriptor that the child writes its progress to."""
+    progress: str
+    """Named pipe that the child writes its progress to."""
 
 
 def write_settings(settings: ChildSettings) -> str:

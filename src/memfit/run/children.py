@@ -54,6 +54,11 @@ def record_process(folder: Path, process: int, name: str, peak: Figure | None, e
         return  # memfit has ended, and its folder has gone
 
 
+def forget_process(folder: Path, process: int) -> None:
+    """Remove the record of a process."""
+    (folder / f"{process}{_SUFFIX}").unlink(missing_ok=True)
+
+
 def is_recorded(folder: Path, process: int) -> bool:
     """Return whether a process has been recorded."""
     return (folder / f"{process}{_SUFFIX}").exists()

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from memfit.ghost.patching.after_import import after_import
-from memfit.records import ScriptEnd
 from memfit.run.backend import GhostBackend
-from memfit.run.child import ParentPipe, ScriptProcess
+from memfit.run.child import ScriptProcess
 from memfit.run.child_settings import ChildSettings, read_settings
 from memfit.run.children import SETTINGS, SITE
+from memfit.run.parent_pipe import ParentPipe
 
 
 def follow() -> None:
@@ -60,19 +60,13 @@ class FollowedProcess(ScriptProcess):
     """A Python process that the script started: it records its peak instead of writing a trace."""
 
     def __init__(self, settings: ChildSettings, backend: GhostBackend) -> None:
-        super().__init__((), settings, backend)
-        self._parent = ParentPipe(None)
+        super().__init__((), settings, backend, ParentPipe(None))
+        self._script = None
 
     def begin(self) -> None:
         """Prepare torch, which has just been imported."""
         super().begin()
         atexit.register(self._record_at_exit)
-
-    def _is_the_script(self) -> bool:
-        return False
-
-    def _trace(self, end: ScriptEnd) -> None:
-        """Return nothing: the exit handler records the process."""
 
     def _record_at_exit(self) -> None:
         if self._record is not None:

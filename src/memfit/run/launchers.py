@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from memfit.errors import UsageError
-from memfit.run.rank import ALONE
+from memfit.run.rank import ALONE, Rank
 
 LAUNCHERS = ("torchrun", "accelerate")
 """Commands that start a script."""
@@ -87,10 +87,23 @@ def check_world_size(environment: Mapping[str, str]) -> None:
         )
 
 
-def check_process_groups(refuse: Callable[[str], object]) -> None:
+def wrong_size(size: int, job: Rank) -> str:
+    """Return that a script joins a process group of another size than the job's."""
+    return (
+        f"The script joins a process group of {size}, but memfit runs it as {job}. Write --nproc and "
+        f"--nnodes for {size} ranks, or have the script start {job.world_size}."
+    )
+
+
+def check_process_groups(refuse: Callable[[str], object], in_script: Callable[[], bool]) -> None:
     """Call ``refuse`` with the reason when the script joins a process group of several processes.
 
     Call this once PyTorch's ``distributed_c10d`` has been imported.
+
+    Args:
+        refuse: called with the reason.
+        in_script: returns whether this is the script's own process. The others that it starts may meet each
+            other on the CPU.
     """
     from torch.distributed import distributed_c10d
 
@@ -107,19 +120,26 @@ def check_process_groups(refuse: Callable[[str], object]) -> None:
     @functools.wraps(find_peers)
     def rendezvous(url: str, rank: int = -1, world_size: int = -1, **more: Any) -> Any:
         in_url = dict(parse_qsl(urlsplit(url).query)).get("world_size", "")
-        check(world_size if world_size > 0 else int(in_url or os.environ.get("WORLD_SIZE", "1")))
+        if in_script():
+            check(world_size if world_size > 0 else int(in_url or os.environ.get("WORLD_SIZE", "1")))
         return find_peers(url, rank, world_size, **more)
 
     @functools.wraps(make_group)
     def new_process_group(
         group_size: int, group_rank: int, ranks: list[int], backend: object, *args: Any, **more: Any
     ) -> Any:  # the script may pass a store
-        if str(backend) != "fake":  # PyTorch's own fake backend needs no other process
+        # PyTorch's own fake backend needs no other process.
+        if str(backend) != "fake" if in_script() else _is_on_gpu(str(backend)):
             check(group_size)
         return make_group(group_size, group_rank, ranks, backend, *args, **more)
 
     distributed_c10d.rendezvous = rendezvous  # type: ignore[attr-defined]
     distributed_c10d._new_process_group_helper = new_process_group  # type: ignore[assignment]
+
+
+def _is_on_gpu(backend: str) -> bool:
+    """Return whether a process group with this backend uses NCCL."""
+    return "nccl" in backend or backend == "undefined"  # then each device has its own
 
 
 def _launched(launcher: Sequence[str], tokens: Sequence[str], *, module: bool) -> LaunchedScript:

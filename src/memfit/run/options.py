@@ -29,6 +29,8 @@ class RunOptions:
     """Bytes of device memory; None for the memory of ``gpu``."""
     rank: Rank = ALONE
     """The rank that the script's process stands for, and of how many."""
+    real_ranks: bool = False
+    """The other ranks exist, each on a ghost of its own: torchrun, or the script, has started them."""
     finish_late: bool = False
     """Have GPU work of a stream finish only when the host waits for it, or at the end of the step."""
     in_use: int = 0

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ from memfit.run.children import read_children
 from memfit.run.interruption import Interruption, ctrl_c_held, script_handles_ctrl_c
 from memfit.run.options import RunOptions
 from memfit.run.process_tree import kill_descendants
+from memfit.run.started_ranks import StartedRanks
 from memfit.run.unfollowed import UnfollowedProcesses
 from memfit.trace.trace_file import read_trace
 
@@ -42,6 +44,10 @@ POLL_INTERVAL = 0.1  # seconds between two checks of the process
 PATIENCE = 0.4
 """Seconds that a script on the ghost gets to end after Ctrl-C. Python acts on it only between two of its own
 instructions, and libraries may swallow it."""
+
+
+LAST_WORDS = 5.0
+"""Seconds that a script gets to end after the rank that it started. It may wait for ranks that never ran."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +80,15 @@ class _ChildMessage(msgspec.Struct):
     interrupted: bool = False
     """Ctrl-C has ended the script; it writes its trace now."""
     unsaved: str = ""
+    started: bool = False
+    """Whether this is from a rank that the script started, not from the script's own process."""
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds that the script gets to end once a rank that it started has ended; None until then."""
+        if not self.started or self.end is None:
+            return None
+        return LAST_WORDS if self.end.reason in ("end", "exception", "out of memory") else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +127,21 @@ def run_script(
     with tempfile.TemporaryDirectory(prefix="memfit-") as folder:
         fallback = Path(folder) / "run.memfit"
         path = fallback if output is None else output
-        reader, writer = os.pipe()
+        pipe = Path(folder) / "progress"
+        os.mkfifo(pipe)
+        reader = os.open(pipe, os.O_RDWR)  # also to write: so it does not end before this process does
         try:
             with script_handles_ctrl_c(patience) as interruption:
-                settings = ChildSettings(options, ghost, str(path.absolute()), str(fallback), folder, writer)
+                settings = ChildSettings(
+                    options, ghost, str(path.absolute()), str(fallback), folder, str(pipe)
+                )
                 last = _run_process(command, settings, reader, on_progress, interruption)
         finally:
             os.close(reader)
         if interruption.pressed and (last.end is None or last.end.reason != "interrupted"):
             raise KeyboardInterrupt  # the script caught it, or had just ended
-        _check_end(command[0], last, read_children(Path(folder)))
+        ranks = StartedRanks(Path(folder), options.rank.nproc)
+        _check_end(command[0], last, read_children(Path(folder)), ranks.why_none_ran(options.rank))
         if last.unsaved:
             return RecordedRun(read_trace(fallback), OutputError(last.unsaved))
         return RecordedRun(read_trace(path), None)
@@ -147,8 +167,8 @@ def script_command(
     return command
 
 
-def _check_end(script: str, last: _ChildMessage, children: tuple[ChildProcess, ...]) -> None:
-    """Raise unless the script's process wrote a trace."""
+def _check_end(script: str, last: _ChildMessage, children: tuple[ChildProcess, ...], none_ran: str) -> None:
+    """Raise unless the script's process wrote a trace; ``none_ran`` as of ``StartedRanks.why_none_ran``."""
     if last.end is None:
         raise AssertionError  # _run_process raises in that case
     if last.end.reason == "refused":
@@ -156,7 +176,7 @@ def _check_end(script: str, last: _ChildMessage, children: tuple[ChildProcess, .
     if not last.traced and last.end.reason == "interrupted":
         raise KeyboardInterrupt
     if not last.traced:
-        raise TargetError(_never_used(script, last.end, children))
+        raise TargetError(none_ran or _never_used(script, last.end, children))
 
 
 def _run_process(
@@ -172,17 +192,21 @@ def _run_process(
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     with ctrl_c_held():
         process = subprocess.Popen(
-            [sys.executable, *flags, "-c", python_code("memfit.run.child"), str(settings_file), *command],
-            pass_fds=(settings.progress,),
+            [sys.executable, *flags, "-c", python_code("memfit.run.child"), str(settings_file), *command]
         )
-    os.close(settings.progress)
     last, unfollowed = _ChildMessage(), UnfollowedProcesses(process.pid, settings)
+    until = None
     try:
         for message in _messages(reader, process):
-            last = message or last
+            if last.patience is None:
+                last = message or last
+            elif until is None:
+                until = time.monotonic() + last.patience
             unfollowed.look()
             on_progress(Progress(last.step, last.allocated, last.peak, compiling=last.compiling))
             if interruption.exhausted(writing=last.interrupted and last.end is None):
+                break
+            if until is not None and time.monotonic() >= until:
                 break
         else:
             process.wait()
@@ -205,18 +229,13 @@ def _messages(reader: int, process: subprocess.Popen[bytes]) -> Iterator[_ChildM
     with selectors.DefaultSelector() as selector:
         selector.register(reader, selectors.EVENT_READ)
         while True:
-            # End of file is not enough: processes that the script started may hold the pipe open.
             alive = process.poll() is None
             if not selector.select(POLL_INTERVAL if alive else 0):
                 if not alive:
                     return
                 yield None
                 continue
-            chunk = os.read(reader, 65536)
-            if not chunk:
-                selector.unregister(reader)  # the script may have closed it and run on
-                continue
-            *complete, rest = (rest + chunk).split(b"\n")
+            *complete, rest = (rest + os.read(reader, 65536)).split(b"\n")
             for text in complete:
                 yield decoder.decode(text)
 
@@ -227,7 +246,8 @@ def _never_used(name: str, end: ScriptEnd, children: tuple[ChildProcess, ...]) -
         did = "did" if any(child.peak for child in children) else "loaded PyTorch and may have"
         return (
             f"{name} did not use the GPU itself, but a process that it started {did}: {started}. "
-            "Run memfit dry-run on the script that trains."
+            "Run memfit dry-run on the script that trains; if these processes are the ranks of one job, pass "
+            "their number as --nproc."
         )
     if end.reason == "exception":
         launch = f" If torchrun starts it, write memfit dry-run torchrun {name}" * _lacks_rank(end.exception)

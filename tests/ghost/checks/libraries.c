@@ -26,6 +26,52 @@ void collectives(void)
     ncclCommDestroy(alone), ncclCommDestroy(second_of_four), cudaFree(send), cudaFree(receive);
 }
 
+static int exchanges, refuses;
+
+/* Every rank sends its number plus 10, but the last does not know what it sends. */
+static int carried(const char *group, uint64_t call, int ranks, int rank, const void *sent, uint64_t bytes,
+                   void *received, unsigned char *known)
+{
+    CHECK(strncmp(group, "memfit-", 7) == 0 && call == (uint64_t)exchanges && ranks == 4 && rank == 1);
+    exchanges++;
+    for (int each = 0; each < ranks; each++) {
+        memset((char *)received + (size_t)each * bytes, 10 + each, bytes);
+        known[each] = each < ranks - 1;
+    }
+    return refuses;
+}
+
+void collectives_of_ranks_that_exist(void)
+{
+    enum { INT8 = 0, SUM = 0, REMOTE_ERROR = 6 };
+    configure(GIB);
+    void *second_of_four, *half;
+    struct nccl_id id;
+    char *send = allocated(MIB), *receive = allocated(4 * MIB);
+    ghost_set_exchange(carried);
+    ncclGetUniqueId(&id);
+    CHECK(ncclCommInitRank(&second_of_four, 4, id, 1) == SUCCESS);
+    CHECK(ncclAllGather(send, receive, 64, INT8, second_of_four, NULL) == SUCCESS);
+    for (int rank = 0; rank < 3; rank++)
+        CHECK(read_back(receive + 64 * rank, 64) && host[0] == 10 + rank && host[63] == 10 + rank);
+    CHECK(!read_back(receive + 64 * 3, 64));
+    CHECK(ncclBroadcast(send, receive, 64, INT8, 2, second_of_four, NULL) == SUCCESS);
+    CHECK(read_back(receive, 64) && host[0] == 12);
+    CHECK(ncclBroadcast(send, receive, 64, INT8, 3, second_of_four, NULL) == SUCCESS);
+    CHECK(!read_back(receive, 64));
+    cudaMemset(receive, 1, 64);
+    ncclAllReduce(send, receive, 64, INT8, SUM, second_of_four, NULL);
+    CHECK(!read_back(receive, 64) && exchanges == 4); /* it waits for the ranks, and its result is unknown */
+    cudaMemset(receive, 1, 64), cudaMemset(send, 1, 64);
+    ncclAllGather(send, receive, 64 << 10, INT8, second_of_four, NULL);
+    CHECK(!read_back(receive, 64) && exchanges == 4); /* too long to be sent */
+    refuses = 1;
+    CHECK(ncclAllGather(send, receive, 64, INT8, second_of_four, NULL) == REMOTE_ERROR);
+    CHECK(ncclCommSplit(second_of_four, 0, 0, &half, NULL) == REMOTE_ERROR && !half);
+    ghost_set_exchange(NULL);
+    ncclCommDestroy(second_of_four), cudaFree(send), cudaFree(receive);
+}
+
 /* NVML reports this process's context and allocations, once it has allocated. */
 void running_processes(void)
 {

@@ -70,8 +70,11 @@ class AssumedValues:
         note: NoteCallback,
         forward_lines: Callable[[], list[tuple[str, int]]],
         fallback_where: Callable[[], str],
+        *,
+        senders_exist: bool = False,
     ) -> None:
         self.options = options
+        self.senders_exist = senders_exist
         self.known = KnownValues()
         self._note = note
         self._forward_lines = forward_lines

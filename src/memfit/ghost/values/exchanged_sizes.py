@@ -23,7 +23,7 @@ _RECEIVING = (
     *("alltoall", "all_to_all", "recv"),
 )
 """Beginnings of the names of a process group's methods whose first argument receives from other ranks.
-``broadcast`` is not among them: the sender is taken to have what this rank has."""
+``broadcast`` is not among them: a sender that does not exist is taken to have what this rank has."""
 
 Fact = Known | Elements | None
 
@@ -42,8 +42,9 @@ def follow_exchanges(values: AssumedValues) -> None:
         **dict.fromkeys(("_allgather_base", "all_gather_single"), _gather),
         **dict.fromkeys(("alltoall_base", "all_to_all_single"), _swap),
     }
+    receiving = (*_RECEIVING, "broadcast") if values.senders_exist else _RECEIVING
     for name in dir(ProcessGroup):
-        if name.strip("_").startswith(_RECEIVING):
+        if name.strip("_").startswith(receiving):
             method = _receiving(getattr(ProcessGroup, name), values, exchanges.get(name, _nothing))
             setattr(ProcessGroup, name, method)
 
@@ -65,17 +66,26 @@ def override_functional_exchanges(values: AssumedValues) -> Overrides:
         group = group_of(group_name)
         fact = _swapped(values, group, tensor) if _equal(received) and _equal(sent) else None
         result: torch.Tensor = run(tensor, received, sent, group_name)
-        values.known.put(result, fact, fresh=True)
+        values.known.put(result, _received(values, fact), fresh=True)
         return result
 
     @overrides.add("all_gather_into_tensor", "CUDA")
     def all_gather_into_tensor(run: Kernel, tensor: torch.Tensor, size: int, group_name: str) -> object:
         fact = _gathered(values, group_of(group_name), tensor)
         result: torch.Tensor = run(tensor, size, group_name)
-        values.known.put(result, fact, fresh=True)
+        values.known.put(result, _received(values, fact), fresh=True)
         return result
 
     return overrides
+
+
+def _received(values: AssumedValues, fact: Fact) -> Fact:
+    """Return what is known of a received tensor if the other ranks send what this one sends.
+
+    Ranks that exist send what they have, and the ghost receives its bytes; only how they route is assumed.
+    """
+    routed = isinstance(fact, Elements) and fact.routing is Routing.RECEIVED
+    return fact if routed or not values.senders_exist else None
 
 
 def _receiving(method: Callable[..., Any], values: AssumedValues, exchange: Callable[..., Any]) -> Any:
@@ -90,7 +100,7 @@ def _receiving(method: Callable[..., Any], values: AssumedValues, exchange: Call
         _forget(values, given[:1])
         result = method(group, *arguments, **options)
         for tensor, fact in facts:
-            values.known.put(tensor, fact)
+            values.known.put(tensor, _received(values, fact))
         return result
 
     return call

@@ -62,6 +62,7 @@ def install(
     *,
     forward_lines: Callable[[], list[tuple[str, int]]] = list,
     fallback_where: Callable[[], str] = str,
+    senders_exist: bool = False,
 ) -> AssumedValues:
     """Answer the script's GPU reads from now on, for the life of the process.
 
@@ -72,12 +73,13 @@ def install(
         forward_lines: returns file and line of the frames, innermost first, that led to a read without Python
             frames (on PyTorch's autograd thread).
         fallback_where: returns a location for a read without either.
+        senders_exist: whether the other ranks of process groups exist, and send what they have.
 
     Returns:
         The answers and their notes. The caller reports training steps to it (``AssumedValues.stepped``) and
         keeps a reference: the overrides end with it.
     """
-    values = AssumedValues(options, note, forward_lines, fallback_where)
+    values = AssumedValues(options, note, forward_lines, fallback_where, senders_exist=senders_exist)
     if not kernels.available():
         note(
             Provenance.ASSUMED,

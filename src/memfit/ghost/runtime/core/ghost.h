@@ -189,6 +189,17 @@ API void ghost_set_communicator_sizes(ghost_communicator_sizes function);
 /* Return the most bytes that all communicators have held at one time. */
 API uint64_t ghost_communicator_bytes(void);
 
+/* Carry what the ranks of a communicator send each other, where they exist as processes; waits for them. Called on
+ * the thread of the library call. Returns 0, or another number if a rank could not be reached.
+ *
+ *   group      the communicator's id; call: counts the exchanges of a communicator, alike on all ranks
+ *   sent       `bytes` from this rank; NULL if they are not known
+ *   received   `bytes` from each rank, in order; known: for each rank, whether they are */
+typedef int (*ghost_exchange)(const char *group, uint64_t call, int ranks, int rank, const void *sent,
+                              uint64_t bytes, void *received, unsigned char *known);
+/* Without such a function there is one process, and the other ranks send what it sends. */
+API void ghost_set_exchange(ghost_exchange function);
+
 /* ---- Called by the generated stubs ----------------------------------------------------------- */
 
 /* A library call that returns success: it may have written to the device. */
@@ -296,6 +307,24 @@ void communicator_reduces(struct communicator_memory *memory);
 void communicator_collects(struct communicator_memory *memory);
 void communicator_sends(struct communicator_memory *memory, int first, int count);
 void communicator_receives(struct communicator_memory *memory, int first, int count);
+
+/* ---- What ranks send each other (libraries/rank_exchange.c) ---------------------------------- */
+
+struct exchanged {
+    uint64_t each; /* bytes of each rank */
+    unsigned char *bytes, *known;
+};
+bool ranks_exist(void);
+/* Send bytes to every rank, and receive theirs, until exchange_end. False if a rank could not be reached. The
+ * arguments are those of ghost_exchange; `from` is a device address, or 0 for bytes that are not known. */
+bool exchange(const char *group, uint64_t call, int ranks, int rank, const void *sent, uint64_t bytes,
+              struct exchanged *received);
+bool exchange_device_bytes(const char *group, uint64_t call, int ranks, int rank, uint64_t from,
+                           uint64_t bytes, struct exchanged *received);
+/* Put the bytes from `at` on that a rank has sent into device memory. */
+void receive_exchanged(uint64_t to, const struct exchanged *received, int source, uint64_t at,
+                       uint64_t bytes);
+void exchange_end(struct exchanged *received);
 
 /* ---- The allocation log (core/allocation_log.c); with the lock held -------------------------- */
 

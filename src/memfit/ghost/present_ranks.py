@@ -1,0 +1,122 @@
+"""The ranks of a process group that exist, each a process on a ghost of its own.
+
+rendezvous, stores, Gloo                    PyTorch's own
+short buffers that NCCL sends               go through the store (libraries/rank_exchange.c)
+long ones                                   are not sent: what they hold is unknown
+objects (all_gather_object, …) on the GPU   go through Gloo, where their bytes are known
+"""
+
+import functools
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+from memfit.ghost.absent_ranks import VARIABLES
+from memfit.ghost.ffi import Ghost
+
+_TIMEOUT = timedelta(minutes=5)
+"""How long a rank waits for the others in a collective."""
+_INTERVAL = 0.05
+
+
+class PresentRanks:
+    """The job's ranks, once this process has joined them.
+
+    Args:
+        ghost: of this process.
+        run: names this run of the script: the store of an earlier one may still hold its keys.
+    """
+
+    def __init__(self, ghost: Ghost, run: str) -> None:
+        self._ghost = ghost
+        self._run = run
+        self._store: Any = None
+        self._size = 1
+        self._sent: dict[str, str] = {}
+
+    def meet(self, joined: Callable[[], object]) -> None:
+        """Have the script's process groups exchange bytes; PyTorch's ``distributed_c10d`` is imported.
+
+        Args:
+            joined: called when this process has joined the default group.
+        """
+        import torch.distributed as dist
+        from torch.distributed import distributed_c10d
+
+        os.environ.update(VARIABLES)  # a rank that has ended is no failure
+        find_peers: Any = distributed_c10d.rendezvous  # type: ignore[attr-defined]
+        make_group: Any = distributed_c10d._new_process_group_helper
+
+        @functools.wraps(find_peers)
+        def rendezvous(*args: Any, **more: Any) -> Any:
+            for store, rank, size in find_peers(*args, **more):
+                yield dist.PrefixStore(self._run, store), rank, size  # type: ignore[attr-defined]
+
+        @functools.wraps(make_group)
+        def new_process_group(
+            size: int, rank: int, ranks: list[int], backend: Any, store: Any, *args: Any, **more: Any
+        ) -> Any:
+            if not ranks:  # the default group
+                self._join(store.clone(), size)
+                joined()
+            made = make_group(size, rank, ranks, backend, store, *args, **more)
+            if isinstance(made[0], dist.ProcessGroup):
+                _exchange_objects_on_cpu(made[0], store)
+            return made
+
+        distributed_c10d.rendezvous = rendezvous  # type: ignore[attr-defined]
+        distributed_c10d._new_process_group_helper = new_process_group  # type: ignore[assignment]
+
+    def _join(self, store: Any, size: int) -> None:
+        store.set_timeout(_TIMEOUT)
+        self._store, self._size = store, size
+        self._ghost.exchange_between_ranks(self._exchange)
+
+    def _exchange(self, name: str, ranks: int, rank: int, sent: bytes | None) -> list[bytes | None]:
+        """Return what each rank sent. A byte before it says whether the rank knows what it sends."""
+        group, _, call = name.rpartition("/")
+        keys = [f"memfit/{group}/{call}/{each}" for each in range(ranks)]
+        self._store.set(keys[rank], b"\0" if sent is None else b"\1" + sent)
+        values = [self._store.get(key) for key in keys]
+        # Every rank has sent this one, and so has received the one before it.
+        if before := self._sent.get(group):
+            self._store.delete_key(before)
+        self._sent[group] = keys[rank]
+        return [value[1:] if value[:1] == b"\1" else None for value in values]
+
+    def fail(self) -> bool:
+        """Tell the others that this rank has failed; return whether it is the first to do so."""
+        if self._store is None:
+            return True
+        try:
+            return bool(self._store.add("memfit/failed", 1) == 1)
+        except RuntimeError:  # the process of the store has ended
+            return False
+
+    def wait_for_all(self) -> None:
+        """Wait until every rank has come here; at once if one of them has already ended."""
+        if self._store is None:
+            return
+        with suppress(RuntimeError):  # the process of the store has ended
+            ended = self._store.add("memfit/ended", 1)
+            while ended < self._size:
+                time.sleep(_INTERVAL)
+                ended = self._store.add("memfit/ended", 0)
+
+
+def _exchange_objects_on_cpu(group: Any, store: Any) -> None:
+    """Give a group of GPUs a Gloo backend for the CPU, which PyTorch prefers for objects."""
+    import torch
+    from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
+
+    cpu = torch.device("cpu")
+    if cpu not in group._device_types:
+        name, description = group.group_name, group.group_desc
+        own = PrefixStore(f"memfit/{name}", store)
+        gloo = ProcessGroupGloo(own, group.rank(), group.size(), timeout=_TIMEOUT)
+        group._register_backend(cpu, group.BackendType.GLOO, gloo)
+        group._set_group_name(name)
+        group._set_group_desc(description)

@@ -1,0 +1,95 @@
+"""The pipe through which the script's process reports to memfit's."""
+
+import ctypes
+import os
+import select
+import signal
+import time
+
+import msgspec
+
+from memfit.errors import TargetError
+from memfit.records import ScriptEnd
+
+PROGRESS_INTERVAL = 0.1  # seconds between two lines of progress
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+
+
+class ParentPipe:
+    """Sends lines of JSON to the parent: progress, at most ten times a second, and the end."""
+
+    def __init__(self, descriptor: int | None, *, started: bool = False) -> None:
+        """Write to a file descriptor, if there is one.
+
+        Args:
+            descriptor: of the pipe.
+            started: whether this process is a rank that the script started.
+        """
+        self._descriptor = descriptor
+        self.started = started
+        self._last = 0.0
+        self._step = 0
+        self._compiling = False
+
+    def compiling(self, compiling: bool) -> None:
+        """Report whether the script compiles code."""
+        self._compiling = compiling
+        self._last = 0.0
+        self.progress(self._step)
+
+    def progress(self, step: int) -> None:
+        """Report the script's progress, unless that was done just now."""
+        self._step = step
+        now = time.monotonic()
+        if now - self._last < PROGRESS_INTERVAL:
+            return
+        self._last = now
+        import torch
+
+        ready = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._write(
+            {
+                "step": step,
+                "allocated": torch.cuda.memory_allocated() if ready else 0,
+                "peak": torch.cuda.max_memory_allocated() if ready else 0,
+                "compiling": self._compiling,
+            }
+        )
+
+    def interrupted(self) -> None:
+        """Report that Ctrl-C ended the script, before its trace is written."""
+        self._write({"interrupted": True})
+
+    def end(self, end: ScriptEnd, *, traced: bool, unsaved: str = "") -> None:
+        """Report how the script ended, whether a trace was written, and why it is not in its own file."""
+        self._write({"end": end, "traced": traced, "unsaved": unsaved, "started": self.started})
+
+    def _write(self, line: dict[str, object]) -> None:
+        if self._descriptor is None:
+            return
+        try:
+            os.write(self._descriptor, msgspec.json.encode(line) + b"\n")
+        except OSError:
+            self._descriptor = None  # the parent has gone
+
+
+def open_pipe(path: str) -> int:
+    """Return a descriptor that writes to memfit's named pipe; leave if memfit has ended."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        os._exit(TargetError.exit_code)
+    os.set_blocking(descriptor, True)
+    return descriptor
+
+
+def end_with_parent(progress: int) -> None:
+    """Have the kernel kill this process when its parent ends, however that ends; leave if it has ended.
+
+    Strictly, when the thread that started this process ends; that thread waits for this process.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = select.poll()
+    parent.register(progress, select.POLLERR)  # the parent alone holds the end that reads
+    if parent.poll(0):
+        os._exit(TargetError.exit_code)
