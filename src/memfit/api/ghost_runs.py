@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from memfit.analysis.advice import find_advice, find_total
 from memfit.analysis.even_routing import beside_even_routing, rests_on_routing, with_even_routing
@@ -56,6 +57,17 @@ def run_on_ghost(
     on_progress: Callable[[Progress], None],
 ) -> FinishedRun:
     """Do what ``dry_run`` does, and return a result whose trace may not have been saved."""
+    if options.rank.world_size > 1 and not options.objects:
+        with TemporaryDirectory(prefix="memfit-") as folder:  # for all runs of the job
+            return run_on_ghost(
+                script,
+                arguments,
+                replace(options, objects=folder),
+                output=output,
+                advise=advise,
+                all_ranks=all_ranks,
+                on_progress=on_progress,
+            )
     if all_ranks:
         if advise:
             raise UsageError(

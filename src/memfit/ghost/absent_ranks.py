@@ -7,39 +7,42 @@
     a distributed checkpoint ── this rank's part of it
 
 What the others would have sent is taken to be what this rank sends (for NCCL in
-libraries/nccl_collectives.c). A sum over ranks is unknown, like any number that a GPU computes. An object
-that only another rank has is refused.
+libraries/nccl_collectives.c). A sum over ranks is unknown, like any number that a GPU computes. For an object
+that only another rank has, memfit runs that rank, too (``exchanged_objects.py``).
 """
 
 import functools
-import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
+from memfit.ghost.agreements import agree_with_this_rank
+from memfit.ghost.exchanged_objects import ExchangedObjects
 from memfit.ghost.patching.after_import import after_import
 
 VARIABLES = {"TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 """The watchdogs would miss the other ranks."""
-_OBJECTS_FROM_ONE_RANK = ("broadcast_object_list", "scatter_object_list", "recv_object_list")
-"""Functions that receive objects from one rank: ``src``, or ``group_src`` counted in the group."""
 
 
-def stand_for_a_rank(join: Callable[[int, int], object], refuse: Callable[[str], object]) -> None:
+def stand_for_a_rank(
+    join: Callable[[int, int], object], refuse: Callable[[str], object], objects: ExchangedObjects
+) -> None:
     """Have every process group of the script be joined by ranks that do not exist.
 
     Call this once PyTorch's ``distributed_c10d`` has been imported.
 
     Args:
         join: called with its rank and the number of ranks before this process joins the default group.
-        refuse: called with the reason when the script needs an object that only another rank has.
+        refuse: called with the reason when the script needs an object that cannot be had.
+        objects: those that this rank sends to others, and that others send to it.
     """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the fake backend
 
     from memfit.ghost.answering_store import AnsweringStore
+    from memfit.ghost.object_lists import exchanging_functions
 
     os.environ.update(VARIABLES)
     plugins = distributed_c10d.Backend._plugins
@@ -66,53 +69,16 @@ def stand_for_a_rank(join: Callable[[int, int], object], refuse: Callable[[str],
             _exchange_objects_on_cpu(made[0])
         return made
 
-    functions = {
-        name: _only_from_itself(getattr(distributed_c10d, name), refuse) for name in _OBJECTS_FROM_ONE_RANK
-    }
+    functions = exchanging_functions(refuse, objects)
     functions["monitored_barrier"] = distributed_c10d.barrier  # the fake backend has none
     for name, function in functions.items():
         setattr(distributed_c10d, name, function)
         setattr(dist, name, function)  # imported from there before
     distributed_c10d.rendezvous = rendezvous  # type: ignore[attr-defined]
     distributed_c10d._new_process_group_helper = new_process_group  # type: ignore[assignment]
+    agree_with_this_rank()
     after_import("torch.distributed.checkpoint.utils", _plan_checkpoints_alone)
     after_import("torch.distributed.checkpoint.default_planner", _accept_a_part_of_a_checkpoint)
-
-
-def _only_from_itself(receive: Callable[..., Any], refuse: Callable[[str], object]) -> Callable[..., Any]:
-    """Return a function that receives what this rank sends or has already, and refuses anything else."""
-    import torch.distributed as dist
-
-    signature = inspect.signature(receive)
-    name = receive.__name__
-
-    @functools.wraps(receive)
-    def received(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        source = _source(given.arguments, default=None if name == "recv_object_list" else 0)
-        if source == dist.get_rank():
-            return receive(*args, **kwargs)
-        if name == "broadcast_object_list" and None not in given.arguments["object_list"]:
-            return None  # the objects that this rank has stand for the sender's
-        sender = "another rank" if source is None else f"rank {source}"
-        refuse(
-            f"torch.distributed.{name}: the script receives an object from {sender}, which does not exist in "
-            f"a dry run of rank {dist.get_rank()} alone."
-        )
-        return None
-
-    return received
-
-
-def _source(arguments: Mapping[str, Any], *, default: int | None) -> int | None:
-    """Return the rank that sends, counted in the whole job; None for any rank."""
-    import torch.distributed as dist
-
-    if arguments["group_src"] is None:
-        source: int | None = arguments["src"]
-        return default if source is None else source
-    return dist.get_global_rank(arguments["group"] or dist.group.WORLD, arguments["group_src"])  # type: ignore[arg-type]
 
 
 def _exchange_objects_on_cpu(group: Any) -> None:

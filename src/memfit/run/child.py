@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import MemfitError, TargetError
 from memfit.ghost.absent_ranks import stand_for_a_rank
+from memfit.ghost.exchanged_objects import ExchangedObjects
 from memfit.ghost.patching.after_import import after_import
 from memfit.ghost.patching.before_call import before
 from memfit.ghost.present_ranks import PresentRanks
@@ -138,7 +139,10 @@ class ScriptProcess:
         if self._others is not None:
             self._others.meet(self._backend.joined)
         elif self._settings.options.rank.world_size > 1:
-            stand_for_a_rank(self._join, self._refuse_group)
+            asks = Path(self._settings.asks)
+            objects = Path(self._settings.options.objects or asks)
+            exchange = ExchangedObjects(objects, asks, self._settings.options.rank.rank)
+            stand_for_a_rank(self._join, self._refuse_group, exchange)
         else:
             check_process_groups(self._refuse_group, in_script=self._is_the_script)
 

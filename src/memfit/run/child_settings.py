@@ -36,6 +36,8 @@ class ChildSettings(msgspec.Struct, frozen=True):
     """The run's temporary folder. Processes that the script starts record themselves there."""
     progress: str
     """Named pipe that the child writes its progress to."""
+    asks: str = ""
+    """Where ranks ask for others (``ghost/exchanged_objects.py``); empty if there are no others."""
 
 
 def write_settings(settings: ChildSettings) -> str:

@@ -31,6 +31,9 @@ class RunOptions:
     """The rank that the script's process stands for, and of how many."""
     real_ranks: bool = False
     """The other ranks exist, each on a ghost of its own: torchrun, or the script, has started them."""
+    objects: str = ""
+    """Folder in which the ranks of a job leave the objects that they send each other; empty for one of the
+    run's own."""
     finish_late: bool = False
     """Have GPU work of a stream finish only when the host waits for it, or at the end of the step."""
     in_use: int = 0

@@ -34,6 +34,7 @@ from memfit.run.child_settings import ChildSettings, GhostSettings, write_settin
 from memfit.run.children import read_children
 from memfit.run.interruption import Interruption, ctrl_c_held, script_handles_ctrl_c
 from memfit.run.options import RunOptions
+from memfit.run.other_ranks import OtherRanks
 from memfit.run.process_tree import kill_descendants
 from memfit.run.started_ranks import StartedRanks
 from memfit.run.unfollowed import UnfollowedProcesses
@@ -132,8 +133,9 @@ def run_script(
         reader = os.open(pipe, os.O_RDWR)  # also to write: so it does not end before this process does
         try:
             with script_handles_ctrl_c(patience) as interruption:
+                asks = folder if options.rank.world_size > 1 and not options.real_ranks else ""
                 settings = ChildSettings(
-                    options, ghost, str(path.absolute()), str(fallback), folder, str(pipe)
+                    options, ghost, str(path.absolute()), str(fallback), folder, str(pipe), asks
                 )
                 last = _run_process(command, settings, reader, on_progress, interruption)
         finally:
@@ -196,6 +198,7 @@ def _run_process(
         )
     last, unfollowed = _ChildMessage(), UnfollowedProcesses(process.pid, settings)
     until = None
+    others = OtherRanks(command, settings)
     try:
         for message in _messages(reader, process):
             if last.patience is None:
@@ -203,6 +206,7 @@ def _run_process(
             elif until is None:
                 until = time.monotonic() + last.patience
             unfollowed.look()
+            others.look()
             on_progress(Progress(last.step, last.allocated, last.peak, compiling=last.compiling))
             if interruption.exhausted(writing=last.interrupted and last.end is None):
                 break
@@ -211,6 +215,7 @@ def _run_process(
         else:
             process.wait()
     finally:
+        others.close()
         if process.poll() is None:
             kill_descendants(process.pid)
             process.kill()

@@ -68,7 +68,7 @@ def run_trial(
         try:
             trace = run_script(
                 (_INJECTOR, str(change_file), *command, *change.arguments),
-                replace(options, module=True),
+                replace(options, module=True, objects=options.objects if change == ScriptChange() else ""),
                 ghost,
                 None,
                 on_progress,

@@ -1,0 +1,131 @@
+"""Agreements between ranks that PyTorch's own modules reach through the device: all ranks are as this one.
+
+    Join                       the other ranks have as many inputs, so they join when this one does
+    pipelining                 the other stages were given shapes, or must infer them, as this one
+    ZeroRedundancyOptimizer    the state that another rank sends has the entries that this rank's has
+
+Without this, the script would read a number that nothing computed, and wait in a loop or fail.
+
+Source: torch/distributed/algorithms/join.py, pipelining/stage.py (``_warmup_*``), optim/
+zero_redundancy_optimizer.py, PyTorch 2.14.1. Earlier versions of pipelining do not vote.
+"""
+
+import functools
+import weakref
+from typing import Any
+
+from memfit.ghost.patching.after_import import after_import
+
+
+def agree_with_this_rank() -> None:
+    """Have the modules agree once the script imports them."""
+    after_import("torch.distributed.algorithms.join", _join_together)
+    after_import("torch.distributed.pipelining.stage", _vote_alike)
+    after_import("torch.distributed.optim.zero_redundancy_optimizer", _send_state_of_partitions)
+
+
+def _join_together() -> None:
+    """Have ``Join`` find, once this rank has no more inputs, that no rank has."""
+    from torch.distributed.algorithms import join
+
+    context: Any = join.Join
+    count = context._get_num_nonjoined_procs
+
+    @functools.wraps(count)
+    def counted(self: Any) -> int:
+        count(self)  # it allocates
+        return 0
+
+    context._get_num_nonjoined_procs = counted
+
+
+def _vote_alike() -> None:
+    """Have the stages of a pipeline infer shapes if this rank's stage has to."""
+    from torch.distributed.pipelining import stage as stages
+
+    stage: Any = stages.PipelineStage
+    if not hasattr(stage, "_warmup_forward_vote"):
+        return
+    vote, result_of = stage._warmup_forward_vote, stage._warmup_backward_result
+    own_votes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(vote)
+    def voted(self: Any, has_backward: bool, *args: Any, **options: Any) -> Any:
+        infers = stages.InferenceMode.needs_dynamic(self._user_meta, has_backward)  # type: ignore[attr-defined]
+        own_votes[self] = int(not infers)
+        return vote(self, has_backward, *args, **options)
+
+    @functools.wraps(result_of)
+    def agreed(self: Any, *args: Any, **options: Any) -> Any:
+        return result_of(self, *args, **options).fill_(own_votes[self])
+
+    stage._warmup_forward_vote, stage._warmup_backward_result = voted, agreed
+
+
+def _send_state_of_partitions() -> None:
+    """Have the other ranks send state for their parameters, with the entries that this rank's state has."""
+    from torch.distributed.optim import zero_redundancy_optimizer
+
+    zero: Any = zero_redundancy_optimizer
+    send, consolidate = zero._broadcast_object, zero.ZeroRedundancyOptimizer.consolidate_state_dict
+    consolidating: list[Any] = []
+
+    @functools.wraps(consolidate)
+    def consolidated(self: Any, *args: Any, **options: Any) -> None:
+        consolidating.append(self)
+        try:
+            consolidate(self, *args, **options)
+        finally:
+            consolidating.pop()
+
+    @functools.wraps(send)
+    def sent(obj: Any, src_rank: int, group: Any = None, device: Any = "cpu") -> Any:
+        import torch.distributed as dist
+
+        if dist.get_rank() == src_rank or not consolidating:
+            return send(obj, src_rank, group, device)
+        optimizer = consolidating[-1]
+        return _state_of_partition(optimizer, dist.get_group_rank(optimizer.process_group, src_rank), device)
+
+    zero._broadcast_object = sent
+    zero.ZeroRedundancyOptimizer.consolidate_state_dict = consolidated
+
+
+def _state_of_partition(optimizer: Any, rank: int, device: Any) -> dict[str, Any]:
+    """Return the state dict of the parameters of one rank, received as bytes and unpacked on the device.
+
+    The bytes of pickling itself are left out.
+    """
+    import torch
+
+    groups = optimizer._partition_parameters()[rank]
+    own = optimizer.optim.state_dict()
+    sample = next(iter(optimizer.optim.state.items()), None)
+    entries = {} if sample is None else sample[1]
+    parameters = [parameter for group in groups for parameter in group["params"]]
+
+    def shape(entry: Any, parameter: Any) -> Any:
+        return parameter.shape if sample is not None and entry.shape == sample[0].shape else entry.shape
+
+    wanted = [
+        {
+            name: (shape(entry, parameter), entry.dtype)
+            for name, entry in entries.items()
+            if torch.is_tensor(entry)
+        }
+        for parameter in parameters
+    ]
+    size = sum(size.numel() * dtype.itemsize for each in wanted for size, dtype in each.values())
+    received = torch.empty(size, dtype=torch.uint8, device=device)
+    state = {
+        index: entries
+        | {name: torch.empty(*form[:1], dtype=form[1], device=device) for name, form in each.items()}
+        for index, each in enumerate(wanted)
+    }
+    del received
+    numbers = iter(range(len(parameters)))
+    packed = [
+        {**settings, "params": [next(numbers) for _ in group["params"]]}
+        for settings, group in zip(own["param_groups"], groups, strict=True)
+    ]
+    return {"state": state, "param_groups": packed}
