@@ -14,7 +14,9 @@ from memfit.run.launchers import free_port
 pytestmark = pytest.mark.process
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "distributed"
-SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
+WITH_MEMFIT = {"digits.py"}
+"""Tested in test_training_examples.py."""
+SCRIPTS = sorted({path.name for path in EXAMPLES.glob("*.py")} - WITH_MEMFIT)
 RANKS_ON_THE_GHOST = {"pipeline.py": 7}
 """Script -> the rank to run, if not 0: only the last stage of a pipeline needs no shapes from a later one."""
 STEPS_ON_THE_GHOST = {"checkpoint.py": 4}

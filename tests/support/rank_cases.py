@@ -4,6 +4,7 @@
 """
 
 import os
+import warnings
 
 import torch
 from torch import nn
@@ -415,3 +416,70 @@ def _without_sync(model, rank):
     run = engine(model, memfit.Sharding("fsdp2"))
     run.model.set_requires_gradient_sync(False)
     run.step(samples(2, rank))
+
+
+def by_hand(rank, ranks):
+    """Train a model with batch norms by hand and with an engine; return if both are equal, and buffers."""
+
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 5))
+
+    plain = nn.parallel.DistributedDataParallel(build())
+    optimizer = torch.optim.AdamW(plain.parameters())
+    batches = [[samples(4, 100 * rank + 3 * window + part) for part in range(3)] for window in range(4)]
+    for window in batches:
+        with plain.no_sync():
+            for part in window[:-1]:
+                (mean_loss(plain, part) / 3).backward()
+        (mean_loss(plain, window[-1]) / 3).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    accumulation = memfit.Accumulation(batches_per_update=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that batch norms see micro-batches
+        run = engine(
+            build(), [memfit.Sharding("ddp"), accumulation], optimizer=torch.optim.AdamW, max_grad_norm=0.5
+        )
+    run.fit([part for window in batches for part in window])
+    pairs = zip(plain.parameters(), run.model.parameters(), strict=True)
+    buffers = [[b.clone() for b in model.buffers()] for model in (plain, run.model)]
+    return all(torch.equal(mine, theirs) for mine, theirs in pairs), *buffers
+
+
+def sharded_before(rank, ranks, mode, sizes):
+    """Make updates of a model that ``memfit.apply`` sharded, with an optimizer that is sharded, too."""
+    sharding, seen = memfit.Sharding(mode), Seen()
+    model = memfit.apply(net(), sharding)
+    run = engine(
+        model,
+        memfit.Accumulation(micro_batch_size=2),
+        callbacks=[seen],
+        optimizer=sharding.optimizer(sgd(model.parameters()), model),
+    )
+    results = [run.step(shares(divided, seed)[rank]) for seed, divided in enumerate(sizes)]
+    return found(run, results, seen)
+
+
+def lenet(rank, ranks, dtype, updates):
+    """Train LeNet-5 on scikit-learn's digits, with 48 digits an update in micro-batches of 8."""
+    from sklearn.datasets import load_digits
+    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+    digits, kind = load_digits(), getattr(torch, dtype)
+    images = torch.tensor(digits.images[: 48 * updates]).to(kind).unsqueeze(1) / 16
+    data = TensorDataset(images, torch.tensor(digits.target[: 48 * updates]))
+    loader = DataLoader(data, batch_size=48 // ranks, sampler=DistributedSampler(data, ranks, rank))
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Upsample(32),
+        *(nn.Conv2d(1, 6, 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)),
+    ).to(kind)
+    seen, results = Seen(), []
+    plan = [memfit.Accumulation(micro_batch_size=8), *([memfit.Sharding("ddp")] if ranks > 1 else [])]
+    run = engine(model, plan, callbacks=[seen, Results(results)])
+    run.fit(loader)
+    return found(run, results, seen)

@@ -123,3 +123,27 @@ def test_gradients_summed_in_float32_are_reduced_in_float32(two_ranks, master_we
         for mine, theirs in zip(rank["gradients"][0], alone["gradients"][0], strict=True):
             # bf16 micro-batches are the same on one process and on two: only their sums are rounded anew.
             torch.testing.assert_close(mine, theirs, rtol=1e-6 if master_weights else 8e-3, atol=1e-7)
+
+
+def test_the_engine_trains_bit_for_bit_as_a_loop_with_no_sync(two_ranks):
+    ranks = two_ranks.run("by_hand")
+    assert [equal for equal, *_ in ranks] == [True, True]
+    (_, by_hand, engines), (*_, second) = ranks
+    for buffers in (engines, second):  # those of rank 0, as DistributedDataParallel has them in its forward
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(by_hand, buffers, strict=True))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_may_be_sharded_before(two_ranks, mode):
+    sizes = [[3, 5], [4, 1]]
+    ranks = two_ranks.run("sharded_before", mode, sizes)
+    assert_alike(ranks, rank_cases.steps(0, 1, None, sizes))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_lenet_on_two_ranks_with_three_micro_batches_as_on_one_process_with_six(two_ranks, dtype):
+    ranks = two_ranks.run("lenet", dtype, 8)
+    alone = rank_cases.lenet(0, 1, dtype, 8)
+    assert_alike(ranks, alone, dtype)
+    assert alone["steps"][-1] == (48, 8, 0)
+    assert [rank["steps"][-1] for rank in ranks] == [(24, 8, 0)] * 2
