@@ -25,8 +25,12 @@ from rank_tables.row import Row
 from memfit.run.launchers import free_port
 
 COLUMNS = ("script", "rank", "peak allocated", "peak reserved", "under torchrun", "under mp.spawn")
-SCRIPTS = ("ddp.py", "zero1.py", "fsdp2.py")
-"""In examples/distributed/."""
+SCRIPTS = (
+    *(f"examples/distributed/{name}.py" for name in ("ddp", "zero1", "fsdp2")),
+    "benchmarks/rank_jobs/uneven.py",
+    "benchmarks/rank_jobs/uneven_zero1.py",
+)
+"""In the last two, the ranks differ."""
 WORLDS = (2, 4)
 SIZES = ("allocated", "reserved")
 
@@ -38,7 +42,7 @@ def rows() -> Iterator[Row]:
     """Compare every rank of every script."""
     for script in SCRIPTS:
         for ranks in WORLDS:
-            yield from compare(ROOT / "examples/distributed" / script, ranks)
+            yield from compare(ROOT / script, ranks)
 
 
 def compare(script: Path, ranks: int) -> Iterator[Row]:
