@@ -398,6 +398,12 @@ def refused(rank, ranks, case):
         "step in backward": lambda: engine(
             model, [memfit.Sharding("fsdp2"), memfit.OptimizerState(step_in_backward=True)]
         ),
+        "cast afterwards": lambda: engine(
+            memfit.apply(model, memfit.Sharding("ddp")), memfit.Precision("bf16", autocast=False)
+        ),
+        "8 bits": lambda: engine(model, [memfit.Sharding("fsdp2"), memfit.OptimizerState(bits=8)]),
+        "conflict": lambda: engine(memfit.apply(model, memfit.Sharding("fsdp2")), memfit.Offload()),
+        "tensor parallel": lambda: engine(_on_a_part_of_the_ranks(model), None),
         "cuda graphs": lambda: engine(model, memfit.Sharding("ddp"), cuda_graphs=True),
         "arena": lambda: engine(model, {"sharding": "ddp", "arena": True}),
         "no sync": lambda: _without_sync(model, rank),
@@ -410,6 +416,14 @@ def refused(rank, ranks, case):
     except memfit.MemfitError as error:
         return type(error).__name__, str(error)
     return "", ""
+
+
+def _on_a_part_of_the_ranks(model):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    return fully_shard(model, mesh=mesh["data"])
 
 
 def _without_sync(model, rank):
@@ -483,3 +497,51 @@ def lenet(rank, ranks, dtype, updates):
     run = engine(model, plan, callbacks=[seen, Results(results)])
     run.fit(loader)
     return found(run, results, seen)
+
+
+def learning_rates(rank, ranks):
+    """Return the rate of each of four updates, of which the second is skipped because of rank 0."""
+    model, calls = net(), iter(range(100))
+
+    def loss(model, batch):
+        return mean_loss(model, batch) * (float("inf") if (rank, next(calls)) == (0, 1) else 1.0)
+
+    run = engine(
+        model,
+        [memfit.Sharding("ddp"), memfit.Precision("fp16", loss_scale=8.0)],
+        loss=loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+        scheduler_interval="update",
+    )
+    rates = []
+    for seed in range(4):
+        rates.append(run.optimizer.param_groups[0]["lr"])
+        run.step(samples(2, seed))
+    return rates
+
+
+def same_data(rank, ranks):
+    """Return the warnings about a loader that every rank reads whole, and about one that is divided."""
+    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+    data, texts = TensorDataset(*samples(8, 0)), []
+    for sampler in (None, DistributedSampler(data)):
+        run = engine(net(), memfit.Sharding("ddp"))
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            run.fit(DataLoader(data, batch_size=4, sampler=sampler))
+        texts.append("".join(str(each.message) for each in seen if "ranks" in str(each.message)))
+    return texts
+
+
+def progress(rank, ranks):
+    """Return what a progress bar draws."""
+    import io
+
+    from rich.console import Console
+
+    drawn = io.StringIO()
+    bar = memfit.ProgressBar(Console(file=drawn, force_terminal=True, width=100))
+    engine(net(), memfit.Sharding("ddp"), callbacks=[bar]).fit([samples(2, rank)])
+    return drawn.getvalue()

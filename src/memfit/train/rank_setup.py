@@ -1,12 +1,14 @@
 """Set up training on several ranks: which models, plans and optimizers an engine can train there."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit.errors import UsageError
 from memfit.strategies.mechanisms.module_patterns import class_name, unwrapped
-from memfit.strategies.plan import Plan
+from memfit.strategies.plan import Plan, sharding_conflict
 from memfit.strategies.sharding import Sharding, sharding_of
 from memfit.train.job import Job
 from memfit.train.rank_gradients import RankGradients, ReplicaGradients, ShardGradients
@@ -46,12 +48,23 @@ def expect_trainable_by_ranks(model: nn.Module, plan: Plan, *, cuda_graphs: bool
             f"A part of {class_name(model)} is in a DistributedDataParallel. The engine reduces the "
             "gradients of a whole model: leave out the wrapper, and add memfit.Sharding('ddp') to the plan."
         )
+    if conflict := sharding_conflict(plan, sharding):
+        raise UsageError(conflict)
+    state, precision = plan.optimizer_state, plan.precision
     for conflicts, what in (
+        (
+            found is not None and precision is not None and not precision.autocast,
+            "Precision(autocast=False), which casts a model that is sharded already: have the plan shard it",
+        ),
+        (
+            sharding.mode == "fsdp2" and state is not None and state.backend is not None,
+            "OptimizerState(bits=...): torchao's optimizers fail on shards of different sizes",
+        ),
         (arena, "an arena, which has not been tested with the buffers of collective operations"),
         (sharding.static_graph, "static_graph: the engine reduces gradients after the last backward"),
         (cuda_graphs, "cuda_graphs: the ranks must agree between the backwards and the update"),
         (
-            plan.optimizer_state is not None and plan.optimizer_state.step_in_backward,
+            state is not None and state.step_in_backward,
             "step_in_backward: gradients are weighed by the data of all ranks when the last backward is done",
         ),
     ):
@@ -74,7 +87,29 @@ def rank_gradients(model: nn.Module) -> RankGradients:
                 "An engine trains a model on all ranks of the job."
             )
         return ReplicaGradients(ranks, inside)
-    return RankGradients(ranks) if sharding_of(model) is None else ShardGradients(ranks, model)
+    if sharding_of(model) is None:
+        return RankGradients(ranks)
+    for own in _mesh_sizes(model):
+        if own != _world_size():
+            raise UsageError(
+                f"fully_shard divides parameters among {own} ranks, but the job has {_world_size()}. An "
+                "engine trains a model on all ranks: tensor and pipeline parallelism are not supported."
+            )
+    return ShardGradients(ranks, model)
+
+
+def _mesh_sizes(model: nn.Module) -> Iterator[int]:
+    """Yield among how many ranks each fully sharded module divides the data.
+
+    Source: ``FSDPState`` in torch/distributed/fsdp/_fully_shard/_fsdp_state.py, PyTorch 2.14.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            group = getattr(module._get_fsdp_state(), "_fsdp_param_group", None)
+            if group is not None:
+                yield group.mesh_info.mesh.size()
 
 
 def sharded_optimizer(job: Job, sharding: Sharding | None, model: nn.Module) -> torch.optim.Optimizer:

@@ -43,6 +43,10 @@ def test_metrics_and_callbacks_see_the_samples_of_all_ranks(two_ranks):
         ("static graph", "static_graph"),
         ("a part in DDP", "leave out the wrapper"),
         ("step in backward", "step_in_backward"),
+        ("cast afterwards", "Precision(autocast=False)"),
+        ("8 bits", "OptimizerState(bits=...)"),
+        ("conflict", "It would copy gathered parameters"),
+        ("tensor parallel", "tensor and pipeline parallelism are not supported"),
         ("cuda graphs", "cuda_graphs"),
         ("arena", "an arena"),
         ("no sync", "None of the optimizer's parameters received a gradient"),
@@ -53,3 +57,21 @@ def test_what_several_ranks_cannot_do_is_refused(two_ranks, case, says):
     for kind, message in two_ranks.run("refused", case):
         assert kind == "UsageError"
         assert says in message
+
+
+def test_the_scheduler_steps_once_per_update_on_every_rank(two_ranks):
+    """Row 10: not once per process, and not before a skipped update."""
+    rates = two_ranks.run("learning_rates")
+    assert rates == [[1.0, 0.5, 0.5, 0.25]] * 2
+
+
+def test_every_rank_on_the_same_data_is_a_warning(two_ranks):
+    same, divided = two_ranks.run("same_data")[0]
+    assert "Each of the 2 ranks trains on all data" in same
+    assert divided == ""
+
+
+def test_a_progress_bar_is_drawn_on_the_first_rank_only(two_ranks):
+    first, second = two_ranks.run("progress")
+    assert "batches" in first
+    assert second == ""
