@@ -2,6 +2,7 @@
 
 import json
 import tracemalloc
+from dataclasses import replace
 
 import pytest
 
@@ -9,7 +10,7 @@ import memfit
 from memfit.analysis.fold_module_paths import fold_module_paths
 from memfit.analysis.run_difference import compare_runs
 from memfit.errors import UsageError
-from memfit.records import Action, Category, GroupBy, Label, Phase
+from memfit.records import Action, Category, DeviceUse, Figure, GroupBy, JobRank, Label, Phase, Provenance
 from memfit.report.schema.diff_schema import to_json
 from support.traces import BASE, Event, segment, trace_of
 
@@ -56,6 +57,33 @@ def test_rows_sum_to_the_allocated_bytes(by):
 def test_a_moment_that_one_run_lacks_is_refused():
     with pytest.raises(UsageError, match="has no backward phase"):
         compare_runs(run("a"), run("a"), "backward")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [
+        ((JobRank(0, 8), JobRank(7, 8)), ("rank 0", "rank 7")),
+        ((JobRank(0, 8), JobRank(0, 8)), ("before", "after")),
+        ((JobRank(0, 4), JobRank(7, 8)), ("before", "after")),
+        ((None, JobRank(7, 8)), ("before", "after")),
+    ],
+)
+def test_two_ranks_of_a_job_are_named(ranks, names):
+    found = memfit.diff(*(replace(run("a"), rank=rank) for rank in ranks))
+    assert found.names == names
+    assert str(found).startswith(f"{names[0]:<6}  peak in:")
+    assert json.loads(to_json(found))["names"] == list(names)
+
+
+def test_memory_outside_pytorch_is_compared_too():
+    figure = Figure(100, Provenance.ASSUMED)
+    device = DeviceUse("H100", Figure(1 << 30, Provenance.EXACT), figure, 0)
+    with_nccl = replace(device, nccl=Figure(7, Provenance.ASSUMED))
+    found = memfit.diff(*(replace(run("a"), device=each) for each in (device, with_nccl)))
+    assert found.outside == (100, 107)
+    lines = [line.split() for line in str(found).splitlines()]
+    assert ["2,097,252", "2,097,259", "+7", "process", "at", "most"] in lines
+    assert "CUDA context" not in str(memfit.diff(run("a"), run("b")))
 
 
 def test_the_json_has_the_rows():

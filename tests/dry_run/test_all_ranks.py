@@ -3,6 +3,7 @@
 import pytest
 
 import memfit
+from memfit.records import JobRank
 
 UNEVEN = """
     import os, torch
@@ -39,11 +40,17 @@ def test_of_many_machines_the_ends_run_and_what_differs_between_them(dry_run):
     assert found == [(5, []), (0, []), (1, [2, 3, 4])]
 
 
-def test_the_table_lists_ranks_that_hold_the_same(dry_run):
-    run = dry_run(UNEVEN, options=("--nproc", "3", "--all-ranks"), json_answer=False)
+def test_the_table_lists_every_rank_and_each_keeps_a_trace_of_its_own(dry_run, tmp_path):
+    files = ("-o", "rank-{rank}.memfit", "--html", "ranks.html")
+    run = dry_run(UNEVEN, options=("--nproc", "3", "--all-ranks", *files), json_answer=False)
     lines = [line.split() for line in run.out.splitlines()]
     table = [line[:3] for line in lines if line[1:2] == ["fits"]]
     assert table == [["2", "fits", "40.00"], ["0", "fits", "30.00"], ["1", "fits", "20.00"]], run.out
+    traces = [memfit.explain(tmp_path / f"rank-{rank}.memfit").summary for rank in range(3)]
+    assert [trace.peak_allocated >> 20 for trace in traces] == [30, 20, 40]
+    assert [trace.rank for trace in traces] == [JobRank(rank, 3) for rank in range(3)]
+    assert "Traces: rank-{rank}.memfit  (memfit diff rank-2.memfit rank-1.memfit)" in run.err
+    assert "Every rank; the rest of this page is about rank 2" in (tmp_path / "ranks.html").read_text()
 
 
 def test_a_rank_that_fails_is_named(dry_run):

@@ -12,11 +12,15 @@ from memfit.errors import FileFormatError
 from memfit.records import (
     Action,
     Advice,
+    ByteRange,
     Figure,
+    JobRank,
     Label,
     Note,
+    PeakRange,
     Phase,
     Provenance,
+    RankRole,
     ScriptEnd,
 )
 from memfit.report.html.texts import NO_FILE
@@ -46,6 +50,23 @@ CHECKPOINT = Advice(
     ("fewer activations",), ("--checkpoint <0-2>",), "", "+11 % time",
     saves=Figure(3 * GIB, Provenance.MEASURED), needs=Figure(90 * GIB, Provenance.EXACT), fits=False,
 )  # fmt: skip
+
+
+def test_the_ranks_of_a_job_are_a_table_of_their_own():
+    one = replace(run(), rank=JobRank(3, 8))
+    place = summarize(one).peak_place
+
+    def role(rank, also, gibibytes):
+        size = ByteRange(gibibytes * GIB, gibibytes * GIB)
+        return RankRole(rank, also, PeakRange(size, size, size), "fits", place)
+
+    text = report(one)
+    assert "rank 3 of 8" in text
+    assert "Every rank" not in text
+    text = report(one, ranks=(role(3, (), 7), role(0, (1, 2, 4, 5, 6, 7), 6)))
+    assert "Every rank; the rest of this page is about rank 3" in text
+    rows = re.findall(r'<th scope="row">([^<]*)</th><td>fits</td><td data-bytes="(\d+)">([^<]*)<', text)
+    assert rows == [("3", f"{7 * GIB}", "7.00 GiB"), ("0-2, 4-7", f"{6 * GIB}", "6.00 GiB")]
 
 
 def test_advice_reads_as_on_the_terminal():

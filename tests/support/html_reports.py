@@ -130,10 +130,10 @@ def evil():
     )
 
 
-def report(trace, *, advice=None, in_all=None, untried=None, **options):
+def report(trace, *, advice=None, in_all=None, untried=None, ranks=(), **options):
     """Return the HTML page of a trace."""
     line = timeline(trace)
-    found = replace(summarize(trace), advice=advice, in_all=in_all, untried=untried)
+    found = replace(summarize(trace), advice=advice, in_all=in_all, untried=untried, ranks=ranks)
     return page(trace, line, attribute(trace, line), found, **options)
 
 

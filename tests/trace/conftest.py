@@ -10,6 +10,7 @@ from memfit.records import (
     Events,
     Figure,
     Frame,
+    JobRank,
     Label,
     LoaderBatchSize,
     Mark,
@@ -58,6 +59,7 @@ def trace():
         tensors=(TensorInfo("layers.0", "weight", "float32", (5, 5)),),
         options=(ScriptOption(OptionPurpose.BATCH_SIZE, ("--batch-size",), 64),),
         loader=LoaderBatchSize(64, "train.py:31"),
+        rank=JobRank(3, 8),
     )
 
 

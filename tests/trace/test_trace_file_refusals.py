@@ -149,6 +149,9 @@ def test_damaged_headers_are_refused(file, header):
         ({"options": [{"purpose": "batch size", "words": ["-b"], "value": -1}]}, "an option's value"),
         ({"options": [{"purpose": "lunch", "words": [], "value": 1}]}, "lunch"),
         ({"loader": {"size": 0, "line": ""}}, "the loader's batch size"),
+        ({"rank": {"rank": 0, "world_size": 1}}, "the number of ranks"),
+        ({"rank": {"rank": 8, "world_size": 8}}, "the rank"),
+        ({"rank": {"rank": -1, "world_size": 8}}, "the rank"),
         (
             {"labels": [{"phase": "forward", "module": "x" * 4_000_000, "op": "", "stack": 0}]},
             "contains a text of 4,000,000 characters, but at most 4,096 are allowed.",

@@ -39,8 +39,18 @@ def compare_runs(
         places=(found[0].place, found[1].place),
         allocated=(found[0].allocated, found[1].allocated),
         reserved=(int(lines[0].reserved.max()), int(lines[1].reserved.max())),
+        outside=(before.device.outside.bytes, after.device.outside.bytes),
         rows=tuple(sorted(changed, key=lambda row: -abs(row.after - row.before))),
+        names=_names(before, after),
     )
+
+
+def _names(before: Trace, after: Trace) -> tuple[str, str]:
+    """Return what to call two runs: two ranks of a job of one size differ by their ranks, not by time."""
+    one, other = before.rank, after.rank
+    if one is None or other is None or one.rank == other.rank or one.world_size != other.world_size:
+        return "before", "after"
+    return f"rank {one.rank}", f"rank {other.rank}"
 
 
 def _changed(before: Sequence[BreakdownRow], after: Sequence[BreakdownRow]) -> list[RowChange]:

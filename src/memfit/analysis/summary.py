@@ -101,6 +101,7 @@ def summarize_attributed(trace: Trace, line: Timeline, attribution: Attribution)
         caught=len(caught_failures(trace)),
         children=trace.children,
         bounds=bounds,
+        rank=trace.rank,
     )
 
 

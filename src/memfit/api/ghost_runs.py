@@ -24,6 +24,8 @@ from memfit.trace.trace_file import write_trace
 
 LATE = "GPU work that finishes late"
 """The run that finds the most that a script may need where streams race, as the user sees it."""
+RANK = "{rank}"
+"""In the name of a trace's file: its rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,7 @@ def run_on_ghost(
                 "then --advise with the --rank that needs most."
             )
         return _run_all_ranks(script, arguments, options, output, on_progress)
+    output = own_file(output, options.rank.rank)
     if options.rank.world_size == 1:
         check_world_size(os.environ)
     command = script_command(script, arguments, options, output)
@@ -119,6 +122,8 @@ def _run_all_ranks(
     if job.world_size == 1:
         raise UsageError("--all-ranks: the job has one rank. Say how many it has, as in --nproc 8.")
     script_command(script, arguments, options, output)  # checks them before any rank runs
+    one_each = output is not None and RANK in output.name
+    unsaved: list[OutputError | None] = []
     largest: FinishedRun | None = None
 
     def run(number: int) -> RankRole:
@@ -129,7 +134,7 @@ def _run_all_ranks(
                 script,
                 arguments,
                 replace(options, rank=rank),
-                output=None,
+                output=own_file(output, number) if one_each else None,
                 advise=False,
                 on_progress=lambda progress: on_progress(replace(progress, rank=str(rank))),
             )
@@ -137,6 +142,7 @@ def _run_all_ranks(
             raise type(error)(f"{str(rank).capitalize()}: {error}") from error
         if found.result.end.reason == "interrupted":
             raise KeyboardInterrupt
+        unsaved.append(found.unsaved)
         if largest is None or weight(found.result) > weight(largest.result):
             largest = found
         return role_of(number, found.result)
@@ -152,7 +158,18 @@ def _run_all_ranks(
             "same as the ranks on the same GPU of machines before and after it, which hold the same."
         )
         result = replace(result, notes=(*result.notes, Note(Provenance.ASSUMED, text, sizes=True)))
-    return FinishedRun(largest.trace, result, save_trace(largest.trace, output))
+    if not one_each:
+        unsaved.append(save_trace(largest.trace, output))
+    return FinishedRun(largest.trace, result, next(filter(None, unsaved), None))
+
+
+def own_file(output: Path | None, rank: int) -> Path | None:
+    """Return the file of a rank's trace: ``{rank}`` in its name stands for the rank.
+
+    >>> own_file(Path("run-{rank}.memfit"), 7)
+    PosixPath('run-7.memfit')
+    """
+    return None if output is None else output.with_name(output.name.replace(RANK, str(rank)))
 
 
 def save_trace(trace: Trace, output: Path | None) -> OutputError | None:

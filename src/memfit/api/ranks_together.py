@@ -7,7 +7,7 @@ from pathlib import Path
 from memfit.analysis.rank_roles import ranks_by_role, role_of, weight
 from memfit.analysis.script_change import ScriptChange, TrialResult
 from memfit.analysis.stream_races import may_race, with_upper_bound
-from memfit.api.ghost_runs import LATE, FinishedRun, save_trace
+from memfit.api.ghost_runs import LATE, RANK, FinishedRun, own_file, save_trace
 from memfit.api.traces import summarize
 from memfit.devices import NO_LIMIT
 from memfit.run.options import RunOptions
@@ -49,7 +49,9 @@ def run_beside_ranks(
     result = summarize(recorded.trace)
     if result.end.reason not in ("end", "steps") or result.end.gave_up:
         early.abandon()
-        return FinishedRun(recorded.trace, result, save_trace(recorded.trace, output))
+        return FinishedRun(
+            recorded.trace, result, save_trace(recorded.trace, own_file(output, options.rank.rank))
+        )
     late = None
     if _RACES in early.exchange(_RACES * may_race(recorded.trace)).values():
         late = SharedTraces(options.rank, environment, "late")
@@ -70,7 +72,12 @@ def run_beside_ranks(
     (late or early).remove()
     largest = max(ranks.values(), key=lambda rank: weight(rank.result))
     roles = ranks_by_role((number, role_of(number, rank.result)) for number, rank in ranks.items())
-    return FinishedRun(largest.trace, replace(largest.result, ranks=roles), save_trace(largest.trace, output))
+    to_save = {output: largest.trace}
+    if output is not None and RANK in output.name:
+        to_save = {own_file(output, number): rank.trace for number, rank in ranks.items()}
+    unsaved = [save_trace(trace, path) for path, trace in to_save.items()]
+    result = replace(largest.result, ranks=roles)
+    return FinishedRun(largest.trace, result, next(filter(None, unsaved), None))
 
 
 def _read(rank: int, early: SharedTraces, late: SharedTraces | None) -> FinishedRun:

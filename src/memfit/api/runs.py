@@ -70,7 +70,8 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
             machine, and with False all of them, are created from their configuration.
         workspaces: where cuDNN's workspace sizes come from: ``cudnn``, ``rules`` or ``none``.
         labels: record modules and phases; the byte counts are the same either way.
-        output: where to save the trace; nowhere by default.
+        output: where to save the trace; nowhere by default. In its name, ``{rank}`` stands for the rank: with
+            ``all_ranks``, each that runs keeps its trace.
         html: where to write a report for the browser; nowhere by default.
         advise: find what makes the script fit without editing its training loop, or, if it fits, what lowers
             its peak. memfit runs the script again for each change, without input and with its output hidden,

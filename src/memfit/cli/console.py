@@ -196,11 +196,17 @@ def stdout() -> "Iterator[Console]":
 
 def trace_file(output: Path | None, run: "FinishedRun") -> Output:
     """Return the file of a run's trace, which the run has written: it remains to print its path."""
+    from memfit.api.ghost_runs import RANK, own_file
 
     def report(path: Path) -> None:
         if run.unsaved is not None:
             raise run.unsaved
-        print(escaped(f"Trace: {path}  (memfit explain {path})"), file=sys.stderr)
+        ranks = run.result.ranks if RANK in path.name else ()
+        own = own_file(path, run.result.rank.rank if run.result.rank is not None else 0)
+        text = f"Trace: {own}  (memfit explain {own})"
+        if len(ranks) > 1:
+            text = f"Traces: {path}  (memfit diff {own} {own_file(path, ranks[-1].rank)})"
+        print(escaped(text), file=sys.stderr)
 
     return output, report
 

@@ -21,6 +21,9 @@ def diff(
 ) -> int:
     """Compare what holds the GPU memory in two recorded runs, at the same point in each.
 
+    The runs may be two ranks of one job, as memfit dry-run --nproc 8 --all-ranks -o 'run-{rank}.memfit' keeps
+    them.
+
     Args:
         before: The first run: a trace written by memfit, or a memory snapshot written by PyTorch.
         after: The second run: a trace or a snapshot.

@@ -83,7 +83,9 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         to_end: Let the script run to its end instead of stopping it. Each recorded allocation takes host
             memory, so a long run may need a lot of it.
         output: Save the trace to this file, for example run.memfit. A trace holds every allocation of the
-            run; memfit explain, diff, replay, allocator and pack read it.
+            run; memfit explain, diff, replay, allocator and pack read it. With --all-ranks, it is the trace
+            of the rank that needs most; a name with {rank}, such as 'run-{rank}.memfit', keeps the trace of
+            every rank that ran.
         json: Write the result as JSON to this file. With -, print the JSON instead of the summary.
         html: Write an HTML report to this file: a single page that loads no other files.
         fail: Exit with code 1 unless the verdict is FITS.

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from memfit.records.provenance import Figure, Note
-from memfit.records.trace import ChildProcess, DeviceUse, ScriptEnd, ScriptLocation
+from memfit.records.trace import ChildProcess, DeviceUse, JobRank, ScriptEnd, ScriptLocation
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +153,8 @@ class DryRun:
     range: PeakRange | None = None
     """The peaks if work on side streams is done at once, and as late as possible. The rest of the result is
     of the late run. None where the two meet."""
+    rank: JobRank | None = None
+    """The rank that the figures are of; None for a script that ran as one process."""
     ranks: tuple[RankRole, ...] = ()
     """Every role of the job's ranks, if memfit ran them all: one that failed first, then the one that needs
     most. The rest of the result is of the first."""

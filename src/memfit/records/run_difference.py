@@ -27,5 +27,9 @@ class RunDifference:
     """Bytes at that moment; the rows of each run sum to them."""
     reserved: tuple[int, int]
     """The most that each run reserved."""
+    outside: tuple[int, int]
+    """What each process held outside PyTorch's allocator: the CUDA context and NCCL."""
     rows: tuple[RowChange, ...]
     """Largest change first; unchanged rows last."""
+    names: tuple[str, str] = ("before", "after")
+    """Of the runs; two ranks of one job are named as such."""

@@ -276,6 +276,23 @@ class ChildProcess:
 
 
 @dataclass(frozen=True, slots=True)
+class JobRank:
+    """One of several processes that run a script."""
+
+    rank: int
+    world_size: int
+    """Number of ranks."""
+
+    def __str__(self) -> str:
+        """Name the rank.
+
+        >>> print(JobRank(3, 8))
+        rank 3 of 8
+        """
+        return f"rank {self.rank} of {self.world_size:,}"
+
+
+@dataclass(frozen=True, slots=True)
 class Trace:
     """One run of a script, as PyTorch's caching allocator saw it."""
 
@@ -307,6 +324,8 @@ class Trace:
     """The script's own options that memory depends on; of one purpose, the most specific first."""
     loader: LoaderBatchSize | None = None
     """The batch size of the script's loader; None if it used none."""
+    rank: JobRank | None = None
+    """None for a script that ran as one process."""
 
 
 @dataclass(frozen=True, slots=True)

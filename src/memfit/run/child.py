@@ -37,6 +37,7 @@ from memfit.run.launchers import check_process_groups, free_port, wrong_size
 from memfit.run.parent_pipe import ParentPipe, end_with_parent, open_pipe
 from memfit.run.process_end import at_process_end
 from memfit.run.process_tree import kill_descendants
+from memfit.run.rank import traced_rank
 from memfit.run.script import end_of, print_as_python_does, run_as_main
 from memfit.run.started_ranks import StartedRanks
 from memfit.run.unfollowed import record_running
@@ -313,16 +314,17 @@ class ScriptProcess:
         if self._parent.started and self._ranks.script_used_gpu():
             self._recorder.note(Provenance.ASSUMED, _ALSO_USED, sizes=True)
         all_versions = versions() | self._backend.versions()
+        job = self._settings.options.rank
         trace = self._recorder.finish(
-            self._backend.device(),
-            end,
-            self._command or tuple(sys.argv),
-            all_versions,
-            index=self._settings.options.rank.device,
+            self._backend.device(), end, self._command or tuple(sys.argv), all_versions, index=job.device
         )
         children = read_children(Path(self._settings.folder))
         return replace(
-            trace, options=self._options.found(), loader=self._loader or self._loaders.last, children=children
+            trace,
+            options=self._options.found(),
+            loader=self._loader or self._loaders.last,
+            children=children,
+            rank=traced_rank(job, os.environ),
         )
 
     def _save(self, trace: "Trace") -> str:

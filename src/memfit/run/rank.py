@@ -1,8 +1,10 @@
 """Which rank of how many a process stands for."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from memfit.errors import UsageError
+from memfit.records import JobRank
 
 _MOST_GPUS = 16
 """``MAX_DEVICES`` of the ghost (ghost/runtime/core/ghost.h)."""
@@ -93,3 +95,17 @@ class Rank:
 
 ALONE = Rank()
 """The only rank of a script that runs on one GPU."""
+
+
+def traced_rank(job: Rank, environment: Mapping[str, str]) -> JobRank | None:
+    """Return the rank that a script ran as: the one to run or, in a recording, that of torchrun's variables.
+
+    >>> traced_rank(Rank(), {"RANK": "3", "WORLD_SIZE": "8"})
+    JobRank(rank=3, world_size=8)
+    """
+    if job.world_size > 1:
+        return JobRank(job.rank, job.world_size)
+    rank, size = (environment.get(name, "") for name in ("RANK", "WORLD_SIZE"))
+    if not (rank.isdigit() and size.isdigit() and int(rank) < int(size)) or int(size) == 1:
+        return None
+    return JobRank(int(rank), int(size))

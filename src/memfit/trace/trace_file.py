@@ -36,6 +36,7 @@ from memfit.records import (
     DeviceUse,
     Events,
     Frame,
+    JobRank,
     Label,
     LoaderBatchSize,
     Mark,
@@ -104,6 +105,7 @@ class _Header(_Signature, kw_only=True):
     children: tuple[ChildProcess, ...] = ()
     options: tuple[ScriptOption, ...] = ()
     loader: LoaderBatchSize | None = None
+    rank: JobRank | None = None
 
 
 class _TraceError(Exception):
@@ -338,6 +340,10 @@ def _faults(trace: Trace) -> Iterator[str]:
         ),
         "an option's value": ([option.value for option in trace.options], 0, _MAX_INTEGER),
         "the loader's batch size": ([trace.loader.size if trace.loader else 1], 1, _MAX_INTEGER),
+        "the number of ranks": ([trace.rank.world_size if trace.rank else 2], 2, _MAX_INTEGER),
+        "the rank": (
+            [trace.rank.rank if trace.rank else 0], 0, trace.rank.world_size - 1 if trace.rank else 0,
+        ),
         "the exit code": ([trace.end.exit_code], -_MAX_INTEGER, _MAX_INTEGER),
     }  # fmt: skip
     for what, (values, low, high) in numbers.items():

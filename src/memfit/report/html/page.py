@@ -51,6 +51,7 @@ def page(
         style=style,
         code=script,
         ladder=static_html.ladder(summary),
+        ranks=static_html.ranks(summary, words),
         advice=static_html.advice(summary, words),
         terms=static_html.terms(summary),
         notes=static_html.notes(summary, words),
@@ -71,6 +72,7 @@ def _without_source(summary: DryRun) -> DryRun:
         peak_place=replace(summary.peak_place, line=""),
         out_of_memory=failure and replace(failure, place=replace(failure.place, line="")),
         growth=replace(summary.growth, line=""),
+        ranks=tuple(replace(role, place=replace(role.place, line="")) for role in summary.ranks),
         end=replace(summary.end, where=""),
         notes=tuple(replace(note, where="") for note in summary.notes),
     )

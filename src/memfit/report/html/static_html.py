@@ -9,8 +9,9 @@ from memfit.report.html.page_facts import PageFacts
 from memfit.report.html.payload import Payload
 from memfit.report.html.texts import PageTexts
 from memfit.report.terminal.advice import NONE, heading, needs, outcome
+from memfit.report.terminal.ranks import RANK_HEADINGS, byte_range, listed, rank_place
 from memfit.report.terminal.summary import MACHINES, growth, in_words, subject, untried, verdict
-from memfit.units import GIB, MIB, format_bytes, format_gib
+from memfit.units import GIB, MIB, format_bytes, format_gib, unit_for
 
 _WIDTH = 1000  # width of the bar in SVG units; the page scales it
 TOTALS = ("allocated", "reserved", "process")
@@ -128,6 +129,28 @@ def terms(result: DryRun) -> str:
             f"<td>{format_bytes(amount)}</td><td>{term.figure.provenance}</td></tr>"
         )
     return "".join(rows)
+
+
+def ranks(result: DryRun, words: PageTexts) -> str:
+    """Return the table of a job's ranks, as the terminal shows it; empty if memfit ran one rank."""
+    if not result.ranks:
+        return ""
+    unit = unit_for(result.ranks[0].peak.reserved.most)
+    heads = "".join(f'<th scope="col">{heading}</th>' for heading in RANK_HEADINGS)
+    rows = []
+    for role in result.ranks:
+        sizes = (role.peak.allocated, role.peak.reserved, role.peak.process)
+        where = _text(words, rank_place(role))
+        rows.append(
+            f'<tr><th scope="row">{listed((role.rank, *role.also))}</th><td>{escape(role.verdict)}</td>'
+            + "".join(f'<td data-bytes="{size.most}">{byte_range(size, unit)}</td>' for size in sizes)
+            + f'<td><span class="long">{where}</span></td></tr>'
+        )
+    return (
+        '<table class="ledger ranks"><caption>Every rank; the rest of this page is about rank '
+        f"{result.ranks[0].rank}</caption><thead><tr>{heads}</tr></thead>"
+        f"<tbody>{''.join(rows)}</tbody></table>"
+    )
 
 
 def shortcuts(found: Payload, words: PageTexts) -> str:

@@ -15,7 +15,10 @@ class DifferenceJson(msgspec.Struct, frozen=True):
     places: tuple[ScriptLocation, ScriptLocation]
     allocated: tuple[int, int]
     reserved: tuple[int, int]
+    outside: tuple[int, int]
     rows: tuple[RowChange, ...]
+    names: tuple[str, str]
+    """``before`` and ``after``, or for two ranks of a job ``rank 0`` and ``rank 7``."""
 
 
 def to_json(difference: RunDifference) -> bytes:

@@ -4,7 +4,17 @@ from dataclasses import astuple
 
 import msgspec
 
-from memfit.records import Advice, DryRun, Figure, Note, OutOfMemory, PeakRange, RankRole, ScriptLocation
+from memfit.records import (
+    Advice,
+    DryRun,
+    Figure,
+    JobRank,
+    Note,
+    OutOfMemory,
+    PeakRange,
+    RankRole,
+    ScriptLocation,
+)
 from memfit.report.schema.encoding import SCHEMA_VERSION, encode
 
 
@@ -170,6 +180,8 @@ class DryRunJson(msgspec.Struct, frozen=True):
     range: PeakRange | None
     """The peaks if work on side streams is done at once, and as late as possible; ``peak`` and the rest of
     the result are of the late run. Null where the two meet."""
+    rank: JobRank | None
+    """The rank that the figures are of, and the number of ranks. Null for a script run as one process."""
     ranks: tuple[RankJson, ...]
     """With --all-ranks: every role of the job's ranks, one that failed first, then the one that needs most.
     The rest of the result is of the first. Otherwise empty."""
@@ -212,6 +224,7 @@ def public_dry_run(result: DryRun) -> DryRunJson:
         in_all=result.in_all,
         children=tuple(ChildProcessJson(c.name, c.peak, c.exception) for c in result.children),
         range=result.range,
+        rank=result.rank,
         ranks=tuple(_rank(role) for role in result.ranks),
         untried=None if result.untried is None else ScriptEndJson(*astuple(result.untried)),
     )

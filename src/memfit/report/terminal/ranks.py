@@ -10,15 +10,17 @@ from memfit.report.escape import escaped
 from memfit.report.short_path import short_path
 from memfit.units import Unit, unit_for
 
+RANK_HEADINGS = ("ranks", "verdict", "allocated", "reserved", "process", "peak in")
+"""Of the columns."""
+
 
 def rank_table(roles: tuple[RankRole, ...]) -> Table:
     """Return a row for each role, the one that needs most first."""
     unit = unit_for(roles[0].peak.reserved.most)
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for heading in ("ranks", "verdict", "allocated", "reserved", "process", "peak in"):
+    for heading in RANK_HEADINGS:
         table.add_column(heading, justify="left" if heading in ("ranks", "verdict", "peak in") else "right")
     for role in roles:
-        place = [role.place.phase, escaped(role.place.module), escaped(short_path(role.place.line))]
         table.add_row(
             listed((role.rank, *role.also)),
             Text(role.verdict, style="" if role.verdict == "fits" else "bold yellow"),
@@ -26,9 +28,15 @@ def rank_table(roles: tuple[RankRole, ...]) -> Table:
                 byte_range(size, unit)
                 for size in (role.peak.allocated, role.peak.reserved, role.peak.process)
             ),
-            " · ".join(part for part in place if part),
+            rank_place(role),
         )
     return table
+
+
+def rank_place(role: RankRole) -> str:
+    """Return where a role holds most."""
+    place = (role.place.phase, escaped(role.place.module), escaped(short_path(role.place.line)))
+    return " · ".join(part for part in place if part)
 
 
 def byte_range(size: ByteRange, unit: Unit) -> str:

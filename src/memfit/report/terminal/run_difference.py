@@ -25,11 +25,12 @@ class PrintableDifference(Printable, RunDifference):
 
 def print_difference(found: RunDifference, console: Console) -> None:
     """Print what changed, in bytes; the rows sum to what is allocated."""
-    for name, place in zip(("before", "after "), found.places, strict=True):
-        console.print(Text(f"{name}  {found.at} in: {in_words(place)}"))
+    width = max(map(len, found.names))
+    for name, place in zip(found.names, found.places, strict=True):
+        console.print(Text(f"{name:<{width}}  {found.at} in: {in_words(place)}"))
     console.print()
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for name in ("before", "after", "change"):
+    for name in (*found.names, "change"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column(f"by {found.by}")
     changed = [row for row in found.rows if row.before != row.after]
@@ -42,7 +43,11 @@ def print_difference(found: RunDifference, console: Console) -> None:
         table.add_row("", "", f"{more:+,}", f"{len(others)} more: --json -")
     if same := len(found.rows) - len(changed):
         table.add_row("", "", "", Text(f"{same} unchanged", style="dim"))
-    for name, (before, after) in (("allocated", found.allocated), ("reserved at most", found.reserved)):
+    process = (found.reserved[0] + found.outside[0], found.reserved[1] + found.outside[1])
+    totals = {"allocated": found.allocated, "reserved at most": found.reserved}
+    if any(found.outside):  # unknown for a snapshot
+        totals |= {"CUDA context and NCCL": found.outside, "process at most": process}
+    for name, (before, after) in totals.items():
         change = f"{after - before:+,}" if after != before else "0"
         table.add_row(f"{before:,}", f"{after:,}", change, Text(name, style="bold"), style="bold")
     console.print(table)

@@ -283,6 +283,7 @@ def subject(result: DryRun) -> Text:
         escaped(" ".join(result.command[:1])),
         escaped(result.device.name),
         f"torch {escaped(result.versions.get('torch', '?'))}",
+        str(result.rank or ""),
         f"{result.device.machine}, {steps_in_words(result)}",
     ]
     if result.device.in_use:
