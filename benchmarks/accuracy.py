@@ -17,7 +17,7 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import distributions, version
 from pathlib import Path
 
@@ -42,6 +42,7 @@ class Row:
     then: tuple[str, ...] = ()
     minus: tuple[str, ...] = ()
     outside: float = 0
+    least: float | None = None
     per: int = 1
     over: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
@@ -72,6 +73,8 @@ class RowResult:
     """The ghost's figure with the installed software, in the row's unit."""
     then: float | None
     """The ghost's figure with the row's `then` arguments; None if the row has none."""
+    lower: float | None = None
+    """The lower end of the ghost's range, of which ``today`` is the upper; None for a row without a range."""
 
     @property
     def difference(self) -> float:
@@ -80,8 +83,10 @@ class RowResult:
 
     @property
     def met(self) -> bool:
-        """Whether the difference is within the row's limit."""
-        return abs(self.difference) <= self.row.within
+        """Whether the difference is within the row's limit, and what was measured inside the range."""
+        if self.row.least is None or self.lower is None:
+            return abs(self.difference) <= self.row.within
+        return self.lower <= self.row.least and 0 <= self.difference <= self.row.within
 
 
 def difference(row: Row, value: float) -> float:
@@ -142,12 +147,18 @@ def dry_run(run: tuple[str, ...], options: tuple[str, ...], environment: dict[st
         raise SystemExit(f"{' '.join(run)} did not run to completion on the ghost:\n{done.stderr[-2000:]}")
     printed = re.findall(r"^(\w+) +([\d.]+) MiB$", done.stdout, re.MULTILINE)
     own = {name: int(float(amount) * BYTES["MiB"]) for name, amount in printed}
-    return own | {name: found["peak"][name] for name in ("allocated", "reserved", "process")}
+    names = ("allocated", "reserved", "process")
+    ranges = found["range"] or {name: {"least": found["peak"][name]} for name in names}
+    least = {f"least_{name}": ranges[name]["least"] for name in names}
+    return own | least | {name: found["peak"][name] for name in names}
 
 
 def measure(row: Row, runs: Runs) -> RowResult:
     """Run the scripts that a row needs."""
-    return RowResult(row, row.ours(runs, then=False), row.ours(runs, then=True) if row.then else None)
+    lower = None
+    if row.least is not None:
+        lower = replace(row, figure=f"least_{row.figure}").ours(runs, then=False)
+    return RowResult(row, row.ours(runs, then=False), row.ours(runs, then=True) if row.then else None, lower)
 
 
 def markdown(results: Iterable[RowResult], sources: dict[str, dict[str, str]]) -> str:
@@ -159,20 +170,30 @@ def markdown(results: Iterable[RowResult], sources: dict[str, dict[str, str]]) -
     results = tuple(results)
     for result in results:
         row = result.row
-        digits = 3 if row.over else 2 if row.theirs < MANY else 0
-        then = ("", "") if result.then is None else _shown(row, result.then, digits)
-        figure = "" if row.figure in row.what else f", {row.figure}"
-        cells = (row.set, f"{row.what}{figure}", f"{row.theirs:,.{digits}f} {row.unit}")
-        lines.append(
-            "| " + " | ".join((*cells, *_shown(row, result.today, digits), *then, row.explained)) + " |"
-        )
+        then = ("", "") if result.then is None else _shown(row, result.then)
+        lines.append(f"| {' | '.join((row.set, *cells(result), *then, row.explained))} |")
     used = dict.fromkeys((result.row.set, result.row.source) for result in results)
     lines += ["", *(f"- {letter}: {sources[name]['cite']}. {sources[name]['of']}." for letter, name in used)]
     return "\n".join(lines) + "\n"
 
 
-def _shown(row: Row, value: float, digits: int) -> tuple[str, str]:
-    return f"{value:,.{digits}f}", _signed(row, difference(row, value))
+def cells(result: RowResult) -> tuple[str, str, str, str]:
+    """Return a row's job, the published figure, the ghost's with today's software, and the difference."""
+    row = result.row
+    figure = "" if row.figure in row.what else f", {row.figure}"
+    theirs, (ours, by) = _figure(row, row.theirs), _shown(row, result.today)
+    if row.least is not None and result.lower is not None:
+        theirs, ours = (f"{_figure(row, row.least)} to {theirs}", f"{_figure(row, result.lower)} to {ours}")
+    return f"{row.what}{figure}", f"{theirs} {row.unit}", ours, by
+
+
+def _shown(row: Row, value: float) -> tuple[str, str]:
+    return _figure(row, value), _signed(row, difference(row, value))
+
+
+def _figure(row: Row, value: float) -> str:
+    digits = 3 if row.over else 2 if row.theirs < MANY else 0
+    return f"{value:,.{digits}f}"
 
 
 def _signed(row: Row, amount: float) -> str:

@@ -3,165 +3,23 @@
     memfit dry-run --nproc 2 benchmarks/accuracy/data_parallel.py zero1 --bf16 --batch 2
 
 `ddp` sums each gradient over the ranks as soon as it is there; `zero1` also deals the parameters out to the
-ranks' optimizers, in turn, and broadcasts them after each step. Prints what is allocated in each phase, the most
-of all steps. Which tensors a function still refers to when it returns matters: names are assigned as in the
-original.
+ranks' optimizers, in turn, and broadcasts them after each step. `fsdp` keeps a shard of each weight of a matrix
+or embedding, gathers the weight before its module needs it, forward and backward, and scatters the gradient.
+Prints what is allocated in each phase, the most of all steps. Which tensors a function still refers to when it
+returns matters: names are assigned as in the original.
 """
 
 import argparse
 import contextlib
-import math
 import os
 
 import torch
 import torch.distributed as dist
+from decoder import AdamW, Decoder, Embedding, Linear, Size, cross_entropy
 from torch import nn
 
-WIDTH, HIDDEN, LAYERS, HEADS, VOCABULARY, CONTEXT = 2560, 10240, 32, 32, 10000, 512
+SIZE = Size(width=2560, hidden=10240, layers=32, heads=32, context=512)
 STEPS = 25  # five to warm up and twenty timed; all of them count
-
-
-class Linear(nn.Module):
-    def __init__(self, inputs, outputs):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs).normal_(std=0.02))
-
-    def forward(self, x):
-        return torch.einsum("...i,oi->...o", x, self.weight)
-
-
-class Embedding(nn.Module):
-    def __init__(self, count, width):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(count, width).normal_())
-
-    def forward(self, tokens):
-        return self.weight[tokens, :]
-
-
-class RMSNorm(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x):
-        dtype = x.dtype
-        x = x.to(torch.float32)
-        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
-        x = x * scale
-        return (self.weight * x).to(dtype)
-
-
-class Rotation(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        angles = torch.arange(CONTEXT)[:, None] * 10000.0 ** -(torch.arange(0, width, 2) / width)
-        self.register_buffer("cos_sin", torch.stack((angles.cos(), angles.sin())), persistent=False)
-
-    def forward(self, x):
-        first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
-        cos, sin = self.cos_sin[:, : x.shape[-2]].unbind(0)
-        return torch.cat((cos * first - sin * second, sin * first + cos * second), -1)
-
-
-def softmax(scores):
-    shifted = scores - torch.max(scores, dim=-1, keepdim=True)[0]
-    exponentials = torch.exp(shifted)
-    return exponentials / torch.sum(exponentials, dim=-1, keepdim=True)
-
-
-def attend(q, k, v, mask):
-    scores = torch.einsum("...qd,...kd->...qk", q, k) / math.sqrt(k.shape[-1])
-    scores = torch.where(mask, scores, float("-inf"))
-    weights = softmax(scores)
-    return torch.einsum("...qk,...kd->...qd", weights, v)
-
-
-class Attention(nn.Module):
-    def __init__(self, rotation):
-        super().__init__()
-        self.q, self.k, self.v, self.out = (Linear(WIDTH, WIDTH) for _ in range(4))
-        self.rotation = rotation
-
-    def forward(self, x):
-        q, k, v = self.q(x), self.k(x), self.v(x)
-        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (q, k, v))
-        q = self.rotation(q)
-        k = self.rotation(k)
-        at = torch.arange(x.shape[1], device=x.device)
-        mask = (at[:, None] >= at)[None]
-        heads = attend(q, k, v, mask)
-        heads = heads.transpose(1, 2).flatten(-2).contiguous()
-        return self.out(heads)
-
-
-class FeedForward(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate, self.down, self.up = Linear(WIDTH, HIDDEN), Linear(HIDDEN, WIDTH), Linear(WIDTH, HIDDEN)
-
-    def forward(self, x):
-        return self.down(silu(self.gate(x)) * self.up(x))
-
-
-def silu(x):
-    return x * torch.sigmoid(x)
-
-
-class Block(nn.Module):
-    def __init__(self, rotation):
-        super().__init__()
-        self.attention, self.feed_forward = Attention(rotation), FeedForward()
-        self.norm1, self.norm2 = RMSNorm(WIDTH), RMSNorm(WIDTH)
-
-    def forward(self, x):
-        attended = self.attention(self.norm1(x))
-        x = x + attended
-        fed = self.feed_forward(self.norm2(x))
-        return x + fed
-
-
-class Decoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = Embedding(VOCABULARY, WIDTH)
-        self.rotation = Rotation(WIDTH // HEADS)
-        self.layers = nn.ModuleList(Block(self.rotation) for _ in range(LAYERS))
-        self.norm, self.head = RMSNorm(WIDTH), Linear(WIDTH, VOCABULARY)
-
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
-
-
-def cross_entropy(logits, targets):
-    negative = -log_softmax(logits)
-    return torch.mean(torch.gather(negative, -1, targets.unsqueeze(-1)))
-
-
-def log_softmax(x):
-    largest = torch.max(x, dim=-1, keepdim=True)[0]
-    x = x - largest
-    return x - torch.log(torch.sum(torch.exp(x), dim=-1, keepdim=True))
-
-
-class AdamW(torch.optim.Optimizer):
-    def __init__(self, parameters):
-        super().__init__(parameters, {"lr": 1e-3})
-
-    def step(self):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                grad, state = parameter.grad.data, self.state[parameter]
-                parameter.data -= 1e-5 * parameter.data
-                before_m = state.get("m", torch.zeros_like(grad))
-                before_v = state.get("v", torch.zeros_like(grad))
-                m = 0.9 * before_m + (0.1 * grad)
-                v = 0.999 * before_v + (0.001 * torch.square(grad))
-                parameter.data -= 1e-3 * m / (torch.sqrt(v) + 1e-8)
-                state["m"], state["v"] = m, v
 
 
 class DealtOut:
@@ -214,6 +72,125 @@ class Summed(nn.Module):
         self.pending.clear()
 
 
+class Shard:
+    """This rank's share of a weight, and the whole weight while the ranks are gathering it."""
+
+    def __init__(self, weight):
+        self.shape, self.count = weight.shape, weight.numel()
+        flat = weight.detach().flatten()
+        padded = padded_to_ranks(flat)
+        self.own = padded.chunk(dist.get_world_size())[dist.get_rank()].clone()
+        self.whole = self.work = None
+
+    def gather(self):
+        if self.work is None:
+            self.whole = torch.empty(self.own.numel() * dist.get_world_size(), device=self.own.device)
+            self.work = dist.all_gather_into_tensor(self.whole, self.own, async_op=True)
+
+    def gathered(self):
+        self.gather()
+        self.work.wait()
+        weight = self.whole[: self.count].view(self.shape)
+        self.whole = self.work = None
+        return weight
+
+
+def padded_to_ranks(flat):
+    return nn.functional.pad(flat, (0, -flat.numel() % dist.get_world_size()))
+
+
+class Order:
+    """The order in which modules ran in the first step; later steps gather the next one's weight ahead."""
+
+    def __init__(self, shards):
+        self.shards, self.modules, self.known, self.position = shards, [], False, 0
+
+    def restart(self):
+        self.position = 0
+
+    def gather_first(self):
+        if self.known:
+            self.shards[self.modules[0].weight].gather()
+
+    def reach(self, module, _):
+        if not self.known:
+            self.modules.append(module)
+        shard = self.shards[module.weight]
+        weight = shard.gathered()
+        self.position += 1
+        if self.known and self.position < len(self.modules):
+            self.shards[self.modules[self.position].weight].gather()
+        with torch.no_grad():
+            module.weight.data = weight
+
+
+class Sharded(nn.Module):
+    """Each weight of a matrix or embedding is sharded over the ranks; the others are as in `Summed`."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module, self.shards = module, {}
+        self.scattered, self.summed = [], []
+        self.forward_order, self.backward_order = Order(self.shards), Order(self.shards)
+        for child in module.modules():
+            if isinstance(child, (Linear, Embedding)):
+                self.shards[child.weight] = None
+                child.register_forward_pre_hook(self.forward_order.reach)
+                child.register_forward_hook(self.release)
+                child.register_full_backward_pre_hook(self.backward_order.reach)
+                child.weight.register_post_accumulate_grad_hook(self.scatter)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                dist.broadcast(parameter, src=0)
+                if parameter in self.shards:
+                    self.shards[parameter] = Shard(parameter)
+                    parameter.data = self.shards[parameter].own
+                else:
+                    parameter.register_post_accumulate_grad_hook(self.sum)
+            for buffer in module.buffers():
+                dist.broadcast(buffer, src=0)
+
+    def release(self, module, _, __):
+        with torch.no_grad():
+            module.weight.data = self.shards[module.weight].own
+
+    def scatter(self, parameter):
+        shard = self.shards[parameter]
+        flat = parameter.grad.detach().flatten()
+        padded = padded_to_ranks(flat)
+        padded /= dist.get_world_size()
+        own = torch.empty_like(shard.own)
+        work = dist.reduce_scatter_tensor(own, padded, async_op=True)
+        self.scattered.append((parameter, own, work))
+        with torch.no_grad():
+            parameter.grad = None
+            parameter.data = shard.own
+
+    def sum(self, parameter):
+        parameter.grad /= dist.get_world_size()
+        self.summed.append(dist.all_reduce(parameter.grad, async_op=True))
+
+    def forward(self, tokens):
+        self.forward_order.restart()
+        self.backward_order.restart()
+        self.forward_order.gather_first()
+        logits = self.module(tokens)
+        self.forward_order.known = True
+        self.backward_order.gather_first()
+        return logits
+
+    def finish(self):
+        with torch.no_grad():
+            for parameter, own, work in self.scattered:
+                work.wait()
+                parameter.grad = own
+            for work in self.summed:
+                work.wait()
+        self.scattered.clear()
+        self.summed.clear()
+        self.backward_order.known = True
+
+
 def train_step(model, optimizer, inputs, targets, autocast):
     torch.cuda.reset_peak_memory_stats()
     optimizer.zero_grad()
@@ -235,18 +212,21 @@ def train_step(model, optimizer, inputs, targets, autocast):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("mode", choices=("ddp", "zero1"))
+    parser.add_argument("mode", choices=("ddp", "zero1", "fsdp"))
     parser.add_argument("--batch", type=int, required=True, help="sequences of each rank")
     parser.add_argument("--bf16", action="store_true")
     args = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
-    model = Summed(Decoder().cuda())
+    torch.cuda.reset_peak_memory_stats()
+    model = (Sharded if args.mode == "fsdp" else Summed)(Decoder(SIZE).cuda())
     torch.cuda.synchronize()
-    found = {"after_model": torch.cuda.memory_allocated()}
+    found = {"after_model": torch.cuda.memory_allocated(), "in_model": torch.cuda.max_memory_allocated()}
     optimizer = DealtOut(model.parameters()) if args.mode == "zero1" else AdamW(model.parameters())
     for _ in range(STEPS):
-        inputs, targets = (torch.randint(VOCABULARY, (args.batch, CONTEXT)).cuda() for _ in range(2))
+        inputs, targets = (
+            torch.randint(SIZE.vocabulary, (args.batch, SIZE.context)).cuda() for _ in range(2)
+        )
         dist.barrier()
         torch.cuda.synchronize()
         autocast = torch.autocast("cuda", torch.bfloat16) if args.bf16 else contextlib.nullcontext()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+GIB = 1 << 30
 PAGE = os.sysconf("SC_PAGE_SIZE")
 RSS_FIELD = 23
 """Index of the resident pages in /proc/PID/stat; that of the parent's process id is 3 (proc(5))."""
@@ -26,6 +28,8 @@ class RankRun:
     """The script's output and memfit's summary."""
     seconds: float
     """Wall time of the whole command."""
+    processor_seconds: float
+    """Processor time of memfit and the processes that it started and waited for."""
     host_bytes: int
     """The largest sum of the resident memory of memfit and its descendants, looked up every 0.1 s."""
 
@@ -44,7 +48,7 @@ def dry_run(script: Path, arguments: tuple[str, ...] = (), options: tuple[str, .
     with tempfile.TemporaryDirectory() as folder:
         report, output = Path(folder, "report.json"), Path(folder, "output")
         command = [sys.executable, "-m", "memfit", "dry-run", "--to-end", "--json", str(report), *options]
-        begun, most = time.perf_counter(), 0
+        begun, busy, most = time.perf_counter(), _processor_seconds(), 0
         with output.open("w") as printed:
             process = subprocess.Popen(
                 [*command, "--", str(script), *arguments], stdout=printed, stderr=printed, cwd=folder
@@ -55,7 +59,14 @@ def dry_run(script: Path, arguments: tuple[str, ...] = (), options: tuple[str, .
         seconds, text = time.perf_counter() - begun, output.read_text()
         if process.returncode or not report.exists():
             raise SystemExit(f"{' '.join(command)} {script} ended with {process.returncode}:\n{text[-2000:]}")
-        return RankRun(json.loads(report.read_text()), text, seconds, most)
+        busy = _processor_seconds() - busy
+        return RankRun(json.loads(report.read_text()), text, seconds, busy, most)
+
+
+def _processor_seconds() -> float:
+    """Return the processor time of all processes that this one has waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _resident(root: int) -> int:
