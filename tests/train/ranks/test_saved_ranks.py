@@ -138,7 +138,7 @@ def test_other_ranks_refuse_what_they_cannot_continue(two, tmp_path):
     assert_equal(before, after)
     two("saved", plan[:1], tmp_path / "run", 4, EPOCHS)
     error, *_ = saved_rank_cases.refused(0, 1, [], tmp_path / "run", batch_size=5)
-    assert "The 32 samples read so far are no whole number of batches of 5 on 1 ranks" in error
+    assert "The 32 samples read so far are no whole number of batches of 5 on 1 rank." in error
     assert "Choose a batch_size that divides 32" in error
 
 

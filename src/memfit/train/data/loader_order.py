@@ -85,6 +85,6 @@ def batches_done(consumed: int, there: SavedOrder, loader: Any, ranks: int) -> i
         whole = f"a batch_size that divides {done // ranks}" if done % ranks == 0 else "other ranks"
         raise UsageError(
             f"{why}The {done} samples read so far are no whole number of batches of {here['batch_size']} on "
-            f"{ranks} ranks. Choose {whole}. {remedy}"
+            f"{ranks} rank{'s' * (ranks != 1)}. Choose {whole}. {remedy}"
         )
     return batches

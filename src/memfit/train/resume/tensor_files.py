@@ -13,6 +13,7 @@ Source: torch/distributed/checkpoint/metadata.py and filesystem.py, PyTorch 2.8 
 import io
 import math
 import os
+import pickle
 import re
 import warnings
 import zipfile
@@ -180,6 +181,8 @@ def _read_chunk(folder: Path, chunk: StoredChunk, name: str) -> torch.Tensor:
         tensor = torch.load(content, map_location="cpu", weights_only=True)
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != chunk.sizes:
             raise ValueError(f"it does not hold a tensor of shape {chunk.sizes}")
+    except pickle.UnpicklingError:
+        raise FileFormatError(f"{name!r} in {chunk.file} is damaged (it holds more than tensors).") from None
     except UNREADABLE as error:
         raise FileFormatError(f"{name!r} in {chunk.file} is damaged ({error}).") from None
     return tensor
