@@ -53,4 +53,9 @@ def _at_interpreter_end(end: Callable[[BaseException | None, bool], object]) -> 
         hook(kind, error, trace)
 
     sys.exit, sys.excepthook = noted_exit, noted_exception
-    atexit.register(lambda: end(raised[0] if raised else None, True))
+
+    def ended() -> None:
+        atexit.unregister(ended)  # memfit runs the exit handlers itself, of which this is one
+        end(raised[0] if raised else None, True)
+
+    atexit.register(ended)
