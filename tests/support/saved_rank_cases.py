@@ -116,6 +116,25 @@ class SavesAt(memfit.Callback):
             engine.stop()
 
 
+def interrupted(rank, ranks, plan, path):
+    """Raise on rank 1 in the third update; return the updates that are saved."""
+
+    class Fails(memfit.Callback):
+        def on_optimizer_step_begin(self, engine):
+            if rank == 1 and engine.optimizer_step == 2:
+                raise ValueError("on rank 1 alone")
+
+    run = engine(rank, plan, 0, Fails(), memfit.Saving(path, every=2))
+    try:
+        run.fit(loader(rank, ranks))
+    except (ValueError, memfit.MemfitError) as error:
+        kind = type(error).__name__
+    torch.distributed.barrier()
+    again = engine(rank, plan, 7)
+    again.load(path)
+    return kind, again.optimizer_step
+
+
 def uninterrupted(rank, ranks, plan, epochs):
     run = engine(rank, plan, 0)
     run.fit(loader(rank, ranks), epochs=epochs)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from memfit.errors import FileFormatError
 from memfit.train.resume import tensor_files
@@ -41,6 +42,13 @@ def test_tensors_are_read_as_they_were_written(folder):
         assert torch.equal(tensor, tensors()[name])
         assert read_index(folder)[name].shape == tensor.shape
         assert read_index(folder)[name].dtype == tensor.dtype
+
+
+def test_pytorchs_own_reader_reads_them_too(folder):
+    found = {"model.a": torch.zeros(5, 3)}
+    with pytest.warns(UserWarning, match=r"torch.distributed is disabled"):
+        load(found, checkpoint_id=folder)
+    assert torch.equal(found["model.a"], tensors()["model.a"])
 
 
 def change(folder, edit):

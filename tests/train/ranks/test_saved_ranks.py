@@ -152,3 +152,9 @@ def test_a_file_that_is_damaged_for_one_rank_is_loaded_by_none(two, tmp_path):
     assert results[1][0].startswith(f"FileFormatError: Cannot resume from {folder / 'rank-1'}")
     for _, before, after in results:
         assert_equal(before, after)
+
+
+def test_a_run_that_an_exception_ends_is_not_saved_again_by_the_ranks_that_are_left(two, tmp_path):
+    """Saving takes all ranks: one alone would wait for the others."""
+    plan = [memfit.Sharding("ddp")]
+    assert two("interrupted", plan, tmp_path / "run") == [("RankFailedError", 2), ("ValueError", 2)]
