@@ -11,7 +11,7 @@ import importlib
 import sys
 from types import ModuleType
 
-SECTIONS = ("fsdp2", "witness", "llama", "pipeline", "published", "killed", "nodes")
+SECTIONS = ("fsdp2", "witness", "llama", "pipeline", "published", "killed", "nodes", "engine")
 """Modules of benchmarks/rank_tables/, in the order in which their tables are printed."""
 
 

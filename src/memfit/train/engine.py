@@ -255,7 +255,10 @@ class Engine:
         wanted, test, size = metrics or {"loss": self._loss}, self._arena_steps.test, self._splitter.size
         # A replica's own forward is collective, but the ranks may validate different numbers of batches.
         model = inside_replica(self.model)
-        self.metrics = validated(model, loader, wanted, self.autocast, test, size, self._ranks)
+        together = self._ledger.gradients.reduces_in_backward and self._ranks.size > 1
+        self.metrics = validated(
+            model, loader, wanted, self.autocast, test, size, self._ranks, together=together
+        )
         return self.metrics
 
     def end_epoch(self) -> None:

@@ -29,7 +29,12 @@ from memfit.train.job import Job
 from memfit.train.loss_scaler import LossScaler
 from memfit.train.optimizer_update import OptimizerUpdate, Protect
 from memfit.train.rank_gradients import RankGradients, ReplicaGradients
-from memfit.train.rank_setup import expect_trainable_by_ranks, rank_gradients, sharded_optimizer
+from memfit.train.rank_setup import (
+    expect_trainable_by_ranks,
+    rank_gradients,
+    reduced_optimizer,
+    sharded_optimizer,
+)
 from memfit.train.schedule import check_schedule, schedule_of
 
 
@@ -115,8 +120,7 @@ def _set_up(
     state = plan.optimizer_state or OptimizerState()
     if plan.optimizer_state is not None:
         plan.optimizer_state.optimizer(optimizer, model)
-    if plan.sharding is not None:
-        optimizer = plan.sharding.optimizer(optimizer, model)
+    optimizer = reduced_optimizer(optimizer, plan.sharding, model, gradients.ranks)
     master_weights.replace_parameters(optimizer, masters)
     sums = gradient_sums(model, accumulation, masters)
     if cuda_graphs:

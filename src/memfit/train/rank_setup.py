@@ -8,11 +8,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memfit.errors import UsageError
 from memfit.strategies.mechanisms.module_patterns import class_name, unwrapped
+from memfit.strategies.mechanisms.optimizer_info import parameters_of
 from memfit.strategies.plan import Plan, sharding_conflict
 from memfit.strategies.sharding import Sharding, sharding_of
 from memfit.train.job import Job
 from memfit.train.rank_gradients import RankGradients, ReplicaGradients, ShardGradients
-from memfit.train.ranks import ranks_of_job
+from memfit.train.ranks import OneRank, ranks_of_job
 
 _ADD_SHARDING = (
     "Add memfit.Sharding('ddp') to the plan: memfit.Engine(model, [memfit.Sharding('ddp'), ...], "
@@ -96,6 +97,25 @@ def rank_gradients(model: nn.Module) -> RankGradients:
                 "engine trains a model on all ranks: tensor and pipeline parallelism are not supported."
             )
     return ShardGradients(ranks, model)
+
+
+def reduced_optimizer(
+    optimizer: torch.optim.Optimizer, sharding: Sharding | None, model: nn.Module, ranks: OneRank
+) -> torch.optim.Optimizer:
+    """Return an optimizer, with zero1 sharded, if the gradients of all its parameters are reduced.
+
+    Raises:
+        UsageError: some are not the model's, such as a loss's temperature.
+    """
+    ours = set(model.parameters())
+    others = [each for each in parameters_of(optimizer) if each not in ours]
+    if others and ranks.size > 1 and sharding_of(model) is not None:
+        raise UsageError(
+            f"The optimizer updates a parameter of shape {tuple(others[0].shape)} that {class_name(model)} "
+            "does not contain. Its gradient is not reduced, and would differ from rank to rank. Make it a "
+            "parameter of the model."
+        )
+    return optimizer if sharding is None else sharding.optimizer(optimizer, model)
 
 
 def _mesh_sizes(model: nn.Module) -> Iterator[int]:

@@ -28,7 +28,7 @@ def names_of(metrics: Mapping[str, Metric] | None, loader: Iterable[Any] | None)
     return []
 
 
-def validated(
+def validated(  # noqa: PLR0913 - what the engine knows about its validation
     model: nn.Module,
     loader: Iterable[Any],
     metrics: Mapping[str, Metric],
@@ -36,6 +36,8 @@ def validated(
     step: Callable[[Any], AbstractContextManager[Any]],
     size: Callable[[Any], int],
     ranks: OneRank,
+    *,
+    together: bool,
 ) -> dict[str, float]:
     """Return the means of metrics over a loader's samples; over those of all ranks.
 
@@ -47,19 +49,20 @@ def validated(
         step: the context of all metrics of a batch.
         size: the number of samples of a batch; batches of unknown size count alike.
         ranks: that validate together, each with a loader of its own.
+        together: whether the ranks run each forward together (fsdp2): one with fewer batches repeats one.
 
     Raises:
         UsageError: there are no batches.
     """
     sums: dict[str, Any] = {}
     with _evaluating(model):
-        for batch in loader:
+        for batch, counts in _equally_many(loader, ranks) if together else ((each, True) for each in loader):
             with step(batch):
                 found = {
                     name: _sum_of(name, metric, model, batch, autocast, size)
                     for name, metric in metrics.items()
                 }
-            for name, (total, weight) in found.items():
+            for name, (total, weight) in found.items() if counts else ():
                 before = sums.get(name, (0.0, 0.0))
                 sums[name] = before[0] + total, before[1] + weight
     if not ranks.agree(len(sums))[0]:
@@ -73,6 +76,22 @@ def validated(
     if nothing:
         raise UsageError(f"The metric {nothing[0]!r} has no mean: the divisors that it returned add up to 0.")
     return {name: float(total) / float(weight) for name, (total, weight) in sums.items()}
+
+
+def _equally_many(loader: Iterable[Any], ranks: OneRank) -> Iterator[tuple[Any, bool]]:
+    """Yield batches, and whether they count, until no rank has more of its own."""
+    own, last = iter(loader), None
+    while True:
+        batch = next(own, None)
+        if not ranks.agree(batch is not None)[0]:
+            return
+        if batch is None and last is None:
+            raise UsageError(
+                "A rank has no batch to validate. With fsdp2 all ranks run each forward together: give each "
+                "rank at least one."
+            )
+        counts, last = batch is not None, last if batch is None else batch
+        yield last, counts
 
 
 def _sum_of(

@@ -3,11 +3,14 @@
 import pytest
 import torch
 
+from memfit import LossScale
+from memfit.train.loss_scaler import LossScaler
+from memfit.train.ranks import OneRank
 from support import rank_cases
 
 
 def test_epochs_are_shuffled_anew_and_divided_among_ranks(two_ranks):
-    ranks = two_ranks.run("fit", True)
+    ranks = two_ranks.run("fit", "ddp")
     epochs = []
     for epoch in range(2):
         batches = slice(3 * epoch, 3 * epoch + 3)
@@ -18,8 +21,9 @@ def test_epochs_are_shuffled_anew_and_divided_among_ranks(two_ranks):
     assert epochs[0] != epochs[1]
 
 
-def test_metrics_and_callbacks_see_the_samples_of_all_ranks(two_ranks):
-    ranks = two_ranks.run("fit", True)
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+def test_metrics_and_callbacks_see_the_samples_of_all_ranks(two_ranks, mode):
+    ranks = two_ranks.run("fit", mode)
     (first, second) = ranks
     assert first["metrics"] == second["metrics"]
     assert (first["epochs"], first["best"]) == (second["epochs"], second["best"])
@@ -44,6 +48,7 @@ def test_metrics_and_callbacks_see_the_samples_of_all_ranks(two_ranks):
         ("a part in DDP", "leave out the wrapper"),
         ("step in backward", "step_in_backward"),
         ("cast afterwards", "Precision(autocast=False)"),
+        ("others", "a parameter of shape (3,) that DistributedDataParallel does not contain"),
         ("8 bits", "OptimizerState(bits=...)"),
         ("conflict", "It would copy gathered parameters"),
         ("tensor parallel", "tensor and pipeline parallelism are not supported"),
@@ -75,3 +80,20 @@ def test_a_progress_bar_is_drawn_on_the_first_rank_only(two_ranks):
     first, second = two_ranks.run("progress")
     assert "batches" in first
     assert second == ""
+
+
+class OtherRankOverflowed(OneRank):
+    """A rank whose own gradients are finite; PyTorch 2.14's GradScaler itself sees the shards of others."""
+
+    def agree(self, *numbers, failure=0):
+        return (1.0,)
+
+
+@pytest.mark.parametrize(("ranks", "scale"), [(OtherRankOverflowed(), 4.0), (OneRank(), 8.0)])
+def test_a_rank_backs_off_if_another_overflowed(ranks, scale):
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    scaler = LossScaler(LossScale(init_scale=8.0), "cpu", ranks)
+    assert scaler.unscale(torch.optim.SGD([parameter])) is (scale == 4.0)
+    scaler.update()
+    assert scaler.scale == scale
