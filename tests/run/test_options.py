@@ -11,7 +11,7 @@ from memfit.cli.dry_run import dry_run as dry_run_command
 from memfit.run.options import RunOptions
 from memfit.run.rank import Rank
 
-SET_BY_MEMFIT = {"finish_late", "own_gpu_only", "real_ranks"}
+SET_BY_MEMFIT = {"finish_late", "objects", "own_gpu_only", "real_ranks"}
 """Options of which memfit decides itself."""
 DEFAULTS = {
     field.name: field.default

@@ -39,6 +39,7 @@ from memfit.run.process_end import at_process_end
 from memfit.run.process_tree import kill_descendants
 from memfit.run.rank import traced_rank
 from memfit.run.script import end_of, print_as_python_does, run_as_main
+from memfit.run.script_threads import join_threads, noting_excepthook
 from memfit.run.started_ranks import StartedRanks
 from memfit.run.unfollowed import record_running
 
@@ -203,12 +204,12 @@ class ScriptProcess:
     def script(self) -> ScriptEnd:
         """Run the script and return how it ended; its traceback goes to standard error."""
         in_threads: list[BaseException] = []
-        threading.excepthook = _noting_excepthook(threading.excepthook, in_threads)
+        threading.excepthook = noting_excepthook(threading.excepthook, in_threads)
         try:
             run_as_main(self._command, module=self._settings.options.module)
         except BaseException as error:  # noqa: BLE001 - a script may end by raising anything
             return self._end_of(error)
-        _join_threads(None)  # Python waits for them too; one of them may be the training
+        join_threads(None)  # Python waits for them too; one of them may be the training
         if self._enough():
             return ScriptEnd("steps", 0)
         if in_threads:
@@ -250,7 +251,7 @@ class ScriptProcess:
         self._parent.end(end, traced=trace is not None, unsaved=unsaved)
         self._stay(end)
         if run_exit_handlers:
-            _join_threads(THREAD_TIMEOUT)
+            join_threads(THREAD_TIMEOUT)
             atexit._run_exitfuncs()
         _flush()
         if end.reason == "interrupted":
@@ -370,29 +371,6 @@ def main() -> None:
         follow_children(settings)
     release_ctrl_c()
     process.finish(process.script())
-
-
-def _join_threads(timeout: float | None) -> None:
-    """Wait for the threads that Python waits for, at most ``timeout`` seconds in total."""
-    until = None if timeout is None else time.monotonic() + timeout
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join(None if until is None else max(0.0, until - time.monotonic()))
-
-
-def _noting_excepthook(
-    original: Callable[[threading.ExceptHookArgs], object], noted: list[BaseException]
-) -> Callable[[threading.ExceptHookArgs], object]:
-    """Return a hook that notes the exceptions which end threads, and is silent where memfit ends them."""
-
-    def hook(arguments: threading.ExceptHookArgs) -> object:
-        if arguments.exc_type.__name__ == "EnoughStepsReached":
-            return None
-        if arguments.exc_value is not None:
-            noted.append(arguments.exc_value)
-        return original(arguments)
-
-    return hook
 
 
 def _flush() -> None:

@@ -95,7 +95,7 @@ def load_tensors(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process may read it
-            reader = _Reader(folder, stored)
+            reader = _TensorReader(folder, stored)
             load(dict(tensors), storage_reader=reader, planner=planner, process_group=group)
     except CheckpointException as error:
         raise FileFormatError(f"Cannot resume from {folder}: {_causes(error)}") from error
@@ -106,7 +106,7 @@ def _causes(error: CheckpointException) -> str:
     return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in failures)
 
 
-class _Reader(StorageReader):
+class _TensorReader(StorageReader):
     """Reads the chunks that PyTorch's planner asks for."""
 
     def __init__(self, folder: Path, stored: Mapping[str, StoredTensor]) -> None:
