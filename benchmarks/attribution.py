@@ -50,6 +50,12 @@ JOBS = {
     "lightning_fit.py": "lightning",
 }
 """Scripts in ``attribution_jobs/`` with their arguments, and the package that each needs."""
+DISTRIBUTED = (
+    *("checkpoint", "context_parallel", "ddp", "expert_parallel", "fsdp1", "fsdp2", "hsdp", "pipeline"),
+    *("tensor_parallel", "zero1"),
+)
+"""Scripts in ``examples/distributed``: each runs as the first of eight ranks."""
+RANKS = ["--gpu", "H100", "--nproc", "8"]
 KINDS = {
     "saved": Category.ACTIVATION,
     "parameters": Category.PARAMETER,
@@ -98,8 +104,9 @@ def bytes_of(attribution: Attribution, event: int) -> dict[str, int]:
 
 
 def run(options: list[str], script: list[str]) -> None:
-    """Run a script on the ghost."""
-    command = [sys.executable, "-m", "memfit", "dry-run", "--memory", "1TiB", *options, "--", *script]
+    """Run a script on the ghost, as a rank if it is one of those in ``examples/distributed``."""
+    ranks = RANKS * any("examples/distributed" in argument for argument in script)
+    command = [sys.executable, "-m", "memfit", "dry-run", "--memory", "1TiB", *ranks, *options, "--", *script]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
@@ -152,6 +159,7 @@ def compare(script: Path, folder: Path, *arguments: str) -> dict[str, object]:
 def jobs() -> Iterator[list[str]]:
     """Yield the examples, and the jobs whose packages are installed."""
     yield from ([str(ROOT / f"examples/{one}.py")] for one in EXAMPLES)
+    yield from ([str(ROOT / f"examples/distributed/{one}.py")] for one in DISTRIBUTED)
     for job, package in JOBS.items():
         if package and not importlib.util.find_spec(package):
             print(f"{job:26} skipped: {package} is not installed", flush=True)

@@ -111,7 +111,9 @@ class Truth:
         made = {event["addr"]: at for at, event in enumerate(events) if event["action"] == "alloc"}
         scalers = [one for one in gc.get_objects() if type(one) is torch.amp.GradScaler]
         scales = storages(getattr(one, "_scale", None) for one in scalers)  # a disabled scaler has none
-        parameters = storages(live(torch.nn.Parameter)) | named("beside")
+        communicated = storages(gathered())
+        parameters = storages(live_parameters()) | storages(shards()) | named("beside")
+        parameters = without(parameters, communicated)
         sizes = {
             start: size
             for kept in list(self._kept)
@@ -119,6 +121,7 @@ class Truth:
             if self._entered[kept.window] <= made.get(start, -1) < self._ended[kept.window]
             and start not in scales
             and start not in parameters
+            and start not in communicated
         }
         buffers = storages(one for module in live(torch.nn.Module) for one in module._buffers.values())
         owned = {*sizes, *scales, *parameters, *buffers, *self._gradient_sizes(), *self._state_sizes()}
@@ -130,6 +133,7 @@ class Truth:
         averages = [one for one in live(torch.nn.Module) if type(one).__name__ in AVERAGED]
         mirrors = storages(copies_of_parameters(self._models)) | named("copies")
         mirrors |= storages(one for average in averages for one in average.parameters())
+        mirrors = without(mirrors, storages(shards()))
         entry = {
             "saved": sizes,
             "parameters": without(parameters, mirrors),
@@ -185,6 +189,31 @@ def live(kind: type) -> list[Any]:
     return [one for one in gc.get_objects() if issubclass(type(one), kind)]
 
 
+def live_parameters() -> Iterator[torch.Tensor]:
+    """Yield the parameters that the garbage collector knows; those of modules may be of another class."""
+    yield from live(torch.nn.Parameter)
+    for module in live(torch.nn.Module):
+        yield from (one for one in module._parameters.values() if one is not None)
+
+
+def shards() -> Iterator[torch.Tensor]:
+    """Yield this rank's shards of parameters that FSDP has gathered."""
+    for one in gc.get_objects():
+        if type(one).__name__ == "FSDPParam":
+            yield one.sharded_param
+        if type(one).__name__ == "FlatParameter":
+            yield one._local_shard
+
+
+def gathered() -> Iterator[torch.Tensor]:
+    """Yield what FSDP gathers of parameters."""
+    for one in gc.get_objects():
+        if type(one).__name__ == "FSDPParam":
+            yield from one.all_gather_outputs
+        if type(one).__name__ == "FlatParameter" and one._full_param_padded.untyped_storage().nbytes():
+            yield one._full_param_padded
+
+
 def named(name: str) -> dict[int, int]:
     """Return the storages of the tensors that the script keeps in a list of this name."""
     return storages(vars(sys.modules["__main__"]).get(name, ()))
@@ -215,8 +244,15 @@ def without(sizes: Mapping[int, int], others: Container[int]) -> dict[int, int]:
 
 def storages(tensors: Iterable[torch.Tensor | None]) -> dict[int, int]:
     """Return the bytes of CUDA tensors' storages by address; None counts as no tensor."""
-    on_gpu = (one.untyped_storage() for one in tensors if one is not None and one.is_cuda)
+    plain = (plain_tensor(one) for one in tensors if one is not None)
+    on_gpu = (one.untyped_storage() for one in plain if one.is_cuda)
     return {storage.data_ptr(): storage.nbytes() for storage in on_gpu if storage.nbytes()}
+
+
+def plain_tensor(tensor: Any) -> torch.Tensor:
+    """Return the tensor inside a DTensor, or inside the result of a collective; any other tensor itself."""
+    inside = {"DTensor": "_local_tensor", "AsyncCollectiveTensor": "elem"}.get(type(tensor).__name__)
+    return plain_tensor(getattr(tensor, inside)) if inside else tensor
 
 
 def main() -> None:

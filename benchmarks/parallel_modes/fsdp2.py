@@ -143,20 +143,16 @@ def tensor_parallel_model(model, mesh):
     return model
 
 
-def tensor_parallel(device):
+def tensor_parallel(device, checkpointed=False):
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    model = Model().to(device)
+    model = Model(checkpointed=checkpointed).to(device)
     for block in model.blocks:
         parallelize_module(block, mesh, TENSOR)
-    train(model, device)
+    train(model, device, torch.optim.AdamW(model.parameters(), foreach=False))  # DTensors and others
 
 
 def tensor_parallel_checkpointed(device):
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    model = Model(checkpointed=True).to(device)
-    for block in model.blocks:
-        parallelize_module(block, mesh, TENSOR)
-    train(model, device)
+    tensor_parallel(device, checkpointed=True)
 
 
 def sequence_parallel(device):

@@ -73,6 +73,25 @@ def test_fsdp_holds_its_share_of_parameters_gradients_and_state_to_the_byte_of_p
     assert row.failure == ""
 
 
+def test_what_fsdp_gathers_of_parameters_is_communication(dry_run, tmp_path):
+    trace = tmp_path / "rank.memfit"
+    script = SHARDED.replace("fully_shard(layer)", "fully_shard(layer, reshard_after_forward=False)")
+    run_as(dry_run, script, 4, more=("-o", str(trace)))
+    held = {row.name: row.bytes for row in memfit.explain(trace, at="backward").held.rows[GroupBy.CATEGORY]}
+    assert held["parameters"] == LAYERS // 4
+    assert held["communication"] >= LAYERS
+
+
+def test_a_script_that_does_not_wait_for_its_last_collective_ends(dry_run):
+    script = f"""{SHARDED}
+    dist.all_reduce(torch.ones(1 << 20, device="cuda"), async_op=True)
+    dist.destroy_process_group()
+    print("ended")
+    """
+    run = run_as(dry_run, script.replace("4096", "64"), 2)
+    assert (run.code, run.out.splitlines()[0]) == (0, "ended")
+
+
 def test_ranks_without_rows_hold_the_padding(dry_run):
     script = SHARDED.replace("rows, layers = 4096, 3", "rows, layers = 10, 1")
     found = [terms(run_as(dry_run, script, 8, rank=rank).answer)["parameters"] for rank in (0, 7)]

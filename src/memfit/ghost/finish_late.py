@@ -4,6 +4,8 @@ import functools
 from typing import Any
 
 from memfit.ghost.ffi import Ghost
+from memfit.ghost.patching.after_import import after_import
+from memfit.ghost.patching.before_call import before
 
 
 def finish_late(ghost: Ghost) -> None:
@@ -17,6 +19,17 @@ def finish_late(ghost: Ghost) -> None:
     if distributed.is_available():
         work: Any = distributed.Work
         work.is_completed = _waiting(work.is_completed, lambda self: self.wait())
+        after_import("torch.distributed.distributed_c10d", _wait_before_groups_end)
+
+
+def _wait_before_groups_end() -> None:
+    """Have all work be done before a process group ends: it waits for the thread that watches its work."""
+    import torch
+    from torch import distributed
+    from torch.distributed import distributed_c10d
+
+    end = before(lambda *_, **__: torch.cuda.synchronize(), distributed_c10d.destroy_process_group)
+    distributed.destroy_process_group = distributed_c10d.destroy_process_group = end
 
 
 def _waiting(query: Any, wait: Any) -> Any:

@@ -1,6 +1,6 @@
 """The functions by which one rank sends objects to others: the objects travel through files.
 
-A rank that has objects already (``broadcast_object_list`` of a list without None) keeps them.
+A rank that has objects already (``broadcast_object_list`` of a list without None or ``{}``) keeps them.
 """
 
 import functools
@@ -46,7 +46,7 @@ class _ObjectLists:
         if sender == dist.get_rank():
             self.objects.leave(key, list(kept))
             run()
-        elif None in kept:
+        elif any(_is_placeholder(each) for each in kept):
             kept[:] = self._receive("broadcast_object_list", key, sender)
 
     def scatter(self, run: Callable[[], None], given: Mapping[str, Any]) -> None:
@@ -84,6 +84,15 @@ class _ObjectLists:
                 f"torch.distributed.{function}: rank {own} receives an object from {source}, but {error}."
             )
             raise
+
+
+def _is_placeholder(own: object) -> bool:
+    """Return whether an object may stand for one that is yet to come: nothing, or an empty collection.
+
+    >>> [_is_placeholder(each) for each in (None, {}, "run-17", 0)]
+    [True, True, False, False]
+    """
+    return own is None or (isinstance(own, dict | list | set | tuple | str) and not own)
 
 
 def _exchanging(function: Callable[..., Any], exchange: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from memfit.ghost.values.known_values import storage_start
+from memfit.recording.gathered_parameters import GatheredParameters
 from memfit.recording.module_hooks import tensors_in
 from memfit.recording.saved_tensors import Checkpoints, SavedTensorInfo, leaves_of, nodes_of, saved_by
 from memfit.recording.tensor_names import NamedTensor, TensorName, TensorNames, describe, local_piece, parts
@@ -50,6 +51,7 @@ class MemoryOwners:
     """Ops that computed saved tensors, with their indices; index 0 stands for no op."""
     snapshots: list[OwnerSnapshot] = field(default_factory=list)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    gathered: GatheredParameters = field(default_factory=GatheredParameters)
     incomplete: bool = False
     """Whether an object could not be inspected."""
     _backwards: list[int] = field(default_factory=list)  # autograd's sequence number at each backward
@@ -91,8 +93,13 @@ class MemoryOwners:
         self.record_parameters(serial, parameters)
 
     def record_parameters(self, serial: int, parameters: Iterable[torch.Tensor]) -> None:
-        """Record parameters."""
-        self._record(serial, Category.PARAMETER, map(self._named, parameters))
+        """Record parameters: this rank's share, or what FSDP has gathered of the others' shares."""
+        rows: dict[Category, list[NamedTensor]] = {Category.PARAMETER: [], Category.COMMUNICATION: []}
+        for parameter in parameters:
+            gathered = self.gathered.holds(parameter)
+            rows[Category.COMMUNICATION if gathered else Category.PARAMETER].append(self._named(parameter))
+        for category, named in rows.items():
+            self._record(serial, category, named)
 
     def record_gradients(self, serial: int, parameters: Iterable[torch.Tensor]) -> None:
         """Record the gradients of some parameters."""
