@@ -21,7 +21,7 @@ def test_a_rank_receives_what_others_really_send(dry_run):
     script = f"""{JOIN}
     names = [f"run of {{rank}}", None] if rank == 0 else [None, None]
     dist.broadcast_object_list(names, src=0)
-    settings = [{"width": 8} if rank == 0 else {}]  # as PyTorch broadcasts a state dict
+    settings = [{{"width": 8}} if rank == 0 else {{}}]  # as PyTorch broadcasts a state dict
     dist.broadcast_object_list(settings, src=0)
     part = [None]
     dist.scatter_object_list(part, [each * 10 for each in range(ranks)] if rank == 2 else None, src=2)
@@ -34,7 +34,8 @@ def test_a_rank_receives_what_others_really_send(dry_run):
         torch.empty(received[0]["width"], 1024, device="cuda")
     """
     done = run_as(dry_run, script, 1, 3)
-    assert done.out.splitlines()[0] == "['run of 0', None] [{'width': 8}] [10] [{'width': 384}]", done.err
+    said = "['run of 0', None] [{'width': 8}] [10] [{'width': 384}]"
+    assert done.out.splitlines()[0] == said, done.err
     assert done.answer["peak"]["allocated"] == 384 * 1024 * 4
 
 

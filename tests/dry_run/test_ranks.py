@@ -3,6 +3,9 @@
 import pytest
 from rank_tables import fsdp2
 
+import memfit
+from memfit.records import GroupBy
+
 JOIN = """
     import os, torch
     from torch import distributed as dist, nn
@@ -22,6 +25,7 @@ SHARDED = f"""{JOIN}
         optimizer.step()
         optimizer.zero_grad()
 """
+LAYERS = 3 * 4096 * 4096 * 4
 
 
 def run_as(dry_run, script, nproc, rank=0, nnodes=1, more=()):
