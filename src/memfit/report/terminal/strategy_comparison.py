@@ -120,6 +120,8 @@ def _to_write(result: StrategyComparison) -> Iterator[str]:
     width = max(map(len, plans))
     for name, plan in plans.items():
         yield f"    {name:<{width}}  [{', '.join(plan)}]"
+    if not any("ffload" in code for run in result.runs if run.models for code in run.plan):
+        return
     yield (
         "Offload keeps activations, or the inputs of checkpointed blocks, in host memory; with FSDP2, the "
         "shards of parameters, gradients and optimizer state."
