@@ -186,20 +186,6 @@ def symmetric_memory(device):
     torch.ops.symm_mem.one_shot_all_reduce(x, "sum", dist.group.WORLD.group_name)
 
 
-def rpc(device):
-    from torch.distributed import rpc
-
-    rpc.init_rpc(f"worker{dist.get_rank()}", rank=dist.get_rank(), world_size=dist.get_world_size())
-    rpc.shutdown()
-    torch.ones(1, device=device)
-
-
-def forever(device):
-    store = dist.distributed_c10d._get_default_store()
-    while store.get("stop") != b"yes":
-        torch.ones(1, device=device)
-
-
 if __name__ == "__main__":
     chosen = variant(globals())
     chosen(start("cpu:gloo,cuda:nccl" if chosen is cpu_and_cuda else "nccl"))
