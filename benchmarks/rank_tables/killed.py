@@ -33,7 +33,7 @@ COLUMNS = (
     *("job", "kills", "in training", "of these in a save"),
     *("reported", "slowest", "resumed after updates", "finished jobs"),
 )
-KILLS = 16
+KILLS = 8
 """Of each job."""
 SECONDS = 20
 EPOCHS, SAMPLES = 3, 128
