@@ -195,7 +195,7 @@ class GhostBackend:
         rank = self._options.rank
         if rank.world_size > 1 and self._has_joined:
             text = f"The script ran as {rank}. {_RECEIVED[self._options.real_ranks]}"
-            self._recorder.note(Provenance.ASSUMED, text, sizes=True)
+            self._recorder.note(Provenance.ASSUMED, text)  # sizes rarely follow from what others send
         elif rank.world_size > 1:
             text = f"The script ran as {rank}, and joined no process group: it trains by itself."
             self._recorder.note(Provenance.EXACT, text, sizes=True)
