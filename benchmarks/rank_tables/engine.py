@@ -18,7 +18,7 @@ import memfit
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from support import rank_cases
+from support import failure_rank_cases, rank_cases
 from support.rank_pool import RankPool
 
 COLUMNS = ("job", "ranks", "jobs", "largest difference", "limit")
@@ -67,8 +67,8 @@ def _random_job(pool: Any, mode: str, dtype: str, draw: random.Random) -> float:
 def _job_out_of_memory(pool: Any, mode: str, draw: random.Random) -> float:
     sizes = [[draw.randint(1, 7) for _ in range(pool.ranks)] for _ in range(3)]
     failing = draw.sample(range(pool.ranks), draw.randint(1, pool.ranks))
-    found = pool.run("out_of_memory", mode, failing, sizes)
-    return difference(found, rank_cases.out_of_memory(0, 1, mode, [], sizes))
+    found = pool.run("out_of_memory", mode, failing, sizes, module="support.failure_rank_cases")
+    return difference(found, failure_rank_cases.out_of_memory(0, 1, mode, [], sizes))
 
 
 def _lenet(pool: Any, dtype: str, updates: int) -> Row:

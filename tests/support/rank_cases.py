@@ -3,7 +3,6 @@
 ``train`` is also what one process does with all data, under ``ranks=1``: the referee.
 """
 
-import os
 import warnings
 
 import torch
@@ -163,6 +162,34 @@ def in_windows(rank, ranks, plan, counts, loop, loss="mean_loss"):
     return found(run, results, seen)
 
 
+def without_tokens(rank, ranks, mode):
+    """Make an update from micro-batches of which the last one, on the last rank, has a mean loss of 0 / 0."""
+    micro = shares([2] * 4, 0)
+    micro[-1][1].zero_()
+    each = len(micro) // ranks
+    gathering = memfit.Accumulation(batches_per_update=each)
+    seen, results = Seen(), []
+    plan = [gathering] if ranks == 1 else [gathering, memfit.Sharding(mode)]
+    run = engine(net(), plan, callbacks=[seen, Results(results)])
+    for window in run.windows(micro[rank * each : (rank + 1) * each]):
+        for batch in window:
+            total, tokens = token_loss(run.model, batch)
+            run.backward(total / tokens, weight=float(tokens))
+    return found(run, results, seen)
+
+
+def growing_weights(rank, ranks, mode):
+    """Return whether an fp16 window makes an update whose second micro-batch weighs 4,000 times its first."""
+    gathering = memfit.Accumulation(batches_per_update=2)
+    run = engine(net(), [gathering, memfit.Sharding(mode), memfit.Precision("fp16", loss_scale=1024.0)])
+    for window in run.windows(shares([2] * 2, 0)):
+        for batch, weight in zip(window, [1.0, 4000.0], strict=True):
+            with run.autocast():
+                loss = mean_loss(run.model, batch)
+            run.backward(loss, weight=weight)
+    return window.result.updated
+
+
 class Results(memfit.Callback):
     """Keeps the result of each window."""
 
@@ -282,67 +309,6 @@ def unused(rank, ranks, sizes):
     return found(run, results, seen)
 
 
-def out_of_memory(rank, ranks, mode, failing, sizes, options=None):
-    """Make updates during which some ranks cannot hold more than two samples at a time.
-
-    Args:
-        failing: the ranks.
-        sizes: as for ``steps``.
-    """
-
-    def loss(model, batch):
-        value = mean_loss(model, batch)
-        if rank in failing and len(batch[0]) > 2:
-            if len(batch[0]) % 2:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-            value.register_hook(ran_out)
-        return value
-
-    plan = [memfit.Sharding(mode)] if ranks > 1 else None
-    seen, results = Seen(), []
-    run = engine(net(), plan, loss=loss, callbacks=[seen], **options or {})
-    for seed, divided in enumerate(sizes):
-        batch = samples(sum(divided), seed) if ranks == 1 else shares(divided, seed)[rank]
-        results.append(run.step(batch))
-    return found(run, results, seen)
-
-
-def ran_out(gradient):
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-
-def failing(rank, ranks, mode, where, ends=False):
-    """Return what each rank reads when rank 1 fails for good in its second step, and ends then or not."""
-    if ranks == 1:
-        raise AssertionError
-
-    class Failing(memfit.Callback):
-        def on_optimizer_step_begin(self, engine):
-            if rank == 1 and where == "update" and engine.optimizer_step == 1:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    def loss(model, batch):
-        value = mean_loss(model, batch)
-        if rank == 1 and run.optimizer_step == 1:
-            if where == "forward":
-                raise ValueError("a label is missing")
-            if where == "backward":
-                value.register_hook(ran_out)
-        return value
-
-    run = engine(net(), [memfit.Sharding(mode)], loss=loss, callbacks=[Failing()], protect="always")
-    run.step(samples(1, rank))
-    before = [local(p) for p in run.model.parameters()]
-    try:
-        run.step(samples(1, rank))
-    except Exception as error:  # noqa: BLE001 - whatever it is, the test looks at it
-        if ends and rank == 1:
-            os._exit(1)  # as a script does that does not catch it
-        same = all(torch.equal(a, local(b)) for a, b in zip(before, run.model.parameters(), strict=True))
-        return type(error).__name__, str(error), same
-    return "", "", False
-
-
 def sums(rank, ranks, master_weights):
     """Train a model in bf16 whose gradients are summed in float32."""
     precision = memfit.Precision("bf16", autocast=False, master_weights=master_weights)
@@ -361,98 +327,6 @@ def sums(rank, ranks, master_weights):
         share = slice(rank * 16 // ranks, (rank + 1) * 16 // ranks)
         run.step((x[share], y[share]))
     return {"gradients": kept, "dtypes": {str(each.dtype) for each in kept[0]}}
-
-
-def fit(rank, ranks, mode, epochs=2):
-    """Train with ``fit``, validation and early stopping; return what each rank saw of them."""
-    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-
-    data = TensorDataset(*samples(22, 0))
-    sampler = DistributedSampler(data, shuffle=True)
-    loader = DataLoader(data, batch_size=4, sampler=sampler)
-    order = []
-
-    def loss(model, batch):
-        order.append(batch[0][:, 0].tolist())
-        return mean_loss(model, batch)
-
-    held_out = samples(9, 1)
-    part = slice(0, 6) if rank == 0 else slice(6, 9)  # ranks validate different numbers of batches
-    mine = tuple(tensor[part] for tensor in held_out)
-    validation = [tuple(t[i : i + 3] for t in mine) for i in range(0, len(mine[0]), 3)]
-    stopping = memfit.EarlyStopping("accuracy", mode="max", patience=1)
-
-    def accuracy(model, batch):
-        return (model(batch[0]).argmax(1) == batch[1]).sum(), len(batch[0])
-
-    run = engine(net(), memfit.Sharding(mode), loss=loss, callbacks=[stopping])
-    run.fit(loader, epochs, validate=validation, metrics={"loss": mean_loss, "accuracy": accuracy})
-    return {
-        "order": order,
-        "metrics": run.metrics,
-        "epochs": run.epoch,
-        "best": stopping.best,
-        "parameters": [whole(p) for p in run.model.parameters()],
-    }
-
-
-def refused(rank, ranks, case):
-    """Return the message with which an engine is refused."""
-    model = net()
-    adam = torch.optim.Adam(model.parameters())
-    made = {
-        "nothing shards": lambda: engine(model, None),
-        "sharded twice": lambda: engine(memfit.apply(model, memfit.Sharding("ddp")), memfit.Sharding("ddp")),
-        "fsdp2, made before": lambda: engine(model, memfit.Sharding("fsdp2"), optimizer=adam),
-        "zero1, scheduler made before": lambda: engine(
-            model,
-            memfit.Sharding("zero1"),
-            optimizer=adam,
-            scheduler=torch.optim.lr_scheduler.StepLR(adam, 1),
-            scheduler_interval="update",
-        ),
-        "static graph": lambda: engine(model, memfit.Sharding("ddp", static_graph=True)),
-        "a part in DDP": lambda: engine(nn.Sequential(nn.parallel.DistributedDataParallel(model)), None),
-        "step in backward": lambda: engine(
-            model, [memfit.Sharding("fsdp2"), memfit.OptimizerState(step_in_backward=True)]
-        ),
-        "cast afterwards": lambda: engine(
-            memfit.apply(model, memfit.Sharding("ddp")), memfit.Precision("bf16", autocast=False)
-        ),
-        "8 bits": lambda: engine(model, [memfit.Sharding("fsdp2"), memfit.OptimizerState(bits=8)]),
-        "others": lambda: engine(
-            model,
-            memfit.Sharding("ddp"),
-            optimizer=lambda parameters: sgd([*parameters, nn.Parameter(torch.ones(3))]),
-        ),
-        "conflict": lambda: engine(memfit.apply(model, memfit.Sharding("fsdp2")), memfit.Offload()),
-        "tensor parallel": lambda: engine(_on_a_part_of_the_ranks(model), None),
-        "cuda graphs": lambda: engine(model, memfit.Sharding("ddp"), cuda_graphs=True),
-        "arena": lambda: engine(model, {"sharding": "ddp", "arena": True}),
-        "no sync": lambda: _without_sync(model, rank),
-        "carry": lambda: engine(
-            model, [memfit.Sharding("ddp"), memfit.Accumulation(batches_per_update=2, remainder="carry")]
-        ).fit([samples(2, 0)] * (3 + rank)),
-    }[case]
-    try:
-        made()
-    except memfit.MemfitError as error:
-        return type(error).__name__, str(error)
-    return "", ""
-
-
-def _on_a_part_of_the_ranks(model):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
-    return fully_shard(model, mesh=mesh["data"])
-
-
-def _without_sync(model, rank):
-    run = engine(model, memfit.Sharding("fsdp2"))
-    run.model.set_requires_gradient_sync(False)
-    run.step(samples(2, rank))
 
 
 def by_hand(rank, ranks):
@@ -520,51 +394,3 @@ def lenet(rank, ranks, dtype, updates):
     run = engine(model, plan, callbacks=[seen, Results(results)])
     run.fit(loader)
     return found(run, results, seen)
-
-
-def learning_rates(rank, ranks):
-    """Return the rate of each of four updates, of which the second is skipped because of rank 0."""
-    model, calls = net(), iter(range(100))
-
-    def loss(model, batch):
-        return mean_loss(model, batch) * (float("inf") if (rank, next(calls)) == (0, 1) else 1.0)
-
-    run = engine(
-        model,
-        [memfit.Sharding("ddp"), memfit.Precision("fp16", loss_scale=8.0)],
-        loss=loss,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
-        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
-        scheduler_interval="update",
-    )
-    rates = []
-    for seed in range(4):
-        rates.append(run.optimizer.param_groups[0]["lr"])
-        run.step(samples(2, seed))
-    return rates
-
-
-def same_data(rank, ranks):
-    """Return the warnings about a loader that every rank reads whole, and about one that is divided."""
-    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-
-    data, texts = TensorDataset(*samples(8, 0)), []
-    for sampler in (None, DistributedSampler(data)):
-        run = engine(net(), memfit.Sharding("ddp"))
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            run.fit(DataLoader(data, batch_size=4, sampler=sampler))
-        texts.append("".join(str(each.message) for each in seen if "ranks" in str(each.message)))
-    return texts
-
-
-def progress(rank, ranks):
-    """Return what a progress bar draws."""
-    import io
-
-    from rich.console import Console
-
-    drawn = io.StringIO()
-    bar = memfit.ProgressBar(Console(file=drawn, force_terminal=True, width=100))
-    engine(net(), memfit.Sharding("ddp"), callbacks=[bar]).fit([samples(2, rank)])
-    return drawn.getvalue()

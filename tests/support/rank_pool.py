@@ -11,7 +11,7 @@ import traceback
 from datetime import timedelta
 from multiprocessing import get_context
 
-_SECONDS = 60  # after which a case counts as hanging
+SECONDS = 60  # after which a case counts as hanging
 
 
 class RankPool:
@@ -43,7 +43,7 @@ class RankPool:
             connection.send((module, case, arguments))
         results = []
         for rank, connection in enumerate(self._connections):
-            if not connection.poll(_SECONDS):
+            if not connection.poll(SECONDS):
                 self.close()
                 raise AssertionError(f"rank {rank} hangs in {case}{arguments}")
             try:
@@ -93,7 +93,7 @@ def _serve(rank, ranks, store, connection):
         init_method=f"file://{store}",
         rank=rank,
         world_size=ranks,
-        timeout=timedelta(seconds=_SECONDS),
+        timeout=timedelta(seconds=SECONDS),
     )
     while True:
         try:

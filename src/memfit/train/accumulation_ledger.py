@@ -76,16 +76,14 @@ class AccumulationLedger:
         """Run backward from a micro-batch's mean loss; ``completes`` as for ``Window.add``."""
         self.expect_uninterrupted()
         try:
-            self.gradients.before_backward(window, 1.0 if weight is None else float(weight))
+            self._make_room(window, weight)
             self.phase = "backward"
-            if not self.gradients.reduces_in_backward and (factor := window.make_room(weight)) != 1.0:
-                self.update.multiply(factor)
             root = window.add(loss, weight, completes=completes)
-            if root is None and self.gradients.reduces_in_backward:
-                root = loss * 0.0  # the other ranks wait for it
             if root is not None:
                 root = self.update.scaler.scaled(root)
                 root.backward()  # type: ignore[no-untyped-call]
+            else:
+                self.gradients.run_empty_backward(loss)
         except BaseException as error:
             self.update.roll_back(error)
             raise
@@ -94,9 +92,15 @@ class AccumulationLedger:
 
     def pad(self, window: Window, loss: torch.Tensor) -> None:
         """Run a backward that changes nothing here, and that ranks with more micro-batches wait for."""
-        self.gradients.before_backward(window, 0.0)
-        (loss * 0.0).backward()  # type: ignore[no-untyped-call]
+        self._make_room(window, 0.0)
+        self.gradients.run_empty_backward(loss)
+        window.interrupted = False
         self.lacking -= 1
+
+    def _make_room(self, window: Window, weight: float | None) -> None:
+        """Have a window's divisor be at least the weight of the micro-batch that goes backward next."""
+        if (factor := window.make_room(self.gradients.before_backward(window, weight))) != 1.0:
+            self.update.multiply(factor)
 
     def count(self, window: Window, loss: torch.Tensor) -> None:
         """Count a completed backward."""

@@ -191,8 +191,7 @@ class Engine(ResumableRun):
         result, notify, schedule = None, self._ledger.notify, self._ledger.update.schedule
         schedule.expect_metric(names := names_of(metrics, validate))
         expect_watched(self.callbacks, names)
-        self.epochs, self.batches, self._stopped = epochs, batches_in(loader), False
-        self._left_others = False
+        self.epochs, self.batches, self._stopped, self._left_others = epochs, batches_in(loader), False, False
         self._resume_inside_epoch(loader)
         notify("on_fit_begin")
         try:
@@ -216,8 +215,9 @@ class Engine(ResumableRun):
                     notify("on_validation_end", self.metrics)
                 notify("on_epoch_end")
                 self._agree_to_stop()
-        except BaseException:
+        except BaseException as error:
             self._left_others = self._ranks.size > 1
+            self._ranks.report(error, "fit", waiting=False)
             raise
         finally:
             notify("on_fit_end")

@@ -28,7 +28,7 @@ from memfit.train.gradient_sums import GradientSums, gradient_sums
 from memfit.train.job import Job
 from memfit.train.loss_scaler import LossScaler
 from memfit.train.optimizer_update import OptimizerUpdate, Protect
-from memfit.train.rank_gradients import RankGradients, ReplicaGradients
+from memfit.train.rank_gradients import RankGradients, ReplicaGradients, ShardGradients
 from memfit.train.rank_setup import (
     expect_trainable_by_ranks,
     rank_gradients,
@@ -150,6 +150,8 @@ def _set_up(
         gradients.shared_state = state_of(optimizer) is not optimizer.state
         update.kept = gradients.allocate() if sums is None else None
         apply.on_revert(plain, gradients.deactivate)
+    if isinstance(gradients, ShardGradients):
+        apply.on_revert(plain, gradients.hook.remove)
     for hook in update.hooks():
         apply.on_revert(plain, hook.remove)
     return Prepared(model, update, gradients)

@@ -8,14 +8,18 @@ The mean over N ranks of gradients that were divided by ``total / weight`` becom
 with all data when it is multiplied by ``total * N / weight of all ranks``: left out if that is 1.
 """
 
+import operator
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, Literal
+from weakref import ref
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit.errors import UsageError
+from memfit.strategies.mechanisms.tensors import tensors_in
 from memfit.train.accumulation_window import Window
 from memfit.train.kept_gradients import KeptGradients
 from memfit.train.optimizer_update import OptimizerUpdate
@@ -41,8 +45,12 @@ class RankGradients:
         """Agree on a window before its first forward; return how many micro-batches this rank lacks."""
         return 0
 
-    def before_backward(self, window: Window, weight: float) -> None:
-        """Agree on the divisor before a backward, if that reduces."""
+    def before_backward(self, window: Window, weight: float | None) -> float | None:  # noqa: ARG002 - as below
+        """Return the largest weight of the micro-batches that reduce together; agree on their divisor."""
+        return weight
+
+    def run_empty_backward(self, loss: torch.Tensor) -> None:
+        """Run a backward that changes nothing on any rank, if the other ranks wait for one."""
 
     def close(self, window: Window, update: OptimizerUpdate) -> None:
         """Reduce a window's gradients, weight and loss, after all ranks agreed that none failed."""
@@ -69,6 +77,18 @@ class ReplicaGradients(RankGradients):
         """Whether the optimizer's step is collective, because each rank updates a share (zero1)."""
         self._parameters = [each for each in replica.module.parameters() if each.requires_grad]
         self.activate()
+
+    def open(self, window: Window, *, pads: bool) -> int:  # noqa: ARG002 - no rank needs to have as many
+        """Check that DistributedDataParallel still reduces the gradients of all trainable parameters."""
+        trainable = [each for each in self._replica.module.parameters() if each.requires_grad]
+        if len(trainable) != len(self._parameters) or not all(map(operator.is_, trainable, self._parameters)):
+            raise UsageError(
+                f"{len(self._parameters)} parameters were trainable when the engine was created, and "
+                f"{len(trainable)} are now. DistributedDataParallel reduces the gradients of those with "
+                "which it was created. Freeze or unfreeze parameters (requires_grad) before creating the "
+                "engine: for each stage, call memfit.revert(model) and create another engine of the model."
+            )
+        return 0
 
     def activate(self) -> None:
         """Leave the reduction to the engine, as ``no_sync`` does for a block of code."""
@@ -181,6 +201,8 @@ class ShardGradients(RankGradients):
         super().__init__(ranks)
         self._model = model
         self._agreed = False
+        self._empty = False
+        self.hook = model.register_forward_hook(partial(_watch_results, ref(self)))
 
     def open(self, window: Window, *, pads: bool) -> int:
         """Return how many micro-batches the rank with the most has more than this one."""
@@ -194,13 +216,30 @@ class ShardGradients(RankGradients):
             )
         return int(most) - window.planned
 
-    def before_backward(self, window: Window, weight: float) -> None:
-        """Agree on a window's divisor before its first backward."""
-        if self._agreed:
-            return
-        mine = weight * window.planned if window.total is None else window.total
-        (largest,) = self.ranks.agree(mine)
-        window.total, self._agreed = largest or 1.0, True
+    def before_backward(self, window: Window, weight: float | None) -> float:
+        """Return the largest weight of the ranks' micro-batches; agree on the divisor before the first."""
+        mine = 1.0 if weight is None else float(weight)
+        total = mine * window.planned if window.total is None else window.total
+        total, largest = self.ranks.agree(total, mine)
+        if not self._agreed:
+            window.total, self._agreed = total or 1.0, True
+        return largest
+
+    def run_empty_backward(self, loss: torch.Tensor) -> None:
+        """Run a micro-batch's backward with gradients of zeros, which all ranks reduce.
+
+        A loss of no tokens may be 0 / 0, and zero times its gradients is not zero: the gradients of the
+        model's results are replaced.
+        """
+        self._empty = True
+        try:
+            (loss * 0.0).backward()  # type: ignore[no-untyped-call]
+        finally:
+            self._empty = False
+
+    def of_result(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient with which a result of the model goes backward."""
+        return torch.zeros_like(gradient) if self._empty else gradient
 
     def close(self, window: Window, update: OptimizerUpdate) -> None:  # noqa: ARG002 - as above
         """Share weight and loss; the gradients are reduced, and corrected by these when they are final."""
@@ -215,6 +254,14 @@ class ShardGradients(RankGradients):
     def are_apart(self, phase: Phase) -> bool:  # noqa: ARG002 - as above
         """Return whether the ranks run a phase without collective operations: none."""
         return False
+
+
+def _watch_results(reference: "ref[ShardGradients]", _module: nn.Module, _inputs: Any, results: Any) -> None:
+    gradients = reference()
+    if gradients is not None:
+        for each in tensors_in(results):
+            if each.requires_grad:
+                each.register_hook(gradients.of_result)  # type: ignore[no-untyped-call]
 
 
 def share_loss(window: Window, ranks: OneRank, model: nn.Module) -> None:

@@ -10,6 +10,7 @@ The numbers go between the hosts (Gloo): this needs no memory of a GPU, and does
 """
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class Ranks(OneRank):
 
     def __init__(self) -> None:
         self.rank, self.size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        group: Any = torch.distributed.new_group(backend="gloo")
+        group: Any = torch.distributed.new_group(backend="gloo", timeout=_timeout_of_job())
         self.control = group
         self._store = torch.distributed.distributed_c10d._get_default_store()
         self._prefix = f"memfit/failure/{group.group_name}"
@@ -187,6 +188,17 @@ def ranks_of_job() -> OneRank:
     if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
         return OneRank()
     return Ranks()
+
+
+def _timeout_of_job() -> timedelta | None:
+    """Return how long the job's own collectives wait for a rank; None for PyTorch's default.
+
+    ``new_group`` does not take it over from ``init_process_group``.
+    """
+    group: Any = torch.distributed.group.WORLD
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    timeout: timedelta | None = getattr(options, "_timeout", None)
+    return timeout
 
 
 def _line_of(error: BaseException) -> str:

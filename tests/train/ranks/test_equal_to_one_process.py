@@ -75,6 +75,19 @@ def test_row_31_fully_sharded_ranks_run_equally_many_micro_batches(two_ranks):
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_a_micro_batch_without_tokens_counts_for_nothing_though_its_mean_loss_is_not_a_number(
+    two_ranks, mode
+):
+    ranks = two_ranks.run("without_tokens", mode)
+    assert_alike(ranks, rank_cases.without_tokens(0, 1, mode))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_loss_is_multiplied_by_more_than_one_which_could_overflow_float16(two_ranks, mode):
+    assert two_ranks.run("growing_weights", mode) == [True, True]
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("infinite", [(1, 2), (0, 3)])
 def test_rows_16_and_17_one_infinite_micro_batch_of_one_rank_skips_its_window_on_all(
     two_ranks, mode, infinite

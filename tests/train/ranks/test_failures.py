@@ -2,7 +2,9 @@
 
 import pytest
 
-from support import rank_cases
+from support import failure_rank_cases, rank_pool
+
+CASES = "support.failure_rank_cases"
 
 
 @pytest.mark.parametrize("mode", ["ddp", "zero1"])
@@ -10,8 +12,8 @@ from support import rank_cases
 @pytest.mark.parametrize("size", [5, 4], ids=["in forward", "in backward"])
 def test_row_28_all_ranks_repeat_a_step_in_which_one_ran_out_of_memory(two_ranks, mode, failing, size):
     sizes = [[2, 2], [4, size], [3, size]]
-    ranks = two_ranks.run("out_of_memory", mode, failing, sizes)
-    alone = rank_cases.out_of_memory(0, 1, mode, [], sizes)
+    ranks = two_ranks.run("out_of_memory", mode, failing, sizes, module=CASES)
+    alone = failure_rank_cases.out_of_memory(0, 1, mode, [], sizes)
     for rank in ranks:
         assert [retried for *_, retried in rank["steps"]] == [0, 2 if size == 5 else 1, 0]
         for name, parameter in rank["parameters"].items():
@@ -22,18 +24,22 @@ def test_row_28_all_ranks_repeat_a_step_in_which_one_ran_out_of_memory(two_ranks
 @pytest.mark.parametrize(
     ("where", "kind", "says"),
     [
-        ("forward", "ValueError", "Rank 1 failed in forward (rank_cases.py:"),
+        ("forward", "ValueError", "Rank 1 failed in forward (failure_rank_cases.py:"),
         ("backward", "OutOfMemoryError", "Rank 1 failed in backward"),
-        ("update", "OutOfMemoryError", "Rank 1 failed in update (rank_cases.py:"),
+        ("update", "OutOfMemoryError", "Rank 1 failed in update (failure_rank_cases.py:"),
     ],
 )
 @pytest.mark.parametrize("mode", ["ddp", "zero1"])
 def test_the_other_ranks_end_with_the_report_of_the_one_that_failed(two_ranks, mode, where, kind, says):
     if mode == "zero1" and where == "update":
         return  # its step is collective: see below
-    other, failed = two_ranks.run("failing", mode, where)
+    other, failed = two_ranks.run("failing", mode, where, module=CASES)
     assert (failed[0], other[0]) == (kind, "RankFailedError")
     assert says in other[1]
     assert failed[1].splitlines()[0] in other[1]
     assert failed[2]  # parameters are those of the last update, on both
     assert other[2]
+
+
+def test_ranks_wait_for_each_other_as_long_as_the_job_does(two_ranks):
+    assert two_ranks.run("seconds_until_lost", module=CASES) == [rank_pool.SECONDS] * 2

@@ -8,9 +8,11 @@ from memfit.train.loss_scaler import LossScaler
 from memfit.train.ranks import OneRank
 from support import rank_cases
 
+CASES = "support.fit_rank_cases"
+
 
 def test_epochs_are_shuffled_anew_and_divided_among_ranks(two_ranks):
-    ranks = two_ranks.run("fit", "ddp")
+    ranks = two_ranks.run("fit", "ddp", module=CASES)
     epochs = []
     for epoch in range(2):
         batches = slice(3 * epoch, 3 * epoch + 3)
@@ -23,7 +25,7 @@ def test_epochs_are_shuffled_anew_and_divided_among_ranks(two_ranks):
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
 def test_metrics_and_callbacks_see_the_samples_of_all_ranks(two_ranks, mode):
-    ranks = two_ranks.run("fit", mode)
+    ranks = two_ranks.run("fit", mode, module=CASES)
     (first, second) = ranks
     assert first["metrics"] == second["metrics"]
     assert (first["epochs"], first["best"]) == (second["epochs"], second["best"])
@@ -51,6 +53,7 @@ def test_metrics_and_callbacks_see_the_samples_of_all_ranks(two_ranks, mode):
         ("others", "a parameter of shape (3,) that DistributedDataParallel does not contain"),
         ("8 bits", "OptimizerState(bits=...)"),
         ("conflict", "It would copy gathered parameters"),
+        ("frozen later", "Freeze or unfreeze parameters (requires_grad) before creating the engine"),
         ("tensor parallel", "tensor and pipeline parallelism are not supported"),
         ("cuda graphs", "cuda_graphs"),
         ("arena", "an arena"),
@@ -59,25 +62,25 @@ def test_metrics_and_callbacks_see_the_samples_of_all_ranks(two_ranks, mode):
     ],
 )
 def test_what_several_ranks_cannot_do_is_refused(two_ranks, case, says):
-    for kind, message in two_ranks.run("refused", case):
+    for kind, message in two_ranks.run("refused", case, module=CASES):
         assert kind == "UsageError"
         assert says in message
 
 
 def test_the_scheduler_steps_once_per_update_on_every_rank(two_ranks):
     """Row 10: not once per process, and not before a skipped update."""
-    rates = two_ranks.run("learning_rates")
+    rates = two_ranks.run("learning_rates", module=CASES)
     assert rates == [[1.0, 0.5, 0.5, 0.25]] * 2
 
 
 def test_every_rank_on_the_same_data_is_a_warning(two_ranks):
-    same, divided = two_ranks.run("same_data")[0]
+    same, divided = two_ranks.run("same_data", module=CASES)[0]
     assert "Each of the 2 ranks trains on all data" in same
     assert divided == ""
 
 
 def test_a_progress_bar_is_drawn_on_the_first_rank_only(two_ranks):
-    first, second = two_ranks.run("progress")
+    first, second = two_ranks.run("progress", module=CASES)
     assert "batches" in first
     assert second == ""
 

@@ -2,17 +2,26 @@
 
 import pytest
 
+CASES = "support.failure_rank_cases"
+
 
 @pytest.mark.parametrize(
     ("mode", "where", "says"),
     [
-        ("fsdp2", "forward", "Rank 1 failed in forward (rank_cases.py:"),
-        ("zero1", "update", "Rank 1 failed in update (rank_cases.py:"),
+        ("fsdp2", "forward", "Rank 1 failed in forward (failure_rank_cases.py:"),
+        ("zero1", "update", "Rank 1 failed in update (failure_rank_cases.py:"),
     ],
 )
 def test_ranks_inside_a_collective_operation_end_with_the_report_of_the_one_that_ended(
     two_ranks, mode, where, says
 ):
-    kind, message, _ = two_ranks.run("failing", mode, where, True, ends=[1])[0]
+    kind, message, _ = two_ranks.run("failing", mode, where, True, module=CASES, ends=[1])[0]
     assert kind == "RankFailedError"
     assert says in message
+
+
+def test_a_rank_that_cannot_load_its_data_is_what_the_others_report(two_ranks):
+    kind, message = two_ranks.run("failing_data", "ddp", module=CASES, ends=[1])[0]
+    assert kind == "RankFailedError"
+    assert "Rank 1 failed in fit (failure_rank_cases.py:" in message
+    assert "ValueError: a file is missing" in message
