@@ -153,3 +153,16 @@ def progress(rank, ranks):
     bar = memfit.ProgressBar(Console(file=drawn, force_terminal=True, width=100))
     engine(net(), memfit.Sharding("ddp"), callbacks=[bar]).fit([samples(2, rank)])
     return drawn.getvalue()
+
+
+def stopped(rank, ranks):
+    """Return how many updates each rank makes if rank 1 ends ``fit`` after its second."""
+
+    class Stopping(memfit.Callback):
+        def on_window_end(self, run, result):
+            if rank == 1 and run.optimizer_step == 2:
+                run.stop()
+
+    run = engine(net(), [memfit.Sharding("ddp")], callbacks=[Stopping()])
+    run.fit([samples(2, rank)] * 4)
+    return run.optimizer_step

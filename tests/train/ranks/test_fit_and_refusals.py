@@ -100,3 +100,7 @@ def test_a_rank_backs_off_if_another_overflowed(ranks, scale):
     assert scaler.unscale(torch.optim.SGD([parameter])) is (scale == 4.0)
     scaler.update()
     assert scaler.scale == scale
+
+
+def test_all_ranks_stop_when_a_callback_of_one_stops(two_ranks):
+    assert two_ranks.run("stopped", module=CASES) == [2, 2]
