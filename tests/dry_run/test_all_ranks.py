@@ -64,7 +64,10 @@ def test_a_rank_that_fails_is_named(dry_run):
 
 
 def test_a_rank_that_memfit_refuses_to_run_is_named(dry_run):
-    script = UNEVEN.replace("mebibytes =", "dist.broadcast_object_list([None], src=0)\n    mebibytes =")
+    receive = (
+        "if dist.get_rank() == 1:\n        dist.broadcast_object_list([None], src=0)  # which sends nothing"
+    )
+    script = UNEVEN.replace("mebibytes =", f"{receive}\n    mebibytes =")
     run = dry_run(script, options=("--nproc", "2", "--all-ranks"))
     assert run.code == 3
     assert "Rank 1 of 2: torch.distributed.broadcast_object_list" in run.err, run.err
