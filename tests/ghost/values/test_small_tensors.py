@@ -30,6 +30,37 @@ def test_sizes_stay_known_through_what_scripts_do_with_them(evaluate):
     )
 
 
+def test_a_new_tensor_at_the_address_of_an_exposed_storage_is_known(evaluate):
+    check(
+        evaluate,
+        {
+            "after_exposing(lambda: sizes.sum())": [15] * 20,
+            "after_exposing(lambda: sizes.cumsum(0)[-1])": [15] * 20,
+            "after_exposing(lambda: received(torch.empty_like(sizes))[0])": [4] * 20,
+            "after_exposing(lambda: received(sizes.new_empty(3))[1])": [5] * 20,
+            "after_exposing(lambda: received(torch.empty(3, dtype=torch.int64, device=d))[2])": [6] * 20,
+            "exposed.flatten().tolist()": [0, 0],  # a view shares the exposed storage
+        },
+        before="""
+        from memfit.ghost.values.known_values import Elements
+        sizes, exposed = torch.tensor([4, 5, 6], device=d), torch.tensor([1, 2], device=d)
+        exposed.data_ptr()
+        torch.randn(9, device=d)  # a launch: the ghost remembers no bytes after it
+
+        def received(buffer):  # as exchanged_sizes.py records what a collective wrote
+            values.known.put(buffer, Elements(torch.tensor([4, 5, 6])))
+            return buffer
+
+        def after_exposing(make):
+            read = []
+            for _ in range(20):  # the address of a storage is that of one freed just before
+                torch.empty(3, device=d).data_ptr()
+                read.append(make().item())
+            return read
+        """,
+    )
+
+
 def test_counts_by_class_add_up_and_are_even(evaluate):
     even = [3, 3, 2, 2, 2]
     check(

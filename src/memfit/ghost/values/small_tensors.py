@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from memfit.ghost.values.assumed_values import AssumedValues
-from memfit.ghost.values.known_values import Basis, Elements, Known, Routing, is_plain
+from memfit.ghost.values.known_values import Basis, Elements, Known, Routing, is_plain, storage_id
 
 _SMALL = 4096
 """The largest tensor, in elements, whose elements are kept."""
@@ -112,9 +112,11 @@ def _followed(function: Callable[..., Any], values: AssumedValues) -> Callable[.
             return
         with torch.no_grad():
             computed = function(*on_cpu, **named)
+        given = {storage_id(each) for each in _tensors((*args, *options.values()))}
         for on_gpu, known in zip(results, _tensors(computed), strict=True):
             if values.known.elements(on_gpu) is None:
-                values.known.put(on_gpu, Elements(known.contiguous(), max(routings)))
+                fact = Elements(known.contiguous(), max(routings))
+                values.known.put(on_gpu, fact, fresh=storage_id(on_gpu) not in given)  # no view
 
     return _noting(function, compute)
 

@@ -1,6 +1,7 @@
 """Wrap functions of ``torch`` and ``torch.Tensor`` where only calls from Python matter.
 
     full  ones  zeros  *_like  new_*  fill_  zero_      record the value
+    empty  empty_like  new_empty  ...                   record that the tensor is new
     mask[indices] = ...  scatter_                       count the elements that may have changed
     to  cpu  copy_  tolist  numpy  on_cpu[...] = ...    replace the values that arrive on the CPU
     data  data_ptr  dlpack  storage  set_  swap_tensors forget: autograd no longer sees all writes
@@ -34,7 +35,8 @@ _SMALL = 1 << 16
 
 _ZERO, _ONE = Known(0), Known(1)
 
-_FACTORIES: dict[str, Known | int] = {
+_FACTORIES: dict[str, Known | int | None] = {
+    **dict.fromkeys(("empty", "empty_like", "empty_strided")),
     "full": 1,
     "full_like": 1,
     "ones": _ONE,
@@ -42,14 +44,17 @@ _FACTORIES: dict[str, Known | int] = {
     "zeros": _ZERO,
     "zeros_like": _ZERO,
 }
-_METHODS: dict[str, Known | int] = {
+_METHODS: dict[str, Known | int | None] = {
+    **dict.fromkeys(("new_empty", "new_empty_strided")),
     "new_full": 2,
     "new_ones": _ONE,
     "new_zeros": _ZERO,
     "fill_": 1,
     "zero_": _ZERO,
 }
-"""Name -> the result's value, or the position of that argument (``fill_value`` or ``value`` by keyword)."""
+"""Name -> the result's value, None if it has none yet, or the position of that argument (``fill_value`` or
+``value`` by keyword). A tensor without a value is recorded too: its storage may be at the address of one that
+was exposed and freed."""
 
 
 def patch_torch(values: AssumedValues, ghost: Ghost) -> None:
@@ -67,14 +72,16 @@ def patch_torch(values: AssumedValues, ghost: Ghost) -> None:
     follow_exchanges(values)
 
 
-def _recording(function: Callable[..., Any], value: Known | int, values: AssumedValues) -> Callable[..., Any]:
+def _recording(
+    function: Callable[..., Any], value: Known | int | None, values: AssumedValues
+) -> Callable[..., Any]:
     """Wrap ``function`` to record its result's value: ``value``, or the argument at that position."""
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
         result = function(*args, **options)
-        if is_plain(result) and result.is_cuda:
-            known = value if isinstance(value, Known) else _number_at(value, args, options)
+        if not torch.compiler.is_compiling() and is_plain(result) and result.is_cuda:
+            known = _number_at(value, args, options) if isinstance(value, int) else value
             values.known.put(result, known, fresh=not function.__name__.endswith("_"))
         return result
 
