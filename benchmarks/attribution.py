@@ -115,7 +115,8 @@ def run(options: list[str], script: list[str]) -> None:
 def compare(script: Path, folder: Path, *arguments: str) -> dict[str, object]:
     """Run a script both ways and return the differences."""
     kept, truth = folder / "run.memfit", folder / "truth.json"
-    kept.unlink(missing_ok=True)
+    for path in (kept, truth):
+        path.unlink(missing_ok=True)
     command = [str(script), *arguments]
     run(["-o", str(kept)], command)
     run(["--no-labels"], [str(ROOT / "benchmarks/attribution_truth.py"), str(truth), *command])

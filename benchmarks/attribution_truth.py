@@ -8,6 +8,8 @@ come from the garbage collector's list of objects, gradients and state from the 
 Copies of parameters are in modules, lists and dictionaries that have the shapes of all parameters of a model
 that runs, in their order, and are none of them. What else Python holds from before the forward is an input.
 Bytes are those of storages, each counted once. At the end come the optimizer steps and PyTorch's own peak.
+memfit may run the script again under other assumptions (tokens routed evenly, GPU work that finishes late):
+the file keeps the figures of the first run.
 
 A script may name tensors that it keeps in lists of its own: ``copies`` of parameters, scales ``beside``
 quantised parameters, and what it ``held`` besides. The largest workspace of a convolution is what its forward
@@ -267,7 +269,8 @@ def main() -> None:
             runpy.run_path(script, run_name="__main__")
     finally:
         truth.end()
-        Path(out).write_text(json.dumps(truth.found))
+        if not Path(out).exists():
+            Path(out).write_text(json.dumps(truth.found))
 
 
 if __name__ == "__main__":

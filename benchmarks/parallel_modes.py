@@ -2,9 +2,10 @@
 
     python benchmarks/parallel_modes.py [SCRIPT[:VARIANT] ...] [--ranks R/N,...] [--json FILE]
 
-The scripts of ``parallel_modes/`` use PyTorch as users do. The table holds the verdict, PyTorch's peak, the
-bytes at the peak that no object explains, and the last lines of a run that fails. Exits with 1 if a run fails
-that ``REFUSED`` does not list, or if one of those succeeds.
+The scripts of ``parallel_modes/`` use PyTorch as users do. ``R/N`` is rank R of a job of N; ``all/N`` runs
+all of them. The table holds the verdict, PyTorch's peak on the rank that needs most, the bytes at this peak
+that no object explains, the number of rows in which ``--all-ranks`` groups the ranks, and the last lines of a
+run that fails. Exits with 1 if a run fails that ``REFUSED`` does not list, or if one of those succeeds.
 """
 
 import argparse
@@ -44,6 +45,7 @@ class Answer:
     unknown: int
     seconds: float
     said: str
+    rows: int = 1
 
     @property
     def expected(self) -> bool:
@@ -66,18 +68,20 @@ def variants(script: Path) -> Iterator[str]:
 
 
 def run(variant: str, rank: str, folder: Path) -> Answer:
-    """Run a variant as one rank of a job."""
+    """Run a variant as one rank of a job, or as all of them."""
     script, name = variant.split(":")
     own, ranks = rank.split("/")
     trace = folder / "run.memfit"
     trace.unlink(missing_ok=True)
-    options = ["--gpu", "H100", "--nproc", ranks, "--rank", own, "--to-end", "-o", str(trace), "--json", "-"]
+    which = ["--all-ranks"] if own == "all" else ["--rank", own]
+    options = ["--gpu", "H100", "--nproc", ranks, *which, "--to-end", "-o", str(trace), "--json", "-"]
     command = [sys.executable, "-m", "memfit", "dry-run", *options, str(SCRIPTS / f"{script}.py"), name]
+    limit = LIMIT * (int(ranks) if own == "all" else 1)
     began = time.monotonic()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, timeout=LIMIT)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, timeout=limit)
     except subprocess.TimeoutExpired:
-        return Answer(variant, rank, "hangs", 0, 0, LIMIT, "")
+        return Answer(variant, rank, "hangs", 0, 0, limit, "")
     seconds = time.monotonic() - began
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     if not done.stdout.startswith("{"):
@@ -89,7 +93,8 @@ def run(variant: str, rank: str, folder: Path) -> Answer:
         unknown = sum(row.bytes for row in held if row.name in ("unknown", "before the history"))
     verdict = answer["verdict"] if not done.returncode else f"exit {done.returncode}"
     said = "" if not done.returncode else " | ".join(lines[-3:])
-    return Answer(variant, rank, verdict, answer["peak"]["allocated"], unknown, seconds, said)
+    rows = len(answer["ranks"]) or 1
+    return Answer(variant, rank, verdict, answer["peak"]["allocated"], unknown, seconds, said, rows)
 
 
 def main() -> int:
@@ -113,7 +118,7 @@ def main() -> int:
                 answers.append(answer)
                 print(
                     f"{variant:44} {rank:>5}  {answer.verdict:10} {answer.allocated:13,} B  unknown "
-                    f"{answer.unknown:9,} B  {answer.seconds:5.1f} s"
+                    f"{answer.unknown:9,} B  {answer.rows:2} rows  {answer.seconds:5.1f} s"
                     f"{'' if answer.expected else '  UNEXPECTED'}  {answer.said[:300]}",
                     flush=True,
                 )
