@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import MemfitError, TargetError
 from memfit.ghost.absent_ranks import stand_for_a_rank
+from memfit.ghost.compile.lazy_dynamo import import_lazily
 from memfit.ghost.exchanged_objects import ExchangedObjects
 from memfit.ghost.patching.after_import import after_import
 from memfit.ghost.patching.before_call import before
@@ -113,6 +114,8 @@ class ScriptProcess:
         if self._settings.ghost is not None:
             after_import("torch.distributed.distributed_c10d", self._prepare_process_groups)
         after_import("torch._dynamo.callback", lambda: follow_compilations(self._parent.compiling))
+        if self._settings.ghost is not None:
+            import_lazily()
 
     def _check_backend(self) -> None:
         """End the run if it cannot be measured on this backend."""

@@ -42,6 +42,7 @@ from memfit.trace.trace_file import read_trace
 
 _REFUSALS: dict[int, type[MemfitError]] = {error.exit_code: error for error in (UsageError, TargetError)}
 POLL_INTERVAL = 0.1  # seconds between two checks of the process
+_ENDING_INTERVAL = 0.01  # after its last message, which it sends milliseconds before it ends
 PATIENCE = 0.4
 """Seconds that a script on the ghost gets to end after Ctrl-C. Python acts on it only between two of its own
 instructions, and libraries may swallow it."""
@@ -231,18 +232,21 @@ def _messages(reader: int, process: subprocess.Popen[bytes]) -> Iterator[_ChildM
     """Yield the child's messages, and None after each interval without one, until the child ends."""
     decoder = msgspec.json.Decoder(_ChildMessage)
     rest = b""
+    interval = POLL_INTERVAL
     with selectors.DefaultSelector() as selector:
         selector.register(reader, selectors.EVENT_READ)
         while True:
             alive = process.poll() is None
-            if not selector.select(POLL_INTERVAL if alive else 0):
+            if not selector.select(interval if alive else 0):
                 if not alive:
                     return
                 yield None
                 continue
             *complete, rest = (rest + os.read(reader, 65536)).split(b"\n")
             for text in complete:
-                yield decoder.decode(text)
+                message = decoder.decode(text)
+                interval = POLL_INTERVAL if message.end is None else _ENDING_INTERVAL
+                yield message
 
 
 def _never_used(name: str, end: ScriptEnd, children: tuple[ChildProcess, ...]) -> str:
