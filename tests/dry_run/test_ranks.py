@@ -147,3 +147,22 @@ def test_ranks_that_cannot_be_are_refused(dry_run, options, says):
     run = dry_run("import torch", options=options)
     assert run.code == 2
     assert says in run.err
+
+
+def test_a_store_of_the_script_answers_but_a_wait_for_another_ranks_value_is_refused(dry_run):
+    script = """
+    import os, time, torch
+    from torch import distributed as dist
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore("127.0.0.1", 29500, ranks, is_master=rank == 0)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks)
+    store.set(f"ready/{rank}", "yes")
+    while not store.check([f"ready/{other}" for other in range(ranks)]):
+        time.sleep(0.05)
+    print("ready", store.add("arrived", 1), store.get("ready/1"), flush=True)
+    while store.get("phase/0") != b"saved":
+        time.sleep(0.05)
+    """
+    run = run_as(dry_run, script, 4, rank=1)
+    assert (run.code, run.out.splitlines()) == (3, ["ready 4 b'yes'"]), run.err
+    assert "script.py:11 waits in a loop for another rank to change 'phase/0' in a store." in run.err

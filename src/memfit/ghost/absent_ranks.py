@@ -1,6 +1,7 @@
 """The ranks of a process group that do not exist, for a script that runs as one of them.
 
     init_process_group ── rendezvous ──> AnsweringStore     in place of a TCPStore, which waits for the others
+    TCPStore, FileStore of the script ── the same
     NCCL's communicator ── the ghost                        knows its size and rank, and moves nothing
     Gloo's context ── PyTorch's fake process group          every gathered part is this rank's own
     objects (all_gather_object, …) ── the same, on the CPU
@@ -26,7 +27,10 @@ VARIABLES = {"TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": 
 
 
 def stand_for_a_rank(
-    join: Callable[[int, int], object], refuse: Callable[[str], object], objects: ExchangedObjects
+    join: Callable[[int, int], object],
+    refuse: Callable[[str], object],
+    objects: ExchangedObjects,
+    work: Callable[[], int],
 ) -> None:
     """Have every process group of the script be joined by ranks that do not exist.
 
@@ -34,21 +38,24 @@ def stand_for_a_rank(
 
     Args:
         join: called with its rank and the number of ranks before this process joins the default group.
-        refuse: called with the reason when the script needs an object that cannot be had.
+        refuse: called with the reason when the script needs an object or a value that cannot be had.
         objects: those that this rank sends to others, and that others send to it.
+        work: returns a number that grows whenever the script gives the GPU work.
     """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the fake backend
 
-    from memfit.ghost.answering_store import AnsweringStore
+    from memfit.ghost.answering_store import AnsweringStore, script_stores
+    from memfit.ghost.endless_waits import EndlessWaits
     from memfit.ghost.object_lists import exchanging_functions
 
     os.environ.update(VARIABLES)
     plugins = distributed_c10d.Backend._plugins
     plugins["GLOO"] = plugins["FAKE"]
     make_group: Callable[..., Any] = distributed_c10d._new_process_group_helper
-    store_of = functools.cache(AnsweringStore)
+    waits = EndlessWaits(refuse, work)
+    store_of = functools.cache(functools.partial(AnsweringStore, waits=waits))
 
     @functools.wraps(distributed_c10d.rendezvous)  # type: ignore[attr-defined]
     def rendezvous(url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Any:
@@ -71,9 +78,9 @@ def stand_for_a_rank(
 
     functions = exchanging_functions(refuse, objects)
     functions["monitored_barrier"] = distributed_c10d.barrier  # the fake backend has none
-    for name, function in functions.items():
-        setattr(distributed_c10d, name, function)
-        setattr(dist, name, function)  # imported from there before
+    for name, replacement in (functions | script_stores(waits)).items():
+        setattr(distributed_c10d, name, replacement)
+        setattr(dist, name, replacement)  # imported from there before
     distributed_c10d.rendezvous = rendezvous  # type: ignore[attr-defined]
     distributed_c10d._new_process_group_helper = new_process_group  # type: ignore[assignment]
     agree_with_this_rank()

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -143,11 +144,12 @@ class ScriptProcess:
         """Have the script join process groups as its rank, if there are others; refuse groups otherwise."""
         if self._others is not None:
             self._others.meet(self._backend.joined)
-        elif self._settings.options.rank.world_size > 1:
+        elif self._settings.options.rank.world_size > 1 and self._backend.ghost is not None:
             asks = Path(self._settings.asks)
             objects = Path(self._settings.options.objects or asks)
             exchange = ExchangedObjects(objects, asks, self._settings.options.rank.rank)
-            stand_for_a_rank(self._join, self._refuse_group, exchange)
+            launches = partial(self._backend.ghost.counter, "launches")
+            stand_for_a_rank(self._join, self._refuse_group, exchange, launches)
         else:
             check_process_groups(self._refuse_group, in_script=self._is_the_script)
 
