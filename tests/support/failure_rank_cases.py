@@ -37,6 +37,49 @@ def ran_out(gradient):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
+class Interrupted(torch.optim.SGD):
+    """Runs out of memory on demand, when it has updated parameters."""
+
+    fails = False
+
+    def step(self, closure=None):
+        super().step(closure)
+        if Interrupted.fails:
+            ran_out(None)
+
+
+def interrupted_update(rank, ranks, mode, failing, options):
+    """Make updates of which some ranks run out of memory inside the second, and repeat that one.
+
+    Args:
+        failing: the ranks; their allocators release their caches just before.
+        options: of the engine.
+    """
+    plan, seen = [memfit.Sharding(mode)] if ranks > 1 else None, Seen()
+
+    def optimizer(parameters):
+        return Interrupted(parameters, lr=0.1, momentum=0.9)
+
+    run = engine(net(), plan, optimizer=optimizer, callbacks=[seen], **options)
+    batches = [samples(4, seed) if ranks == 1 else shares([2, 2], seed)[rank] for seed in range(2)]
+    results = [run.step(batches[0]), run.step(batches[0])]
+    before = [local(p) for p in run.model.parameters()]
+    kind = ""
+    if rank in failing:
+        Interrupted.fails = True
+        run._ledger.update._count_cache_releases = lambda: 1
+    try:
+        if ranks > 1:
+            run.step(batches[1])
+    except Exception as error:  # noqa: BLE001 - whatever it is, the test looks at it
+        kind = type(error).__name__
+    Interrupted.fails = False
+    same = all(torch.equal(a, local(b)) for a, b in zip(before, run.model.parameters(), strict=True))
+    results.append(run.step(batches[1]))
+    seen.gradients = seen.gradients[:2] + seen.gradients[-1:]
+    return found(run, results, seen) | {"error": kind, "restored": same}
+
+
 def failing(rank, ranks, mode, where, ends=False):
     """Return what each rank reads when rank 1 fails for good in its second step, and ends then or not."""
     if ranks == 1:

@@ -178,6 +178,32 @@ def without_tokens(rank, ranks, mode):
     return found(run, results, seen)
 
 
+class Drawing(Net):
+    """Draws a number and counts in each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def forward(self, x):
+        self.forwards += 1
+        return super().forward(x) + 0.1 * torch.rand(())
+
+
+def padded(rank, ranks):
+    """Return what is left after an update in which the last rank has one micro-batch, and others three."""
+    gathering = memfit.Accumulation(batches_per_update=3)
+    torch.manual_seed(0)
+    run = engine(Drawing(), [gathering, memfit.Sharding("fsdp2")])
+    torch.manual_seed(rank)
+    forwards = 3 if rank < ranks - 1 else 1
+    run.fit(shares([2] * 4, 0)[:forwards])
+    drawn = torch.rand(())
+    torch.manual_seed(rank)
+    alone = [torch.rand(()) for _ in range(forwards + 1)]
+    return run.model.forwards.item() == forwards, bool(drawn == alone[-1])
+
+
 def growing_weights(rank, ranks, mode):
     """Return whether an fp16 window makes an update whose second micro-batch weighs 4,000 times its first."""
     gathering = memfit.Accumulation(batches_per_update=2)

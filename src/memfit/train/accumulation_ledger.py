@@ -16,7 +16,9 @@ from memfit.errors import RankFailedError, TornUpdateError, UsageError
 from memfit.train.accumulation_window import Window
 from memfit.train.data.loader_position import Position
 from memfit.train.optimizer_update import INTERRUPTED, OptimizerUpdate
+from memfit.train.rank_differences import Facts
 from memfit.train.rank_gradients import Phase, RankGradients
+from memfit.train.rank_settings import learning_rates
 from memfit.train.step_result import StepResult
 from memfit.train.step_snapshots import StepSnapshot
 
@@ -71,14 +73,21 @@ class AccumulationLedger:
         return window
 
     def backward(
-        self, window: Window, loss: torch.Tensor, weight: float | None, *, completes: bool = True
+        self,
+        window: Window,
+        loss: torch.Tensor,
+        weight: float | None,
+        *,
+        share: float = 1.0,
+        completes: bool = True,
     ) -> None:
-        """Run backward from a micro-batch's mean loss; ``completes`` as for ``Window.add``."""
+        """Run backward from a micro-batch's mean loss; ``share`` and ``completes`` as for ``Window.add``."""
         self.expect_uninterrupted()
         try:
-            self._make_room(window, weight)
+            weight = None if weight is None else float(weight)
+            self._make_room(window, share if weight is None else weight)
             self.phase = "backward"
-            root = window.add(loss, weight, completes=completes)
+            root = window.add(loss, weight, share=share, completes=completes)
             if root is not None:
                 root = self.update.scaler.scaled(root)
                 root.backward()  # type: ignore[no-untyped-call]
@@ -97,7 +106,7 @@ class AccumulationLedger:
         window.interrupted = False
         self.lacking -= 1
 
-    def _make_room(self, window: Window, weight: float | None) -> None:
+    def _make_room(self, window: Window, weight: float) -> None:
         """Have a window's divisor be at least the weight of the micro-batch that goes backward next."""
         if (factor := window.make_room(self.gradients.before_backward(window, weight))) != 1.0:
             self.update.multiply(factor)
@@ -111,7 +120,7 @@ class AccumulationLedger:
     def close(self, window: Window) -> StepResult:
         """Update from a window's gradients, and call the callbacks."""
         with self.reporting():
-            self.gradients.ranks.agree(self._closed + 1)
+            self._agree_to_close(self._closed + 1)
         return self._close_agreed(window)
 
     def flush(self) -> StepResult | None:
@@ -124,12 +133,21 @@ class AccumulationLedger:
             window = self.window
             mine = self._closed + (window is not None and window.done > 0)
             with self.reporting():
-                (most,) = self.gradients.ranks.agree(mine)
+                most = self._agree_to_close(mine)
             if most == self._closed:
                 if window is not None:
                     self.drop()
                 return result
             result = self._close_agreed(window or self.open(Window(0, by_hand=True)))
+
+    def _agree_to_close(self, closed: int) -> float:
+        """Return the most windows that a rank will have closed."""
+        call = "the last engine.backward of a window, or engine.flush"
+        return self.gradients.ranks.agree(call, closed, same=self.progress)[0]
+
+    def progress(self) -> Facts:
+        """Return what must be the same on all ranks before each update."""
+        return {"engine.optimizer_step": f"{self.optimizer_step}"} | learning_rates(self.update.optimizer)
 
     def _close_agreed(self, window: Window) -> StepResult:
         with self.reporting():
@@ -151,7 +169,7 @@ class AccumulationLedger:
             loss = window.mean_loss()
             window.interrupted = True
             found_inf, norm = update.run(window, lambda: self.notify("on_optimizer_step_begin"))
-            self.gradients.ranks.agree()
+            self.gradients.ranks.agree("an update")
             self.drop()
         except BaseException as error:
             update.roll_back(error)

@@ -29,7 +29,7 @@ class Window:
     weight: float = 0.0
     """The sum of their weights."""
     weighted: bool = False
-    """Whether weights were given."""
+    """Whether weights were given: by the loss, or to ``Engine.backward``."""
     by_hand: bool = False
     """Whether the caller's own loop feeds it: it closes when it is full, or by ``flush``."""
     holds_parts: bool = False
@@ -39,7 +39,9 @@ class Window:
     loss: torch.Tensor | None = None
     """Sum of the losses divided by their divisors, detached."""
 
-    def add(self, loss: torch.Tensor, weight: float | None, *, completes: bool = True) -> torch.Tensor | None:
+    def add(
+        self, loss: torch.Tensor, weight: float | None, *, share: float = 1.0, completes: bool = True
+    ) -> torch.Tensor | None:
         """Count a micro-batch's mean loss; return the root of its backward, None if its weight is 0.
 
         The window is ``interrupted`` until that backward completes.
@@ -47,6 +49,7 @@ class Window:
         Args:
             loss: the mean over the micro-batch.
             weight: as for ``Engine.backward``.
+            share: what the micro-batch weighs if no weight is given: its samples, if batches are divided.
             completes: whether this completes one of the planned micro-batches, which may be split further.
 
         Raises:
@@ -60,11 +63,12 @@ class Window:
             )
         if self.done and self.weighted != (weight is not None):
             raise UsageError(
-                "In this accumulation window some calls of engine.backward have a weight and others "
-                "do not. Pass a weight in every call of a window, or in none."
+                "In this accumulation window some micro-batches have a weight and others do not. Pass "
+                "a weight in every call of engine.backward of a window, or in none; a loss must return a sum "
+                "and its divisor for every micro-batch, or for none."
             )
         self.weighted = weight is not None
-        share = 1.0 if weight is None else float(weight)
+        share = share if weight is None else float(weight)
         if not 0 <= share < float("inf"):
             raise UsageError(
                 f"'weight' must be finite and at least 0, not {share}. Pass the micro-batch's number of "
@@ -82,7 +86,7 @@ class Window:
         self.loss = _plus(self.loss, root.detach() if _is_full(loss) else loss.detach().float() / divisor)
         return root
 
-    def make_room(self, weight: float | None) -> float:
+    def make_room(self, weight: float) -> float:
         """Raise the total, if a micro-batch weighs more than was planned for all.
 
         No loss is then multiplied by more than 1, which could overflow float16.
@@ -90,7 +94,7 @@ class Window:
         Returns:
             The factor for the gradients so far; the window is ``interrupted`` until they are multiplied.
         """
-        if weight is None or self.total is None or not self.total < weight < float("inf"):
+        if self.total is None or not self.total < weight < float("inf"):
             return 1.0
         self.interrupted = True
         factor, self.total = self.total / weight, weight

@@ -99,7 +99,7 @@ class Engine(ResumableRun):
         self._arena_steps = ArenaSteps(configuration.arena, job.model)
         arena = configuration.arena is not None
         prepared = set_up(
-            job, configuration.plan, norm, cuda_graphs=cuda_graphs, protect=protect, arena=arena
+            job, configuration.plan, norm, cuda_graphs=cuda_graphs, retry=retry, protect=protect, arena=arena
         )
         update, self._ranks = prepared.update, prepared.gradients.ranks
         self.model, self.plan = prepared.model, configuration.plan
@@ -192,6 +192,7 @@ class Engine(ResumableRun):
         schedule.expect_metric(names := names_of(metrics, validate))
         expect_watched(self.callbacks, names)
         self.epochs, self.batches, self._stopped, self._left_others = epochs, batches_in(loader), False, False
+        self._ranks.agree("engine.fit", same=lambda: {"epochs": f"{epochs}", "metrics": f"{[*names]}"})
         self._resume_inside_epoch(loader)
         notify("on_fit_begin")
         try:
@@ -202,11 +203,10 @@ class Engine(ResumableRun):
                 for result in self._updates(loader):
                     if self._agree_to_stop():
                         return result
-                if self.epoch and not self._ranks.agree(self.batch)[0]:
+                if self.epoch and not self._ranks.agree("engine.fit", self.batch)[0]:
                     raise UsageError(  # noqa: TRY301 - it ends fit as any other error does
                         f"The loader returned no batches in epoch {self.epoch + 1}. A generator, for "
-                        "example, can be iterated only once: pass engine.fit an iterable that starts again "
-                        "in each epoch."
+                        "example, can be iterated only once: pass an iterable that starts anew in each epoch."
                     )
                 self.epoch += 1
                 schedule.after_epoch()  # before the validation, which may be interrupted
@@ -237,7 +237,7 @@ class Engine(ResumableRun):
 
     def _agree_to_stop(self) -> bool:
         """Return whether a rank wants to end ``fit``: then all do."""
-        self._stopped = bool(self._ranks.agree(self._stopped)[0])
+        self._stopped = bool(self._ranks.agree("engine.fit", self._stopped)[0])
         return self._stopped
 
     def _resume_inside_epoch(self, loader: Iterable[Any]) -> None:

@@ -16,7 +16,6 @@ from torch import nn
 from memfit.errors import UsageError
 from memfit.strategies import apply
 from memfit.strategies.accumulation import Accumulation
-from memfit.strategies.mechanisms.optimizer_info import state_of
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.plan import Plan
 from memfit.strategies.precision import Precision, device_type
@@ -29,13 +28,19 @@ from memfit.train.job import Job
 from memfit.train.loss_scaler import LossScaler
 from memfit.train.optimizer_update import OptimizerUpdate, Protect
 from memfit.train.rank_gradients import RankGradients, ReplicaGradients, ShardGradients
+from memfit.train.rank_settings import optimizer_settings, settings_of
 from memfit.train.rank_setup import (
+    copy_from_first_rank,
     expect_trainable_by_ranks,
     rank_gradients,
     reduced_optimizer,
     sharded_optimizer,
 )
+from memfit.train.ranks import OneRank, ranks_of_job
+from memfit.train.resume.local_optimizer import local_optimizer
 from memfit.train.schedule import check_schedule, schedule_of
+
+_CALL = "memfit.Engine"  # as errors name it
 
 
 def job_of(job: Job | nn.Module, *parts: Any) -> Job:
@@ -86,31 +91,57 @@ class Prepared:
 
 
 def set_up(
-    job: Job, plan: Plan, max_grad_norm: float | None, *, cuda_graphs: bool, protect: Protect, arena: bool
+    job: Job,
+    plan: Plan,
+    max_grad_norm: float | None,
+    *,
+    cuda_graphs: bool,
+    retry: bool,
+    protect: Protect,
+    arena: bool,
 ) -> Prepared:
-    """Apply a plan to a job's model and optimizer.
+    """Apply a plan to a job's model and optimizer; with several ranks, all of them call this.
 
     Raises:
-        UsageError: the plan does not suit them.
+        UsageError: the plan does not suit them, or the ranks have different settings.
     """
+    expect_trainable_by_ranks(job.model, plan, cuda_graphs=cuda_graphs, arena=arena)
+    ranks = ranks_of_job()
+    options = {
+        "max_grad_norm": max_grad_norm,
+        "scheduler_interval": job.scheduler_interval,
+        "scheduler_metric": job.scheduler_metric,
+        "retry": retry,
+        "protect": protect,
+    }
+    ranks.agree(_CALL, same=partial(settings_of, job.model, plan, options))
     with ExitStack() as undo:
         undo.callback(apply.revert, job.model)
-        prepared = _set_up(job, plan, max_grad_norm, cuda_graphs=cuda_graphs, protect=protect, arena=arena)
+        prepared = _set_up(job, plan, ranks, max_grad_norm, cuda_graphs=cuda_graphs, protect=protect)
+        optimizer, scheduler = prepared.update.optimizer, prepared.update.scheduler
+        ranks.agree(_CALL, same=partial(optimizer_settings, optimizer, scheduler))
         undo.pop_all()
     return prepared
 
 
 def _set_up(
-    job: Job, plan: Plan, max_grad_norm: float | None, *, cuda_graphs: bool, protect: Protect, arena: bool
+    job: Job,
+    plan: Plan,
+    ranks: OneRank,
+    max_grad_norm: float | None,
+    *,
+    cuda_graphs: bool,
+    protect: Protect,
 ) -> Prepared:
     model, precision = job.model, plan.precision or Precision("fp32")
     accumulation = plan.accumulation or Accumulation()
+    if plan.sharding is not None:
+        copy_from_first_rank(model, ranks)
     masters = master_weights.float32_copies(model.parameters()) if precision.master_weights else {}
-    expect_trainable_by_ranks(model, plan, cuda_graphs=cuda_graphs, arena=arena)
     plain = inside_replica(model)
     apply.apply_to_model(plain, replace(plan, sharding=None))
     model = model if plan.sharding is None else plan.sharding.shard(model)
-    gradients = rank_gradients(model)
+    gradients = rank_gradients(model, ranks)
     optimizer = sharded_optimizer(job, plan.sharding, model)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError(
@@ -120,7 +151,7 @@ def _set_up(
     state = plan.optimizer_state or OptimizerState()
     if plan.optimizer_state is not None:
         plan.optimizer_state.optimizer(optimizer, model)
-    optimizer = reduced_optimizer(optimizer, plan.sharding, model, gradients.ranks)
+    optimizer = reduced_optimizer(optimizer, plan.sharding, model, ranks)
     master_weights.replace_parameters(optimizer, masters)
     sums = gradient_sums(model, accumulation, masters)
     if cuda_graphs:
@@ -130,7 +161,7 @@ def _set_up(
     update = OptimizerUpdate(
         optimizer,
         schedule_of(job, optimizer),
-        LossScaler(precision.loss_scale, device_type(model), gradients.ranks),
+        LossScaler(precision.loss_scale, device_type(model), ranks),
         sums,
         masters,
         model,
@@ -139,22 +170,30 @@ def _set_up(
         graphs=make_step_graphs(optimizer) if cuda_graphs else None,
         in_backward=state.step_in_backward,
         offload=state.offload,
-        ranks=gradients.ranks,
+        ranks=ranks,
     )
     if update.offloaded is not None:
         update.offloaded.send_all()
+    if isinstance(gradients, ReplicaGradients):
+        if local_optimizer(optimizer) is not optimizer:
+            gradients.agree_before_broadcast(optimizer)
+        update.kept = gradients.allocate() if sums is None else None
+    _undo_on_revert(plain, update, gradients)
+    return Prepared(model, update, gradients)
+
+
+def _undo_on_revert(plain: nn.Module, update: OptimizerUpdate, gradients: RankGradients) -> None:
+    """Have ``revert`` undo what an engine changes beside its strategies."""
+    if update.offloaded is not None:
         apply.on_revert(plain, partial(_fetch_state, ref(update)))
-    if masters:
+    if update.masters:
         apply.on_revert(plain, partial(_restore_float32_parameters, ref(update)), last=True)
     if isinstance(gradients, ReplicaGradients):
-        gradients.shared_state = state_of(optimizer) is not optimizer.state
-        update.kept = gradients.allocate() if sums is None else None
         apply.on_revert(plain, gradients.deactivate)
     if isinstance(gradients, ShardGradients):
         apply.on_revert(plain, gradients.hook.remove)
     for hook in update.hooks():
         apply.on_revert(plain, hook.remove)
-    return Prepared(model, update, gradients)
 
 
 def _expect_capturable(precision: Precision, sums: GradientSums | None, state: OptimizerState) -> None:

@@ -189,7 +189,7 @@ class FullBatchStepper:
                             window, part, window.planned, share, completes=not window.holds_parts
                         )
             self._pad(window)
-            self._ledger.gradients.ranks.agree()
+            self._ledger.gradients.ranks.agree("engine.step", same=self._ledger.progress)
         except PeerOutOfMemoryError:
             if snapshot is None or snapshot.lost:
                 raise UsageError(
@@ -208,7 +208,7 @@ class FullBatchStepper:
                 error, batches, None if samples is None else sizes, snapshot
             ):
                 raise
-            self._ledger.gradients.ranks.agree(failure=RAN_OUT)
+            self._ledger.gradients.ranks.agree("engine.step", failure=RAN_OUT)
             self._ledger.roll_back(snapshot, before)
             warn_of_batch_norms(
                 self._model,
@@ -298,7 +298,7 @@ class FullBatchStepper:
             replayed = self._replay_graph(graphs, part, total / size)
             if replayed is not None:
                 window.total = float(total)
-                window.add(replayed, float(size), completes=completes)
+                window.add(replayed, None, share=float(size), completes=completes)
                 self._ledger.count(window, replayed)
                 return
         if self._ledger.gradients.reduces_in_backward:
@@ -312,10 +312,10 @@ class FullBatchStepper:
         if isinstance(loss, tuple):
             weight = float(loss[1])
             mean = loss[0] / weight if weight else loss[0]
+            self._ledger.backward(window, mean, weight, completes=completes)
         else:
-            mean, weight = loss, float(size)
             window.total = window.total or float(total)
-        self._ledger.backward(window, mean, weight, completes=completes)
+            self._ledger.backward(window, loss, None, share=float(size), completes=completes)
 
     def _loss(self, part: Any) -> torch.Tensor | tuple[torch.Tensor, float | torch.Tensor]:
         with self._plan.autocast(self._model):

@@ -87,7 +87,7 @@ def epoch_goes_on(ranks: OneRank, size: int, remainder: Remainder = "step") -> b
     Raises:
         UsageError: the ranks have different numbers of batches, and this remainder needs equal ones.
     """
-    most, least = ranks.agree(size, -size)
+    most, least = ranks.agree("a loop over batches", size, -size)
     if remainder == "carry" and most != -least:
         raise UsageError(
             f"remainder='carry' needs equally many batches on every rank, but one rank has {int(most)} left "

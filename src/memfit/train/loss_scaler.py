@@ -25,7 +25,7 @@ class _GradScaler(torch.amp.GradScaler):
     def found_inf(self, optimizer: torch.optim.Optimizer, ranks: OneRank) -> bool:
         """Return whether unscaling found a gradient that is not finite, on any rank: ``update`` backs off."""
         found = self._found_inf_per_device(optimizer)
-        (anywhere,) = ranks.agree(any(bool(flag.item()) for flag in found.values()))
+        (anywhere,) = ranks.agree("an update", any(bool(flag.item()) for flag in found.values()))
         if anywhere:
             for flag in found.values():
                 flag.fill_(1.0)

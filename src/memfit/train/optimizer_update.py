@@ -280,7 +280,7 @@ class OptimizerUpdate:
             return self._protect == "always"
         releases = self._count_cache_releases()
         risky = releases is None or releases != self._cache_releases or count > self._most_gradients
-        risky = bool(self._ranks.agree(risky)[0])
+        risky = bool(self._ranks.agree("an update", risky)[0])
         self._cache_releases, self._most_gradients = releases, max(count, self._most_gradients)
         return risky
 

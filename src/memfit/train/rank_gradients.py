@@ -26,7 +26,7 @@ from memfit.train.optimizer_update import OptimizerUpdate
 from memfit.train.ranks import OneRank
 
 Phase = Literal["forward", "backward", "update"]
-_BUCKET_BYTES = 25 << 20  # DistributedDataParallel's
+BUCKET_BYTES = 25 << 20  # DistributedDataParallel's
 
 
 class RankGradients:
@@ -45,7 +45,7 @@ class RankGradients:
         """Agree on a window before its first forward; return how many micro-batches this rank lacks."""
         return 0
 
-    def before_backward(self, window: Window, weight: float | None) -> float | None:  # noqa: ARG002 - as below
+    def before_backward(self, window: Window, weight: float) -> float:  # noqa: ARG002 - as below
         """Return the largest weight of the micro-batches that reduce together; agree on their divisor."""
         return weight
 
@@ -73,8 +73,7 @@ class ReplicaGradients(RankGradients):
     def __init__(self, ranks: OneRank, replica: DistributedDataParallel) -> None:
         super().__init__(ranks)
         self._replica = replica
-        self.shared_state = False
-        """Whether the optimizer's step is collective, because each rank updates a share (zero1)."""
+        self._broadcasts = False  # in zero1's step, whose ranks wait for each other there
         self._parameters = [each for each in replica.module.parameters() if each.requires_grad]
         self.activate()
 
@@ -117,10 +116,11 @@ class ReplicaGradients(RankGradients):
 
     def close(self, window: Window, update: OptimizerUpdate) -> None:
         """Weigh this rank's gradients by the weight of all ranks, and reduce them to their mean."""
-        window.interrupted = True
+        window.interrupted, self._broadcasts = True, False
         held = dict(update.gradients())
         lacking = sum(each not in held for each in self._parameters) if window.done else 0
-        weights, lacking_anywhere = self.ranks.total(window.weight, lacking)
+        weights, lacking_anywhere, *ways = self.ranks.total(window.weight, lacking, *_ways_of(window))
+        _expect_weighed_alike(window, *ways)
         mean = weights / self.ranks.size
         if mean and window.total is not None and window.total != mean:
             factor = window.total / mean
@@ -139,7 +139,22 @@ class ReplicaGradients(RankGradients):
 
     def are_apart(self, phase: Phase) -> bool:
         """Return whether the ranks run a phase without collective operations."""
-        return phase != "update" or not self.shared_state
+        return phase != "update" or not self._broadcasts
+
+    def agree_before_broadcast(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have zero1's ranks broadcast their shares once all have updated them: until then, one may fail.
+
+        Source: ``ZeroRedundancyOptimizer.step`` calls the inner optimizer's step, then ``_sync_params``
+        (torch/distributed/optim/zero_redundancy_optimizer.py, PyTorch 2.14).
+        """
+        optimizer._sync_params = partial(self._broadcast, ref(optimizer))  # type: ignore[attr-defined]
+
+    def _broadcast(self, reference: "ref[Any]") -> None:
+        self.ranks.agree("an update")
+        optimizer: Any = reference()
+        self._broadcasts = True
+        type(optimizer)._sync_params(optimizer)
+        self._broadcasts = False
 
     def _unused(self, held: dict[nn.Parameter, torch.Tensor]) -> list[nn.Parameter]:
         """Return the parameters that have no gradient on any rank."""
@@ -207,7 +222,7 @@ class ShardGradients(RankGradients):
     def open(self, window: Window, *, pads: bool) -> int:
         """Return how many micro-batches the rank with the most has more than this one."""
         self._agreed = False
-        (most, least) = self.ranks.agree(window.planned, -window.planned)
+        (most, least) = self.ranks.agree("the start of a window", window.planned, -window.planned)
         if not pads and most != -least:
             raise UsageError(
                 f"The ranks have windows of {int(-least)} and {int(most)} micro-batches. With fsdp2 each "
@@ -216,11 +231,10 @@ class ShardGradients(RankGradients):
             )
         return int(most) - window.planned
 
-    def before_backward(self, window: Window, weight: float | None) -> float:
+    def before_backward(self, window: Window, weight: float) -> float:
         """Return the largest weight of the ranks' micro-batches; agree on the divisor before the first."""
-        mine = 1.0 if weight is None else float(weight)
-        total = mine * window.planned if window.total is None else window.total
-        total, largest = self.ranks.agree(total, mine)
+        total = weight * window.planned if window.total is None else window.total
+        total, largest = self.ranks.agree("a backward", total, weight)
         if not self._agreed:
             window.total, self._agreed = total or 1.0, True
         return largest
@@ -244,7 +258,8 @@ class ShardGradients(RankGradients):
     def close(self, window: Window, update: OptimizerUpdate) -> None:  # noqa: ARG002 - as above
         """Share weight and loss; the gradients are reduced, and corrected by these when they are final."""
         window.interrupted = True
-        (weights,) = self.ranks.total(window.weight)
+        weights, *ways = self.ranks.total(window.weight, *_ways_of(window))
+        _expect_weighed_alike(window, *ways)
         window.weight = weights / self.ranks.size
         if not weights:
             window.total = None
@@ -262,6 +277,31 @@ def _watch_results(reference: "ref[ShardGradients]", _module: nn.Module, _inputs
         for each in tensors_in(results):
             if each.requires_grad:
                 each.register_hook(gradients.of_result)  # type: ignore[no-untyped-call]
+
+
+def _ways_of(window: Window) -> tuple[float, float]:
+    """Return 1 for how a rank weighs its micro-batches: with weights or without; (0, 0) if it has none."""
+    return float(window.weighted and window.done > 0), float(not window.weighted and window.done > 0)
+
+
+def _expect_weighed_alike(window: Window, given: float, others: float) -> None:
+    """Check that all ranks weigh their micro-batches in the same way.
+
+    Args:
+        window: of this rank.
+        given: ranks whose micro-batches have weights.
+        others: ranks whose micro-batches have none.
+
+    Raises:
+        UsageError: there are both, and the mean over all ranks would depend on how they are mixed.
+    """
+    if given and others:
+        here = "weights" if window.weighted else "none"
+        raise UsageError(
+            f"In this update, micro-batches have weights on {given:.0f} of the ranks and none on "
+            f"{others:.0f}; here they have {here}. A weight is the divisor that a loss returns beside its "
+            "sum, or the one passed to engine.backward. Do the same on all ranks."
+        )
 
 
 def share_loss(window: Window, ranks: OneRank, model: nn.Module) -> None:
@@ -289,6 +329,6 @@ def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     for tensor in tensors:
         bucket = kinds.setdefault((tensor.dtype, tensor.device), [])
         bucket.append(tensor)
-        if sum(each.nbytes for each in bucket) >= _BUCKET_BYTES:
+        if sum(each.nbytes for each in bucket) >= BUCKET_BYTES:
             yield kinds.pop((tensor.dtype, tensor.device))
     yield from kinds.values()

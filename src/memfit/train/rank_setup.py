@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit.errors import UsageError
@@ -12,8 +13,8 @@ from memfit.strategies.mechanisms.optimizer_info import parameters_of
 from memfit.strategies.plan import Plan, sharding_conflict
 from memfit.strategies.sharding import Sharding, sharding_of
 from memfit.train.job import Job
-from memfit.train.rank_gradients import RankGradients, ReplicaGradients, ShardGradients
-from memfit.train.ranks import OneRank, ranks_of_job
+from memfit.train.rank_gradients import BUCKET_BYTES, RankGradients, ReplicaGradients, ShardGradients
+from memfit.train.ranks import OneRank
 
 _ADD_SHARDING = (
     "Add memfit.Sharding('ddp') to the plan: memfit.Engine(model, [memfit.Sharding('ddp'), ...], "
@@ -73,13 +74,24 @@ def expect_trainable_by_ranks(model: nn.Module, plan: Plan, *, cuda_graphs: bool
             raise UsageError(f"An engine cannot combine sharding with {what}. Leave out one of the two.")
 
 
-def rank_gradients(model: nn.Module) -> RankGradients:
-    """Return how the gradients of a model become one mean; call this on all ranks at the same time.
+def copy_from_first_rank(model: nn.Module, ranks: OneRank) -> None:
+    """Give a model that is not sharded yet the parameters and buffers that it has on rank 0, on all ranks.
+
+    As DistributedDataParallel does. fully_shard does not: of different weights it would make a patchwork.
+    """
+    if ranks.size > 1:
+        named = [*model.named_parameters(), *model.named_buffers()]
+        empty = {name for name, each in named if each.is_meta}
+        group = torch.distributed.group.WORLD
+        _sync_module_states(model, group, BUCKET_BYTES, 0, empty)  # type: ignore[arg-type]
+
+
+def rank_gradients(model: nn.Module, ranks: OneRank) -> RankGradients:
+    """Return how the gradients of a model become one mean.
 
     Raises:
         UsageError: the model is sharded over a part of the ranks.
     """
-    ranks = ranks_of_job()
     inside = unwrapped(model)
     if isinstance(inside, DistributedDataParallel):
         if (own := inside.process_group.size()) != _world_size():

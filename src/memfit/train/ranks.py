@@ -6,23 +6,26 @@
 
 All ranks call ``agree`` equally often, and each call also says whether the rank has failed: a rank that
 failed takes part in the next call, wherever the others made it. So no rank waits for one that will not come.
+Each call names itself and may pass facts. If these are not the same on all ranks, all raise an error.
 The numbers go between the hosts (Gloo): this needs no memory of a GPU, and does not wait for one.
 """
 
+import math
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from memfit.errors import RankFailedError
+from memfit.errors import RankFailedError, UsageError
 from memfit.train.lost_ranks import RankProcesses, is_broken_connection
 from memfit.train.oom_rollback import is_out_of_memory
+from memfit.train.rank_differences import Facts, difference, digest
 from memfit.user_frame import innermost_line, place_of
 
 RAN_OUT, FAILED = 1, 2
 """How a rank failed: it can try again in smaller parts, or it cannot."""
-_NUMBERS = 4  # of each exchange, so that any two exchanges fit together
+_NUMBERS = 6  # of each exchange, so that any two exchanges fit together
 
 
 class PeerOutOfMemoryError(Exception):
@@ -35,7 +38,13 @@ class OneRank:
     rank, size = 0, 1
     control: Any = None
 
-    def agree(self, *numbers: float, failure: int = 0) -> tuple[float, ...]:  # noqa: ARG002 - as below
+    def agree(
+        self,
+        call: str,  # noqa: ARG002 - as below
+        *numbers: float,
+        same: Callable[[], Facts] = dict,  # noqa: ARG002
+        failure: int = 0,  # noqa: ARG002
+    ) -> tuple[float, ...]:
         """Return the numbers."""
         return numbers
 
@@ -70,25 +79,35 @@ class Ranks(OneRank):
         self._prefix = f"memfit/failure/{group.group_name}"
         self._processes = RankProcesses.of(group)
         self._exchanges = 0
+        self._call = ""
 
-    def agree(self, *numbers: float, failure: int = 0) -> tuple[float, ...]:
+    def agree(
+        self, call: str, *numbers: float, same: Callable[[], Facts] = dict, failure: int = 0
+    ) -> tuple[float, ...]:
         """Return the maximum of each number over the ranks; up to two numbers.
 
         Args:
+            call: what all ranks are doing, as errors name it.
             numbers: this rank's.
-            failure: how this rank failed, if it did.
+            same: returns what must be the same on all ranks.
+            failure: how this rank failed, if it did: the call and the facts are then not compared.
 
         Raises:
             PeerOutOfMemoryError: another rank ran out of memory, and this one did not fail.
             RankFailedError: another rank failed for good, or is gone.
+            UsageError: the ranks are in different calls, or the facts differ.
         """
-        given = [float(failure), float(self.rank + 1) if failure else 0.0, *map(float, numbers)]
+        self._call, facts = call, {} if failure else same()
+        mark = (-math.inf, -math.inf) if failure else (digest(call, facts), -digest(call, facts))
+        given = [float(failure), float(self.rank + 1) if failure else 0.0, *mark, *map(float, numbers)]
         key = self._key()
-        worst, who, *maxima = self._exchange(given, torch.distributed.ReduceOp.MAX)
+        worst, who, most, least, *maxima = self._exchange(given, torch.distributed.ReduceOp.MAX)
         if worst == FAILED and failure != FAILED:
             raise RankFailedError(self._failure(key) or f"Rank {int(who) - 1} failed, and so this rank ends.")
         if worst == RAN_OUT and not failure:
             raise PeerOutOfMemoryError
+        if not failure and most != -least:
+            raise self._difference(call, facts)
         return tuple(maxima[: len(numbers)])
 
     def total(self, *numbers: float) -> tuple[float, ...]:
@@ -131,9 +150,19 @@ class Ranks(OneRank):
         try:
             self._store.compare_set(self._key(), "", f"{message} The other ranks end with it.")
             if waiting:
-                self.agree(failure=FAILED)
+                self.agree(phase, failure=FAILED)
         except Exception as also:  # noqa: BLE001 - the error that is reported must not be hidden by this one
             error.add_note(f"Rank {self.rank} could not tell the other ranks: {also}")
+
+    def _difference(self, call: str, facts: Facts) -> UsageError:
+        """Return the error about what differs, which all ranks raise."""
+        own: list[Any] = [None] * self.size
+        self.guarded(
+            lambda: torch.distributed.all_gather_object(own, (call, dict(facts)), group=self.control)
+        )
+        error = UsageError(difference(own))
+        error.is_reported = True  # type: ignore[attr-defined]
+        return error
 
     def _exchange(self, given: list[float], operation: Any) -> list[float]:
         numbers = torch.zeros(_NUMBERS, dtype=torch.float64)
@@ -163,9 +192,11 @@ class Ranks(OneRank):
         # The first to see it: the next ranks find the process of this one ended, too.
         key = f"{self._prefix}/lost"
         ended = self._from_store(lambda store: store.compare_set(key, "", ended)) or ended
+        where = f" in {self._call}" if self._call else ""
         return RankFailedError(
-            f"{ended} Rank {self.rank} lost the connection to it, and ends. Start the job again, or have "
-            "torchrun do so (--max-restarts): a script that calls engine.load continues from the last save."
+            f"{ended} Rank {self.rank} lost the connection to it{where}, and ends. Start the job "
+            "again, or have torchrun do so (--max-restarts): a script that calls engine.load continues from "
+            "the last save."
         )
 
     def _failure(self, key: str) -> str:

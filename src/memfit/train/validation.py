@@ -65,7 +65,7 @@ def validated(  # noqa: PLR0913 - what the engine knows about its validation
             for name, (total, weight) in found.items() if counts else ():
                 before = sums.get(name, (0.0, 0.0))
                 sums[name] = before[0] + total, before[1] + weight
-    if not ranks.agree(len(sums))[0]:
+    if not ranks.agree("engine.validate", len(sums))[0]:
         raise UsageError(
             "The validation loader returned no batches. A generator, for example, can be iterated only once."
         )
@@ -83,7 +83,7 @@ def _equally_many(loader: Iterable[Any], ranks: OneRank) -> Iterator[tuple[Any, 
     own, last = iter(loader), None
     while True:
         batch = next(own, None)
-        if not ranks.agree(batch is not None)[0]:
+        if not ranks.agree("engine.validate", batch is not None)[0]:
             return
         if batch is None and last is None:
             raise UsageError(

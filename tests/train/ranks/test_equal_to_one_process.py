@@ -74,6 +74,10 @@ def test_row_31_fully_sharded_ranks_run_equally_many_micro_batches(two_ranks):
     assert_alike(ranks, rank_cases.in_windows(0, 1, None, counts, "fit", "token_loss"))
 
 
+def test_a_rank_that_repeats_a_micro_batch_for_others_keeps_its_random_numbers_and_buffers(two_ranks):
+    assert two_ranks.run("padded") == [(True, True)] * 2
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_micro_batch_without_tokens_counts_for_nothing_though_its_mean_loss_is_not_a_number(
     two_ranks, mode

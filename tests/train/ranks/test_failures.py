@@ -21,6 +21,20 @@ def test_row_28_all_ranks_repeat_a_step_in_which_one_ran_out_of_memory(two_ranks
         assert rank["losses"] == ranks[0]["losses"] == pytest.approx(alone["losses"], abs=1e-6)
 
 
+@pytest.mark.parametrize("failing", [[1], [0, 1]])
+@pytest.mark.parametrize("protect", ["always", "auto"])
+@pytest.mark.parametrize("mode", ["ddp", "zero1"])
+def test_all_ranks_undo_an_update_in_which_one_ran_out_of_memory(two_ranks, mode, protect, failing):
+    """With ``auto``, one rank's allocator is short of memory, and all copy what they are to restore."""
+    ranks = two_ranks.run("interrupted_update", mode, failing, {"protect": protect}, module=CASES)
+    alone = failure_rank_cases.interrupted_update(0, 1, mode, [], {})
+    for number, rank in enumerate(ranks):
+        assert rank["error"] == ("OutOfMemoryError" if number in failing else "RankFailedError")
+        assert rank["restored"]
+        for name, parameter in rank["parameters"].items():
+            assert (parameter - alone["parameters"][name]).abs().max() <= 1e-6, name
+
+
 @pytest.mark.parametrize(
     ("where", "kind", "says"),
     [

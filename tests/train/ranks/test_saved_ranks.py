@@ -148,7 +148,7 @@ def test_a_file_that_is_damaged_for_one_rank_is_loaded_by_none(two, tmp_path):
     (folder,) = (tmp_path / "run.ranks").iterdir()
     (folder / "rank-1").write_bytes(b"nonsense")
     results = two("refused", plan, tmp_path / "run")
-    assert results[0][0].startswith("RankFailedError: Rank 1 failed in saving or resuming the run")
+    assert results[0][0].startswith("RankFailedError: Rank 1 failed in engine.load")
     assert results[1][0].startswith(f"FileFormatError: Cannot resume from {folder / 'rank-1'}")
     for _, before, after in results:
         assert_equal(before, after)

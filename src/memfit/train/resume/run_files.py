@@ -60,21 +60,21 @@ def save_run(parts: EngineParts, path: Path) -> None:
         state_file.save(get_state(parts), path)
         return
     ranks, folders = parts.ranks, _folders(path)
-    with _all_or_none(ranks):
+    with _all_or_none(ranks, "engine.save"):
         run = split(parts, get_state(parts))
         own = change_random(run.own, with_own_gpu)
         owners = _owners(parts)
     # A number that rank 0 draws: the folder must be new even if the run was here before.
-    (token,) = ranks.agree(secrets.randbits(48) if ranks.rank == 0 else 0)
+    (token,) = ranks.agree("engine.save", secrets.randbits(48) if ranks.rank == 0 else 0)
     name = f"{run.shared['optimizer_step']}-{int(token):012x}"
     folder = folders / name
-    with _all_or_none(ranks):
+    with _all_or_none(ranks, "engine.save"):
         folder.mkdir(parents=True, exist_ok=True)
         kept = {index: each for index, each in run.entries.items() if owners[index] == ranks.rank}
         rank_file: RankFile = {"version": VERSION, "rank": ranks.rank, "entries": kept, "run": own}
         state_file.save({**rank_file}, folder / _file_of(ranks.rank))
     ranks.guarded(lambda: save_tensors(run.tensors, folder, ranks.control))
-    with _all_or_none(ranks):
+    with _all_or_none(ranks, "engine.save"):
         if ranks.rank == 0:
             _expect_shared_folder(folder, ranks.size)
             shared: SharedFile = {
@@ -99,7 +99,7 @@ def load_run(parts: EngineParts, path: Path) -> None:
         RankFailedError: another rank could not load; nothing was loaded.
     """
     ranks = parts.ranks
-    with _all_or_none(ranks):
+    with _all_or_none(ranks, "engine.load"):
         saved = state_file.load(path)
         reads_folder = "folder" in saved
         if reads_folder:
@@ -113,18 +113,18 @@ def load_run(parts: EngineParts, path: Path) -> None:
     if reads_folder:
         ranks.guarded(lambda: load_tensors(tensors, stored, folder, ranks.control))
         saved = join(parts, shared["run"], own, entries, tensors)
-    load_state(parts, saved, lambda: _all_or_none(ranks))
+    load_state(parts, saved, lambda: _all_or_none(ranks, "engine.load"))
 
 
 @contextmanager
-def _all_or_none(ranks: OneRank) -> Iterator[None]:
+def _all_or_none(ranks: OneRank, call: str) -> Iterator[None]:
     """Complete only if all ranks do: a rank that fails ends the others with its error."""
     try:
         yield
     except Exception as error:
-        ranks.report(error, "saving or resuming the run", waiting=True)
+        ranks.report(error, call, waiting=True)
         raise
-    ranks.agree()
+    ranks.agree(call)
 
 
 def _is_divided(parts: EngineParts) -> bool:
