@@ -57,3 +57,14 @@ def test_a_first_use_by_the_script_itself_imports_dynamo(dry_run):
         torch.compile(double, backend="eager")(torch.ones(2, device="cuda"))
     """)
     assert done.answer["end"]["reason"] == "end", done.err
+
+
+def test_the_first_use_may_be_the_import_of_a_config_module_which_refuses_attributes(dry_run):
+    done = dry_run("""
+        import torch
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(2, device="cuda"))])
+        import torch._dynamo.config as config
+        assert config.__spec__.origin == config.__file__
+        assert config.suppress_errors is False
+    """)
+    assert done.answer["end"]["reason"] == "end", done.err

@@ -111,7 +111,10 @@ def _leave_empty(module: ModuleType) -> None:
 
 
 class _Imported(Loader):
-    """Loads a module that was imported while it was being looked for: Python would run its code again."""
+    """Loads a module that was imported while it was being looked for: Python would run its code again.
+
+    The attribute is set in the module's dictionary: PyTorch's ``config`` modules refuse new attributes.
+    """
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
@@ -119,11 +122,11 @@ class _Imported(Loader):
 
     def spec(self) -> ModuleSpec:
         """Return a spec with this loader, also as the module's own, which Python prefers to it."""
-        self._module.__spec__ = ModuleSpec(self._module.__name__, self)
-        return self._module.__spec__
+        spec = vars(self._module)["__spec__"] = ModuleSpec(self._module.__name__, self)
+        return spec
 
     def create_module(self, _spec: ModuleSpec) -> ModuleType:
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec
+        vars(module)["__spec__"] = self._spec
