@@ -1,9 +1,9 @@
-"""Trainers of libraries: transformers, accelerate, Lightning Fabric."""
+"""Trainers of libraries: transformers, Accelerate, Lightning and its Fabric."""
 
 import os
 
 import torch
-from jobs import VOCABULARY, Model, batch, loss_of, variant
+from jobs import LENGTH, VOCABULARY, Block, Model, batch, loss_of, variant
 from torch import nn
 
 
@@ -110,6 +110,43 @@ def fabric(strategy="ddp"):
 
 def fabric_fsdp():
     fabric("fsdp")
+
+
+def lightning(strategy="ddp"):
+    import lightning
+
+    class Task(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = Model()
+
+        def training_step(self, text):
+            return loss_of(self.model, text)
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.trainer.model.parameters())
+
+    made = lightning.Trainer(
+        accelerator="cuda",
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        strategy=strategy,
+        max_steps=3,
+        logger=False,
+        enable_checkpointing=False,
+    )
+    texts = torch.randint(VOCABULARY, (128, LENGTH + 1))
+    made.fit(Task(), torch.utils.data.DataLoader(texts, batch_size=4))
+
+
+def lightning_fsdp():
+    lightning("fsdp")
+
+
+def lightning_checkpointed():
+    from lightning.pytorch.strategies import FSDPStrategy
+
+    policy = {Block}
+    lightning(FSDPStrategy(auto_wrap_policy=policy, activation_checkpointing_policy=policy))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,36 @@
+"""Two ways of using several GPUs, and one that memfit refuses: a sample of benchmarks/parallel_modes.py."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.process
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    """Import benchmarks/parallel_modes.py, a script outside any package."""
+    path = ROOT / "benchmarks/parallel_modes.py"
+    spec = importlib.util.spec_from_file_location("parallel_modes", path)
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)  # its dataclass looks itself up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("variant", "rank"), [("data_parallel:static_graph", "1/2"), ("fsdp2:three_dimensions", "5/8")]
+)
+def test_a_parallel_mode_fits_and_all_of_its_memory_is_explained(benchmark, variant, rank, tmp_path):
+    answer = benchmark.run(variant, rank, tmp_path)
+    assert (answer.verdict, answer.unknown, answer.expected) == ("fits", 0, True), answer.said
+    assert answer.allocated > 64 << 20  # cuBLAS's workspace alone
+
+
+def test_a_mode_that_is_refused_says_why(benchmark, tmp_path):
+    answer = benchmark.run("collectives:any_source", "0/2", tmp_path)
+    assert answer.expected, answer.said
+    assert benchmark.REFUSED[answer.variant] in answer.said
