@@ -2,9 +2,12 @@
 
 `make test-fast` runs the tests that start no process. A test that starts one has the mark ``process``, set by
 hand or because it uses a fixture of ``STARTERS``. A test without the mark fails if it starts a process.
+
+With several workers, tests that share a fixture run on one of them, which makes the fixture once.
 """
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+# One thread for each worker and process: several spin while they wait for a core that another worker uses.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch  # noqa: F401 - its import starts ldconfig, so it must precede the refusal of processes
 
 from memfit.allocator import compiled_allocator
@@ -64,11 +70,23 @@ STARTERS = {"browser", "drive", "dry_run", "memfit", "on_ghost", "record", "rehe
 """Fixtures that start processes."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
-    """Mark the tests that use a fixture of ``STARTERS``."""
+    """Mark tests that use a fixture of ``STARTERS``; group those that start a process and share a fixture."""
     for item in items:
         if STARTERS.intersection(item.fixturenames):
             item.add_marker("process")
+        if "process" in item.keywords and "xdist_group" not in item.keywords and (group := _shares(item)):
+            item.add_marker(pytest.mark.xdist_group(group))
+
+
+def _shares(item):
+    """Return the file or folder whose tests share a fixture with a test; None if it shares none."""
+    used = item._fixtureinfo.name2fixturedefs.values()
+    shared = {each[-1].scope: each[-1].baseid for each in used if each[-1].baseid}
+    if "session" in shared:
+        return shared["session"]
+    return item.nodeid.partition("::")[0] if "module" in shared else None
 
 
 def pytest_sessionstart():

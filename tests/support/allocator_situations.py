@@ -35,10 +35,15 @@ SITUATIONS = {
 
 
 def pytest_generate_tests(metafunc):
-    """Parametrize tests that take ``situation`` with all situations, unless they choose some themselves."""
-    chosen = any("situation" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
-    if "situation" in metafunc.fixturenames and not chosen:
-        metafunc.parametrize("situation", SITUATIONS)
+    """Parametrize tests that take ``situation`` with all situations, unless they choose some themselves.
+
+    Those of one situation run on one worker, which drives the allocator once.
+    """
+    chooses = any("situation" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
+    if "situation" in metafunc.fixturenames and not chooses:
+        groups = {name: pytest.mark.xdist_group(f"driven {name}") for name in SITUATIONS}
+        chosen = [pytest.param(name, marks=group) for name, group in groups.items()]
+        metafunc.parametrize("situation", chosen)
 
 
 @cache
