@@ -16,6 +16,7 @@ demo: $(READY)  # what a GPT of GPT-2 small's size needs, and what to do where a
 	$(BIN)/memfit dry-run --memory 6GiB --advise examples/gpt.py
 
 test: $(READY)
+	$(BIN)/python -m compileall -q src  # or every command compiles memfit where PYTHONDONTWRITEBYTECODE is set
 	$(BIN)/pytest -n 2 --dist loadgroup
 
 test-fast: $(READY)  # the tests that start no process
