@@ -33,8 +33,8 @@ def difference(ranks: Sequence[tuple[str, Facts]]) -> str:
     calls = [call for call, _ in ranks]
     if len(set(calls)) > 1:
         return (
-            f"The ranks are not in the same call: {_by_value(calls, 'in ')}. Every rank must make the same "
-            "calls of the engine, in the same order; check conditions such as `if rank == 0`."
+            f"The ranks are in different calls: {_by_value(calls)}. All ranks must make the same calls "
+            "of the engine, in the same order. Check conditions such as `if rank == 0`."
         )
     names = dict.fromkeys(name for _, facts in ranks for name in facts)
     for name in names:
@@ -47,17 +47,15 @@ def difference(ranks: Sequence[tuple[str, Facts]]) -> str:
     return f"The ranks have the same settings in different orders: {', '.join(list(names)[:_SHOWN])}, ..."
 
 
-def _by_value(values: Sequence[str], before: str = "") -> str:
-    """Return which ranks have which value, as a part of a sentence."""
+def _by_value(values: Sequence[str]) -> str:
+    """Return which values there are, and on which ranks, as a part of a sentence."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
     written = [
-        f"rank{'s' * (len(own) > 1)} {listed(tuple(own))} {'are' if len(own) > 1 else 'is'} {before}{value}"
-        if before
-        else f"{value} on rank{'s' * (len(own) > 1)} {listed(tuple(own))}"
+        f"{value} on rank{'s' * (len(own) > 1)} {listed(tuple(own))}"
         for value, own in list(ranks.items())[:_SHOWN]
     ]
     if len(ranks) > _SHOWN:
-        return f"{', '.join(written)}, and other ranks differ from these"
+        written.append("others on other ranks")
     return f"{', '.join(written[:-1])}, and {written[-1]}"

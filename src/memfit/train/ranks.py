@@ -98,10 +98,10 @@ class Ranks(OneRank):
             UsageError: the ranks are in different calls, or the facts differ.
         """
         self._call, facts = call, {} if failure else same()
-        mark = (-math.inf, -math.inf) if failure else (digest(call, facts), -digest(call, facts))
-        given = [float(failure), float(self.rank + 1) if failure else 0.0, *mark, *map(float, numbers)]
+        mark = -math.inf if failure else digest(call, facts)
+        own = failure, self.rank + 1 if failure else 0, mark, -abs(mark), *numbers
         key = self._key()
-        worst, who, most, least, *maxima = self._exchange(given, torch.distributed.ReduceOp.MAX)
+        worst, who, most, least, *maxima = self._exchange([*map(float, own)], torch.distributed.ReduceOp.MAX)
         if worst == FAILED and failure != FAILED:
             raise RankFailedError(self._failure(key) or f"Rank {int(who) - 1} failed, and so this rank ends.")
         if worst == RAN_OUT and not failure:

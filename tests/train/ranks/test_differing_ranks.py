@@ -36,8 +36,8 @@ CASES = "support.differing_rank_cases"
         ("divisor", "micro-batches have weights on 1 of the ranks and none on 1; here they have "),
         ("epochs", "epochs is 1 on rank 0, and 2 on rank 1"),
         ("validated", "metrics is [] on rank 0, and ['loss'] on rank 1"),
-        ("validates", "not in the same call: rank 0 is in engine.step, and rank 1 is in engine.validate."),
-        ("saves", "not in the same call: rank 0 is in engine.step, and rank 1 is in engine.save."),
+        ("validates", "in different calls: engine.step on rank 0, and engine.validate on rank 1."),
+        ("saves", "in different calls: engine.step on rank 0, and engine.save on rank 1."),
     ],
 )
 def test_ranks_that_differ_all_name_the_difference(two_ranks, case, says):
