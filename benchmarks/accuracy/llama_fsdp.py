@@ -1,14 +1,16 @@
-"""Train Llama 3.1 8B under FSDP2 with selective checkpointing, as torchtitan did at the end of 2024.
+"""Train a Llama under FSDP2 with checkpointing, as torchtitan did in March and in December 2024.
 
-    memfit dry-run --nproc 8 benchmarks/accuracy/llama3_fsdp.py
+    memfit dry-run --nproc 8 benchmarks/accuracy/llama_fsdp.py [--model llama2-7b]
 
-Every second matrix product, attention's output and reduced sums are saved, the rest is recomputed.
+Selective checkpointing saves every second matrix product and attention's output, and recomputes the rest. In
+March, the logits were float32 and stayed in memory until the next step had computed its own.
 """
 
 import argparse
 import gc
 import os
 from collections import defaultdict
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,8 +21,23 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-WIDTH, HIDDEN, LAYERS, HEADS, KEY_HEADS, VOCABULARY, CONTEXT = 4096, 14336, 32, 32, 8, 128256, 8192
-HEAD = WIDTH // HEADS
+WIDTH, LAYERS, HEADS, HEAD = 4096, 32, 32, 128
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden: int
+    key_heads: int
+    vocabulary: int
+    context: int
+    batch: int
+    base: float
+
+
+MODELS = {
+    "llama2-7b": Shape(11008, key_heads=32, vocabulary=32000, context=2048, batch=8, base=10000.0),
+    "llama3-8b": Shape(14336, key_heads=8, vocabulary=128256, context=8192, batch=2, base=500000.0),
+}
 aten = torch.ops.aten
 SAVED = {
     aten.mm.default,
@@ -40,9 +57,9 @@ class RMSNorm(nn.Module):
         return normal.type_as(x) * self.weight
 
 
-def rotation():
-    frequencies = 1.0 / 500000 ** (torch.arange(0, HEAD, 2).float() / HEAD)
-    angles = torch.outer(torch.arange(CONTEXT), frequencies).float()
+def rotation(shape):
+    frequencies = 1.0 / shape.base ** (torch.arange(0, HEAD, 2).float() / HEAD)
+    angles = torch.outer(torch.arange(shape.context), frequencies).float()
     return torch.polar(torch.ones_like(angles), angles)
 
 
@@ -56,14 +73,15 @@ def rotate(q, k, turned):
 
 
 def repeated(x):
-    return x.unsqueeze(3).expand(-1, -1, -1, HEADS // KEY_HEADS, -1).flatten(2, 3)
+    times = HEADS // x.shape[2]
+    return x if times == 1 else x.unsqueeze(3).expand(-1, -1, -1, times, -1).flatten(2, 3)
 
 
 class Attention(nn.Module):
-    def __init__(self):
+    def __init__(self, shape):
         super().__init__()
         self.q, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
-        self.k, self.v = (nn.Linear(WIDTH, KEY_HEADS * HEAD, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(WIDTH, shape.key_heads * HEAD, bias=False) for _ in range(2))
 
     def forward(self, x, turned):
         q, k, v = self.q(x), self.k(x), self.v(x)
@@ -77,19 +95,19 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    def __init__(self):
+    def __init__(self, shape):
         super().__init__()
-        self.gate, self.up = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
-        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.gate, self.up = (nn.Linear(WIDTH, shape.hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(shape.hidden, WIDTH, bias=False)
 
     def forward(self, x):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):
-    def __init__(self):
+    def __init__(self, shape):
         super().__init__()
-        self.attention, self.feed_forward = Attention(), FeedForward()
+        self.attention, self.feed_forward = Attention(shape), FeedForward(shape)
         self.attention_norm, self.feed_forward_norm = RMSNorm(), RMSNorm()
 
     def forward(self, x, turned):
@@ -98,18 +116,20 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(self):
+    def __init__(self, shape, wide):
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.register_buffer("rotation", rotation())
-        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.norm, self.out = RMSNorm(), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.wide = wide
+        self.embedding = nn.Embedding(shape.vocabulary, WIDTH)
+        self.register_buffer("rotation", rotation(shape))
+        self.layers = nn.ModuleList(Block(shape) for _ in range(LAYERS))
+        self.norm, self.out = RMSNorm(), nn.Linear(WIDTH, shape.vocabulary, bias=False)
 
     def forward(self, tokens):
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x, self.rotation)
-        return self.out(self.norm(x))
+        logits = self.out(self.norm(x))
+        return logits.float() if self.wide else logits
 
 
 def every_second_product():
@@ -125,13 +145,12 @@ def every_second_product():
     return create_selective_checkpoint_contexts(policy)
 
 
-def build():
+def build(shape, wide, selective):
     with torch.device("meta"):
-        model = Llama()
+        model = Llama(shape, wide)
+    options = {"context_fn": every_second_product} if selective else {}
     for index, layer in enumerate(model.layers):
-        model.layers[index] = checkpoint_wrapper(
-            layer, context_fn=every_second_product, preserve_rng_state=False
-        )
+        model.layers[index] = checkpoint_wrapper(layer, preserve_rng_state=False, **options)
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.layers:
         last = layer is model.layers[-1]  # the backward pass begins with it
@@ -139,7 +158,7 @@ def build():
     fully_shard(model, mp_policy=precision)
     model.to_empty(device="cuda")
     with torch.no_grad():
-        model.rotation = rotation().cuda()
+        model.rotation = rotation(shape).cuda()
         for parameter in model.parameters():
             parameter.normal_(std=0.02)
     return model
@@ -147,21 +166,25 @@ def build():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batch", type=int, default=2, help="sequences of each rank")
+    parser.add_argument("--model", choices=MODELS, default="llama3-8b")
+    parser.add_argument("--checkpointing", choices=("selective", "full"), default="selective")
+    parser.add_argument("--keep-logits", action="store_true", help="float32 logits, until the next ones")
     args = parser.parse_args()
+    shape = MODELS[args.model]
     gc.disable()  # torchtitan collects every 50 steps
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
-    model = build()
+    model = build(shape, args.keep_logits, args.checkpointing == "selective")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, foreach=True)
     torch.cuda.reset_peak_memory_stats()
     for _ in range(3):
-        tokens = torch.randint(VOCABULARY, (args.batch, CONTEXT)).to("cuda")
-        labels = torch.randint(VOCABULARY, (args.batch, CONTEXT)).to("cuda")
+        tokens = torch.randint(shape.vocabulary, (shape.batch, shape.context)).to("cuda")
+        labels = torch.randint(shape.vocabulary, (shape.batch, shape.context)).to("cuda")
         optimizer.zero_grad()
         logits = model(tokens)
         loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1))
-        del logits
+        if not args.keep_logits:
+            del logits
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         optimizer.step()
