@@ -112,6 +112,23 @@ def failing(rank, ranks, mode, where, ends=False):
     return "", "", False
 
 
+def failing_to_begin(rank, ranks):
+    """Return what each rank reads when rank 1 cannot create its optimizer, and ends."""
+
+    def optimizer(parameters):
+        if rank == 1:
+            raise ValueError("no learning rate")
+        return torch.optim.SGD(parameters)
+
+    try:
+        engine(net(), memfit.Sharding("fsdp2"), optimizer=optimizer)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the test looks at it
+        if rank == 1:
+            os._exit(1)
+        return type(error).__name__, str(error)
+    return "", ""
+
+
 def failing_data(rank, ranks, mode):
     """Return what each rank reads when rank 1 cannot load its second batch, and ends."""
     if ranks == 1:

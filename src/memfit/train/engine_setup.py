@@ -117,7 +117,11 @@ def set_up(
     ranks.agree(_CALL, same=partial(settings_of, job.model, plan, options))
     with ExitStack() as undo:
         undo.callback(apply.revert, job.model)
-        prepared = _set_up(job, plan, ranks, max_grad_norm, cuda_graphs=cuda_graphs, protect=protect)
+        try:
+            prepared = _set_up(job, plan, ranks, max_grad_norm, cuda_graphs=cuda_graphs, protect=protect)
+        except Exception as error:
+            ranks.report(error, _CALL, waiting=False)  # the others may be inside a broadcast
+            raise
         optimizer, scheduler = prepared.update.optimizer, prepared.update.scheduler
         ranks.agree(_CALL, same=partial(optimizer_settings, optimizer, scheduler))
         undo.pop_all()
