@@ -1,6 +1,6 @@
 """Run each parallel mode of PyTorch on the ghost, as some ranks of a job, and print what memfit answers.
 
-    python benchmarks/parallel_modes.py [SCRIPT[:VARIANT] ...] [--ranks R/N,...] [--json FILE]
+    python benchmarks/parallel_modes.py [SCRIPT[:VARIANT] ...] [--ranks R/N,...] [--markdown FILE]
 
 The scripts of ``parallel_modes/`` use PyTorch as users do. ``R/N`` is rank R of a job of N; ``all/N`` runs
 all of them. The table holds the verdict, PyTorch's peak on the rank that needs most, the bytes at this peak
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -97,6 +97,20 @@ def run(variant: str, rank: str, folder: Path) -> Answer:
     return Answer(variant, rank, verdict, answer["peak"]["allocated"], unknown, seconds, said, rows)
 
 
+def markdown(answers: Iterable[Answer]) -> str:
+    """Return the table of a file in ``results/``."""
+    lines = [
+        "| mode | ranks run | rows | peak allocated, largest rank | unexplained | verdict |",
+        "|---|--:|--:|--:|--:|---|",
+    ]
+    lines += [
+        f"| {each.variant} | {each.rank} | {each.rows} | {each.allocated:,} B | {each.unknown:,} B | "
+        f"{f'refused: {REFUSED[each.variant]}' if each.variant in REFUSED else each.verdict} |"
+        for each in answers
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def main() -> int:
     """Run the variants and print a table; return 1 if one did not end as expected."""
     parser = argparse.ArgumentParser(
@@ -104,6 +118,7 @@ def main() -> int:
     )
     parser.add_argument("variants", nargs="*", help="SCRIPT or SCRIPT:VARIANT (default: all)")
     parser.add_argument("--ranks", type=lambda text: text.split(","), default=RANKS, metavar="R/N,...")
+    parser.add_argument("--markdown", type=Path)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     known = [each for path in sorted(SCRIPTS.glob("*.py")) if path.stem != "jobs" for each in variants(path)]
@@ -122,6 +137,8 @@ def main() -> int:
                     f"{'' if answer.expected else '  UNEXPECTED'}  {answer.said[:300]}",
                     flush=True,
                 )
+    if arguments.markdown:
+        arguments.markdown.write_text(markdown(answers))
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(answer) for answer in answers], indent=1))
     return int(not all(answer.expected for answer in answers))

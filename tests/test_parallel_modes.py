@@ -1,4 +1,4 @@
-"""Two ways of using several GPUs, and one that memfit refuses: a sample of benchmarks/parallel_modes.py."""
+"""Two ways of using several GPUs: a sample of benchmarks/parallel_modes.py."""
 
 import importlib.util
 import sys
@@ -28,9 +28,3 @@ def test_a_parallel_mode_fits_and_all_of_its_memory_is_explained(benchmark, vari
     answer = benchmark.run(variant, rank, tmp_path)
     assert (answer.verdict, answer.unknown, answer.expected) == ("fits", 0, True), answer.said
     assert answer.allocated > 64 << 20  # cuBLAS's workspace alone
-
-
-def test_a_mode_that_is_refused_says_why(benchmark, tmp_path):
-    answer = benchmark.run("collectives:any_source", "0/2", tmp_path)
-    assert answer.expected, answer.said
-    assert benchmark.REFUSED[answer.variant] in answer.said
