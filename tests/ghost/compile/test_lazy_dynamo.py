@@ -68,3 +68,18 @@ def test_the_first_use_may_be_the_import_of_a_config_module_which_refuses_attrib
         assert config.suppress_errors is False
     """)
     assert done.answer["end"]["reason"] == "end", done.err
+
+
+def test_garbage_that_holds_memory_is_collected_as_by_the_import(dry_run):
+    done = dry_run("""
+        import gc, torch
+        weight = torch.nn.Parameter(torch.zeros(2, device="cuda"))
+        cycle = [torch.empty(1 << 20, device="cuda")]
+        cycle.append(cycle)
+        gc.collect()  # old objects are collected only with all others
+        del cycle
+        before = torch.cuda.memory_allocated()
+        torch.optim.SGD([weight])
+        print(before - torch.cuda.memory_allocated())
+    """)
+    assert done.out.splitlines()[0] == str(4 << 20), (done.out, done.err)

@@ -5,14 +5,15 @@ code. Both mean something only to code that is being compiled, but the import ta
 run of a small script. Here, the import statement makes the module without its contents. It answers these two
 uses itself; any other use fills it.
 
-Until then, as many Python objects as the module would hold take its place. Python collects reference cycles,
-and the tensors that they hold, when a quarter of all objects are new: with fewer objects, it would do so
-earlier than without memfit.
+Until then, as many Python objects as the module would hold take its place, and reference cycles are collected
+once. Python collects them, and the tensors that they hold, when a quarter of all objects are new: the import
+makes that many, and with fewer objects, the next collection would be earlier than without memfit.
 
 Source: ``_use_grad_for_differentiable`` in torch/optim/optimizer.py and ``_disable_dynamo`` in
 torch/_compile.py, PyTorch 2.14.1; ``gc_collect_generations`` in Modules/gcmodule.c, Python 3.11.
 """
 
+import gc
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -48,6 +49,7 @@ class _LazyModule(ModuleType):
         self._filling = threading.RLock()
         self._undecorated: list[Any] = []
         self._objects: list[list[object]] = [[] for _ in range(_OBJECTS)]
+        gc.collect()
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("__"):  # the import system asks for some of these before they are set
