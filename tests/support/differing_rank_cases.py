@@ -3,7 +3,7 @@
 import torch
 
 import memfit
-from support.rank_cases import Seen, engine, found, mean_loss, net, samples, shares, token_loss
+from support.rank_jobs import Seen, engine, found, mean_loss, net, samples, shares, token_loss
 
 DDP = memfit.Sharding("ddp")
 

@@ -5,7 +5,7 @@ import os
 import torch
 
 import memfit
-from support.rank_cases import Seen, engine, found, local, mean_loss, net, samples, shares
+from support.rank_jobs import Seen, engine, found, local, mean_loss, net, samples, shares
 
 
 def out_of_memory(rank, ranks, mode, failing, sizes, options=None):

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import memfit
-from support.rank_cases import engine, mean_loss, net, samples, sgd, whole
+from support.rank_jobs import engine, mean_loss, net, samples, sgd, whole
 
 
 def fit(rank, ranks, mode, epochs=2):

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import memfit
 from memfit.random_state import get_random_state, set_random_state
-from support.rank_cases import whole
+from support.rank_jobs import whole
 
 
 class Noisy(Dataset):

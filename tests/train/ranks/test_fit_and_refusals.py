@@ -6,7 +6,7 @@ import torch
 from memfit import LossScale
 from memfit.train.loss_scaler import LossScaler
 from memfit.train.ranks import OneRank
-from support import rank_cases
+from support import rank_jobs
 
 CASES = "support.fit_rank_cases"
 
@@ -29,10 +29,10 @@ def test_metrics_and_callbacks_see_the_samples_of_all_ranks(two_ranks, mode):
     (first, second) = ranks
     assert first["metrics"] == second["metrics"]
     assert (first["epochs"], first["best"]) == (second["epochs"], second["best"])
-    model = rank_cases.net()
+    model = rank_jobs.net()
     for parameter, value in zip(model.parameters(), first["parameters"], strict=True):
         parameter.data = value
-    x, y = rank_cases.samples(9, 1)
+    x, y = rank_jobs.samples(9, 1)
     with torch.no_grad():
         assert first["metrics"]["accuracy"] == (model(x).argmax(1) == y).sum() / 9
         expected = torch.nn.functional.cross_entropy(model(x), y).item()
