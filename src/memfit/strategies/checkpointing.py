@@ -48,6 +48,31 @@ _OPERATIONS = (activation, batchnorm, conv, dropout, instancenorm, linear, norma
 
 
 @dataclass(frozen=True, slots=True)
+class Region:
+    """Modules that are checkpointed alike.
+
+    Raises:
+        UsageError: it names no module, or an operation that does not exist.
+
+    >>> Region("layers.0", save_ops="aten.addmm.default:1")
+    Region(modules=('layers.0',), save_ops=('aten.addmm.default:1',))
+    """
+
+    modules: str | tuple[str, ...]
+    """As in ``Checkpointing``."""
+    save_ops: str | tuple[str, ...] = ()
+    """As in ``Checkpointing``."""
+
+    def __post_init__(self) -> None:
+        """Check."""
+        check_types(self, "checkpointing: regions")
+        _as_tuples(self)
+        if not self.modules:
+            raise UsageError("checkpointing: a region must name its modules.")
+        _check_operations(self.save_ops)
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpointing:
     """Settings of activation checkpointing.
 
@@ -66,7 +91,8 @@ class Checkpointing:
     """Checkpoint the first of the selected modules and every n-th after it. The last one, which backward
     would recompute right after its forward, is then rarely among them."""
     save_ops: str | tuple[str, ...] = ()
-    """Operations whose results are kept inside blocks, such as ``"aten.mm"``; the rest is recomputed."""
+    """Operations whose results are kept inside blocks, such as ``"aten.mm"``, or single calls of them, such
+    as ``"aten.mm.default:2"``, the third one; the rest is recomputed."""
     use_reentrant: bool = False
     """PyTorch's older checkpointing: without ``torch.autograd.grad``, and hooks see nothing inside."""
     preserve_rng_state: bool = True
@@ -76,22 +102,27 @@ class Checkpointing:
     """Compare every operation of the recomputation with the forward's, bit for bit: slow, to find faults."""
     blocks: Literal["repeated", "backbone"] = "repeated"
     """Without ``modules``: all blocks that the model repeats, or the residual blocks of its backbone."""
+    regions: tuple[Region, ...] = ()
+    """Modules that keep different operations, in place of ``modules`` and ``save_ops``: what ``memfit plan``
+    writes."""
 
     def __post_init__(self) -> None:
         """Check."""
         check_types(self, "checkpointing")
         if self.every < 1:
             raise UsageError(f"checkpointing: 'every' must be an integer of at least 1, not {self.every!r}.")
-        for name in ("modules", "save_ops"):
-            value = getattr(self, name)
-            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
-        if self.save_ops and self.use_reentrant:
+        _as_tuples(self)
+        if self.regions and (self.modules or self.save_ops or self.every != 1):
+            raise UsageError(
+                "checkpointing: regions name their own modules and operations. Leave out modules, every and "
+                "save_ops, or leave out regions."
+            )
+        if self.use_reentrant and (self.save_ops or any(region.save_ops for region in self.regions)):
             raise UsageError(
                 "checkpointing: save_ops needs use_reentrant=False, because PyTorch's reentrant "
                 "checkpointing cannot keep the results of individual operations."
             )
-        for operation in self.save_ops:
-            operation_overloads(operation)
+        _check_operations(self.save_ops)
 
     def apply(self, model: nn.Module) -> Callable[[], None]:
         """Checkpoint a model's modules in place, and return the undo. Names and state_dict stay.
@@ -99,24 +130,28 @@ class Checkpointing:
         Raises:
             UsageError: no module matches, or a module is checkpointed already or has no forward.
         """
-        regions = self._select(model)
-        for name, module in regions.items():
+        selected = self._select(model)
+        for name, (module, _) in selected.items():
             if any(isinstance(each, CheckpointedForward) for each in wrappers(module)):
                 raise UsageError(
                     f"checkpointing: {name} is already checkpointed. Call memfit.revert(model) to undo that."
                 )
         undo = ExitStack()
-        for name, module in regions.items():
+        for name, (module, save_ops) in selected.items():
             settings = RecomputeSettings(
-                name, tuple(self.save_ops), self.use_reentrant, self.preserve_rng_state, self.check
+                name, save_ops, self.use_reentrant, self.preserve_rng_state, self.check
             )
             undo.callback(wrap_forward(module, settings, CheckpointedForward))
-        for message in no_saving_warnings(regions):
-            warn_user(message)
+        if not self.regions:  # a plan has shown what its regions save
+            for message in no_saving_warnings({name: module for name, (module, _) in selected.items()}):
+                warn_user(message)
 
         return undo.close
 
-    def _select(self, model: nn.Module) -> dict[str, nn.Module]:
+    def _select(self, model: nn.Module) -> dict[str, tuple[nn.Module, tuple[str, ...]]]:
+        """Return the modules to checkpoint by name, each with the operations whose results it keeps."""
+        if self.regions:
+            return self._select_regions(model)
         if self.modules:
             named = modules_named(model, self.modules, "checkpointing")
         else:
@@ -127,15 +162,38 @@ class Checkpointing:
                 "modules, for example Checkpointing('encoder.*'), or their class, for example "
                 "Checkpointing('EncoderLayer')."
             )
-        # Inside compiled modules: the compiler then sees what is to be recomputed.
-        selected = {name: unwrapped(module) for name, module in list(named.items())[:: self.every]}
-        for name, module in selected.items():
-            if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
-                raise UsageError(
-                    f"checkpointing: {name} is a {class_name(module)}, which has no forward; "
-                    f"did you mean '{name}.*'?"
-                )
+        every = dict(list(named.items())[:: self.every])
+        return {name: (_with_forward(name, each), tuple(self.save_ops)) for name, each in every.items()}
+
+    def _select_regions(self, model: nn.Module) -> dict[str, tuple[nn.Module, tuple[str, ...]]]:
+        selected: dict[str, tuple[nn.Module, tuple[str, ...]]] = {}
+        for region in self.regions:
+            for name, module in modules_named(model, region.modules, "checkpointing").items():
+                if name in selected:
+                    raise UsageError(f"checkpointing: two regions name {name}. Leave out one of the two.")
+                selected[name] = (_with_forward(name, module), tuple(region.save_ops))
         return selected
+
+
+def _as_tuples(settings: Checkpointing | Region) -> None:
+    for name in ("modules", "save_ops"):
+        value = getattr(settings, name)
+        object.__setattr__(settings, name, (value,) if isinstance(value, str) else tuple(value))
+
+
+def _check_operations(save_ops: str | tuple[str, ...]) -> None:
+    for operation in save_ops:
+        operation_overloads(operation)
+
+
+def _with_forward(name: str, module: nn.Module) -> nn.Module:
+    """Return a module to checkpoint: inside a compiled one, where the compiler sees what is recomputed."""
+    inside = unwrapped(module)
+    if type(inside).forward is nn.Module.forward and "forward" not in inside.__dict__:
+        raise UsageError(
+            f"checkpointing: {name} is a {class_name(inside)}, which has no forward; did you mean '{name}.*'?"
+        )
+    return inside
 
 
 def no_saving_warnings(regions: dict[str, nn.Module]) -> list[str]:

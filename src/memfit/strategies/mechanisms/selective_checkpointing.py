@@ -1,12 +1,18 @@
-"""Selective checkpointing: operations whose results are kept while the rest of a region is recomputed."""
+"""Selective checkpointing: operations whose results are kept while the rest of a region is recomputed.
+
+aten.mm             every call of every overload of aten.mm
+aten.mm.default     every call of this overload
+aten.mm.default:2   its third call in the region, counted from 0
+"""
 
 import difflib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from memfit.errors import UsageError
 
@@ -18,9 +24,7 @@ def selective_contexts(operations: Sequence[str]) -> tuple[Any, Any]:
     """
     if not operations:
         return nullcontext(), nullcontext()
-    saving, saved = create_selective_checkpoint_contexts(  # type: ignore[no-untyped-call]
-        [overload for operation in operations for overload in operation_overloads(operation)]
-    )
+    saving, saved = create_selective_checkpoint_contexts(_policy(operations))  # type: ignore[no-untyped-call]
     # Kept results pass through saved-tensor hooks like other saved tensors, so that offloading sees them.
     # checkpoint() has a parameter of this name that does nothing else (torch/utils/checkpoint.py, 2.14);
     # versions without it ignore the attribute.
@@ -28,22 +32,46 @@ def selective_contexts(operations: Sequence[str]) -> tuple[Any, Any]:
     return saving, saved
 
 
+def _policy(operations: Sequence[str]) -> Callable[..., CheckpointPolicy]:
+    """Return the function that decides for one call of a region, which PyTorch asks in the forward only."""
+    every = {each for name in operations if ":" not in name for each in operation_overloads(name)}
+    calls = {
+        (each, int(name.partition(":")[2]))
+        for name in operations
+        if ":" in name
+        for each in operation_overloads(name)
+    }
+    seen: Counter[Any] = Counter()
+
+    def decide(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        call = (operation, seen[operation])
+        seen[operation] += 1
+        kept = operation in every or call in calls
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return decide
+
+
 def operation_overloads(operation: str) -> list[torch._ops.OpOverload]:
-    """Return the operations that a name such as ``aten.mm`` or ``aten.mm.default`` stands for.
+    """Return the operations that a name such as ``aten.mm`` or ``aten.mm.default:2`` stands for.
 
     Raises:
         UsageError: no operation has that name.
     """
-    space, _, rest = operation.partition(".")
+    path, numbered, call = operation.partition(":")
+    if numbered and not call.isdecimal():
+        raise UsageError(
+            f"checkpointing: save_ops={operation!r} does not say which call to keep. Write its number, "
+            f"counted from 0: '{path}:0'."
+        )
+    space, _, rest = path.partition(".")
     name, _, overload = rest.partition(".")
     packet = getattr(getattr(torch.ops, space), name, None) if name else None
     if isinstance(packet, torch._ops.OpOverloadPacket):
         known = packet.overloads()  # type: ignore[no-untyped-call]
         if not overload or overload in known:
             return [getattr(packet, each) for each in ([overload] if overload else known)]
-    near = difflib.get_close_matches(
-        operation, [f"{space}.{each}" for each in dir(getattr(torch.ops, space))]
-    )
+    near = difflib.get_close_matches(path, [f"{space}.{each}" for each in dir(getattr(torch.ops, space))])
     raise UsageError(
         f"checkpointing: save_ops={operation!r} is not a PyTorch operation. "
         + (f"Nearest: {', '.join(near)}." if near else "Use a name from torch.ops, such as 'aten.mm'.")
