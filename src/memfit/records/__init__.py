@@ -35,6 +35,8 @@ from memfit.records.fragmentation import Fragmentation, Hole, PinningBlock, Rese
 from memfit.records.provenance import Figure, Note, Provenance, worst
 from memfit.records.run_difference import RowChange, RunDifference
 from memfit.records.script_options import LoaderBatchSize, OptionPurpose, ScriptOption
+from memfit.records.script_plan import PlanRun, ScriptPlan
+from memfit.records.step_operations import ModuleCall, Operation, StepOperations
 from memfit.records.strategy_comparison import ComparedRun, StrategyComparison
 from memfit.records.trace import (
     ARENA,
@@ -100,15 +102,18 @@ __all__ = [
     "Mark",
     "MarkKind",
     "MemoryPeak",
+    "ModuleCall",
     "NcclMeasurement",
     "NcclStage",
     "Note",
+    "Operation",
     "OptionPurpose",
     "OutOfMemory",
     "PeakRange",
     "Phase",
     "PhaseChange",
     "PinningBlock",
+    "PlanRun",
     "Provenance",
     "RankRole",
     "Replay",
@@ -119,10 +124,12 @@ __all__ = [
     "ScriptEnd",
     "ScriptLocation",
     "ScriptOption",
+    "ScriptPlan",
     "Segment",
     "SettingOutcome",
     "SizeBound",
     "SnapshotBlock",
+    "StepOperations",
     "StrategyComparison",
     "TensorInfo",
     "Term",

@@ -1,0 +1,277 @@
+"""Record the operations of a model's training step: what each allocates, costs, and saves for the backward.
+
+model(inputs) ── loss ── backward()         from ``start`` to ``stop``
+  │ hooks of modules       ModuleCall: which operations belong to which module
+  │ saved-tensor hooks     what autograd keeps, and for which module
+  └ a dispatch mode        Operation: storages, FLOPs, bytes moved, seconds
+"""
+
+import functools
+import sys
+import time
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import SAC_IGNORED_OPS
+from torch.utils.flop_counter import flop_registry
+
+from memfit.records.step_operations import ModuleCall, Operation, StepOperations
+
+_RANDOM = torch.Tag.nondeterministic_seeded
+
+
+class StepOperationRecorder:
+    """Records a model's operations from ``start`` to ``stop``.
+
+    Args:
+        model: is about to be called.
+        path: its own path, if it is part of a larger model.
+
+    >>> model, inputs = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(2, 4)
+    >>> recorder = StepOperationRecorder(model)
+    >>> recorder.start()
+    >>> model(inputs).sum().backward()
+    >>> [operation.name for operation in recorder.stop().forward[:3]]
+    ['aten.t.default', 'aten.addmm.default', 'aten.relu.default']
+    """
+
+    def __init__(self, model: nn.Module, path: str = "") -> None:
+        self._model = model
+        self._path = path
+        self._storages = _Storages(model)
+        self._memory = _memory_of(model, self._storages)
+        self._calls: list[_OpenCall] = []
+        self._open: list[int] = []
+        self._forward: list[Operation] = []
+        self._backward: list[Operation] = []
+        self._sequence: list[int] = []  # autograd's number after each operation of the forward
+        self._hooks = ExitStack()
+
+    def start(self) -> None:
+        """Begin to record."""
+        for path, module in self._model.named_modules():
+            whole = ".".join(filter(None, (self._path, path)))
+            enter = functools.partial(self._enter, whole, type(module).__name__)
+            for handle in (
+                module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
+                module.register_forward_hook(self._leave, always_call=True),
+            ):
+                self._hooks.callback(handle.remove)
+        self._hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._saved, lambda kept: kept))
+        self._hooks.enter_context(_Dispatched(self))
+        self._memory.start()
+
+    def stop(self) -> StepOperations:
+        """Stop recording, and return what was recorded."""
+        self._hooks.close()
+        return StepOperations(
+            tuple(self._storages.bytes),
+            tuple(call.finished() for call in self._calls),
+            tuple(self._forward),
+            tuple(self._backward),
+        )
+
+    def _enter(self, path: str, kind: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        if _in_backward():
+            return
+        passed = tree_leaves((args, kwargs))
+        if not self._calls:
+            self._storages.add_lasting(passed)
+        parent = self._open[-1] if self._open else -1
+        self._open.append(len(self._calls))
+        self._calls.append(_OpenCall(path, kind, parent, len(self._forward), self._storages.of(passed)))
+
+    def _leave(self, *_: Any) -> None:
+        if not _in_backward() and self._open:
+            self._calls[self._open.pop()].end = len(self._forward)
+
+    def _saved(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._open and not _in_backward():
+            self._calls[self._open[-1]].saves.update(dict.fromkeys(self._storages.of([tensor])))
+            for call in self._open:
+                self._calls[call].last_saved = len(self._forward)
+        return tensor
+
+    def run(self, operation: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation, and record it."""
+        random = _RANDOM in operation.tags
+        drawn = _positions() if random else None
+        self._memory.before()
+        began = time.perf_counter()
+        result = operation(*args, **kwargs)
+        seconds = time.perf_counter() - began
+        tensors = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        passed = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        known = set(self._storages.of(passed))
+        results = self._storages.of(tensors)
+        formula = flop_registry.get(operation._overloadpacket)
+        in_backward = _in_backward()
+        (self._backward if in_backward else self._forward).append(
+            Operation(
+                name=str(operation),
+                call=self._open[-1] if self._open and not in_backward else -1,
+                source=self._source() if in_backward else -1,
+                creates=tuple(each for each in results if each not in known),
+                writes=tuple(known.intersection(results)) if operation._schema.is_mutable else (),
+                flops=formula(*args, **kwargs, out_val=result) if formula is not None else 0,
+                moved=sum(each.numel() * each.element_size() for each in (*passed, *tensors)),
+                dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
+                random=random and drawn != _positions(),
+                seconds=seconds,
+                allocated=self._memory.highest(),
+            )
+        )
+        if not in_backward:
+            self._sequence.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+        return result
+
+    def _source(self) -> int:
+        """Return the operation whose autograd node is running."""
+        node = torch._C._current_autograd_node()
+        number = node._sequence_nr() if node is not None else sys.maxsize
+        source = bisect_right(self._sequence, number)
+        return source if source < len(self._sequence) else -1
+
+
+class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Has a recorder run the operations that checkpointing sees."""
+
+    def __init__(self, recorder: StepOperationRecorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in SAC_IGNORED_OPS:
+            return func(*args, **(kwargs or {}))
+        return self._recorder.run(func, args, kwargs or {})
+
+
+class _OpenCall:
+    """A ``ModuleCall`` in the making."""
+
+    def __init__(self, path: str, kind: str, parent: int, first: int, reads: tuple[int, ...]) -> None:
+        self._path, self._kind, self._parent, self._first, self._reads = path, kind, parent, first, reads
+        self.end = self.last_saved = first
+        self.saves: dict[int, None] = {}
+
+    def finished(self) -> ModuleCall:
+        return ModuleCall(
+            self._path,
+            self._kind,
+            self._parent,
+            self._first,
+            self.end,
+            self._reads,
+            tuple(self.saves),
+            self.last_saved,
+        )
+
+
+class _Storages:
+    """Numbers for storages: an address that is used again gets another number."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.bytes: list[int] = []
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        """By address: those that may be alive."""
+        gradients = [each.grad for each in model.parameters() if each.grad is not None]
+        self.add_lasting([*model.parameters(), *model.buffers(), *gradients])
+
+    def add_lasting(self, leaves: list[Any]) -> None:
+        """Count storages as ones that exist anyway."""
+        for number in self.of(leaves):
+            self.bytes[number] = 0
+
+    def of(self, leaves: list[Any]) -> tuple[int, ...]:
+        """Return the numbers of the tensors among some objects, each once."""
+        return tuple(
+            dict.fromkeys(
+                self._number(each.untyped_storage())
+                for leaf in leaves
+                if isinstance(leaf, torch.Tensor)
+                for each in _plain(leaf)
+            )
+        )
+
+    def _number(self, storage: torch.UntypedStorage) -> int:
+        known = self.alive.get(storage._cdata)
+        if known is None or _gone(known[0]):
+            known = StorageWeakRef(storage), len(self.bytes)  # type: ignore[no-untyped-call]
+            self.alive[storage._cdata] = known
+            self.bytes.append(storage.nbytes())
+        return known[1]
+
+
+class _CudaBytes:
+    """What PyTorch's caching allocator says."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device.index if device.index is not None else torch.cuda.current_device()
+
+    def start(self) -> None:
+        self._base = self._allocated("current")
+
+    def before(self) -> None:
+        torch._C._cuda_resetPeakMemoryStats(self._device)
+
+    def highest(self) -> int:
+        return self._allocated("peak") - self._base
+
+    def _allocated(self, moment: str) -> int:
+        stats = torch._C._cuda_memoryStats(self._device)
+        return int(stats["allocated_bytes"]["all"][moment])
+
+
+class _StorageBytes:
+    """The bytes of the storages that are alive: an operation's own scratch memory is not known."""
+
+    def __init__(self, storages: _Storages) -> None:
+        self._storages = storages
+
+    def start(self) -> None:
+        pass
+
+    def before(self) -> None:
+        pass
+
+    def highest(self) -> int:
+        alive = self._storages.alive
+        for address in [address for address, (storage, _) in alive.items() if _gone(storage)]:
+            del alive[address]
+        return sum(self._storages.bytes[number] for _, number in alive.values())
+
+
+def _memory_of(model: nn.Module, storages: _Storages) -> _CudaBytes | _StorageBytes:
+    device = next((each.device for each in model.parameters()), torch.device("cpu"))
+    return _CudaBytes(device) if device.type == "cuda" else _StorageBytes(storages)
+
+
+def _positions() -> tuple[Any, ...]:
+    """Return where the generators are, to be compared."""
+    return torch.get_rng_state().numpy().tobytes(), *(
+        each.get_offset() for each in torch.cuda.default_generators
+    )
+
+
+def _gone(storage: StorageWeakRef) -> bool:
+    return bool(storage.expired())  # type: ignore[no-untyped-call]
+
+
+def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield a tensor, or those inside of a wrapper such as a DTensor."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _plain(getattr(tensor, name))
+    elif tensor.layout is torch.strided:
+        yield tensor
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

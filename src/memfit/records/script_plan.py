@@ -1,0 +1,55 @@
+"""A plan for a script: what to change so that it fits a budget, and what that costs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from memfit.records.provenance import Figure
+from memfit.records.trace import DeviceUse, ScriptLocation
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRun:
+    """A plan that ran on the ghost."""
+
+    settings: Mapping[str, Any]
+    """The settings of a ``memfit.Plan``, by its fields; empty for the script as written."""
+    needs: Figure
+    """Bytes of the process on the smallest GPU on which it fits."""
+    time: float
+    """Of a step, relative to the script as written."""
+    place: ScriptLocation
+    """Where most was allocated."""
+    conf: str = ""
+    """``PYTORCH_ALLOC_CONF`` under which it needs that; empty for the script's own."""
+
+    @property
+    def changes(self) -> bool:
+        """Whether it changes anything about the script."""
+        return bool(self.settings or self.conf)
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptPlan:
+    """The fastest plan found for a script under a budget, or why there is none."""
+
+    device: DeviceUse
+    budget: int
+    """Bytes that the process may use, the CUDA context included."""
+    as_written: PlanRun
+    chosen: PlanRun | None
+    """None if no plan fits; the script as written if that fits."""
+    smallest: PlanRun | None
+    """The plan that needs least, if none fits."""
+    bound: float
+    """No plan of this kind that fits takes less time, relative to the script as written."""
+    rule: str
+    """What the times are based on; they are assumed."""
+    tried: tuple[PlanRun, ...]
+    """Every plan that ran on the ghost, in order."""
+    models: tuple[str, ...]
+    """The models that got the plan: the class of each, and the line that creates its optimizer."""
+    command: tuple[str, ...]
+    versions: Mapping[str, str]
+    reason: str = ""
+    """Why there is no plan."""

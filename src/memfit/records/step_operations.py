@@ -1,0 +1,68 @@
+"""One training step, operation by operation: what a planner needs to know about it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One call of an operation, as PyTorch dispatched it. Storages are indices into ``storages``."""
+
+    name: str
+    """``aten.addmm.default``."""
+    call: int
+    """The innermost module call that it is part of: an index into ``calls``; -1 outside of them and in the
+    backward."""
+    source: int
+    """In the backward, the operation in ``forward`` whose gradient it computes; -1 if that is not known, and
+    in the forward."""
+    creates: tuple[int, ...]
+    """The storages that it allocated; none for a view."""
+    writes: tuple[int, ...]
+    """The storages that it changed in place."""
+    flops: int
+    """Floating-point operations of a matrix product, a convolution or an attention; 0 for others."""
+    moved: int
+    """Bytes of its arguments and results."""
+    dtype: str
+    """``float32``: of the first result."""
+    random: bool
+    """Whether it draws random numbers."""
+    seconds: float
+    """As measured where it ran; meaningless on the ghost."""
+    allocated: int
+    """The most bytes allocated while it ran, counted from the beginning of the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleCall:
+    """One call of a module in the forward."""
+
+    module: str
+    """Its path in the model; empty for the model itself."""
+    kind: str
+    """The name of its class."""
+    parent: int
+    """The call that made this call: an index into ``calls``; -1 for the model's."""
+    first: int
+    """Its first operation in ``forward``, and ``end``, the one after its last."""
+    end: int
+    reads: tuple[int, ...]
+    """The storages of the tensors that it was passed."""
+    saves: tuple[int, ...]
+    """The storages that autograd saved in it for the backward, its submodules' apart; each once."""
+    last_saved: int
+    """The first operation in ``forward`` that it need not run again to recompute what autograd saved in it,
+    its submodules' included."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOperations:
+    """The forward and the backward of one training step of a model."""
+
+    storages: tuple[int, ...]
+    """Bytes of each storage; 0 for parameters, buffers and the model's inputs, which exist anyway."""
+    calls: tuple[ModuleCall, ...]
+    """In the order in which they began: parents before children."""
+    forward: tuple[Operation, ...]
+    """The loss included."""
+    backward: tuple[Operation, ...]
