@@ -31,6 +31,7 @@ FOREIGN = {
     "train.py",
     "c10/cuda/CUDACachingAllocator.h",
     "cudnn_graph.h",
+    "plan.json",
     "plans.json",
 }
 

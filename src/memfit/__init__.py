@@ -20,6 +20,7 @@ _NAMES_OF_MODULE = {
         "estimate",
         "explain",
         "pack",
+        "plan",
         "read",
         "record",
         "replay",
@@ -33,7 +34,7 @@ _NAMES_OF_MODULE = {
     "memfit.strategies.apply": ("apply", "revert"),
     "memfit.strategies.arena_settings": ("ArenaSettings",),
     "memfit.strategies.checkpoint_function": ("checkpoint",),
-    "memfit.strategies.checkpointing": ("Checkpointing",),
+    "memfit.strategies.checkpointing": ("Checkpointing", "Region"),
     "memfit.strategies.configuration": ("Configuration", "configure"),
     "memfit.strategies.offload": ("Offload",),
     "memfit.strategies.optimizer_state": ("OptimizerState",),
@@ -61,6 +62,7 @@ if TYPE_CHECKING:  # type checkers cannot read the table; a test checks that the
         estimate as estimate,
         explain as explain,
         pack as pack,
+        plan as plan,
         read as read,
         record as record,
         replay as replay,
@@ -77,7 +79,10 @@ if TYPE_CHECKING:  # type checkers cannot read the table; a test checks that the
     )
     from memfit.strategies.arena_settings import ArenaSettings as ArenaSettings
     from memfit.strategies.checkpoint_function import checkpoint as checkpoint
-    from memfit.strategies.checkpointing import Checkpointing as Checkpointing
+    from memfit.strategies.checkpointing import (
+        Checkpointing as Checkpointing,
+        Region as Region,
+    )
     from memfit.strategies.configuration import (
         Configuration as Configuration,
         configure as configure,

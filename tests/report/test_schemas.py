@@ -10,6 +10,7 @@ from memfit.report.schema.dry_run_schema import DryRunJson
 from memfit.report.schema.encoding import json_schema
 from memfit.report.schema.explain_schema import ExplanationJson
 from memfit.report.schema.pack_schema import PackingJson
+from memfit.report.schema.plan_schema import ScriptPlanJson
 from memfit.report.schema.replay_schema import ComparisonJson
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -19,6 +20,7 @@ SCHEMAS = {
     "dry-run.schema.json": DryRunJson,
     "explain.schema.json": ExplanationJson,
     "pack.schema.json": PackingJson,
+    "plan.schema.json": ScriptPlanJson,
     "replay.schema.json": ComparisonJson,
 }
 

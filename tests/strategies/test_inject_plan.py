@@ -39,9 +39,7 @@ def changed(tmp_path):
     report = tmp_path / "report.json"
     report.write_bytes(json.encode(InjectionReport()))
     hooks = InstalledHooks()
-    inject_plan._PlanInjector(Intervention(False, {"checkpointing": {}}, False, None, str(report))).install(
-        hooks
-    )
+    inject_plan._PlanInjector(Intervention({"checkpointing": {}}, False, None, str(report))).install(hooks)
     entry = r"(\w+) \((?:optimizer|plan): test_inject_plan\.py:\d+\)"
 
     def models():
@@ -137,11 +135,12 @@ def rerun(monkeypatch):
         def run_script(command, options, _ghost, _output, _on_progress):
             if isinstance(end, TargetError):
                 raise end
-            assert options.module
-            assert command[2:] == ("train.py", "--fast", "--bf16")
-            intervention = json.decode(Path(command[1]).read_bytes(), type=Intervention)
+            assert command == ("train.py", "--fast", "--bf16")
+            module, file = options.preload
+            assert module == inject_plan.__name__
+            intervention = json.decode(Path(file).read_bytes(), type=Intervention)
             assert intervention.plan == {strategy.field: dict(strategy.settings)}
-            assert (intervention.fused, intervention.module) == (True, False)
+            assert (intervention.fused, intervention.silent) == (True, True)
             Path(intervention.report).write_bytes(json.encode(report))
             return RecordedRun(trace_of((), end=end), None)
 
@@ -200,8 +199,8 @@ def test_a_completed_run_reports_the_share_of_each_rank(rerun):
     assert rerun(ScriptEnd("end", 0), InjectionReport(("Net",), shares=(3, 2)), DDP).shares == (3, 2)
 
 
-def test_a_run_that_cannot_start_reports_why_under_the_scripts_name(rerun):
-    found = rerun(TargetError(f"{trial_run._INJECTOR} failed before it used the GPU: EOFError"))
+def test_a_run_that_cannot_start_reports_why(rerun):
+    found = rerun(TargetError("train.py failed before it used the GPU: EOFError"))
     assert found.reason == "refused"
     assert (
         found.exception

@@ -66,12 +66,20 @@ class ReplayedRun:
         done = self.unlimited if not total else None if fails else self.on(total)
         if done is not None and done.fits:
             return Figure(done.most_taken - self.taken, self._provenance(done))
+        return self.smallest(fails_at=total)
+
+    def smallest(self, *, fails_at: int = 0) -> Figure:
+        """Return the bytes that PyTorch reserves at its peak on the smallest GPU that is enough.
+
+        Args:
+            fails_at: bytes of a GPU that is known not to be.
+        """
         smallest = smallest_capacity(
             self.asked,
             self._setting,
             taken=self.taken,
             version=torch_version(self.trace),
-            fails_at=total,
+            fails_at=fails_at,
             exhaustive=0,
         )
         return Figure(smallest - self.taken, worst(self._sure, Provenance.SIMULATED))

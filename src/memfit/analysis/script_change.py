@@ -3,7 +3,20 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memfit.records import LoaderBatchSize, ScriptEnd, Trace
+from memfit.records import LoaderBatchSize, ScriptEnd, StepOperations, Trace
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PlannedRegion:
+    """A ``memfit.Region``, without the class, which needs torch."""
+
+    modules: tuple[str, ...]
+    save_ops: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        """Return the Python expression that creates it."""
+        saved = f", save_ops={self.save_ops!r}" if self.save_ops else ""
+        return f"memfit.Region({self.modules!r}{saved})"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -16,7 +29,7 @@ class PlannedStrategy:
 
     field: str
     """The plan's field: ``checkpointing``."""
-    settings: tuple[tuple[str, str | bool], ...] = ()
+    settings: tuple[tuple[str, str | bool | tuple[PlannedRegion, ...]], ...] = ()
     """Those that differ from their defaults."""
 
     @property
@@ -39,6 +52,8 @@ class ScriptChange:
     """The batch size that loaders created at this line get."""
     conf: str = ""
     """``PYTORCH_ALLOC_CONF``; empty for the script's own. Settings are replayed, not run."""
+    operations: bool = False
+    """Whether the operations of a training step are recorded, which changes nothing for the script."""
 
     def __or__(self, other: "ScriptChange") -> "ScriptChange":
         """Return both changes together."""
@@ -48,6 +63,7 @@ class ScriptChange:
             self.arguments + other.arguments,
             other.loader or self.loader,
             other.conf or self.conf,
+            self.operations or other.operations,
         )
 
 
@@ -60,13 +76,26 @@ class TrialResult:
     """Models that strategies were applied to: the class of each, and the line that creates its optimizer."""
     shares: tuple[int, ...] = ()
     """By rank, the bytes of parameters whose optimizer state it holds; empty if all hold as much."""
+    operations: StepOperations | None = None
+    """Of a training step, if they were to be recorded."""
 
 
 RunScript = Callable[[ScriptChange, str], TrialResult | ScriptEnd | None]
 """Reruns the script with unlimited memory, given a change and its name. Returns how the script ended if it
 did not complete; None if the script must not be run."""
 
+RunTrial = Callable[[ScriptChange, str], TrialResult | ScriptEnd]
+"""A ``RunScript`` that always runs it."""
+
 
 def ran_to_completion(end: ScriptEnd) -> bool:
     """Return whether a script completed: it ended by itself, or after the requested steps."""
     return end.reason in ("steps", "end") and not end.exit_code
+
+
+def why_it_failed(end: ScriptEnd) -> str:
+    """Return why a run under a change did not complete, as a clause or a sentence."""
+    if end.reason == "refused":
+        return end.exception
+    where = f" ({end.where})" if end.where else ""
+    return f"the script ended with {end.exception or f'exit code {end.exit_code}'}{where}"

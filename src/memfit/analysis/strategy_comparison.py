@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from memfit.analysis.needed_memory import ReplayedRun
-from memfit.analysis.script_change import PlannedStrategy, ScriptChange, TrialResult
+from memfit.analysis.script_change import PlannedStrategy, ScriptChange, TrialResult, why_it_failed
 from memfit.analysis.stream_races import with_upper_bound
 from memfit.analysis.summary import summarize
 from memfit.errors import MemfitError
@@ -145,11 +145,8 @@ def compared_run(
 
 def impossible(of: ComparedStrategies, end: ScriptEnd) -> ComparedRun:
     """Return that strategies cannot be applied, or that the script fails with them, and why."""
-    reason = end.exception
-    if end.reason != "refused":
-        where = f" ({end.where})" if end.where else ""
-        reason = f"the script ended with {end.exception or f'exit code {end.exit_code}'}{where}"
-    return ComparedRun(of.name, tuple(one.code for one in of.change.strategies), reason=reason)
+    plan = tuple(one.code for one in of.change.strategies)
+    return ComparedRun(of.name, plan, reason=why_it_failed(end))
 
 
 def _needs(trace: Trace, found: DryRun, device: DeviceUse) -> Figure:

@@ -17,9 +17,9 @@ from memfit.errors import MemfitError, OutputError, UsageError
 from memfit.records import DryRun, Note, Provenance, RankRole, Trace
 from memfit.run.launchers import check_world_size
 from memfit.run.options import RunOptions
-from memfit.run.parent import PATIENCE, Progress, run_script, script_command
+from memfit.run.parent import PATIENCE, Progress, RecordedRun, run_script, script_command
 from memfit.run.resolve_options import ghost_settings
-from memfit.strategies.trial_run import trial_runner
+from memfit.strategies.trial_run import injected, trial_runner
 from memfit.trace.trace_file import write_trace
 
 LATE = "GPU work that finishes late"
@@ -48,7 +48,7 @@ class FinishedRun:
         return self.result
 
 
-def run_on_ghost(
+def run_on_ghost(  # noqa: PLR0913 - what a dry run is asked for
     script: str | Path,
     arguments: Sequence[str],
     options: RunOptions,
@@ -56,6 +56,7 @@ def run_on_ghost(
     output: Path | None,
     advise: bool,
     all_ranks: bool = False,
+    change: ScriptChange = ScriptChange(),  # noqa: B008 - frozen
     on_progress: Callable[[Progress], None],
 ) -> FinishedRun:
     """Do what ``dry_run`` does, and return a result whose trace may not have been saved."""
@@ -68,6 +69,7 @@ def run_on_ghost(
                 output=output,
                 advise=advise,
                 all_ranks=all_ranks,
+                change=change,
                 on_progress=on_progress,
             )
     if all_ranks:
@@ -76,26 +78,48 @@ def run_on_ghost(
                 "--advise looks at one rank, and --all-ranks at all of them: run --all-ranks first, and "
                 "then --advise with the --rank that needs most."
             )
-        return _run_all_ranks(script, arguments, options, output, on_progress)
+        return _run_all_ranks(script, arguments, options, output, change, on_progress)
     output = own_file(output, options.rank.rank)
     if options.rank.world_size == 1:
         check_world_size(os.environ)
     command = script_command(script, arguments, options, output)
-    recorded = run_script(command, options, ghost_settings(options), output, on_progress, PATIENCE)
+    recorded = _recorded(command, options, output, change, on_progress)
     result = summarize(recorded.trace)
     unlimited = replace(options, memory=NO_LIMIT)
     total = result.device.total.bytes
-    run = trial_runner(command, unlimited, total, on_progress)
+    run = trial_runner(command, unlimited, total, on_progress, change)
     if advise:
         return FinishedRun(recorded.trace, find_advice(recorded.trace, result, run), recorded.unsaved)
     result = find_total(result, run)
     if rests_on_routing(recorded.trace):
         even = replace(unlimited, values=with_even_routing(options.values))
-        result = beside_even_routing(result, trial_runner(command, even, total, on_progress))
+        result = beside_even_routing(result, trial_runner(command, even, total, on_progress, change))
     if result.verdict in ("fits", "tight") and may_race(recorded.trace):
-        late = trial_runner(command, replace(unlimited, finish_late=True), total, on_progress)
+        late = trial_runner(command, replace(unlimited, finish_late=True), total, on_progress, change)
         return _with_upper_bound(FinishedRun(recorded.trace, result, recorded.unsaved), late, output)
     return FinishedRun(recorded.trace, result, recorded.unsaved)
+
+
+def _recorded(
+    command: tuple[str, ...],
+    options: RunOptions,
+    output: Path | None,
+    change: ScriptChange,
+    on_progress: Callable[[Progress], None],
+) -> RecordedRun:
+    """Run the script under a change.
+
+    Raises:
+        UsageError: the change does not suit the script.
+    """
+    ghost = ghost_settings(options)
+    if change == ScriptChange():
+        return run_script(command, options, ghost, output, on_progress, PATIENCE)
+    with injected(change, options, silent=False) as injection:
+        recorded = run_script(command, injection.options, ghost, output, on_progress, PATIENCE)
+        if why := injection.why_unfit():
+            raise UsageError(f"The plan does not suit {command[0]}: {why}")
+        return recorded
 
 
 def _with_upper_bound(early: FinishedRun, run: RunScript, output: Path | None) -> FinishedRun:
@@ -115,6 +139,7 @@ def _run_all_ranks(
     arguments: Sequence[str],
     options: RunOptions,
     output: Path | None,
+    change: ScriptChange,
     on_progress: Callable[[Progress], None],
 ) -> FinishedRun:
     """Run a rank of every role; the result is that of the rank that needs most, with all roles beside it."""
@@ -136,6 +161,7 @@ def _run_all_ranks(
                 replace(options, rank=rank),
                 output=own_file(output, number) if one_each else None,
                 advise=False,
+                change=change,
                 on_progress=lambda progress: on_progress(replace(progress, rank=str(rank))),
             )
         except MemfitError as error:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         DryRun,
         Explanation,
         RunDifference,
+        ScriptPlan,
         StrategyComparison,
     )
     from memfit.run.parent import Progress
@@ -96,6 +97,21 @@ def write_strategies(comparison: "StrategyComparison", json: str | None) -> None
     from memfit.report.terminal.strategy_comparison import print_strategies
 
     _write(lambda: to_json(comparison), json, lambda console: print_strategies(comparison, console))
+
+
+def write_plan(plan: "ScriptPlan", json: str | None, output: Path | None) -> None:
+    """Print a plan and write it to files; ``json`` as for ``write_explanation``."""
+    from memfit.report.schema.plan_schema import to_json
+    from memfit.report.terminal.script_plan import print_plan
+
+    def write_file(path: Path) -> None:
+        if plan.chosen is None:
+            print(f"memfit: {path} was not written, because no plan fits.", file=sys.stderr)
+            return
+        write_bytes(path, to_json(plan) + b"\n")
+        print(escaped(f"Plan: {path}  (memfit dry-run --plan {path} SCRIPT)"), file=sys.stderr)
+
+    _write(lambda: to_json(plan), json, lambda console: print_plan(plan, console), [(output, write_file)])
 
 
 def write_packing(

@@ -8,11 +8,13 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from memfit.analysis.script_change import ScriptChange
 from memfit.atomic_files import check_outputs
 from memfit.cli.console import Output, exit_code, progress, trace_file, write_result
 from memfit.cli.options import GHOST, OUTPUT, TARGET, json_file, memory_or_none, script_file
 from memfit.devices import DEFAULT
 from memfit.errors import UsageError
+from memfit.planning.plan_file import read_plan
 from memfit.run.launchers import launched_script
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress
@@ -41,6 +43,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     html: Annotated[Path | None, Parameter(group=OUTPUT)] = None,
     fail: Annotated[bool, Parameter(negative="", group=OUTPUT)] = False,
     advise: Annotated[bool, Parameter(negative="")] = False,
+    plan: Annotated[Path | None, Parameter()] = None,
     values: Annotated[str, Parameter(group=GHOST)] = "",
     fill_host_memory: Annotated[bool, Parameter(negative="", group=GHOST)] = False,
     no_weights: Annotated[bool, Parameter(negative="", group=GHOST)] = False,
@@ -94,6 +97,8 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
             and its own strategies. If the script fits already, memfit looks for changes that lower the peak.
             To try them, it runs the script up to 13 more times, without terminal input and with its output
             hidden. Each of these runs writes the script's output files again.
+        plan: Run the script under the plan in this file, which memfit plan -o wrote: memfit applies it when
+            the script creates its optimizer, and sets PYTORCH_ALLOC_CONF if the plan does.
         values: The values that the script gets when it reads from the GPU. The defaults are
             float=1,int=1,bool=false,all=true,copy=0,count=upper; list only the ones to change. 'all' is the
             result of torch.all and similar checks. 'copy' is the value of every number in a tensor that is
@@ -129,10 +134,10 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         raise UsageError("--rank is one rank, and --all-ranks is all of them: give one of the two.")
     stands_for = Rank(rank=rank, nproc=nproc, nnodes=nnodes)
     beside = started_rank(os.environ)
-    if beside is not None and (all_ranks or advise or stands_for != ALONE):
+    if beside is not None and (all_ranks or advise or plan is not None or stands_for != ALONE):
         raise UsageError(
-            f"torchrun has started memfit as {beside}: leave out --nproc, --nnodes, --rank, --all-ranks and "
-            "--advise, or run memfit without torchrun."
+            f"torchrun has started memfit as {beside}: leave out --nproc, --nnodes, --rank, --all-ranks, "
+            "--advise and --plan, or run memfit without torchrun."
         )
     check_outputs(
         {"-o": output, "--html": html, "--json": json_file(json)}, script_file(command[0], module=module)
@@ -152,6 +157,12 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         weights=not no_weights,
         workspaces=workspaces,
     )
+    change = ScriptChange()
+    if plan is not None:
+        planned = read_plan(plan)
+        change = ScriptChange(planned.strategies)
+        if planned.allocator:
+            os.environ["PYTORCH_ALLOC_CONF"] = planned.allocator
     quiet = beside is not None and beside.local > 0
     run: api.FinishedRun | None
     with nullcontext(_show_nothing) if quiet else progress(options.steps) as show:
@@ -167,6 +178,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
                 output=output,
                 advise=advise,
                 all_ranks=all_ranks,
+                change=change,
                 on_progress=show,
             )
     if run is None:  # the first rank of this machine reports

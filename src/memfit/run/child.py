@@ -7,6 +7,7 @@ environment variables that the script sets before importing torch take effect.
 
 import atexit
 import faulthandler
+import importlib
 import os
 import signal
 import sys
@@ -211,6 +212,9 @@ class ScriptProcess:
         in_threads: list[BaseException] = []
         threading.excepthook = noting_excepthook(threading.excepthook, in_threads)
         try:
+            if (preload := self._settings.options.preload) is not None:
+                module, argument = preload
+                importlib.import_module(module).install(argument)
             run_as_main(self._command, module=self._settings.options.module)
         except BaseException as error:  # noqa: BLE001 - a script may end by raising anything
             return self._end_of(error)

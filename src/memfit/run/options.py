@@ -23,6 +23,9 @@ class RunOptions:
     stdout_to_stderr: bool = False
     """Send the script's standard output to standard error: memfit's own result goes to standard output."""
 
+    preload: tuple[str, str] | None = None
+    """A module and an argument: ``install(argument)`` of the module is called before the script runs."""
+
     gpu: str = DEFAULT
     """Name of a device in the table (``memfit gpus``), or of a MIG slice of one."""
     memory: int | None = None

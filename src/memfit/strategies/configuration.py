@@ -2,6 +2,7 @@
 
     precision = "bf16"                       the strategy's first field
     batches_per_update = 4                   a field of one strategy, under its own name
+    "plan": {...}                            of a file that memfit plan wrote
     [checkpointing]                          a strategy's fields
     modules = ["layers.*"]
     arena = { exclude = ["fc1"] }            the settings of memfit.arena
@@ -20,6 +21,7 @@ from typing import Any, get_args, get_type_hints
 
 from memfit.errors import FileFormatError, UsageError
 from memfit.input_files import read_input
+from memfit.planning.plan_file import read_plan
 from memfit.strategies.arena_settings import ArenaSettings
 from memfit.strategies.legacy_settings import NOTHING, GivenSetting
 from memfit.strategies.legacy_settings import READERS as LEGACY_READERS
@@ -107,8 +109,8 @@ def configure(given: "Mapping[str, Any] | str | PathLike[str]") -> Configuration
     """Read settings from a dict or a file.
 
     Args:
-        given: a dict of plain values, the path of a TOML file, or the path of a network in Caffe's text
-            format (``.prototxt``), from which ``mem_param`` is read.
+        given: a dict of plain values, the path of a TOML file, the path of a plan file (``.json``), or the
+            path of a network in Caffe's text format (``.prototxt``), from which ``mem_param`` is read.
 
     Raises:
         UsageError: a name is unknown (the message suggests the nearest), a value is invalid, or two settings
@@ -148,6 +150,8 @@ def _file(given: str | PathLike[str]) -> Mapping[str, Any]:
     instead = "Pass a dict of settings, or the path of a file."
     try:
         path = Path(given)
+        if path.suffix == ".json":
+            return read_plan(path).settings
         text = read_input(path, _MAX_FILE).decode()
     except UnicodeDecodeError as error:
         raise FileFormatError(

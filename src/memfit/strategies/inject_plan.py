@@ -1,6 +1,6 @@
-"""Run a script with strategies injected: ``python -m memfit.strategies.inject_plan CHANGE.json SCRIPT``.
+"""Run a script with strategies injected: ``install(CHANGE.json)`` is called before it.
 
-The script runs as under ``memfit dry-run``, with its output hidden. When an optimizer takes the parameters of
+When an optimizer takes the parameters of
 a model, the model gets the plan, as if the script had called ``memfit.apply`` just before. Submodules get no
 plan of their own, even if the script calls them directly. A plan that the script itself applies, as with
 ``memfit.Engine``, is completed: its own settings stay. Sharding takes more: see ``inject_sharding``.
@@ -22,7 +22,6 @@ from memfit.errors import UsageError
 from memfit.ghost.patching.after_import import after_import
 from memfit.recording.loader_batch_size import creator
 from memfit.records import LoaderBatchSize
-from memfit.run.script import run_as_main
 from memfit.user_frame import innermost_line, user_line
 
 if TYPE_CHECKING:
@@ -34,9 +33,7 @@ if TYPE_CHECKING:
 class Intervention(msgspec.Struct, frozen=True):
     """The change to make to a script: passed as JSON in a file."""
 
-    module: bool
-    """Whether the script is a module, as for ``python -m``."""
-    plan: dict[str, dict[str, Any]]
+    plan: dict[str, Any]
     """The settings of a ``Plan``, by its fields."""
     fused: bool
     """Whether optimizers use ``fused=True`` unless the script chooses an implementation."""
@@ -44,6 +41,10 @@ class Intervention(msgspec.Struct, frozen=True):
     """The batch size that loaders created at its line get; None to leave them alone."""
     report: str
     """The file that receives an ``InjectionReport``."""
+    silent: bool = True
+    """Whether the script gets no input, and its output is hidden."""
+    operations: str = ""
+    """The file that receives the ``StepOperations`` of a training step; empty to record none."""
 
 
 class InjectionReport(msgspec.Struct, frozen=True):
@@ -59,15 +60,18 @@ class InjectionReport(msgspec.Struct, frozen=True):
     """As in ``TrialResult``."""
 
 
-def main() -> None:
-    """Run the script named on the command line."""
-    _, path, *command = sys.argv
-    silence = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):  # a user who has answered the script's prompts once is not asked again
-        os.dup2(silence, stream)
-    intervention = msgspec.json.decode(Path(path).read_bytes(), type=Intervention)
-    after_import("torch", functools.partial(_intervene, intervention))
-    run_as_main(tuple(command), module=intervention.module)
+def install(path: str) -> None:
+    """Inject the change in a file: as soon as the script imports torch.
+
+    Args:
+        path: of an ``Intervention`` as JSON.
+    """
+    change = msgspec.json.decode(Path(path).read_bytes(), type=Intervention)
+    if change.silent:
+        silence = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):  # a user who has answered the script's prompts once is not asked again
+            os.dup2(silence, stream)
+    after_import("torch", functools.partial(_intervene, change))
 
 
 def _intervene(change: Intervention) -> None:
@@ -77,11 +81,20 @@ def _intervene(change: Intervention) -> None:
 
     hooks = InstalledHooks()
     if change.plan:
-        _PlanInjector(change).install(hooks)
+        try:
+            _PlanInjector(change).install(hooks)
+        except UsageError as error:  # a plan file that was edited
+            report = InjectionReport(refusals=(str(error),))
+            Path(change.report).write_bytes(msgspec.json.encode(report))
+            raise
     if change.fused:
         for kind in vars(torch.optim).values():
             if isinstance(kind, type) and "fused" in inspect.signature(kind).parameters:
                 hooks.wrap(kind, "__init__", _fused)
+    if change.operations:
+        from memfit.recording.script_operations import ScriptOperations
+
+        ScriptOperations(Path(change.operations)).install(hooks)
     if change.loader is not None:
         hooks.wrap(torch.utils.data.DataLoader, "__init__", functools.partial(_resized, change.loader))
 
@@ -249,7 +262,3 @@ def _resized(
     if batch_size is not None and line == size.line and kwargs.get("batch_sampler") is None:
         batch_size = size.size
     original(loader, dataset, batch_size, *args, **kwargs)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,15 +1,16 @@
 """Run a script once more with a strategy injected, to measure what the change would do."""
 
 import tempfile
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from msgspec import json
 
-from memfit.analysis.script_change import RunScript, ScriptChange, TrialResult, ran_to_completion
+from memfit.analysis.script_change import RunTrial, ScriptChange, TrialResult, ran_to_completion
 from memfit.errors import MemfitError
-from memfit.records import ScriptEnd
+from memfit.records import ScriptEnd, StepOperations
 from memfit.run.child_settings import GhostSettings
 from memfit.run.options import RunOptions
 from memfit.run.parent import Progress, run_script
@@ -17,14 +18,21 @@ from memfit.run.resolve_options import ghost_settings
 from memfit.strategies.inject_plan import InjectionReport, Intervention
 
 _INJECTOR = "memfit.strategies.inject_plan"
+_NOTHING = ScriptChange()
+_REPORT, _OPERATIONS = "report.json", "operations.json"
 
 
 def trial_runner(
-    command: tuple[str, ...], options: RunOptions, shown_memory: int, on_progress: Callable[[Progress], None]
-) -> RunScript:
+    command: tuple[str, ...],
+    options: RunOptions,
+    shown_memory: int,
+    on_progress: Callable[[Progress], None],
+    always: ScriptChange = _NOTHING,
+) -> RunTrial:
     """Return the function with which ``find_advice`` runs a script under a change.
 
-    The memory of the GPU is unlimited, but PyTorch reports ``shown_memory`` bytes to the script.
+    The memory of the GPU is unlimited, but PyTorch reports ``shown_memory`` bytes to the script. The change
+    ``always`` is made in every run.
     """
     ghost = ghost_settings(options, shown_memory)
 
@@ -32,7 +40,7 @@ def trial_runner(
         def show(progress: Progress) -> None:
             on_progress(replace(progress, trying=what))
 
-        return run_trial(command, options, ghost, change, show)
+        return run_trial(command, options, ghost, always | change, show)
 
     return run
 
@@ -59,35 +67,67 @@ def run_trial(
     Raises:
         KeyboardInterrupt: the user interrupted the run.
     """
-    with tempfile.TemporaryDirectory(prefix="memfit-") as folder:
-        report_file = Path(folder) / "report.json"
-        plan = {one.field: dict(one.settings) for one in change.strategies}
-        intervention = Intervention(options.module, plan, change.fused, change.loader, str(report_file))
-        change_file = Path(folder) / "change.json"
-        change_file.write_bytes(json.encode(intervention))
+    with injected(change, options) as injection:
         try:
-            trace = run_script(
-                (_INJECTOR, str(change_file), *command, *change.arguments),
-                replace(options, module=True, objects=options.objects if change == ScriptChange() else ""),
-                ghost,
-                None,
-                on_progress,
-            ).trace
+            trace = run_script(command + change.arguments, injection.options, ghost, None, on_progress).trace
         except MemfitError as error:
-            why = str(error).replace(_INJECTOR, command[0])
             return ScriptEnd(
-                "refused", error.exit_code, f"when the script was run again without input, {why}"
+                "refused", error.exit_code, f"when the script was run again without input, {error}"
             )
         if trace.end.reason == "interrupted":
             raise KeyboardInterrupt
-        report = InjectionReport()
-        if report_file.exists():
-            report = json.decode(report_file.read_bytes(), type=InjectionReport)
-        if why := _unfit(change, report):
+        if why := injection.why_unfit():
             return ScriptEnd("refused", 0, why)
         if not ran_to_completion(trace.end):
             return trace.end
-        return TrialResult(trace, report.models, report.shares)
+        report = injection.report()
+        return TrialResult(trace, report.models, report.shares, injection.operations())
+
+
+@dataclass(frozen=True, slots=True)
+class Injection:
+    """A change to be injected into a script."""
+
+    options: RunOptions
+    """With which the script runs under the change."""
+    _change: ScriptChange
+    _folder: Path
+
+    def report(self) -> InjectionReport:
+        """Return what became of the change."""
+        file = self._folder / _REPORT
+        return json.decode(file.read_bytes(), type=InjectionReport) if file.exists() else InjectionReport()
+
+    def operations(self) -> StepOperations | None:
+        """Return the operations of a training step, if they were to be recorded and there was one."""
+        file = self._folder / _OPERATIONS
+        return json.decode(file.read_bytes(), type=StepOperations) if file.exists() else None
+
+    def why_unfit(self) -> str:
+        """Return why the change was not made as it should have been; empty if it was."""
+        return _unfit(self._change, self.report())
+
+
+@contextmanager
+def injected(change: ScriptChange, options: RunOptions, *, silent: bool = True) -> Iterator[Injection]:
+    """Prepare the injection of a change; the script's own options in it are left to the caller.
+
+    Args:
+        change: the change.
+        options: with which the script would run alone.
+        silent: whether the script gets no input, and its output is hidden.
+    """
+    with tempfile.TemporaryDirectory(prefix="memfit-") as name:
+        folder = Path(name)
+        plan = {one.field: dict(one.settings) for one in change.strategies}
+        operations = str(folder / _OPERATIONS) if change.operations else ""
+        intervention = Intervention(
+            plan, change.fused, change.loader, str(folder / _REPORT), silent, operations
+        )
+        file = folder / "change.json"
+        file.write_bytes(json.encode(intervention))
+        objects = options.objects if change == ScriptChange() else ""
+        yield Injection(replace(options, preload=(_INJECTOR, str(file)), objects=objects), change, folder)
 
 
 def _unfit(change: ScriptChange, report: InjectionReport) -> str:

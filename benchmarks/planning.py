@@ -1,0 +1,79 @@
+"""Plan for scripts under one budget after another, and check what plans promise.
+
+    python benchmarks/planning.py [--budgets 0.9,0.8,0.7] [SCRIPT ...]
+
+Budgets are shares of what each script needs as written, the CUDA context apart. Checked: no plan needs
+more than its budget, a smaller budget never costs less time, and no plan is below the bound of its program.
+Scripts are those of ``examples/`` by default.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from memfit import MemfitError, api
+
+SCRIPTS = ("gpt", "resnet50", "vit_l16", "unet", "hf_trainer", "lstm", "retinanet", "amp_gradscaler")
+ROOT = Path(__file__).parents[1]
+
+
+def main() -> None:
+    """Print a row for each script and budget, and exit with 1 if a promise is broken."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("scripts", nargs="*", default=[f"examples/{name}.py" for name in SCRIPTS])
+    parser.add_argument("--budgets", default="0.9,0.8,0.7,0.6,0.5,0.4,0.3")
+    options = parser.parse_args()
+    shares = [float(share) for share in options.budgets.split(",")]
+    print("| script | budget | needs | time | bound | runs | seconds |\n|---|--:|--:|--:|--:|--:|--:|")
+    broken = [fault for script in options.scripts for fault in rows(Path(ROOT, script), shares)]
+    for fault in broken:
+        print(f"BROKEN: {fault}", file=sys.stderr)
+    sys.exit(bool(broken))
+
+
+def rows(script: Path, shares: list[float]) -> list[str]:
+    """Print the rows of a script, and return the promises that were broken."""
+    try:
+        written = api.plan(script, budget=1 << 40).as_written
+    except MemfitError as error:
+        print(f"| {script.stem} | not planned: {error} |")
+        return []
+    outside = 512 << 20  # of the default card
+    broken, slowest = [], 0.0
+    for share in shares:
+        budget = int(share * (written.needs.bytes - outside)) + outside
+        started = time.monotonic()
+        try:
+            found = api.plan(script, budget=budget)
+        except MemfitError as error:
+            print(f"| {script.stem} | {share:.0%} | failed: {error} |", flush=True)
+            broken.append(f"{script.stem} at {share:.0%}: {error}")
+            continue
+        seconds = time.monotonic() - started
+        runs, chosen = len(found.tried) + 1, found.chosen or found.smallest
+        where = f"{budget / 2**30:.2f} GiB"
+        if found.chosen is None:
+            least = "" if chosen is None else f"at least {chosen.needs.bytes / 2**30:.2f}"
+            print(
+                f"| {script.stem} | {where} | {least} | no plan | | {runs} | {seconds:.0f} | {found.reason}",
+                flush=True,
+            )
+            continue
+        print(
+            f"| {script.stem} | {where} | {chosen.needs.bytes / 2**30:.2f} | {chosen.time:.3f} | "
+            f"{found.bound:.3f} | {runs} | {seconds:.0f} |",
+            flush=True,
+        )
+        if chosen.needs.bytes > budget:
+            broken.append(f"{script.stem} at {share:.0%} needs more than its budget")
+        if chosen.time < slowest - 0.005:
+            broken.append(f"{script.stem} at {share:.0%} costs less time than with more memory")
+        if found.bound > chosen.time + 1e-9:
+            broken.append(f"{script.stem} at {share:.0%} is faster than its bound")
+        slowest = max(slowest, chosen.time)
+    return broken
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""``memfit plan``."""
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from memfit.atomic_files import check_outputs
+from memfit.cli.console import progress, write_plan
+from memfit.cli.options import GHOST, OUTPUT, TARGET, json_file, memory_or_none, script_file
+from memfit.devices import DEFAULT
+from memfit.errors import UsageError
+from memfit.run.options import STEPS, RunOptions
+
+USAGE = "Usage: memfit plan [OPTIONS] SCRIPT.py [ARGS...]\n       memfit plan [OPTIONS] -m MODULE [ARGS...]"
+_LEAST_STEPS = 2
+_RUNS = (
+    "memfit: running the script once for each plan, without terminal input and with its output hidden. Each "
+    "run writes the script's output files again."
+)
+
+
+def plan(  # noqa: PLR0913 - one parameter an option
+    *command: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+    module: Annotated[bool, Parameter(name=["-m", "--module"], negative="")] = False,
+    budget: Annotated[str | None, Parameter(group=TARGET)] = None,
+    gpu: Annotated[str, Parameter(group=TARGET)] = DEFAULT,
+    in_use: Annotated[str, Parameter(group=TARGET)] = "0",
+    steps: int = STEPS,
+    output: Annotated[Path | None, Parameter(name=["-o", "--output"], group=OUTPUT)] = None,
+    json: Annotated[str | None, Parameter(group=OUTPUT, allow_leading_hyphen=True)] = None,
+    fail: Annotated[bool, Parameter(negative="", group=OUTPUT)] = False,
+    values: Annotated[str, Parameter(group=GHOST)] = "",
+) -> int:
+    """Find the fastest way to make a script fit a memory budget, without a GPU.
+
+    memfit runs the unmodified script on the ghost, operation by operation, and solves for the activations to
+    recompute: in part or in full, module by module. It then runs the script under that plan. If the plan is
+    over the budget, or leaves too much of it unused, memfit corrects its model and solves again. Every figure
+    of needs comes from such a run. Results under the plan are the same as without it, bit for bit.
+
+    Args:
+        command: The script and its own arguments.
+        module: Run a module, as python -m does.
+        budget: How much GPU memory the script may use, for example 8GiB. It includes the CUDA context, as
+            with memfit dry-run --memory. By default, the memory of the GPU.
+        gpu: The GPU to assume: a name that memfit gpus lists, or a MIG slice such as A100-80GB:1g.10gb.
+            Times are estimated for it.
+        in_use: Assume that the desktop or other jobs already use this much GPU memory, for example 1.5GiB.
+        steps: Stop each run after this many training steps, at least 2.
+        output: Write the plan to this file, for example plan.json. memfit.apply(model, "plan.json") carries
+            it out.
+        json: Write the result as JSON to this file. With -, print the JSON instead of the table. A plan file
+            has the same contents.
+        fail: Exit with code 1 if no plan fits.
+        values: The values that the script gets when it reads from the GPU, as for memfit dry-run.
+    """
+    from memfit import api
+
+    if not command:
+        raise UsageError("No script given. Run memfit plan SCRIPT.py [ARGS...], or use -m MODULE.")
+    if steps < _LEAST_STEPS:
+        raise UsageError(f"--steps {steps} is too few: memfit records the second training step.")
+    check_outputs({"-o": output, "--json": json_file(json)}, script_file(command[0], module=module))
+    options = RunOptions(
+        module=module,
+        steps=steps,
+        gpu=gpu,
+        memory=memory_or_none(budget),
+        in_use=memory_or_none(in_use) or 0,
+        values=values,
+    )
+    with progress(options.steps, reruns=_RUNS) as show:
+        result = api.plan_on_ghost(command[0], command[1:], options, show)
+    write_plan(result, json, output)
+    return 1 if fail and result.chosen is None else 0

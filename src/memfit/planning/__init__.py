@@ -1,0 +1,8 @@
+"""Choose which activations to recompute, so that a training step fits a budget at the least time.
+
+records.StepOperations      one step, operation by operation
+  │ memory_model.py         what each part of the backward needs, as a function of what is kept
+  │ region_options.py       ways to checkpoint a module: which results it keeps, and the time it costs
+  │ seconds.py              seconds of an operation on a card
+  └ choose.py               the cheapest ways under a budget (mixed-integer programming)
+"""

@@ -1,0 +1,232 @@
+"""Choose how to checkpoint each module: the least time under a budget, as a mixed-integer program.
+
+    x[m, k]   1 if module m is checkpointed in its k-th way; at most one module on each path of the tree
+    o[c]      1 if no module around call c is checkpointed: it keeps what autograd saves
+    y[s]      1 if storage s is kept from the forward to the backward
+    a[g]      bytes kept from the segments up to g
+
+    minimize    sum of seconds[m, k] x[m, k]
+    such that   y[s] >= o[c]              for what autograd saves in call c
+                y[s] >= x[m, k]           for what this way of checkpointing keeps
+                a[g] = a[g - 1] + bytes of the storages y[s] that segment g created
+                a[g] + recomputed so far, if g is in a checkpointed module + besides[g]  <=  budget
+
+The relaxation bounds what any choice among these options can reach.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from memfit.planning.memory_model import MemoryModel, inner_calls
+from memfit.planning.mixed_integer_program import INFINITY, MixedIntegerProgram, Solution
+from memfit.planning.region_options import RegionOption, Seconds, option_of, save_ops_to_try, worth_trying
+from memfit.records import StepOperations
+
+_MIB = float(1 << 20)
+_GAP = 0.01
+"""Of the seconds added: a choice this close to the bound is good enough."""
+_TIME_LIMIT = 5.0
+_COST = 1000.0
+"""Cost of running the whole forward again: costs far below 1 would be lost in HiGHS's tolerances."""
+_COST_GAP = 2.0
+"""A cost this close to the bound is good enough: less than a thousandth of a step."""
+_TOLERANCE = 1e-4
+"""Relative: above the smallest peak at which it is looked for, because HiGHS rounds."""
+_WORTH = 0.002
+"""Share of all activations that checkpointing a module must be able to save."""
+_HALF = 0.5
+"""A column of 0 or 1 that is above this is 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointChoice:
+    """How to checkpoint a model's modules."""
+
+    save_ops: Mapping[str, tuple[str, ...]]
+    """By module: the operations whose results it keeps. Modules that are missing are not checkpointed."""
+    seconds: float
+    """That recomputing adds to a step."""
+    bound: float
+    """No choice among the options adds fewer seconds."""
+    peak: int
+    """Bytes of the step at its peak that the model predicts, counted from its beginning."""
+
+
+class CheckpointChooser:
+    """Chooses under one budget after another.
+
+    Args:
+        step: the plain step.
+        seconds: how long an operation takes.
+    """
+
+    def __init__(self, step: StepOperations, seconds: Seconds) -> None:
+        self._memory = MemoryModel.of(step)
+        self._program = MixedIntegerProgram()
+        self._budget = self._program.column(upper=INFINITY)
+        """Column: MiB."""
+        self._ways = _ways(step, seconds)
+        forward = sum(seconds(operation) for operation in step.forward)
+        self._unit = forward / _COST if forward else 1.0
+        """Seconds by which a cost of 1 makes a step longer."""
+        self._columns = {
+            module: [
+                self._program.column(sum(each.seconds for each in way) / self._unit, integral=True)
+                for way in ways
+            ]
+            for module, ways in self._ways.items()
+        }
+        kept = self._kept(self._keepers())
+        self._held: list[tuple[dict[int, float], float]] = [
+            ({column: 1.0} | recomputed, besides / _MIB)
+            for column, recomputed, besides in zip(
+                kept, self._recomputed(), self._memory.besides, strict=True
+            )
+        ]
+        """By segment: the columns that add up to what its backward holds, and the rest."""
+        for terms, besides in self._held:
+            self._program.row(terms | {self._budget: -1.0}, -INFINITY, -besides)
+
+    @property
+    def plain_peak(self) -> int:
+        """Bytes of the plain step at its peak, counted from its beginning."""
+        return self._memory.peak
+
+    def choose(self, budget: int) -> CheckpointChoice | None:
+        """Return the fastest choice whose predicted peak is at most so many bytes; None if there is none."""
+        found = self._program.minimize(fixed={self._budget: budget / _MIB}, gap=_GAP, seconds=_TIME_LIMIT)
+        return None if found is None else self._choice(found)
+
+    @cached_property
+    def smallest(self) -> CheckpointChoice:
+        """The fastest of the choices with the smallest predicted peak."""
+        found = self._program.minimize(self._budget, gap=_GAP / 10, seconds=_TIME_LIMIT)
+        choice = None if found is None else self.choose(int(found.objective * (1 + _TOLERANCE) * _MIB))
+        if choice is None:
+            raise AssertionError("the plain step is a choice")
+        return choice
+
+    def _choice(self, found: Solution) -> CheckpointChoice:
+        save_ops = {
+            module: way[0].save_ops
+            for module, ways in self._ways.items()
+            for way, column in zip(ways, self._columns[module], strict=True)
+            if found.values[column] > _HALF
+        }
+        peak = max(
+            sum(found.values[column] * factor for column, factor in terms.items()) + besides
+            for terms, besides in self._held
+        )
+        return CheckpointChoice(
+            save_ops,
+            found.objective * self._unit,
+            max(found.bound, 0.0) * self._unit,
+            round(peak * _MIB),
+        )
+
+    def _keepers(self) -> dict[int, list[dict[int, float]]]:
+        """Say which calls are in no checkpointed module, and return the columns that keep each storage.
+
+        Of the columns of one dict, at most one is 1.
+        """
+        keepers: dict[int, list[dict[int, float]]] = defaultdict(list)
+        turns: Counter[str] = Counter()
+        everywhere = self._program.column()
+        self._program.row({everywhere: 1.0}, 1.0, 1.0)
+        opened: list[int] = []
+        for call in self._memory.step.calls:
+            own = around = opened[call.parent] if call.parent >= 0 else everywhere
+            if columns := self._columns.get(call.module):
+                own = self._program.column()
+                self._program.row({own: 1.0, around: -1.0} | dict.fromkeys(columns, 1.0), 0.0, 0.0)
+                keeping: dict[int, dict[int, float]] = defaultdict(dict)
+                for column, way in zip(columns, self._ways[call.module], strict=True):
+                    for storage in way[turns[call.module]].keeps:
+                        keeping[storage][column] = 1.0
+                for storage, ways in keeping.items():
+                    keepers[storage].append(ways)
+            turns[call.module] += 1
+            for storage in call.saves:
+                keepers[storage].append({own: 1.0})
+            opened.append(own)
+        return keepers
+
+    def _kept(self, keepers: Mapping[int, list[dict[int, float]]]) -> list[int]:
+        """Return the columns of the MiB kept up to each segment."""
+        terms: list[dict[int, float]] = [{} for _ in self._memory.starts]
+        for storage, some in keepers.items():
+            segment, size = self._memory.segment_of[storage], self._memory.step.storages[storage] / _MIB
+            if segment < 0 or not size:
+                continue
+            if len(some) == 1:
+                is_kept = some[0]
+            else:
+                column = self._program.column()
+                for one in some:
+                    self._program.row({column: 1.0} | dict.fromkeys(one, -1.0), 0.0, INFINITY)
+                is_kept = {column: 1.0}
+            for column in is_kept:
+                terms[segment][column] = terms[segment].get(column, 0.0) - size
+        kept: list[int] = []
+        for segment_terms in terms:
+            column = self._program.column(upper=INFINITY)
+            before = {kept[-1]: -1.0} if kept else {}
+            self._program.row({column: 1.0} | before | segment_terms, 0.0, 0.0)
+            kept.append(column)
+        return kept
+
+    def _recomputed(self) -> list[dict[int, float]]:
+        """Return the MiB that a checkpointed module has recomputed when the backward reaches a segment."""
+        step, memory = self._memory.step, self._memory
+        inside = inner_calls(step.calls)
+        terms: list[dict[int, float]] = [{} for _ in memory.starts]
+        turns: Counter[str] = Counter()
+        for number, call in enumerate(step.calls):
+            turn = turns[call.module]
+            turns[call.module] += 1
+            if call.module not in self._columns:
+                continue
+            segments = memory.segments(call)
+            made: dict[int, list[int]] = defaultdict(list)
+            for storage in {storage for each in inside[number] for storage in step.calls[each].saves}:
+                made[memory.segment_of[storage]].append(storage)
+            for column, way in zip(self._columns[call.module], self._ways[call.module], strict=True):
+                recomputed = 0
+                for segment in segments:
+                    recomputed += _bytes(step, set(made[segment]) - way[turn].keeps)
+                    if recomputed:
+                        terms[segment][column] = recomputed / _MIB
+        return terms
+
+
+_Ways = dict[str, list[list[RegionOption]]]
+"""By module: for each way of checkpointing it, what that means in each of its calls."""
+
+
+def _ways(step: StepOperations, seconds: Seconds) -> _Ways:
+    calls: dict[str, list[int]] = defaultdict(list)
+    for number, call in enumerate(step.calls):
+        calls[call.module].append(number)
+    inside = inner_calls(step.calls)
+    everything = _bytes(step, {storage for call in step.calls for storage in call.saves})
+    found: _Ways = {}
+    for module, numbers in calls.items():
+        if not module:
+            continue
+        first = step.calls[numbers[0]]
+        plain = frozenset(storage for number in inside[numbers[0]] for storage in step.calls[number].saves)
+        tried = [option_of(step, first, ops, seconds) for ops in save_ops_to_try(step, first, seconds)]
+        best = worth_trying(tried, plain, step.storages)
+        least = min((_bytes(step, option.keeps) for option in best), default=0)
+        if best and (_bytes(step, plain) - least) * len(numbers) >= _WORTH * everything:
+            found[module] = [
+                [option_of(step, step.calls[number], option.save_ops, seconds) for number in numbers]
+                for option in best
+            ]
+    return found
+
+
+def _bytes(step: StepOperations, storages: Iterable[int]) -> int:
+    return sum(step.storages[storage] for storage in storages)

@@ -1,0 +1,87 @@
+"""What a training step holds at each moment, as a function of the activations that it keeps.
+
+forward    segment 0   segment 1   ...   segment n     consecutive operations of one module
+backward   segment n   ...   segment 1   segment 0
+
+bytes while the backward of segment g runs  =  activations kept from segments 0 to g
+                                            +  what g needs besides, as seen in the plain step
+                                            +  what a checkpointed region around g has recomputed so far
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from memfit.records import ModuleCall, StepOperations
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryModel:
+    """A plain step in segments."""
+
+    step: StepOperations
+    starts: tuple[int, ...]
+    """The first operation of each segment."""
+    segment_of: tuple[int, ...]
+    """By storage: the segment that created it; -1 if it exists anyway, or the backward created it."""
+    besides: tuple[int, ...]
+    """By segment: bytes at most, during its forward or its backward, besides what is kept from it and from
+    those before."""
+
+    @classmethod
+    def of(cls, step: StepOperations) -> "MemoryModel":
+        """Return the model of a step in which nothing was checkpointed."""
+        starts = tuple(
+            next(group)[0] for _, group in groupby(enumerate(step.forward), key=lambda each: each[1].call)
+        )
+        segment_of_operation = _segments(starts, len(step.forward))
+        segment_of = [-1] * len(step.storages)
+        for number, operation in enumerate(step.forward):
+            for storage in operation.creates:
+                segment_of[storage] = segment_of_operation[number]
+        highest = [0] * len(starts)
+        for number, operation in enumerate(step.forward):
+            segment = segment_of_operation[number]
+            highest[segment] = max(highest[segment], operation.allocated)
+        segment = len(starts) - 1
+        for operation in step.backward:
+            if operation.source >= 0:
+                segment = segment_of_operation[operation.source]
+            highest[segment] = max(highest[segment], operation.allocated)
+        kept = [0] * len(starts)
+        for storage in {storage for call in step.calls for storage in call.saves}:
+            if segment_of[storage] >= 0:
+                kept[segment_of[storage]] += step.storages[storage]
+        held, besides = 0, []
+        for most, more in zip(highest, kept, strict=True):
+            held += more
+            besides.append(most - held)
+        return cls(step, starts, tuple(segment_of), tuple(besides))
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the plain step at its peak, counted from its beginning."""
+        return max(operation.allocated for operation in (*self.step.forward, *self.step.backward))
+
+    def segments(self, call: ModuleCall) -> range:
+        """Return the segments of a module's call, its submodules' included."""
+        inside = [number for number, start in enumerate(self.starts) if call.first <= start < call.end]
+        return range(inside[0], inside[-1] + 1) if inside else range(0)
+
+
+def inner_calls(calls: Sequence[ModuleCall]) -> list[list[int]]:
+    """Return, for each call, the calls made in it, itself included."""
+    inside: list[list[int]] = [[] for _ in calls]
+    for number in range(len(calls)):
+        outer = number
+        while outer >= 0:
+            inside[outer].append(number)
+            outer = calls[outer].parent
+    return inside
+
+
+def _segments(starts: Sequence[int], operations: int) -> list[int]:
+    found: list[int] = []
+    for number, (start, end) in enumerate(zip(starts, (*starts[1:], operations), strict=True)):
+        found += [number] * (end - start)
+    return found

@@ -1,0 +1,127 @@
+"""Mixed-integer programs, built column by column and row by row, and solved with HiGHS."""
+
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import highspy
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+INFINITY = float(highspy.kHighsInf)
+_SOLVED = (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kTimeLimit)
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """The best values found."""
+
+    values: tuple[float, ...]
+    """By column."""
+    objective: float
+    bound: float
+    """No solution has a smaller objective."""
+
+
+class MixedIntegerProgram:
+    """Minimizes the cost of its columns, which are at least 0, under its rows.
+
+    >>> program = MixedIntegerProgram()
+    >>> apples = program.column(cost=3.0, integral=True, upper=10.0)
+    >>> _ = program.row({apples: 2.0}, 5.0, INFINITY)
+    >>> program.minimize().objective
+    9.0
+    """
+
+    def __init__(self) -> None:
+        self._costs: list[float] = []
+        self._uppers: list[float] = []
+        self._integral: list[bool] = []
+        self._rows: list[tuple[Mapping[int, float], float, float]] = []
+
+    def column(self, cost: float = 0.0, *, integral: bool = False, upper: float = 1.0) -> int:
+        """Add a column, and return its number."""
+        self._costs.append(cost)
+        self._uppers.append(upper)
+        self._integral.append(integral)
+        return len(self._costs) - 1
+
+    def row(self, terms: Mapping[int, float], lower: float, upper: float) -> None:
+        """Add a row: the columns in ``terms`` times their factors add up to ``lower`` to ``upper``."""
+        self._rows.append((terms, lower, upper))
+
+    def minimize(
+        self,
+        only: int | None = None,
+        *,
+        fixed: Mapping[int, float] | None = None,
+        gap: float = 0.0,
+        cost_gap: float = 0.0,
+        seconds: float = INFINITY,
+    ) -> Solution | None:
+        """Return the solution with the smallest cost; None if there is none, or none was found in time.
+
+        Args:
+            only: a column to minimize instead of the cost.
+            fixed: values of columns.
+            gap: how far from the bound the cost of a solution may be, relative to it.
+            cost_gap: how far from the bound it may be, in units of cost; the larger of the two counts.
+            seconds: the time after which the best one so far is returned.
+        """
+        columns = len(self._costs)
+        lower, upper = np.zeros(columns), np.array(self._uppers)
+        for column, value in (fixed or {}).items():
+            lower[column] = upper[column] = value
+        costs = np.array(self._costs) if only is None else np.arange(columns) == only
+        program = highspy.HighsLp()
+        program.num_col_, program.num_row_ = columns, len(self._rows)
+        program.col_cost_, program.col_lower_, program.col_upper_ = costs.astype(float), lower, upper
+        program.integrality_ = [
+            highspy.HighsVarType.kInteger if each else highspy.HighsVarType.kContinuous
+            for each in self._integral
+        ]
+        program.row_lower_ = np.array([low for _, low, _ in self._rows])
+        program.row_upper_ = np.array([high for _, _, high in self._rows])
+        matrix = program.a_matrix_
+        matrix.format_ = highspy.MatrixFormat.kRowwise
+        matrix.start_ = np.cumsum([0, *(len(terms) for terms, _, _ in self._rows)])
+        matrix.index_ = np.array([column for terms, _, _ in self._rows for column in terms])
+        matrix.value_ = np.array([factor for terms, _, _ in self._rows for factor in terms.values()])
+        solver = _solver()
+        solver.setOptionValue("mip_rel_gap", gap)
+        solver.setOptionValue("mip_abs_gap", cost_gap)
+        solver.setOptionValue("time_limit", seconds)
+        solver.passModel(program)
+        solver.run()
+        values = tuple(solver.getSolution().col_value)
+        info = solver.getInfo()
+        if solver.getModelStatus() not in _SOLVED or info.objective_function_value == INFINITY or not values:
+            return None
+        bound = info.mip_dual_bound if any(self._integral) else info.objective_function_value
+        return Solution(values, float(info.objective_function_value), float(bound))
+
+
+def _solver() -> Any:
+    with _quiet_stdout():  # the first solver of a process prints HiGHS's version
+        solver = highspy.Highs()  # type: ignore[no-untyped-call]
+        solver.setOptionValue("output_flag", False)
+    return solver
+
+
+@contextmanager
+def _quiet_stdout() -> "Iterator[None]":
+    """Send what C code prints on standard output nowhere."""
+    sys.stdout.flush()
+    kept, silence = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(silence)

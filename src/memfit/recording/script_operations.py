@@ -1,0 +1,74 @@
+"""Record the operations of a script's training step, and leave them in a file.
+
+    1st step    optimizer.step(): from now on, the optimizer's state and every workspace exist
+    2nd step    model(inputs) ── loss ── backward() ── optimizer.step()
+                └────────────── recorded ──────────────┘
+
+Of several models, the one whose backward needs most is kept.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from memfit.recording.hooks import InstalledHooks
+from memfit.recording.module_names import ModuleNames
+from memfit.recording.step_operations import StepOperationRecorder
+
+
+class ScriptOperations:
+    """Records the second step of the models that a script trains.
+
+    Args:
+        file: receives ``StepOperations`` as JSON.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._names = ModuleNames()
+        self._stepped = False
+        self._recorder: StepOperationRecorder | None = None
+        self._model: torch.nn.Module | None = None
+        self._most = -1
+
+    def install(self, hooks: InstalledHooks) -> None:
+        """Hook the calls of models and the steps of optimizers."""
+        hooks.add(register_module_module_registration_hook(self._names.learn))
+        hooks.add(register_optimizer_step_pre_hook(self._before_step))
+        hooks.wrap(torch.nn.Module, "__setstate__", self._copied)
+        hooks.wrap(torch.nn.Module, "__call__", self._called)
+
+    def _copied(self, original: Callable[..., None], module: torch.nn.Module, state: Any) -> None:
+        original(module, state)
+        self._names.learn_copy(module)
+
+    def _called(
+        self, original: Callable[..., Any], module: torch.nn.Module, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self._stepped and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            if module is self._model:  # the next micro-batch
+                self._finish()
+            elif self._recorder is None and any(each.requires_grad for each in module.parameters()):
+                _, _, path = self._names.full_name(module).partition(".")
+                self._model, self._recorder = module, StepOperationRecorder(module, path)
+                self._recorder.start()
+        return original(module, *args, **kwargs)
+
+    def _before_step(self, *_: Any) -> None:
+        self._stepped = True
+        self._finish()
+
+    def _finish(self) -> None:
+        if self._recorder is None:
+            return
+        step, self._recorder = self._recorder.stop(), None
+        saved = {storage for call in step.calls for storage in call.saves}
+        most = sum(step.storages[storage] for storage in saved)
+        if most > self._most:
+            self._most = most
+            self._file.write_bytes(msgspec.json.encode(step))

@@ -1,0 +1,90 @@
+"""The public JSON of ``memfit plan``, also in its plan files; docs/plan.schema.json is generated from it."""
+
+from typing import Any
+
+import msgspec
+
+from memfit.records import Figure, PlanRun, ScriptPlan
+from memfit.report.schema.dry_run_schema import DeviceJson
+from memfit.report.schema.encoding import SCHEMA_VERSION, encode
+
+
+class PlanRunJson(msgspec.Struct, frozen=True):
+    """A plan that ran on the ghost."""
+
+    plan: dict[str, Any]
+    """The settings of a ``memfit.Plan``, by its fields; empty for the script as written."""
+    allocator: str
+    """``PYTORCH_ALLOC_CONF`` under which it needs that; empty for the script's own."""
+    needs: Figure
+    """Bytes of the process on the smallest GPU on which it fits, the CUDA context included."""
+    time: float
+    """Of a step, relative to the script as written; assumed."""
+    phase: str
+    module: str
+    line: str
+    """Where most was allocated."""
+
+
+class ScriptPlanJson(msgspec.Struct, frozen=True):
+    """What ``memfit plan`` writes; ``memfit.apply`` and ``memfit dry-run --plan`` read it."""
+
+    schema: int
+    plan: dict[str, Any] | None
+    """The chosen plan; empty if the script as written fits, null if no plan does."""
+    allocator: str
+    """The chosen ``PYTORCH_ALLOC_CONF``; empty for the script's own."""
+    needs: Figure | None
+    """Bytes of the process under the chosen plan."""
+    time: float | None
+    """Of a step under the chosen plan, relative to the script as written; assumed."""
+    bound: float
+    """No plan of this kind that fits takes less time."""
+    time_rule: str
+    """What the times are based on."""
+    budget: int
+    """Bytes that the process may use."""
+    device: DeviceJson
+    as_written: PlanRunJson
+    smallest: PlanRunJson | None
+    """The plan that needs least, if none fits."""
+    tried: tuple[PlanRunJson, ...]
+    """Every plan that ran on the ghost, in order."""
+    models: tuple[str, ...]
+    """Models that got the plan: the class of each, and the line that creates its optimizer."""
+    reason: str
+    """Why no plan was found; otherwise empty."""
+    command: tuple[str, ...]
+    versions: dict[str, str]
+
+
+def to_json(result: ScriptPlan) -> bytes:
+    """Encode a plan as one line of ASCII."""
+    device, chosen = result.device, result.chosen
+    return encode(
+        ScriptPlanJson(
+            schema=SCHEMA_VERSION,
+            plan=None if chosen is None else dict(chosen.settings),
+            allocator="" if chosen is None else chosen.conf,
+            needs=None if chosen is None else chosen.needs,
+            time=None if chosen is None else chosen.time,
+            bound=result.bound,
+            time_rule=result.rule,
+            budget=result.budget,
+            device=DeviceJson(device.name, device.total.bytes, device.in_use, device.machine),
+            as_written=_run(result.as_written),
+            smallest=None if result.smallest is None else _run(result.smallest),
+            tried=tuple(map(_run, result.tried)),
+            models=result.models,
+            reason=result.reason,
+            command=result.command,
+            versions=dict(result.versions),
+        )
+    )
+
+
+def _run(run: PlanRun) -> PlanRunJson:
+    place = run.place
+    return PlanRunJson(
+        dict(run.settings), run.conf, run.needs, run.time, place.phase, place.module, place.line
+    )

@@ -1,0 +1,107 @@
+"""A plan for a script, on the terminal: what it needs and costs, and how to train with it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from memfit.records import PlanRun, ScriptPlan
+from memfit.report.escape import escaped
+from memfit.report.printable import Printable
+from memfit.report.short_path import short_path
+from memfit.units import format_gib
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class PrintableScriptPlan(Printable, ScriptPlan):
+    """A plan that prints itself."""
+
+    def show(self, console: Console) -> None:
+        """Print the plan."""
+        print_plan(self, console)
+
+
+def print_plan(result: ScriptPlan, console: Console) -> None:
+    """Print what a plan needs and costs, and what it changes."""
+    parts = [
+        escaped(result.command[0]),
+        escaped(result.device.name),
+        f"torch {escaped(result.versions.get('torch', '?'))}",
+    ]
+    console.print(Text(_verdict(result), style="bold"))
+    console.print(Text(" · ".join([*parts, f"budget {format_gib(result.budget)}"]), style="dim"))
+    console.print()
+    console.print(_table(result))
+    for line in _details(result):
+        console.print(Text(line))
+
+
+def _verdict(result: ScriptPlan) -> str:
+    written = format_gib(result.as_written.needs.bytes)
+    budget = format_gib(result.budget)
+    if result.chosen is not None and not result.chosen.changes:
+        return f"NO PLAN NEEDED   as written, the script needs {written} of {budget}"
+    if result.chosen is not None:
+        needs = format_gib(result.chosen.needs.bytes)
+        return (
+            f"PLAN FOUND   needs {needs} of {budget} instead of {written}; a step takes "
+            f"{result.chosen.time:.2f} times as long"
+        )
+    if result.smallest is not None:
+        needs = format_gib(result.smallest.needs.bytes)
+        return f"NO PLAN FITS   the smallest needs {needs} of {budget}; as written {written}"
+    return f"NO PLAN   as written, the script needs {written} of {budget}"
+
+
+def _table(result: ScriptPlan) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    table.add_column("plan", no_wrap=True)
+    table.add_column("needs", justify="right", no_wrap=True)
+    table.add_column("time", justify="right", no_wrap=True)
+    table.add_column("peak in")
+    for run in (result.as_written, *result.tried):
+        mark = "  <- chosen" if run is result.chosen and run.changes else ""
+        place = (run.place.phase, escaped(run.place.module), escaped(short_path(run.place.line)))
+        table.add_row(
+            f"{_name(run)}{mark}",
+            f"{format_gib(run.needs.bytes)} {run.needs.provenance}",
+            f"{run.time:.3f}x",
+            " · ".join(part for part in place if part),
+        )
+    return table
+
+
+def _name(run: PlanRun) -> str:
+    regions = run.settings.get("checkpointing", {}).get("regions", [])
+    full = sum(len(region["modules"]) for region in regions if not region.get("save_ops"))
+    part = sum(len(region["modules"]) for region in regions if region.get("save_ops"))
+    named = [f"{full} modules recomputed"] * bool(full) + [f"{part} in part"] * bool(part)
+    named += ["expandable segments"] * bool(run.conf)
+    return ", ".join(named) or "as written"
+
+
+def _details(result: ScriptPlan) -> Iterator[str]:
+    chosen = result.chosen
+    if result.reason:
+        yield f"\n{escaped(result.reason[0].upper() + result.reason[1:])}"
+    if chosen is None or not chosen.changes:
+        return
+    yield "\nThe same results, bit for bit."
+    if chosen.conf:
+        yield f"Before the script starts: export PYTORCH_ALLOC_CONF={escaped(chosen.conf)}"
+    if not chosen.settings:
+        return
+    yield "Recomputed in the backward:"
+    for region in chosen.settings["checkpointing"]["regions"]:
+        saved = region.get("save_ops", [])
+        keeps = f"  keeping {', '.join(map(escaped, saved))}" if saved else ""
+        yield f"    {', '.join(map(escaped, region['modules']))}{keeps}"
+    yield (
+        f"Time: {chosen.time:.3f} times the script as written; no plan of this kind takes less than "
+        f"{result.bound:.3f} (assumed: {result.rule})."
+    )
+    models = escaped(", ".join(result.models))
+    yield "To train with it, save it with -o plan.json, and write:"
+    yield f'    memfit.apply(model, "plan.json")  # before the optimizer is created: {models}'

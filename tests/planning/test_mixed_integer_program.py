@@ -1,0 +1,49 @@
+"""Mixed-integer programs solved by HiGHS."""
+
+import random
+from itertools import product
+
+import pytest
+
+from memfit.planning.mixed_integer_program import INFINITY, MixedIntegerProgram
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_solution_of_a_knapsack_is_the_best_of_all(seed):
+    draw = random.Random(seed)  # noqa: S311 - no secret
+    weights = [draw.randint(1, 20) for _ in range(8)]
+    worth = [draw.randint(1, 20) for _ in range(8)]
+    program = MixedIntegerProgram()
+    left_out = [program.column(cost=value, integral=True) for value in worth]
+    program.row(dict(zip(left_out, weights, strict=True)), sum(weights) - 40, INFINITY)
+    found = program.minimize()
+    best = min(
+        sum(value for value, out in zip(worth, some, strict=True) if out)
+        for some in product((0, 1), repeat=8)
+        if sum(size for size, out in zip(weights, some, strict=True) if not out) <= 40
+    )
+    assert found.objective == pytest.approx(best)
+    assert found.bound == pytest.approx(best)
+
+
+def test_a_program_without_a_solution_has_none():
+    program = MixedIntegerProgram()
+    column = program.column(cost=1.0)
+    program.row({column: 1.0}, 2.0, INFINITY)
+    assert program.minimize() is None
+
+
+def test_columns_can_be_fixed_and_one_minimized_alone():
+    program = MixedIntegerProgram()
+    cheap, dear = program.column(cost=1.0, upper=9.0), program.column(cost=5.0, upper=9.0)
+    program.row({cheap: 1.0, dear: 1.0}, 6.0, INFINITY)
+    assert program.minimize().values == (6.0, 0.0)
+    assert program.minimize(fixed={cheap: 2.0}).values == (2.0, 4.0)
+    assert program.minimize(cheap).values[0] == 0.0
+
+
+def test_nothing_is_printed(capfd):
+    program = MixedIntegerProgram()
+    program.column(cost=1.0, integral=True)
+    program.minimize()
+    assert capfd.readouterr() == ("", "")

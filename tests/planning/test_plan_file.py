@@ -1,0 +1,58 @@
+"""Plan files: read as data, and refused if they hold anything else."""
+
+import json
+
+import pytest
+
+from memfit.analysis.script_change import PlannedRegion
+from memfit.errors import FileFormatError, UsageError
+from memfit.planning.plan_file import read_plan
+from memfit.strategies.configuration import configure
+
+SETTINGS = {"checkpointing": {"regions": [{"modules": ["0"], "save_ops": ["aten.addmm.default:1"]}]}}
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(content):
+        path = tmp_path / "plan.json"
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return path
+
+    return write
+
+
+def test_a_plan_is_read_as_settings_and_as_strategies_to_inject(written):
+    path = written({"plan": SETTINGS, "allocator": "expandable_segments:True", "needs": None})
+    found = read_plan(path)
+    assert (found.settings, found.allocator) == (SETTINGS, "expandable_segments:True")
+    (strategy,) = found.strategies
+    region = PlannedRegion(("0",), ("aten.addmm.default:1",))
+    assert strategy.settings == (("regions", (region,)),)
+    assert strategy.code == (
+        "memfit.Checkpointing(regions=(memfit.Region(('0',), save_ops=('aten.addmm.default:1',)),))"
+    )
+    plan = configure(path).plan
+    assert [(each.modules, each.save_ops) for each in plan.checkpointing.regions] == [
+        (("0",), ("aten.addmm.default:1",))
+    ]
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", "[" * 100_000, {"plan": None}, {"plan": [1]}, {"plan": {"checkpointing": 3}}, {}],
+)
+def test_a_file_without_a_plan_is_refused_with_the_command_that_writes_one(written, content):
+    with pytest.raises(FileFormatError, match=r"Cannot read a plan from .*plan\.json"):
+        read_plan(written(content))
+
+
+def test_an_allocator_setting_that_is_no_string_is_refused(written):
+    with pytest.raises(FileFormatError, match="allocator"):
+        read_plan(written({"plan": {}, "allocator": "a\0b"}))
+
+
+def test_an_edited_plan_is_checked_as_settings_are(written):
+    wrong = {"checkpointing": {"regions": [{"modules": ["0"], "save_ops": ["aten.adm"]}]}}
+    with pytest.raises(UsageError, match=r"aten\.adm"):
+        configure(written({"plan": wrong}))

@@ -1,0 +1,186 @@
+"""The search for a plan, with runs that are computed instead of made."""
+
+import io
+import json
+from dataclasses import replace
+
+import msgspec
+import pytest
+import torch
+from rich.console import Console
+
+from memfit.analysis.script_change import ScriptChange, TrialResult
+from memfit.errors import TargetError
+from memfit.planning.choose import CheckpointChooser
+from memfit.planning.search import find_plan
+from memfit.records import Action, DeviceUse, Figure, Provenance, ScriptEnd
+from memfit.report.schema.plan_schema import ScriptPlanJson, to_json
+from memfit.report.terminal.script_plan import print_plan
+from support.planned_networks import feed_forward
+from support.traces import BASE, trace_of
+
+MIB = 1 << 20
+OUTSIDE = 100 * MIB
+DEVICE = DeviceUse("A100-80GB", Figure(1 << 40, Provenance.EXACT), Figure(OUTSIDE, Provenance.ASSUMED), 0)
+
+
+def work(operation):
+    return (operation.flops + operation.moved) / 1e9 if operation.creates or operation.flops else 0.0
+
+
+def needing(mebibytes):
+    """Return a trace that reserves so much."""
+    size = mebibytes * MIB
+    history = [(Action.SEGMENT_ALLOC, BASE, size), (Action.ALLOC, BASE, size)]
+    settings = {"expandable_segments": "True", "conf": "expandable_segments:True"}
+    return trace_of(
+        history, device=DEVICE, settings=settings, versions={"torch": "2.14.1"}, command=("t.py",)
+    )
+
+
+def enlarged(step):
+    """Return a step that holds 1,024 times as much."""
+    return replace(
+        step,
+        storages=tuple(1024 * size for size in step.storages),
+        forward=tuple(replace(each, allocated=1024 * each.allocated) for each in step.forward),
+        backward=tuple(replace(each, allocated=1024 * each.allocated) for each in step.backward),
+    )
+
+
+class Script:
+    """Runs a script whose memory is that of the model's prediction, and more.
+
+    Args:
+        more: MiB that a plan needs beyond its prediction, by the number of plans that ran before.
+    """
+
+    def __init__(self, more=lambda _: 0):
+        torch.manual_seed(0)
+        self.step = enlarged(feed_forward().record())
+        self.chooser = CheckpointChooser(self.step, work)
+        self.more = more
+        self.changes = []
+        self.plain = -(-self.chooser.plain_peak // MIB)
+
+    def __call__(self, change, _what):
+        if change.operations:
+            return TrialResult(needing(self.plain), operations=self.step)
+        regions = dict(change.strategies[0].settings)["regions"]
+        self.changes.append(regions)
+        chosen = {name: region.save_ops for region in regions for name in region.modules}
+        peak = self._peak(chosen)
+        more = self.more(len(self.changes) - 1)
+        return TrialResult(needing(-(-peak // MIB) + more), ("Net (optimizer: t:1)",))
+
+    def _peak(self, chosen):
+        """Return the prediction of the choice that is exactly this."""
+        program = self.chooser._program
+        fixed = {
+            column: float(chosen.get(module) == way[0].save_ops)
+            for module, ways in self.chooser._ways.items()
+            for way, column in zip(ways, self.chooser._columns[module], strict=True)
+        }
+        return round(program.minimize(self.chooser._budget, fixed=fixed).objective * MIB)
+
+
+def planned(script, share):
+    budget = int(share * script.plain) * MIB + OUTSIDE
+    return find_plan(script, budget, work, "a rule")
+
+
+def test_a_script_that_fits_needs_no_plan():
+    script = Script()
+    found = planned(script, 1.05)
+    assert found.chosen is found.as_written
+    assert not script.changes
+    assert not found.chosen.changes
+
+
+def test_the_first_plan_is_enough_if_the_prediction_is_right():
+    script = Script()
+    found = planned(script, 0.7)
+    assert found.chosen.needs.bytes <= found.budget < found.as_written.needs.bytes
+    assert found.chosen.time > 1.0
+    assert found.bound <= found.chosen.time
+    assert found.models == ("Net (optimizer: t:1)",)
+    assert found.chosen in found.tried
+
+
+@pytest.mark.parametrize("more", [100, 200])
+def test_a_plan_over_the_budget_is_tightened_until_it_fits(more):
+    script = Script(more=lambda _: more)
+    found = planned(script, 0.7)
+    assert len(script.changes) > 1
+    first, *_ = found.tried
+    assert first.needs.bytes > found.budget
+    assert found.chosen is not None
+    assert found.chosen.needs.bytes <= found.budget
+
+
+def test_no_plan_that_did_not_fit_is_chosen_and_each_ran():
+    script = Script(more=lambda run: 150 * (run % 2))
+    found = planned(script, 0.6)
+    assert len(found.tried) == len(script.changes)
+    assert found.chosen is None or found.chosen.needs.bytes <= found.budget
+
+
+def test_below_what_any_plan_reaches_the_smallest_is_reported():
+    script = Script()
+    found = planned(script, 0.1)
+    assert (found.chosen, found.smallest) == (None, found.tried[-1])
+    assert found.smallest.needs.bytes > found.budget
+    assert "recompute" in found.reason
+
+
+def test_a_model_in_which_nothing_can_be_saved_is_not_run_again():
+    script = Script()
+    script.step = replace(script.step, calls=script.step.calls[:1])
+    found = planned(script, 0.5)
+    assert (found.chosen, script.changes) == (None, [])
+    assert found.smallest.needs == found.as_written.needs
+    assert "other memory is left" in found.reason
+
+
+def test_a_refused_plan_is_no_plan_and_says_why():
+    script = Script()
+    found = find_plan(
+        lambda change, what: (
+            script(change, what) if change.operations else ScriptEnd("refused", 0, "it has a plan")
+        ),
+        int(0.7 * script.plain) * MIB + OUTSIDE,
+        work,
+        "a rule",
+    )
+    assert found.chosen is None
+    assert "it has a plan" in found.reason
+
+
+def test_a_script_that_fails_cannot_be_planned():
+    with pytest.raises(TargetError, match=r"ValueError: no \(train.py:3\)"):
+        find_plan(
+            lambda *_: ScriptEnd("exception", 1, "ValueError: no", "train.py:3"), 1 << 30, work, "a rule"
+        )
+
+
+def test_a_script_without_a_second_step_is_not_planned():
+    script = Script()
+    found = find_plan(
+        lambda change, what: replace(script(change, what), operations=None), 1 << 30, work, "a rule"
+    )
+    assert found.chosen is None
+    assert "no optimizer stepped twice" in found.reason
+    assert ScriptChange() not in script.changes
+
+
+def test_the_result_prints_and_is_valid_json():
+    found = planned(Script(), 0.7)
+    text = io.StringIO()
+    print_plan(found, Console(file=text, width=200, highlight=False, markup=False))
+    assert text.getvalue().startswith("PLAN FOUND   needs ")
+    assert "no plan of this kind takes less than" in text.getvalue()
+    public = json.loads(to_json(found))
+    again = msgspec.convert(public, ScriptPlanJson)
+    assert again.plan == found.chosen.settings
+    assert again.needs == found.chosen.needs
+    assert len(again.tried) == len(found.tried)
