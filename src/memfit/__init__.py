@@ -13,6 +13,7 @@ True
 TYPE_CHECKING = False  # of typing, whose import would delay the command's first reaction to Ctrl-C
 _NAMES_OF_MODULE = {
     "memfit.api": (
+        "auto_checkpoint",
         "compare",
         "diagnose",
         "diff",
@@ -55,6 +56,7 @@ __all__ = sorted(_MODULE_OF_NAME)  # noqa: PLE0605 - strings, from the table
 
 if TYPE_CHECKING:  # type checkers cannot read the table; a test checks that these imports agree with it
     from memfit.api import (
+        auto_checkpoint as auto_checkpoint,
         compare as compare,
         diagnose as diagnose,
         diff as diff,

@@ -10,7 +10,7 @@ script ── run.parent ──> trace file ── trace.trace_file ──> Trac
 from memfit.api.comparison import compare, compare_on_ghost
 from memfit.api.ghost_runs import FinishedRun, run_on_ghost
 from memfit.api.packings import pack, pack_table
-from memfit.api.planning import plan, plan_on_ghost
+from memfit.api.planning import auto_checkpoint, plan, plan_on_ghost
 from memfit.api.ranks_together import run_beside_ranks
 from memfit.api.runs import dry_run, estimate, record, run_on_card
 from memfit.api.traces import (
@@ -32,6 +32,7 @@ from memfit.trace.snapshot import write_snapshot
 
 __all__ = [
     "FinishedRun",
+    "auto_checkpoint",
     "chrome_trace",
     "compare",
     "compare_on_ghost",

@@ -1,9 +1,14 @@
-"""Plan for a script: the fastest way under a budget, found and proven on the ghost."""
+"""Plan for a script or a live model: the fastest way under a budget, found and proven on the ghost."""
 
+import functools
+import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from memfit.devices import DEFAULT, NO_LIMIT, find_device
+from memfit.errors import UsageError
 from memfit.planning.search import find_plan
 from memfit.planning.seconds import RULE, roofline
 from memfit.records import ScriptPlan
@@ -12,6 +17,10 @@ from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, script_command
 from memfit.run.resolve_options import ghost_settings
 from memfit.strategies.trial_run import trial_runner
+from memfit.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 
 def plan(  # noqa: PLR0913 - one parameter an option
@@ -57,24 +66,83 @@ def plan(  # noqa: PLR0913 - one parameter an option
     return plan_on_ghost(script, arguments, options, on_progress)
 
 
+def auto_checkpoint(
+    model: "torch.nn.Module",
+    inputs: Any,
+    budget: int | str,
+    *,
+    loss: Callable[..., Any] | None = None,
+    optimizer: Any = None,
+    gpu: str = DEFAULT,
+    values: str = "",
+) -> ScriptPlan:
+    """Checkpoint a live model in place, so that a training step fits a budget at the least time.
+
+    memfit plans as ``memfit.plan`` does, for the training loop of ``memfit.estimate``, and applies the plan;
+    ``memfit.revert(model)`` undoes that. It needs no GPU, and runs the model only on the ghost.
+
+    Args:
+        model: on the CPU, on ``meta`` or on a GPU; without a plan of its own.
+        inputs: example arguments of the model, as for ``memfit.estimate``.
+        budget: what the process may use on the GPU, the CUDA context included: bytes, or text such as
+            ``"8GiB"``.
+        loss: as for ``memfit.estimate``.
+        optimizer: as for ``memfit.estimate``; by default one without state (SGD).
+        gpu: name of a device in the table (``memfit gpus``); times are estimated for it.
+        values: what the ghost returns when the model reads a GPU value, see ``RunOptions.values``.
+
+    Returns:
+        The plan that was applied; printing it shows what it needs and costs.
+
+    Raises:
+        UsageError: no plan fits; the message says what the smallest needs. The model is unchanged.
+        NotSentError: an object that the model refers to cannot be copied; the message names it.
+        TargetError: the model, the loss or the optimizer failed on the ghost.
+
+    >>> from torch import nn, ones
+    >>> net = nn.Sequential(*(nn.TransformerEncoderLayer(512, 8) for _ in range(6)))
+    >>> print(auto_checkpoint(net, ones(512, 64, 512), "4GiB"))  # doctest: +SKIP
+    PLAN FOUND   needs 3.95 GiB of 4.00 GiB instead of 8.09 GiB; a step takes 1.14 times as long
+    ...
+    """
+    from torch.optim import SGD
+
+    from memfit.estimating.serialise import pack, training_step
+    from memfit.strategies.apply import apply
+
+    amount = parse_bytes(budget) if isinstance(budget, str) else budget
+    step = training_step(model, inputs, loss, optimizer or functools.partial(SGD, lr=0.1), STEPS)
+    options = RunOptions(module=True, gpu=gpu, memory=amount, values=values)
+    with tempfile.NamedTemporaryFile(prefix="memfit-", suffix=".job") as file:
+        Path(file.name).write_bytes(pack(step).data)
+        script = "memfit.estimating.training_script"
+        found = plan_on_ghost(script, [file.name], options, lambda _: None, allocator=False)
+    found = replace(found, command=(type(model).__name__,), models=())
+    if found.chosen is None:
+        smallest = found.smallest or found.as_written
+        raise UsageError(
+            f"budget={budget!r}: no plan fits. The smallest needs {format_bytes(smallest.needs.bytes)}: "
+            f"{found.reason}"
+        )
+    if found.chosen.changes:
+        apply(model, found.chosen.settings)
+    return found
+
+
 def plan_on_ghost(
     script: str | Path,
     arguments: Sequence[str],
     options: RunOptions,
     on_progress: Callable[[Progress], None],
+    *,
+    allocator: bool = True,
 ) -> ScriptPlan:
-    """Do what ``plan`` does; ``options.memory`` is the budget."""
+    """Do what ``plan`` does; ``options.memory`` is the budget, ``allocator`` as for ``find_plan``."""
     command = script_command(script, arguments, options, None)
     device = ghost_settings(options).device
     shown = device.total.bytes
-    unlimited = RunOptions(
-        module=options.module,
-        steps=options.steps,
-        gpu=options.gpu,
-        memory=NO_LIMIT,
-        in_use=options.in_use,
-        values=options.values,
-    )
+    unlimited = replace(options, memory=NO_LIMIT)
     run = trial_runner(command, unlimited, shown, on_progress)
-    found = find_plan(run, shown - options.in_use, roofline(find_device(options.gpu)), RULE)
+    seconds = roofline(find_device(options.gpu))
+    found = find_plan(run, shown - options.in_use, seconds, RULE, allocator=allocator)
     return PrintableScriptPlan.of(found, device=device, command=command)

@@ -39,7 +39,14 @@ _WORTH = 0.003
 """Share of a step's time that another plan must be able to save to be looked for."""
 
 
-def find_plan(run: RunTrial, budget: int, seconds: Callable[[Operation], float], rule: str) -> ScriptPlan:
+def find_plan(
+    run: RunTrial,
+    budget: int,
+    seconds: Callable[[Operation], float],
+    rule: str,
+    *,
+    allocator: bool = True,
+) -> ScriptPlan:
     """Return the fastest plan of a script under a budget.
 
     Args:
@@ -47,6 +54,7 @@ def find_plan(run: RunTrial, budget: int, seconds: Callable[[Operation], float],
         budget: bytes of the process, the CUDA context included.
         seconds: how long an operation takes.
         rule: what that is based on.
+        allocator: whether a plan may set ``PYTORCH_ALLOC_CONF``.
 
     Raises:
         TargetError: the script as written cannot be run.
@@ -54,7 +62,7 @@ def find_plan(run: RunTrial, budget: int, seconds: Callable[[Operation], float],
     plain = run(ScriptChange(operations=True), "as written, operation by operation")
     if isinstance(plain, ScriptEnd):
         raise TargetError(f"memfit cannot plan for the script: {why_it_failed(plain)}")
-    return _PlanSearch(plain, run, budget, seconds, rule).plan()
+    return _PlanSearch(plain, run, budget, seconds, rule, allocator=allocator).plan()
 
 
 class _PlanSearch:
@@ -65,8 +73,11 @@ class _PlanSearch:
         budget: int,
         seconds: Callable[[Operation], float],
         rule: str,
+        *,
+        allocator: bool,
     ) -> None:
         self._plain, self._run, self._budget, self._rule = plain, run, budget, rule
+        self._allocator = allocator
         self._seconds = seconds
         self._tried: list[PlanRun] = []
         self._models: tuple[str, ...] = ()
@@ -149,7 +160,11 @@ class _PlanSearch:
         found = summarize(result.trace)
         run = ReplayedRun.of(result.trace, found)
         needs = _process(run)
-        conf = RunFacts.of(result.trace, found).conf if tune and needs.bytes > self._budget else ""
+        conf = (
+            RunFacts.of(result.trace, found).conf
+            if tune and self._allocator and needs.bytes > self._budget
+            else ""
+        )
         if conf and (less := _process(replace(run, conf=conf))).bytes < needs.bytes:
             return PlanRun(settings, less, time, found.peak_place, conf)
         return PlanRun(settings, needs, time, found.peak_place)

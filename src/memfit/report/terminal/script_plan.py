@@ -102,6 +102,8 @@ def _details(result: ScriptPlan) -> Iterator[str]:
         f"Time: {chosen.time:.3f} times the script as written; no plan of this kind takes less than "
         f"{result.bound:.3f} (assumed: {result.rule})."
     )
+    if not result.models:  # it is applied
+        return
     models = escaped(", ".join(result.models))
     yield "To train with it, save it with -o plan.json, and write:"
     yield f'    memfit.apply(model, "plan.json")  # before the optimizer is created: {models}'
