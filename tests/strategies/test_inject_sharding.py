@@ -1,5 +1,7 @@
 """Shardings that do not suit a script are refused by name; optimizers take what belongs to the shards."""
 
+import weakref
+
 import pytest
 import torch
 from torch import distributed as dist
@@ -95,14 +97,20 @@ def test_an_optimizer_takes_shards_in_place_of_what_was_sharded(injector):
     assert found[1]["params"][0][1] is shard
 
 
-@pytest.mark.parametrize("keeps", [True, False])
-def test_a_script_that_keeps_whole_parameters_is_refused(injector, keeps):
-    one = injector("fsdp2")
-    whole = nn.Parameter(torch.zeros(4))
-    one._shards[whole] = nn.Parameter(torch.zeros(2))
-    kept = [whole] if keeps else []
-    del whole
+@pytest.mark.parametrize("keeps", [(), ("bias",), ("weight", "bias")])
+def test_a_script_that_keeps_whole_parameters_is_refused_unless_they_are_negligible(injector, keeps):
+    one, model = injector("fsdp2"), nn.Linear(200, 2)
+    before = dict(model.named_parameters())
+    for name, parameter in before.items():
+        one._shards[parameter] = nn.Parameter(torch.zeros(1))
+        setattr(model, name, one._shards[parameter])
+    one._bytes_before = 1608  # weight and bias
+    one._models.append(weakref.ref(model))
+    kept = [before[name] for name in keeps]
+    del before, parameter
     one._check_released()
-    assert len(injector.refused) == len(kept)
     one._check_released()
-    assert len(injector.refused) == len(kept)
+    assert len(injector.refused) == (len(kept) > 1)
+    if injector.refused:
+        assert "keeps 1.6 KiB of the parameters" in injector.refused[0]
+        assert "so they stay in memory: weight (1.6 KiB), bias (8 B)." in injector.refused[0]

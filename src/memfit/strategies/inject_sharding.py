@@ -29,7 +29,12 @@ from memfit.strategies.apply import apply
 from memfit.strategies.mechanisms.module_patterns import class_name
 from memfit.strategies.plan import Plan
 from memfit.strategies.sharding import Sharding, sharding_of
+from memfit.units import format_bytes
 
+_NEGLIGIBLE = 0.01
+"""Share of the parameters' bytes that a script may keep as they were before."""
+_NAMED = 3
+"""Parameters that a reason names."""
 _LINKS = {"DistributedDataParallel": "DistributedDataParallel", "FullyShardedDataParallel": "FSDP"}
 
 
@@ -53,6 +58,7 @@ class ShardingInjector:
         self._models: list[weakref.ref[nn.Module]] = []
         self._uncalled: set[str] = set()
         self._shards: Any = WeakTensorKeyDictionary()  # a parameter before -> after
+        self._bytes_before = 0  # of the former
         self._creating = self._checked = False
         self._created: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._shares: list[int] = []
@@ -94,6 +100,7 @@ class ShardingInjector:
             dist.init_process_group()
             self._joined = True
         before = dict(model.named_parameters(remove_duplicate=False))
+        sizes = {name: _bytes_of(parameter) for name, parameter in before.items()}
         if own is not None:
             apply(model, Plan(checkpointing=self._plan.checkpointing, offload=self._plan.offload))
         else:
@@ -102,8 +109,9 @@ class ShardingInjector:
                 self._route(model, sharded)
         after = dict(model.named_parameters(remove_duplicate=False))
         for name, parameter in before.items():
-            if after[name] is not parameter:
+            if after[name] is not parameter and parameter not in self._shards:
                 self._shards[parameter] = after[name]
+                self._bytes_before += sizes[name]
         self._models.append(weakref.ref(model))
 
     def of_shards(self, parameters: list[Any]) -> list[Any]:
@@ -210,17 +218,34 @@ class ShardingInjector:
         self._on_change()
 
     def _check_released(self, *_: Any) -> None:
-        """Refuse a script that keeps the parameters that its model had before it was sharded."""
+        """Refuse a script that keeps parameters that its model had before it was sharded.
+
+        A loop's variable may keep a small one: it is in the figures, which it hardly changes.
+        """
         if self._checked:
             return
         self._checked = True
         if len(self._shards):
             gc.collect()
-        if len(self._shards):
+        kept = sorted((_bytes_of(each), self._name_of(shard)) for each, shard in self._shards.items())
+        amount = sum(size for size, _ in kept)
+        if amount > _NEGLIGIBLE * self._bytes_before:
+            named = ", ".join(f"{name} ({format_bytes(size)})" for size, name in kept[: -_NAMED - 1 : -1])
+            others = f" and {len(kept) - _NAMED} others" if len(kept) > _NAMED else ""
             self._refuse(
-                "the script keeps the parameters that its model had before the optimizer was created, so "
-                "they stay in memory. Shard the model before the script collects its parameters."
+                f"the script keeps {format_bytes(amount)} of the parameters that its model had before the "
+                f"optimizer was created, so they stay in memory: {named}{others}. Delete the variables that "
+                "refer to them, such as that of a loop, before the optimizer is created."
             )
+
+    def _name_of(self, shard: nn.Parameter) -> str:
+        models = (model for reference in self._models if (model := reference()) is not None)
+        named = (pair for model in models for pair in model.named_parameters())
+        return next((name for name, each in named if each is shard), "one of a deleted model")
+
+
+def _bytes_of(parameter: nn.Parameter) -> int:
+    return parameter.untyped_storage().nbytes()
 
 
 def _trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
