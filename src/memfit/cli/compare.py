@@ -7,7 +7,7 @@ from cyclopts import Parameter
 
 from memfit.atomic_files import check_outputs
 from memfit.cli.console import progress, write_strategies
-from memfit.cli.options import GHOST, OUTPUT, TARGET, json_file, memory_or_none, script_file
+from memfit.cli.options import GHOST, OUTPUT, TARGET, expect_script, json_file, memory_or_none, script_file
 from memfit.ctrl_c import INTERRUPTED
 from memfit.devices import DEFAULT
 from memfit.errors import UsageError
@@ -34,7 +34,7 @@ def compare(  # noqa: PLR0913 - one parameter an option
     nnodes: Annotated[int, Parameter(group=TARGET)] = 1,
     steps: int = STEPS,
     json: Annotated[str | None, Parameter(group=OUTPUT, allow_leading_hyphen=True)] = None,
-    values: Annotated[str, Parameter(group=GHOST)] = "",
+    values: Annotated[tuple[str, ...], Parameter(negative="", group=GHOST)] = (),
 ) -> int:
     """Compare what a script would need with each of memfit's strategies, without a GPU.
 
@@ -56,12 +56,12 @@ def compare(  # noqa: PLR0913 - one parameter an option
         nnodes: Assume this many machines, each with --nproc processes.
         steps: Stop each run after this many training steps.
         json: Write the result as JSON to this file. With -, print the JSON instead of the table.
-        values: The values that the script gets when it reads from the GPU, as for memfit dry-run.
+        values: The values that the script gets when it reads from the GPU, as for memfit dry-run. May be
+            repeated.
     """
     from memfit import api
 
-    if not command:
-        raise UsageError("No script given. Run memfit compare SCRIPT.py [ARGS...], or use -m MODULE.")
+    expect_script("compare", command, {"--json": json})
     launched = launched_script(command, module=module)
     os.environ.update(launched.environment)
     if (launched.nproc, launched.nnodes) != (1, 1):
@@ -76,7 +76,7 @@ def compare(  # noqa: PLR0913 - one parameter an option
         memory=memory_or_none(memory),
         rank=Rank(nproc=nproc, nnodes=nnodes),
         in_use=memory_or_none(in_use) or 0,
-        values=values,
+        values=",".join(values),
     )
     with progress(options.steps, reruns=_RUNS) as show:
         result = api.compare_on_ghost(launched.command[0], launched.command[1:], options, show)

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from memfit.analysis.script_change import ScriptChange
 from memfit.atomic_files import check_outputs
 from memfit.cli.console import Output, exit_code, progress, trace_file, write_result
-from memfit.cli.options import GHOST, OUTPUT, TARGET, json_file, memory_or_none, script_file
+from memfit.cli.options import GHOST, OUTPUT, TARGET, expect_script, json_file, memory_or_none, script_file
 from memfit.devices import DEFAULT
 from memfit.errors import UsageError
 from memfit.planning.plan_file import read_plan
@@ -44,7 +44,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     fail: Annotated[bool, Parameter(negative="", group=OUTPUT)] = False,
     advise: Annotated[bool, Parameter(negative="")] = False,
     plan: Annotated[Path | None, Parameter()] = None,
-    values: Annotated[str, Parameter(group=GHOST)] = "",
+    values: Annotated[tuple[str, ...], Parameter(negative="", group=GHOST)] = (),
     fill_host_memory: Annotated[bool, Parameter(negative="", group=GHOST)] = False,
     no_weights: Annotated[bool, Parameter(negative="", group=GHOST)] = False,
     workspaces: Annotated[Literal["cudnn", "rules", "none"], Parameter(group=GHOST)] = "cudnn",
@@ -105,7 +105,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
             copied to the CPU. 'count' is the number of elements that torch.nonzero and similar ops find:
             'upper' (as many as possible), a share such as 25%, or an integer. To choose the values for one
             operator or for one source line, use its name or FILE:LINE as the key, for example
-            nonzero=25%,roi_heads.py:808=256.
+            nonzero=25%,roi_heads.py:808=256. May be repeated.
         fill_host_memory: Fill large CPU tensors as usual. By default, memfit leaves them unfilled, so that
             they take no host memory.
         no_weights: When the script calls from_pretrained (transformers), create the model from its
@@ -121,8 +121,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     """
     from memfit import api
 
-    if not command:
-        raise UsageError("No script given. Run memfit dry-run SCRIPT.py [ARGS...], or use -m MODULE.")
+    expect_script("dry-run", command, {"--json": json, "-o": output, "--html": html})
     launched = launched_script(command, module=module)
     command, module = launched.command, launched.module
     os.environ.update(launched.environment)
@@ -152,7 +151,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         rank=beside or stands_for,
         real_ranks=beside is not None,
         in_use=memory_or_none(in_use) or 0,
-        values=values,
+        values=",".join(values),
         host_memory=not fill_host_memory,
         weights=not no_weights,
         workspaces=workspaces,

@@ -1,6 +1,7 @@
 """Groups of options in ``--help``, and option values that several commands read the same way."""
 
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cyclopts import Group
@@ -17,6 +18,28 @@ _NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?")
 def json_file(json: str | None) -> Path | None:
     """Return the file that ``--json`` names; None if it names none, or standard output (``-``)."""
     return None if json in (None, "-") else Path(str(json))
+
+
+def expect_script(name: str, command: Sequence[str], files: Mapping[str, str | Path | None]) -> None:
+    """Check that a command has a script to run.
+
+    Args:
+        name: the command's.
+        command: the script and its arguments.
+        files: by option, the files to write: one may have taken the script.
+
+    Raises:
+        UsageError: it has none.
+    """
+    if command:
+        return
+    for option, file in files.items():
+        if str(file).endswith(".py"):
+            raise UsageError(
+                f"No script given: {option} took {file} as the name of the file to write. Write "
+                f"memfit {name} {option} FILE {file}."
+            )
+    raise UsageError(f"No script given. Run memfit {name} SCRIPT.py [ARGS...], or use -m MODULE.")
 
 
 def script_file(script: str, *, module: bool) -> dict[str, Path]:

@@ -7,7 +7,7 @@ from cyclopts import Parameter
 
 from memfit.atomic_files import check_outputs
 from memfit.cli.console import progress, write_plan
-from memfit.cli.options import GHOST, OUTPUT, TARGET, json_file, memory_or_none, script_file
+from memfit.cli.options import GHOST, OUTPUT, TARGET, expect_script, json_file, memory_or_none, script_file
 from memfit.devices import DEFAULT
 from memfit.errors import UsageError
 from memfit.run.options import STEPS, RunOptions
@@ -30,7 +30,7 @@ def plan(  # noqa: PLR0913 - one parameter an option
     output: Annotated[Path | None, Parameter(name=["-o", "--output"], group=OUTPUT)] = None,
     json: Annotated[str | None, Parameter(group=OUTPUT, allow_leading_hyphen=True)] = None,
     fail: Annotated[bool, Parameter(negative="", group=OUTPUT)] = False,
-    values: Annotated[str, Parameter(group=GHOST)] = "",
+    values: Annotated[tuple[str, ...], Parameter(negative="", group=GHOST)] = (),
 ) -> int:
     """Find the fastest way to make a script fit a memory budget, without a GPU.
 
@@ -53,12 +53,12 @@ def plan(  # noqa: PLR0913 - one parameter an option
         json: Write the result as JSON to this file. With -, print the JSON instead of the table. A plan file
             has the same contents.
         fail: Exit with code 1 if no plan fits.
-        values: The values that the script gets when it reads from the GPU, as for memfit dry-run.
+        values: The values that the script gets when it reads from the GPU, as for memfit dry-run. May be
+            repeated.
     """
     from memfit import api
 
-    if not command:
-        raise UsageError("No script given. Run memfit plan SCRIPT.py [ARGS...], or use -m MODULE.")
+    expect_script("plan", command, {"--json": json, "-o": output})
     if steps < _LEAST_STEPS:
         raise UsageError(f"--steps {steps} is too few: memfit records the second training step.")
     check_outputs({"-o": output, "--json": json_file(json)}, script_file(command[0], module=module))
@@ -68,7 +68,7 @@ def plan(  # noqa: PLR0913 - one parameter an option
         gpu=gpu,
         memory=memory_or_none(budget),
         in_use=memory_or_none(in_use) or 0,
-        values=values,
+        values=",".join(values),
     )
     with progress(options.steps, reruns=_RUNS) as show:
         result = api.plan_on_ghost(command[0], command[1:], options, show)

@@ -7,7 +7,7 @@ from cyclopts import Parameter
 
 from memfit.atomic_files import check_outputs
 from memfit.cli.console import exit_code, progress, trace_file, write_result
-from memfit.cli.options import OUTPUT, json_file, script_file
+from memfit.cli.options import OUTPUT, expect_script, json_file, script_file
 from memfit.errors import UsageError
 from memfit.run.options import STEPS, RunOptions
 
@@ -50,8 +50,7 @@ def record(  # noqa: PLR0913 - one parameter an option
     """
     from memfit import api
 
-    if not command:
-        raise UsageError("No script given. Run memfit record SCRIPT.py [ARGS...], or use -m MODULE.")
+    expect_script("record", command, {"--json": json, "-o": output})
     trace = Path("run.memfit") if output is None else output
     if output is None and trace.exists():
         raise UsageError(
