@@ -112,6 +112,24 @@ def failing(rank, ranks, mode, where, ends=False):
     return "", "", False
 
 
+def failing_to_prepare(rank, ranks, mode, batch):
+    """Return what each rank reads when rank 1 gets a batch that is empty or cannot be split, and waits.
+
+    Afterwards all make another update.
+    """
+    x, y = samples(3, rank)
+    bad = {"empty": (x[:0], y[:0]), "ambiguous": (x, y, torch.ones(3, 3), torch.ones(3, 3))}[batch]
+    run = engine(net(), [memfit.Sharding(mode), memfit.Accumulation(micro_batch_size=2)])
+    kind = said = ""
+    run.step((x, y))
+    try:
+        run.step(bad if rank == 1 else (x, y))
+    except Exception as error:  # noqa: BLE001 - whatever it is, the test looks at it
+        kind, said = type(error).__name__, str(error)
+    run.step((x, y))
+    return kind, said, run.optimizer_step
+
+
 def failing_to_begin(rank, ranks):
     """Return what each rank reads when rank 1 cannot create its optimizer, and ends."""
 

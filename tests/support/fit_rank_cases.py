@@ -76,6 +76,9 @@ def refused(rank, ranks, case):
         "tensor parallel": lambda: engine(_on_a_part_of_the_ranks(model), None),
         "cuda graphs": lambda: engine(model, memfit.Sharding("ddp"), cuda_graphs=True),
         "arena": lambda: engine(model, {"sharding": "ddp", "arena": True}),
+        "Rprop of shards": lambda: engine(
+            model, memfit.Sharding("fsdp2"), optimizer=torch.optim.Rprop, protect="always"
+        ).step(samples(2, rank)),
         "no sync": lambda: _without_sync(model, rank),
         "carry": lambda: engine(
             model, [memfit.Sharding("ddp"), memfit.Accumulation(batches_per_update=2, remainder="carry")]

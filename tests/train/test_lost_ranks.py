@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from memfit.train import lost_ranks
+from memfit.train import lost_ranks, ranks
 from memfit.train.lost_ranks import RankProcesses, is_broken_connection
 
 
@@ -49,3 +49,19 @@ def test_a_rank_of_another_machine_is_not_named(monkeypatch):
     processes = RankProcesses(((lost_ranks._machine(), os.getpid()), ("another", free_process_id())))
     assert processes.ended() == []
     assert "on another machine" in processes.describe([])
+
+
+def test_the_group_of_an_engine_is_released_at_exit_if_the_script_has_destroyed_it(monkeypatch):
+    """A thread of Gloo that still runs when the interpreter ends may abort the process."""
+    at_exit = []
+    monkeypatch.setattr(ranks.atexit, "register", lambda *call: at_exit.append(call))
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        ours = ranks.Ranks()
+        ((release, reference),) = at_exit
+        release(reference)
+        assert ours.control is not None
+    finally:
+        torch.distributed.destroy_process_group()
+    release(reference)
+    assert ours.control is None

@@ -45,7 +45,7 @@ class AccumulationLedger:
         self, update: OptimizerUpdate, gradients: RankGradients, notify: Callable[..., None]
     ) -> None:
         self.update, self.gradients, self.notify = update, gradients, notify
-        self.phase: Phase = "forward"
+        self.phase: Phase = "preparation"
         """Of a window: what the other ranks read if this one fails."""
         self.lacking = 0
         """Micro-batches that another rank has more in the open window, if all must run equally many."""
@@ -57,6 +57,11 @@ class AccumulationLedger:
         self.optimizer_step = 0
         self._micro_step_before = 0  # when the window was opened
         self._closed = 0  # windows of loops of the script's own
+
+    def prepare(self) -> None:
+        """Begin to prepare the batches of a window, unless one is open: to open it, all ranks meet."""
+        if self.window is None:
+            self.phase = "preparation"
 
     def open(self, window: Window, *, pads: bool = False) -> Window:
         """Open a window; ``pads`` if the engine can run micro-batches that this rank lacks."""

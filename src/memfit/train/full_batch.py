@@ -91,6 +91,7 @@ class FullBatchStepper:
     def _train_alike(self, batches: list[Any], gathered: Window | None, *, closes: bool) -> StepResult | None:
         """Train with the other ranks, which do the same: ``_train`` tells them if this one fails."""
         ledger, retried = self._ledger, 0
+        ledger.prepare()
         samples = self._samples(batches, gathered)
         seen = _versions(batches) if self._retry else []
         snapshot = self._snapshots.take() if self._retry else None
@@ -105,6 +106,7 @@ class FullBatchStepper:
             try:
                 window = self._process(batches, gathered, samples, self.finer, snapshot, before)
                 while window is None:
+                    ledger.prepare()
                     _expect_unchanged(batches, seen)
                     samples = [self._splitter.size(batch) for batch in batches]
                     retried += 1
@@ -176,9 +178,10 @@ class FullBatchStepper:
         """
         sizes = [[1]] * len(batches) if samples is None else self._sizes(samples, finer)
         try:
+            # Before the first forward, in which other ranks may wait for this one.
+            divisions = [self._divided(batch, own) for batch, own in zip(batches, sizes, strict=True)]
             window = self._window(gathered, len(sizes[0]) if sizes else 0)
-            for batch, own in zip(batches, sizes, strict=True):
-                divided = [_shallow_copy(batch)] if len(own) == 1 else self._splitter.split(batch, own)
+            for divided, own in zip(divisions, sizes, strict=True):
                 for number, (part, size) in enumerate(zip(divided, own, strict=True), 1):
                     if gathered is None:
                         self._micro_step(window, part, sum(own), size)
@@ -217,6 +220,9 @@ class FullBatchStepper:
             )
             return None
         return window
+
+    def _divided(self, batch: Any, sizes: list[int]) -> list[Any]:
+        return [_shallow_copy(batch)] if len(sizes) == 1 else self._splitter.split(batch, sizes)
 
     def _can_retry(
         self,
@@ -365,7 +371,10 @@ def parts(accumulation: Accumulation | None, samples: int, finer: int) -> list[i
     ([4, 4, 2], [3, 3, 2, 2])
     """
     if not samples:
-        raise UsageError("The batch has no samples.")
+        raise UsageError(
+            "The batch has no samples. Do not pass it to engine.step. With several ranks, engine.through and "
+            "engine.fit have a rank without batches take part in the updates."
+        )
     if accumulation is None or accumulation.gathers:
         return even_sizes(samples, finer)
     micro = accumulation.micro_batch_size

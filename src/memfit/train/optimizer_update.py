@@ -10,6 +10,7 @@ opens.
 """
 
 import operator
+import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -39,6 +40,8 @@ INTERRUPTED = (
     "copies parameters and optimizer state to the host before each update and restores "
     "them."
 )
+_REFUSED_BY_DTENSOR = re.compile("Sharding propagation failed|does not have a sharding strategy")
+"""PyTorch 2.14's words, in torch/distributed/tensor/_dispatch.py and _sharding_prop.py."""
 Protect = Literal["auto", "always", "never"]
 
 
@@ -205,7 +208,7 @@ class OptimizerUpdate:
         if self.in_backward is None:
             self._backup = self._copy(len(updated))
         self._stepping = True
-        self._stepper.step()
+        self._step()
         if self.offloaded is None:
             master_weights.write_to_parameters(self.masters)
         try:
@@ -216,6 +219,19 @@ class OptimizerUpdate:
             self.scheduler_error = error
         self.scaler.update()
         return False, norm
+
+    def _step(self) -> None:
+        try:
+            self._stepper.step()
+        except RuntimeError as error:
+            if _REFUSED_BY_DTENSOR.search(str(error)) is None:
+                raise
+            raise UsageError(
+                f"{type(self.optimizer).__name__} cannot update parameters that fully_shard divides among "
+                "the ranks: PyTorch's DTensor refuses an operation of its step "
+                f"({next(iter(str(error).splitlines()))}). Use another optimizer, such as AdamW, or "
+                "Sharding('zero1')."
+            ) from error
 
     def multiply(self, factor: float) -> None:
         """Multiply the gradients so far by a factor."""

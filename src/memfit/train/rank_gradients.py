@@ -25,7 +25,7 @@ from memfit.train.kept_gradients import KeptGradients
 from memfit.train.optimizer_update import OptimizerUpdate
 from memfit.train.ranks import OneRank
 
-Phase = Literal["forward", "backward", "update"]
+Phase = Literal["preparation", "forward", "backward", "update"]
 BUCKET_BYTES = 25 << 20  # DistributedDataParallel's
 
 
@@ -266,9 +266,9 @@ class ShardGradients(RankGradients):
             return
         share_loss(window, self.ranks, self._model)
 
-    def are_apart(self, phase: Phase) -> bool:  # noqa: ARG002 - as above
-        """Return whether the ranks run a phase without collective operations: none."""
-        return False
+    def are_apart(self, phase: Phase) -> bool:
+        """Return whether the ranks run a phase without collective operations: only before a window."""
+        return phase == "preparation"
 
 
 def _watch_results(reference: "ref[ShardGradients]", _module: nn.Module, _inputs: Any, results: Any) -> None:

@@ -10,10 +10,12 @@ Each call names itself and may pass facts. If these are not the same on all rank
 The numbers go between the hosts (Gloo): this needs no memory of a GPU, and does not wait for one.
 """
 
+import atexit
 import math
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -75,6 +77,7 @@ class Ranks(OneRank):
         self.rank, self.size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         group: Any = torch.distributed.new_group(backend="gloo", timeout=_timeout_of_job())
         self.control = group
+        atexit.register(_release, ref(self))
         self._store = torch.distributed.distributed_c10d._get_default_store()
         self._prefix = f"memfit/failure/{group.group_name}"
         self._processes = RankProcesses.of(group)
@@ -211,6 +214,16 @@ class Ranks(OneRank):
 
     def _key(self) -> str:
         return f"{self._prefix}/{self._exchanges}"
+
+
+def _release(reference: "ref[Ranks]") -> None:
+    """Release a group that the script has destroyed, while Python still runs.
+
+    A thread of Gloo that needs Python's lock while the interpreter ends aborts the process.
+    """
+    ranks = reference()
+    if ranks is not None and not torch.distributed.is_initialized():
+        ranks.control = None
 
 
 def ranks_of_job() -> OneRank:

@@ -57,6 +57,7 @@ def test_metrics_and_callbacks_see_the_samples_of_all_ranks(two_ranks, mode):
         ("tensor parallel", "tensor and pipeline parallelism are not supported"),
         ("cuda graphs", "cuda_graphs"),
         ("arena", "an arena"),
+        ("Rprop of shards", "Rprop cannot update parameters that fully_shard divides among the ranks"),
         ("no sync", "None of the optimizer's parameters received a gradient"),
         ("carry", "remainder='carry' needs equally many batches on every rank"),
     ],
