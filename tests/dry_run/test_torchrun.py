@@ -69,6 +69,12 @@ def test_ranks_exchange_what_is_short_and_the_first_reports_on_all(torchrun, tmp
     objects = [None, None]
     dist.all_gather_object(objects, {{"rank": rank}})
     assert objects == [{{"rank": 0}}, {{"rank": 1}}]
+    shape = torch.tensor([3, 70 + rank], device="cuda")
+    received = torch.empty_like(shape)
+    receipt = dist.irecv(received, 1 - rank)
+    dist.isend(shape, 1 - rank)
+    receipt.wait()
+    assert received.tolist() == [3, 71 - rank]  # reading it waits for it; receiving does not
     own = ["only the first has this"] if rank == 0 else [None]
     dist.broadcast_object_list(own, src=0)
     assert own == ["only the first has this"]
@@ -87,6 +93,25 @@ def test_ranks_exchange_what_is_short_and_the_first_reports_on_all(torchrun, tmp
     assert [row[0] for row in rows if row[1:] == ["fits"]] == ["1", "0"], done.stdout
     assert answer.peak_allocated > 1 << 25
     assert not list(tmp_path.glob("memfit-ranks-*"))
+
+
+@pytest.mark.process
+def test_stages_of_a_pipeline_infer_their_shapes_from_each_other(torchrun):
+    script = f"""{JOIN}
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+    device = torch.device("cuda", rank)
+    widths = [64, 512, 128]  # each stage passes on another shape
+    part = nn.Linear(widths[rank], widths[rank + 1], bias=False).to(device)
+    shapes = {{"input_args": torch.ones(32, 512)}} if rank else {{}}  # the first must infer, so the last does
+    stage = PipelineStage(part, rank, size, device, **shapes)
+    schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss)
+    schedule.step(*[torch.ones(128, 64, device=device)][: rank == 0],
+                  target=torch.ones(128, 128, device=device) if rank else None)
+    print(*[tuple(each.buffer.shape) for each in stage.args_recv_info[0] if rank], *part.weight.grad.shape)
+    """
+    done = torchrun(script)
+    assert done.returncode == 0, done.stderr
+    assert {"512 64", "(32, 512) 128 512"} <= set(done.stdout.splitlines()), done.stdout
 
 
 @pytest.mark.process

@@ -1,8 +1,12 @@
-"""Agreements between ranks that PyTorch's own modules reach through the device: all ranks are as this one.
+"""Agreements between ranks that PyTorch's own modules reach through the device.
+
+Where the other ranks do not exist, all are as this one:
 
     Join                       the other ranks have as many inputs, so they join when this one does
     pipelining                 the other stages were given shapes, or must infer them, as this one
     ZeroRedundancyOptimizer    the state that another rank sends has the entries that this rank's has
+
+Where they exist, stages of a pipeline tell each other whether they were given shapes.
 
 Without this, the script would read a number that nothing computed, and wait in a loop or fail.
 
@@ -12,6 +16,7 @@ zero_redundancy_optimizer.py, PyTorch 2.14.1. Earlier versions of pipelining do 
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from memfit.ghost.patching.after_import import after_import
@@ -20,8 +25,13 @@ from memfit.ghost.patching.after_import import after_import
 def agree_with_this_rank() -> None:
     """Have the modules agree once the script imports them."""
     after_import("torch.distributed.algorithms.join", _join_together)
-    after_import("torch.distributed.pipelining.stage", _vote_alike)
+    after_import("torch.distributed.pipelining.stage", lambda: _vote(lambda _, own: own))
     after_import("torch.distributed.optim.zero_redundancy_optimizer", _send_state_of_partitions)
+
+
+def agree_between_ranks() -> None:
+    """Have stages of a pipeline agree, where each rank exists, once the script imports them."""
+    after_import("torch.distributed.pipelining.stage", lambda: _vote(_vote_of_all))
 
 
 def _join_together() -> None:
@@ -39,8 +49,17 @@ def _join_together() -> None:
     context._get_num_nonjoined_procs = counted
 
 
-def _vote_alike() -> None:
-    """Have the stages of a pipeline infer shapes if this rank's stage has to."""
+def _vote_of_all(stage: Any, own: int) -> int:
+    """Return 1 if each rank of a stage's pipeline votes 1. Each calls this for as many stages."""
+    import torch.distributed as dist
+
+    votes = [own] * dist.get_world_size(stage.group)
+    dist.all_gather_object(votes, own, group=stage.group)
+    return min(votes)
+
+
+def _vote(result: Callable[[Any, int], int]) -> None:
+    """Have the stages of a pipeline take ``result(stage, own vote)`` as their vote: 0 to infer shapes."""
     from torch.distributed.pipelining import stage as stages
 
     stage: Any = stages.PipelineStage
@@ -57,7 +76,7 @@ def _vote_alike() -> None:
 
     @functools.wraps(result_of)
     def agreed(self: Any, *args: Any, **options: Any) -> Any:
-        return result_of(self, *args, **options).fill_(own_votes[self])
+        return result_of(self, *args, **options).fill_(result(self, own_votes[self]))
 
     stage._warmup_forward_vote, stage._warmup_backward_result = voted, agreed
 

@@ -13,7 +13,16 @@ from memfit.ghost.build.runtime_library import Build
 from memfit.ghost.cudnn.cache import EngineConfig
 from memfit.ghost.cudnn.client import installed_cudnn
 from memfit.ghost.device import GhostDevice
-from memfit.ghost.exchange_callback import EXCHANGE_CALLBACK, Exchange, exchange_callback
+from memfit.ghost.exchange_callback import (
+    EXCHANGE_CALLBACK,
+    MESSAGE_CALLBACK,
+    Exchange,
+    Receive,
+    Send,
+    exchange_callback,
+    receive_callback,
+    send_callback,
+)
 from memfit.ghost.workspaces import Workspaces, WorkspaceSource
 
 _HOLD_UNTIL_AWAITED = 2  # core/ghost.h
@@ -174,6 +183,7 @@ class Ghost:
         library.ghost_workspace_uses.restype = ctypes.c_size_t
         library.ghost_set_communicator_sizes.argtypes = (_SIZE_CALLBACK,)
         library.ghost_set_exchange.argtypes = (EXCHANGE_CALLBACK,)
+        library.ghost_set_messages.argtypes = (MESSAGE_CALLBACK, MESSAGE_CALLBACK)
         library.ghost_communicator_bytes.restype = ctypes.c_uint64
         self._library = library
         self._thread = threading.local()
@@ -327,14 +337,18 @@ class Ghost:
         self._sizes = _SIZE_CALLBACK(answer)  # referenced here: the runtime holds only its address
         self._library.ghost_set_communicator_sizes(self._sizes)
 
-    def exchange_between_ranks(self, exchange: Exchange) -> None:
+    def exchange_between_ranks(self, exchange: Exchange, send: Send, receive: Receive) -> None:
         """Have the ranks of communicators send each other their short buffers: each is a process on a ghost.
 
         Args:
             exchange: is called for each collective on a short buffer, on the thread of the library call. It
                 raises if a rank cannot be reached.
+            send: is called likewise for each short buffer that this rank sends to one other.
+            receive: is called when this rank reads one that another has sent to it.
         """
         self._exchange = exchange_callback(exchange)  # referenced here, like the others
+        self._messages = send_callback(send), receive_callback(receive)
+        self._library.ghost_set_messages(*self._messages)
         self._library.ghost_set_exchange(self._exchange)
 
     def communicator_bytes(self) -> int:

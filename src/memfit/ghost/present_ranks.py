@@ -1,12 +1,15 @@
 """The ranks of a process group that exist, each a process on a ghost of its own.
 
 rendezvous, stores, Gloo                    PyTorch's own
-short buffers that NCCL sends               go through the store (libraries/rank_exchange.c)
+short buffers that NCCL sends               go through the store (libraries/rank_exchange.c); one that a rank
+                                            sends to one other is waited for when the other reads it
 long ones                                   are not sent: what they hold is unknown
-objects (all_gather_object, …) on the GPU   go through Gloo, where their bytes are known
+objects (all_gather_object, …) on the GPU   go through Gloo, where their bytes are known; also if the script
+                                            says on which device (stages of a pipeline do)
 """
 
 import functools
+import inspect
 import os
 import time
 from collections.abc import Callable
@@ -15,11 +18,14 @@ from datetime import timedelta
 from typing import Any
 
 from memfit.ghost.absent_ranks import VARIABLES
+from memfit.ghost.agreements import agree_between_ranks
 from memfit.ghost.ffi import Ghost
 
 _TIMEOUT = timedelta(minutes=5)
 """How long a rank waits for the others in a collective."""
 _INTERVAL = 0.05
+_ON_A_DEVICE = ("broadcast_object_list", "send_object_list", "recv_object_list")
+"""The functions that take the device by which they send objects."""
 
 
 class PresentRanks:
@@ -67,25 +73,36 @@ class PresentRanks:
                 _exchange_objects_on_cpu(made[0], store)
             return made
 
+        agree_between_ranks()
+        for name in _ON_A_DEVICE:
+            function = _by_the_preferred_device(getattr(distributed_c10d, name))
+            setattr(distributed_c10d, name, function)
+            setattr(dist, name, function)  # imported from there before
         distributed_c10d.rendezvous = rendezvous  # type: ignore[attr-defined]
         distributed_c10d._new_process_group_helper = new_process_group  # type: ignore[assignment]
 
     def _join(self, store: Any, size: int) -> None:
         store.set_timeout(_TIMEOUT)
         self._store, self._size = store, size
-        self._ghost.exchange_between_ranks(self._exchange)
+        waiting = store.clone()  # a store that waits holds up the threads that send by it
+        waiting.set_timeout(_TIMEOUT)
+        self._ghost.exchange_between_ranks(
+            self._exchange,
+            send=lambda name, sent: store.set(f"memfit/{name}", _written(sent)),
+            receive=lambda name: _receive(waiting, f"memfit/{name}"),
+        )
 
     def _exchange(self, name: str, ranks: int, rank: int, sent: bytes | None) -> list[bytes | None]:
-        """Return what each rank sent. A byte before it says whether the rank knows what it sends."""
+        """Return what each rank sent."""
         group, _, call = name.rpartition("/")
         keys = [f"memfit/{group}/{call}/{each}" for each in range(ranks)]
-        self._store.set(keys[rank], b"\0" if sent is None else b"\1" + sent)
+        self._store.set(keys[rank], _written(sent))
         values = [self._store.get(key) for key in keys]
         # Every rank has sent this one, and so has received the one before it.
         if before := self._sent.get(group):
             self._store.delete_key(before)
         self._sent[group] = keys[rank]
-        return [value[1:] if value[:1] == b"\1" else None for value in values]
+        return [_read(value) for value in values]
 
     def fail(self) -> bool:
         """Tell the others that this rank has failed; return whether it is the first to do so."""
@@ -105,6 +122,34 @@ class PresentRanks:
             while ended < self._size:
                 time.sleep(_INTERVAL)
                 ended = self._store.add("memfit/ended", 0)
+
+
+def _receive(store: Any, key: str) -> bytes | None:
+    value = _read(store.get(key))
+    store.delete_key(key)
+    return value
+
+
+def _written(sent: bytes | None) -> bytes:
+    """Return what the store holds: a byte before the others says whether the rank knows what it sends."""
+    return b"\0" if sent is None else b"\1" + sent
+
+
+def _read(value: bytes) -> bytes | None:
+    return value[1:] if value[:1] == b"\1" else None
+
+
+def _by_the_preferred_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that sends objects by the device that PyTorch prefers, not by one it is given."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        given = signature.bind(*args, **options)
+        given.arguments["device"] = None
+        return function(*given.args, **given.kwargs)
+
+    return call
 
 
 def _exchange_objects_on_cpu(group: Any, store: Any) -> None:

@@ -68,6 +68,8 @@ status ncclAllReduce(const void *, void *, size_t, int, int, void *, void *);
 status ncclAllGather(const void *, void *, size_t, int, void *, void *);
 status ncclCommSplit(void *, int, int, void **, const void *);
 status ncclBroadcast(const void *, void *, size_t, int, int, void *, void *);
+status ncclSend(const void *, size_t, int, int, void *, void *),
+    ncclRecv(void *, size_t, int, int, void *, void *);
 
 status cusolverDnSsyevd_bufferSize(void *, int, int, int, const void *, int, const void *, int *);
 status cusolverDnXsyevd_bufferSize(void *, void *, int, int, int64_t, int, const void *, int64_t, int,
@@ -134,12 +136,13 @@ static inline int read_back(void *from, size_t size)
                 each(record_is_bounded) each(strided_copies) each(answered_counts)                           \
                     each(host_and_device_pointers) each(pinned_memory_takes_no_pages) each(held_events)      \
                         each(elapsed_time) each(events_until_awaited) each(capturing_streams)                \
-                            each(collectives) each(collectives_of_ranks_that_exist) each(descriptors)        \
-                                each(question_bounds) each(graph_questions) each(graph_choices)              \
-                                    each(workspace_log) each(recurrent_weights) each(gaps_are_recorded)      \
-                                        each(running_processes) each(solver_workspaces)                      \
-                                            each(sparse_products) each(allocation_log) each(threads)         \
-                                                each(forks) each(kernel_architectures)
+                            each(collectives) each(collectives_of_ranks_that_exist)                          \
+                                each(messages_between_ranks_that_exist) each(descriptors)                    \
+                                    each(question_bounds) each(graph_questions) each(graph_choices)          \
+                                        each(workspace_log) each(recurrent_weights) each(gaps_are_recorded)  \
+                                            each(running_processes) each(solver_workspaces)                  \
+                                                each(sparse_products) each(allocation_log) each(threads)     \
+                                                    each(forks) each(kernel_architectures)
 
 #define DECLARED(name) void name(void);
 EACH_CHECK(DECLARED)

@@ -41,6 +41,58 @@ static int carried(const char *group, uint64_t call, int ranks, int rank, const 
     return refuses;
 }
 
+static int sent_messages, fetched_messages;
+
+/* A message carries its number; the second is not known. */
+static int keep(const char *group, uint64_t call, int from, int to, void *sent, uint64_t bytes)
+{
+    CHECK(from == 1 && to == 2 && call == (uint64_t)sent_messages && bytes == 64);
+    CHECK(sent_messages == 1 ? !sent : *(const char *)sent == 5);
+    sent_messages++;
+    return refuses;
+}
+
+static int fetch(const char *group, uint64_t call, int from, int to, void *received, uint64_t bytes)
+{
+    CHECK(from == 2 && to == 1 && bytes == 64);
+    fetched_messages++;
+    memset(received, 20 + (int)call, bytes);
+    return call != 1;
+}
+
+void messages_between_ranks_that_exist(void)
+{
+    enum { INT8 = 0, REMOTE_ERROR = 6 };
+    configure(GIB);
+    void *second_of_four;
+    struct nccl_id id;
+    char *send = allocated(MIB), *receive = allocated(MIB);
+    ghost_set_exchange(carried), ghost_set_messages(keep, fetch);
+    ncclGetUniqueId(&id);
+    CHECK(ncclCommInitRank(&second_of_four, 4, id, 1) == SUCCESS);
+    cudaMemset(send, 5, 64);
+    CHECK(ncclSend(send, 64, INT8, 2, second_of_four, NULL) == SUCCESS);
+    CHECK(ncclSend(send + 512, 64, INT8, 2, second_of_four, NULL) == SUCCESS && sent_messages == 2);
+    for (int call = 0; call < 5; call++) /* the last two into one place */
+        CHECK(ncclRecv(receive + 64 * (call < 4 ? call : 3), 64, INT8, 2, second_of_four, NULL) == SUCCESS);
+    CHECK(fetched_messages == 0); /* the call itself waits for nothing */
+    CHECK(read_back(receive, 64) && host[0] == 20 && host[63] == 20 && fetched_messages == 1);
+    CHECK(read_back(receive, 64) && fetched_messages == 1);
+    CHECK(!read_back(receive + 64, 64) && fetched_messages == 2);
+    CHECK(read_back(receive + 128, 128) && host[0] == 22 && host[64] == 24 && fetched_messages == 4);
+    ncclRecv(receive, 64, INT8, 2, second_of_four, NULL);
+    cudaMemset(receive + 32, 7, 32);
+    CHECK(!read_back(receive, 32) && read_back(receive + 32, 32) && fetched_messages == 4);
+    ncclRecv(receive, 64 << 10 | 1, INT8, 2, second_of_four, NULL);
+    CHECK(!read_back(receive, 64) && fetched_messages == 4); /* too long to be sent */
+    refuses = 1;
+    CHECK(ncclSend(send, 64, INT8, 2, second_of_four, NULL) == REMOTE_ERROR);
+    ncclRecv(receive, 64, INT8, 2, second_of_four, NULL); /* never read */
+    ghost_set_exchange(NULL), ghost_set_messages(NULL, NULL);
+    refuses = 0;
+    ncclCommDestroy(second_of_four), cudaFree(send), cudaFree(receive);
+}
+
 void collectives_of_ranks_that_exist(void)
 {
     enum { INT8 = 0, SUM = 0, REMOTE_ERROR = 6 };

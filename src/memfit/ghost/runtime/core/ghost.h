@@ -200,6 +200,12 @@ typedef int (*ghost_exchange)(const char *group, uint64_t call, int ranks, int r
 /* Without such a function there is one process, and the other ranks send what it sends. */
 API void ghost_set_exchange(ghost_exchange function);
 
+/* Carry a message from one rank of a communicator to another, where they exist as processes; `call` counts those
+ * from the one to the other. `send` does not wait; bytes that are not known are NULL; returns 0, or another number
+ * if it failed. `receive` waits for the message, and returns 1 if its bytes are known. */
+typedef int (*ghost_message)(const char *group, uint64_t call, int from, int to, void *bytes, uint64_t size);
+API void ghost_set_messages(ghost_message send, ghost_message receive);
+
 /* ---- Called by the generated stubs ----------------------------------------------------------- */
 
 /* A library call that returns success: it may have written to the device. */
@@ -285,6 +291,13 @@ void forget(uint64_t address, uint64_t size);
 void remember_copy(uint64_t to, const void *from, uint64_t size);
 void remember_fill(uint64_t to, unsigned char byte, uint64_t size);
 void remember_device_copy(uint64_t to, uint64_t from, uint64_t size);
+/* Another rank sends these bytes; recall_copy waits for them. At most LONGEST_REMEMBERED bytes. */
+struct message {
+    char group[128];
+    uint64_t call;
+    int from, to;
+};
+void remember_message(uint64_t to, uint64_t size, const struct message *message);
 /* Copy a range to the host; false if not all of it is on record, and then `to` may be partly written. */
 bool recall_copy(void *to, uint64_t from, uint64_t size);
 /* A library's result of `size` bytes at an address on either side: zeros on the host. */
@@ -325,6 +338,9 @@ bool exchange_device_bytes(const char *group, uint64_t call, int ranks, int rank
 void receive_exchanged(uint64_t to, const struct exchanged *received, int source, uint64_t at,
                        uint64_t bytes);
 void exchange_end(struct exchanged *received);
+bool send_message(const struct message *message, uint64_t from, uint64_t bytes);
+bool receive_message(const struct message *message, void *received,
+                     uint64_t bytes); /* whether they are known */
 
 /* ---- The allocation log (core/allocation_log.c); with the lock held -------------------------- */
 

@@ -11,6 +11,9 @@
  *
  *   on record     address ->        [bytes]   [0 0 0 0 0 ...]      [bytes]
  *   cudaMemcpy    device to host      [known]  [known]   [zeros: partly off the record]
+ *
+ * Bytes that another rank sends are on record as the message that brings them: the host waits for it when it reads
+ * them, and not at all if they are overwritten unread.
  */
 #include "core/ghost.h"
 
@@ -21,9 +24,10 @@
 #define MOST_RANGES 1024
 struct known {
     uint64_t start, size;
-    uint64_t age;         /* when it was recorded: the oldest is dropped first */
-    unsigned char *bytes; /* `size` of them, or NULL for a uniform range */
-    unsigned char byte;   /* of a uniform range */
+    uint64_t age;            /* when it was recorded: the oldest is dropped first */
+    unsigned char *bytes;    /* `size` of them, or NULL for a uniform range or a message */
+    struct message *message; /* that brings the bytes, or NULL */
+    unsigned char byte;      /* of a uniform range */
 };
 
 static struct known record[MOST_RANGES]; /* by start; they do not overlap */
@@ -53,6 +57,7 @@ static void drop(size_t at)
     if (record[at].bytes)
         record_bytes -= record[at].size;
     free(record[at].bytes);
+    free(record[at].message);
     memmove(&record[at], &record[at + 1], (record_length - at - 1) * sizeof *record);
     set_length(record_length - 1);
 }
@@ -70,7 +75,7 @@ static void drop_oldest(void)
 static void insert(uint64_t start, uint64_t size, const unsigned char *bytes, unsigned char byte,
                    uint64_t age)
 {
-    struct known made = {start, size, age, NULL, byte};
+    struct known made = {start, size, age, NULL, NULL, byte};
     if (size == 0)
         return;
     if (bytes) {
@@ -90,7 +95,7 @@ static void insert(uint64_t start, uint64_t size, const unsigned char *bytes, un
         drop_oldest();
 }
 
-/* Make [start, end) unknown and keep what is on either side of it. */
+/* Make [start, end) unknown and keep what is on either side of it, except of a message. */
 static void cut(uint64_t start, uint64_t end)
 {
     for (;;) {
@@ -100,6 +105,10 @@ static void cut(uint64_t start, uint64_t end)
         struct known old = record[at];
         unsigned char *bytes = old.bytes;
         uint64_t old_end = old.start + old.size;
+        if (old.message) {
+            drop(at);
+            continue;
+        }
         if (bytes)
             record_bytes -= old.size;
         record[at].bytes = NULL; /* kept until its two sides are copied */
@@ -117,7 +126,7 @@ static bool recall(uint64_t start, uint64_t size, unsigned char *out)
 {
     uint64_t end = start + size, at = start;
     for (size_t i = first_after(start); at < end; i++) {
-        if (i == record_length || record[i].start > at)
+        if (i == record_length || record[i].start > at || record[i].message)
             return false;
         uint64_t until = record[i].start + record[i].size;
         uint64_t length = (until < end ? until : end) - at;
@@ -136,6 +145,34 @@ static void remember(uint64_t start, uint64_t size, const unsigned char *bytes, 
     insert(start, size, bytes, byte, ++last_age);
 }
 
+/* The first range within [start, end) that a message brings; record_length if there is none. */
+static size_t first_message(uint64_t start, uint64_t end)
+{
+    for (size_t i = first_after(start); i < record_length && record[i].start < end; i++)
+        if (record[i].message)
+            return i;
+    return record_length;
+}
+
+/* Put on record what messages bring to [start, end), without the lock while this rank waits for them. */
+static void fetch_messages(uint64_t start, uint64_t end)
+{
+    unsigned char bytes[LONGEST_REMEMBERED];
+    for (size_t at; (at = first_message(start, end)) < record_length;) {
+        struct known due = record[at];
+        struct message message = *due.message;
+        ghost_unlock();
+        bool known = receive_message(&message, bytes, due.size);
+        ghost_lock();
+        at = first_after(due.start);
+        if (at == record_length || record[at].age != due.age)
+            continue; /* another thread has overwritten it */
+        drop(at);
+        if (known)
+            insert(due.start, due.size, bytes, 0, due.age);
+    }
+}
+
 /* ---- Called by the other files --------------------------------------------------------------- */
 
 static bool nothing_on_record(void) { return __atomic_load_n(&record_length, __ATOMIC_ACQUIRE) == 0; }
@@ -145,8 +182,10 @@ void forget_everything(void)
     if (nothing_on_record())
         return;
     ghost_lock();
-    for (size_t i = 0; i < record_length; i++)
+    for (size_t i = 0; i < record_length; i++) {
         free(record[i].bytes);
+        free(record[i].message);
+    }
     record_bytes = 0;
     set_length(0);
     ghost_unlock();
@@ -175,6 +214,20 @@ void remember_fill(uint64_t to, unsigned char byte, uint64_t size)
     ghost_unlock();
 }
 
+void remember_message(uint64_t to, uint64_t size, const struct message *message)
+{
+    struct message *kept = malloc(sizeof *kept);
+    ghost_lock();
+    cut(to, to + size);
+    if (kept && size) {
+        *kept = *message;
+        insert(to, size, NULL, 0, ++last_age);
+        record[first_after(to)].message = kept;
+    } else
+        free(kept);
+    ghost_unlock();
+}
+
 void remember_device_copy(uint64_t to, uint64_t from, uint64_t size)
 {
     unsigned char bytes[LONGEST_REMEMBERED];
@@ -191,6 +244,7 @@ void remember_device_copy(uint64_t to, uint64_t from, uint64_t size)
 bool recall_copy(void *to, uint64_t from, uint64_t size)
 {
     ghost_lock();
+    fetch_messages(from, from + size);
     bool known = recall(from, size, to);
     ghost_unlock();
     return known;

@@ -54,7 +54,8 @@ static status make(struct communicator **communicator, int ranks, int rank, cons
                    const struct config *config, bool split)
 {
     void *made;
-    status result = ghost_new_handle(&made, sizeof **communicator);
+    status result =
+        ghost_new_handle(&made, sizeof **communicator + (size_t)ranks * sizeof *(*communicator)->messages);
     if (result != SUCCESS)
         return result;
     bool says = config && config->size >= sizeof *config;

@@ -6,8 +6,15 @@
 #include <stdlib.h>
 
 static ghost_exchange carry;
+static ghost_message carry_message, fetch_message;
 
 API void ghost_set_exchange(ghost_exchange function) { carry = function; }
+
+API void ghost_set_messages(ghost_message send, ghost_message receive)
+{
+    carry_message = send;
+    fetch_message = receive;
+}
 
 bool ranks_exist(void) { return carry != NULL; }
 
@@ -44,4 +51,18 @@ void exchange_end(struct exchanged *received)
 {
     free(received->bytes);
     free(received->known);
+}
+
+bool send_message(const struct message *message, uint64_t from, uint64_t bytes)
+{
+    unsigned char sent[LONGEST_REMEMBERED];
+    bool known = recall_copy(sent, from, bytes);
+    return carry_message && carry_message(message->group, message->call, message->from, message->to,
+                                          known ? sent : NULL, bytes) == 0;
+}
+
+bool receive_message(const struct message *message, void *received, uint64_t bytes)
+{
+    return fetch_message &&
+           fetch_message(message->group, message->call, message->from, message->to, received, bytes) == 1;
 }
