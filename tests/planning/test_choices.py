@@ -10,7 +10,7 @@ from memfit.planning.choose import CheckpointChooser
 from memfit.planning.memory_model import MemoryModel
 from memfit.planning.region_options import save_ops_to_try
 from memfit.records import Operation
-from support.planned_networks import NETWORKS, drawing, feed_forward, nested
+from support.planned_networks import NETWORKS, convolutional, drawing, feed_forward, nested
 
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 
@@ -103,6 +103,13 @@ def test_operations_that_draw_random_numbers_are_kept_all_or_none():
     sets = save_ops_to_try(step, next(call for call in step.calls if call.module == "1"), work)
     kept = {sum(name.startswith("aten.native_dropout") for name in names) for names in sets}
     assert kept == {0, 2}
+
+
+def test_modules_that_change_their_arguments_in_place_are_left_out():
+    step = convolutional().record()
+    chooser = CheckpointChooser(step, work)
+    assert not any(name.endswith("relu") for name in chooser._ways)
+    assert {"1", "2", "3", "4"} <= chooser._ways.keys()  # blocks with such modules inside
 
 
 def test_what_is_kept_is_counted_once_however_many_modules_keep_it():

@@ -12,7 +12,7 @@ from rich.console import Console
 from memfit.analysis.script_change import ScriptChange, TrialResult
 from memfit.errors import TargetError
 from memfit.planning.choose import CheckpointChooser
-from memfit.planning.search import find_plan
+from memfit.planning.search import PlannedScript, find_plan
 from memfit.records import Action, DeviceUse, Figure, Provenance, ScriptEnd
 from memfit.report.schema.plan_schema import ScriptPlanJson, to_json
 from memfit.report.terminal.script_plan import print_plan
@@ -53,12 +53,16 @@ class Script:
 
     Args:
         more: MiB that a plan needs beyond its prediction, by the number of plans that ran before.
+        blocks: of the model.
     """
 
-    def __init__(self, more=lambda _: 0):
+    def __init__(self, more=lambda _: 0, blocks=4):
         torch.manual_seed(0)
-        self.step = enlarged(feed_forward().record())
+        network = feed_forward(blocks)
+        network.gradients()  # which exist from the second step on
+        self.step = enlarged(network.record())
         self.chooser = CheckpointChooser(self.step, work)
+        self.offloading = CheckpointChooser(self.step, work, copy)
         self.more = more
         self.changes = []
         self.plain = -(-self.chooser.plain_peak // MIB)
@@ -69,24 +73,33 @@ class Script:
         regions = dict(change.strategies[0].settings)["regions"]
         self.changes.append(regions)
         chosen = {name: region.save_ops for region in regions for name in region.modules}
-        peak = self._peak(chosen)
+        offload = [one.field for one in change.strategies] == ["checkpointing", "offload"]
+        peak = self._peak(chosen, self.offloading if offload else self.chooser)
         more = self.more(len(self.changes) - 1)
         return TrialResult(needing(-(-peak // MIB) + more), ("Net (optimizer: t:1)",))
 
-    def _peak(self, chosen):
+    @staticmethod
+    def _peak(chosen, chooser):
         """Return the prediction of the choice that is exactly this."""
-        program = self.chooser._program
+        program = chooser._program
         fixed = {
             column: float(chosen.get(module) == way[0].save_ops)
-            for module, ways in self.chooser._ways.items()
-            for way, column in zip(ways, self.chooser._columns[module], strict=True)
+            for module, ways in chooser._ways.items()
+            for way, column in zip(ways, chooser._columns[module], strict=True)
         }
-        return round(program.minimize(self.chooser._budget, fixed=fixed).objective * MIB)
+        return round(program.minimize(chooser._budget, fixed=fixed).objective * MIB)
+
+
+def copy(size):
+    return size / 1e6
+
+
+def find(run, budget):
+    return find_plan(PlannedScript(run, run, work, copy, "a rule"), budget)
 
 
 def planned(script, share):
-    budget = int(share * script.plain) * MIB + OUTSIDE
-    return find_plan(script, budget, work, "a rule")
+    return find(script, int(share * script.plain) * MIB + OUTSIDE)
 
 
 def test_a_script_that_fits_needs_no_plan():
@@ -128,9 +141,22 @@ def test_no_plan_that_did_not_fit_is_chosen_and_each_ran():
 def test_below_what_any_plan_reaches_the_smallest_is_reported():
     script = Script()
     found = planned(script, 0.1)
-    assert (found.chosen, found.smallest) == (None, found.tried[-1])
-    assert found.smallest.needs.bytes > found.budget
+    assert found.chosen is None
+    assert found.smallest.needs.bytes == min(run.needs.bytes for run in found.tried) > found.budget
     assert "recompute" in found.reason
+
+
+def test_inputs_are_offloaded_only_where_recomputation_is_not_enough():
+    script = Script(blocks=24)
+    recomputed, offloaded = (
+        chooser.smallest.peak / script.chooser.plain_peak for chooser in (script.chooser, script.offloading)
+    )
+    assert offloaded < 0.9 * recomputed
+    enough = planned(script, 1.06 * recomputed)
+    assert "offload" not in enough.chosen.settings
+    less = planned(script, (offloaded + recomputed) / 2)
+    assert less.chosen.settings["offload"] == {"what": "inputs"}
+    assert less.chosen.time > enough.chosen.time
 
 
 def test_a_model_in_which_nothing_can_be_saved_is_not_run_again():
@@ -144,13 +170,11 @@ def test_a_model_in_which_nothing_can_be_saved_is_not_run_again():
 
 def test_a_refused_plan_is_no_plan_and_says_why():
     script = Script()
-    found = find_plan(
+    found = find(
         lambda change, what: (
             script(change, what) if change.operations else ScriptEnd("refused", 0, "it has a plan")
         ),
         int(0.7 * script.plain) * MIB + OUTSIDE,
-        work,
-        "a rule",
     )
     assert found.chosen is None
     assert "it has a plan" in found.reason
@@ -158,16 +182,12 @@ def test_a_refused_plan_is_no_plan_and_says_why():
 
 def test_a_script_that_fails_cannot_be_planned():
     with pytest.raises(TargetError, match=r"ValueError: no \(train.py:3\)"):
-        find_plan(
-            lambda *_: ScriptEnd("exception", 1, "ValueError: no", "train.py:3"), 1 << 30, work, "a rule"
-        )
+        find(lambda *_: ScriptEnd("exception", 1, "ValueError: no", "train.py:3"), 1 << 30)
 
 
 def test_a_script_without_a_second_step_is_not_planned():
     script = Script()
-    found = find_plan(
-        lambda change, what: replace(script(change, what), operations=None), 1 << 30, work, "a rule"
-    )
+    found = find(lambda change, what: replace(script(change, what), operations=None), 1 << 30)
     assert found.chosen is None
     assert "no optimizer stepped twice" in found.reason
     assert ScriptChange() not in script.changes

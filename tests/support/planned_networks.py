@@ -81,8 +81,8 @@ class Nested(nn.Module):
         return {"result": self.decode(x)}
 
 
-def feed_forward() -> PlannedNetwork:
-    model = nn.Sequential(*(Block(32, 0.1) for _ in range(4)), nn.Linear(32, 10))
+def feed_forward(blocks=4) -> PlannedNetwork:
+    model = nn.Sequential(*(Block(32, 0.1) for _ in range(blocks)), nn.Linear(32, 10))
     x, target = torch.randn(128, 32), torch.randint(0, 10, (128,))
     return PlannedNetwork(model, lambda: functional.cross_entropy(model(x), target))
 

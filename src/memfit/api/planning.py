@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.devices import DEFAULT, NO_LIMIT, find_device
 from memfit.errors import UsageError
-from memfit.planning.search import find_plan
-from memfit.planning.seconds import RULE, roofline
+from memfit.planning.search import PlannedScript, find_plan
+from memfit.planning.seconds import RULE, host_copies, roofline
 from memfit.records import ScriptPlan
 from memfit.report.terminal.script_plan import PrintableScriptPlan
 from memfit.run.options import STEPS, RunOptions
@@ -142,7 +142,14 @@ def plan_on_ghost(
     device = ghost_settings(options).device
     shown = device.total.bytes
     unlimited = replace(options, memory=NO_LIMIT)
-    run = trial_runner(command, unlimited, shown, on_progress)
-    seconds = roofline(find_device(options.gpu))
-    found = find_plan(run, shown - options.in_use, seconds, RULE, allocator=allocator)
+    late = replace(unlimited, finish_late=True)
+    card = find_device(options.gpu)
+    planned = PlannedScript(
+        trial_runner(command, unlimited, shown, on_progress),
+        trial_runner(command, late, shown, on_progress),
+        roofline(card),
+        host_copies(card),
+        RULE,
+    )
+    found = find_plan(planned, shown - options.in_use, allocator=allocator)
     return PrintableScriptPlan.of(found, device=device, command=command)

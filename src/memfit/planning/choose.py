@@ -21,8 +21,15 @@ from functools import cached_property
 
 from memfit.planning.memory_model import MemoryModel, inner_calls
 from memfit.planning.mixed_integer_program import INFINITY, MixedIntegerProgram, Solution
-from memfit.planning.region_options import RegionOption, Seconds, option_of, save_ops_to_try, worth_trying
-from memfit.records import StepOperations
+from memfit.planning.region_options import (
+    Copy,
+    RegionOption,
+    Seconds,
+    option_of,
+    save_ops_to_try,
+    worth_trying,
+)
+from memfit.records import ModuleCall, StepOperations
 
 _MIB = float(1 << 20)
 _GAP = 0.01
@@ -36,6 +43,8 @@ _TOLERANCE = 1e-4
 """Relative: above the smallest peak at which it is looked for, because HiGHS rounds."""
 _WORTH = 0.002
 """Share of all activations that checkpointing a module must be able to save."""
+_ON_THEIR_WAY = 2
+"""Offloaded inputs on the device in the backward: a module's, and the next one's, which are prefetched."""
 _HALF = 0.5
 """A column of 0 or 1 that is above this is 1."""
 
@@ -60,14 +69,16 @@ class CheckpointChooser:
     Args:
         step: the plain step.
         seconds: how long an operation takes.
+        copy: how long it takes to copy bytes to the host and back, if the inputs of checkpointed modules wait
+            there; None if they stay.
     """
 
-    def __init__(self, step: StepOperations, seconds: Seconds) -> None:
+    def __init__(self, step: StepOperations, seconds: Seconds, copy: Copy | None = None) -> None:
         self._memory = MemoryModel.of(step)
         self._program = MixedIntegerProgram()
         self._budget = self._program.column(upper=INFINITY)
         """Column: MiB."""
-        self._ways = _ways(step, seconds)
+        self._ways = _ways(step, seconds, copy)
         forward = sum(seconds(operation) for operation in step.forward)
         self._unit = forward / _COST if forward else 1.0
         """Seconds by which a cost of 1 makes a step longer."""
@@ -193,7 +204,7 @@ class CheckpointChooser:
             for storage in {storage for each in inside[number] for storage in step.calls[each].saves}:
                 made[memory.segment_of[storage]].append(storage)
             for column, way in zip(self._columns[call.module], self._ways[call.module], strict=True):
-                recomputed = 0
+                recomputed = _ON_THEIR_WAY * way[turn].offloaded
                 for segment in segments:
                     recomputed += _bytes(step, set(made[segment]) - way[turn].keeps)
                     if recomputed:
@@ -205,7 +216,7 @@ _Ways = dict[str, list[list[RegionOption]]]
 """By module: for each way of checkpointing it, what that means in each of its calls."""
 
 
-def _ways(step: StepOperations, seconds: Seconds) -> _Ways:
+def _ways(step: StepOperations, seconds: Seconds, copy: Copy | None) -> _Ways:
     calls: dict[str, list[int]] = defaultdict(list)
     for number, call in enumerate(step.calls):
         calls[call.module].append(number)
@@ -213,19 +224,26 @@ def _ways(step: StepOperations, seconds: Seconds) -> _Ways:
     everything = _bytes(step, {storage for call in step.calls for storage in call.saves})
     found: _Ways = {}
     for module, numbers in calls.items():
-        if not module:
+        if not module or any(_changes_arguments(step, step.calls[number]) for number in numbers):
             continue
         first = step.calls[numbers[0]]
         plain = frozenset(storage for number in inside[numbers[0]] for storage in step.calls[number].saves)
-        tried = [option_of(step, first, ops, seconds) for ops in save_ops_to_try(step, first, seconds)]
+        sets = save_ops_to_try(step, first, seconds)
+        tried = [option_of(step, first, ops, seconds, copy) for ops in sets]
         best = worth_trying(tried, plain, step.storages)
         least = min((_bytes(step, option.keeps) for option in best), default=0)
         if best and (_bytes(step, plain) - least) * len(numbers) >= _WORTH * everything:
             found[module] = [
-                [option_of(step, step.calls[number], option.save_ops, seconds) for number in numbers]
+                [option_of(step, step.calls[number], option.save_ops, seconds, copy) for number in numbers]
                 for option in best
             ]
     return found
+
+
+def _changes_arguments(step: StepOperations, call: ModuleCall) -> bool:
+    """Whether a call changes in place what it was passed, as an in-place ReLU does: it cannot run again."""
+    passed = set(call.reads)
+    return any(passed.intersection(each.writes) for each in step.forward[call.first : call.end])
 
 
 def _bytes(step: StepOperations, storages: Iterable[int]) -> int:

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from memfit.records import ModuleCall, Operation, StepOperations
 
 Seconds = Callable[[Operation], float]
+Copy = Callable[[int], float]
+LEAST_OFFLOADED = 1 << 20
+"""Bytes: ``memfit.Offload`` leaves smaller storages on the device."""
 MOST = 16
 """Options of a module at most."""
 
@@ -25,7 +28,9 @@ class RegionOption:
     keeps: frozenset[int]
     """Storages kept from its forward to its backward."""
     seconds: float
-    """Of the operations that run again."""
+    """Of the operations that run again, and of copies to the host and back."""
+    offloaded: int = 0
+    """Bytes of inputs that wait on the host."""
 
 
 def save_ops_to_try(step: StepOperations, call: ModuleCall, seconds: Seconds) -> list[tuple[str, ...]]:
@@ -62,17 +67,31 @@ def option_of(
     call: ModuleCall,
     save_ops: tuple[str, ...],
     seconds: Seconds,
+    copy: Copy | None = None,
 ) -> RegionOption:
-    """Return what a call holds and costs if the module is checkpointed and keeps some operations' results."""
+    """Return what a call holds and costs if the module is checkpointed and keeps some operations' results.
+
+    Args:
+        step: the plain step.
+        call: one of the module's.
+        save_ops: the operations whose results it keeps.
+        seconds: how long an operation takes.
+        copy: how long it takes to copy bytes to the host and back, if the module's inputs wait there.
+    """
     keeps = {storage for storage in call.reads if step.storages[storage]}
-    again = 0.0
+    again, offloaded = 0.0, 0
+    if copy is not None:
+        moved = {storage for storage in keeps if step.storages[storage] >= LEAST_OFFLOADED}
+        keeps -= moved
+        offloaded = _bytes(moved, step.storages)
+        again = copy(offloaded)
     saved = frozenset(save_ops)
     for name, operation in _named(step, call):
         if name in saved:
             keeps.update(operation.creates)
         else:
             again += seconds(operation)
-    return RegionOption(save_ops, frozenset(keeps), again)
+    return RegionOption(save_ops, frozenset(keeps), again, offloaded)
 
 
 def worth_trying(

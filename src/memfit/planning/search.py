@@ -10,7 +10,7 @@ much they differ, and the next choice is made with that. No plan is returned tha
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from memfit.analysis.advice_candidates import RunFacts
@@ -39,46 +39,43 @@ _WORTH = 0.003
 """Share of a step's time that another plan must be able to save to be looked for."""
 
 
-def find_plan(
-    run: RunTrial,
-    budget: int,
-    seconds: Callable[[Operation], float],
-    rule: str,
-    *,
-    allocator: bool = True,
-) -> ScriptPlan:
+@dataclass(frozen=True, slots=True)
+class PlannedScript:
+    """A script to be planned for, and what is known about the card."""
+
+    run: RunTrial
+    """Runs it under a change, with unlimited memory."""
+    run_late: RunTrial
+    """The same, with GPU work on side streams that finishes as late as its order allows."""
+    seconds: Callable[[Operation], float]
+    """How long an operation takes."""
+    copy: Callable[[int], float]
+    """How long it takes to copy bytes to the host and back."""
+    rule: str
+    """What the times are based on."""
+
+
+def find_plan(script: PlannedScript, budget: int, *, allocator: bool = True) -> ScriptPlan:
     """Return the fastest plan of a script under a budget.
 
     Args:
-        run: runs the script under a change, with unlimited memory.
+        script: the script.
         budget: bytes of the process, the CUDA context included.
-        seconds: how long an operation takes.
-        rule: what that is based on.
         allocator: whether a plan may set ``PYTORCH_ALLOC_CONF``.
 
     Raises:
         TargetError: the script as written cannot be run.
     """
-    plain = run(ScriptChange(operations=True), "as written, operation by operation")
+    plain = script.run(ScriptChange(operations=True), "as written, operation by operation")
     if isinstance(plain, ScriptEnd):
         raise TargetError(f"memfit cannot plan for the script: {why_it_failed(plain)}")
-    return _PlanSearch(plain, run, budget, seconds, rule, allocator=allocator).plan()
+    return _PlanSearch(script, plain, budget, allocator=allocator).plan()
 
 
 class _PlanSearch:
-    def __init__(
-        self,
-        plain: TrialResult,
-        run: RunTrial,
-        budget: int,
-        seconds: Callable[[Operation], float],
-        rule: str,
-        *,
-        allocator: bool,
-    ) -> None:
-        self._plain, self._run, self._budget, self._rule = plain, run, budget, rule
+    def __init__(self, script: PlannedScript, plain: TrialResult, budget: int, *, allocator: bool) -> None:
+        self._script, self._plain, self._budget = script, plain, budget
         self._allocator = allocator
-        self._seconds = seconds
         self._tried: list[PlanRun] = []
         self._models: tuple[str, ...] = ()
         self._refusal = ""
@@ -95,7 +92,10 @@ class _PlanSearch:
             return self._answer(as_written, chosen=tuned)
         if self._plain.operations is None:
             return self._answer(as_written, smallest=tuned, reason=_UNRECORDED)
+        self._step = step_seconds(self._plain.operations, self._script.seconds)
         best = self._best_choice(self._plain.operations, tuned)
+        if best is None and not self._refusal:
+            best = self._best_choice(self._plain.operations, tuned, offload=True)
         if self._refusal:
             return self._answer(as_written, reason=self._refusal)
         if best is None:
@@ -105,15 +105,16 @@ class _PlanSearch:
         return self._answer(as_written, chosen=run, bound=1 + choice.bound / self._step)
 
     def _best_choice(
-        self, operations: StepOperations, before: PlanRun
+        self, operations: StepOperations, before: PlanRun, *, offload: bool = False
     ) -> tuple[CheckpointChoice, PlanRun] | None:
-        """Return the fastest choice that fits; None if none does."""
-        chooser = CheckpointChooser(operations, self._seconds)
-        self._step = step_seconds(operations, self._seconds)
+        """Return the fastest choice that fits, with or without offload of inputs; None if none does."""
+        copy = self._script.copy if offload else None
+        chooser = CheckpointChooser(operations, self._script.seconds, copy)
         best: tuple[CheckpointChoice, PlanRun] | None = None
         over: CheckpointChoice | None = None
         """The choice with the smallest predicted peak of those that did not fit."""
-        seen: set[tuple[PlannedRegion, ...]] = set()
+        seen: set[tuple[int, float]] = set()
+        """By prediction: of identical modules, it does not matter which are recomputed."""
         besides = before.needs.bytes - chooser.plain_peak
         while len(seen) < _MOST_RUNS:
             target = self._budget - besides
@@ -121,11 +122,11 @@ class _PlanSearch:
                 fits = best[0].peak if best is not None else over.peak - self._budget // 50
                 target = (fits + over.peak) // 2
             choice = chooser.choose(target) or chooser.smallest
-            regions = _regions(choice)
-            if not regions or regions in seen:
+            regions, prediction = _regions(choice), (choice.peak, choice.seconds)
+            if not regions or prediction in seen:
                 break
-            seen.add(regions)
-            done = self._try(regions, 1 + choice.seconds / self._step)
+            seen.add(prediction)
+            done = self._try(regions, 1 + choice.seconds / self._step, offload=offload)
             if done is None:
                 return None
             besides = done.needs.bytes - choice.peak
@@ -138,17 +139,25 @@ class _PlanSearch:
                 break
         return best
 
-    def _try(self, regions: tuple[PlannedRegion, ...], time: float) -> PlanRun | None:
+    def _try(self, regions: tuple[PlannedRegion, ...], time: float, *, offload: bool) -> PlanRun | None:
         """Run a plan; None if the script or a model refuses it."""
-        strategy = PlannedStrategy("checkpointing", (("regions", regions),))
+        settings: dict[str, Any] = {
+            "checkpointing": {"regions": [_plain_region(region) for region in regions]}
+        }
+        strategies = [PlannedStrategy("checkpointing", (("regions", regions),))]
         count = sum(len(region.modules) for region in regions)
-        what = f"{count} module{'s' * (count != 1)} checkpointed (plan {len(self._tried) + 1})"
-        result = self._run(ScriptChange((strategy,)), what)
+        what = f"{count} module{'s' * (count != 1)} checkpointed"
+        if offload:
+            settings["offload"] = {"what": "inputs"}
+            strategies.append(PlannedStrategy("offload", (("what", "inputs"),)))
+            what += ", inputs offloaded"
+        what += f" (plan {len(self._tried) + 1})"
+        run = self._script.run_late if offload else self._script.run
+        result = run(ScriptChange(tuple(strategies)), what)
         if isinstance(result, ScriptEnd):
             self._refusal = f"With {what}, {why_it_failed(result)}"
             return None
         self._models = result.models
-        settings = {"checkpointing": {"regions": [_plain_region(region) for region in regions]}}
         done = self._ran(result, settings, time, tune=True)
         self._tried.append(done)
         return done
@@ -186,7 +195,7 @@ class _PlanSearch:
             chosen=chosen,
             smallest=smallest,
             bound=bound,
-            rule=self._rule,
+            rule=self._script.rule,
             tried=tuple(self._tried),
             models=self._models,
             command=trace.command,
@@ -207,7 +216,9 @@ def _too_small(smallest: PlanRun) -> str:
     place = smallest.place
     where = " of ".join(filter(None, (f"the {place.phase}", place.module)))
     return (
-        f"no way to recompute activations is enough. At the smallest peak, in {where}, other memory is left."
+        "memfit recomputes activations, and offloads the inputs of what it recomputes. No such plan is "
+        "enough:"
+        f" at the smallest peak, in {where}, other memory is left."
     )
 
 

@@ -39,6 +39,11 @@ def roofline(device: Device) -> Callable[[Operation], float]:
     return seconds
 
 
+def host_copies(device: Device) -> Callable[[int], float]:
+    """Return how many seconds it takes to copy bytes to the host and back, beside nothing else."""
+    return lambda size: 2 * size / device.host_bandwidth
+
+
 def step_seconds(step: StepOperations, seconds: Callable[[Operation], float]) -> float:
     """Return the seconds of the forward and the backward of a step."""
     return sum(seconds(operation) for operation in (*step.forward, *step.backward))

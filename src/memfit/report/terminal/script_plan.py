@@ -10,7 +10,6 @@ from rich.text import Text
 from memfit.records import PlanRun, ScriptPlan
 from memfit.report.escape import escaped
 from memfit.report.printable import Printable
-from memfit.report.short_path import short_path
 from memfit.units import format_gib
 
 
@@ -63,7 +62,7 @@ def _table(result: ScriptPlan) -> Table:
     table.add_column("peak in")
     for run in (result.as_written, *result.tried):
         mark = "  <- chosen" if run is result.chosen and run.changes else ""
-        place = (run.place.phase, escaped(run.place.module), escaped(short_path(run.place.line)))
+        place = (run.place.phase, escaped(run.place.module))
         table.add_row(
             f"{_name(run)}{mark}",
             f"{format_gib(run.needs.bytes)} {run.needs.provenance}",
@@ -78,6 +77,7 @@ def _name(run: PlanRun) -> str:
     full = sum(len(region["modules"]) for region in regions if not region.get("save_ops"))
     part = sum(len(region["modules"]) for region in regions if region.get("save_ops"))
     named = [f"{full} modules recomputed"] * bool(full) + [f"{part} in part"] * bool(part)
+    named += ["inputs offloaded"] * ("offload" in run.settings)
     named += ["expandable segments"] * bool(run.conf)
     return ", ".join(named) or "as written"
 
@@ -93,7 +93,8 @@ def _details(result: ScriptPlan) -> Iterator[str]:
         yield f"Before the script starts: export PYTORCH_ALLOC_CONF={escaped(chosen.conf)}"
     if not chosen.settings:
         return
-    yield "Recomputed in the backward:"
+    inputs = ", from inputs that wait on the host" * ("offload" in chosen.settings)
+    yield f"Recomputed in the backward{inputs}:"
     for region in chosen.settings["checkpointing"]["regions"]:
         saved = region.get("save_ops", [])
         keeps = f"  keeping {', '.join(map(escaped, saved))}" if saved else ""
