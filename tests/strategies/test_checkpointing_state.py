@@ -182,3 +182,17 @@ def test_a_buffer_that_was_none_is_none_in_the_recomputation(use_reentrant):
     compare(
         Net([Lazy(), Lazy()]), settings=Checkpointing("layers.*", use_reentrant=use_reentrant, check=True)
     )
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_tensor_that_is_passed_twice_is_one_tensor_in_the_recomputation_too(use_reentrant):
+    """nn.MultiheadAttention computes otherwise if its query, key and value are three tensors."""
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    x = torch.randn(2, 4, 16)
+    model(x).square().mean().backward()
+    plain = [each.grad.clone() for each in model.parameters()]
+    model.zero_grad()
+    Checkpointing("self_attn", use_reentrant=use_reentrant).apply(model)
+    model(x).square().mean().backward()
+    assert all(map(torch.equal, plain, (each.grad for each in model.parameters())))

@@ -98,4 +98,5 @@ def why_it_failed(end: ScriptEnd) -> str:
     if end.reason == "refused":
         return end.exception
     where = f" ({end.where})" if end.where else ""
-    return f"the script ended with {end.exception or f'exit code {end.exit_code}'}{where}"
+    first_line = end.exception.partition("\n")[0]
+    return f"the script ended with {first_line or f'exit code {end.exit_code}'}{where}"

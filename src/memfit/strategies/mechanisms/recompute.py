@@ -75,19 +75,23 @@ class CheckpointedForward(WrappedForward):
         differentiable = (each.requires_grad for each in leaves if isinstance(each, torch.Tensor))
         if not any(differentiable) and not any(each.requires_grad for each in self.module.parameters()):
             return forward(*args, **kwargs)
+        once = list({id(each): each for each in leaves}.values())
+        place = {id(each): index for index, each in enumerate(once)}
         with without_dispatch_modes():
-            call = CheckpointedCall(self, forward, (args, kwargs), spec)
+            call = CheckpointedCall(
+                self, forward, (args, kwargs), spec, tuple(place[id(each)] for each in leaves)
+            )
             differentiable_dummy = torch.empty(0, requires_grad=True)
         if not settings.use_reentrant:
             return checkpoint(
-                call, *leaves, use_reentrant=False, preserve_rng_state=settings.preserve_rng_state
+                call, *once, use_reentrant=False, preserve_rng_state=settings.preserve_rng_state
             )
         # Reentrant checkpointing looks for something to differentiate among its arguments, not among the
         # parameters: without the dummy the parameters of a first layer would get no gradients.
         results = checkpoint(
             call,
             differentiable_dummy,
-            *leaves,
+            *once,
             use_reentrant=True,
             preserve_rng_state=settings.preserve_rng_state,
         )
@@ -98,7 +102,8 @@ class CheckpointedCall:
     """One call of a region: the forward, then the same again as often as backward needs it.
 
     Only ``checkpoint`` keeps the arguments, as it keeps tensors: visible to saved-tensor hooks, and checked
-    for later changes.
+    for later changes. It gets each once: a tensor that is passed twice must be one tensor in the
+    recomputation, too, because ``nn.MultiheadAttention`` asks whether its query is its key.
     """
 
     def __init__(
@@ -107,8 +112,9 @@ class CheckpointedCall:
         forward: Forward,
         passed: tuple[tuple[Any, ...], dict[str, Any]],
         spec: TreeSpec,
+        places: tuple[int, ...],
     ) -> None:
-        self._region, self._forward, self._spec = region, forward, spec
+        self._region, self._forward, self._spec, self._places = region, forward, spec, places
         self._passed: tuple[tuple[Any, ...], dict[str, Any]] | None = passed
         self._result: TreeSpec | None = None
         settings = region.settings
@@ -118,10 +124,11 @@ class CheckpointedCall:
         self._saving, self._saved = selective_contexts(settings.save_ops)
         self._recorder = OperationRecorder() if settings.check else None
 
-    def __call__(self, *leaves: Any) -> Any:
+    def __call__(self, *once: Any) -> Any:
         """Run the forward."""
         if self._region.settings.use_reentrant:
-            leaves = leaves[1:]
+            once = once[1:]
+        leaves = tuple(once[place] for place in self._places)
         if self._passed is not None:
             # With the very objects that were passed: a list that the forward appends to is the caller's.
             (args, kwargs), self._passed = self._passed, None
