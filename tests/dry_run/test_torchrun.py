@@ -102,7 +102,8 @@ def test_stages_of_a_pipeline_infer_their_shapes_from_each_other(torchrun):
     device = torch.device("cuda", rank)
     widths = [64, 512, 128]  # each stage passes on another shape
     part = nn.Linear(widths[rank], widths[rank + 1], bias=False).to(device)
-    shapes = {{"input_args": torch.ones(32, 512)}} if rank else {{}}  # the first must infer, so the last does
+    # The last knows its shapes; it infers them because the first must.
+    shapes = {{"input_args": torch.ones(32, 512), "output_args": torch.ones(32, 128)}} if rank else {{}}
     stage = PipelineStage(part, rank, size, device, **shapes)
     schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss)
     schedule.step(*[torch.ones(128, 64, device=device)][: rank == 0],
