@@ -52,6 +52,13 @@ def test_an_allocator_setting_that_is_no_string_is_refused(written):
         read_plan(written({"plan": {}, "allocator": "a\0b"}))
 
 
+def test_an_optimizer_is_a_number(written):
+    assert read_plan(written({"plan": {}, "optimizer": 1})).optimizer == 1
+    for wrong in (True, "1", 0.5):
+        with pytest.raises(FileFormatError, match="optimizer"):
+            read_plan(written({"plan": {}, "optimizer": wrong}))
+
+
 def test_an_edited_plan_is_checked_as_settings_are(written):
     wrong = {"checkpointing": {"regions": [{"modules": ["0"], "save_ops": ["aten.adm"]}]}}
     with pytest.raises(UsageError, match=r"aten\.adm"):

@@ -39,7 +39,9 @@ def changed(tmp_path):
     report = tmp_path / "report.json"
     report.write_bytes(json.encode(InjectionReport()))
     hooks = InstalledHooks()
-    inject_plan._PlanInjector(Intervention({"checkpointing": {}}, False, None, str(report))).install(hooks)
+    inject_plan._PlanInjector(Intervention({"checkpointing": {}}, None, False, None, str(report))).install(
+        hooks
+    )
     entry = r"(\w+) \((?:optimizer|plan): test_inject_plan\.py:\d+\)"
 
     def models():
@@ -211,3 +213,16 @@ def test_a_run_that_cannot_start_reports_why(rerun):
 def test_interrupting_the_rerun_interrupts_everything(rerun):
     with pytest.raises(KeyboardInterrupt):
         rerun(ScriptEnd("interrupted", 130))
+
+
+def test_a_plan_for_one_optimizer_s_models_leaves_others_alone(tmp_path):
+    hooks, report = InstalledHooks(), tmp_path / "report.json"
+    intervention = Intervention({"checkpointing": {}}, 1, False, None, str(report))
+    inject_plan._PlanInjector(intervention).install(hooks)
+    try:
+        models = [nn.Sequential(*(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))) for _ in range(3)]
+        for model in models:
+            torch.optim.SGD(model.parameters())
+    finally:
+        hooks.remove()
+    assert ["forward" in vars(model[0]) for model in models] == [False, True, False]

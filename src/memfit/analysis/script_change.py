@@ -44,6 +44,8 @@ class ScriptChange:
     """Changes under which a script is run; none of them edits the training loop."""
 
     strategies: tuple[PlannedStrategy, ...] = ()
+    optimizer: int | None = None
+    """Only models of this optimizer, counted from 0, get the strategies; None for all models."""
     fused: bool = False
     """Whether PyTorch's optimizers use ``fused=True`` if the script does not choose an implementation."""
     arguments: tuple[str, ...] = ()
@@ -59,6 +61,7 @@ class ScriptChange:
         """Return both changes together."""
         return ScriptChange(
             tuple(sorted({*self.strategies, *other.strategies})),
+            self.optimizer if other.optimizer is None else other.optimizer,
             self.fused or other.fused,
             self.arguments + other.arguments,
             other.loader or self.loader,

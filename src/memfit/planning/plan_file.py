@@ -21,6 +21,8 @@ class PlanFile:
     """By field of a ``memfit.Plan``: the settings of a strategy."""
     allocator: str
     """``PYTORCH_ALLOC_CONF``; empty for the script's own."""
+    optimizer: int | None
+    """Of which optimizer of the script the models are, counted from 0; None for all models."""
 
     @property
     def strategies(self) -> tuple[PlannedStrategy, ...]:
@@ -32,7 +34,7 @@ class PlanFile:
 
 
 def read_plan(path: Path) -> PlanFile:
-    """Read a plan file: JSON with ``plan``, and nothing else that matters but ``allocator``.
+    """Read a plan file: JSON with ``plan``; what else counts in it is ``allocator`` and ``optimizer``.
 
     Raises:
         FileFormatError: there is no such file, or it holds no plan.
@@ -43,15 +45,17 @@ def read_plan(path: Path) -> PlanFile:
     except (ValueError, RecursionError) as error:
         raise FileFormatError(f"Cannot read a plan from {path}: it is not valid JSON ({error}).") from None
     settings = found.get("plan") if isinstance(found, dict) else None
-    allocator = found.get("allocator", "") if isinstance(found, dict) else ""
     if not isinstance(settings, dict) or not all(isinstance(each, dict) for each in settings.values()):
         raise FileFormatError(
             f"Cannot read a plan from {path}: it has no settings under 'plan'. Write one with "
             f"memfit plan -o {path} SCRIPT.py."
         )
+    allocator, optimizer = found.get("allocator", ""), found.get("optimizer")
     if not isinstance(allocator, str) or "\0" in allocator:
         raise FileFormatError(f"Cannot read a plan from {path}: 'allocator' is not a string.")
-    return PlanFile(settings, allocator)
+    if not (optimizer is None or type(optimizer) is int):
+        raise FileFormatError(f"Cannot read a plan from {path}: 'optimizer' is not an integer.")
+    return PlanFile(settings, allocator, optimizer)
 
 
 def _frozen(value: Any) -> Any:

@@ -76,6 +76,7 @@ class _PlanSearch:
     def __init__(self, script: PlannedScript, plain: TrialResult, budget: int, *, allocator: bool) -> None:
         self._script, self._plain, self._budget = script, plain, budget
         self._allocator = allocator
+        self._optimizer = plain.operations.optimizer if plain.operations is not None else None
         self._tried: list[PlanRun] = []
         self._models: tuple[str, ...] = ()
         self._refusal = ""
@@ -153,7 +154,7 @@ class _PlanSearch:
             what += ", inputs offloaded"
         what += f" (plan {len(self._tried) + 1})"
         run = self._script.run_late if offload else self._script.run
-        result = run(ScriptChange(tuple(strategies)), what)
+        result = run(ScriptChange(tuple(strategies), self._optimizer), what)
         if isinstance(result, ScriptEnd):
             self._refusal = f"With {what}, {why_it_failed(result)}"
             return None
@@ -198,6 +199,7 @@ class _PlanSearch:
             rule=self._script.rule,
             tried=tuple(self._tried),
             models=self._models,
+            optimizer=self._optimizer,
             command=trace.command,
             versions=trace.versions,
             reason=reason,

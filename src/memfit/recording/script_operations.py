@@ -8,6 +8,7 @@ Of several models, the one whose backward needs most is kept.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,9 @@ class ScriptOperations:
     def __init__(self, file: Path) -> None:
         self._file = file
         self._names = ModuleNames()
+        self._created = 0  # optimizers
+        self._optimizers: dict[int, int] = {}
+        """By parameter: which optimizer has it."""
         self._stepped = False
         self._recorder: StepOperationRecorder | None = None
         self._model: torch.nn.Module | None = None
@@ -41,11 +45,20 @@ class ScriptOperations:
         hooks.add(register_module_module_registration_hook(self._names.learn))
         hooks.add(register_optimizer_step_pre_hook(self._before_step))
         hooks.wrap(torch.nn.Module, "__setstate__", self._copied)
+        hooks.wrap(torch.optim.Optimizer, "__init__", self._optimized)
         hooks.wrap(torch.nn.Module, "__call__", self._called)
 
     def _copied(self, original: Callable[..., None], module: torch.nn.Module, state: Any) -> None:
         original(module, state)
         self._names.learn_copy(module)
+
+    def _optimized(
+        self, original: Callable[..., None], optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+    ) -> None:
+        original(optimizer, *args, **kwargs)
+        for group in optimizer.param_groups:
+            self._optimizers |= dict.fromkeys(map(id, group["params"]), self._created)
+        self._created += 1
 
     def _called(
         self, original: Callable[..., Any], module: torch.nn.Module, *args: Any, **kwargs: Any
@@ -64,11 +77,13 @@ class ScriptOperations:
         self._finish()
 
     def _finish(self) -> None:
-        if self._recorder is None:
+        if self._recorder is None or self._model is None:
             return
         step, self._recorder = self._recorder.stop(), None
+        numbers = (self._optimizers.get(id(each)) for each in self._model.parameters())
         saved = {storage for call in step.calls for storage in call.saves}
         most = sum(step.storages[storage] for storage in saved)
         if most > self._most:
             self._most = most
+            step = replace(step, optimizer=next((each for each in numbers if each is not None), None))
             self._file.write_bytes(msgspec.json.encode(step))

@@ -49,6 +49,8 @@ class ScriptPlan:
     """Every plan that ran on the ghost, in order."""
     models: tuple[str, ...]
     """The models that got the plan: the class of each, and the line that creates its optimizer."""
+    optimizer: int | None
+    """Which optimizer of the script they have, counted from 0: the plan is for no other models."""
     command: tuple[str, ...]
     versions: Mapping[str, str]
     reason: str = ""

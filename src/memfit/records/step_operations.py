@@ -66,3 +66,5 @@ class StepOperations:
     forward: tuple[Operation, ...]
     """The loss included."""
     backward: tuple[Operation, ...]
+    optimizer: int | None = None
+    """Which optimizer of the script has the model's parameters, counted from 0 as they were created."""

@@ -35,6 +35,8 @@ class Intervention(msgspec.Struct, frozen=True):
 
     plan: dict[str, Any]
     """The settings of a ``Plan``, by its fields."""
+    optimizer: int | None
+    """Only models of this optimizer, counted from 0 as they are created, get the plan; None for all."""
     fused: bool
     """Whether optimizers use ``fused=True`` unless the script chooses an implementation."""
     loader: LoaderBatchSize | None
@@ -107,6 +109,7 @@ class _PlanInjector:
         from memfit.strategies.configuration import configure
 
         self._settings = change.plan
+        self._optimizer, self._created = change.optimizer, 0
         self._plan = configure(change.plan).plan
         self._file = Path(change.report)
         self._names = ModuleNames()
@@ -146,9 +149,12 @@ class _PlanInjector:
             return
         entries = _listed(params)
         trained = set(map(id, _parameters_in(entries)))
-        for model in sorted(self._names.outermost(), key=self._names.full_name):
+        line = innermost_line(user_line(sys._getframe(2)))
+        models = self._names.outermost() if self._optimizer in (None, self._created) else set()
+        self._created += 1
+        for model in sorted(models, key=self._names.full_name):
             if any(id(parameter) in trained for parameter in model.parameters()):
-                self._apply(model, innermost_line(user_line(sys._getframe(2))))
+                self._apply(model, line)
         if self._sharder is not None:
             entries = self._sharder.of_shards(entries)
         original(optimizer, entries, *args, **kwargs)

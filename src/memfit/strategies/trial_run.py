@@ -122,7 +122,7 @@ def injected(change: ScriptChange, options: RunOptions, *, silent: bool = True) 
         plan = {one.field: dict(one.settings) for one in change.strategies}
         operations = str(folder / _OPERATIONS) if change.operations else ""
         intervention = Intervention(
-            plan, change.fused, change.loader, str(folder / _REPORT), silent, operations
+            plan, change.optimizer, change.fused, change.loader, str(folder / _REPORT), silent, operations
         )
         file = folder / "change.json"
         file.write_bytes(json.encode(intervention))

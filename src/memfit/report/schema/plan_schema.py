@@ -52,6 +52,8 @@ class ScriptPlanJson(msgspec.Struct, frozen=True):
     """Every plan that ran on the ghost, in order."""
     models: tuple[str, ...]
     """Models that got the plan: the class of each, and the line that creates its optimizer."""
+    optimizer: int | None
+    """Which optimizer of the script they have, counted from 0: the plan is for no other models."""
     reason: str
     """Why no plan was found; otherwise empty."""
     command: tuple[str, ...]
@@ -76,6 +78,7 @@ def to_json(result: ScriptPlan) -> bytes:
             smallest=None if result.smallest is None else _run(result.smallest),
             tried=tuple(map(_run, result.tried)),
             models=result.models,
+            optimizer=result.optimizer,
             reason=result.reason,
             command=result.command,
             versions=dict(result.versions),
