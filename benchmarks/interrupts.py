@@ -43,8 +43,9 @@ COMMANDS = {
     "pack": ("pack", "--csv", "out.csv", "run.memfit"),
     "replay": ("replay", "--memory", "24GiB", "--json", "out.json", "run.memfit"),
 }
-_ENDING = 0.05
-"""Seconds that Python takes to end after memfit's last line: a command that then exits with 0 had ended."""
+_ENDING = 0.2
+"""Seconds that Python takes to end after memfit's last line on a busy machine: a command that then exits
+with 0 had ended."""
 _MARK = "MEMFIT_INTERRUPTED_BY"
 """An environment variable of each command, which all its descendants inherit."""
 _HARMLESS = {"work", "tmp"} | {

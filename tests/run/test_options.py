@@ -8,18 +8,19 @@ import pytest
 import memfit
 from memfit.cli.compare import compare as compare_command
 from memfit.cli.dry_run import dry_run as dry_run_command
+from memfit.cli.plan import plan as plan_command
 from memfit.run.options import RunOptions
 from memfit.run.rank import Rank
 
-SET_BY_MEMFIT = {"finish_late", "objects", "own_gpu_only", "real_ranks"}
+SET_BY_MEMFIT = {"finish_late", "objects", "preload", "own_gpu_only", "real_ranks"}
 """Options of which memfit decides itself."""
 DEFAULTS = {
     field.name: field.default
     for field in (*dataclasses.fields(RunOptions), *dataclasses.fields(Rank))  # which has a rank of its own
     if field.name not in SET_BY_MEMFIT
 }
-AS_TEXT = {"in_use": "0"}
-"""Defaults that the command line reads as text."""
+AS_TEXT = {"in_use": "0", "values": ()}
+"""Defaults that the command line reads as text, or several times."""
 
 
 def defaults_of(function):
@@ -31,11 +32,12 @@ def test_dry_run_takes_every_option_with_its_default():
 
 
 @pytest.mark.parametrize(
-    "function", [memfit.record, memfit.estimate, memfit.compare, dry_run_command, compare_command]
+    "function",
+    [memfit.record, memfit.estimate, memfit.compare, dry_run_command, compare_command, plan_command],
 )
 def test_every_shared_option_has_the_same_default(function):
     defaults = defaults_of(function)
-    expected = DEFAULTS | (AS_TEXT if function in (dry_run_command, compare_command) else {})
+    expected = DEFAULTS | (AS_TEXT if function in (dry_run_command, compare_command, plan_command) else {})
     shared = defaults.keys() & expected.keys()
     assert {"steps"} < shared
     assert {name: defaults[name] for name in shared} == {name: expected[name] for name in shared}
