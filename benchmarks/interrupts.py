@@ -119,7 +119,7 @@ def _faults(code: int, error: str) -> Iterator[str]:
     if code != INTERRUPTED:
         yield f"exit code {code}"
     if "Traceback" in error or "Exception ignored" in error:
-        yield "traceback: " + error.strip().splitlines()[-1]
+        yield "traceback: " + error.strip()
 
 
 def _left(folder: Path) -> list[str]:
