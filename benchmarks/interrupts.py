@@ -8,6 +8,8 @@ sends SIGINT to the whole group, as a terminal does. The command must then end w
 a table, and exits with 1 if a command broke a rule. Run it on a machine that is otherwise idle.
 
 Moments before memfit's first line and after its last are drawn again: what Python does then is not memfit's.
+So are those in which the script imports torch, and torch NumPy: torch drops the interrupt, NumPy refuses to be
+imported once more, and the script fails with a traceback of its own.
 """
 
 import argparse
@@ -46,6 +48,8 @@ COMMANDS = {
 _ENDING = 0.2
 """Seconds that Python takes to end after memfit's last line on a busy machine: a command that then exits
 with 0 had ended."""
+_NUMPY_AGAIN = "ImportError: cannot load module more than once per process"
+"""NumPy's message (numpy/tests/test_reloading.py)."""
 _MARK = "MEMFIT_INTERRUPTED_BY"
 """An environment variable of each command, which all its descendants inherit."""
 _HARMLESS = {"work", "tmp"} | {
@@ -107,7 +111,7 @@ def interrupt(name: str, moment: float, inputs: Path) -> Interruption | None:
             return Interruption(name, moment, 60.0, ("did not end",))
         seconds = time.monotonic() - pressed
         was_ending = process.returncode == 0 and seconds < _ENDING
-        if was_ending or _hit_python(process.returncode, error):
+        if was_ending or _hit_python(process.returncode, error) or _NUMPY_AGAIN in error:
             return None
         while _left(Path(folder)) and time.monotonic() - pressed < LIMIT:
             time.sleep(0.02)

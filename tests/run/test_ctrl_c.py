@@ -64,11 +64,8 @@ def test_ctrl_c_at_random_moments_leaves_nothing_behind(tmp_path):
     history = [Event(Action.SEGMENT_ALLOC, BASE, 2 << 20), *block]
     write_trace(trace_of(history, segments=[segment(BASE, 2 << 20, "small")]), tmp_path / "run.memfit")
     spans = {name: interrupts.span(name, tmp_path) for name in interrupts.COMMANDS}
-    found = [one for one in interrupts.interruptions(spans, 20, 0, tmp_path) if one.faults]
-    harmless = ("traceback", "exit code")
-    printed = [one for one in found if all(fault.startswith(harmless) for fault in one.faults)]
-    assert [one for one in found if one not in printed] == []  # nothing is left, and all ended
-    assert len(printed) <= 2, printed  # of 20: moments of Python's own; benchmarks/interrupts.py counts them
+    found = list(interrupts.interruptions(spans, 20, 0, tmp_path))
+    assert not [one for one in found if one.faults]
 
 
 @pytest.mark.process
