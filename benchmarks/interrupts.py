@@ -8,8 +8,8 @@ sends SIGINT to the whole group, as a terminal does. The command must then end w
 a table, and exits with 1 if a command broke a rule. Run it on a machine that is otherwise idle.
 
 Moments before memfit's first line and after its last are drawn again: what Python does then is not memfit's.
-So are those in which the script imports torch, and torch NumPy: torch drops the interrupt, NumPy refuses to be
-imported once more, and the script fails with a traceback of its own.
+So are those in which the script imports torch, and torch imports NumPy: torch drops the interrupt, NumPy
+refuses to be imported once more, and the script fails with a traceback of its own.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The operations of a script's training step: of which step, and of which of its models."""
+"""Which training step of a script is recorded, and which of its models."""
 
 import msgspec
 import pytest

@@ -49,7 +49,7 @@ class Interrupted(torch.optim.SGD):
 
 
 def interrupted_update(rank, ranks, mode, failing, options):
-    """Make updates of which some ranks run out of memory inside the second, and repeat that one.
+    """Make updates, let some ranks run out of memory inside the second update, and repeat it.
 
     Args:
         failing: the ranks; their allocators release their caches just before.

@@ -113,20 +113,27 @@ def partly_frozen() -> PlannedNetwork:
 class Drawing(nn.Module):
     """Two draws that recomputation must make in the same order, by the operation that a GPU uses."""
 
-    def __init__(self, width):
+    def __init__(self, width, *, also_in_place):
         super().__init__()
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.also_in_place = also_in_place
 
     def forward(self, x):
         inner, _ = torch.native_dropout(self.up(x).sigmoid(), 0.5, train=True)
         outer, _ = torch.native_dropout(self.down(inner).sigmoid(), 0.5, train=True)
-        return outer
+        if self.also_in_place:
+            outer = outer * torch.empty_like(outer).bernoulli_(0.5)
+        return outer.sin()
 
 
-def drawing() -> PlannedNetwork:
-    model = nn.Sequential(*(Drawing(32) for _ in range(4)))
+def drawing(*, also_in_place=False) -> PlannedNetwork:
+    model = nn.Sequential(*(Drawing(32, also_in_place=also_in_place) for _ in range(4)))
     x = torch.randn(128, 32)
     return PlannedNetwork(model, lambda: model(x).square().mean())
 
 
-NETWORKS = (feed_forward, convolutional, nested, partly_frozen, drawing)
+def drawing_in_place() -> PlannedNetwork:
+    return drawing(also_in_place=True)
+
+
+NETWORKS = (feed_forward, convolutional, nested, partly_frozen, drawing, drawing_in_place)

@@ -13,7 +13,7 @@ Send = Callable[[str, bytes | None], object]
 Receive = Callable[[str], bytes | None]
 """``receive(name)`` waits for that message and returns it."""
 
-MESSAGE_CALLBACK = ctypes.CFUNCTYPE(
+_MESSAGE = (
     ctypes.c_int,
     ctypes.c_char_p,
     ctypes.c_uint64,
@@ -22,17 +22,8 @@ MESSAGE_CALLBACK = ctypes.CFUNCTYPE(
     ctypes.c_void_p,
     ctypes.c_uint64,
 )
-EXCHANGE_CALLBACK = ctypes.CFUNCTYPE(
-    ctypes.c_int,
-    ctypes.c_char_p,
-    ctypes.c_uint64,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_void_p,
-    ctypes.c_uint64,
-    ctypes.c_void_p,
-    ctypes.POINTER(ctypes.c_ubyte),
-)
+MESSAGE_CALLBACK = ctypes.CFUNCTYPE(*_MESSAGE)
+EXCHANGE_CALLBACK = ctypes.CFUNCTYPE(*_MESSAGE, ctypes.c_void_p, ctypes.POINTER(ctypes.c_ubyte))
 
 
 def exchange_callback(exchange: Exchange) -> Any:

@@ -15,7 +15,7 @@ The relaxation bounds what any choice among these options can reach.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,6 +27,7 @@ from memfit.planning.region_options import (
     Seconds,
     option_of,
     save_ops_to_try,
+    total_bytes,
     worth_trying,
 )
 from memfit.records import ModuleCall, StepOperations
@@ -206,7 +207,7 @@ class CheckpointChooser:
             for column, way in zip(self._columns[call.module], self._ways[call.module], strict=True):
                 recomputed = _ON_THEIR_WAY * way[turn].offloaded
                 for segment in segments:
-                    recomputed += _bytes(step, set(made[segment]) - way[turn].keeps)
+                    recomputed += total_bytes(step, set(made[segment]) - way[turn].keeps)
                     if recomputed:
                         terms[segment][column] = recomputed / _MIB
         return terms
@@ -221,18 +222,19 @@ def _ways(step: StepOperations, seconds: Seconds, copy: Copy | None) -> _Ways:
     for number, call in enumerate(step.calls):
         calls[call.module].append(number)
     inside = inner_calls(step.calls)
-    everything = _bytes(step, {storage for call in step.calls for storage in call.saves})
+    changed = frozenset(storage for operation in step.forward for storage in operation.writes)
+    everything = total_bytes(step, {storage for call in step.calls for storage in call.saves})
     found: _Ways = {}
     for module, numbers in calls.items():
         if not module or any(_changes_arguments(step, step.calls[number]) for number in numbers):
             continue
         first = step.calls[numbers[0]]
         plain = frozenset(storage for number in inside[numbers[0]] for storage in step.calls[number].saves)
-        sets = save_ops_to_try(step, first, seconds)
+        sets = save_ops_to_try(step, first, seconds, changed)
         tried = [option_of(step, first, ops, seconds, copy) for ops in sets]
-        best = worth_trying(tried, plain, step.storages)
-        least = min((_bytes(step, option.keeps) for option in best), default=0)
-        if best and (_bytes(step, plain) - least) * len(numbers) >= _WORTH * everything:
+        best = worth_trying(step, tried, plain)
+        least = min((total_bytes(step, option.keeps) for option in best), default=0)
+        if best and (total_bytes(step, plain) - least) * len(numbers) >= _WORTH * everything:
             found[module] = [
                 [option_of(step, step.calls[number], option.save_ops, seconds, copy) for number in numbers]
                 for option in best
@@ -244,7 +246,3 @@ def _changes_arguments(step: StepOperations, call: ModuleCall) -> bool:
     """Whether a call changes in place what it was passed, as an in-place ReLU does: it cannot run again."""
     passed = set(call.reads)
     return any(passed.intersection(each.writes) for each in step.forward[call.first : call.end])
-
-
-def _bytes(step: StepOperations, storages: Iterable[int]) -> int:
-    return sum(step.storages[storage] for storage in storages)

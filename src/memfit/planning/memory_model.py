@@ -8,6 +8,7 @@ bytes while the backward of segment g runs  =  activations kept from segments 0 
                                             +  what a checkpointed region around g has recomputed so far
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -65,8 +66,7 @@ class MemoryModel:
 
     def segments(self, call: ModuleCall) -> range:
         """Return the segments of a module's call, its submodules' included."""
-        inside = [number for number, start in enumerate(self.starts) if call.first <= start < call.end]
-        return range(inside[0], inside[-1] + 1) if inside else range(0)
+        return range(bisect_left(self.starts, call.first), bisect_left(self.starts, call.end))
 
 
 def inner_calls(calls: Sequence[ModuleCall]) -> list[list[int]]:

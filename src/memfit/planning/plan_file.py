@@ -22,7 +22,7 @@ class PlanFile:
     allocator: str
     """``PYTORCH_ALLOC_CONF``; empty for the script's own."""
     optimizer: int | None
-    """Of which optimizer of the script the models are, counted from 0; None for all models."""
+    """The plan is for the models of this optimizer, counted from 0; None for all models."""
 
     @property
     def strategies(self) -> tuple[PlannedStrategy, ...]:

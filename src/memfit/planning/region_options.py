@@ -6,7 +6,7 @@ keep its inputs                           its forward    full checkpointing
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from memfit.records import ModuleCall, Operation, StepOperations
@@ -33,25 +33,36 @@ class RegionOption:
     """Bytes of inputs that wait on the host."""
 
 
-def save_ops_to_try(step: StepOperations, call: ModuleCall, seconds: Seconds) -> list[tuple[str, ...]]:
+def save_ops_to_try(
+    step: StepOperations, call: ModuleCall, seconds: Seconds, changed: frozenset[int]
+) -> list[tuple[str, ...]]:
     """Return sets of operations that may be worth keeping in a module: those that save most time per byte.
 
     The sets grow: from none to all that can be kept. Torch's selective checkpointing runs every operation
     again that it does not keep, so that the best set of a size is a knapsack, which this order solves within
     a fraction of a percent.
+
+    Operations that draw random numbers are kept all or none: one that is kept draws nothing again, and the
+    next one that runs again would draw other numbers.
+
+    Args:
+        step: the plain step.
+        call: one of the module's.
+        seconds: how long an operation takes.
+        changed: storages that are changed in place later, whose contents cannot be kept.
     """
-    changed = {storage for operation in step.forward for storage in operation.writes}
     candidates: list[tuple[float, int, tuple[str, ...]]] = []
     drawing: list[tuple[float, int, str]] = []
+    all_can_be_kept = True
     for name, operation in _named(step, call):
-        size = sum(step.storages[storage] for storage in operation.creates)
-        if not size or not changed.isdisjoint(operation.creates):
-            continue
+        size = total_bytes(step, operation.creates)
+        can_be_kept = bool(size) and changed.isdisjoint(operation.creates)
         if operation.random:
             drawing.append((seconds(operation), size, name))
-        else:
+            all_can_be_kept &= can_be_kept
+        elif can_be_kept:
             candidates.append((seconds(operation), size, (name,)))
-    if drawing:  # one that is kept draws nothing again: those after it would draw other numbers
+    if drawing and all_can_be_kept:
         names = tuple(name for _, _, name in drawing)
         candidates.append((sum(time for time, _, _ in drawing), sum(size for _, size, _ in drawing), names))
     candidates.sort(key=lambda each: each[0] / each[1], reverse=True)
@@ -83,7 +94,7 @@ def option_of(
     if copy is not None:
         moved = {storage for storage in keeps if step.storages[storage] >= LEAST_OFFLOADED}
         keeps -= moved
-        offloaded = _bytes(moved, step.storages)
+        offloaded = total_bytes(step, moved)
         again = copy(offloaded)
     saved = frozenset(save_ops)
     for name, operation in _named(step, call):
@@ -95,13 +106,13 @@ def option_of(
 
 
 def worth_trying(
-    options: Iterable[RegionOption], plain: frozenset[int], storages: Sequence[int]
+    step: StepOperations, options: Iterable[RegionOption], plain: frozenset[int]
 ) -> list[RegionOption]:
     """Return the options that hold less than plain training, without those that another beats in both."""
     best: list[RegionOption] = []
-    limit = _bytes(plain, storages)
-    for option in sorted(options, key=lambda each: (each.seconds, _bytes(each.keeps, storages))):
-        if (size := _bytes(option.keeps, storages)) < limit:
+    limit = total_bytes(step, plain)
+    for option in sorted(options, key=lambda each: (each.seconds, total_bytes(step, each.keeps))):
+        if (size := total_bytes(step, option.keeps)) < limit:
             best.append(option)
             limit = size
     return best
@@ -115,5 +126,6 @@ def _named(step: StepOperations, call: ModuleCall) -> Iterable[tuple[str, Operat
         seen[operation.name] += 1
 
 
-def _bytes(kept: Iterable[int], storages: Sequence[int]) -> int:
-    return sum(storages[storage] for storage in kept)
+def total_bytes(step: StepOperations, storages: Iterable[int]) -> int:
+    """Return the bytes of some storages of a step."""
+    return sum(step.storages[storage] for storage in storages)

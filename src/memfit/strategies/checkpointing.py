@@ -92,7 +92,9 @@ class Checkpointing:
     would recompute right after its forward, is then rarely among them."""
     save_ops: str | tuple[str, ...] = ()
     """Operations whose results are kept inside blocks, such as ``"aten.mm"``, or single calls of them, such
-    as ``"aten.mm.default:2"``, the third one; the rest is recomputed."""
+    as ``"aten.mm.default:2"``, the third one; the rest is recomputed. Of the operations of a block that draw
+    random numbers, keep all or none: one that is kept draws nothing again, and the others would draw other
+    numbers than in the forward, which makes gradients wrong without an error."""
     use_reentrant: bool = False
     """PyTorch's older checkpointing: without ``torch.autograd.grad``, and hooks see nothing inside."""
     preserve_rng_state: bool = True

@@ -4,8 +4,8 @@
  * checks and gathered sizes need it: exact for a communicator of one rank and a broadcast from this rank, and
  * otherwise assumed. Where each rank is a process (rank_exchange.c), short buffers are really exchanged, and so a
  * collective on one waits for all ranks, as a barrier must. What is reduced over several ranks is unknown. A short
- * buffer that one rank sends another is fetched when the receiving host reads it: as on a GPU, the call itself waits
- * for nobody, so no order of sends and receives that works there blocks here.
+ * buffer that one rank sends another is fetched when the receiving host reads it: as on a GPU, the call itself
+ * returns at once, so an order of sends and receives that works there does not block here.
  *
  * NCCL's own buffers are outside PyTorch's allocator. The function set with ghost_set_communicator_sizes returns
  * their size, when a communicator is made and when it is first used in a way that makes NCCL connect ranks; the
