@@ -26,7 +26,7 @@ def test_a_plan_is_read_as_settings_and_as_strategies_to_inject(written):
     path = written({"plan": SETTINGS, "allocator": "expandable_segments:True", "needs": None})
     found = read_plan(path)
     assert (found.settings, found.allocator) == (SETTINGS, "expandable_segments:True")
-    (strategy,) = found.strategies
+    (strategy,) = found.change.strategies
     region = PlannedRegion(("0",), ("aten.addmm.default:1",))
     assert strategy.settings == (("regions", (region,)),)
     assert strategy.code == (

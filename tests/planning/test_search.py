@@ -12,8 +12,8 @@ from rich.console import Console
 from memfit.analysis.script_change import ScriptChange, TrialResult
 from memfit.errors import TargetError
 from memfit.planning.choose import CheckpointChooser
-from memfit.planning.search import PlannedScript, find_plan
-from memfit.records import Action, DeviceUse, Figure, Provenance, ScriptEnd
+from memfit.planning.search import Allowed, PlannedScript, find_plan
+from memfit.records import Action, DeviceUse, Figure, LoaderBatchSize, Provenance, ScriptEnd
 from memfit.report.schema.plan_schema import ScriptPlanJson, to_json
 from memfit.report.terminal.script_plan import print_plan
 from support.planned_networks import feed_forward
@@ -28,13 +28,18 @@ def work(operation):
     return (operation.flops + operation.moved) / 1e9 if operation.creates or operation.flops else 0.0
 
 
-def needing(mebibytes):
+def needing(mebibytes, **fields):
     """Return a trace that reserves so much."""
     size = mebibytes * MIB
     history = [(Action.SEGMENT_ALLOC, BASE, size), (Action.ALLOC, BASE, size)]
     settings = {"expandable_segments": "True", "conf": "expandable_segments:True"}
     return trace_of(
-        history, device=DEVICE, settings=settings, versions={"torch": "2.14.1"}, command=("t.py",)
+        history,
+        device=DEVICE,
+        settings=settings,
+        versions={"torch": "2.14.1"},
+        command=("t.py",),
+        **fields,
     )
 
 
@@ -94,8 +99,8 @@ def copy(size):
     return size / 1e6
 
 
-def find(run, budget):
-    return find_plan(PlannedScript(run, run, work, copy, "a rule"), budget)
+def find(run, budget, allowed=Allowed()):  # noqa: B008 - frozen
+    return find_plan(PlannedScript(run, run, work, copy, "a rule"), budget, allowed)
 
 
 def planned(script, share):
@@ -191,6 +196,95 @@ def test_a_script_without_a_second_step_is_not_planned():
     assert found.chosen is None
     assert "no optimizer stepped twice" in found.reason
     assert ScriptChange() not in script.changes
+
+
+class BatchedScript(Script):
+    """A script with a loader of 128 samples."""
+
+    def __init__(self, refuses=lambda _: False, step=None):
+        super().__init__()
+        self.refuses = refuses
+        self.divided = []
+        self.steps = {size: self._recorded(size) for size in (128, 64, 32, 16)}
+        if step is not None:
+            self.steps[64] = step
+
+    @staticmethod
+    def _recorded(samples):
+        torch.manual_seed(0)
+        network = feed_forward(samples=samples)
+        network.gradients()
+        return enlarged(network.record())
+
+    def __call__(self, change, what):
+        loader = LoaderBatchSize(128, "t.py:7")
+        if change.loader is None and change.operations:
+            return replace(super().__call__(change, what), trace=needing(self.plain, loader=loader))
+        if change.loader is None:
+            return super().__call__(change, what)
+        assert change.micro_batches == 128 // change.loader.size
+        self.divided.append(change.micro_batches)
+        if self.refuses(change):
+            return ScriptEnd("refused", 0, "it drops gradients")
+        chooser = CheckpointChooser(self.steps[change.loader.size], work)
+        peak = chooser.plain_peak
+        if change.strategies:
+            regions = dict(change.strategies[0].settings)["regions"]
+            peak = self._peak({name: each.save_ops for each in regions for name in each.modules}, chooser)
+        return TrialResult(
+            needing(-(-peak // MIB)), ("Net (optimizer: t:1)",), operations=self.steps[change.loader.size]
+        )
+
+
+def test_batches_are_divided_where_that_takes_less_time_than_recomputation():
+    script = BatchedScript()
+    found = planned(script, 0.55)
+    assert (found.chosen.micro_batches.count, found.chosen.micro_batches.size) == (2, 64)
+    assert found.chosen.micro_batches.where == "t.py:7"
+    assert found.chosen.micro_batches.draws
+    assert found.chosen.settings == {"accumulation": {"parts_per_batch": 2}}
+    assert 1.0 <= found.bound <= found.chosen.time < 1.05
+    assert not found.chosen.is_bit_for_bit
+    assert (script.divided, script.changes, found.models) == ([2], [], ())
+    written = json.loads(to_json(found))
+    assert (written["micro_batches"]["loader"]["size"], written["bit_for_bit"]) == (64, False)
+
+
+def test_batches_are_divided_no_further_than_needed():
+    script = BatchedScript()
+    assert planned(script, 0.3).chosen.micro_batches.count == 4
+    assert script.divided == [2, 4]
+
+
+def test_where_only_bits_count_batches_stay_whole():
+    script = BatchedScript()
+    found = find(script, int(0.55 * script.plain) * MIB + OUTSIDE, Allowed(rounding=False))
+    assert (script.divided, found.undivided) == ([], "")
+    assert found.chosen is None or found.chosen.is_bit_for_bit
+
+
+def test_batches_are_not_divided_where_samples_depend_on_each_other():
+    script = BatchedScript(step=enlarged(feed_forward(blocks=3, samples=64).record()))
+    found = planned(script, 0.7)
+    assert found.undivided == "with half the samples, the step runs other operations"
+    assert (script.divided, found.chosen.micro_batches) == ([2], None)
+    assert "checkpointing" in found.chosen.settings
+
+
+def test_a_loop_that_cannot_accumulate_is_recomputed_and_the_reason_is_kept():
+    script = BatchedScript(refuses=lambda _: True)
+    found = planned(script, 0.7)
+    assert found.undivided == "it drops gradients"
+    assert found.chosen.micro_batches is None
+
+
+def test_modules_are_recomputed_in_micro_batches_where_neither_is_enough():
+    script = BatchedScript(refuses=lambda change: change.micro_batches > 2)
+    found = planned(script, 0.4)
+    assert found.chosen.micro_batches.count == 2
+    assert found.chosen.settings.keys() == {"accumulation", "checkpointing"}
+    assert found.chosen.needs.bytes <= found.budget
+    assert found.undivided == "it drops gradients"
 
 
 def test_the_result_prints_and_is_valid_json():

@@ -39,9 +39,8 @@ def changed(tmp_path):
     report = tmp_path / "report.json"
     report.write_bytes(json.encode(InjectionReport()))
     hooks = InstalledHooks()
-    inject_plan._PlanInjector(Intervention({"checkpointing": {}}, None, False, None, str(report))).install(
-        hooks
-    )
+    change = Intervention({"checkpointing": {}}, None, False, None, str(report))
+    inject_plan._PlanInjector(change, inject_plan._ReportFile(report)).install(hooks)
     entry = r"(\w+) \((?:optimizer|plan): test_inject_plan\.py:\d+\)"
 
     def models():
@@ -218,7 +217,7 @@ def test_interrupting_the_rerun_interrupts_everything(rerun):
 def test_a_plan_for_one_optimizer_s_models_leaves_others_alone(tmp_path):
     hooks, report = InstalledHooks(), tmp_path / "report.json"
     intervention = Intervention({"checkpointing": {}}, 1, False, None, str(report))
-    inject_plan._PlanInjector(intervention).install(hooks)
+    inject_plan._PlanInjector(intervention, inject_plan._ReportFile(tmp_path / "r")).install(hooks)
     try:
         models = [nn.Sequential(*(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))) for _ in range(3)]
         for model in models:

@@ -81,9 +81,9 @@ class Nested(nn.Module):
         return {"result": self.decode(x)}
 
 
-def feed_forward(blocks=4) -> PlannedNetwork:
+def feed_forward(blocks=4, samples=128) -> PlannedNetwork:
     model = nn.Sequential(*(Block(32, 0.1) for _ in range(blocks)), nn.Linear(32, 10))
-    x, target = torch.randn(128, 32), torch.randint(0, 10, (128,))
+    x, target = torch.randn(samples, 32), torch.randint(0, 10, (samples,))
     return PlannedNetwork(model, lambda: functional.cross_entropy(model(x), target))
 
 

@@ -54,6 +54,8 @@ class ScriptChange:
     """The batch size that loaders created at this line get."""
     conf: str = ""
     """``PYTORCH_ALLOC_CONF``; empty for the script's own. Settings are replayed, not run."""
+    micro_batches: int = 1
+    """Of so many updates of the script, only the last is made, with the gradients of all."""
     operations: bool = False
     """Whether the operations of a training step are recorded, which changes nothing for the script."""
 
@@ -66,6 +68,7 @@ class ScriptChange:
             self.arguments + other.arguments,
             other.loader or self.loader,
             other.conf or self.conf,
+            self.micro_batches * other.micro_batches,
             self.operations or other.operations,
         )
 

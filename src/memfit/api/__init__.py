@@ -28,9 +28,11 @@ from memfit.atomic_files import write_bytes
 from memfit.card.context_measurement import keep_context, measure_context
 from memfit.ghost.doctor import Check, checks
 from memfit.packing.csv_table import packed_table
+from memfit.planning.search import Allowed
 from memfit.trace.snapshot import write_snapshot
 
 __all__ = [
+    "Allowed",
     "FinishedRun",
     "auto_checkpoint",
     "chrome_trace",

@@ -116,7 +116,8 @@ def _recorded(
     if change == ScriptChange():
         return run_script(command, options, ghost, output, on_progress, PATIENCE)
     with injected(change, options, silent=False) as injection:
-        recorded = run_script(command, injection.options, ghost, output, on_progress, PATIENCE)
+        changed = command + change.arguments
+        recorded = run_script(changed, injection.options, ghost, output, on_progress, PATIENCE)
         if why := injection.why_unfit():
             raise UsageError(f"The plan does not suit {command[0]}: {why}")
         return recorded

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.devices import DEFAULT, NO_LIMIT, find_device
 from memfit.errors import UsageError
-from memfit.planning.search import PlannedScript, find_plan
+from memfit.planning.search import Allowed, PlannedScript, find_plan
 from memfit.planning.seconds import RULE, host_copies, roofline
 from memfit.records import ScriptPlan
 from memfit.report.terminal.script_plan import PrintableScriptPlan
@@ -33,14 +33,15 @@ def plan(  # noqa: PLR0913 - one parameter an option
     in_use: int = 0,
     steps: int = STEPS,
     values: str = "",
+    bitwise: bool = False,
     on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> ScriptPlan:
     """Return the fastest plan with which an unmodified script fits a budget; needs no GPU.
 
-    memfit runs the script as written, solves for the activations to recompute, and runs the script under that
-    plan; it corrects and repeats until the plan fits. Training under the plan gives the same results, bit for
-    bit. The script runs without input and with its output hidden, and writes its output files again each
-    time.
+    memfit runs the script as written, solves for the activations to recompute and for the micro-batches to
+    divide batches into, and runs the script under that plan; it corrects and repeats until the plan fits.
+    Training under the plan gives the same results, up to the rounding of sums. The script runs without input
+    and with its output hidden, and writes its output files again each time.
 
     Args:
         script: path of the script, or a module's name with ``module=True``.
@@ -52,6 +53,7 @@ def plan(  # noqa: PLR0913 - one parameter an option
         in_use: bytes of device memory that other processes hold.
         steps: training steps after which memfit stops each run, at least 2.
         values: what the ghost returns when the script reads a GPU value, see ``RunOptions.values``.
+        bitwise: whether results must be the same bit for bit: batches are not divided then.
         on_progress: called about ten times a second.
 
     Raises:
@@ -63,7 +65,7 @@ def plan(  # noqa: PLR0913 - one parameter an option
     (True, 1.07)
     """
     options = RunOptions(module=module, steps=steps, gpu=gpu, memory=budget, in_use=in_use, values=values)
-    return plan_on_ghost(script, arguments, options, on_progress)
+    return plan_on_ghost(script, arguments, options, on_progress, Allowed(rounding=not bitwise))
 
 
 def auto_checkpoint(
@@ -116,7 +118,9 @@ def auto_checkpoint(
     with tempfile.NamedTemporaryFile(prefix="memfit-", suffix=".job") as file:
         Path(file.name).write_bytes(pack(step).data)
         script = "memfit.estimating.training_script"
-        found = plan_on_ghost(script, [file.name], options, lambda _: None, allocator=False)
+        found = plan_on_ghost(
+            script, [file.name], options, lambda _: None, Allowed(allocator=False, rounding=False)
+        )
     found = replace(found, command=(type(model).__name__,), models=())
     if found.chosen is None:
         smallest = found.smallest or found.as_written
@@ -134,10 +138,9 @@ def plan_on_ghost(
     arguments: Sequence[str],
     options: RunOptions,
     on_progress: Callable[[Progress], None],
-    *,
-    allocator: bool = True,
+    allowed: Allowed = Allowed(),  # noqa: B008 - frozen
 ) -> ScriptPlan:
-    """Do what ``plan`` does; ``options.memory`` is the budget, ``allocator`` as for ``find_plan``."""
+    """Do what ``plan`` does; ``options.memory`` is the budget, ``allowed`` as for ``find_plan``."""
     command = script_command(script, arguments, options, None)
     device = ghost_settings(options).device
     shown = device.total.bytes
@@ -151,5 +154,5 @@ def plan_on_ghost(
         host_copies(card),
         RULE,
     )
-    found = find_plan(planned, shown - options.in_use, allocator=allocator)
+    found = find_plan(planned, shown - options.in_use, allowed)
     return PrintableScriptPlan.of(found, device=device, command=command)

@@ -159,7 +159,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     change = ScriptChange()
     if plan is not None:
         planned = read_plan(plan)
-        change = ScriptChange(planned.strategies, planned.optimizer)
+        change = planned.change
         if planned.allocator:
             os.environ["PYTORCH_ALLOC_CONF"] = planned.allocator
     quiet = beside is not None and beside.local > 0

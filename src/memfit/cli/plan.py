@@ -26,6 +26,7 @@ def plan(  # noqa: PLR0913 - one parameter an option
     budget: Annotated[str | None, Parameter(group=TARGET)] = None,
     gpu: Annotated[str, Parameter(group=TARGET)] = DEFAULT,
     in_use: Annotated[str, Parameter(group=TARGET)] = "0",
+    bitwise: Annotated[bool, Parameter(negative="")] = False,
     steps: int = STEPS,
     output: Annotated[Path | None, Parameter(name=["-o", "--output"], group=OUTPUT)] = None,
     json: Annotated[str | None, Parameter(group=OUTPUT, allow_leading_hyphen=True)] = None,
@@ -34,10 +35,12 @@ def plan(  # noqa: PLR0913 - one parameter an option
 ) -> int:
     """Find the fastest way to make a script fit a memory budget, without a GPU.
 
-    memfit runs the unmodified script on the ghost, operation by operation, and solves for the activations to
-    recompute: in part or in full, module by module. It then runs the script under that plan. If the plan is
-    over the budget, or leaves too much of it unused, memfit corrects its model and solves again. Every figure
-    of needs comes from such a run. Results under the plan are the same as without it, bit for bit.
+    memfit runs the unmodified script on the ghost, operation by operation. Where samples do not depend on
+    each other, it divides batches into micro-batches, whose gradients one update sums; and it solves for the
+    activations to recompute: in part or in full, module by module. It then runs the script under that plan.
+    If the plan is over the budget, or leaves too much of it unused, memfit corrects its model and solves
+    again. Every figure of needs comes from such a run. Recomputation changes no result, bit for bit; with
+    micro-batches, sums are taken in another order.
 
     Args:
         command: The script and its own arguments.
@@ -47,6 +50,8 @@ def plan(  # noqa: PLR0913 - one parameter an option
         gpu: The GPU to assume: a name that memfit gpus lists, or a MIG slice such as A100-80GB:1g.10gb.
             Times are estimated for it.
         in_use: Assume that the desktop or other jobs already use this much GPU memory, for example 1.5GiB.
+        bitwise: Find a plan whose results are the same bit for bit: batches are not divided into
+            micro-batches, and the optimizer stays as it is.
         steps: Stop each run after this many training steps, at least 2.
         output: Write the plan to this file, for example plan.json. memfit.apply(model, "plan.json") carries
             it out.
@@ -71,6 +76,6 @@ def plan(  # noqa: PLR0913 - one parameter an option
         values=",".join(values),
     )
     with progress(options.steps, reruns=_RUNS) as show:
-        result = api.plan_on_ghost(command[0], command[1:], options, show)
+        result = api.plan_on_ghost(command[0], command[1:], options, show, api.Allowed(rounding=not bitwise))
     write_plan(result, json, output)
     return 1 if fail and result.chosen is None else 0

@@ -1,4 +1,4 @@
-"""Read the file that ``memfit plan -o`` writes: its settings, and the allocator's."""
+"""Read the file that ``memfit plan -o`` writes: what to change about a script and the allocator."""
 
 import json
 from collections.abc import Mapping
@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memfit.analysis.script_change import PlannedRegion, PlannedStrategy
+import msgspec
+
+from memfit.analysis.script_change import PlannedRegion, PlannedStrategy, ScriptChange
 from memfit.errors import FileFormatError
 from memfit.input_files import read_input
+from memfit.records import DividedBatches
 
 _MAX_FILE = 16 << 20  # bytes; a plan of 1,000 modules has less than one MiB
 
@@ -23,13 +26,29 @@ class PlanFile:
     """``PYTORCH_ALLOC_CONF``; empty for the script's own."""
     optimizer: int | None
     """The plan is for the models of this optimizer, counted from 0; None for all models."""
+    micro_batches: DividedBatches | None = None
+    """How batches are divided; None if they are not."""
+    fused: bool = False
+    """Whether optimizers are created with ``fused=True``."""
 
     @property
-    def strategies(self) -> tuple[PlannedStrategy, ...]:
-        """The strategies, to be injected into a script."""
-        return tuple(
+    def change(self) -> ScriptChange:
+        """The change to be injected into a script; accumulation is made by skipping updates."""
+        strategies = tuple(
             PlannedStrategy(field, tuple((name, _frozen(value)) for name, value in given.items()))
             for field, given in self.settings.items()
+            if field != "accumulation" or self.micro_batches is None
+        )
+        divided = self.micro_batches
+        if divided is None:
+            return ScriptChange(strategies, self.optimizer, self.fused)
+        return ScriptChange(
+            strategies,
+            self.optimizer,
+            self.fused,
+            divided.arguments,
+            divided.loader,
+            micro_batches=1 if divided.by_option else divided.count,
         )
 
 
@@ -55,7 +74,14 @@ def read_plan(path: Path) -> PlanFile:
         raise FileFormatError(f"Cannot read a plan from {path}: 'allocator' is not a string.")
     if not (optimizer is None or type(optimizer) is int):
         raise FileFormatError(f"Cannot read a plan from {path}: 'optimizer' is not an integer.")
-    return PlanFile(settings, allocator, optimizer)
+    try:
+        divided = msgspec.convert(found.get("micro_batches"), DividedBatches | None)
+        fused = msgspec.convert(found.get("fused", False), bool)
+    except msgspec.ValidationError as error:
+        raise FileFormatError(
+            f"Cannot read a plan from {path}: 'micro_batches' or 'fused': {error}."
+        ) from None
+    return PlanFile(settings, allocator, optimizer, divided, fused)
 
 
 def _frozen(value: Any) -> Any:

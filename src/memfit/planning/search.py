@@ -1,10 +1,14 @@
-"""Find the fastest plan for a script under a budget: solve, run the plan on the ghost, tighten, solve again.
+"""Find the fastest plan for a script under a budget: solve, run the plan on the ghost, correct, solve again.
 
-    plain run ──> CheckpointChooser ──> choice ──> run on the ghost ──> fits? ──> plan
-                       ^                                    │
-                       └── budget of the model, corrected <─┘
+    script as written ──> batches divided in 2 ──> in 4 ──> ...     each a base; made while it may pay
+           │                      │                  │
+        choices of what to recompute, each base's with its own Bracket
+           └──────── fastest ─────┴──────────────────┘
+                        │
+               run on the ghost ──> fits? ──> plan
+                        └── the base's model is corrected <──┘
 
-The model predicts allocated bytes of one step; what counts is what the process needs. Each run shows by how
+A model predicts allocated bytes of one step; what counts is what the process needs. Each run shows by how
 much they differ, and the next choice is made with that. No plan is returned that has not run.
 """
 
@@ -25,18 +29,29 @@ from memfit.analysis.script_change import (
 )
 from memfit.analysis.summary import summarize
 from memfit.errors import TargetError
+from memfit.planning.bracket import WORTH, Bracket
 from memfit.planning.choose import CheckpointChoice, CheckpointChooser
+from memfit.planning.divided_batches import Division, divisions, why_indivisible
+from memfit.planning.sample_independence import why_dependent
 from memfit.planning.seconds import step_seconds
-from memfit.records import Figure, Operation, PlanRun, ScriptEnd, ScriptPlan, StepOperations, worst
+from memfit.records import (
+    DividedBatches,
+    Figure,
+    Operation,
+    Phase,
+    PlanRun,
+    ScriptEnd,
+    ScriptPlan,
+    StepOperations,
+    worst,
+)
 
 _UNRECORDED = (
     "memfit saw no training step to plan: no optimizer stepped twice, or the script calls no module of its "
     "model."
 )
-_MOST_RUNS = 8
+_MOST_RUNS = 10
 """Plans that run on the ghost at most."""
-_WORTH = 0.003
-"""Share of a step's time that another plan must be able to save to be looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +70,23 @@ class PlannedScript:
     """What the times are based on."""
 
 
-def find_plan(script: PlannedScript, budget: int, *, allocator: bool = True) -> ScriptPlan:
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What a plan may change."""
+
+    allocator: bool = True
+    """``PYTORCH_ALLOC_CONF``."""
+    rounding: bool = True
+    """The order in which sums are taken: batches are divided, and optimizers fused."""
+
+
+def find_plan(script: PlannedScript, budget: int, allowed: Allowed = Allowed()) -> ScriptPlan:
     """Return the fastest plan of a script under a budget.
 
     Args:
         script: the script.
         budget: bytes of the process, the CUDA context included.
-        allocator: whether a plan may set ``PYTORCH_ALLOC_CONF``.
+        allowed: what the plan may change.
 
     Raises:
         TargetError: the script as written cannot be run.
@@ -69,18 +94,41 @@ def find_plan(script: PlannedScript, budget: int, *, allocator: bool = True) -> 
     plain = script.run(ScriptChange(operations=True), "as written, operation by operation")
     if isinstance(plain, ScriptEnd):
         raise TargetError(f"memfit cannot plan for the script: {why_it_failed(plain)}")
-    return _PlanSearch(script, plain, budget, allocator=allocator).plan()
+    return _PlanSearch(script, plain, budget, allowed).plan()
+
+
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """The script with batches of one size; what to recompute in it is still to be chosen."""
+
+    change: ScriptChange
+    micro_batches: DividedBatches | None
+    operations: StepOperations
+    time: float
+    """Of a step, relative to the script as written."""
+    run: PlanRun
+    """With nothing recomputed."""
+    bracket: Bracket
+    offload: bool = False
+    """Whether the inputs of recomputed modules wait on the host."""
+
+    @property
+    def parts(self) -> int:
+        """Micro-batches of a batch."""
+        return self.micro_batches.count if self.micro_batches is not None else 1
 
 
 class _PlanSearch:
-    def __init__(self, script: PlannedScript, plain: TrialResult, budget: int, *, allocator: bool) -> None:
+    def __init__(self, script: PlannedScript, plain: TrialResult, budget: int, allowed: Allowed) -> None:
         self._script, self._plain, self._budget = script, plain, budget
-        self._allocator = allocator
+        self._allowed = allowed
         self._optimizer = plain.operations.optimizer if plain.operations is not None else None
         self._tried: list[PlanRun] = []
         self._models: tuple[str, ...] = ()
-        self._refusal = ""
+        self._refusal = ""  # why nothing can be recomputed
+        self._undivided = ""  # why batches are not divided, or no further
         self._step = 0.0  # seconds of a step as written
+        self._divisions: list[Division] = []
 
     def plan(self) -> ScriptPlan:
         as_written = self._ran(self._plain, {}, 1.0)
@@ -94,90 +142,187 @@ class _PlanSearch:
         if self._plain.operations is None:
             return self._answer(as_written, smallest=tuned, reason=_UNRECORDED)
         self._step = step_seconds(self._plain.operations, self._script.seconds)
-        best = self._best_choice(self._plain.operations, tuned)
-        if best is None and not self._refusal:
-            best = self._best_choice(self._plain.operations, tuned, offload=True)
-        if self._refusal:
-            return self._answer(as_written, reason=self._refusal)
-        if best is None:
+        bases = [self._first_base(tuned, self._plain.operations)]
+        self._look_for_divisions()
+        chosen = self._search(bases)
+        if chosen is None and not self._refusal:
+            bases = [self._offloading(base) for base in bases]
+            chosen = self._search(bases)
+        if chosen is None:
             smallest = min([*self._tried, tuned], key=lambda each: each.needs.bytes)
-            return self._answer(as_written, smallest=smallest, reason=_too_small(smallest))
-        choice, run = best
-        return self._answer(as_written, chosen=run, bound=1 + choice.bound / self._step)
+            return self._answer(as_written, smallest=smallest, reason=self._refusal or _too_small(smallest))
+        bound = min(base.time + base.parts * self._least(base) / self._step for base in bases)
+        return self._answer(as_written, chosen=chosen, bound=min(bound, chosen.time))
 
-    def _best_choice(
-        self, operations: StepOperations, before: PlanRun, *, offload: bool = False
-    ) -> tuple[CheckpointChoice, PlanRun] | None:
-        """Return the fastest choice that fits, with or without offload of inputs; None if none does."""
-        copy = self._script.copy if offload else None
-        chooser = CheckpointChooser(operations, self._script.seconds, copy)
-        best: tuple[CheckpointChoice, PlanRun] | None = None
-        over: CheckpointChoice | None = None
-        """The choice with the smallest predicted peak of those that did not fit."""
-        seen: set[tuple[int, float]] = set()
-        """By prediction: of identical modules, it does not matter which are recomputed."""
-        besides = before.needs.bytes - chooser.plain_peak
-        while len(seen) < _MOST_RUNS:
-            target = self._budget - besides
-            if over is not None and target >= over.peak:
-                fits = best[0].peak if best is not None else over.peak - self._budget // 50
-                target = (fits + over.peak) // 2
-            choice = chooser.choose(target) or chooser.smallest
-            regions, prediction = _regions(choice), (choice.peak, choice.seconds)
-            if not regions or prediction in seen:
-                break
-            seen.add(prediction)
-            done = self._try(regions, 1 + choice.seconds / self._step, offload=offload)
-            if done is None:
-                return None
-            besides = done.needs.bytes - choice.peak
-            if done.needs.bytes > self._budget:
-                over = choice if over is None or choice.peak < over.peak else over
-            elif best is None or choice.seconds < best[0].seconds:
-                best = choice, done
-            fastest = over.seconds if over is not None else 0.0
-            if best is not None and best[0].seconds - fastest <= _WORTH * self._step:
-                break
-        return best
+    def _least(self, base: _Base) -> float:
+        """Return a bound of the seconds that what fits adds to a base."""
+        return 0.0 if base.run.needs.bytes <= self._budget else base.bracket.bound
 
-    def _try(self, regions: tuple[PlannedRegion, ...], time: float, *, offload: bool) -> PlanRun | None:
-        """Run a plan; None if the script or a model refuses it."""
-        settings: dict[str, Any] = {
-            "checkpointing": {"regions": [_plain_region(region) for region in regions]}
-        }
+    def _search(self, bases: list[_Base]) -> PlanRun | None:
+        """Return the fastest plan that fits, if one does; bases are added while they may pay."""
+        while True:
+            fitting = [run for base in bases if (run := self._best(base)) is not None]
+            best = min(fitting, key=lambda run: run.time, default=None)
+            proposals = [] if self._refusal else list(map(self._proposal, bases))
+            found = [each for each in proposals if each is not None]
+            likely = min(
+                (each for each in found if each[0].bracket.needs(each[1]) <= self._budget),
+                key=lambda each: self._time(*each),
+                default=None,
+            )
+            fastest = min(
+                best.time if best is not None else float("inf"),
+                self._time(*likely) if likely is not None else float("inf"),
+            )
+            if self._divisions and bases[-1].time < fastest - WORTH:
+                bases.extend(self._divide(bases[-1]))
+                continue
+            if len(self._tried) >= _MOST_RUNS:
+                return best
+            if likely is not None and (best is None or self._time(*likely) < best.time - WORTH):
+                self._try(*likely)
+            elif best is not None or not found:
+                return best
+            else:
+                self._try(*min(found, key=lambda each: each[0].bracket.needs(each[1])))
+
+    def _best(self, base: _Base) -> PlanRun | None:
+        """Return the fastest run of a base that fits."""
+        if base.run.needs.bytes <= self._budget:
+            return base.run
+        return base.bracket.best[1] if base.bracket.best is not None else None
+
+    def _proposal(self, base: _Base) -> tuple[_Base, CheckpointChoice] | None:
+        choice = None if base.run.needs.bytes <= self._budget else base.bracket.next()
+        return None if choice is None else (base, choice)
+
+    def _time(self, base: _Base, choice: CheckpointChoice) -> float:
+        return base.time + base.parts * choice.seconds / self._step
+
+    # ---- bases --------------------------------------------------------------------------------------------
+
+    def _base(
+        self,
+        change: ScriptChange,
+        micro_batches: DividedBatches | None,
+        operations: StepOperations,
+        run: PlanRun,
+    ) -> _Base:
+        chooser = CheckpointChooser(operations, self._script.seconds)
+        bracket = Bracket(chooser, self._budget, run.needs.bytes, self._step)
+        return _Base(change, micro_batches, operations, run.time, run, bracket)
+
+    def _first_base(self, tuned: PlanRun, operations: StepOperations) -> _Base:
+        """Return the script with its own batches: with a fused optimizer if the peak is in the optimizer."""
+        first = self._base(ScriptChange(), None, operations, tuned)
+        if not self._allowed.rounding or tuned.place.phase is not Phase.OPTIMIZER:
+            return first
+        result = self._script.run(ScriptChange(fused=True, operations=True), "fused optimizer")
+        if isinstance(result, ScriptEnd) or result.operations is None:
+            return first
+        run = self._ran(result, {}, 1.0, tune=True, fused=True)
+        self._tried.append(run)
+        if run.needs.bytes >= tuned.needs.bytes:
+            return first
+        return self._base(ScriptChange(fused=True), None, result.operations, run)
+
+    def _look_for_divisions(self) -> None:
+        if self._allowed.rounding:
+            facts = RunFacts.of(self._plain.trace, summarize(self._plain.trace))
+            self._divisions = divisions(facts)
+            self._undivided = "" if self._divisions else why_indivisible(facts)
+
+    def _divide(self, last: _Base) -> list[_Base]:
+        """Run the script with the next smaller batches; return it as a base, or nothing if it must not be."""
+        division = self._divisions.pop(0)
+        change = division.change | ScriptChange(fused=last.change.fused)
+        what = f"{division.micro_batches.count} micro-batches (plan {len(self._tried) + 1})"
+        result = self._script.run(change | ScriptChange(operations=True), what)
+        if isinstance(result, ScriptEnd):
+            fault = why_it_failed(result)
+        elif result.operations is None:
+            fault = _UNRECORDED
+        else:
+            fault = "" if last.parts > 1 else why_dependent(last.operations, result.operations)
+        if fault or isinstance(result, ScriptEnd) or result.operations is None:
+            self._divisions, self._undivided = [], fault
+            return []
+        draws = any(operation.random for operation in result.operations.forward)
+        micro_batches = replace(division.micro_batches, draws=draws)
+        step = step_seconds(result.operations, self._script.seconds)
+        time = max(micro_batches.count * step / self._step, last.time)
+        run = self._ran(
+            result,
+            division.settings,
+            time,
+            tune=True,
+            micro_batches=micro_batches,
+            fused=change.fused,
+        )
+        self._tried.append(run)
+        return [self._base(change, micro_batches, result.operations, run)]
+
+    def _offloading(self, base: _Base) -> _Base:
+        chooser = CheckpointChooser(base.operations, self._script.seconds, self._script.copy)
+        bracket = Bracket(chooser, self._budget, base.run.needs.bytes, self._step)
+        return replace(base, bracket=bracket, offload=True)
+
+    # ---- runs ---------------------------------------------------------------------------------------------
+
+    def _try(self, base: _Base, choice: CheckpointChoice) -> None:
+        """Run a plan."""
+        regions = _regions(choice)
+        settings: dict[str, Any] = dict(base.run.settings)
+        settings["checkpointing"] = {"regions": [_plain_region(region) for region in regions]}
         strategies = [PlannedStrategy("checkpointing", (("regions", regions),))]
         count = sum(len(region.modules) for region in regions)
         what = f"{count} module{'s' * (count != 1)} checkpointed"
-        if offload:
+        if base.offload:
             settings["offload"] = {"what": "inputs"}
             strategies.append(PlannedStrategy("offload", (("what", "inputs"),)))
             what += ", inputs offloaded"
+        if base.micro_batches is not None:
+            what += f", {base.parts} micro-batches"
         what += f" (plan {len(self._tried) + 1})"
-        run = self._script.run_late if offload else self._script.run
-        result = run(ScriptChange(tuple(strategies), self._optimizer), what)
+        run = self._script.run_late if base.offload else self._script.run
+        result = run(base.change | ScriptChange(tuple(strategies), self._optimizer), what)
         if isinstance(result, ScriptEnd):
             self._refusal = f"With {what}, {why_it_failed(result)}"
-            return None
+            return
         self._models = result.models
-        done = self._ran(result, settings, time, tune=True)
+        time = self._time(base, choice)
+        done = self._ran(
+            result,
+            settings,
+            time,
+            tune=True,
+            micro_batches=base.micro_batches,
+            fused=base.change.fused,
+        )
         self._tried.append(done)
-        return done
+        base.bracket.add(choice, done)
 
     def _ran(
-        self, result: TrialResult, settings: dict[str, Any], time: float, *, tune: bool = False
+        self,
+        result: TrialResult,
+        settings: dict[str, Any],
+        time: float,
+        *,
+        tune: bool = False,
+        micro_batches: DividedBatches | None = None,
+        fused: bool = False,
     ) -> PlanRun:
         """Return what a run needs; with ``tune``, with expandable segments if it fits only with them."""
         found = summarize(result.trace)
         run = ReplayedRun.of(result.trace, found)
-        needs = _process(run)
-        conf = (
-            RunFacts.of(result.trace, found).conf
-            if tune and self._allocator and needs.bytes > self._budget
-            else ""
-        )
+        needs, conf = _process(run), ""
+        if tune and self._allowed.allocator and needs.bytes > self._budget:
+            conf = RunFacts.of(result.trace, found).conf
         if conf and (less := _process(replace(run, conf=conf))).bytes < needs.bytes:
-            return PlanRun(settings, less, time, found.peak_place, conf)
-        return PlanRun(settings, needs, time, found.peak_place)
+            needs = less
+        else:
+            conf = ""
+        return PlanRun(settings, needs, time, found.peak_place, conf, micro_batches, fused)
 
     def _answer(
         self,
@@ -198,11 +343,12 @@ class _PlanSearch:
             bound=bound,
             rule=self._script.rule,
             tried=tuple(self._tried),
-            models=self._models,
+            models=self._models if chosen is None or "checkpointing" in chosen.settings else (),
             optimizer=self._optimizer,
             command=trace.command,
             versions=trace.versions,
             reason=reason,
+            undivided=self._undivided,
         )
 
 

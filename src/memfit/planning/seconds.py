@@ -23,8 +23,9 @@ def roofline(device: Device) -> Callable[[Operation], float]:
     """Return how many seconds an operation takes on a card.
 
     >>> from memfit.devices import find_device
+    >>> flops, moved = 2 * 4096**3, 3 * 4096**2 * 2
     >>> product = Operation(
-    ...     "aten.mm.default", 0, -1, (7,), (), 2 * 4096**3, 3 * 4096**2 * 2, "bfloat16", False, 0.0, 0
+    ...     "aten.mm.default", 0, -1, (5, 6), (7,), (), flops, moved, "bfloat16", False, 0.0, 0
     ... )
     >>> f"{1e3 * roofline(find_device('A100-80GB'))(product):.2f} ms"
     '0.44 ms'

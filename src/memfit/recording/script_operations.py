@@ -4,7 +4,7 @@
     2nd step    model(inputs) ── loss ── backward() ── optimizer.step()
                 └────────────── recorded ──────────────┘
 
-Of several models, the one whose backward needs most is kept.
+Of several models, or calls of one, that whose backward needs most is kept; of equal ones the last.
 """
 
 from collections.abc import Callable
@@ -64,9 +64,9 @@ class ScriptOperations:
         self, original: Callable[..., Any], module: torch.nn.Module, *args: Any, **kwargs: Any
     ) -> Any:
         if self._stepped and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            if module is self._model:  # the next micro-batch
-                self._finish()
-            elif self._recorder is None and any(each.requires_grad for each in module.parameters()):
+            if module is self._model and self._recorder is not None and self._recorder.has_backward:
+                self._finish()  # the next micro-batch: from now on, gradients exist all the time
+            if self._recorder is None and any(each.requires_grad for each in module.parameters()):
                 _, _, path = self._names.full_name(module).partition(".")
                 self._model, self._recorder = module, StepOperationRecorder(module, path)
                 self._recorder.start()
@@ -83,7 +83,7 @@ class ScriptOperations:
         numbers = (self._optimizers.get(id(each)) for each in self._model.parameters())
         saved = {storage for call in step.calls for storage in call.saves}
         most = sum(step.storages[storage] for storage in saved)
-        if most > self._most:
+        if most >= self._most:
             self._most = most
             step = replace(step, optimizer=next((each for each in numbers if each is not None), None))
             self._file.write_bytes(msgspec.json.encode(step))

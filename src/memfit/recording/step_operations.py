@@ -78,11 +78,16 @@ class StepOperationRecorder:
             tuple(self._backward),
         )
 
+    @property
+    def has_backward(self) -> bool:
+        """Whether a backward has begun."""
+        return bool(self._backward)
+
     def _enter(self, path: str, kind: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
         if _in_backward():
             return
         passed = tree_leaves((args, kwargs))
-        if not self._calls:
+        if not self._open:
             self._storages.add_lasting(passed)
         parent = self._open[-1] if self._open else -1
         self._open.append(len(self._calls))
@@ -109,7 +114,8 @@ class StepOperationRecorder:
         seconds = time.perf_counter() - began
         tensors = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
         passed = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-        known = set(self._storages.of(passed))
+        reads = self._storages.of(passed)
+        known = set(reads)
         results = self._storages.of(tensors)
         formula = flop_registry.get(operation._overloadpacket)
         in_backward = _in_backward()
@@ -118,6 +124,7 @@ class StepOperationRecorder:
                 name=str(operation),
                 call=self._open[-1] if self._open and not in_backward else -1,
                 source=self._source() if in_backward else -1,
+                reads=reads,
                 creates=tuple(each for each in results if each not in known),
                 writes=tuple(known.intersection(results)) if operation._schema.is_mutable else (),
                 flops=formula(*args, **kwargs, out_val=result) if formula is not None else 0,
@@ -185,9 +192,11 @@ class _Storages:
         self.add_lasting([*model.parameters(), *model.buffers(), *gradients])
 
     def add_lasting(self, leaves: list[Any]) -> None:
-        """Count storages as ones that exist anyway."""
+        """Count storages that were not seen before as ones that exist anyway."""
+        seen = len(self.bytes)
         for number in self.of(leaves):
-            self.bytes[number] = 0
+            if number >= seen:
+                self.bytes[number] = 0
 
     def of(self, leaves: list[Any]) -> tuple[int, ...]:
         """Return the numbers of the tensors among some objects, each once."""

@@ -5,7 +5,30 @@ from dataclasses import dataclass
 from typing import Any
 
 from memfit.records.provenance import Figure
+from memfit.records.script_options import LoaderBatchSize
 from memfit.records.trace import DeviceUse, ScriptLocation
+
+
+@dataclass(frozen=True, slots=True)
+class DividedBatches:
+    """Batches in equal parts: each part has a forward and a backward, and an update sums their gradients."""
+
+    count: int
+    """Parts of a batch."""
+    size: int
+    """Samples in each."""
+    how: str
+    """What to write: ``--batch-size 2, now 4``."""
+    where: str
+    """``file:line`` of it, if known."""
+    arguments: tuple[str, ...] = ()
+    """Options of the script's own that set the size."""
+    loader: LoaderBatchSize | None = None
+    """The loader to be created with this size."""
+    draws: bool = False
+    """Whether the step draws random numbers: other ones than for the whole batch."""
+    by_option: bool = False
+    """Whether the script's own options sum the gradients, too: nothing is to be changed in its loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +45,20 @@ class PlanRun:
     """Where most was allocated."""
     conf: str = ""
     """``PYTORCH_ALLOC_CONF`` under which it needs that; empty for the script's own."""
+    micro_batches: DividedBatches | None = None
+    """None if batches stay as they are."""
+    fused: bool = False
+    """Whether the optimizer is created with ``fused=True``."""
 
     @property
     def changes(self) -> bool:
         """Whether it changes anything about the script."""
-        return bool(self.settings or self.conf)
+        return bool(self.settings or self.conf or self.fused or self.micro_batches)
+
+    @property
+    def is_bit_for_bit(self) -> bool:
+        """Whether training under it computes the same, bit for bit; otherwise sums are rounded otherwise."""
+        return self.micro_batches is None and not self.fused
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +87,5 @@ class ScriptPlan:
     versions: Mapping[str, str]
     reason: str = ""
     """Why there is no plan."""
+    undivided: str = ""
+    """Why batches are not divided into micro-batches, as a clause; empty if they may be, or need not."""

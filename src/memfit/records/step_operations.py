@@ -15,6 +15,8 @@ class Operation:
     source: int
     """In the backward, the operation in ``forward`` whose gradient it computes; -1 if that is not known, and
     in the forward."""
+    reads: tuple[int, ...]
+    """The storages of its arguments."""
     creates: tuple[int, ...]
     """The storages that it allocated; none for a view."""
     writes: tuple[int, ...]

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from os import PathLike
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,7 +26,8 @@ def apply(model: nn.Module, plan: Any) -> nn.Module:
     Args:
         model: keeps its modules, their names and its ``state_dict``.
         plan: a ``Plan``, a strategy's settings, or a list of them. Accumulation and the optimizer belong to
-            the training loop; ``Engine`` handles those.
+            the training loop; ``Engine`` handles those. Of a file that ``memfit plan`` wrote, accumulation is
+            left to your loop.
 
     Returns:
         The model; with ``Sharding("ddp")`` or ``"zero1"``, the model in a DistributedDataParallel. Create the
@@ -39,7 +42,8 @@ def apply(model: nn.Module, plan: Any) -> nn.Module:
     (torch.bfloat16, torch.float32)
     """
     configuration = Configuration.of(plan)
-    plan = configuration.plan
+    in_loop = isinstance(plan, str | PathLike) and Path(plan).suffix == ".json"
+    plan = replace(configuration.plan, accumulation=None) if in_loop else configuration.plan
     if configuration.max_grad_norm is not None:
         raise UsageError(
             "memfit.apply cannot use max_grad_norm, which applies to the training loop. Clip gradients in "

@@ -47,6 +47,8 @@ class Intervention(msgspec.Struct, frozen=True):
     """Whether the script gets no input, and its output is hidden."""
     operations: str = ""
     """The file that receives the ``StepOperations`` of a training step; empty to record none."""
+    micro_batches: int = 1
+    """Of so many calls of ``optimizer.step``, only the last makes an update."""
 
 
 class InjectionReport(msgspec.Struct, frozen=True):
@@ -60,6 +62,8 @@ class InjectionReport(msgspec.Struct, frozen=True):
     """Sharded models that the script has not called, by class."""
     shares: tuple[int, ...] = ()
     """As in ``TrialResult``."""
+    cannot_accumulate: str = ""
+    """Why gradients cannot be accumulated over micro-batches; empty if they can."""
 
 
 def install(path: str) -> None:
@@ -82,13 +86,17 @@ def _intervene(change: Intervention) -> None:
     from memfit.recording.hooks import InstalledHooks
 
     hooks = InstalledHooks()
+    report = _ReportFile(Path(change.report))
     if change.plan:
         try:
-            _PlanInjector(change).install(hooks)
+            _PlanInjector(change, report).install(hooks)
         except UsageError as error:  # a plan file that was edited
-            report = InjectionReport(refusals=(str(error),))
-            Path(change.report).write_bytes(msgspec.json.encode(report))
+            report.update(refusals=(str(error),))
             raise
+    if change.micro_batches > 1:
+        from memfit.strategies.inject_accumulation import HeldBackUpdates
+
+        HeldBackUpdates(change.micro_batches, lambda why: report.update(cannot_accumulate=why)).install(hooks)
     if change.fused:
         for kind in vars(torch.optim).values():
             if isinstance(kind, type) and "fused" in inspect.signature(kind).parameters:
@@ -101,17 +109,30 @@ def _intervene(change: Intervention) -> None:
         hooks.wrap(torch.utils.data.DataLoader, "__init__", functools.partial(_resized, change.loader))
 
 
+class _ReportFile:
+    """The file that receives what became of a change."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._report = InjectionReport()
+
+    def update(self, **fields: Any) -> None:
+        """Replace fields of the report."""
+        self._report = msgspec.structs.replace(self._report, **fields)
+        self._path.write_bytes(msgspec.json.encode(self._report))
+
+
 class _PlanInjector:
     """Applies a plan to each model whose parameters an optimizer takes, and completes the script's plans."""
 
-    def __init__(self, change: Intervention) -> None:
+    def __init__(self, change: Intervention, report: _ReportFile) -> None:
         from memfit.recording.module_names import ModuleNames
         from memfit.strategies.configuration import configure
 
         self._settings = change.plan
         self._optimizer, self._created = change.optimizer, 0
         self._plan = configure(change.plan).plan
-        self._file = Path(change.report)
+        self._file = report
         self._names = ModuleNames()
         self._planned: list[tuple[weakref.ref[Any], str]] = []
         self._refusals: list[str] = []
@@ -221,13 +242,12 @@ class _PlanInjector:
 
     def _report(self) -> None:
         sharder = self._sharder
-        report = InjectionReport(
-            tuple(name for _, name in self._planned),
-            tuple(self._refusals),
-            sharder.uncalled if sharder is not None else (),
-            sharder.shares if sharder is not None else (),
+        self._file.update(
+            models=tuple(name for _, name in self._planned),
+            refusals=tuple(self._refusals),
+            uncalled=sharder.uncalled if sharder is not None else (),
+            shares=sharder.shares if sharder is not None else (),
         )
-        self._file.write_bytes(msgspec.json.encode(report))
 
 
 def _listed(parameters: Any) -> list[Any]:

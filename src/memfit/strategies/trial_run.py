@@ -122,7 +122,14 @@ def injected(change: ScriptChange, options: RunOptions, *, silent: bool = True) 
         plan = {one.field: dict(one.settings) for one in change.strategies}
         operations = str(folder / _OPERATIONS) if change.operations else ""
         intervention = Intervention(
-            plan, change.optimizer, change.fused, change.loader, str(folder / _REPORT), silent, operations
+            plan,
+            change.optimizer,
+            change.fused,
+            change.loader,
+            str(folder / _REPORT),
+            silent,
+            operations,
+            change.micro_batches,
         )
         file = folder / "change.json"
         file.write_bytes(json.encode(intervention))
@@ -133,6 +140,8 @@ def injected(change: ScriptChange, options: RunOptions, *, silent: bool = True) 
 def _unfit(change: ScriptChange, report: InjectionReport) -> str:
     """Return why a change was not made as it should have been; empty if it was."""
     fields = [one.field for one in change.strategies]
+    if report.cannot_accumulate:
+        return f"the script cannot accumulate gradients over micro-batches: {report.cannot_accumulate}"
     if report.refusals and (not report.models or "sharding" in fields):
         return report.refusals[0]
     if fields and not report.models:  # updates by hand, a plan of its own

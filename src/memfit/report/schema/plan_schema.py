@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from memfit.records import Figure, PlanRun, ScriptPlan
+from memfit.records import DividedBatches, Figure, PlanRun, ScriptPlan
 from memfit.report.schema.dry_run_schema import DeviceJson
 from memfit.report.schema.encoding import SCHEMA_VERSION, encode
 
@@ -16,6 +16,10 @@ class PlanRunJson(msgspec.Struct, frozen=True):
     """The settings of a ``memfit.Plan``, by its fields; empty for the script as written."""
     allocator: str
     """``PYTORCH_ALLOC_CONF`` under which it needs that; empty for the script's own."""
+    micro_batches: DividedBatches | None
+    """How batches are divided; null if they are not."""
+    fused: bool
+    """Whether the optimizer is created with ``fused=True``."""
     needs: Figure
     """Bytes of the process on the smallest GPU on which it fits, the CUDA context included."""
     time: float
@@ -34,6 +38,12 @@ class ScriptPlanJson(msgspec.Struct, frozen=True):
     """The chosen plan; empty if the script as written fits, null if no plan does."""
     allocator: str
     """The chosen ``PYTORCH_ALLOC_CONF``; empty for the script's own."""
+    micro_batches: DividedBatches | None
+    """How the chosen plan divides batches; null if it does not."""
+    fused: bool
+    """Whether the chosen plan needs ``fused=True`` when the optimizer is created."""
+    bit_for_bit: bool | None
+    """Whether results under the chosen plan are the same bit for bit; if not, up to rounding."""
     needs: Figure | None
     """Bytes of the process under the chosen plan."""
     time: float | None
@@ -56,6 +66,8 @@ class ScriptPlanJson(msgspec.Struct, frozen=True):
     """Which optimizer of the script they have, counted from 0: the plan is for no other models."""
     reason: str
     """Why no plan was found; otherwise empty."""
+    undivided: str
+    """Why batches are not divided into micro-batches; empty if they may be, or need not."""
     command: tuple[str, ...]
     versions: dict[str, str]
 
@@ -68,6 +80,9 @@ def to_json(result: ScriptPlan) -> bytes:
             schema=SCHEMA_VERSION,
             plan=None if chosen is None else dict(chosen.settings),
             allocator="" if chosen is None else chosen.conf,
+            micro_batches=None if chosen is None else chosen.micro_batches,
+            fused=chosen is not None and chosen.fused,
+            bit_for_bit=None if chosen is None else chosen.is_bit_for_bit,
             needs=None if chosen is None else chosen.needs,
             time=None if chosen is None else chosen.time,
             bound=result.bound,
@@ -80,6 +95,7 @@ def to_json(result: ScriptPlan) -> bytes:
             models=result.models,
             optimizer=result.optimizer,
             reason=result.reason,
+            undivided=result.undivided,
             command=result.command,
             versions=dict(result.versions),
         )
@@ -89,5 +105,13 @@ def to_json(result: ScriptPlan) -> bytes:
 def _run(run: PlanRun) -> PlanRunJson:
     place = run.place
     return PlanRunJson(
-        dict(run.settings), run.conf, run.needs, run.time, place.phase, place.module, place.line
+        dict(run.settings),
+        run.conf,
+        run.micro_batches,
+        run.fused,
+        run.needs,
+        run.time,
+        place.phase,
+        place.module,
+        place.line,
     )

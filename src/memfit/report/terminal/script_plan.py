@@ -12,6 +12,9 @@ from memfit.report.escape import escaped
 from memfit.report.printable import Printable
 from memfit.units import format_gib
 
+_BIT_FOR_BIT = "The same results, bit for bit."
+_ROUNDED = "The same results up to rounding, because sums are taken in another order (--bitwise keeps it)."
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PrintableScriptPlan(Printable, ScriptPlan):
@@ -35,6 +38,22 @@ def print_plan(result: ScriptPlan, console: Console) -> None:
     console.print(_table(result))
     for line in _details(result):
         console.print(Text(line))
+
+
+def _micro_batches(chosen: PlanRun) -> Iterator[str]:
+    """Say what to change in the script so that it divides its batches."""
+    divided = chosen.micro_batches
+    if divided is None:
+        return
+    where = f"    # {escaped(divided.where)}" if divided.where else ""
+    yield f"{divided.count} micro-batches of {divided.size} instead of each batch:"
+    yield f"    {escaped(divided.how)}{where}"
+    if not divided.by_option:
+        yield f"    loss = loss / {divided.count}"
+        yield f"    if (step + 1) % {divided.count} == 0:  # clip, optimizer.step(), zero_grad()"
+    yield "    Assumed: the loss is a mean, and each micro-batch counts alike in it."
+    if divided.draws:
+        yield "    Random numbers, such as those of dropout, are others than for the whole batch."
 
 
 def _verdict(result: ScriptPlan) -> str:
@@ -73,11 +92,14 @@ def _table(result: ScriptPlan) -> Table:
 
 
 def _name(run: PlanRun) -> str:
+    divided = run.micro_batches
+    named = [f"{divided.count} micro-batches of {divided.size}"] if divided is not None else []
     regions = run.settings.get("checkpointing", {}).get("regions", [])
     full = sum(len(region["modules"]) for region in regions if not region.get("save_ops"))
     part = sum(len(region["modules"]) for region in regions if region.get("save_ops"))
-    named = [f"{full} modules recomputed"] * bool(full) + [f"{part} in part"] * bool(part)
+    named += [f"{full} modules recomputed"] * bool(full) + [f"{part} in part"] * bool(part)
     named += ["inputs offloaded"] * ("offload" in run.settings)
+    named += ["fused optimizer"] * run.fused
     named += ["expandable segments"] * bool(run.conf)
     return ", ".join(named) or "as written"
 
@@ -86,24 +108,29 @@ def _details(result: ScriptPlan) -> Iterator[str]:
     chosen = result.chosen
     if result.reason:
         yield f"\n{escaped(result.reason[0].upper() + result.reason[1:])}"
+    if result.undivided and (chosen is None or chosen.changes):
+        yield f"\nBatches are not divided into micro-batches: {escaped(result.undivided)}."
     if chosen is None or not chosen.changes:
         return
-    yield "\nThe same results, bit for bit."
+    yield "\n" + (_BIT_FOR_BIT if chosen.is_bit_for_bit else _ROUNDED)
+    yield from _micro_batches(chosen)
+    if chosen.fused:
+        yield "Write fused=True where the optimizer is created."
     if chosen.conf:
         yield f"Before the script starts: export PYTORCH_ALLOC_CONF={escaped(chosen.conf)}"
-    if not chosen.settings:
-        return
-    inputs = ", from inputs that wait on the host" * ("offload" in chosen.settings)
-    yield f"Recomputed in the backward{inputs}:"
-    for region in chosen.settings["checkpointing"]["regions"]:
-        saved = region.get("save_ops", [])
-        keeps = f"  keeping {', '.join(map(escaped, saved))}" if saved else ""
-        yield f"    {', '.join(map(escaped, region['modules']))}{keeps}"
-    yield (
-        f"Time: {chosen.time:.3f} times the script as written; no plan of this kind takes less than "
-        f"{result.bound:.3f} (assumed: {result.rule})."
-    )
-    if not result.models:  # it is applied
+    if "checkpointing" in chosen.settings:
+        inputs = ", from inputs that wait on the host" * ("offload" in chosen.settings)
+        yield f"Recomputed in the backward{inputs}:"
+        for region in chosen.settings["checkpointing"]["regions"]:
+            saved = region.get("save_ops", [])
+            keeps = f"  keeping {', '.join(map(escaped, saved))}" if saved else ""
+            yield f"    {', '.join(map(escaped, region['modules']))}{keeps}"
+    if chosen.time > 1 or chosen.settings:
+        yield (
+            f"Time: {chosen.time:.3f} times the script as written; no plan of this kind takes less than "
+            f"{result.bound:.3f} (assumed: {result.rule})."
+        )
+    if not result.models:  # it is applied, or changes no model
         return
     models = escaped(", ".join(result.models))
     yield "To train with it, save it with -o plan.json, and write:"

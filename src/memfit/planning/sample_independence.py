@@ -1,0 +1,154 @@
+"""Whether a step computes each sample by itself, so that micro-batches give the same sums in another order.
+
+    inputs ──> results of samples ──> sums or means over samples ──> loss
+               twice as large         as large as before             only scaled, and added to others
+               with twice the samples
+
+The step is seen twice, the second time with half the samples. Batch normalization takes statistics of the
+batch, a contrastive loss compares each sample with each other, and a ratio of two sums is no sum: there,
+samples depend on each other.
+"""
+
+from collections.abc import Sequence
+from enum import Enum
+
+from memfit.records import Operation, StepOperations
+
+_HALF = 2
+_SCALAR = 8
+"""Bytes of one number at most."""
+_SUMS = (
+    "aten.sum",
+    "aten.mean",
+    "aten.nll_loss",
+    "aten.mse_loss",
+    "aten.l1_loss",
+    "aten.smooth_l1_loss",
+    "aten.huber_loss",
+    "aten.binary_cross_entropy",
+    "aten.soft_margin_loss",
+    "aten.dot",
+)
+"""Operations that may reduce samples to their sum or mean."""
+_LINEAR = (
+    "aten.add",
+    "aten.sub",
+    "aten.rsub",
+    "aten.mul",
+    "aten.div",
+    "aten.neg",
+    "aten.sum",
+    "aten.mean",
+    "aten.stack",
+    "aten.cat",
+    "aten.clone",
+    "aten.copy",
+    "aten._to_copy",
+)
+"""Operations through which a sum stays one, if all else that they read is constant."""
+_PRODUCTS, _QUOTIENT = ("aten.mul", "aten.div"), "aten.div"
+_WITH_WEIGHTS = ("aten._cudnn_rnn",)
+"""Operations that also return a copy of their weights."""
+
+
+class _Kind(Enum):
+    CONSTANT = 0
+    """The same whatever the samples are."""
+    SAMPLES = 1
+    """Each part belongs to a sample."""
+    SUM = 2
+    """Sums or means over the samples."""
+    COUNT = 3
+    """How many samples, or tokens of samples, count: assumed to be alike in each micro-batch."""
+
+
+def why_dependent(whole: StepOperations, half: StepOperations) -> str:
+    """Return why samples depend on each other in a step, as a clause; empty if each is computed by itself.
+
+    That is seen by the sizes of results. A step that exchanges samples within the batch, as mixup does,
+    passes. So does a mean over the tokens that count: it is the mean of those of the micro-batches if as many
+    count in each.
+
+    Args:
+        whole: the step.
+        half: the same step with half the samples.
+    """
+    differentiated = {operation.source for operation in whole.backward}
+    end = max(differentiated, default=-1) + 1  # what runs after the backward is in forward, too
+    if [each.name for each in whole.forward[:end]] != [each.name for each in half.forward[:end]]:
+        return "with half the samples, the step runs other operations"
+    kinds: dict[int, _Kind] = {}
+    for call in whole.calls:
+        if call.parent < 0:
+            kinds |= dict.fromkeys(call.reads, _Kind.SAMPLES)
+    for number, (operation, smaller) in enumerate(zip(whole.forward[:end], half.forward[:end], strict=True)):
+        for storage, other in zip(operation.reads, smaller.reads, strict=False):
+            if storage not in kinds:  # it existed before, or the backward created it
+                grows = _growth(whole.storages[storage], half.storages[other]) == _HALF
+                kinds[storage] = _Kind.SAMPLES if grows else _Kind.CONSTANT
+        created = [whole.storages[storage] for storage in operation.creates]
+        growth = [_growth(*each) for each in zip(created, _created(smaller, half), strict=False)]
+        found, fault = _results(operation, [kinds[storage] for storage in operation.reads], growth, created)
+        if fault and number in differentiated:
+            return f"{_place(operation, whole)}, {fault}"
+        if _changes_a_constant(operation, kinds):
+            return f"{_place(operation, whole)}, samples change what outlives the step"
+        kinds |= dict(zip(operation.creates, found, strict=False))
+        if _Kind.SUM in [kinds[storage] for storage in operation.reads]:
+            kinds |= dict.fromkeys(operation.writes, _Kind.SUM)
+    return ""
+
+
+def _created(operation: Operation, step: StepOperations) -> list[int]:
+    return [step.storages[storage] for storage in operation.creates]
+
+
+def _growth(large: int, small: int) -> int | None:
+    """Return 2 for twice the size with twice the samples, 1 for the same; None for anything else."""
+    return 1 if large == small else _HALF if large == _HALF * small else None
+
+
+def _changes_a_constant(operation: Operation, kinds: dict[int, _Kind]) -> bool:
+    read, changed = ({kinds[each] for each in some} for some in (operation.reads, operation.writes))
+    return _Kind.SAMPLES in read and _Kind.CONSTANT in changed
+
+
+def _results(
+    operation: Operation, read: Sequence[_Kind], growth: Sequence[int | None], created: Sequence[int]
+) -> tuple[list[_Kind], str]:
+    """Return what an operation creates, and why samples depend on each other in it."""
+    name = operation.name.rsplit(".", 1)[0].removesuffix("_")
+    kinds = [_Kind.CONSTANT if size == 1 else _Kind.SAMPLES for size in growth]
+    if _Kind.SUM in read:
+        return [_Kind.SUM] * len(kinds), _not_linear(name, read)
+    if _Kind.SAMPLES not in read:
+        counts = _Kind.COUNT in read
+        return [_Kind.COUNT if counts and kind is _Kind.CONSTANT else kind for kind in kinds], ""
+    if None in growth:
+        return kinds, "results do not grow in proportion to the samples"
+    if name.startswith(_SUMS):
+        reduced = _Kind.COUNT if operation.dtype.startswith("int") else _Kind.SUM
+        return [reduced if kind is _Kind.CONSTANT else kind for kind in kinds], ""
+    seeds = _SCALAR if _Kind.SAMPLES in kinds and "batch_norm" not in name else 0  # of a random draw
+    combined = any(
+        kind is _Kind.CONSTANT and size > seeds for kind, size in zip(kinds, created, strict=True)
+    ) and not name.startswith(_WITH_WEIGHTS)
+    return kinds, "samples are combined other than by a sum or a mean" * combined
+
+
+def _not_linear(name: str, read: Sequence[_Kind]) -> str:
+    """Return why an operation is not linear in a sum over samples; empty if it is."""
+    if _Kind.SAMPLES in read:
+        return "samples depend on a sum over all of them"
+    product = name.startswith(_PRODUCTS) and read.count(_Kind.SUM) > 1
+    inverse = name == _QUOTIENT and len(read) > 1 and read[-1] is _Kind.SUM
+    if product or inverse or not name.startswith(_LINEAR):
+        return "a sum over the samples is not only scaled and added to others"
+    return ""
+
+
+def _place(operation: Operation, step: StepOperations) -> str:
+    if operation.call < 0:
+        return f"in {operation.name} of the loss"
+    call = step.calls[operation.call]
+    return f"in {operation.name} of {call.module or 'the model'} ({call.kind})"

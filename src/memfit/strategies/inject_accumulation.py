@@ -1,0 +1,92 @@
+"""Have an unmodified script accumulate gradients: only every n-th update is made.
+
+    script's loop     forward, backward, step, zero_grad    forward, backward, step, zero_grad
+    n = 2             micro-batch 1       -    -            micro-batch 2      made  made
+
+It is how the script runs once its loop accumulates: gradients stay allocated through the forwards between two
+updates. The batch size is changed elsewhere.
+"""
+
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+if TYPE_CHECKING:
+    from memfit.recording.hooks import InstalledHooks
+
+_TWO = (
+    "it has more than one optimizer, and memfit cannot tell which updates belong to the same batch. "
+    "Accumulate in the script's own loop."
+)
+_DROPS = (
+    "it releases gradients other than by zero_grad, so memfit cannot keep them from one micro-batch to the "
+    "next. Accumulate in the script's own loop."
+)
+_CLOSURE = "{} evaluates the model several times in an update, so memfit cannot divide its batches."
+
+
+class HeldBackUpdates:
+    """Skips updates, and the clearing of gradients that belongs to them.
+
+    Args:
+        every: of so many calls of ``optimizer.step``, the last makes an update.
+        refuse: is told why the script cannot accumulate like this.
+    """
+
+    def __init__(self, every: int, refuse: Callable[[str], None]) -> None:
+        self._every = every
+        self._refuse = refuse
+        self._calls = 0
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._gradients: list[StorageWeakRef] = []
+        """Those that a skipped update left."""
+
+    def install(self, hooks: "InstalledHooks") -> None:
+        """Hook optimizers, and what clears gradients."""
+        hooks.wrap(torch.optim.Optimizer, "__init__", self._created)
+        hooks.wrap(torch.optim.Optimizer, "zero_grad", self._cleared)
+        hooks.wrap(torch.nn.Module, "zero_grad", self._cleared)
+
+    def _created(
+        self, original: Callable[..., None], optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+    ) -> None:
+        original(optimizer, *args, **kwargs)
+
+        def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return self._step(optimizer, *args, **kwargs)
+
+        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]  # as schedulers do
+
+    def _step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if self._optimizer is None:
+            self._optimizer = optimizer
+            if isinstance(optimizer, torch.optim.LBFGS):
+                self._refuse(_CLOSURE.format(type(optimizer).__name__))
+        if self._optimizer is not optimizer:
+            self._refuse(_TWO)
+        if any(gradient.expired() for gradient in self._gradients):  # type: ignore[no-untyped-call]
+            self._refuse(_DROPS)
+        self._calls += 1
+        if self._calls % self._every == 0:
+            self._gradients.clear()
+            return type(optimizer).step(optimizer, *args, **kwargs)
+        closure = args[0] if args else kwargs.get("closure")
+        loss = None
+        if closure is not None:  # it runs the forward and the backward, as in Lightning
+            with torch.enable_grad():
+                loss = closure()
+        if not self._gradients:
+            self._gradients = [
+                StorageWeakRef(each.grad.untyped_storage())  # type: ignore[no-untyped-call]
+                for group in optimizer.param_groups
+                for each in group["params"]
+                if each.grad is not None and each.grad.layout is torch.strided
+            ]
+        return loss
+
+    def _cleared(self, original: Callable[..., None], owner: Any, *args: Any, **kwargs: Any) -> None:
+        if self._calls % self._every == 0:
+            original(owner, *args, **kwargs)

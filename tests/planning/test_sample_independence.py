@@ -1,0 +1,171 @@
+"""Whether samples depend on each other: what memfit says, beside gradients of micro-batches on the CPU."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from memfit.planning.sample_independence import why_dependent
+from memfit.recording.step_operations import StepOperationRecorder
+
+SAMPLES, WIDTH = 8, 6
+
+
+def network(*, norm=None):
+    return nn.Sequential(
+        nn.Linear(WIDTH, 10), norm or nn.Identity(), nn.GELU(), nn.Linear(10, WIDTH)
+    ).double()
+
+
+class Averaged(nn.Module):
+    """A model that subtracts the mean of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = network()
+
+    def forward(self, x):
+        y = self.inner(x)
+        return y - y.mean()
+
+
+class Remembering(nn.Module):
+    """A model whose code book follows what it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = network()
+        self.register_buffer("book", torch.zeros(WIDTH, WIDTH, dtype=torch.double))
+
+    def forward(self, x):
+        y = self.inner(x)
+        with torch.no_grad():
+            self.book.addmm_(y.T, y)
+        return y + self.book[0]
+
+
+def squares(y, _):
+    return y.square().mean()
+
+
+def classes(y, labels):
+    return functional.cross_entropy(y, labels)
+
+
+def smoothed(y, labels):
+    return functional.cross_entropy(y, labels, label_smoothing=0.1)
+
+
+def two_terms(y, labels):
+    return functional.cross_entropy(y, labels) / 3 + 0.1 * y.abs().mean() - 2
+
+
+def checked(y, labels):
+    """Return a loss beside figures that nothing is learned from."""
+    loss = functional.cross_entropy(y, labels)
+    accuracy = (y.argmax(1) == labels).double().mean().sqrt()
+    return loss if loss.isfinite() and accuracy >= 0 else loss * 0
+
+
+def contrastive(y, _):
+    return functional.cross_entropy(y @ y.T, torch.arange(len(y)))
+
+
+def ratio(y, _):
+    return y.square().mean() / y.abs().mean()
+
+
+def root(y, _):
+    return y.square().mean().sqrt()
+
+
+def covariance(y, _):
+    return (y.T @ y / len(y)).square().sum()
+
+
+def spread(y, _):
+    return y.std()
+
+
+def highest(y, _):
+    return y.max()
+
+
+def normalized(y, labels):
+    return functional.cross_entropy(y / y.norm(dim=0), labels)
+
+
+INDEPENDENT = {
+    "squares": (network, squares),
+    "cross-entropy": (network, classes),
+    "label smoothing": (network, smoothed),
+    "two terms": (network, two_terms),
+    "figures beside the loss": (network, checked),
+    "layer normalization": (lambda: network(norm=nn.LayerNorm(10)), classes),
+    "frozen statistics": (lambda: network(norm=nn.BatchNorm1d(10).eval()), classes),
+}
+DEPENDENT = {
+    "batch normalization": (lambda: network(norm=nn.BatchNorm1d(10)), classes),
+    "mean of the batch": (Averaged, squares),
+    "code book": (Remembering, classes),
+    "contrastive": (network, contrastive),
+    "ratio": (network, ratio),
+    "root": (network, root),
+    "covariance": (network, covariance),
+    "standard deviation": (network, spread),
+    "maximum": (network, highest),
+    "norm over the batch": (network, normalized),
+}
+
+
+def recorded(make, loss, samples):
+    """Return a step with so many samples."""
+    torch.manual_seed(0)
+    model, x, labels = make(), torch.randn(SAMPLES, WIDTH).double(), torch.randint(WIDTH, (SAMPLES,))
+    recorder = StepOperationRecorder(model)
+    recorder.start()
+    loss(model(x[:samples]), labels[:samples]).backward()
+    return recorder.stop()
+
+
+def gradients(make, loss, parts):
+    """Return the gradients of a batch in equal parts."""
+    torch.manual_seed(0)
+    model, x, labels = make(), torch.randn(SAMPLES, WIDTH).double(), torch.randint(WIDTH, (SAMPLES,))
+    model = copy.deepcopy(model)
+    for part, of_part in zip(x.chunk(parts), labels.chunk(parts), strict=True):
+        (loss(model(part), of_part) / parts).backward()
+    return torch.cat([each.grad.flatten() for each in model.parameters()])
+
+
+@pytest.mark.parametrize("name", INDEPENDENT)
+def test_where_micro_batches_have_the_same_gradients_samples_are_independent(name):
+    make, loss = INDEPENDENT[name]
+    assert torch.allclose(gradients(make, loss, 1), gradients(make, loss, 4), rtol=1e-12, atol=1e-14)
+    assert why_dependent(recorded(make, loss, SAMPLES), recorded(make, loss, SAMPLES // 2)) == ""
+
+
+@pytest.mark.parametrize("name", DEPENDENT)
+def test_where_micro_batches_have_other_gradients_samples_depend_on_each_other(name):
+    make, loss = DEPENDENT[name]
+    assert not torch.allclose(gradients(make, loss, 1), gradients(make, loss, 4), rtol=1e-3)
+    assert why_dependent(recorded(make, loss, SAMPLES), recorded(make, loss, SAMPLES // 2))
+
+
+def test_the_reason_names_the_operation_and_the_module():
+    make, loss = DEPENDENT["batch normalization"]
+    why = why_dependent(recorded(make, loss, SAMPLES), recorded(make, loss, SAMPLES // 2))
+    assert why.startswith("in aten.native_batch_norm.default of 1 (BatchNorm1d), samples are combined other")
+    make, loss = DEPENDENT["root"]
+    why = why_dependent(recorded(make, loss, SAMPLES), recorded(make, loss, SAMPLES // 2))
+    assert why.startswith("in aten.sqrt.default of the loss, a sum over the samples is not only scaled")
+
+
+def test_a_loop_over_the_samples_is_another_step_with_half_of_them():
+    def loop(y, _):
+        return sum(each.square().mean() for each in y) / len(y)
+
+    whole, half = recorded(network, loop, SAMPLES), recorded(network, loop, SAMPLES // 2)
+    assert why_dependent(whole, half) == "with half the samples, the step runs other operations"

@@ -1,0 +1,110 @@
+"""Updates that are held back in a script's own loop."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from memfit.recording.hooks import InstalledHooks
+from memfit.strategies.inject_accumulation import HeldBackUpdates
+
+
+@pytest.fixture
+def refusals():
+    """Hold back every update but each third; return why memfit refused to."""
+    hooks, found = InstalledHooks(), []
+    HeldBackUpdates(3, found.append).install(hooks)
+    yield found
+    hooks.remove()
+
+
+def model_and_data():
+    torch.manual_seed(0)
+    return nn.Linear(4, 3), torch.randn(12, 2, 4), torch.randint(3, (12, 2))
+
+
+def accumulated(make_optimizer):
+    """Return the weights that a loop which accumulates three batches reaches."""
+    model, inputs, labels = model_and_data()
+    optimizer = make_optimizer(model.parameters())
+    for number, (x, y) in enumerate(zip(inputs, labels, strict=True)):
+        functional.cross_entropy(model(x), y).backward()
+        if (number + 1) % 3 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.weight
+
+
+@pytest.mark.parametrize("clear_first", [True, False])
+@pytest.mark.parametrize("clear", ["optimizer", "model"])
+def test_a_plain_loop_trains_as_one_that_accumulates(refusals, clear_first, clear):
+    model, inputs, labels = model_and_data()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    cleared = optimizer if clear == "optimizer" else model
+    for x, y in zip(inputs, labels, strict=True):
+        if clear_first:
+            cleared.zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        scheduler.step()
+        if not clear_first:
+            cleared.zero_grad()
+    assert not refusals
+    hooked = model.weight.detach().clone()
+    refusals.append("from here on, the loop below creates its optimizer under the hooks")
+    assert torch.equal(hooked, _without_hooks(lambda: accumulated(lambda p: torch.optim.AdamW(p, lr=0.1))))
+
+
+def _without_hooks(run):
+    """Run with optimizers whose ``step`` is PyTorch's own."""
+    init = torch.optim.Optimizer.__init__
+    torch.optim.Optimizer.__init__ = init.__wrapped__
+    try:
+        return run()
+    finally:
+        torch.optim.Optimizer.__init__ = init
+
+
+def test_a_closure_still_runs_for_each_micro_batch(refusals):
+    model, inputs, labels = model_and_data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for x, y in zip(inputs[:3], labels[:3], strict=True):
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        before = model.weight.detach().clone()
+        losses.append(optimizer.step(closure))
+        assert torch.equal(before, model.weight) == (len(losses) < 3)
+    assert not refusals
+    assert all(loss.item() > 0 for loss in losses)
+
+
+def test_a_second_optimizer_is_refused(refusals):
+    first, second = (torch.optim.SGD(nn.Linear(2, 2).parameters()) for _ in range(2))
+    first.step()
+    assert not refusals
+    second.step()
+    assert "more than one optimizer" in refusals[0]
+
+
+def test_a_loop_that_drops_gradients_itself_is_refused(refusals):
+    model, inputs, labels = model_and_data()
+    optimizer = torch.optim.SGD(model.parameters())
+    for x, y in zip(inputs[:2], labels[:2], strict=True):
+        for parameter in model.parameters():
+            parameter.grad = None
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert "releases gradients other than by zero_grad" in refusals[0]
+
+
+def test_an_optimizer_that_evaluates_several_times_is_refused(refusals):
+    model = nn.Linear(2, 2)
+    torch.optim.LBFGS(model.parameters()).step(lambda: model(torch.ones(1, 2)).sum())
+    assert "LBFGS" in refusals[0]

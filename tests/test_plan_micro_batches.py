@@ -1,0 +1,97 @@
+"""``memfit plan`` divides batches: the script that accumulates in its own loop needs what the plan says."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+pytestmark = pytest.mark.process
+
+SCRIPT = """
+    import argparse
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--loader", type=int, default=32)
+    parser.add_argument("--norm", default="LayerNorm")
+    args = parser.parse_args()
+    norm = getattr(nn, args.norm)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), norm(1024), nn.GELU()) for _ in range(6)))
+    model.cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    criterion = nn.CrossEntropyLoss()
+    data = TensorDataset(torch.randn(1024, 512, 1024), torch.randint(1024, (1024, 512)))
+    for number, (x, y) in enumerate(DataLoader(data, args.loader)):
+        logits = model(x.cuda().flatten(0, 1))
+        loss = criterion(logits, y.cuda().flatten()) / args.accumulate
+        loss.backward()
+        if (number + 1) % args.accumulate == 0:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+BUDGET = "1.1GiB"
+
+
+def memfit(*arguments):
+    command = [sys.executable, "-m", "memfit", *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=240, env=dict(os.environ)
+    )
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    path = tmp_path_factory.mktemp("divided") / "train.py"
+    path.write_text(textwrap.dedent(SCRIPT))
+    return path
+
+
+def planned(script, plan, *options, budget=BUDGET):
+    done = memfit("plan", "--budget", budget, "-o", plan, *options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads(plan.read_text())
+
+
+def test_a_loop_that_accumulates_needs_what_the_plan_for_the_plain_loop_says(script, tmp_path):
+    plan = tmp_path / "plan.json"
+    printed, found = planned(script, plan, script)
+    divided = found["micro_batches"]
+    parts = divided["count"]
+    assert parts >= 2
+    assert (divided["size"], divided["loader"]["size"]) == (32 // parts, 32 // parts)
+    assert found["plan"] == {"accumulation": {"parts_per_batch": parts}}
+    assert found["bit_for_bit"] is False
+    assert f"DataLoader(batch_size={32 // parts}), now 32" in printed
+    assert f"loss = loss / {parts}" in printed
+    assert "Random numbers" not in printed
+    ours = json.loads(memfit("dry-run", "--plan", plan, "--json", "-", script).stdout)
+    small = json.loads(memfit("dry-run", "--memory", BUDGET, "--plan", plan, "--json", "-", script).stdout)
+    assert small["peak"]["process"] <= found["budget"]
+    own = json.loads(
+        memfit("dry-run", "--json", "-", script, "--accumulate", parts, "--loader", 32 // parts).stdout
+    )
+    assert ours["command"] == [str(script)]
+    for figure in ("allocated", "reserved"):
+        assert own["peak"][figure] == ours["peak"][figure]
+
+
+def test_bitwise_recomputes_instead(script, tmp_path):
+    printed, found = planned(script, tmp_path / "plan.json", "--bitwise", script)
+    assert found["micro_batches"] is None
+    assert found["bit_for_bit"] is True
+    assert "checkpointing" in found["plan"]
+    assert "The same results, bit for bit." in printed
+
+
+def test_batches_whose_statistics_count_are_not_divided_and_the_reason_is_named(script, tmp_path):
+    printed, found = planned(script, tmp_path / "plan.json", script, "--norm", "BatchNorm1d", budget="1.2GiB")
+    assert found["micro_batches"] is None
+    assert "batch_norm" in found["undivided"]
+    assert "Batches are not divided into micro-batches: in aten." in printed
