@@ -133,7 +133,7 @@ def main() -> None:
             each.ratios.append(seconds[id(each)] / seconds[id(variants[0])])
     print("| policy | peak MiB | time | 95 % | bit for bit |\n|---|--:|--:|--:|---|")
     for each in variants:
-        low, high = _interval(each.ratios)
+        low, high = interval(each.ratios)
         print(
             f"| {each.name} | {each.peak / MIB:.1f} | {statistics.median(each.ratios):.3f} | "
             f"{low:.3f} to {high:.3f} | {'yes' if each.exact else 'NO'} |"
@@ -184,7 +184,7 @@ def _variants(
         yield made
 
 
-def _interval(ratios: list[float]) -> tuple[float, float]:
+def interval(ratios: list[float]) -> tuple[float, float]:
     """Return the order statistics between which the median lies with 95 %."""
     ordered, count = sorted(ratios), len(ratios)
     below = max(math.floor(count / 2 - 0.98 * math.sqrt(count)), 0)

@@ -36,6 +36,7 @@ _NAMES_OF_MODULE = {
     "memfit.strategies.arena_settings": ("ArenaSettings",),
     "memfit.strategies.checkpoint_function": ("checkpoint",),
     "memfit.strategies.checkpointing": ("Checkpointing", "Region"),
+    "memfit.strategies.chunked_head": ("ChunkedHead",),
     "memfit.strategies.configuration": ("Configuration", "configure"),
     "memfit.strategies.offload": ("Offload",),
     "memfit.strategies.optimizer_state": ("OptimizerState",),
@@ -85,6 +86,7 @@ if TYPE_CHECKING:  # type checkers cannot read the table; a test checks that the
         Checkpointing as Checkpointing,
         Region as Region,
     )
+    from memfit.strategies.chunked_head import ChunkedHead as ChunkedHead
     from memfit.strategies.configuration import (
         Configuration as Configuration,
         configure as configure,

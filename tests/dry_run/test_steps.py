@@ -55,6 +55,48 @@ def test_steps_skipped_by_the_scaler_are_counted(dry_run):
     assert "never" not in run.out
 
 
+def test_gradients_made_in_a_function_s_forward_are_part_of_that_forward(dry_run):
+    script = """
+        import torch
+
+        class Early(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x, weight):
+                for _ in range(4):
+                    with torch.enable_grad():
+                        loss = (x.detach() @ weight.exp()).sum()
+                    gradient, = torch.autograd.grad(loss, weight)
+                ctx.save_for_backward(gradient)
+                kept.append(torch.empty(2**22, device="cuda"))  # after it: the forward goes on
+                return loss.detach()
+
+            @staticmethod
+            def backward(ctx, upstream):
+                return None, ctx.saved_tensors[0] * upstream
+
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = torch.nn.Parameter(torch.ones(64, 64))
+
+            def forward(self, x):
+                return Early.apply(x, self.weight)
+
+        net, kept = Net().cuda(), []
+        for n in range(8):
+            net(torch.ones(2, 64, device="cuda")).backward()
+            with torch.no_grad():
+                net.weight -= net.weight.grad
+            print("turn", n)
+    """
+    run = dry_run(script)
+    assert run.answer["steps"] == 3
+    assert "turn 2" in run.out
+    assert "turn 3" not in run.out
+    assert run.answer["peak"]["phase"] == "forward"
+    assert run.answer["peak"]["module"] == "Net"
+
+
 def test_backward_passes_count_as_steps_without_an_optimizer(dry_run):
     script = """
         import torch

@@ -1,11 +1,14 @@
 """Tensors that autograd saves for the backward: on the CPU, where the graph is the same."""
 
+from dataclasses import make_dataclass
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from memfit.recording import saved_tensors
+from memfit.recording.module_hooks import tensors_in
 from memfit.recording.saved_tensors import saved_for_backward
 
 
@@ -146,3 +149,10 @@ def test_reading_does_not_change_gradients():
         if not read:
             plain = gradients
     assert all(map(torch.equal, plain, gradients))
+
+
+@pytest.mark.parametrize("slots", [False, True])
+def test_tensors_are_found_in_dataclasses(slots):
+    x = torch.ones(2)
+    result = make_dataclass("Result", ["logits", "loss"], slots=slots)([x, None], {"mean": x + 1})
+    assert [each.tolist() for each in tensors_in(result)] == [[1, 1], [2, 2]]

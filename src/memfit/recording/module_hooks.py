@@ -240,7 +240,8 @@ def tensors_in(value: object, depth: int = 6) -> Iterator[torch.Tensor]:
         for item in value:
             yield from tensors_in(item, depth - 1)
     elif dataclasses.is_dataclass(value):
-        for item in vars(value).values():
+        fields = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+        for item in vars(value).values() if hasattr(value, "__dict__") else fields:  # slots have no __dict__
             yield from tensors_in(item, depth - 1)
 
 

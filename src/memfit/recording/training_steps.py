@@ -6,15 +6,18 @@ A training step is complete when every optimizer in use has stepped once more: w
 after the slower one. An optimizer that stays behind for long no longer counts as in use. A step that
 GradScaler skips counts, since the script continues. If the script updates parameters by hand, without an
 optimizer, each backward pass is a step. Steps captured in a CUDA graph count at each replay; the warm-up
-before the capture does not count.
+before the capture does not count. A backward pass inside the forward of a ``torch.autograd.Function``, which
+computes gradients early, is part of that forward, and no step.
 """
 
 import functools
 import itertools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -245,12 +248,13 @@ class StepTracker:
         if self.in_backward or self._backward_called or threading.get_ident() in self._tracing:
             return original(*args, **kwargs)
         self._backward_called = True
+        before = self._book.current()
         self.enter(Phase.BACKWARD)
         try:
             return original(*args, **kwargs)
         finally:
             self._backward_called = False
-            self._leave_backward()
+            self._leave_backward(before)
 
     def _run_backward(
         self, original: Callable[..., Any], roots: tuple[object, ...], *args: Any, **kwargs: Any
@@ -258,7 +262,9 @@ class StepTracker:
         # A reentrant checkpoint, a gradient taken inside a backward, or a backward traced by a compiler.
         if self.in_backward or threading.get_ident() in self._tracing:
             return original(roots, *args, **kwargs)
-        by_hand = not self._last_round
+        inside_forward = _inside_function(sys._getframe(1))
+        before = self._book.current()
+        by_hand = not self._last_round and not inside_forward
         if (
             by_hand
             and not self._captures.keep_for_replays(self._count_replayed_backward)
@@ -279,16 +285,24 @@ class StepTracker:
             return result
         finally:
             self._backward_depth -= 1
-            self._backwards += 1
+            self._backwards += not inside_forward
             if self._backward_called:
                 self.enter(Phase.BACKWARD)
             else:
-                self._leave_backward()
+                self._leave_backward(before)
 
-    def _leave_backward(self) -> None:
-        """Label the calling thread with what follows a backward: the step of the optimizer that called it."""
+    def _leave_backward(self, before: int) -> None:
+        """Label the calling thread with what follows a backward: the step of the optimizer that called it.
+
+        Args:
+            before: the label before the backward, which follows it inside a forward.
+        """
         stepping = self._stepping.get(threading.get_ident())
-        self._book.use(self._book.intern(Phase.BETWEEN) if stepping is None else stepping[1])
+        if stepping is not None:
+            self._book.use(stepping[1])
+        else:
+            inside = _inside_function(sys._getframe(1))
+            self._book.use(before if inside else self._book.intern(Phase.BETWEEN))
         self._on_change()
 
     def _count_replayed_backward(self) -> None:
@@ -306,3 +320,16 @@ class StepTracker:
             if self._times_ended > FORBEARANCE:
                 self._end_now()
             raise EnoughStepsReached
+
+
+def _inside_function(frame: FrameType | None) -> bool:
+    """Return whether the forward of a ``torch.autograd.Function`` is among the frames from one outwards.
+
+    It is known by its name and its first argument's, ``forward(ctx, ...)``: PyTorch calls it without a Python
+    frame of its own, and reading the locals would keep tensors alive.
+    """
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and frame.f_code.co_varnames[:1] == ("ctx",):
+            return True
+        frame = frame.f_back
+    return False

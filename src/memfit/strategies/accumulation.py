@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from memfit.errors import UsageError
-from memfit.strategies.field_types import check_types
+from memfit.strategies.field_types import check_dtype, check_types
 from memfit.units import format_bytes
 
 Remainder = Literal["step", "carry", "drop"]
@@ -59,7 +59,7 @@ class Accumulation:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"'{name}' must be an integer of at least 1, not {value!r}.")
-        _check_dtype(self.gradient_dtype)
+        check_dtype(self.gradient_dtype, "gradient_dtype")
         self._check_mode()
         name = "batches_per_update" if self.gathers else "parts_per_batch"
         steps, micro, whole = getattr(self, name), self.micro_batch_size, self.global_batch_size
@@ -142,11 +142,3 @@ class Accumulation:
         )
         kept = f"{format_bytes(size)} of gradients stay allocated"
         return [f"accumulation: {kept} in every forward of a window but the first (exact)"]
-
-
-def _check_dtype(name: str | None) -> None:
-    dtype = getattr(torch, str(name), None)
-    if name is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise UsageError(
-            f"gradient_dtype={name!r} is not a PyTorch floating-point dtype (for example 'float32')."
-        )

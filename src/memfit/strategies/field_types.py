@@ -4,6 +4,7 @@ from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
+import torch
 
 from memfit.errors import UsageError
 
@@ -35,6 +36,19 @@ def check_types(settings: Any, strategy: str) -> None:
             object.__setattr__(settings, name, msgspec.convert(value, kind))
         except (msgspec.ValidationError, OverflowError):
             raise UsageError(f"{strategy}: '{name}' {_requirement(kind)}, not {value!r}.") from None
+
+
+def check_dtype(name: str | None, setting: str) -> None:
+    """Check that a setting is None or the name of a floating-point dtype of PyTorch's.
+
+    Raises:
+        UsageError: it is not.
+
+    >>> check_dtype("float32", "gradient_dtype")
+    """
+    dtype = getattr(torch, str(name), None)
+    if name is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise UsageError(f"{setting}={name!r} is not a PyTorch floating-point dtype (for example 'float32').")
 
 
 def _requirement(kind: Any) -> str:
