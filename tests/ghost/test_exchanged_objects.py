@@ -6,7 +6,7 @@ from memfit.ghost.exchanged_objects import ExchangedObjects
 
 
 def ranks(folder):
-    return [ExchangedObjects(folder, folder, rank) for rank in (0, 1)]
+    return [ExchangedObjects(lambda: (folder, folder), rank) for rank in (0, 1)]
 
 
 def test_calls_are_matched_by_their_order(tmp_path):

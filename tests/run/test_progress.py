@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from memfit.cli import console
-from memfit.run.child import follow_compilations
+from memfit.run.compilations import follow_compilations
 from memfit.run.parent import Progress
 from memfit.run.parent_pipe import ParentPipe
 

@@ -133,7 +133,7 @@ def rerun(monkeypatch):
     """Return a function that reruns a script and pretends that the rerun ended as given."""
 
     def run(end, report=InjectionReport(models=("Net", "Net")), strategy=OFFLOAD):  # noqa: B008 - frozen
-        def run_script(command, options, _ghost, _output, _on_progress):
+        def run_script(command, options, _ghost, _output, _on_progress, **_start):
             if isinstance(end, TargetError):
                 raise end
             assert command == ("train.py", "--fast", "--bf16")

@@ -19,6 +19,7 @@ from memfit.run.launchers import check_world_size
 from memfit.run.options import RunOptions
 from memfit.run.parent import PATIENCE, Progress, RecordedRun, run_script, script_command
 from memfit.run.resolve_options import ghost_settings
+from memfit.strategies.script_standby import ScriptRun, ScriptStandby
 from memfit.strategies.trial_run import injected, trial_runner
 from memfit.trace.trace_file import write_trace
 
@@ -83,11 +84,26 @@ def run_on_ghost(  # noqa: PLR0913 - what a dry run is asked for
     if options.rank.world_size == 1:
         check_world_size(os.environ)
     command = script_command(script, arguments, options, output)
-    recorded = _recorded(command, options, output, change, on_progress)
+    with ScriptStandby() as standby:
+        return _run_and_ask_again(command, options, output, change, on_progress, standby, advise=advise)
+
+
+def _run_and_ask_again(
+    command: tuple[str, ...],
+    options: RunOptions,
+    output: Path | None,
+    change: ScriptChange,
+    on_progress: Callable[[Progress], None],
+    standby: ScriptStandby,
+    *,
+    advise: bool,
+) -> FinishedRun:
+    """Run a script, and again for what its first run leaves open."""
+    recorded = _recorded(command, options, output, change, on_progress, standby)
     result = summarize(recorded.trace)
     unlimited = replace(options, memory=NO_LIMIT)
     total = result.device.total.bytes
-    run = trial_runner(command, unlimited, total, on_progress, change)
+    run = trial_runner(command, unlimited, total, on_progress, change, standby)
     if advise:
         return FinishedRun(recorded.trace, find_advice(recorded.trace, result, run), recorded.unsaved)
     result = find_total(result, run)
@@ -95,7 +111,9 @@ def run_on_ghost(  # noqa: PLR0913 - what a dry run is asked for
         even = replace(unlimited, values=with_even_routing(options.values))
         result = beside_even_routing(result, trial_runner(command, even, total, on_progress, change))
     if result.verdict in ("fits", "tight") and may_race(recorded.trace):
-        late = trial_runner(command, replace(unlimited, finish_late=True), total, on_progress, change)
+        late = trial_runner(
+            command, replace(unlimited, finish_late=True), total, on_progress, change, standby
+        )
         return _with_upper_bound(FinishedRun(recorded.trace, result, recorded.unsaved), late, output)
     return FinishedRun(recorded.trace, result, recorded.unsaved)
 
@@ -106,18 +124,20 @@ def _recorded(
     output: Path | None,
     change: ScriptChange,
     on_progress: Callable[[Progress], None],
+    standby: ScriptStandby,
 ) -> RecordedRun:
-    """Run the script under a change.
+    """Run the script under a change; it leaves the standby.
 
     Raises:
         UsageError: the change does not suit the script.
     """
     ghost = ghost_settings(options)
+    start = standby.whole(ScriptRun(command, options, ghost, change))
     if change == ScriptChange():
-        return run_script(command, options, ghost, output, on_progress, PATIENCE)
+        return run_script(command, options, ghost, output, on_progress, PATIENCE, start)
     with injected(change, options, silent=False) as injection:
         changed = command + change.arguments
-        recorded = run_script(changed, injection.options, ghost, output, on_progress, PATIENCE)
+        recorded = run_script(changed, injection.options, ghost, output, on_progress, PATIENCE, start)
         if why := injection.why_unfit():
             raise UsageError(f"The plan does not suit {command[0]}: {why}")
         return recorded

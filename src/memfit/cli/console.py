@@ -42,6 +42,12 @@ RERUNS = (
 )
 
 
+FORKED = (
+    "memfit: going on from a copy of the script's process, made just before it trained, without terminal "
+    "input and with its output hidden. What such a run writes to files that were open by then is dropped."
+)
+
+
 def write_result(result: "DryRun", json: str | None, *files: Output, notes: bool) -> None:
     """Print a run's summary and write it to files; arguments as for ``write_explanation``."""
     from memfit.report.schema.dry_run_schema import to_json
@@ -233,27 +239,34 @@ def progress(steps: int | None, reruns: str = RERUNS) -> "Iterator[Callable[[Pro
 
     Args:
         steps: training steps after which memfit stops the script; None if it runs to its end.
-        reruns: printed before the first run with hidden output.
+        reruns: printed before the first run of the whole script with hidden output.
     """
     from memfit.report.terminal.progress_line import begin_line, progress_line
 
     started = time.monotonic()
-    has_announced_reruns = False
+    announced = set()
     try:
         with progress_line() as show:
 
             def on_progress(progress: "Progress") -> None:
-                nonlocal has_announced_reruns
-                if progress.trying and not has_announced_reruns:
-                    has_announced_reruns = True
+                if progress.trying and (text := _announcement(progress, reruns)) not in announced:
+                    announced.add(text)
                     begin_line(sys.stderr)
-                    print(reruns, file=sys.stderr, flush=True)
+                    print(escaped(text), file=sys.stderr, flush=True)
                 show(_progress_text(progress, steps, time.monotonic() - started))
 
             yield on_progress
     finally:
         for stream in (sys.stderr, sys.stdout):
             begin_line(stream)
+
+
+def _announcement(progress: "Progress", reruns: str) -> str:
+    """Return what is printed before the first run with hidden output of a kind."""
+    if progress.forked:
+        return FORKED
+    why = f" It starts the script anew each time, because {progress.unforked}." if progress.unforked else ""
+    return f"{reruns}{why}"
 
 
 def _progress_text(progress: "Progress", steps: int | None, elapsed: float) -> str:

@@ -21,9 +21,12 @@ class EarlyCollectives:
         self._awaited: weakref.WeakSet[Any] = weakref.WeakSet()
         self._coalescing: list[Any] | None = None
         """The tensors of the collectives that are being issued together; None if they are issued alone."""
+        self._removed = False
 
     def install(self) -> None:
         """Patch the process groups of the imported ``torch.distributed``."""
+        if self._removed:
+            return
         import torch.distributed as dist
 
         group: Any = dist.ProcessGroup
@@ -36,6 +39,10 @@ class EarlyCollectives:
         for name in ("wait", "synchronize"):
             setattr(work, name, self._noted(getattr(work, name)))
         group._start_coalescing = self._started(group._start_coalescing)
+
+    def remove(self) -> None:
+        """Leave all collectives as they are from now on."""
+        self._removed = True
 
     def _started(self, start: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(start)
@@ -50,6 +57,8 @@ class EarlyCollectives:
 
         @functools.wraps(issue)
         def released(*args: Any, **kwargs: Any) -> Any:
+            if self._removed:
+                return issue(*args, **kwargs)
             held = list(_tensors((*args, *kwargs.values())))
             work = issue(*args, **kwargs)
             if issue.__name__ == "_end_coalescing":

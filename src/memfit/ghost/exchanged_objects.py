@@ -13,6 +13,7 @@ import hashlib
 import pickle
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,14 @@ class ExchangedObjects:
     """The objects of a job, as seen by one rank.
 
     Args:
-        folder: where the ranks of the job leave the objects that they send.
-        asks: where the ranks of this run ask for others.
+        folders: returns where the ranks of the job leave the objects that they send, and where the ranks of
+            this run ask for others.
         rank: this one.
     """
 
-    def __init__(self, folder: Path, asks: Path, rank: int) -> None:
-        self._folder = folder
-        self._asks = asks
-        self._waits = asks / f"waits-{rank}"
+    def __init__(self, folders: Callable[[], tuple[Path, Path]], rank: int) -> None:
+        self._folders = folders
+        self._waits = f"waits-{rank}"
         self._calls: Counter[tuple[object, ...]] = Counter()
 
     def key(self, *call: object) -> str:
@@ -43,12 +43,13 @@ class ExchangedObjects:
 
     def leave(self, key: str, sent: Any) -> None:
         """Leave an object for the ranks that receive it; one that cannot be pickled is not left."""
-        beside = self._folder / f"{key}.{self._waits.name}"
+        folder, _ = self._folders()
+        beside = folder / f"{key}.{self._waits}"
         try:
             beside.write_bytes(pickle.dumps(sent))
         except (pickle.PicklingError, AttributeError, TypeError):
             return
-        beside.replace(self._folder / key)
+        beside.replace(folder / key)
 
     def receive(self, key: str, sender: int) -> Any:
         """Return an object that another rank leaves; memfit runs that rank up to there.
@@ -56,14 +57,15 @@ class ExchangedObjects:
         Raises:
             LookupError: the rank cannot send it; the message says why.
         """
-        kept = self._folder / key
+        folder, asks = self._folders()
+        kept = folder / key
         if not kept.exists():
-            (self._asks / f"wanted-{sender}").touch()
-            self._waits.touch()
+            (asks / f"wanted-{sender}").touch()
+            (asks / self._waits).touch()
             while not kept.exists():
-                for why in (self._asks / f"failed-{sender}", self._asks / "failed"):
+                for why in (asks / f"failed-{sender}", asks / "failed"):
                     if why.exists() and not kept.exists():
                         raise LookupError(why.read_text())
                 time.sleep(_INTERVAL)
-            self._waits.unlink()
+            (asks / self._waits).unlink()
         return pickle.loads(kept.read_bytes())  # noqa: S301 - a rank of the same job wrote it

@@ -169,6 +169,7 @@ class Ghost:
         library.ghost_configure.argtypes = (ctypes.POINTER(_DeviceStruct), ctypes.c_int, ctypes.c_uint64)
         library.ghost_counter.argtypes = (ctypes.c_char_p,)
         library.ghost_counter.restype = ctypes.c_uint64
+        library.ghost_set_capacity.argtypes = (ctypes.c_uint64,)
         library.ghost_change_others.argtypes = (ctypes.c_int64,)
         library.ghost_set_context_bytes.argtypes = (ctypes.c_uint64,)
         library.ghost_answer_counts.argtypes = (ctypes.c_uint64,)
@@ -231,6 +232,10 @@ class Ghost:
 
         """
         return int(self._library.ghost_counter(name.encode()))
+
+    def set_capacity(self, size: int) -> None:
+        """Give every device so many bytes from now on."""
+        self._library.ghost_set_capacity(size)
 
     def take(self, size: int) -> None:
         """Simulate another process that takes bytes of the current device, or releases them if negative."""

@@ -24,7 +24,7 @@ from memfit.ghost.settle_collectives import settle_collectives
 from memfit.ghost.workspaces import WorkspaceSource
 from memfit.native_build import cache_folder
 from memfit.records import DeviceUse, Figure, Machine, Provenance
-from memfit.run.child_settings import GhostSettings
+from memfit.run.child_settings import ChildSettings, GhostSettings
 from memfit.run.communicators import Communicators
 from memfit.run.options import RunOptions
 from memfit.run.rank import Rank
@@ -53,6 +53,9 @@ class Backend(Protocol):
 
     def begin(self, recorder: "Recorder") -> None:
         """Prepare torch, which has just been imported."""
+
+    def go_on(self, settings: ChildSettings) -> None:
+        """Go on in a fork of this process, as another run."""
 
     def refusal(self) -> str:
         """Return why the script, now that it initialises CUDA, cannot continue; empty if it can."""
@@ -136,6 +139,25 @@ class GhostBackend:
             from memfit.ghost.host_memory import skip_random_fills
 
             self._host = skip_random_fills.install(recorder.note)
+
+    def go_on(self, settings: ChildSettings) -> None:
+        """Go on in a fork of this process: with more memory, or with work that finishes late.
+
+        Nothing else of the ghost differs between the runs, and no work could have been late so far.
+        """
+        options, ghost = settings.options, settings.ghost or self._settings
+        self.ghost.set_capacity(ghost.stands_for.total_bytes)
+        if ghost.shown_memory is not None and self._settings.shown_memory is None:
+            from memfit.ghost.shown_memory import show_memory
+
+            show_memory(ghost.shown_memory)
+        if self._collectives is not None and options.finish_late:
+            from memfit.ghost.finish_late import finish_late
+
+            self._collectives.remove()
+            self._collectives = None
+            finish_late(self.ghost)
+        self._settings, self._options = ghost, options
 
     def _follow_folding(self) -> None:
         from memfit.ghost.compile.constant_folding import track_folded_constants
@@ -279,6 +301,9 @@ class CardBackend:
     def begin(self, recorder: "Recorder") -> None:
         """Change nothing."""
         self._recorder = recorder
+
+    def go_on(self, settings: ChildSettings) -> None:
+        """Change nothing: a run on a card is not forked."""
 
     def refusal(self) -> str:
         """Return that the allocator keeps no history, if so: only the ghost can observe its allocations."""

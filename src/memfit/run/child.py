@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,14 +34,17 @@ from memfit.run.backend import Backend, CardBackend, GhostBackend
 from memfit.run.child_record import ChildRecord, record_failing_fork
 from memfit.run.child_settings import ChildSettings, read_settings
 from memfit.run.children import follow_children, read_children
+from memfit.run.compilations import follow_compilations
 from memfit.run.interruption import release_ctrl_c
 from memfit.run.launchers import check_process_groups, free_port, wrong_size
+from memfit.run.output import flush_output
 from memfit.run.parent_pipe import ParentPipe, end_with_parent, open_pipe
 from memfit.run.process_end import at_process_end
 from memfit.run.process_tree import kill_descendants
 from memfit.run.rank import traced_rank
 from memfit.run.script import end_of, print_as_python_does, run_as_main
 from memfit.run.script_threads import join_threads, noting_excepthook
+from memfit.run.standby import StandbyFork
 from memfit.run.started_ranks import StartedRanks
 from memfit.run.unfollowed import record_running
 
@@ -87,8 +89,21 @@ class ScriptProcess:
         self._loader: LoaderBatchSize | None = None  # that of the last training step
         self._evaluations = Evaluations()
         self._leaving: set[int] = set()  # threads that have called os._exit
+        self.standby: StandbyFork | None = None
         self._options.install()
         self._loaders.install()
+
+    def go_on(self, settings: str) -> None:
+        """Go on as another run, in a fork of this process, with the settings in a file."""
+        before, self._settings = self._settings, read_settings(Path(settings).read_text("ascii"))
+        self._parent.move(self._settings.progress)
+        self._pid = self._script = os.getpid()
+        self._ranks = StartedRanks(Path(self._settings.folder), self._settings.options.rank.nproc)
+        follow_children(self._settings, before)
+        self._backend.go_on(self._settings)
+        if (preload := self._settings.options.preload) is not None:
+            module, argument = preload
+            importlib.import_module(module).install_now(argument)
 
     def begin(self) -> None:
         """Start recording: torch has just been imported."""
@@ -109,15 +124,19 @@ class ScriptProcess:
         self._evaluations.install()
         os._exit = self._leave
         if self._settings.ghost is not None:
-            folder = Path(self._settings.folder)
-            os.register_at_fork(after_in_child=lambda: record_failing_fork(folder))
+            os.register_at_fork(after_in_child=self._forked)
         self._backend.begin(recorder)
         self._recorder = recorder
-        if self._settings.ghost is not None:
-            after_import("torch.distributed.distributed_c10d", self._prepare_process_groups)
+        if self.standby is not None:
+            self.standby.watch()
         after_import("torch._dynamo.callback", lambda: follow_compilations(self._parent.compiling))
         if self._settings.ghost is not None:
+            after_import("torch.distributed.distributed_c10d", self._prepare_process_groups)
             import_lazily()
+
+    def _forked(self) -> None:
+        if self.standby is None or not self.standby.forking:
+            record_failing_fork(Path(self._settings.folder))
 
     def _check_backend(self) -> None:
         """End the run if it cannot be measured on this backend."""
@@ -146,13 +165,16 @@ class ScriptProcess:
         if self._others is not None:
             self._others.meet(self._backend.joined)
         elif self._settings.options.rank.world_size > 1 and self._backend.ghost is not None:
-            asks = Path(self._settings.asks)
-            objects = Path(self._settings.options.objects or asks)
-            exchange = ExchangedObjects(objects, asks, self._settings.options.rank.rank)
+            exchange = ExchangedObjects(self._folders, self._settings.options.rank.rank)
             launches = partial(self._backend.ghost.counter, "launches")
             stand_for_a_rank(self._join, self._refuse_group, exchange, launches)
         else:
             check_process_groups(self._refuse_group, in_script=self._is_the_script)
+
+    def _folders(self) -> tuple[Path, Path]:
+        """Return where the ranks of the job leave objects, and where those of this run ask for others."""
+        asks = Path(self._settings.asks)
+        return Path(self._settings.options.objects or asks), asks
 
     def _refuse_group(self, why: str) -> None:
         if not self._is_the_script():
@@ -161,6 +183,8 @@ class ScriptProcess:
 
     def _join(self, rank: int, size: int) -> None:
         """Go on if this process joins the job as the rank to run; another rank leaves."""
+        if self.standby is not None:
+            self.standby.fork()  # NCCL's process groups start threads
         job = self._settings.options.rank
         self._backend.joined()
         if size == 1 or self._runs_as_rank:
@@ -178,7 +202,7 @@ class ScriptProcess:
             self.finish(ScriptEnd("end", 0))
         if self._record is not None:
             self._record.withdraw()
-        _flush()
+        flush_output()
         _exit(0)
 
     def _stand_for_the_script(self) -> None:
@@ -245,7 +269,7 @@ class ScriptProcess:
             if self._record is not None:
                 self._record.end()
             _exit(end.exit_code)
-        _flush()
+        flush_output()
         self._let_others_end(end)
         if end.reason == "interrupted":
             self._parent.interrupted()
@@ -262,7 +286,7 @@ class ScriptProcess:
         if run_exit_handlers:
             join_threads(THREAD_TIMEOUT)
             atexit._run_exitfuncs()
-        _flush()
+        flush_output()
         if end.reason == "interrupted":
             kill_descendants(self._pid)
         _exit(end.exit_code)
@@ -349,14 +373,6 @@ class ScriptProcess:
         return ""
 
 
-def follow_compilations(report: Callable[[bool], None]) -> None:
-    """Call ``report`` with True when torch.compile begins to compile, and with False when it ends."""
-    from torch._dynamo.callback import callback_handler
-
-    callback_handler.register_start_callback(lambda _: report(True))
-    callback_handler.register_end_callback(lambda _: report(False))
-
-
 def main() -> None:
     """Run the script on the command line."""
     _, path, *command = sys.argv
@@ -375,16 +391,10 @@ def main() -> None:
     if settings.options.rank.world_size > 1 and not settings.options.real_ranks:
         os.environ.update(settings.options.rank.variables(free_port()))
     process = ScriptProcess(tuple(command), settings, backend, parent)
+    if settings.standby is not None:
+        process.standby = StandbyFork(settings.standby, descriptor, process.go_on)
     after_import("torch", process.begin)
     if settings.ghost is not None:
         follow_children(settings)
     release_ctrl_c()
     process.finish(process.script())
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            continue  # closed, or without a reader: Python itself exits silently then

@@ -38,6 +38,8 @@ class ChildSettings(msgspec.Struct, frozen=True):
     """Named pipe that the child writes its progress to."""
     asks: str = ""
     """Where ranks ask for others (``ghost/exchanged_objects.py``); empty if there are no others."""
+    standby: int | None = None
+    """Descriptor of the socket of the script's standby (``standby.py``); None if there is to be none."""
 
 
 def write_settings(settings: ChildSettings) -> str:

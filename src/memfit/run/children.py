@@ -31,17 +31,26 @@ _MOST_CHARACTERS = 80
 """Of a command that is shown."""
 
 
-def follow_children(settings: ChildSettings) -> None:
+def follow_children(settings: ChildSettings, instead_of: ChildSettings | None = None) -> None:
     """Have the Python processes that this one starts run on the ghost, too, and record themselves.
 
     Another Python installation, which has another torch, is left alone.
+
+    Args:
+        settings: of the run.
+        instead_of: those of the run that this process has been a part of before, if any.
     """
-    site = Path(settings.folder) / "site"
+    site = _site(settings)
     site.mkdir(exist_ok=True)
     (site / SETTINGS).write_text(write_settings(settings))
     (site / f"{SITE}.py").write_text(_CODE.format(prefix=sys.prefix))
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(site), before)))
+    before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    others = [path for path in before if instead_of is None or path != str(_site(instead_of))]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(site), *others)))
+
+
+def _site(settings: ChildSettings) -> Path:
+    return Path(settings.folder) / "site"
 
 
 def record_process(folder: Path, process: int, name: str, peak: Figure | None, error: str = "") -> None:

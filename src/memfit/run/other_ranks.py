@@ -6,7 +6,6 @@ with the script at the latest.
 
 import os
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -14,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from memfit.python_command import python_code
-from memfit.run.child_settings import ChildSettings, write_settings
+from memfit.run.child_settings import ChildSettings
 from memfit.run.process_tree import kill_descendants
+from memfit.run.start_script import start_script
 
 _MOST = 16
 """Ranks that may run beside the script: each takes about 0.7 GiB of host memory."""
@@ -82,16 +81,9 @@ class OtherRanks:
             fallback=trace,
             folder=str(folder),
             progress=str(pipe),
+            standby=None,
         )
-        file = folder / "settings.json"
-        file.write_text(write_settings(settings), "ascii")
-        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        return subprocess.Popen(
-            [sys.executable, *flags, "-c", python_code("memfit.run.child"), str(file), *self._command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        return start_script(self._command, settings, hidden=True)
 
     def _discard_progress(self) -> None:
         for reader in self._readers:

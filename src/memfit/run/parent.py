@@ -14,8 +14,6 @@ import os
 import re
 import selectors
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,15 +25,15 @@ import msgspec
 from memfit.atomic_files import check_outputs
 from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import MemfitError, OutputError, TargetError, UsageError
-from memfit.python_command import python_code
 from memfit.records import ChildProcess, ScriptEnd, Trace
 from memfit.run.check_script import check_script
-from memfit.run.child_settings import ChildSettings, GhostSettings, write_settings
+from memfit.run.child_settings import ChildSettings, GhostSettings
 from memfit.run.children import read_children
 from memfit.run.interruption import Interruption, ctrl_c_held, script_handles_ctrl_c
 from memfit.run.options import RunOptions
 from memfit.run.other_ranks import OtherRanks
 from memfit.run.process_tree import kill_descendants
+from memfit.run.start_script import RunningScript, StartScript, start_script
 from memfit.run.started_ranks import StartedRanks
 from memfit.run.unfollowed import UnfollowedProcesses
 from memfit.trace.trace_file import read_trace
@@ -66,6 +64,10 @@ class Progress:
     """Whether torch.compile is compiling the script's code."""
     trying: str = ""
     """Name of the change being tried, if the run is one of several."""
+    forked: bool = False
+    """Whether the run goes on from where an earlier run began to train (``standby.py``)."""
+    unforked: str = ""
+    """Why the run does not, if it could have."""
     rank: str = ""
     """The rank being run, if memfit runs several."""
 
@@ -109,6 +111,7 @@ def run_script(
     output: Path | None,
     on_progress: Callable[[Progress], None],
     patience: float | None = 0.0,
+    start: StartScript = start_script,
 ) -> RecordedRun:
     """Run a script in a process of its own and return its trace, even if it cannot be saved.
 
@@ -120,6 +123,7 @@ def run_script(
         on_progress: called about ten times a second, also without progress.
         patience: the seconds that the script gets to end after Ctrl-C, for a trace up to there; None for as
             long as it takes.
+        start: starts the script's process; ``Standby.fork`` has the script's last part run only.
 
     Raises:
         KeyboardInterrupt: the user pressed Ctrl-C, and the script did not end by it in time.
@@ -138,7 +142,7 @@ def run_script(
                 settings = ChildSettings(
                     options, ghost, str(path.absolute()), str(fallback), folder, str(pipe), asks
                 )
-                last = _run_process(command, settings, reader, on_progress, interruption)
+                last = _run_process(command, settings, reader, on_progress, interruption, start)
         finally:
             os.close(reader)
         if interruption.pressed and (last.end is None or last.end.reason != "interrupted"):
@@ -188,15 +192,11 @@ def _run_process(
     reader: int,
     on_progress: Callable[[Progress], None],
     interruption: Interruption,
+    start: StartScript,
 ) -> _ChildMessage:
-    """Run the script's process to its end, and return its last message; its settings lie in the folder."""
-    settings_file = Path(settings.folder) / "settings.json"
-    settings_file.write_text(write_settings(settings), "ascii")
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    """Run the script's process to its end, and return its last message."""
     with ctrl_c_held():
-        process = subprocess.Popen(
-            [sys.executable, *flags, "-c", python_code("memfit.run.child"), str(settings_file), *command]
-        )
+        process = start(command, settings)
     last, unfollowed = _ChildMessage(), UnfollowedProcesses(process.pid, settings)
     until = None
     others = OtherRanks(command, settings)
@@ -225,10 +225,10 @@ def _run_process(
         return last
     if interruption.pressed or process.returncode in (-signal.SIGINT, INTERRUPTED):
         raise KeyboardInterrupt
-    raise TargetError(_died(process.returncode, on_ghost=settings.ghost is not None))
+    raise TargetError(_died(process.wait(), on_ghost=settings.ghost is not None))
 
 
-def _messages(reader: int, process: subprocess.Popen[bytes]) -> Iterator[_ChildMessage | None]:
+def _messages(reader: int, process: RunningScript) -> Iterator[_ChildMessage | None]:
     """Yield the child's messages, and None after each interval without one, until the child ends."""
     decoder = msgspec.json.Decoder(_ChildMessage)
     rest = b""

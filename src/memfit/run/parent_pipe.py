@@ -31,6 +31,13 @@ class ParentPipe:
         self._step = 0
         self._compiling = False
 
+    def move(self, path: str) -> None:
+        """Write to another named pipe from now on, in a fork that ends with its parent."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        self._descriptor = open_pipe(path)
+        end_with_parent(self._descriptor)
+
     def compiling(self, compiling: bool) -> None:
         """Report whether the script compiles code."""
         self._compiling = compiling

@@ -80,6 +80,17 @@ def install(path: str) -> None:
     after_import("torch", functools.partial(_intervene, change))
 
 
+def install_now(path: str) -> None:
+    """Inject the change in a file into a fork of a script that has gone on under the same change so far.
+
+    Args:
+        path: of an ``Intervention`` as JSON; the same as the script's own, but for where it reports.
+    """
+    change = msgspec.json.decode(Path(path).read_bytes(), type=Intervention)
+    for report in _reports:
+        report.move(Path(change.report))
+
+
 def _intervene(change: Intervention) -> None:
     import torch
 
@@ -87,6 +98,7 @@ def _intervene(change: Intervention) -> None:
 
     hooks = InstalledHooks()
     report = _ReportFile(Path(change.report))
+    _reports.append(report)
     if change.plan:
         try:
             _PlanInjector(change, report).install(hooks)
@@ -116,10 +128,19 @@ class _ReportFile:
         self._path = path
         self._report = InjectionReport()
 
+    def move(self, path: Path) -> None:
+        """Report to another file from now on."""
+        self._path = path
+        self.update()
+
     def update(self, **fields: Any) -> None:
         """Replace fields of the report."""
         self._report = msgspec.structs.replace(self._report, **fields)
         self._path.write_bytes(msgspec.json.encode(self._report))
+
+
+_reports: list[_ReportFile] = []
+"""Those of this process."""
 
 
 class _PlanInjector:

@@ -15,7 +15,9 @@ from memfit.run.child_settings import GhostSettings
 from memfit.run.options import RunOptions
 from memfit.run.parent import Progress, run_script
 from memfit.run.resolve_options import ghost_settings
+from memfit.run.start_script import StartScript, start_script
 from memfit.strategies.inject_plan import InjectionReport, Intervention
+from memfit.strategies.script_standby import ScriptRun, ScriptStandby
 
 _INJECTOR = "memfit.strategies.inject_plan"
 _NOTHING = ScriptChange()
@@ -28,11 +30,12 @@ def trial_runner(
     shown_memory: int,
     on_progress: Callable[[Progress], None],
     always: ScriptChange = _NOTHING,
+    standby: ScriptStandby | None = None,
 ) -> RunTrial:
     """Return the function with which ``find_advice`` runs a script under a change.
 
     The memory of the GPU is unlimited, but PyTorch reports ``shown_memory`` bytes to the script. The change
-    ``always`` is made in every run.
+    ``always`` is made in every run. If there is a ``standby``, a run goes on from there if it can.
     """
     ghost = ghost_settings(options, shown_memory)
 
@@ -40,7 +43,7 @@ def trial_runner(
         def show(progress: Progress) -> None:
             on_progress(replace(progress, trying=what))
 
-        return run_trial(command, options, ghost, always | change, show)
+        return run_trial(command, options, ghost, always | change, show, standby)
 
     return run
 
@@ -51,6 +54,7 @@ def run_trial(
     ghost: GhostSettings,
     change: ScriptChange,
     on_progress: Callable[[Progress], None],
+    standby: ScriptStandby | None = None,
 ) -> TrialResult | ScriptEnd:
     """Run a script with a change, without input and with its output hidden; it may fail.
 
@@ -60,6 +64,8 @@ def run_trial(
         ghost: what ``ghost_settings(options)`` returned.
         change: the change to inject.
         on_progress: as for ``run_script``.
+        standby: of an earlier run of the script. Should the run go on from there, and not complete, the whole
+            script is run.
 
     Returns:
         The run; how it ended if it did not complete; or why the change could not be applied.
@@ -67,9 +73,28 @@ def run_trial(
     Raises:
         KeyboardInterrupt: the user interrupted the run.
     """
-    with injected(change, options) as injection:
+    run = ScriptRun(command, options, ghost, change)
+    if standby is not None and (fork := standby.fork(run)) is not None:
+        result = _run_once(run, lambda progress: on_progress(replace(progress, forked=True)), fork)
+        if isinstance(result, TrialResult):
+            return result
+    if standby is None:
+        return _run_once(run, on_progress, start_script)
+    return _run_once(
+        run, lambda progress: on_progress(replace(progress, unforked=standby.declined)), standby.whole(run)
+    )
+
+
+def _run_once(
+    run: ScriptRun, on_progress: Callable[[Progress], None], start: StartScript
+) -> TrialResult | ScriptEnd:
+    """Do what ``run_trial`` does; ``start`` as for ``run_script``."""
+    change = run.change
+    with injected(change, run.options) as injection:
         try:
-            trace = run_script(command + change.arguments, injection.options, ghost, None, on_progress).trace
+            trace = run_script(
+                run.command + change.arguments, injection.options, run.ghost, None, on_progress, start=start
+            ).trace
         except MemfitError as error:
             return ScriptEnd(
                 "refused", error.exit_code, f"when the script was run again without input, {error}"

@@ -1,0 +1,104 @@
+"""Print, for each example, whether forked runs have the traces of whole ones, and their times.
+
+    python benchmarks/forked_runs.py [SCRIPT ...]
+
+Each script runs as written, which leaves a standby; then with GPU work that finishes late, forked and whole.
+Traces are equal if their statistics and all events are: action, size, stream, pool, label and owner. Exits
+with 1 if a forked run differs from a whole one, unless two whole runs differ as well: autocast releases its
+copies in the order of their addresses.
+"""
+
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from memfit.analysis.script_change import ScriptChange, TrialResult
+from memfit.devices import NO_LIMIT
+from memfit.records import ScriptEnd, Trace
+from memfit.run.options import RunOptions
+from memfit.run.rank import Rank
+from memfit.run.resolve_options import ghost_settings
+from memfit.strategies.script_standby import ScriptStandby
+from memfit.strategies.trial_run import run_trial
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = sorted(str(path) for path in (ROOT / "examples").rglob("*.py"))
+SHOWN = 80 << 30
+COLUMNS = ("action", "size", "stream", "label", "category", "pool", "tensor")
+
+
+def difference(one: Trace, other: Trace) -> str:
+    """Return in what two traces differ; empty if in nothing that counts."""
+    if len(one.events) != len(other.events):
+        return f"{len(one.events):,} instead of {len(other.events):,} events"
+    pairs = {name: (getattr(one.events, name), getattr(other.events, name)) for name in COLUMNS}
+    unlike = [name for name, (this, that) in pairs.items() if not np.array_equal(this, that)]
+    unlike += ["labels"] * (one.labels != other.labels)
+    unlike += ["statistics"] * (one.statistics != other.statistics)
+    return ", ".join(unlike)
+
+
+class Runs:
+    """The runs of one script."""
+
+    def __init__(self, script: str) -> None:
+        ranks = Rank(nproc=2) if Path(script).parent.name == "distributed" else Rank()
+        self._command = (script,)
+        self._options = RunOptions(memory=NO_LIMIT, gpu="H100", rank=ranks)
+
+    def run(self, standby: ScriptStandby | None, *, late: bool) -> tuple[TrialResult, float, bool]:
+        """Run the script; return the result, its seconds, and whether the run was forked.
+
+        Raises:
+            SystemExit: the script did not complete.
+        """
+        options = replace(self._options, finish_late=late)
+        forked = []
+        began = time.monotonic()
+        result = run_trial(
+            self._command,
+            options,
+            ghost_settings(options, SHOWN),
+            ScriptChange(),
+            lambda progress: forked.append(progress.forked),
+            standby,
+        )
+        if isinstance(result, ScriptEnd):
+            raise SystemExit(f"{self._command[0]}: {result}")
+        return result, time.monotonic() - began, forked[-1]
+
+
+def row(script: str) -> tuple[list[str], bool]:
+    """Run a script; return the cells of its row, and whether its forked runs are as they should be."""
+    runs = Runs(script)
+    with ScriptStandby() as standby:
+        first, whole_seconds, _ = runs.run(standby, late=False)
+        again, seconds, is_forked = runs.run(standby, late=False)
+        late, late_seconds, late_is_forked = runs.run(standby, late=True)
+        why = "" if is_forked and late_is_forked else standby.declined or "no moment to fork at"
+    whole_late, _, _ = runs.run(None, late=True)
+    unlike = difference(late.trace, whole_late.trace), difference(again.trace, first.trace)
+    by_itself = difference(runs.run(None, late=True)[0].trace, whole_late.trace) if any(unlike) else ""
+    cells = [f"{each:.1f} s" for each in (whole_seconds, seconds, late_seconds)]
+    cells.append(f"{len(first.trace.events):,}")
+    cells += [why or "; ".join(filter(None, unlike)) or "equal", by_itself]
+    return cells, not any(unlike) or bool(by_itself)
+
+
+def main() -> int:
+    """Print the table; return 1 if a forked run is not as it should be."""
+    columns = ("script", "whole", "forked", "forked, late", "events", "traces", "two whole runs differ in")
+    print(f"| {' | '.join(columns)} |\n|---{'|---:' * 4}|---|---|", flush=True)
+    failed = False
+    for script in sys.argv[1:] or SCRIPTS:
+        cells, right = row(script)
+        print(f"| {Path(script).name} | {' | '.join(cells)} |", flush=True)
+        failed |= not right
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""Further runs of a script, forked from the script's own process (``standby.py``): memfit's side."""
+
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from memfit.run.child_settings import ChildSettings
+from memfit.run.process_tree import kill_descendants
+from memfit.run.standby import MOST_BYTES, StandbyMessage
+from memfit.run.start_script import RunningScript, settings_file, start_script
+
+_GONE = -signal.SIGKILL
+"""The exit code of a run whose standby has gone."""
+_PATIENCE = 10.0
+"""Seconds that a fork may take beyond twice the whole run: one that waits for what it lacks never ends."""
+
+
+_ANSWER = 1.0
+"""Seconds that a standby gets to say that it waits: it has had the script's whole run for that."""
+
+
+class Standby:
+    """The standby of a script's first run, from which further runs are forked. Use it as a context manager.
+
+    At its end, or when memfit ends, the standby ends with all that it has started.
+    """
+
+    def __init__(self) -> None:
+        self._channel: socket.socket | None = None
+        self._process = 0
+        self._started = 0.0
+        self._seconds = 0.0
+        """Duration of the first run."""
+        self.declined = ""
+        """Why the script's process could not be forked."""
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no run has been started that a standby may come from."""
+        return self._channel is None and not self._started
+
+    def start(self, command: tuple[str, ...], settings: ChildSettings) -> RunningScript:
+        """Start the first run, which leaves a standby."""
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._started = time.monotonic()
+        with theirs:
+            return start_script(command, msgspec.structs.replace(settings, standby=theirs.fileno()))
+
+    def is_ready(self) -> bool:
+        """Return whether the first run has left a standby; call this once that run has ended."""
+        if self._channel is not None and not self._process:
+            self._seconds = time.monotonic() - self._started
+            message = self._receive(_ANSWER)
+            self.declined, self._process = message.declined, message.standby
+            if not self._process:
+                self._close()
+        return bool(self._process)
+
+    def fork(self, _command: tuple[str, ...], settings: ChildSettings) -> RunningScript:
+        """Start another run of the same command, forked from the standby."""
+        if self._channel is None:
+            raise AssertionError  # is_ready()
+        with suppress(OSError):  # it has gone: the run ends at once
+            self._channel.send(os.fsencode(settings_file(settings)))
+        deadline = time.monotonic() + 2 * self._seconds + _PATIENCE
+        return ForkedScript(self._receive, self._receive().started, deadline)
+
+    def _receive(self, seconds: float | None = None) -> StandbyMessage:
+        """Return the next message: empty if there is none in time, a run's end if the standby has gone."""
+        if self._channel is None or not select.select([self._channel], [], [], seconds)[0]:
+            return StandbyMessage()
+        try:
+            text = self._channel.recv(MOST_BYTES)
+        except ConnectionResetError:
+            text = b""
+        return msgspec.json.decode(text, type=StandbyMessage) if text else StandbyMessage(ended=_GONE)
+
+    def _close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        if self._process:
+            kill_descendants(self._process)
+            with suppress(ProcessLookupError):
+                os.kill(self._process, signal.SIGKILL)
+            self._process = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+
+class ForkedScript:
+    """A run forked from a standby.
+
+    Args:
+        receive: returns the standby's next message; waits for it at most the seconds given, None for long.
+        process: of the run; 0 if it did not start.
+        deadline: the time (``time.monotonic()``) after which it is killed.
+    """
+
+    def __init__(
+        self, receive: Callable[[float | None], StandbyMessage], process: int, deadline: float
+    ) -> None:
+        self.pid = process
+        self.returncode: int | None = None if process else _GONE
+        self._receive = receive
+        self._deadline = deadline
+
+    def poll(self) -> int | None:
+        """Return its exit code; None while it runs."""
+        if self.returncode is None:
+            self.returncode = self._receive(0.0).ended
+        if self.returncode is None and time.monotonic() > self._deadline:
+            kill_descendants(self.pid)
+            self.kill()
+        return self.returncode
+
+    def wait(self) -> int:
+        """Wait for its end, and return its exit code."""
+        while self.returncode is None:
+            self.returncode = self._receive(None).ended
+        return self.returncode
+
+    def kill(self) -> None:
+        """Kill it, if it runs."""
+        if self.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)

@@ -1,0 +1,194 @@
+"""A fork of the script's process that waits, to go on as another run of the script.
+
+    script's process          standby                     memfit
+    ----------------          -------                     ------
+    imports, data, model
+    fork ───────────────────> waits <──── settings ────── wants another run
+    first forward, ...        fork ──> first forward, ... ──> trace
+    trace                     waits <──── closes ──────── is done
+
+The script is forked at the last moment at which a fork has all that the script has: before it starts threads
+or processes, and before GPU work could finish late. The standby is no child of the script, which would meet
+it when it waits for its own.
+"""
+
+import ctypes
+import os
+import random
+import select
+import signal
+import socket
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from memfit.run.fork_state import obstacle, open_files, repair
+from memfit.run.interruption import ctrl_c_held, release_ctrl_c
+from memfit.run.output import flush_output
+from memfit.run.process_tree import kill_descendants
+
+if TYPE_CHECKING:
+    from memfit.recording.hooks import InstalledHooks
+
+MOST_BYTES = 1 << 16
+"""Of one message."""
+_INTERVAL = 0.02  # seconds between two looks at a fork
+_SIGNALS = {signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+"""What the standby does on a signal: on Ctrl-C, memfit ends it."""
+
+
+class StandbyMessage(msgspec.Struct, omit_defaults=True):
+    """A message from the script's process or its standby."""
+
+    declined: str = ""
+    """Why there is no standby."""
+    standby: int = 0
+    """The standby's process, which waits."""
+    started: int = 0
+    """The process of the run that it has started."""
+    ended: int | None = None
+    """The exit code of that process; negative for a signal, as in ``subprocess``."""
+
+
+class StandbyFork:
+    """Forks the script's process, once.
+
+    Args:
+        channel: descriptor of the socket to memfit.
+        progress: descriptor of the pipe to memfit.
+        go_on: called in a fork that is to be another run, with the path of its settings.
+    """
+
+    def __init__(self, channel: int, progress: int, go_on: Callable[[str], None]) -> None:
+        self._channel = socket.socket(fileno=channel)
+        self._channel.set_inheritable(False)
+        self._progress = progress
+        self._go_on = go_on
+        self._hooks: InstalledHooks | None = None
+        self._process = os.getpid()
+        self.forking = False
+        """Whether the process is being forked by memfit, not by the script."""
+
+    def watch(self) -> None:
+        """Wait for the moment: torch has been imported."""
+        import torch
+
+        from memfit.recording.hooks import InstalledHooks
+
+        self._hooks = InstalledHooks()
+        self._hooks.wrap(torch.nn.Module, "__call__", self._called)
+        self._hooks.wrap(torch.utils.data.DataLoader, "__iter__", self._iterated)
+        self._hooks.wrap(torch.cuda.Stream, "__new__", self._before)
+
+    def _called(self, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+        parameter = next(module.parameters(), None)
+        if parameter is not None and parameter.is_cuda:
+            self.fork()
+        return original(module, *args, **kwargs)
+
+    def _iterated(self, original: Callable[..., Any], loader: Any) -> Any:
+        if loader.num_workers:
+            self.fork()
+        return original(loader)
+
+    def _before(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.fork()
+        return original(*args, **kwargs)
+
+    def fork(self) -> None:
+        """Fork the standby, unless that has been done; also return in each of its forks, as another run."""
+        if self._hooks is None or self._hooks.removed or os.getpid() != self._process:
+            return
+        self._hooks.remove()
+        files, unsafe = open_files({self._progress, self._channel.fileno()})
+        handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+        if None in handlers.values():
+            unsafe = "the script has a signal handler of a library"
+        if why := obstacle() or unsafe:
+            self._send(StandbyMessage(declined=why))
+            self._channel.close()
+            return
+        flush_output()
+        ctypes.CDLL(None).fflush(None)
+        state = random.getstate()
+        with ctrl_c_held():
+            is_standby = self._fork_standby()
+            if is_standby:
+                _set_handlers(_SIGNALS)
+        if not is_standby:
+            self._channel.close()
+            return
+        path = self._serve()
+        repair(state, files)
+        _set_handlers(handlers)
+        self._go_on(path)
+        release_ctrl_c()
+
+    def _fork_standby(self) -> bool:
+        """Return whether this is the standby, and no longer the script's process."""
+        between = self._forked()
+        if between == 0:
+            if self._forked():
+                os._exit(0)
+            return True
+        try:
+            os.waitpid(between, 0)
+        except ChildProcessError:  # the script ignores SIGCHLD
+            return False
+        return False
+
+    def _forked(self) -> int:
+        self.forking = True
+        try:
+            with warnings.catch_warnings(action="ignore"):  # of threads, which ``obstacle`` has looked at
+                return os.fork()
+        finally:
+            self.forking = False
+
+    def _serve(self) -> str:
+        """Start a fork for each run that memfit wants; return in the fork, with the path of its settings."""
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for stream in range(3):
+            os.dup2(nothing, stream)
+        os.close(nothing)
+        self._send(StandbyMessage(standby=os.getpid()))
+        while path := self._receive():
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            process = self._forked()
+            if process == 0:
+                self._channel.close()
+                return path
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            self._send(StandbyMessage(started=process))
+            self._send(StandbyMessage(ended=self._wait(process)))
+        os._exit(0)
+
+    def _wait(self, process: int) -> int:
+        """Return the exit code of a run; if memfit goes, leave, and take the run along."""
+        while True:
+            found, status = os.waitpid(process, os.WNOHANG)
+            if found:
+                return os.waitstatus_to_exitcode(status)
+            if select.select([self._channel], [], [], _INTERVAL)[0]:
+                kill_descendants(os.getpid())
+                os._exit(0)
+
+    def _receive(self) -> str:
+        """Return the next path from memfit; empty if memfit is done, or has gone."""
+        try:
+            return self._channel.recv(MOST_BYTES).decode(errors="surrogateescape")
+        except ConnectionResetError:
+            return ""
+
+    def _send(self, message: StandbyMessage) -> None:
+        try:
+            self._channel.send(msgspec.json.encode(message))
+        except OSError:  # memfit has gone, and this process follows
+            return
+
+
+def _set_handlers(handlers: dict[signal.Signals, Any]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)

@@ -1,0 +1,285 @@
+"""Runs that go on from a fork of the script's process: as whole runs would have, or not at all."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from forked_runs import difference
+
+from memfit.analysis.script_change import ScriptChange, TrialResult
+from memfit.devices import NO_LIMIT
+from memfit.run.forked_runs import ForkedScript
+from memfit.run.options import RunOptions
+from memfit.run.resolve_options import ghost_settings
+from memfit.run.standby import StandbyMessage
+from memfit.strategies.script_standby import ScriptStandby
+from memfit.strategies.trial_run import run_trial
+
+pytestmark = pytest.mark.process
+
+OPTIONS = RunOptions(memory=NO_LIMIT)
+LATE = replace(OPTIONS, finish_late=True)
+TRAIN = """
+    import atexit, os, random, sys, threading, torch
+    model = torch.nn.Linear(256, 512).to("cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+    BEFORE
+    for step in range(3):
+        model(torch.randn(8, 256, device="cuda")).sum().backward()
+        optimizer.step()
+        kept = torch.empty(SIZE, device="cuda")
+"""
+
+
+def script_of(folder, before="pass", size="1", after=""):
+    """Write a script that trains; return its path."""
+    path = folder / "script.py"
+    text = textwrap.dedent(TRAIN).replace("BEFORE", before).replace("SIZE", size)
+    path.write_text(text + after)
+    return str(path)
+
+
+class Runs:
+    """Runs of one script with one standby."""
+
+    def __init__(self, script, standby):
+        self._script, self._standby = script, standby
+        self.forked = False
+        """Whether the last run was forked."""
+
+    def run(self, options=OPTIONS, change=ScriptChange()):  # noqa: B008 - frozen
+        ghost = ghost_settings(options, 24 << 30)
+        found = run_trial((self._script,), options, ghost, change, self._note, self._standby)
+        assert isinstance(found, TrialResult), found
+        return found
+
+    def whole(self, options=OPTIONS):
+        """Run the whole script, whatever the standby."""
+        found = run_trial(
+            (self._script,), options, ghost_settings(options, 24 << 30), ScriptChange(), self._note
+        )
+        return found.trace
+
+    def _note(self, progress):
+        self.forked = progress.forked
+
+
+DRAWN = "1 + random.randrange(1 << 20)"
+READ = "int(numbers.readline())"
+
+
+RACES_IN_EACH_STEP = """
+    block = torch.empty(20 << 20, dtype=torch.uint8, device="cuda")
+    block.record_stream(torch.cuda.Stream())
+    del block
+    again = torch.empty(20 << 20, dtype=torch.uint8, device="cuda")
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "size"),
+    [
+        ("random.seed(7); random.random()", DRAWN),
+        ("numbers = open(__file__ + '.txt'); numbers.readline()", READ),
+        ("torch.set_num_threads(4); torch.randn(1 << 22).sum()", "int(torch.ones(1 << 22).sum())"),
+        ("side = torch.cuda.Stream()", "1 << 20"),
+        ("torch.manual_seed(3)", "int(torch.randint(1 << 20, (1,)))"),
+    ],
+)
+def test_a_forked_run_has_the_trace_of_a_whole_run(tmp_path, before, size):
+    script = script_of(tmp_path, before, size, RACES_IN_EACH_STEP)
+    Path(f"{script}.txt").write_text("".join(f"{1000 * line}\n" for line in range(1, 10)))
+    with ScriptStandby() as standby:
+        runs = Runs(script, standby)
+        early = runs.run().trace
+        assert not runs.forked
+        for options, whole in ((OPTIONS, early), (LATE, runs.whole(LATE)), (OPTIONS, early)):
+            assert difference(runs.run(options).trace, whole) == ""
+            assert runs.forked
+    assert difference(early, runs.whole(LATE)), "the script does not race"
+
+
+@pytest.mark.parametrize(
+    ("before", "why"),
+    [
+        (
+            "threading.Thread(target=threading.Event().wait, daemon=True, name='mine').start()",
+            "thread (mine)",
+        ),
+        ("import subprocess; child = subprocess.Popen(['sleep', '30'])", "started a process"),
+        ("file = open(__file__ + '.log', 'w+')", "script.py.log open"),
+        ("import socket; pair = socket.socketpair()", "open"),
+        ("torch.ones(1, requires_grad=True, device='cuda').sum().backward()", "PyTorch has started a thread"),
+    ],
+)
+def test_a_script_with_what_a_fork_lacks_is_run_as_a_whole(tmp_path, before, why):
+    end = "\nif 'child' in globals(): child.kill()"
+    with ScriptStandby() as standby:
+        runs = Runs(script_of(tmp_path, before, after=end), standby)
+        runs.run()
+        runs.run(LATE)
+        assert not runs.forked
+        assert why in standby.declined
+
+
+def test_a_run_that_begins_otherwise_is_a_whole_run(tmp_path):
+    with ScriptStandby() as standby:
+        runs = Runs(script_of(tmp_path), standby)
+        runs.run(LATE)
+        for options, change in (
+            (OPTIONS, ScriptChange()),  # work before the fork was late
+            (replace(LATE, values="float=2"), ScriptChange()),
+            (replace(LATE, steps=2), ScriptChange()),
+            (LATE, ScriptChange(fused=True)),
+        ):
+            runs.run(options, change)
+            assert not runs.forked
+        runs.run(LATE)
+        assert runs.forked
+
+
+def test_what_a_script_leaves_for_its_end_happens_once_where_it_was_left(tmp_path):
+    before = """
+def note(text):
+    with open(__file__ + '.log', 'a') as file:
+        file.write(text + '\\n')
+atexit.register(note, 'begun before')
+log = open(__file__ + '.steps', 'w', buffering=1)
+log.write('begun\\n')"""
+    after = "    log.write(f'{step}\\n')\natexit.register(note, 'begun after')"
+    script = script_of(tmp_path, before, after=after)
+    with ScriptStandby() as standby:
+        runs = Runs(script, standby)
+        runs.run()
+        log = Path(f"{script}.log")
+        assert log.read_text() == "begun before\n"  # memfit ends a script within its third step
+        assert Path(f"{script}.steps").read_text() == "begun\n0\n1\n"
+        runs.run(replace(OPTIONS, finish_late=True))
+        assert runs.forked
+    assert log.read_text() == "begun before\n"
+    assert Path(f"{script}.steps").read_text() == "begun\n0\n1\n"
+
+
+def test_a_fork_that_fails_is_followed_by_a_whole_run(tmp_path):
+    """The script removes at its end what a fork of it needs."""
+    before = (
+        "import tempfile; folder = tempfile.TemporaryDirectory(); open(folder.name + '/a', 'w').write('8')"
+    )
+    with ScriptStandby() as standby:
+        runs = Runs(script_of(tmp_path, before, "int(open(folder.name + '/a').read())"), standby)
+        early = runs.run().trace
+        assert difference(runs.run().trace, early) == ""
+        assert not runs.forked
+
+
+def processes(text):
+    """Return the processes, zombies apart, whose environment has a text."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+            if state not in "ZX" and text.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def wait_until(condition):
+    for _ in range(1000):
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.fixture
+def marked(tmp_path):
+    """Start a dry run whose script tells, in a file, which process it is in; all it starts bear a mark."""
+    started = []
+
+    def start(after):
+        before = "import time; SCRIPT = os.getpid()"
+        script = script_of(tmp_path, before, after=after)
+        mark = f"MEMFIT_TEST_MARK={tmp_path}"
+        process = subprocess.Popen(
+            [sys.executable, "-m", "memfit", "dry-run", "--to-end", script],
+            env=os.environ | {"MEMFIT_TEST_MARK": str(tmp_path)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process, mark
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+RACE = """
+side = torch.cuda.Stream()
+for _ in range(2):
+    blocks = [torch.empty(20 << 20, dtype=torch.uint8, device="cuda") for _ in range(3)]
+    for block in blocks:
+        block.record_stream(side)
+    del blocks, block
+"""
+HANGS_IN_THE_FORK = f"""{RACE}
+if os.getpid() != SCRIPT:
+    open(__file__ + '.fork', 'w').write(str(os.getpid()))
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("number", "to_group"), [(signal.SIGINT, True), (signal.SIGKILL, False)])
+def test_the_end_of_memfit_ends_the_standby_and_its_forks(tmp_path, marked, number, to_group):
+    process, mark = marked(HANGS_IN_THE_FORK)
+    assert wait_until(Path(f"{tmp_path}/script.py.fork").exists)
+    assert len(processes(mark)) >= 3  # memfit, the standby, and its fork
+    (os.killpg if to_group else os.kill)(process.pid, number)
+    process.communicate(timeout=30)
+    assert process.returncode == (130 if to_group else -number)
+    assert wait_until(lambda: not processes(mark))
+
+
+@pytest.mark.parametrize("end", ["raise ValueError('ends here')", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_a_script_that_dies_takes_its_standby_along(marked, end):
+    process, mark = marked(f"import signal\n{end}")
+    process.communicate(timeout=60)
+    assert process.returncode == 3
+    assert wait_until(lambda: not processes(mark))
+
+
+def test_the_output_says_how_the_script_ran_again(dry_run):
+    script = textwrap.dedent(TRAIN).replace("BEFORE", "pass").replace("SIZE", "1")
+    run = dry_run(script + RACE, options=("--to-end",))
+    assert run.answer["range"] is not None
+    assert "going on from a copy of the script's process" in run.err
+    assert "running the script again" not in run.err
+    run = dry_run(script.replace("pass", "pipe = os.pipe()") + RACE, options=("--to-end",))
+    assert run.answer["range"] is not None
+    assert "It starts the script anew each time, because the script has pipe:" in run.err
+
+
+def test_a_fork_that_takes_too_long_is_killed():
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    ended = []
+
+    def receive(_seconds):
+        if not ended:
+            return StandbyMessage()
+        return StandbyMessage(ended=process.wait())
+
+    fork = ForkedScript(receive, process.pid, time.monotonic())
+    assert fork.poll() is None
+    ended.append(True)
+    assert fork.wait() == -signal.SIGKILL
