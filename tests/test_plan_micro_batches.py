@@ -67,7 +67,7 @@ def test_a_loop_that_accumulates_needs_what_the_plan_for_the_plain_loop_says(scr
     assert parts >= 2
     assert (divided["size"], divided["loader"]["size"]) == (32 // parts, 32 // parts)
     assert found["plan"] == {"accumulation": {"parts_per_batch": parts}}
-    assert found["bit_for_bit"] is False
+    assert found["equality"] == "up to rounding"
     assert f"DataLoader(batch_size={32 // parts}), now 32" in printed
     assert f"loss = loss / {parts}" in printed
     assert "Random numbers" not in printed
@@ -85,7 +85,7 @@ def test_a_loop_that_accumulates_needs_what_the_plan_for_the_plain_loop_says(scr
 def test_bitwise_recomputes_instead(script, tmp_path):
     printed, found = planned(script, tmp_path / "plan.json", "--bitwise", script)
     assert found["micro_batches"] is None
-    assert found["bit_for_bit"] is True
+    assert found["equality"] == "bit for bit"
     assert "checkpointing" in found["plan"]
     assert "The same results, bit for bit." in printed
 

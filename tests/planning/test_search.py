@@ -12,7 +12,8 @@ from rich.console import Console
 from memfit.analysis.script_change import ScriptChange, TrialResult
 from memfit.errors import TargetError
 from memfit.planning.choose import CheckpointChooser
-from memfit.planning.search import Allowed, PlannedScript, find_plan
+from memfit.planning.plan_runs import PlannedScript
+from memfit.planning.search import Allowed, find_plan
 from memfit.records import Action, DeviceUse, Figure, LoaderBatchSize, Provenance, ScriptEnd
 from memfit.report.schema.plan_schema import ScriptPlanJson, to_json
 from memfit.report.terminal.script_plan import print_plan
@@ -170,7 +171,7 @@ def test_a_model_in_which_nothing_can_be_saved_is_not_run_again():
     found = planned(script, 0.5)
     assert (found.chosen, script.changes) == (None, [])
     assert found.smallest.needs == found.as_written.needs
-    assert "other memory is left" in found.reason
+    assert "At the smallest peak, in the setup, there are: " in found.reason
 
 
 def test_a_refused_plan_is_no_plan_and_says_why():
@@ -239,20 +240,20 @@ class BatchedScript(Script):
 def test_batches_are_divided_where_that_takes_less_time_than_recomputation():
     script = BatchedScript()
     found = planned(script, 0.55)
-    assert (found.chosen.micro_batches.count, found.chosen.micro_batches.size) == (2, 64)
-    assert found.chosen.micro_batches.where == "t.py:7"
-    assert found.chosen.micro_batches.draws
+    assert (found.chosen.divided.count, found.chosen.divided.size) == (2, 64)
+    assert found.chosen.divided.where == "t.py:7"
+    assert found.chosen.divided.draws
     assert found.chosen.settings == {"accumulation": {"parts_per_batch": 2}}
     assert 1.0 <= found.bound <= found.chosen.time < 1.05
-    assert not found.chosen.is_bit_for_bit
+    assert found.chosen.equality == "up to rounding"
     assert (script.divided, script.changes, found.models) == ([2], [], ())
     written = json.loads(to_json(found))
-    assert (written["micro_batches"]["loader"]["size"], written["bit_for_bit"]) == (64, False)
+    assert (written["micro_batches"]["loader"]["size"], written["equality"]) == (64, "up to rounding")
 
 
 def test_batches_are_divided_no_further_than_needed():
     script = BatchedScript()
-    assert planned(script, 0.3).chosen.micro_batches.count == 4
+    assert planned(script, 0.3).chosen.divided.count == 4
     assert script.divided == [2, 4]
 
 
@@ -260,14 +261,14 @@ def test_where_only_bits_count_batches_stay_whole():
     script = BatchedScript()
     found = find(script, int(0.55 * script.plain) * MIB + OUTSIDE, Allowed(rounding=False))
     assert (script.divided, found.undivided) == ([], "")
-    assert found.chosen is None or found.chosen.is_bit_for_bit
+    assert found.chosen is None or found.chosen.equality == "bit for bit"
 
 
 def test_batches_are_not_divided_where_samples_depend_on_each_other():
     script = BatchedScript(step=enlarged(feed_forward(blocks=3, samples=64).record()))
     found = planned(script, 0.7)
     assert found.undivided == "with half the samples, the step runs other operations"
-    assert (script.divided, found.chosen.micro_batches) == ([2], None)
+    assert (script.divided, found.chosen.divided) == ([2], None)
     assert "checkpointing" in found.chosen.settings
 
 
@@ -275,13 +276,13 @@ def test_a_loop_that_cannot_accumulate_is_recomputed_and_the_reason_is_kept():
     script = BatchedScript(refuses=lambda _: True)
     found = planned(script, 0.7)
     assert found.undivided == "it drops gradients"
-    assert found.chosen.micro_batches is None
+    assert found.chosen.divided is None
 
 
 def test_modules_are_recomputed_in_micro_batches_where_neither_is_enough():
     script = BatchedScript(refuses=lambda change: change.micro_batches > 2)
     found = planned(script, 0.4)
-    assert found.chosen.micro_batches.count == 2
+    assert found.chosen.divided.count == 2
     assert found.chosen.settings.keys() == {"accumulation", "checkpointing"}
     assert found.chosen.needs.bytes <= found.budget
     assert found.undivided == "it drops gradients"

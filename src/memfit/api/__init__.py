@@ -10,7 +10,7 @@ script ── run.parent ──> trace file ── trace.trace_file ──> Trac
 from memfit.api.comparison import compare, compare_on_ghost
 from memfit.api.ghost_runs import FinishedRun, run_on_ghost
 from memfit.api.packings import pack, pack_table
-from memfit.api.planning import auto_checkpoint, plan, plan_on_ghost
+from memfit.api.planning import allowed_changes, auto_checkpoint, plan, plan_on_ghost
 from memfit.api.ranks_together import run_beside_ranks
 from memfit.api.runs import dry_run, estimate, record, run_on_card
 from memfit.api.traces import (
@@ -28,12 +28,11 @@ from memfit.atomic_files import write_bytes
 from memfit.card.context_measurement import keep_context, measure_context
 from memfit.ghost.doctor import Check, checks
 from memfit.packing.csv_table import packed_table
-from memfit.planning.search import Allowed
 from memfit.trace.snapshot import write_snapshot
 
 __all__ = [
-    "Allowed",
     "FinishedRun",
+    "allowed_changes",
     "auto_checkpoint",
     "chrome_trace",
     "compare",

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.devices import DEFAULT, NO_LIMIT, find_device
 from memfit.errors import UsageError
-from memfit.planning.search import Allowed, PlannedScript, find_plan
+from memfit.planning.plan_runs import PlannedScript
+from memfit.planning.search import PRECISIONS, Allowed, find_plan
 from memfit.planning.seconds import RULE, host_copies, roofline
 from memfit.records import ScriptPlan
 from memfit.report.terminal.script_plan import PrintableScriptPlan
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, script_command
 from memfit.run.resolve_options import ghost_settings
+from memfit.strategies.suggestions import unknown_name_error
 from memfit.strategies.trial_run import trial_runner
 from memfit.units import format_bytes, parse_bytes
 
@@ -34,6 +36,7 @@ def plan(  # noqa: PLR0913 - one parameter an option
     steps: int = STEPS,
     values: str = "",
     bitwise: bool = False,
+    allow: Sequence[str] = (),
     on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> ScriptPlan:
     """Return the fastest plan with which an unmodified script fits a budget; needs no GPU.
@@ -54,6 +57,7 @@ def plan(  # noqa: PLR0913 - one parameter an option
         steps: training steps after which memfit stops each run, at least 2.
         values: what the ghost returns when the script reads a GPU value, see ``RunOptions.values``.
         bitwise: whether results must be the same bit for bit: batches are not divided then.
+        allow: other numerics that the plan may use: ``amp`` (bf16 autocast), ``bf16`` (bf16 parameters).
         on_progress: called about ten times a second.
 
     Raises:
@@ -65,7 +69,8 @@ def plan(  # noqa: PLR0913 - one parameter an option
     (True, 1.07)
     """
     options = RunOptions(module=module, steps=steps, gpu=gpu, memory=budget, in_use=in_use, values=values)
-    return plan_on_ghost(script, arguments, options, on_progress, Allowed(rounding=not bitwise))
+    allowed = allowed_changes(bitwise=bitwise, allow=allow)
+    return plan_on_ghost(script, arguments, options, on_progress, allowed)
 
 
 def auto_checkpoint(
@@ -131,6 +136,20 @@ def auto_checkpoint(
     if found.chosen.changes:
         apply(model, found.chosen.settings)
     return found
+
+
+def allowed_changes(*, bitwise: bool, allow: Sequence[str]) -> Allowed:
+    """Return what a plan may change, given as for ``plan``.
+
+    Raises:
+        UsageError: ``allow`` names something unknown, or contradicts ``bitwise``.
+    """
+    for name in allow:
+        if name not in PRECISIONS:
+            raise unknown_name_error("a precision that a plan can use", name, PRECISIONS)
+    if allow and bitwise:
+        raise UsageError("bitwise keeps every bit, but allow permits other numerics: choose one of the two.")
+    return Allowed(rounding=not bitwise, precisions=tuple(allow))
 
 
 def plan_on_ghost(

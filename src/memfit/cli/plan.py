@@ -1,7 +1,7 @@
 """``memfit plan``."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -27,6 +27,7 @@ def plan(  # noqa: PLR0913 - one parameter an option
     gpu: Annotated[str, Parameter(group=TARGET)] = DEFAULT,
     in_use: Annotated[str, Parameter(group=TARGET)] = "0",
     bitwise: Annotated[bool, Parameter(negative="")] = False,
+    allow: Annotated[tuple[Literal["amp", "bf16"], ...], Parameter(negative="")] = (),
     steps: int = STEPS,
     output: Annotated[Path | None, Parameter(name=["-o", "--output"], group=OUTPUT)] = None,
     json: Annotated[str | None, Parameter(group=OUTPUT, allow_leading_hyphen=True)] = None,
@@ -52,6 +53,8 @@ def plan(  # noqa: PLR0913 - one parameter an option
         in_use: Assume that the desktop or other jobs already use this much GPU memory, for example 1.5GiB.
         bitwise: Find a plan whose results are the same bit for bit: batches are not divided into
             micro-batches, and the optimizer stays as it is.
+        allow: Other numerics that the plan may use: amp (bf16 autocast) or bf16 (parameters in bf16). memfit
+            never uses them otherwise. May be repeated.
         steps: Stop each run after this many training steps, at least 2.
         output: Write the plan to this file, for example plan.json. memfit.apply(model, "plan.json") carries
             it out.
@@ -67,6 +70,7 @@ def plan(  # noqa: PLR0913 - one parameter an option
     if steps < _LEAST_STEPS:
         raise UsageError(f"--steps {steps} is too few: memfit records the second training step.")
     check_outputs({"-o": output, "--json": json_file(json)}, script_file(command[0], module=module))
+    allowed = api.allowed_changes(bitwise=bitwise, allow=allow)
     options = RunOptions(
         module=module,
         steps=steps,
@@ -76,6 +80,6 @@ def plan(  # noqa: PLR0913 - one parameter an option
         values=",".join(values),
     )
     with progress(options.steps, reruns=_RUNS) as show:
-        result = api.plan_on_ghost(command[0], command[1:], options, show, api.Allowed(rounding=not bitwise))
+        result = api.plan_on_ghost(command[0], command[1:], options, show, allowed)
     write_plan(result, json, output)
     return 1 if fail and result.chosen is None else 0

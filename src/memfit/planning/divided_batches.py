@@ -1,33 +1,21 @@
 """How a script's batches can be divided into micro-batches, of which each update sums the gradients."""
 
-from dataclasses import dataclass
-from typing import Any
-
 from memfit.analysis.advice_candidates import AdviceCandidate, RunFacts
 from memfit.analysis.script_change import ScriptChange
+from memfit.planning.plan_runs import PlanChange
 from memfit.records import DividedBatches
 
 
-@dataclass(frozen=True, slots=True)
-class Division:
-    """Batches divided into so many micro-batches."""
+def divisions(facts: RunFacts, *, draws: bool) -> list[PlanChange]:
+    """Return the ways to divide a script's batches into equal parts, largest first.
 
-    micro_batches: DividedBatches
-    change: ScriptChange
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings of a ``memfit.Plan``, for ``memfit.Engine``; none if the script's options do it."""
-        if self.micro_batches.by_option:
-            return {}
-        return {"accumulation": {"parts_per_batch": self.micro_batches.count}}
-
-
-def divisions(facts: RunFacts) -> list[Division]:
-    """Return the ways to divide a script's batches into equal parts, largest first."""
+    Args:
+        facts: what sets the batch size.
+        draws: whether a step draws random numbers.
+    """
     whole = facts.batch_size
     return [
-        _division(whole // one.batch_size, one)
+        _division(whole // one.batch_size, one, draws=draws)
         for one in facts.smaller_batches
         if one.batch_size and whole % one.batch_size == 0
     ]
@@ -40,17 +28,21 @@ def why_indivisible(facts: RunFacts) -> str:
     return "memfit found no option and no DataLoader that sets the batch size"
 
 
-def _division(count: int, smaller: AdviceCandidate) -> Division:
-    change = smaller.change
-    micro_batches = DividedBatches(
+def _division(count: int, smaller: AdviceCandidate, *, draws: bool) -> PlanChange:
+    change, own = smaller.change, smaller.accumulates
+    divided = DividedBatches(
         count,
         smaller.batch_size,
         smaller.how,
         smaller.where,
         change.arguments,
         change.loader,
-        by_option=smaller.accumulates,
+        draws=draws,
+        by_option=own,
     )
-    return Division(
-        micro_batches, change if smaller.accumulates else change | ScriptChange(micro_batches=count)
+    return PlanChange(
+        change if own else change | ScriptChange(micro_batches=count),
+        {} if own else {"accumulation": {"parts_per_batch": count}},  # the script's own options, or Engine's
+        divided,
+        words=(f"{count} micro-batches",),
     )

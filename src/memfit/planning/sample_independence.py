@@ -15,8 +15,6 @@ from enum import Enum
 from memfit.records import Operation, StepOperations
 
 _HALF = 2
-_SCALAR = 8
-"""Bytes of one number at most."""
 _SUMS = (
     "aten.sum",
     "aten.mean",
@@ -47,8 +45,13 @@ _LINEAR = (
 )
 """Operations through which a sum stays one, if all else that they read is constant."""
 _PRODUCTS, _QUOTIENT = ("aten.mul", "aten.div"), "aten.div"
-_WITH_WEIGHTS = ("aten._cudnn_rnn",)
-"""Operations that also return a copy of their weights."""
+_WITH_CONSTANTS = (
+    "aten._cudnn_rnn",
+    "aten._scaled_dot_product",
+    "aten._flash_attention",
+    "aten._efficient_attention",
+)
+"""Operations that also return a copy of their weights, or the seed of a random draw."""
 
 
 class _Kind(Enum):
@@ -129,10 +132,9 @@ def _results(
     if name.startswith(_SUMS):
         reduced = _Kind.COUNT if operation.dtype.startswith("int") else _Kind.SUM
         return [reduced if kind is _Kind.CONSTANT else kind for kind in kinds], ""
-    seeds = _SCALAR if _Kind.SAMPLES in kinds and "batch_norm" not in name else 0  # of a random draw
     combined = any(
-        kind is _Kind.CONSTANT and size > seeds for kind, size in zip(kinds, created, strict=True)
-    ) and not name.startswith(_WITH_WEIGHTS)
+        kind is _Kind.CONSTANT and size for kind, size in zip(kinds, created, strict=True)
+    ) and not name.startswith(_WITH_CONSTANTS)
     return kinds, "samples are combined other than by a sum or a mean" * combined
 
 

@@ -12,62 +12,37 @@ A model predicts allocated bytes of one step; what counts is what the process ne
 much they differ, and the next choice is made with that. No plan is returned that has not run.
 """
 
-from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from memfit.analysis.advice_candidates import RunFacts
-from memfit.analysis.needed_memory import ReplayedRun
-from memfit.analysis.script_change import (
-    PlannedRegion,
-    PlannedStrategy,
-    RunTrial,
-    ScriptChange,
-    TrialResult,
-    why_it_failed,
-)
+from memfit.analysis.script_change import PlannedStrategy, ScriptChange, TrialResult, why_it_failed
 from memfit.analysis.summary import summarize
 from memfit.errors import TargetError
 from memfit.planning.bracket import WORTH, Bracket
 from memfit.planning.choose import CheckpointChoice, CheckpointChooser
-from memfit.planning.divided_batches import Division, divisions, why_indivisible
+from memfit.planning.divided_batches import divisions, why_indivisible
+from memfit.planning.plan_runs import PlanChange, PlannedScript, PlanRuns, recomputation
 from memfit.planning.sample_independence import why_dependent
 from memfit.planning.seconds import step_seconds
-from memfit.records import (
-    DividedBatches,
-    Figure,
-    Operation,
-    Phase,
-    PlanRun,
-    ScriptEnd,
-    ScriptPlan,
-    StepOperations,
-    worst,
-)
+from memfit.records import Phase, PlanRun, ScriptEnd, ScriptPlan, StepOperations
+from memfit.units import format_gib
 
 _UNRECORDED = (
     "memfit saw no training step to plan: no optimizer stepped twice, or the script calls no module of its "
     "model."
 )
 _MOST_RUNS = 10
-"""Plans that run on the ghost at most."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedScript:
-    """A script to be planned for, and what is known about the card."""
-
-    run: RunTrial
-    """Runs it under a change, with unlimited memory."""
-    run_late: RunTrial
-    """The same, with GPU work on side streams that finishes as late as its order allows."""
-    seconds: Callable[[Operation], float]
-    """How long an operation takes."""
-    copy: Callable[[int], float]
-    """How long it takes to copy bytes to the host and back."""
-    rule: str
-    """What the times are based on."""
+"""Plans that run on the ghost at most, with and without offload."""
+PRECISIONS: dict[str, dict[str, str | bool]] = {
+    "amp": {"dtype": "bf16"},
+    "bf16": {"dtype": "bf16", "autocast": False},
+}
+"""Other numerics that a plan may use, as settings of ``memfit.Precision``."""
+_IN_MODEL = {"precision", "checkpointing"}
+"""Settings that change the model."""
+_TOTALS = ("allocated", "cached, not allocated", "reserved", "process")
+_MUCH = 0.02
+"""Share of a peak from which what holds it is named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +53,8 @@ class Allowed:
     """``PYTORCH_ALLOC_CONF``."""
     rounding: bool = True
     """The order in which sums are taken: batches are divided, and optimizers fused."""
+    precisions: tuple[str, ...] = ()
+    """Of ``PRECISIONS``: used if they lower the peak, and a plan with them fits."""
 
 
 def find_plan(script: PlannedScript, budget: int, allowed: Allowed = Allowed()) -> ScriptPlan:
@@ -101,11 +78,8 @@ def find_plan(script: PlannedScript, budget: int, allowed: Allowed = Allowed()) 
 class _Base:
     """The script with batches of one size; what to recompute in it is still to be chosen."""
 
-    change: ScriptChange
-    micro_batches: DividedBatches | None
+    plan: PlanChange
     operations: StepOperations
-    time: float
-    """Of a step, relative to the script as written."""
     run: PlanRun
     """With nothing recomputed."""
     bracket: Bracket
@@ -115,214 +89,198 @@ class _Base:
     @property
     def parts(self) -> int:
         """Micro-batches of a batch."""
-        return self.micro_batches.count if self.micro_batches is not None else 1
+        return self.plan.divided.count if self.plan.divided is not None else 1
 
 
 class _PlanSearch:
     def __init__(self, script: PlannedScript, plain: TrialResult, budget: int, allowed: Allowed) -> None:
-        self._script, self._plain, self._budget = script, plain, budget
-        self._allowed = allowed
+        self._script, self._plain, self._budget, self._allowed = script, plain, budget, allowed
+        self._runs = PlanRuns(script, budget, tune=allowed.allocator)
         self._optimizer = plain.operations.optimizer if plain.operations is not None else None
-        self._tried: list[PlanRun] = []
         self._models: tuple[str, ...] = ()
         self._refusal = ""  # why nothing can be recomputed
         self._undivided = ""  # why batches are not divided, or no further
+        self._divisions: list[PlanChange] = []
         self._step = 0.0  # seconds of a step as written
-        self._divisions: list[Division] = []
 
     def plan(self) -> ScriptPlan:
-        as_written = self._ran(self._plain, {}, 1.0)
-        if as_written.needs.bytes <= self._budget:
+        as_written = self._runs.needs(self._plain.trace, PlanChange(), 1.0, tune=False)
+        if self._runs.fits(as_written):
             return self._answer(as_written, chosen=as_written)
-        tuned = self._ran(self._plain, {}, 1.0, tune=True)
+        tuned = self._runs.needs(self._plain.trace, PlanChange(), 1.0)
         if tuned.conf:
-            self._tried.append(tuned)
-        if tuned.needs.bytes <= self._budget:
+            self._runs.tried.append(tuned)
+        if self._runs.fits(tuned):
             return self._answer(as_written, chosen=tuned)
         if self._plain.operations is None:
             return self._answer(as_written, smallest=tuned, reason=_UNRECORDED)
         self._step = step_seconds(self._plain.operations, self._script.seconds)
-        bases = [self._first_base(tuned, self._plain.operations)]
-        self._look_for_divisions()
-        chosen = self._search(bases)
+        chosen, bases = None, []
+        for root in self._roots(tuned, self._plain.operations):
+            self._look_for_divisions()
+            chain = [root]
+            chosen = self._search(chain)
+            bases += chain
+            if chosen is not None:
+                break
         if chosen is None and not self._refusal:
+            self._divisions = []
             bases = [self._offloading(base) for base in bases]
             chosen = self._search(bases)
         if chosen is None:
-            smallest = min([*self._tried, tuned], key=lambda each: each.needs.bytes)
-            return self._answer(as_written, smallest=smallest, reason=self._refusal or _too_small(smallest))
-        bound = min(base.time + base.parts * self._least(base) / self._step for base in bases)
+            smallest = min([*self._runs.tried, tuned], key=lambda each: each.needs.bytes)
+            reason = self._refusal or self._too_small(smallest)
+            return self._answer(as_written, smallest=smallest, reason=reason)
+        bound = min(base.run.time + base.parts * self._least(base) / self._step for base in bases)
         return self._answer(as_written, chosen=chosen, bound=min(bound, chosen.time))
-
-    def _least(self, base: _Base) -> float:
-        """Return a bound of the seconds that what fits adds to a base."""
-        return 0.0 if base.run.needs.bytes <= self._budget else base.bracket.bound
 
     def _search(self, bases: list[_Base]) -> PlanRun | None:
         """Return the fastest plan that fits, if one does; bases are added while they may pay."""
+        most = len(self._runs.tried) + _MOST_RUNS
         while True:
             fitting = [run for base in bases if (run := self._best(base)) is not None]
             best = min(fitting, key=lambda run: run.time, default=None)
-            proposals = [] if self._refusal else list(map(self._proposal, bases))
-            found = [each for each in proposals if each is not None]
-            likely = min(
-                (each for each in found if each[0].bracket.needs(each[1]) <= self._budget),
-                key=lambda each: self._time(*each),
-                default=None,
-            )
-            fastest = min(
-                best.time if best is not None else float("inf"),
-                self._time(*likely) if likely is not None else float("inf"),
-            )
-            if self._divisions and bases[-1].time < fastest - WORTH:
-                bases.extend(self._divide(bases[-1]))
+            found = [] if self._refusal else [each for base in bases if (each := self._proposal(base))]
+            fits = [each for each in found if each[0].bracket.needs(each[1]) <= self._budget]
+            likely = min(fits, key=lambda each: self._time(*each), default=None)
+            times = [run.time for run in fitting] + [self._time(*each) for each in fits]
+            if self._divisions and bases[-1].run.time < min(times, default=float("inf")) - WORTH:
+                bases.extend(self._divide(bases[0], bases[-1]))
                 continue
-            if len(self._tried) >= _MOST_RUNS:
+            if len(self._runs.tried) >= most:
                 return best
+            smallest = min(found, key=lambda each: each[0].bracket.needs(each[1]), default=None)
             if likely is not None and (best is None or self._time(*likely) < best.time - WORTH):
                 self._try(*likely)
-            elif best is not None or not found:
-                return best
+            elif best is None and smallest is not None and self._may_be_smallest(*smallest):
+                self._try(*smallest)
             else:
-                self._try(*min(found, key=lambda each: each[0].bracket.needs(each[1])))
+                return best
 
     def _best(self, base: _Base) -> PlanRun | None:
         """Return the fastest run of a base that fits."""
-        if base.run.needs.bytes <= self._budget:
+        if self._runs.fits(base.run):
             return base.run
         return base.bracket.best[1] if base.bracket.best is not None else None
 
     def _proposal(self, base: _Base) -> tuple[_Base, CheckpointChoice] | None:
-        choice = None if base.run.needs.bytes <= self._budget else base.bracket.next()
+        choice = None if self._runs.fits(base.run) else base.bracket.next()
         return None if choice is None else (base, choice)
 
     def _time(self, base: _Base, choice: CheckpointChoice) -> float:
-        return base.time + base.parts * choice.seconds / self._step
+        return base.run.time + base.parts * choice.seconds / self._step
+
+    def _least(self, base: _Base) -> float:
+        """Return a bound of the seconds that what fits adds to a base."""
+        return 0.0 if self._runs.fits(base.run) else base.bracket.bound
+
+    def _may_be_smallest(self, base: _Base, choice: CheckpointChoice) -> bool:
+        """Return whether a choice is predicted to need less than every plan that ran."""
+        return base.bracket.needs(choice) < min(
+            (run.needs.bytes for run in self._runs.tried), default=base.run.needs.bytes
+        )
 
     # ---- bases --------------------------------------------------------------------------------------------
 
-    def _base(
-        self,
-        change: ScriptChange,
-        micro_batches: DividedBatches | None,
-        operations: StepOperations,
-        run: PlanRun,
-    ) -> _Base:
+    def _base(self, plan: PlanChange, operations: StepOperations, run: PlanRun) -> _Base:
         chooser = CheckpointChooser(operations, self._script.seconds)
-        bracket = Bracket(chooser, self._budget, run.needs.bytes, self._step)
-        return _Base(change, micro_batches, operations, run.time, run, bracket)
+        return _Base(plan, operations, run, Bracket(chooser, self._budget, run.needs.bytes, self._step))
 
-    def _first_base(self, tuned: PlanRun, operations: StepOperations) -> _Base:
-        """Return the script with its own batches: with a fused optimizer if the peak is in the optimizer."""
-        first = self._base(ScriptChange(), None, operations, tuned)
-        if not self._allowed.rounding or tuned.place.phase is not Phase.OPTIMIZER:
-            return first
-        result = self._script.run(ScriptChange(fused=True, operations=True), "fused optimizer")
-        if isinstance(result, ScriptEnd) or result.operations is None:
-            return first
-        run = self._ran(result, {}, 1.0, tune=True, fused=True)
-        self._tried.append(run)
-        if run.needs.bytes >= tuned.needs.bytes:
-            return first
-        return self._base(ScriptChange(fused=True), None, result.operations, run)
+    def _roots(self, tuned: PlanRun, operations: StepOperations) -> list[_Base]:
+        """Return the script with whole batches: first with what lowers its peak in no more time."""
+        plain = self._base(PlanChange(), operations, tuned)
+        roots = [plain]
+        for name in self._allowed.precisions:
+            settings = PRECISIONS[name]
+            strategy = PlannedStrategy("precision", tuple(settings.items()))
+            roots += self._lower(
+                plain, PlanChange(ScriptChange((strategy,)), {"precision": settings}, words=(name,))
+            )
+        roots.sort(key=lambda base: base.run.needs.bytes)
+        if self._allowed.rounding and roots[0].run.place.phase is Phase.OPTIMIZER:
+            fused = PlanChange(ScriptChange(fused=True), words=("fused optimizer",))
+            roots = [*(self._lower(roots[0], roots[0].plan | fused) or roots[:1]), *roots[1:]]
+        return roots
+
+    def _lower(self, base: _Base, plan: PlanChange) -> list[_Base]:
+        """Run the script under a change; return it as a base, or nothing if it needs no less than another."""
+        made = self._runs.make(plan, self._relative, operations=True)
+        if isinstance(made, ScriptEnd) or made[0].operations is None:
+            return []
+        if made[1].needs.bytes >= base.run.needs.bytes:
+            return []
+        self._models = made[0].models
+        return [self._base(plan, made[0].operations, made[1])]
+
+    def _relative(self, result: TrialResult, parts: int = 1) -> float:
+        """Return the time of a recorded run's step, relative to the script as written."""
+        if result.operations is None:
+            return float("inf")
+        return parts * step_seconds(result.operations, self._script.seconds) / self._step
 
     def _look_for_divisions(self) -> None:
         if self._allowed.rounding:
             facts = RunFacts.of(self._plain.trace, summarize(self._plain.trace))
-            self._divisions = divisions(facts)
+            self._divisions = divisions(facts, draws=self._draws())
             self._undivided = "" if self._divisions else why_indivisible(facts)
 
-    def _divide(self, last: _Base) -> list[_Base]:
+    def _draws(self) -> bool:
+        operations = self._plain.operations
+        return operations is not None and any(each.random for each in operations.forward)
+
+    def _divide(self, whole: _Base, last: _Base) -> list[_Base]:
         """Run the script with the next smaller batches; return it as a base, or nothing if it must not be."""
         division = self._divisions.pop(0)
-        change = division.change | ScriptChange(fused=last.change.fused)
-        what = f"{division.micro_batches.count} micro-batches (plan {len(self._tried) + 1})"
-        result = self._script.run(change | ScriptChange(operations=True), what)
-        if isinstance(result, ScriptEnd):
-            fault = why_it_failed(result)
-        elif result.operations is None:
+        plan = whole.plan | division
+        parts = plan.divided.count if plan.divided is not None else 1
+        made = self._runs.make(
+            plan, lambda result: max(self._relative(result, parts), last.run.time), operations=True
+        )
+        if isinstance(made, ScriptEnd):
+            fault = why_it_failed(made)
+        elif made[0].operations is None:
             fault = _UNRECORDED
         else:
-            fault = "" if last.parts > 1 else why_dependent(last.operations, result.operations)
-        if fault or isinstance(result, ScriptEnd) or result.operations is None:
+            fault = "" if last.parts > 1 else why_dependent(last.operations, made[0].operations)
+        if fault or isinstance(made, ScriptEnd) or made[0].operations is None:
             self._divisions, self._undivided = [], fault
+            if not isinstance(made, ScriptEnd):
+                self._runs.tried.pop()
             return []
-        draws = any(operation.random for operation in result.operations.forward)
-        micro_batches = replace(division.micro_batches, draws=draws)
-        step = step_seconds(result.operations, self._script.seconds)
-        time = max(micro_batches.count * step / self._step, last.time)
-        run = self._ran(
-            result,
-            division.settings,
-            time,
-            tune=True,
-            micro_batches=micro_batches,
-            fused=change.fused,
-        )
-        self._tried.append(run)
-        return [self._base(change, micro_batches, result.operations, run)]
+        return [self._base(plan, made[0].operations, made[1])]
 
     def _offloading(self, base: _Base) -> _Base:
         chooser = CheckpointChooser(base.operations, self._script.seconds, self._script.copy)
         bracket = Bracket(chooser, self._budget, base.run.needs.bytes, self._step)
         return replace(base, bracket=bracket, offload=True)
 
-    # ---- runs ---------------------------------------------------------------------------------------------
-
     def _try(self, base: _Base, choice: CheckpointChoice) -> None:
-        """Run a plan."""
-        regions = _regions(choice)
-        settings: dict[str, Any] = dict(base.run.settings)
-        settings["checkpointing"] = {"regions": [_plain_region(region) for region in regions]}
-        strategies = [PlannedStrategy("checkpointing", (("regions", regions),))]
-        count = sum(len(region.modules) for region in regions)
-        what = f"{count} module{'s' * (count != 1)} checkpointed"
-        if base.offload:
-            settings["offload"] = {"what": "inputs"}
-            strategies.append(PlannedStrategy("offload", (("what", "inputs"),)))
-            what += ", inputs offloaded"
-        if base.micro_batches is not None:
-            what += f", {base.parts} micro-batches"
-        what += f" (plan {len(self._tried) + 1})"
-        run = self._script.run_late if base.offload else self._script.run
-        result = run(base.change | ScriptChange(tuple(strategies), self._optimizer), what)
-        if isinstance(result, ScriptEnd):
-            self._refusal = f"With {what}, {why_it_failed(result)}"
+        """Run a plan, and correct the model of its base."""
+        change = recomputation(choice, self._optimizer, offload=base.offload)
+        made = self._runs.make(base.plan | change, self._time(base, choice))
+        if isinstance(made, ScriptEnd):
+            self._refusal = f"With {', '.join((*base.plan.words, *change.words))}, {why_it_failed(made)}"
             return
+        result, run = made
         self._models = result.models
-        time = self._time(base, choice)
-        done = self._ran(
-            result,
-            settings,
-            time,
-            tune=True,
-            micro_batches=base.micro_batches,
-            fused=base.change.fused,
-        )
-        self._tried.append(done)
-        base.bracket.add(choice, done)
+        base.bracket.add(choice, run)
 
-    def _ran(
-        self,
-        result: TrialResult,
-        settings: dict[str, Any],
-        time: float,
-        *,
-        tune: bool = False,
-        micro_batches: DividedBatches | None = None,
-        fused: bool = False,
-    ) -> PlanRun:
-        """Return what a run needs; with ``tune``, with expandable segments if it fits only with them."""
-        found = summarize(result.trace)
-        run = ReplayedRun.of(result.trace, found)
-        needs, conf = _process(run), ""
-        if tune and self._allowed.allocator and needs.bytes > self._budget:
-            conf = RunFacts.of(result.trace, found).conf
-        if conf and (less := _process(replace(run, conf=conf))).bytes < needs.bytes:
-            needs = less
-        else:
-            conf = ""
-        return PlanRun(settings, needs, time, found.peak_place, conf, micro_batches, fused)
+    # ---- the answer ---------------------------------------------------------------------------------------
+
+    def _too_small(self, smallest: PlanRun) -> str:
+        place = smallest.place
+        where = " of ".join(filter(None, (f"the {place.phase}", place.module)))
+        held = sorted(smallest.terms, key=lambda term: -term.figure.bytes)
+        named = [
+            f"{term.name} {format_gib(term.figure.bytes)}"
+            for term in held
+            if term.name not in _TOTALS and term.figure.bytes >= _MUCH * smallest.needs.bytes
+        ]
+        divided = "divides batches, " * (smallest.divided is not None)
+        return (
+            f"memfit {divided}recomputes activations, and offloads the inputs of what it recomputes. None of "
+            f"these plans fits. At the smallest peak, in {where}, there are: {', '.join(named)}."
+        )
 
     def _answer(
         self,
@@ -342,39 +300,11 @@ class _PlanSearch:
             smallest=smallest,
             bound=bound,
             rule=self._script.rule,
-            tried=tuple(self._tried),
-            models=self._models if chosen is None or "checkpointing" in chosen.settings else (),
+            tried=tuple(self._runs.tried),
+            models=self._models if chosen is None or _IN_MODEL & chosen.settings.keys() else (),
             optimizer=self._optimizer,
             command=trace.command,
             versions=trace.versions,
             reason=reason,
             undivided=self._undivided,
         )
-
-
-def _regions(choice: CheckpointChoice) -> tuple[PlannedRegion, ...]:
-    """Return the modules that are checkpointed alike together."""
-    modules: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for module, save_ops in choice.save_ops.items():
-        modules[save_ops].append(module)
-    return tuple(sorted(PlannedRegion(tuple(names), ops) for ops, names in modules.items()))
-
-
-def _too_small(smallest: PlanRun) -> str:
-    place = smallest.place
-    where = " of ".join(filter(None, (f"the {place.phase}", place.module)))
-    return (
-        "memfit recomputes activations, and offloads the inputs of what it recomputes. No such plan is "
-        "enough:"
-        f" at the smallest peak, in {where}, other memory is left."
-    )
-
-
-def _plain_region(region: PlannedRegion) -> dict[str, list[str]]:
-    saved = {"save_ops": list(region.save_ops)} if region.save_ops else {}
-    return {"modules": list(region.modules)} | saved
-
-
-def _process(run: ReplayedRun) -> Figure:
-    reserved, outside = run.smallest(), run.trace.device.outside
-    return Figure(reserved.bytes + outside.bytes, worst(reserved.provenance, outside.provenance))

@@ -35,7 +35,7 @@ from memfit.records.fragmentation import Fragmentation, Hole, PinningBlock, Rese
 from memfit.records.provenance import Figure, Note, Provenance, worst
 from memfit.records.run_difference import RowChange, RunDifference
 from memfit.records.script_options import LoaderBatchSize, OptionPurpose, ScriptOption
-from memfit.records.script_plan import DividedBatches, PlanRun, ScriptPlan
+from memfit.records.script_plan import DividedBatches, Equality, PlanRun, ScriptPlan
 from memfit.records.step_operations import ModuleCall, Operation, StepOperations
 from memfit.records.strategy_comparison import ComparedRun, StrategyComparison
 from memfit.records.trace import (
@@ -85,6 +85,7 @@ __all__ = [
     "DividedBatches",
     "DriverCalls",
     "DryRun",
+    "Equality",
     "Events",
     "Explanation",
     "FailedMalloc",

@@ -2,11 +2,24 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
+from memfit.records.dry_run import Term
 from memfit.records.provenance import Figure
 from memfit.records.script_options import LoaderBatchSize
 from memfit.records.trace import DeviceUse, ScriptLocation
+
+
+class Equality(StrEnum):
+    """How near the results under a plan are to those of the script as written."""
+
+    BITWISE = "bit for bit"
+    """The same results, bit for bit."""
+    ROUNDING = "up to rounding"
+    """The same sums, taken in another order."""
+    OTHER = "other numerics"
+    """Values of other precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +58,24 @@ class PlanRun:
     """Where most was allocated."""
     conf: str = ""
     """``PYTORCH_ALLOC_CONF`` under which it needs that; empty for the script's own."""
-    micro_batches: DividedBatches | None = None
-    """None if batches stay as they are."""
+    divided: DividedBatches | None = None
+    """None if batches stay whole."""
     fused: bool = False
     """Whether the optimizer is created with ``fused=True``."""
+    terms: tuple[Term, ...] = ()
+    """What holds the memory at the peak, as in ``DryRun``."""
 
     @property
     def changes(self) -> bool:
         """Whether it changes anything about the script."""
-        return bool(self.settings or self.conf or self.fused or self.micro_batches)
+        return bool(self.settings or self.conf or self.fused or self.divided)
 
     @property
-    def is_bit_for_bit(self) -> bool:
-        """Whether training under it computes the same, bit for bit; otherwise sums are rounded otherwise."""
-        return self.micro_batches is None and not self.fused
+    def equality(self) -> Equality:
+        """What training under it computes, compared with the script as written."""
+        if "precision" in self.settings:
+            return Equality.OTHER
+        return Equality.BITWISE if self.divided is None and not self.fused else Equality.ROUNDING
 
 
 @dataclass(frozen=True, slots=True)

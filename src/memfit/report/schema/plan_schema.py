@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from memfit.records import DividedBatches, Figure, PlanRun, ScriptPlan
+from memfit.records import DividedBatches, Equality, Figure, PlanRun, ScriptPlan
 from memfit.report.schema.dry_run_schema import DeviceJson
 from memfit.report.schema.encoding import SCHEMA_VERSION, encode
 
@@ -42,8 +42,8 @@ class ScriptPlanJson(msgspec.Struct, frozen=True):
     """How the chosen plan divides batches; null if it does not."""
     fused: bool
     """Whether the chosen plan needs ``fused=True`` when the optimizer is created."""
-    bit_for_bit: bool | None
-    """Whether results under the chosen plan are the same bit for bit; if not, up to rounding."""
+    equality: Equality | None
+    """How near the results under the chosen plan are to those of the script as written."""
     needs: Figure | None
     """Bytes of the process under the chosen plan."""
     time: float | None
@@ -80,9 +80,9 @@ def to_json(result: ScriptPlan) -> bytes:
             schema=SCHEMA_VERSION,
             plan=None if chosen is None else dict(chosen.settings),
             allocator="" if chosen is None else chosen.conf,
-            micro_batches=None if chosen is None else chosen.micro_batches,
+            micro_batches=None if chosen is None else chosen.divided,
             fused=chosen is not None and chosen.fused,
-            bit_for_bit=None if chosen is None else chosen.is_bit_for_bit,
+            equality=None if chosen is None else chosen.equality,
             needs=None if chosen is None else chosen.needs,
             time=None if chosen is None else chosen.time,
             bound=result.bound,
@@ -107,7 +107,7 @@ def _run(run: PlanRun) -> PlanRunJson:
     return PlanRunJson(
         dict(run.settings),
         run.conf,
-        run.micro_batches,
+        run.divided,
         run.fused,
         run.needs,
         run.time,

@@ -7,13 +7,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memfit.records import PlanRun, ScriptPlan
+from memfit.records import Equality, PlanRun, ScriptPlan
 from memfit.report.escape import escaped
 from memfit.report.printable import Printable
 from memfit.units import format_gib
 
-_BIT_FOR_BIT = "The same results, bit for bit."
-_ROUNDED = "The same results up to rounding, because sums are taken in another order (--bitwise keeps it)."
+_EQUAL = {
+    Equality.BITWISE: "The same results, bit for bit.",
+    Equality.ROUNDING: "The same results up to rounding, because sums are taken in another order (--bitwise "
+    "keeps it).",
+    Equality.OTHER: "Other numerics, as --allow permits: training in lower precision gives other results.",
+}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -40,9 +44,14 @@ def print_plan(result: ScriptPlan, console: Console) -> None:
         console.print(Text(line))
 
 
+def _precision(run: PlanRun) -> str:
+    settings = run.settings["precision"]
+    return f"{settings['dtype']}{' autocast' if settings.get('autocast', True) else ' parameters'}"
+
+
 def _micro_batches(chosen: PlanRun) -> Iterator[str]:
     """Say what to change in the script so that it divides its batches."""
-    divided = chosen.micro_batches
+    divided = chosen.divided
     if divided is None:
         return
     where = f"    # {escaped(divided.where)}" if divided.where else ""
@@ -92,13 +101,14 @@ def _table(result: ScriptPlan) -> Table:
 
 
 def _name(run: PlanRun) -> str:
-    divided = run.micro_batches
+    divided = run.divided
     named = [f"{divided.count} micro-batches of {divided.size}"] if divided is not None else []
     regions = run.settings.get("checkpointing", {}).get("regions", [])
     full = sum(len(region["modules"]) for region in regions if not region.get("save_ops"))
     part = sum(len(region["modules"]) for region in regions if region.get("save_ops"))
     named += [f"{full} modules recomputed"] * bool(full) + [f"{part} in part"] * bool(part)
     named += ["inputs offloaded"] * ("offload" in run.settings)
+    named += [_precision(run)] if "precision" in run.settings else []
     named += ["fused optimizer"] * run.fused
     named += ["expandable segments"] * bool(run.conf)
     return ", ".join(named) or "as written"
@@ -107,12 +117,31 @@ def _name(run: PlanRun) -> str:
 def _details(result: ScriptPlan) -> Iterator[str]:
     chosen = result.chosen
     if result.reason:
-        yield f"\n{escaped(result.reason[0].upper() + result.reason[1:])}"
+        yield f"\n{escaped(result.reason)}"
     if result.undivided and (chosen is None or chosen.changes):
-        yield f"\nBatches are not divided into micro-batches: {escaped(result.undivided)}."
+        divided = any(run.divided is not None for run in result.tried)
+        so_far = "divided no further" if divided else "not divided into micro-batches"
+        yield f"\nBatches are {so_far}: {escaped(result.undivided)}."
     if chosen is None or not chosen.changes:
         return
-    yield "\n" + (_BIT_FOR_BIT if chosen.is_bit_for_bit else _ROUNDED)
+    yield f"\n{_EQUAL[chosen.equality]}"
+    yield from _changes(chosen)
+    if chosen.time > 1 or chosen.settings:
+        yield (
+            f"Time: {chosen.time:.3f} times the script as written; no plan of this kind takes less than "
+            f"{result.bound:.3f} (assumed: {result.rule})."
+        )
+    if not result.models:  # it is applied, or changes no model
+        return
+    models = escaped(", ".join(result.models))
+    yield "To train with it, save it with -o plan.json, and write:"
+    yield f'    memfit.apply(model, "plan.json")  # before the optimizer is created: {models}'
+
+
+def _changes(chosen: PlanRun) -> Iterator[str]:
+    """Say what a plan changes."""
+    if "precision" in chosen.settings:
+        yield f"Precision: {_precision(chosen)}."
     yield from _micro_batches(chosen)
     if chosen.fused:
         yield "Write fused=True where the optimizer is created."
@@ -125,13 +154,3 @@ def _details(result: ScriptPlan) -> Iterator[str]:
             saved = region.get("save_ops", [])
             keeps = f"  keeping {', '.join(map(escaped, saved))}" if saved else ""
             yield f"    {', '.join(map(escaped, region['modules']))}{keeps}"
-    if chosen.time > 1 or chosen.settings:
-        yield (
-            f"Time: {chosen.time:.3f} times the script as written; no plan of this kind takes less than "
-            f"{result.bound:.3f} (assumed: {result.rule})."
-        )
-    if not result.models:  # it is applied, or changes no model
-        return
-    models = escaped(", ".join(result.models))
-    yield "To train with it, save it with -o plan.json, and write:"
-    yield f'    memfit.apply(model, "plan.json")  # before the optimizer is created: {models}'
