@@ -288,6 +288,25 @@ def test_modules_are_recomputed_in_micro_batches_where_neither_is_enough():
     assert found.undivided == "it drops gradients"
 
 
+class OtherNumerics(Script):
+    """A script that holds half as much under autocast."""
+
+    def __call__(self, change, what):
+        if [one.field for one in change.strategies] != ["precision"]:
+            return super().__call__(change, what)
+        assert change.operations
+        return TrialResult(needing(self.plain // 2), ("Net (optimizer: t:1)",), operations=self.step)
+
+
+def test_other_numerics_are_used_if_they_are_allowed_and_lower_the_peak():
+    script = OtherNumerics()
+    budget = int(0.55 * script.plain) * MIB + OUTSIDE
+    found = find(script, budget, Allowed(precisions=("amp",)))
+    assert found.chosen.settings == {"precision": {"dtype": "bf16"}}
+    assert (found.chosen.equality, found.models) == ("other numerics", ("Net (optimizer: t:1)",))
+    assert "precision" not in (find(script, budget).chosen or found.as_written).settings
+
+
 def test_the_result_prints_and_is_valid_json():
     found = planned(Script(), 0.7)
     text = io.StringIO()

@@ -106,7 +106,7 @@ def _name(run: PlanRun) -> str:
     regions = run.settings.get("checkpointing", {}).get("regions", [])
     full = sum(len(region["modules"]) for region in regions if not region.get("save_ops"))
     part = sum(len(region["modules"]) for region in regions if region.get("save_ops"))
-    named += [f"{full} modules recomputed"] * bool(full) + [f"{part} in part"] * bool(part)
+    named += [f"{full} module{'s' * (full != 1)} recomputed"] * bool(full) + [f"{part} in part"] * bool(part)
     named += ["inputs offloaded"] * ("offload" in run.settings)
     named += [_precision(run)] if "precision" in run.settings else []
     named += ["fused optimizer"] * run.fused
