@@ -1,7 +1,5 @@
 """``memfit.ChunkedHead``: losses and gradients of the plain head, without its logits."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -15,6 +13,7 @@ from support.plain_head import (
     FEATURES,
     LENGTH,
     POSITIONS,
+    Addmm,
     Largest,
     case,
     error,
@@ -42,6 +41,10 @@ OPTIONS = {
     "class weights, smoothed": lambda t, dtype: (
         ignored(t),
         {"weight": factors(CLASSES, dtype), "label_smoothing": 0.2},
+    ),
+    "class weights, a number far from any class ignored": lambda t, dtype: (
+        torch.where(ignored(t) < 0, -1000, t),
+        {"weight": factors(CLASSES, dtype), "ignore_index": -1000},
     ),
     "token weights": lambda t, dtype: (
         ignored(t),
@@ -132,69 +135,6 @@ def test_no_logits_exist_whole_nothing_runs_twice_and_one_tensor_has_the_weight_
     assert seen.sizes.count(head.weight.numel()) == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("bias", [True, False])
-def test_autocast(dtype, bias):
-    head, hidden, targets = case(torch.float32, bias)
-    with torch.autocast("cpu", dtype):
-        loss = plain(head, hidden, targets)
-    expected = gradients_of(loss * 1024, head, hidden)
-    for chunks in (1, 4):
-        with torch.autocast("cpu", dtype):
-            loss = ChunkedHead(head, chunks)(hidden, targets)
-        assert loss.dtype is torch.float32
-        found = gradients_of(loss * 1024, head, hidden)
-        assert [each.dtype for each in found] == [torch.float32] * len(found)
-        assert torch.equal(found[1], expected[1]), "rows are independent of each other"
-        assert error(found, expected) <= torch.finfo(dtype).eps
-        assert chunks > 1 or all(map(torch.equal, found, expected))
-
-
-def test_gradients_in_float16_are_those_of_the_scaled_loss():
-    """Those of the plain loss are below float16's smallest number."""
-    torch.manual_seed(0)
-    head = nn.Linear(4, 5000)
-    hidden, targets = torch.randn(512, 4, requires_grad=True), torch.randint(5000, (512,))
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
-    losses = [plain, lambda head, *rest: ChunkedHead(head, 8)(*rest)]
-    found = []
-    for loss in losses:
-        with torch.autocast("cpu", torch.float16):
-            value = loss(head, hidden, targets)
-        found.append([each / 2**16 for each in gradients_of(scaler.scale(value), head, hidden)])
-    exact = gradients_of(plain(head, hidden, targets), head, hidden)
-    assert torch.equal(found[0][1], found[1][1])
-    assert error(found[0], exact) < 5e-3
-    assert error(found[1], exact) < 5e-3
-    assert found[1][2].count_nonzero() == found[1][2].numel()
-
-
-def test_weights_in_float16_without_autocast():
-    head, hidden, targets = case(torch.float32)
-    half, low = copy.deepcopy(head).half(), hidden.detach().half().requires_grad_()
-    expected = gradients_of(plain(half, low, targets) * 2**16, half, low)
-    found = gradients_of(ChunkedHead(half, 4)(low, targets) * 2**16, half, low)
-    assert torch.equal(found[1], expected[1])
-    assert error(found, expected) <= torch.finfo(torch.float16).eps
-    assert {each.dtype for each in found[1:]} == {torch.float16}
-
-
-def test_gradients_of_bfloat16_weights_are_summed_in_float32_or_as_asked():
-    torch.manual_seed(0)
-    head = nn.Linear(8, 20)
-    hidden, targets = torch.randn(4096, 8), torch.randint(20, (4096,))
-    exact = gradients_of(plain(head, hidden, targets), head)
-    low, hidden = head.bfloat16(), hidden.bfloat16()
-    errors = {
-        dtype: error(
-            [each.double() for each in gradients_of(ChunkedHead(low, 512, dtype)(hidden, targets), low)],
-            [each.double() for each in exact],
-        )
-        for dtype in (None, "float32", "bfloat16")
-    }
-    assert errors[None] == errors["float32"] < 0.02 < errors["bfloat16"]
-
-
 def test_tied_weights():
     torch.manual_seed(0)
     model = nn.ModuleDict({"tokens": nn.Embedding(50, 8), "head": nn.Linear(8, 50, bias=False)}).double()
@@ -221,6 +161,10 @@ def test_frozen_parts_get_no_gradients(frozen):
         return
     expected, found = (gradients_of(loss, head, hidden) for loss in losses)
     assert error(found, expected) <= 1e-12
+    if frozen == "hidden":
+        with Largest() as seen:
+            ChunkedHead(head, 4)(hidden, targets)
+        assert seen.calls[torch.ops.aten.mm] == 1, "the weight's gradient of the first slice"
 
 
 def test_evaluation_makes_no_gradients():
@@ -275,20 +219,6 @@ def test_the_gradient_of_a_weight_is_the_sum_itself():
     assert max(seen.sizes, default=0) <= 1
 
 
-class Addmm(nn.Module):
-    """A linear layer as transformers' Conv1D has it."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.bias = (
-            nn.Parameter(torch.randn(FEATURES, CLASSES)),
-            nn.Parameter(torch.randn(CLASSES)),
-        )
-
-    def forward(self, x):
-        return torch.addmm(self.bias, x, self.weight)
-
-
 class Twice(nn.Module):
     """Uses a weight as that of a linear layer and otherwise."""
 
@@ -300,6 +230,16 @@ class Twice(nn.Module):
         return nn.functional.linear(x, self.weight) + x @ self.weight.sin().T + self.weight.mean()
 
 
+class Detached(nn.Linear):
+    """Has no gradient of its input."""
+
+    def __init__(self):
+        super().__init__(FEATURES, CLASSES)
+
+    def forward(self, x):
+        return super().forward(x.detach())
+
+
 HEADS = {
     "norm and linear": lambda: nn.Sequential(nn.LayerNorm(FEATURES), nn.Linear(FEATURES, CLASSES)),
     "two layers": lambda: nn.Sequential(nn.Linear(FEATURES, 9), nn.GELU(), nn.Linear(9, CLASSES)),
@@ -307,6 +247,7 @@ HEADS = {
     "addmm": Addmm,
     "a weight used twice": Twice,
     "an unused parameter": lambda: nn.ModuleDict({"used": Addmm(), "unused": nn.Linear(2, 2)}),
+    "a detached input": Detached,
     "batch norm in evaluation mode": lambda: nn.Sequential(
         nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, CLASSES)
     ).eval(),
@@ -329,7 +270,7 @@ def test_other_heads(name):
     head = HEADS[name]()
     head = (Used(head) if isinstance(head, nn.ModuleDict) else head).double()
     flat, wanted = hidden.flatten(0, 1), targets.flatten()
-    expected = gradients_of(cross_entropy(head(flat), wanted), head, hidden)
+    expected = gradients_of(cross_entropy(head(flat), wanted) + 0 * hidden.sum(), head, hidden)
     found = gradients_of(ChunkedHead(head, 4)(hidden, targets), head, hidden)
     assert error(found, expected) <= 1e-12
 

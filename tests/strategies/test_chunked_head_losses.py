@@ -6,7 +6,7 @@ from torch import nn
 
 from memfit import ChunkedHead
 from memfit.errors import UsageError
-from support.plain_head import CLASSES, FEATURES, case, error, gradients_of, plain
+from support.plain_head import CLASSES, FEATURES, POSITIONS, case, error, gradients_of, ignored, plain
 
 
 def test_a_loss_of_ones_own_over_any_suffix_of_a_network():
@@ -28,6 +28,31 @@ def test_a_loss_of_ones_own_over_any_suffix_of_a_network():
     loss = ChunkedHead(suffix, 3).with_loss(lambda result, wanted: (result - wanted).square().sum(), x, y)
     expected = gradients_of((suffix(x) - y).square().sum(), suffix, x)
     assert error(gradients_of(loss, suffix, x), expected) <= 1e-12
+
+
+def test_sums_of_low_precision_are_added_in_float32():
+    head = nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
+    nn.init.ones_(head.weight)
+    x = torch.ones(1024, 2, dtype=torch.bfloat16, requires_grad=True)
+    loss = ChunkedHead(head, 1024).with_loss(lambda result, targets: result.sum(), x, x)
+    assert (loss.dtype, loss.item()) == (torch.float32, 2048)  # bfloat16's sum would stay at 512
+    loss.backward()
+    assert head.weight.grad.tolist() == [[1024, 1024]]
+
+
+def test_slices_in_which_nothing_counts_may_have_a_constant_loss():
+    head, hidden, targets = case()
+    flat, wanted = hidden.flatten(0, 1), ignored(targets).flatten()
+
+    def counted(result, own):
+        if not (own >= 0).any():
+            return torch.zeros(()), 0
+        return nn.functional.cross_entropy(result, own, reduction="sum"), (own >= 0).sum()
+
+    expected = gradients_of(plain(head, hidden, ignored(targets)), head, hidden)
+    for chunks in (POSITIONS, 4):
+        loss = ChunkedHead(head, chunks).with_loss(counted, flat, wanted)
+        assert error(gradients_of(loss, head, hidden), expected) <= 1e-12
 
 
 TEMPERATURE = nn.Parameter(torch.ones(1))
@@ -56,6 +81,9 @@ def test_heads_that_differ_from_slice_to_slice_are_refused():
     norm = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, CLASSES)).double()
     with pytest.raises(UsageError, match=r"batch normalization \(0\)"):
         ChunkedHead(norm)(hidden, targets)
+    own = nn.Sequential(nn.BatchNorm1d(FEATURES, track_running_stats=False), nn.Linear(FEATURES, CLASSES))
+    with pytest.raises(UsageError, match=r"batch normalization \(0\)"):
+        ChunkedHead(own.double().eval())(hidden, targets)
     spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(FEATURES, CLASSES)).double()
     with pytest.raises(UsageError, match=r"changes its buffer 'parametrizations\.weight\.0\._u'"):
         ChunkedHead(spectral)(hidden, targets)

@@ -15,6 +15,12 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 
+def autocast_dtype(kind: str) -> torch.dtype | None:
+    """Return the dtype of autocast on a kind of device; None if it is off."""
+    enabled = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if enabled else None
+
+
 class ParameterGradientSums(TorchFunctionMode):
     """The sums of the parameters' gradients, and while it is active, linear layers that add to them.
 
@@ -76,8 +82,7 @@ class ParameterGradientSums(TorchFunctionMode):
     ) -> torch.Tensor:
         if weight not in self._sums or (bias is not None and bias not in self._sums):
             return functional.linear(inputs, weight, bias)
-        kind = inputs.device.type
-        lower = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        lower = autocast_dtype(inputs.device.type)
         if lower is not None and inputs.dtype != torch.float64:
             inputs = inputs.to(lower)
         result: torch.Tensor = _SummedLinear.apply(self.anchor, inputs, weight, bias, self, lower)
@@ -101,8 +106,7 @@ class _SummedLinear(torch.autograd.Function):
         low_bias = bias if bias is None or lower is None else sums.cast(bias, lower)
         ctx.sums, ctx.weight, ctx.bias = sums, weight, bias
         ctx.save_for_backward(inputs, low)
-        with torch.autocast(inputs.device.type, enabled=False):
-            return functional.linear(inputs, low, low_bias)
+        return functional.linear(inputs, low, low_bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

@@ -11,7 +11,7 @@ In float16, gradients need the loss scale, which only the backward knows; withou
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memfit.errors import UsageError
 from memfit.random_state import GlobalDraws
-from memfit.strategies.mechanisms.parameter_gradient_sums import ParameterGradientSums
+from memfit.strategies.mechanisms.parameter_gradient_sums import ParameterGradientSums, autocast_dtype
 from memfit.strategies.mechanisms.tensors import version_of
 
 Loss = Callable[[Any, tuple[torch.Tensor, ...]], Any]
@@ -58,14 +58,20 @@ class SlicedLoss:
         if torch.is_grad_enabled() and (inputs.requires_grad or parameters):
             total: torch.Tensor = _Sliced.apply(self, totals, inputs, len(targets), *targets, *parameters)
             return total, totals.divisor
-        with torch.no_grad():
-            self.evaluate(inputs, targets, totals)
+        self.evaluate(inputs, targets, totals)
         return totals.loss, totals.divisor
 
     def evaluate(self, inputs: torch.Tensor, targets: tuple[torch.Tensor, ...], totals: "_Totals") -> None:
-        """Compute the losses without gradients."""
-        for rows in self._slices(len(inputs)):
-            self._run(inputs[rows], targets, rows, totals)
+        """Compute the losses without gradients.
+
+        Autocast's cache is left out: PyTorch 2.14 does not use casts again that were made without gradients,
+        but earlier versions may. Weights of linear layers are cast once all the same.
+        """
+        kind = inputs.device.type
+        casts = ParameterGradientSums(self.head.parameters(), None)
+        with torch.no_grad(), _autocast(kind, autocast_dtype(kind), cache=False), casts:
+            for rows in self._slices(len(inputs)):
+                self._run(inputs[rows], targets, rows, totals)
 
     def differentiate(
         self,
@@ -86,26 +92,34 @@ class SlicedLoss:
         """
         sums = ParameterGradientSums(parameters, self._dtype_of_sums(parameters, len(inputs)))
         wanted = [sums.anchor, *parameters]
-        buffer = torch.empty_like(inputs) if inputs.requires_grad else None
+        buffer = torch.zeros_like(inputs) if inputs.requires_grad else None
+        differentiable = False
         for rows in self._slices(len(inputs)):
             part = inputs[rows].detach().requires_grad_(inputs.requires_grad)
             with torch.enable_grad(), saved_tensors_hooks(_same, _same), sums:
                 loss = self._run(part, targets, rows, totals)
-            if rows.start == 0:
+            if not loss.requires_grad:  # a constant, where nothing in the slice counts
+                continue
+            if not differentiable:
                 _expect_known_leaves(loss, (part, *wanted))
+                differentiable = True
             # Nothing here holds the gradients of a slice while the next one runs.
             if buffer is None:
                 sums.add_all(_gradients(loss, wanted, upstream)[1:])
             else:
                 _store(_gradients(loss, [part, *wanted], upstream), buffer[rows], sums)
+        if not differentiable:
+            raise UsageError(
+                "ChunkedHead: the loss does not depend on the head's result, so it has no gradients. Return "
+                "a loss that was not detached."
+            )
         return [buffer, *sums.take()]
 
     def needs_scaled_loss(self, inputs: torch.Tensor) -> bool:
         """Return whether gradients may be computed in float16, whose range needs the loss scale."""
-        kind = inputs.device.type
-        if torch.is_autocast_enabled(kind):
-            return torch.get_autocast_dtype(kind) is torch.float16
-        return torch.float16 in (inputs.dtype, *(each.dtype for each in self.head.parameters()))
+        lower = autocast_dtype(inputs.device.type)
+        own = [inputs.dtype, *(each.dtype for each in self.head.parameters())]
+        return torch.float16 in (own if lower is None else [lower])
 
     def _slices(self, rows: int) -> Iterator[slice]:
         """Yield slices of equal lengths, or as equal as possible: one at least."""
@@ -191,7 +205,7 @@ class _Sliced(torch.autograd.Function):
         draws = GlobalDraws.start((torch.default_generator,))
         work.evaluate(inputs, targets, totals)
         draws.keep_drawn()
-        ctx.again = functools.partial(_again, work, draws, _autocast_now(inputs.device.type), parameters)
+        ctx.again = functools.partial(_again, work, draws, autocast_dtype(inputs.device.type), parameters)
         # Parameters too, so that a change of theirs before the backward is an error.
         ctx.save_for_backward(inputs, *tensors)
         return totals.loss
@@ -218,20 +232,22 @@ class _Sliced(torch.autograd.Function):
 def _again(
     work: SlicedLoss,
     draws: GlobalDraws,
-    autocast: Callable[[], AbstractContextManager[Any]],
+    lower: torch.dtype | None,
     parameters: tuple[torch.Tensor, ...],
     upstream: torch.Tensor,
     inputs: torch.Tensor,
     *targets: torch.Tensor,
 ) -> list[torch.Tensor | None]:
     """Return the gradients, computed in the backward from that of the loss."""
-    with draws.replay(), autocast():
+    with draws.replay(), _autocast(inputs.device.type, lower):
         return work.differentiate(inputs, targets, parameters, _Totals(), upstream)
 
 
-def _autocast_now(kind: str) -> Callable[[], AbstractContextManager[Any]]:
-    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-    return functools.partial(torch.autocast, kind, dtype=dtype, enabled=enabled)
+def _autocast(kind: str, lower: torch.dtype | None, *, cache: bool = True) -> AbstractContextManager[Any]:
+    """Return autocast to a dtype on a kind of device; off for None."""
+    if not torch.amp.is_autocast_available(kind):
+        return nullcontext()
+    return torch.autocast(kind, dtype=lower, enabled=lower is not None, cache_enabled=cache)
 
 
 def _gradients(
@@ -239,16 +255,14 @@ def _gradients(
 ) -> list[torch.Tensor | None]:
     """Return the gradients of a slice's loss, None where it does not depend on a tensor."""
     given = None if upstream is None else upstream.to(loss.dtype)
-    with torch.autocast(loss.device.type, enabled=False):  # as any backward
+    with _autocast(loss.device.type, None):  # as any backward
         return list(torch.autograd.grad(loss, wanted, given, allow_unused=True))
 
 
 def _store(gradients: list[torch.Tensor | None], place: torch.Tensor, sums: ParameterGradientSums) -> None:
     """Copy the gradient of a slice's inputs to its place, and add those of the parameters."""
     own, _, *of_parameters = gradients
-    if own is None:
-        place.zero_()
-    else:
+    if own is not None:
         place.copy_(own)
     sums.add_all(of_parameters)
 
@@ -257,14 +271,9 @@ def _expect_known_leaves(loss: torch.Tensor, known: tuple[torch.Tensor, ...]) ->
     """Refuse a graph that leads to tensors whose gradients would be lost.
 
     Raises:
-        UsageError: it does, or there is no graph.
+        UsageError: it does.
     """
-    if loss.grad_fn is None:
-        raise UsageError(
-            "ChunkedHead: the loss does not depend on the head's result, so it has no gradients. Return a "
-            "loss that was not detached."
-        )
-    nodes = [loss.grad_fn]
+    nodes: list[Any] = [loss.grad_fn]
     seen = {loss.grad_fn, *(each.grad_fn for each in known)}
     leaves = set(map(id, known))
     while nodes:
