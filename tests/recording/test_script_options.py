@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from memfit.recording.loader_batch_size import LoaderBatchSizes
 from memfit.recording.script_options import ScriptOptions
@@ -143,7 +143,7 @@ def test_the_loader_read_last_has_a_batch_size_and_a_line(loaders):
     line = sys._getframe().f_lineno - 1
     assert loaders.last is None
     next(iter(first))
-    assert loaders.last == LoaderBatchSize(4, f"{__file__}:{line}")
+    assert loaders.last == LoaderBatchSize(4, f"{__file__}:{line}", samples=8)
     next(iter(DataLoader(data, batch_size=None)))  # without batches of its own
     next(iter(DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 3, drop_last=False))))
     assert loaders.last.size == 4
@@ -158,4 +158,14 @@ def test_a_loader_that_a_library_creates_has_the_line_of_the_script_that_called_
     exec(code, names)  # noqa: S102 - a function of an installed package
     names["fit"](torch.arange(8))
     line = sys._getframe().f_lineno - 1
-    assert loaders.last == LoaderBatchSize(4, f"{__file__}:{line}", "trainers")
+    assert loaders.last == LoaderBatchSize(4, f"{__file__}:{line}", "trainers", samples=8)
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter(range(1000))
+
+
+def test_a_loader_that_does_not_know_how_many_samples_it_has_says_so(loaders):
+    next(iter(DataLoader(Endless(), batch_size=4)))
+    assert (loaders.last.size, loaders.last.samples) == (4, None)

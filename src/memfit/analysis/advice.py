@@ -14,7 +14,7 @@ from dataclasses import replace
 from memfit.analysis.advice_attempt import MOST_RUNS, AdviceAttempt, Trials
 from memfit.analysis.advice_candidates import AdviceCandidate, candidates
 from memfit.analysis.batch_size_search import largest_that_fits
-from memfit.analysis.needed_memory import ReplayedRun
+from memfit.analysis.needed_memory import process_bytes, smallest_process
 from memfit.analysis.overall_peak import failed_allocations
 from memfit.analysis.script_change import RunScript, ScriptChange, TrialResult, ran_to_completion
 from memfit.analysis.summary import summarize
@@ -53,7 +53,7 @@ def find_total(found: DryRun, run: RunScript) -> DryRun:
     if not isinstance(unlimited, TrialResult):
         return replace(found, untried=unlimited)
     total = summarize(unlimited.trace)
-    in_all = needed_beyond(found.device, unlimited.trace, total)
+    in_all = smallest_process(unlimited.trace, total, found.device, fails_at=found.device.total.bytes)
     return replace(found, in_all=in_all, bounds=total.bounds or found.bounds)
 
 
@@ -62,21 +62,6 @@ def _if_enough(unlimited: TrialResult | ScriptEnd | None) -> TrialResult | Scrip
     if isinstance(unlimited, TrialResult) and len(failed_allocations(unlimited.trace)):
         return ScriptEnd("refused", 1, f"the script ran out of memory even with {format_bytes(NO_LIMIT)}.")
     return unlimited
-
-
-def needed_beyond(device: DeviceUse, trace: Trace, found: DryRun) -> Figure:
-    """Return the bytes of the process on the smallest GPU on which a run fits.
-
-    Args:
-        device: a GPU that is too small.
-        trace: of the run with unlimited memory.
-        found: its summary.
-    """
-    try:
-        needs = ReplayedRun.of(trace, found).needs(device.total.bytes, fails=True)
-    except MemfitError:  # memfit has no model of that allocator
-        return found.peak_process
-    return _process(needs, device)
 
 
 def find_advice(trace: Trace, found: DryRun, run: RunScript = lambda _change, _what: None) -> DryRun:
@@ -121,7 +106,7 @@ def _advised(trace: Trace, answer: DryRun, run: RunScript) -> Iterator[DryRun]:
     search = _Search(trials, trace.device, room)
     bounds = summarize(first.trace).bounds if answer.ran_out else ()
     answer = replace(
-        answer, in_all=_process(search.unchanged.needs, trace.device), bounds=bounds or answer.bounds
+        answer, in_all=process_bytes(search.unchanged.needs, trace.device), bounds=bounds or answer.bounds
     )
     yield answer
     for best in search.best():
@@ -188,7 +173,7 @@ class _Search:
                 return
 
     def _helps(self, then: AdviceAttempt, base: AdviceAttempt) -> bool:
-        worth = _saved(base, then) >= _WORTH * _process(self.unchanged.needs, self._device).bytes
+        worth = _saved(base, then) >= _WORTH * process_bytes(self.unchanged.needs, self._device).bytes
         return worth or bool(then.fits and not base.fits)
 
     def _without_idle(self, then: AdviceAttempt) -> AdviceAttempt:
@@ -216,7 +201,7 @@ class _Search:
             where=next((one.where for one in tried.made if one.where), ""),
             costs="; ".join(one.costs or self._costs(tried) for one in tried.made),
             saves=Figure(before.bytes - after.bytes, worst(before.provenance, after.provenance)),
-            needs=_process(after, self._device),
+            needs=process_bytes(after, self._device),
             fits=tried.fits,
         )
 
@@ -252,12 +237,6 @@ class _Search:
                 sure = worst(before.provenance, after.provenance)
                 return Figure((before.bytes - after.bytes) // samples, sure)
         return None
-
-
-def _process(reserved: Figure, device: DeviceUse) -> Figure:
-    """Return the bytes of a process that has so many reserved."""
-    outside = device.outside
-    return Figure(reserved.bytes + outside.bytes, worst(reserved.provenance, outside.provenance))
 
 
 def _size(attempt: AdviceAttempt) -> int:

@@ -52,8 +52,9 @@ class RunFacts:
         settings = trace.settings
         conf = ",".join(filter(None, (environment_settings(settings), _EXPANDABLE)))
         expandable = AllocatorConfig.read(settings).expandable_segments
-        now, smaller = _batch_size(trace), tuple(_smaller_batches(trace))
-        return cls(found, trace.options, now, smaller, "" if expandable else conf)
+        setting = batch_setting(trace)
+        now = batch_size(setting) if setting is not None else 0
+        return cls(found, trace.options, now, tuple(_smaller_batches(trace)), "" if expandable else conf)
 
 
 def candidates(facts: RunFacts, made: tuple[AdviceCandidate, ...]) -> Iterator[tuple[AdviceCandidate, ...]]:
@@ -116,9 +117,30 @@ def _switch(option: ScriptOption, what: str, costs: str) -> AdviceCandidate:
     return AdviceCandidate(option.purpose, ScriptChange(arguments=option.words), what, how, costs)
 
 
-def _batch_size(trace: Trace) -> int:
-    own = _option(trace, OptionPurpose.BATCH_SIZE)
-    return own.value if own else trace.loader.size if trace.loader else 0
+def batch_setting(trace: Trace) -> ScriptOption | LoaderBatchSize | None:
+    """Return what sets the number of samples in a batch of a script; None if memfit found nothing."""
+    return _option(trace, OptionPurpose.BATCH_SIZE) or trace.loader
+
+
+def batch_size(setting: ScriptOption | LoaderBatchSize) -> int:
+    """Return the number of samples in a batch."""
+    return setting.value if isinstance(setting, ScriptOption) else setting.size
+
+
+def with_batch_size(setting: ScriptOption | LoaderBatchSize, size: int) -> AdviceCandidate:
+    """Return the change that gives batches another number of samples, and nothing else."""
+    now = batch_size(setting)
+    plain = AdviceCandidate(
+        OptionPurpose.BATCH_SIZE,
+        ScriptChange(),
+        f"batch size {size} instead of {now}",
+        costs=f"each update sees {size} sample{'s' * (size != 1)} instead of {now}",
+        batch_size=size,
+    )
+    if isinstance(setting, LoaderBatchSize):
+        return _by_loader(plain, setting)
+    words = setting.with_value(size)
+    return replace(plain, change=ScriptChange(arguments=words), how=f"{' '.join(words)}, now {now}")
 
 
 def _option(trace: Trace, purpose: OptionPurpose) -> ScriptOption | None:
@@ -126,19 +148,17 @@ def _option(trace: Trace, purpose: OptionPurpose) -> ScriptOption | None:
 
 
 def _smaller_batches(trace: Trace) -> Iterator[AdviceCandidate]:
-    own, now = _option(trace, OptionPurpose.BATCH_SIZE), _batch_size(trace)
+    setting = batch_setting(trace)
+    if setting is None:
+        return
+    now = batch_size(setting)
     for size in (now >> power for power in range(1, now.bit_length())):
-        plain = AdviceCandidate(
-            OptionPurpose.BATCH_SIZE,
-            ScriptChange(),
-            f"batch size {size} instead of {now}",
-            costs=f"each update sees {size} sample{'s' * (size != 1)} instead of {now}",
-            batch_size=size,
-        )
-        if own:
-            yield _by_option(plain, own, _option(trace, OptionPurpose.ACCUMULATION))
-        elif trace.loader:
-            yield _by_loader(plain, trace.loader)
+        plain = with_batch_size(setting, size)
+        accumulation = _option(trace, OptionPurpose.ACCUMULATION)
+        if isinstance(setting, ScriptOption) and accumulation is not None:
+            yield _accumulating(plain, setting, accumulation)
+        else:
+            yield plain
 
 
 def _by_loader(plain: AdviceCandidate, loader: LoaderBatchSize) -> AdviceCandidate:
@@ -151,16 +171,12 @@ def _by_loader(plain: AdviceCandidate, loader: LoaderBatchSize) -> AdviceCandida
     return replace(plain, change=change, how=f"{how}, now {loader.size}", where=loader.line)
 
 
-def _by_option(
-    plain: AdviceCandidate, own: ScriptOption, accumulation: ScriptOption | None
-) -> AdviceCandidate:
-    """Return the candidate with the script's option; the samples of an update stay the same if they can."""
-    words = (*own.words, str(plain.batch_size))
-    steps, rest = divmod(own.value * accumulation.value, plain.batch_size) if accumulation else (0, 1)
-    if accumulation is None or rest:
-        how = f"{' '.join(words)}, now {own.value}"
-        return replace(plain, change=ScriptChange(arguments=words), how=how)
-    words += (*accumulation.words, str(steps))
+def _accumulating(plain: AdviceCandidate, own: ScriptOption, accumulation: ScriptOption) -> AdviceCandidate:
+    """Return the candidate with more batches per update, so that its samples stay the same, if they can."""
+    steps, rest = divmod(own.value * accumulation.value, plain.batch_size)
+    if rest:
+        return plain
+    words = (*plain.change.arguments, *accumulation.with_value(steps))
     return replace(
         plain,
         change=ScriptChange(arguments=words),

@@ -10,7 +10,8 @@ from memfit.allocator.setting_outcomes import setting_config, smallest_capacity
 from memfit.analysis.allocator_comparison import torch_version
 from memfit.analysis.location import least_certain
 from memfit.devices import NO_LIMIT
-from memfit.records import AllocatorSetting, DryRun, Figure, Provenance, Replay, Trace, worst
+from memfit.errors import MemfitError
+from memfit.records import AllocatorSetting, DeviceUse, DryRun, Figure, Provenance, Replay, Trace, worst
 
 
 @dataclass(frozen=True)
@@ -102,3 +103,25 @@ class ReplayedRun:
         """Return how certain a replay is: it may be what the run itself did, or what memfit's model does."""
         seen = not self.conf and done.peak_reserved == self.found.peak_reserved
         return self._sure if seen else worst(self._sure, Provenance.SIMULATED)
+
+
+def process_bytes(reserved: Figure, device: DeviceUse) -> Figure:
+    """Return the bytes of a process in which PyTorch has so many reserved."""
+    outside = device.outside
+    return Figure(reserved.bytes + outside.bytes, worst(reserved.provenance, outside.provenance))
+
+
+def smallest_process(trace: Trace, found: DryRun, device: DeviceUse, *, fails_at: int = 0) -> Figure:
+    """Return the bytes of the process on the smallest GPU on which a run fits.
+
+    Args:
+        trace: of the run, on a GPU that is large enough.
+        found: its summary.
+        device: what the process holds outside PyTorch's allocator.
+        fails_at: bytes of a GPU that is known not to be enough.
+    """
+    try:
+        reserved = ReplayedRun.of(trace, found).smallest(fails_at=fails_at)
+    except MemfitError:  # memfit has no model of that allocator
+        return found.peak_process
+    return process_bytes(reserved, device)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from memfit.analysis.needed_memory import ReplayedRun
+from memfit.analysis.needed_memory import ReplayedRun, process_bytes
 from memfit.analysis.script_change import PlannedStrategy, ScriptChange, TrialResult, why_it_failed
 from memfit.analysis.stream_races import with_upper_bound
 from memfit.analysis.summary import summarize
@@ -17,7 +17,6 @@ from memfit.records import (
     PeakRange,
     ScriptEnd,
     Trace,
-    worst,
 )
 
 AS_WRITTEN = "as written"
@@ -155,8 +154,7 @@ def _needs(trace: Trace, found: DryRun, device: DeviceUse) -> Figure:
         reserved = ReplayedRun.of(trace, found).needs(device.total.bytes)
     except MemfitError:  # memfit has no model of that allocator
         return found.peak_process
-    outside = device.outside
-    return Figure(reserved.bytes + outside.bytes, worst(reserved.provenance, outside.provenance))
+    return process_bytes(reserved, device)
 
 
 def _verdict(found: DryRun, least: int, most: int, device: DeviceUse) -> str:

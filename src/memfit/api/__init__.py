@@ -7,6 +7,7 @@ script ── run.parent ──> trace file ── trace.trace_file ──> Trac
                                                                    └─ packing.run_packing ─────────> pack
 """
 
+from memfit.api.batch_size import max_batch, max_batch_on_ghost
 from memfit.api.comparison import compare, compare_on_ghost
 from memfit.api.ghost_runs import FinishedRun, run_on_ghost
 from memfit.api.packings import pack, pack_table
@@ -44,6 +45,8 @@ __all__ = [
     "explain",
     "html",
     "keep_context",
+    "max_batch",
+    "max_batch_on_ghost",
     "measure_context",
     "pack",
     "pack_table",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.analysis.advice import needed_beyond
+from memfit.analysis.needed_memory import smallest_process
 from memfit.api.ghost_runs import FinishedRun, run_on_ghost
 from memfit.api.traces import summarize, write_html
 from memfit.card.find import find_card
@@ -258,4 +258,6 @@ def _run_module(  # noqa: PLR0913 - one parameter an option
     found = summarize(trace)
     if beyond is None:
         return found
-    return dataclasses.replace(found, in_all=needed_beyond(beyond, trace, found))
+    return dataclasses.replace(
+        found, in_all=smallest_process(trace, found, beyond, fails_at=beyond.total.bytes)
+    )

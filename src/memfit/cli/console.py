@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         AllocatorComparison,
         DryRun,
         Explanation,
+        MaxBatch,
         RunDifference,
         ScriptPlan,
         StrategyComparison,
@@ -118,6 +119,14 @@ def write_plan(plan: "ScriptPlan", json: str | None, output: Path | None) -> Non
         print(escaped(f"Plan: {path}  (memfit dry-run --plan {path} SCRIPT)"), file=sys.stderr)
 
     _write(lambda: to_json(plan), json, lambda console: print_plan(plan, console), [(output, write_file)])
+
+
+def write_max_batch(result: "MaxBatch", json: str | None) -> None:
+    """Print a largest batch size and write it to files; ``json`` as for ``write_explanation``."""
+    from memfit.report.schema.max_batch_schema import to_json
+    from memfit.report.terminal.max_batch import print_max_batch
+
+    _write(lambda: to_json(result), json, lambda console: print_max_batch(result, console))
 
 
 def write_packing(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError
 
-from memfit.cli import compare, dry_run, plan, record
+from memfit.cli import compare, dry_run, max_batch, plan, record
 from memfit.cli.allocator import allocator
 from memfit.cli.diff import diff
 from memfit.cli.doctor import doctor
@@ -38,6 +38,7 @@ app.command(dry_run.dry_run, name="dry-run", usage=dry_run.USAGE)
 app.command(record.record, usage=record.USAGE)
 app.command(compare.compare, usage=compare.USAGE)
 app.command(plan.plan, usage=plan.USAGE)
+app.command(max_batch.max_batch, name="max-batch", usage=max_batch.USAGE)
 for command in (explain, diff, replay, allocator, pack, gpus, doctor):
     app.command(command)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from memfit.analysis.advice_candidates import RunFacts
-from memfit.analysis.needed_memory import ReplayedRun
+from memfit.analysis.needed_memory import ReplayedRun, process_bytes
 from memfit.analysis.script_change import (
     PlannedRegion,
     PlannedStrategy,
@@ -16,7 +16,7 @@ from memfit.analysis.script_change import (
 )
 from memfit.analysis.summary import summarize
 from memfit.planning.choose import CheckpointChoice
-from memfit.records import DividedBatches, Figure, Operation, PlanRun, ScriptEnd, Trace, worst
+from memfit.records import DividedBatches, Figure, Operation, PlanRun, ScriptEnd, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,5 +146,4 @@ def _plain(region: PlannedRegion) -> dict[str, list[str]]:
 
 
 def _process(run: ReplayedRun) -> Figure:
-    reserved, outside = run.smallest(), run.trace.device.outside
-    return Figure(reserved.bytes + outside.bytes, worst(reserved.provenance, outside.provenance))
+    return process_bytes(run.smallest(), run.trace.device)

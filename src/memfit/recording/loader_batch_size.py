@@ -3,6 +3,7 @@
 import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from memfit.ghost.patching.after_import import after_import
@@ -46,8 +47,17 @@ class LoaderBatchSizes:
             )
 
     def _read(self, original: Callable[..., Any], sampler: Any) -> Any:
-        self.last = self._created.get(sampler, self.last)
+        if (created := self._created.get(sampler)) is not None:
+            self.last = replace(created, samples=_length(sampler.sampler))
         return original(sampler)
+
+
+def _length(sampler: Any) -> int | None:
+    """Return how many samples a sampler draws; None if it does not know."""
+    try:
+        return len(sampler)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def creator(frame: "FrameType") -> tuple[str, str]:

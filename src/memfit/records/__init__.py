@@ -32,6 +32,7 @@ from memfit.records.dry_run import (
 )
 from memfit.records.explanation import Explanation
 from memfit.records.fragmentation import Fragmentation, Hole, PinningBlock, ReservedBytes, ReservedMemoryUse
+from memfit.records.max_batch import BatchLimit, BatchRun, MaxBatch
 from memfit.records.provenance import Figure, Note, Provenance, worst
 from memfit.records.run_difference import RowChange, RunDifference
 from memfit.records.script_options import LoaderBatchSize, OptionPurpose, ScriptOption
@@ -70,6 +71,8 @@ __all__ = [
     "AllocatorComparison",
     "AllocatorSetting",
     "Attribution",
+    "BatchLimit",
+    "BatchRun",
     "Breakdown",
     "BreakdownRow",
     "ByteRange",
@@ -103,6 +106,7 @@ __all__ = [
     "Machine",
     "Mark",
     "MarkKind",
+    "MaxBatch",
     "MemoryPeak",
     "ModuleCall",
     "NcclMeasurement",

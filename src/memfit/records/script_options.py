@@ -23,6 +23,15 @@ class ScriptOption:
     value: int
     """Its value in this run: a number; for a switch 1 if it is on, otherwise 0."""
 
+    def with_value(self, number: int) -> tuple[str, ...]:
+        """Return what to write for another number; a name that ends in ``=`` is one word with it.
+
+        >>> ScriptOption(OptionPurpose.BATCH_SIZE, ("--batch-size",), 4).with_value(8)
+        ('--batch-size', '8')
+        """
+        *before, last = self.words
+        return (*before, f"{last}{number}") if last.endswith("=") else (*self.words, str(number))
+
 
 @dataclass(frozen=True, slots=True)
 class LoaderBatchSize:
@@ -33,3 +42,5 @@ class LoaderBatchSize:
     """``file:line`` of the script that created the loader, or called the library that did."""
     library: str = ""
     """The library that created it, if the script itself did not."""
+    samples: int | None = None
+    """How many samples it has: no batch is larger. None if it does not know."""

@@ -34,7 +34,7 @@ def trial_runner(
 ) -> RunTrial:
     """Return the function with which ``find_advice`` runs a script under a change.
 
-    The memory of the GPU is unlimited, but PyTorch reports ``shown_memory`` bytes to the script. The change
+    PyTorch reports ``shown_memory`` bytes to the script, however much ``options.memory`` is. The change
     ``always`` is made in every run. If there is a ``standby``, a run goes on from there if it can.
     """
     ghost = ghost_settings(options, shown_memory)

@@ -340,6 +340,7 @@ def _faults(trace: Trace) -> Iterator[str]:
         ),
         "an option's value": ([option.value for option in trace.options], 0, _MAX_INTEGER),
         "the loader's batch size": ([trace.loader.size if trace.loader else 1], 1, _MAX_INTEGER),
+        "the loader's samples": ([(trace.loader.samples if trace.loader else 0) or 0], 0, _MAX_INTEGER),
         "the number of ranks": ([trace.rank.world_size if trace.rank else 2], 2, _MAX_INTEGER),
         "the rank": (
             [trace.rank.rank if trace.rank else 0], 0, trace.rank.world_size - 1 if trace.rank else 0,

@@ -1,0 +1,278 @@
+"""The largest batch size with which a script fits a budget: it fits there, and runs out at the next.
+
+as written ──> next size ──> run with the budget's memory ──> fits? ──> next size, ... ──> n, n + 1
+                                 │ no
+                                 └──> run with unlimited memory: what it needs
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from memfit.analysis.advice_candidates import batch_setting, batch_size, with_batch_size
+from memfit.analysis.batch_size_search import SizedRun, fixed_bytes, next_size
+from memfit.analysis.needed_memory import smallest_process
+from memfit.analysis.overall_peak import failed_allocations
+from memfit.analysis.script_change import RunTrial, ScriptChange, TrialResult, why_it_failed
+from memfit.analysis.stream_races import may_race
+from memfit.analysis.summary import summarize
+from memfit.errors import TargetError, UsageError
+from memfit.records import (
+    BatchLimit,
+    BatchRun,
+    DeviceUse,
+    DryRun,
+    Figure,
+    LoaderBatchSize,
+    MaxBatch,
+    OptionPurpose,
+    ScriptEnd,
+    ScriptOption,
+    Trace,
+    worst,
+)
+from memfit.units import format_bytes
+
+_MOST_SIZES = 32
+"""Sizes that are run at most."""
+_LARGEST_SIZE = 1 << 24
+"""The largest size looked for where the number of samples is not known."""
+_FLAT_OVER = 512
+"""How many times the smallest size the largest must be before a peak that is the same counts as constant."""
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetedRuns:
+    """Two ways to run a script under a change."""
+
+    limited: RunTrial
+    """With the memory of the budget."""
+    unlimited: RunTrial
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetedScript:
+    """A script to find the largest batch size of."""
+
+    at_once: BudgetedRuns
+    """With GPU work that is done at once."""
+    late: BudgetedRuns
+    """With GPU work on side streams that finishes as late as its order allows."""
+    arguments: Sequence[str]
+    """The script's own."""
+    device: DeviceUse
+    """Its memory is the budget."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    run: BatchRun
+    found: DryRun
+    """Of the run that the figures are from."""
+    raced: bool
+
+
+def find_max_batch(script: BudgetedScript, *, multiple: int = 1, option: str = "") -> MaxBatch:
+    """Return the largest batch size with which a script fits.
+
+    Args:
+        script: the script.
+        multiple: look for multiples of it only.
+        option: the script's option that sets the batch size, as it is written; empty to find out.
+
+    Raises:
+        UsageError: memfit does not know what sets the batch size.
+        TargetError: the script fails, for another reason than the budget.
+    """
+    trace, first = _measured(script, ScriptChange(), 0)
+    setting = _named(option, trace, script.arguments) if option else batch_setting(trace)
+    if setting is None:
+        raise UsageError(
+            "memfit found no option of the script and no DataLoader that sets the batch size. If the script "
+            "has such an option, name it: --option --samples. If it has none, give it one."
+        )
+    now, samples = batch_size(setting), _samples(setting, trace.loader)
+    sizes = range(multiple, (_LARGEST_SIZE if samples is None else samples) + 1, multiple)
+    measured = {now: replace(first, run=replace(first.run, size=now))}
+    while (size := _next_size(measured, sizes, script.device)) is not None:
+        if len(measured) == _MOST_SIZES or _is_flat([one.run for one in measured.values()]):
+            break
+        change = with_batch_size(setting, size).change
+        measured[size] = _measured(script, change, size)[1]
+    runs = tuple(measured[number].run for number in sorted(measured))
+    largest = max((run.size for run in runs if run.fits and not run.size % multiple), default=None)
+    change_to = None if largest in (None, now) else with_batch_size(setting, largest)
+    shown = measured[runs[0].size if largest is None else largest]
+    return MaxBatch(
+        device=replace(script.device, nccl=trace.device.nccl),
+        runs=runs,
+        as_written=now,
+        largest=largest,
+        limit=_limit(runs, sizes, samples, largest),
+        multiple=multiple,
+        how="" if change_to is None else change_to.how,
+        where="" if change_to is None else change_to.where,
+        per_sample=_per_sample(runs, largest),
+        remarks=tuple(_remarks(shown, first.run, runs, script.device)),
+        command=trace.command,
+        versions=trace.versions,
+    )
+
+
+def _measured(script: BudgetedScript, change: ScriptChange, size: int) -> tuple[Trace, _Measured]:
+    """Run the script with the budget's memory and, if that is not enough, with unlimited memory.
+
+    Args:
+        script: the script.
+        change: what gives it the batch size.
+        size: the batch size; 0 for the script as written.
+    """
+    what = f"batch size {size}" if size else "as written"
+    for runs in (script.at_once, script.late):
+        result = runs.limited(change, what)
+        fits = isinstance(result, TrialResult) and not len(failed_allocations(result.trace))
+        if not fits:
+            result = runs.unlimited(change, f"{what}, with unlimited memory")
+        if isinstance(result, ScriptEnd):
+            raise TargetError(_failure(what, result, change))
+        trace = result.trace
+        if not fits or not may_race(trace):
+            break
+    found = summarize(trace)
+    needs = smallest_process(trace, found, trace.device, fails_at=0 if fits else script.device.total.bytes)
+    if fits:  # on a GPU a little smaller PyTorch may release its cache at a worse moment, and run out
+        needs = min(needs, found.peak_process, key=lambda figure: figure.bytes)
+    run = BatchRun(
+        size=size,
+        fits=fits,
+        needs=needs,
+        allocated=next(term.figure for term in found.terms if term.name == "allocated"),
+        steps=found.steps,
+        place=found.peak_place,
+    )
+    return trace, _Measured(run, found, raced=runs is script.late)
+
+
+def _failure(what: str, end: ScriptEnd, change: ScriptChange) -> str:
+    reason = f"memfit ran the script with {what}: {why_it_failed(end)}"
+    if change == ScriptChange():
+        return reason
+    return f"{reason}. If the batch size must be a multiple of a number, give that number to --multiple."
+
+
+def _named(option: str, trace: Trace, arguments: Sequence[str]) -> ScriptOption:
+    """Return the option that the user named, with its value.
+
+    Raises:
+        UsageError: its value is not known.
+    """
+    for argument, following in pairwise([*arguments, ""]):
+        name, inline, value = argument.partition("=")
+        number = value if inline else following
+        if name == option.removesuffix("=") and number.isdecimal() and int(number):
+            return ScriptOption(OptionPurpose.BATCH_SIZE, (option,), int(number))
+    known = next((one for one in trace.options if option in one.words), None)
+    if known is None or known.purpose is not OptionPurpose.BATCH_SIZE:
+        raise UsageError(
+            f"--option {option}: memfit does not know its value. Write it after the script, as in "
+            f"train.py {option}{'' if option.endswith('=') else ' '}8."
+        )
+    return known
+
+
+def _samples(setting: ScriptOption | LoaderBatchSize, loader: LoaderBatchSize | None) -> int | None:
+    """Return how many samples the loader has whose batch size is set; None if that is not known."""
+    if loader is None or loader.size != batch_size(setting):
+        return None
+    return loader.samples
+
+
+def _next_size(measured: Mapping[int, _Measured], sizes: range, device: DeviceUse) -> int | None:
+    """Return the size to run next; sizes that are no multiple tell only where to begin."""
+    first, *others = measured.values()
+    known = [one.run for one in others]
+    if not others or first.run.size in sizes:
+        known.append(first.run)
+    outside = device.outside.bytes
+    failed = min((run for run in known if not run.fits), key=lambda run: run.size, default=None)
+    unused = 0 if failed is None else failed.needs.bytes - outside - failed.allocated.bytes
+
+    def on_the_line(run: BatchRun) -> int:
+        """Return what a run needs without the cache that PyTorch keeps only where there is room for it."""
+        least = run.allocated.bytes + outside + unused
+        return min(least, run.needs.bytes) if run.fits else run.needs.bytes
+
+    return next_size(
+        [SizedRun(run.size, on_the_line(run), run.fits) for run in known],
+        sizes,
+        device.total.bytes - device.in_use,
+        fixed=fixed_bytes(first.found) + outside,
+        proven=True,
+    )
+
+
+def _is_flat(runs: Sequence[BatchRun]) -> bool:
+    """Return whether the peak was the same for sizes far apart."""
+    sizes = [run.size for run in runs]
+    return _same_peak(runs) and max(sizes) >= _FLAT_OVER * min(sizes)
+
+
+def _same_peak(runs: Sequence[BatchRun]) -> bool:
+    return len(runs) > 1 and len({run.allocated.bytes for run in runs}) == 1
+
+
+def _limit(runs: Sequence[BatchRun], sizes: range, samples: int | None, largest: int | None) -> BatchLimit:
+    if largest is None or any(run.size > largest and not run.fits for run in runs):
+        return BatchLimit.MEMORY
+    if _is_flat(runs):
+        return BatchLimit.FLAT
+    return BatchLimit.RUNS if largest + sizes.step in sizes or samples is None else BatchLimit.DATA
+
+
+def _per_sample(runs: Sequence[BatchRun], largest: int | None) -> Figure | None:
+    """Return the bytes of one more sample, from the smallest batch and the first that does not fit.
+
+    None if they are the same, or their peaks are not in the same place.
+    """
+    last = next((run for run in runs if not run.fits and run.size > (largest or 0)), runs[-1])
+    place = (last.place.phase, last.place.module)
+    before = next((run for run in runs if (run.place.phase, run.place.module) == place), last)
+    if last.allocated.bytes <= before.allocated.bytes:
+        return None
+    sure = worst(last.allocated.provenance, before.allocated.provenance)
+    more = last.allocated.bytes - before.allocated.bytes
+    source = f"allocated, between batch sizes {before.size} and {last.size}"
+    return Figure(more // (last.size - before.size), sure, source)
+
+
+def _remarks(shown: _Measured, first: BatchRun, runs: Sequence[BatchRun], device: DeviceUse) -> Iterator[str]:
+    """Yield what a reader must know besides."""
+    run, found = shown.run, shown.found
+    if _same_peak(runs):
+        yield "The peak does not depend on the batch size: it was the same in every run."
+    if failed := [str(one.size) for one in runs if one.size < run.size and not one.fits]:
+        yield (
+            f"Memory does not grow steadily with the batch: {', '.join(failed)} ran out of memory, although "
+            f"{run.size} fits."
+        )
+    if run.steps < first.steps:
+        yield (
+            f"With batch size {run.size}, the script completed {run.steps} training "
+            f"step{'s' * (run.steps != 1)} instead of {first.steps}: it has no more data."
+        )
+    spare = device.total.bytes - device.in_use - run.needs.bytes
+    if run.fits and spare < found.uncertainty:
+        more = format_bytes(found.uncertainty)
+        yield (
+            f"The CUDA context is assumed, and may take up to {more} more. To leave room for that, give "
+            f"--in-use {more.replace(' ', '')}; to measure it on a card, run memfit doctor --context."
+        )
+    if found.bounds:
+        yield (
+            f"Sizes that depend on GPU values are the largest possible ({found.bounds[0].operator}, "
+            f"{found.bounds[0].where}): larger batches may fit."
+        )
+    if found.children:
+        yield "The script starts other processes that use the GPU; their memory is not counted."
+    if shown.raced:
+        yield "Streams race: the figures assume that the work on side streams is done as late as possible."

@@ -1,0 +1,93 @@
+"""The largest batch size with which a script fits, by whole runs on the ghost."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from memfit.analysis.max_batch import BudgetedRuns, BudgetedScript, find_max_batch
+from memfit.devices import DEFAULT, NO_LIMIT
+from memfit.errors import UsageError
+from memfit.records import MaxBatch
+from memfit.report.terminal.max_batch import PrintableMaxBatch
+from memfit.run.options import STEPS, RunOptions
+from memfit.run.parent import Progress, script_command
+from memfit.run.resolve_options import ghost_settings
+from memfit.strategies.trial_run import trial_runner
+
+
+def max_batch(  # noqa: PLR0913 - one parameter an option
+    script: str | Path,
+    arguments: Sequence[str] = (),
+    *,
+    budget: int | None = None,
+    option: str = "",
+    multiple: int = 1,
+    module: bool = False,
+    gpu: str = DEFAULT,
+    in_use: int = 0,
+    steps: int | None = STEPS,
+    values: str = "",
+    on_progress: Callable[[Progress], None] = lambda _: None,
+) -> MaxBatch:
+    """Return the largest batch size with which an unmodified script fits a budget; needs no GPU.
+
+    memfit runs the script with one batch size after another, without input and with its output hidden, until
+    it fits with one and runs out of memory with the next. Each run writes the script's output files again.
+
+    Args:
+        script: path of the script, or a module's name with ``module=True``.
+        arguments: the script's own arguments.
+        budget: bytes of device memory that the script may use, the CUDA context included; by default the
+            memory of ``gpu``.
+        option: the script's option that sets the batch size, as it is written (``"--samples"``; a name that
+            ends in ``=`` is one word with its value). By default, memfit recognises usual names, and
+            otherwise changes the script's ``DataLoader``.
+        multiple: look for multiples of it only.
+        module: run a module as ``python -m`` does.
+        gpu: name of a device in the table (``memfit gpus``).
+        in_use: bytes of device memory that other processes hold.
+        steps: training steps after which memfit stops each run; None lets it run to its end.
+        values: what the ghost returns when the script reads a GPU value, see ``RunOptions.values``.
+        on_progress: called about ten times a second.
+
+    Raises:
+        UsageError: memfit does not know what sets the batch size, or an option is out of range.
+        MemfitError: the script or the device does not exist, this PyTorch or platform is not supported, or
+            the script fails.
+
+    >>> found = max_batch("train.py", budget=8 << 30)  # doctest: +SKIP
+    >>> found.largest, found.run(found.largest + 1).fits  # doctest: +SKIP
+    (17, False)
+    """
+    options = RunOptions(module=module, steps=steps, gpu=gpu, memory=budget, in_use=in_use, values=values)
+    return max_batch_on_ghost(
+        script, arguments, options, option=option, multiple=multiple, on_progress=on_progress
+    )
+
+
+def max_batch_on_ghost(
+    script: str | Path,
+    arguments: Sequence[str],
+    options: RunOptions,
+    *,
+    option: str,
+    multiple: int,
+    on_progress: Callable[[Progress], None],
+) -> MaxBatch:
+    """Do what ``max_batch`` does; ``options.memory`` is the budget."""
+    if multiple < 1:
+        raise UsageError(f"multiple must be at least 1, not {multiple}.")
+    command = script_command(script, arguments, options, None)
+    device = ghost_settings(options).device
+
+    def runs(options: RunOptions) -> BudgetedRuns:
+        unlimited = replace(options, memory=NO_LIMIT)
+        shown = device.total.bytes
+        return BudgetedRuns(
+            trial_runner(command, options, shown, on_progress),
+            trial_runner(command, unlimited, shown, on_progress),
+        )
+
+    late = replace(options, finish_late=True)
+    budgeted = BudgetedScript(runs(options), runs(late), command[1:], device)
+    return PrintableMaxBatch.of(find_max_batch(budgeted, multiple=multiple, option=option), command=command)

@@ -1,0 +1,105 @@
+"""The largest batch with which a script fits, on the terminal: every run that was made, and what to write."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from memfit.records import BatchLimit, BatchRun, MaxBatch
+from memfit.report.escape import escaped
+from memfit.report.printable import Printable
+from memfit.report.short_path import short_path
+from memfit.units import format_bytes, format_gib, unit_for
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class PrintableMaxBatch(Printable, MaxBatch):
+    """A largest batch size that prints itself."""
+
+    def show(self, console: Console) -> None:
+        """Print the batch size and the runs that show it."""
+        print_max_batch(self, console)
+
+
+def print_max_batch(result: MaxBatch, console: Console) -> None:
+    """Print the largest batch size, a row for each run, and what to write."""
+    parts = [
+        escaped(result.command[0]),
+        escaped(result.device.name),
+        f"torch {escaped(result.versions.get('torch', '?'))}",
+        f"budget {format_gib(result.budget)}",
+    ]
+    console.print(Text(_verdict(result), style="bold"))
+    console.print(Text(" · ".join(parts), style="dim"))
+    console.print()
+    console.print(_table(result))
+    for line in _details(result):
+        console.print(Text(line))
+
+
+def _verdict(result: MaxBatch) -> str:
+    budget = format_gib(result.budget)
+    if result.largest is None:
+        run = next((run for run in result.runs if not run.size % result.multiple), result.runs[0])
+        return f"NO BATCH FITS   batch size {run.size} needs {format_gib(run.needs.bytes)} of {budget}"
+    needs = next(run.needs.bytes for run in result.runs if run.size == result.largest)
+    beyond = _beyond(result, result.largest)
+    return f"BATCH SIZE {result.largest}   needs {format_gib(needs)} of {budget}; {beyond}"
+
+
+def _beyond(result: MaxBatch, largest: int) -> str:
+    """Return why the batch is not larger."""
+    if result.limit is BatchLimit.MEMORY:
+        above = next(run for run in result.runs if run.size > largest and not run.fits)
+        return f"{above.size} runs out of memory"
+    if result.limit is BatchLimit.DATA:
+        return "the script has no more samples for a larger batch"
+    if result.limit is BatchLimit.FLAT:
+        return "the peak does not depend on the batch size"
+    return f"larger ones may fit: memfit stopped after {len(result.runs)} sizes"
+
+
+def _table(result: MaxBatch) -> Table:
+    unit = unit_for(max(run.needs.bytes for run in result.runs))
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for heading in ("batch size", "needs", "allocated"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("run", no_wrap=True)
+    table.add_column("peak in")
+    for run in result.runs:
+        table.add_row(
+            f"{run.size:,}",
+            f"{unit.format(run.needs.bytes)} {run.needs.provenance:<9}",
+            f"{unit.format(run.allocated.bytes)} {run.allocated.provenance:<9}",
+            Text(_outcome(result, run), style="" if run.fits else "yellow"),
+            _place(run),
+        )
+    return table
+
+
+def _outcome(result: MaxBatch, run: BatchRun) -> str:
+    notes = [*["as written"] * (run.size == result.as_written), *["largest"] * (run.size == result.largest)]
+    return ("fits" if run.fits else "runs out") + f" ({', '.join(notes)})" * bool(notes)
+
+
+def _place(run: BatchRun) -> str:
+    parts = (run.place.phase, escaped(run.place.module), escaped(short_path(run.place.line)))
+    return " · ".join(part for part in parts if part)
+
+
+def _details(result: MaxBatch) -> Iterator[str]:
+    yield ""
+    if result.how:
+        where = f" in {escaped(short_path(result.where))}" if result.where else ""
+        yield f"Write: {escaped(result.how)}{where}"
+    elif result.largest is not None:
+        yield "The batch size that the script has is the largest."
+    if (sample := result.per_sample) is not None:
+        yield f"One more sample takes {format_bytes(sample.bytes)} ({sample.provenance}; {sample.source})."
+    yield from map(escaped, result.remarks)
+    yield (
+        "Each row is a run of the script on the ghost with the memory of the budget. needs is what the "
+        "process takes on the smallest GPU on which it is known to fit, the CUDA context included."
+    )
