@@ -27,7 +27,7 @@ from memfit.strategies.trial_run import run_trial
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted(str(path) for path in (ROOT / "examples").rglob("*.py"))
 SHOWN = 80 << 30
-COLUMNS = ("action", "size", "stream", "label", "category", "pool", "tensor")
+COLUMNS = ("action", "size", "stream", "category", "pool", "tensor")
 
 
 def difference(one: Trace, other: Trace) -> str:
@@ -36,9 +36,15 @@ def difference(one: Trace, other: Trace) -> str:
         return f"{len(one.events):,} instead of {len(other.events):,} events"
     pairs = {name: (getattr(one.events, name), getattr(other.events, name)) for name in COLUMNS}
     unlike = [name for name, (this, that) in pairs.items() if not np.array_equal(this, that)]
-    unlike += ["labels"] * (one.labels != other.labels)
+    unlike += ["label"] * (_labels(one) != _labels(other))
     unlike += ["statistics"] * (one.statistics != other.statistics)
     return ", ".join(unlike)
+
+
+def _labels(trace: Trace) -> list[tuple[str, str, str]]:
+    """Return the phase, module and operation of each event; which thread interned a label first is chance."""
+    named = [(label.phase, label.module, label.op) for label in trace.labels]
+    return [named[index] if index >= 0 else ("", "", "") for index in trace.events.label]
 
 
 class Runs:

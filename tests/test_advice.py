@@ -155,14 +155,27 @@ def test_advice_works_for_a_compiled_loop_that_does_not_call_its_model(dry_run):
     assert rerun["peak"]["process"] == piece["needs"]["bytes"]
 
 
-def test_a_script_that_cannot_be_rerun_unattended_is_reported(dry_run):
-    """The script waits for input, which a rerun does not get."""
+def asking(dry_run, script):
+    """Run a script with advice; it waits for one line of input, which a rerun does not get."""
     reader, writer = os.pipe()
     os.write(writer, b"y\n")
-    script = "answer = input()\n" + textwrap.dedent(TRAIN)
-    run = dry_run(script, *LONG, options=("--advise", "--memory", "600MiB"), stdin=reader)
+    text = f"answer = input()\n{script}\n{textwrap.dedent(TRAIN)}"
+    run = dry_run(text, *LONG, options=("--advise", "--memory", "600MiB"), stdin=reader)
     os.close(writer)
     os.close(reader)
+    return run
+
+
+def test_a_fork_of_a_script_has_its_answers(dry_run):
+    run = asking(dry_run, "")
+    assert run.answer["advice"]
+    assert run.answer["in_all"]
+
+
+def test_a_script_that_cannot_be_rerun_unattended_is_reported(dry_run):
+    run = asking(
+        dry_run, "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
+    )
     assert run.code == 0
     assert (run.answer["advice"], run.answer["in_all"]) == ([], None)
     assert "script.py failed before it used the GPU: EOFError" in run.answer["untried"]["exception"]

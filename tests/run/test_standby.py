@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from forked_runs import difference
 
-from memfit.analysis.script_change import ScriptChange, TrialResult
+from memfit.analysis.script_change import PlannedStrategy, ScriptChange, TrialResult
 from memfit.devices import NO_LIMIT
 from memfit.run.forked_runs import ForkedScript
 from memfit.run.options import RunOptions
@@ -59,12 +59,10 @@ class Runs:
         assert isinstance(found, TrialResult), found
         return found
 
-    def whole(self, options=OPTIONS):
+    def whole(self, options=OPTIONS, change=ScriptChange()):  # noqa: B008 - frozen
         """Run the whole script, whatever the standby."""
-        found = run_trial(
-            (self._script,), options, ghost_settings(options, 24 << 30), ScriptChange(), self._note
-        )
-        return found.trace
+        ghost = ghost_settings(options, 24 << 30)
+        return run_trial((self._script,), options, ghost, change, lambda _: None)
 
     def _note(self, progress):
         self.forked = progress.forked
@@ -99,10 +97,10 @@ def test_a_forked_run_has_the_trace_of_a_whole_run(tmp_path, before, size):
         runs = Runs(script, standby)
         early = runs.run().trace
         assert not runs.forked
-        for options, whole in ((OPTIONS, early), (LATE, runs.whole(LATE)), (OPTIONS, early)):
+        for options, whole in ((OPTIONS, early), (LATE, runs.whole(LATE).trace), (OPTIONS, early)):
             assert difference(runs.run(options).trace, whole) == ""
             assert runs.forked
-    assert difference(early, runs.whole(LATE)), "the script does not race"
+    assert difference(early, runs.whole(LATE).trace), "the script does not race"
 
 
 @pytest.mark.parametrize(
@@ -140,6 +138,57 @@ def test_a_run_that_begins_otherwise_is_a_whole_run(tmp_path):
         ):
             runs.run(options, change)
             assert not runs.forked
+        runs.run(LATE)
+        assert runs.forked
+
+
+BLOCKS = """
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU())
+        self.outer = torch.nn.Linear(1024, 256)
+    def forward(self, x):
+        return x + self.outer(self.inner(x))
+model = torch.nn.Sequential(*(Block() for _ in range(4))).to("cuda")
+optimizer = torch.optim.AdamW(model.parameters())
+"""
+CHECKPOINTED = PlannedStrategy("checkpointing", ())
+OFFLOADED = PlannedStrategy("offload", (("what", "inputs"), ("min_bytes", 0)))
+
+
+@pytest.mark.parametrize("strategies", [(CHECKPOINTED,), (CHECKPOINTED, OFFLOADED)])
+def test_strategies_are_applied_in_a_fork_as_when_the_optimizer_was_created(tmp_path, strategies):
+    with ScriptStandby() as standby:
+        runs = Runs(script_of(tmp_path, BLOCKS), standby)
+        first = runs.run(change=ScriptChange(operations=True))
+        assert first.operations is not None
+        for optimizer in (None, 1):  # the first one's model is a single layer, which is left alone
+            change = ScriptChange(strategies, optimizer)
+            found, whole = runs.run(LATE, change), runs.whole(LATE, change)
+            assert runs.forked
+            assert (difference(found.trace, whole.trace), found.models) == ("", whole.models)
+            assert found.operations is None
+            assert difference(found.trace, first.trace)
+        assert len(found.models) == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "call"),
+    [
+        (f"{BLOCKS}\nmodel = torch.nn.Sequential(model)", "model("),  # the plan was not for this one
+        (BLOCKS, "model.forward("),
+    ],
+)
+def test_a_plan_that_would_have_come_too_late_runs_the_whole_script(tmp_path, before, call):
+    change = ScriptChange((CHECKPOINTED,), 1)
+    script = script_of(tmp_path, before)
+    Path(script).write_text(Path(script).read_text().replace("    model(", f"    {call}"))
+    with ScriptStandby() as standby:
+        runs = Runs(script, standby)
+        runs.run()
+        runs.run(change=change)
+        assert not runs.forked
         runs.run(LATE)
         assert runs.forked
 

@@ -22,6 +22,7 @@ from memfit.run.parent import RecordedRun
 from memfit.strategies import inject_plan, trial_run
 from memfit.strategies.inject_plan import InjectionReport, Intervention
 from memfit.strategies.mechanisms.wrap_forward import wrappers
+from memfit.strategies.optimized_models import OptimizedModels
 from support.traces import trace_of
 
 
@@ -33,6 +34,13 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(3))
 
 
+def inject(change, hooks):
+    """Have optimizers' models get the plan of a change."""
+    models = OptimizedModels()
+    models.learn_names(hooks)
+    inject_plan._PlanInjector(change, inject_plan._ReportFile(Path(change.report)), models).install(hooks)
+
+
 @pytest.fixture
 def changed(tmp_path):
     """Have the injector checkpoint models; return a function that reads the names of changed models."""
@@ -40,7 +48,7 @@ def changed(tmp_path):
     report.write_bytes(json.encode(InjectionReport()))
     hooks = InstalledHooks()
     change = Intervention({"checkpointing": {}}, None, False, None, str(report))
-    inject_plan._PlanInjector(change, inject_plan._ReportFile(report)).install(hooks)
+    inject(change, hooks)
     entry = r"(\w+) \((?:optimizer|plan): test_inject_plan\.py:\d+\)"
 
     def models():
@@ -217,7 +225,7 @@ def test_interrupting_the_rerun_interrupts_everything(rerun):
 def test_a_plan_for_one_optimizer_s_models_leaves_others_alone(tmp_path):
     hooks, report = InstalledHooks(), tmp_path / "report.json"
     intervention = Intervention({"checkpointing": {}}, 1, False, None, str(report))
-    inject_plan._PlanInjector(intervention, inject_plan._ReportFile(tmp_path / "r")).install(hooks)
+    inject(intervention, hooks)
     try:
         models = [nn.Sequential(*(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))) for _ in range(3)]
         for model in models:

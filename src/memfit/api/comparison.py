@@ -24,6 +24,7 @@ from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, script_command
 from memfit.run.rank import Rank
 from memfit.run.resolve_options import ghost_settings
+from memfit.strategies.script_standby import ScriptStandby
 from memfit.strategies.trial_run import trial_runner
 
 
@@ -86,7 +87,14 @@ def compare_on_ghost(
 ) -> StrategyComparison:
     """Do what ``compare`` does; ``options.rank`` says how many ranks there are."""
     command = script_command(script, arguments, options, None)
-    job = _StrategyRuns(command, options, ghost_settings(options).device, on_progress)
+    with ScriptStandby() as standby:
+        job = _StrategyRuns(command, options, ghost_settings(options).device, on_progress, standby)
+        return _compared_on_ghost(job)
+
+
+def _compared_on_ghost(job: "_StrategyRuns") -> StrategyComparison:
+    """Run a script as written, which leaves the standby, and under each set of strategies."""
+    command, options = job.command, job.options
     base, *others = compared_strategies(options.rank.world_size)
     rank, first, trace = job.as_written(base)
     distributed = trace.device.nccl is not None
@@ -131,6 +139,7 @@ class _StrategyRuns:
     options: RunOptions
     device: DeviceUse
     on_progress: Callable[[Progress], None]
+    standby: ScriptStandby
 
     def as_written(self, base: ComparedStrategies) -> tuple[Rank, ComparedRun, Trace]:
         """Run the script as written: on every rank, if it trains on several GPUs itself.
@@ -198,7 +207,7 @@ class _StrategyRuns:
         def show(now: Progress) -> None:
             self.on_progress(replace(now, rank=str(rank) if rank.world_size > 1 else ""))
 
-        run = trial_runner(self.command, options, self.device.total.bytes, show)
+        run = trial_runner(self.command, options, self.device.total.bytes, show, standby=self.standby)
         result = run(of.change, f"{of.name}{progress}")
         if result is None:
             raise AssertionError  # trial_runner's function runs the script

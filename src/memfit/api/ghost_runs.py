@@ -99,7 +99,7 @@ def _run_and_ask_again(
     advise: bool,
 ) -> FinishedRun:
     """Run a script, and again for what its first run leaves open."""
-    recorded = _recorded(command, options, output, change, on_progress, standby)
+    recorded = _recorded(command, options, output, change, on_progress, standby, injects=advise)
     result = summarize(recorded.trace)
     unlimited = replace(options, memory=NO_LIMIT)
     total = result.device.total.bytes
@@ -125,15 +125,17 @@ def _recorded(
     change: ScriptChange,
     on_progress: Callable[[Progress], None],
     standby: ScriptStandby,
+    *,
+    injects: bool,
 ) -> RecordedRun:
-    """Run the script under a change; it leaves the standby.
+    """Run the script under a change; it leaves the standby, to which ``injects`` lets strategies be applied.
 
     Raises:
         UsageError: the change does not suit the script.
     """
     ghost = ghost_settings(options)
     start = standby.whole(ScriptRun(command, options, ghost, change))
-    if change == ScriptChange():
+    if change == ScriptChange() and not injects:
         return run_script(command, options, ghost, output, on_progress, PATIENCE, start)
     with injected(change, options, silent=False) as injection:
         changed = command + change.arguments

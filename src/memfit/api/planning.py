@@ -17,6 +17,7 @@ from memfit.report.terminal.script_plan import PrintableScriptPlan
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, script_command
 from memfit.run.resolve_options import ghost_settings
+from memfit.strategies.script_standby import ScriptStandby
 from memfit.strategies.suggestions import unknown_name_error
 from memfit.strategies.trial_run import trial_runner
 from memfit.units import format_bytes, parse_bytes
@@ -166,12 +167,13 @@ def plan_on_ghost(
     unlimited = replace(options, memory=NO_LIMIT)
     late = replace(unlimited, finish_late=True)
     card = find_device(options.gpu)
-    planned = PlannedScript(
-        trial_runner(command, unlimited, shown, on_progress),
-        trial_runner(command, late, shown, on_progress),
-        roofline(card),
-        host_copies(card),
-        RULE,
-    )
-    found = find_plan(planned, shown - options.in_use, allowed)
+    with ScriptStandby() as standby:
+        planned = PlannedScript(
+            trial_runner(command, unlimited, shown, on_progress, standby=standby),
+            trial_runner(command, late, shown, on_progress, standby=standby),
+            roofline(card),
+            host_copies(card),
+            RULE,
+        )
+        found = find_plan(planned, shown - options.in_use, allowed)
     return PrintableScriptPlan.of(found, device=device, command=command)

@@ -93,8 +93,8 @@ class ScriptProcess:
         self._options.install()
         self._loaders.install()
 
-    def go_on(self, settings: str) -> None:
-        """Go on as another run, in a fork of this process, with the settings in a file."""
+    def go_on(self, settings: str, called: object) -> None:
+        """Go on as another run, in a fork of this process; arguments as in ``StandbyFork``."""
         before, self._settings = self._settings, read_settings(Path(settings).read_text("ascii"))
         self._parent.move(self._settings.progress)
         self._pid = self._script = os.getpid()
@@ -103,7 +103,7 @@ class ScriptProcess:
         self._backend.go_on(self._settings)
         if (preload := self._settings.options.preload) is not None:
             module, argument = preload
-            importlib.import_module(module).install_now(argument)
+            importlib.import_module(module).install_now(argument, called)
 
     def begin(self) -> None:
         """Start recording: torch has just been imported."""

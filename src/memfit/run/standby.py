@@ -58,16 +58,18 @@ class StandbyFork:
     Args:
         channel: descriptor of the socket to memfit.
         progress: descriptor of the pipe to memfit.
-        go_on: called in a fork that is to be another run, with the path of its settings.
+        go_on: called in a fork that is to be another run, with the path of its settings, and with the module
+            that the script is calling, or None.
     """
 
-    def __init__(self, channel: int, progress: int, go_on: Callable[[str], None]) -> None:
+    def __init__(self, channel: int, progress: int, go_on: Callable[[str, object], None]) -> None:
         self._channel = socket.socket(fileno=channel)
         self._channel.set_inheritable(False)
         self._progress = progress
         self._go_on = go_on
         self._hooks: InstalledHooks | None = None
         self._process = os.getpid()
+        self._called: object = None
         self.forking = False
         """Whether the process is being forked by memfit, not by the script."""
 
@@ -78,17 +80,18 @@ class StandbyFork:
         from memfit.recording.hooks import InstalledHooks
 
         self._hooks = InstalledHooks()
-        self._hooks.wrap(torch.nn.Module, "__call__", self._called)
-        self._hooks.wrap(torch.utils.data.DataLoader, "__iter__", self._iterated)
+        self._hooks.wrap(torch.nn.Module, "__call__", self._calls)
+        self._hooks.wrap(torch.utils.data.DataLoader, "__iter__", self._iterates)
         self._hooks.wrap(torch.cuda.Stream, "__new__", self._before)
 
-    def _called(self, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+    def _calls(self, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
         parameter = next(module.parameters(), None)
         if parameter is not None and parameter.is_cuda:
+            self._called = module
             self.fork()
         return original(module, *args, **kwargs)
 
-    def _iterated(self, original: Callable[..., Any], loader: Any) -> Any:
+    def _iterates(self, original: Callable[..., Any], loader: Any) -> Any:
         if loader.num_workers:
             self.fork()
         return original(loader)
@@ -123,7 +126,7 @@ class StandbyFork:
         path = self._serve()
         repair(state, files)
         _set_handlers(handlers)
-        self._go_on(path)
+        self._go_on(path, self._called)
         release_ctrl_c()
 
     def _fork_standby(self) -> bool:

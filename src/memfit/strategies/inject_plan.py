@@ -11,8 +11,8 @@ import inspect
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from memfit.errors import UsageError
 from memfit.ghost.patching.after_import import after_import
 from memfit.recording.loader_batch_size import creator
 from memfit.records import LoaderBatchSize
+from memfit.strategies.optimized_models import OptimizedModels, listed, parameters_in
 from memfit.user_frame import innermost_line, user_line
 
 if TYPE_CHECKING:
@@ -80,15 +81,20 @@ def install(path: str) -> None:
     after_import("torch", functools.partial(_intervene, change))
 
 
-def install_now(path: str) -> None:
-    """Inject the change in a file into a fork of a script that has gone on under the same change so far.
+def install_now(path: str, called: Any) -> None:
+    """Inject the change in a file into a fork of a script under another change, which has not trained.
 
     Args:
-        path: of an ``Intervention`` as JSON; the same as the script's own, but for where it reports.
+        path: of an ``Intervention`` as JSON. It reports elsewhere than the script's own change, may record no
+            operations, and may have a plan if that has none.
+        called: the module that the script is calling; None if it calls none.
+
+    Raises:
+        UsageError: the plan would have been applied to other modules before.
     """
     change = msgspec.json.decode(Path(path).read_bytes(), type=Intervention)
-    for report in _reports:
-        report.move(Path(change.report))
+    for injected in _injected:
+        injected.become(change, called)
 
 
 def _intervene(change: Intervention) -> None:
@@ -96,12 +102,15 @@ def _intervene(change: Intervention) -> None:
 
     from memfit.recording.hooks import InstalledHooks
 
-    hooks = InstalledHooks()
-    report = _ReportFile(Path(change.report))
-    _reports.append(report)
-    if change.plan:
+    hooks, recording = InstalledHooks(), InstalledHooks()
+    report, models = _ReportFile(Path(change.report)), OptimizedModels()
+    _injected.append(_Injected(report, bool(change.plan), models, recording))
+    models.learn_names(hooks)
+    if not change.plan:
+        models.note_optimizers(hooks)
+    else:
         try:
-            _PlanInjector(change, report).install(hooks)
+            _PlanInjector(change, report, models).install(hooks)
         except UsageError as error:  # a plan file that was edited
             report.update(refusals=(str(error),))
             raise
@@ -116,7 +125,7 @@ def _intervene(change: Intervention) -> None:
     if change.operations:
         from memfit.recording.script_operations import ScriptOperations
 
-        ScriptOperations(Path(change.operations)).install(hooks)
+        ScriptOperations(Path(change.operations)).install(recording)
     if change.loader is not None:
         hooks.wrap(torch.utils.data.DataLoader, "__init__", functools.partial(_resized, change.loader))
 
@@ -139,22 +148,48 @@ class _ReportFile:
         self._path.write_bytes(msgspec.json.encode(self._report))
 
 
-_reports: list[_ReportFile] = []
-"""Those of this process."""
+@dataclass(frozen=True, slots=True)
+class _Injected:
+    """A change that was injected into this process."""
+
+    report: _ReportFile
+    has_plan: bool
+    models: OptimizedModels
+    recording: "InstalledHooks"
+    """Those that record operations."""
+
+    def become(self, change: Intervention, called: Any) -> None:
+        """Do what ``install_now`` does."""
+        from memfit.recording.hooks import InstalledHooks
+
+        self.report.move(Path(change.report))
+        if not change.operations:
+            self.recording.remove()
+        if not change.plan or self.has_plan:
+            return
+        if self.models.found and not self.models.are_final:
+            raise UsageError("the script has put its models into others since it created their optimizer.")
+        if called is not None and called not in self.models.names.outermost():
+            raise UsageError("the script calls a part of its model.")
+        injector = _PlanInjector(change, self.report, self.models)
+        injector.install(InstalledHooks())
+        injector.catch_up()
+
+
+_injected: list[_Injected] = []
 
 
 class _PlanInjector:
     """Applies a plan to each model whose parameters an optimizer takes, and completes the script's plans."""
 
-    def __init__(self, change: Intervention, report: _ReportFile) -> None:
-        from memfit.recording.module_names import ModuleNames
+    def __init__(self, change: Intervention, report: _ReportFile, models: OptimizedModels) -> None:
         from memfit.strategies.configuration import configure
 
         self._settings = change.plan
-        self._optimizer, self._created = change.optimizer, 0
+        self._optimizer, self._created = change.optimizer, models.optimizers
         self._plan = configure(change.plan).plan
         self._file = report
-        self._names = ModuleNames()
+        self._models, self._names = models, models.names
         self._planned: list[tuple[weakref.ref[Any], str]] = []
         self._refusals: list[str] = []
         self._applying = False
@@ -167,36 +202,34 @@ class _PlanInjector:
             )
 
     def install(self, hooks: "InstalledHooks") -> None:
-        """Hook the creation of modules and optimizers, and ``memfit.apply``."""
+        """Hook the creation of optimizers, and ``memfit.apply``."""
         import torch
-        from torch.nn.modules.module import register_module_module_registration_hook
 
         from memfit.strategies import apply
 
-        hooks.add(register_module_module_registration_hook(self._names.learn))
-        hooks.wrap(torch.nn.Module, "__setstate__", self._copied)
         hooks.wrap(torch.optim.Optimizer, "__init__", self._optimized)
         hooks.wrap(apply, "apply_to_model", self._applied)
         if self._sharder is not None:
             self._sharder.install(hooks)
 
-    def _copied(self, original: Callable[..., None], module: Any, state: Any) -> None:
-        original(module, state)
-        self._names.learn_copy(module)
+    def catch_up(self) -> None:
+        """Apply the plan to the models of the optimizers that exist, as when they were created."""
+        for found in self._models.found:
+            model = found.model()
+            if model is not None and self._optimizer in (None, found.optimizer):
+                self._apply(model, found.line)
 
     def _optimized(
         self, original: Callable[..., None], optimizer: Any, params: Any, *args: Any, **kwargs: Any
     ) -> None:
         if self._sharder is not None and self._sharder.is_ready(optimizer):
             return
-        entries = _listed(params)
-        trained = set(map(id, _parameters_in(entries)))
+        entries = listed(params)
         line = innermost_line(user_line(sys._getframe(2)))
-        models = self._names.outermost() if self._optimizer in (None, self._created) else set()
+        chosen = self._optimizer in (None, self._created)
         self._created += 1
-        for model in sorted(models, key=self._names.full_name):
-            if any(id(parameter) in trained for parameter in model.parameters()):
-                self._apply(model, line)
+        for model in self._models.taken_by(parameters_in(entries)) if chosen else ():
+            self._apply(model, line)
         if self._sharder is not None:
             entries = self._sharder.of_shards(entries)
         original(optimizer, entries, *args, **kwargs)
@@ -269,25 +302,6 @@ class _PlanInjector:
             uncalled=sharder.uncalled if sharder is not None else (),
             shares=sharder.shares if sharder is not None else (),
         )
-
-
-def _listed(parameters: Any) -> list[Any]:
-    """Return what an optimizer is given as lists: of parameters, of named ones, or of groups of them."""
-    import torch
-
-    entries = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    for entry in entries:
-        if isinstance(entry, dict):
-            entry["params"] = _listed(entry["params"])
-    return entries
-
-
-def _parameters_in(entries: list[Any]) -> Iterator[Any]:
-    for entry in entries:
-        if isinstance(entry, dict):
-            yield from _parameters_in(entry["params"])
-        else:
-            yield entry[1] if isinstance(entry, tuple) else entry
 
 
 def _fused(original: Callable[..., None], optimizer: Any, *args: Any, **kwargs: Any) -> None:

@@ -10,6 +10,9 @@ from memfit.run.forked_runs import Standby
 from memfit.run.options import RunOptions
 from memfit.run.start_script import StartScript, start_script
 
+_LATE_STRATEGIES = ("checkpointing", "offload")
+"""Strategies that change nothing before a model is called."""
+
 
 @dataclass(frozen=True, slots=True)
 class ScriptRun:
@@ -29,8 +32,19 @@ class ScriptRun:
             and self._shown() == other._shown()
             and self.ghost.device.total.bytes <= other.ghost.device.total.bytes
             and self.options.finish_late <= other.options.finish_late
-            and self.change == other.change
+            and self._can_change_to(other.change)
         )
+
+    def _can_change_to(self, other: ScriptChange) -> bool:
+        """Return whether what another change adds can be added when the script begins to train."""
+        same = replace(other, operations=self.change.operations) == self.change
+        added = replace(self.change, strategies=other.strategies, optimizer=other.optimizer)
+        can_be_added = (
+            not self.change.strategies
+            and all(each.field in _LATE_STRATEGIES for each in other.strategies)
+            and replace(added, operations=other.operations) == other
+        )
+        return (same or can_be_added) and other.operations <= self.change.operations
 
     def _shown(self) -> int:
         """Return the bytes of memory that the script sees."""

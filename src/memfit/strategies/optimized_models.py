@@ -1,0 +1,97 @@
+"""The models that each optimizer of a script takes, as they are when the optimizer is created."""
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from memfit.user_frame import innermost_line, user_line
+
+if TYPE_CHECKING:
+    from memfit.recording.hooks import InstalledHooks
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizedModel:
+    """A model of an optimizer."""
+
+    optimizer: int
+    """Which, counted from 0 as they are created."""
+    model: weakref.ref[Any]
+    line: str
+    """The line that creates the optimizer."""
+
+
+class OptimizedModels:
+    """Learns the names of modules, and which are the outermost of those that an optimizer takes."""
+
+    def __init__(self) -> None:
+        from memfit.recording.module_names import ModuleNames
+
+        self.names = ModuleNames()
+        self.found: list[OptimizedModel] = []
+        self.optimizers = 0
+        """How many have been created."""
+        self.are_final = True
+        """Whether no module was put into another, or copied, since the last optimizer was created."""
+
+    def learn_names(self, hooks: "InstalledHooks") -> None:
+        """Hook the creation of modules."""
+        import torch
+        from torch.nn.modules.module import register_module_module_registration_hook
+
+        hooks.add(register_module_module_registration_hook(self._registered))
+        hooks.wrap(torch.nn.Module, "__setstate__", self._copied)
+
+    def note_optimizers(self, hooks: "InstalledHooks") -> None:
+        """Hook the creation of optimizers."""
+        import torch
+
+        hooks.wrap(torch.optim.Optimizer, "__init__", self._optimized)
+
+    def taken_by(self, parameters: Iterable[Any]) -> list[Any]:
+        """Return the outermost models that have one of some parameters, in the order of their names."""
+        ids = set(map(id, parameters))
+        found = [each for each in self.names.outermost() if any(id(one) in ids for one in each.parameters())]
+        return sorted(found, key=self.names.full_name)
+
+    def _registered(self, parent: Any, name: str, child: Any) -> None:
+        self.are_final = False
+        self.names.learn(parent, name, child)
+
+    def _copied(self, original: Callable[..., None], module: Any, state: Any) -> None:
+        original(module, state)
+        self.are_final = False
+        self.names.learn_copy(module)
+
+    def _optimized(
+        self, original: Callable[..., None], optimizer: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        entries = listed(params)
+        line = innermost_line(user_line(sys._getframe(2)))
+        models = self.taken_by(parameters_in(entries))
+        self.found += [OptimizedModel(self.optimizers, weakref.ref(model), line) for model in models]
+        self.optimizers += 1
+        self.are_final = True
+        original(optimizer, entries, *args, **kwargs)
+
+
+def listed(parameters: Any) -> list[Any]:
+    """Return what an optimizer is given as lists: of parameters, of named ones, or of groups of them."""
+    import torch
+
+    entries = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    for entry in entries:
+        if isinstance(entry, dict):
+            entry["params"] = listed(entry["params"])
+    return entries
+
+
+def parameters_in(entries: Iterable[Any]) -> Iterator[Any]:
+    """Yield the parameters in what ``listed`` returned."""
+    for entry in entries:
+        if isinstance(entry, dict):
+            yield from parameters_in(entry["params"])
+        else:
+            yield entry[1] if isinstance(entry, tuple) else entry
