@@ -24,14 +24,15 @@ Options of memfit come before the script; whatever follows the script is passed 
 | exit code | meaning |
 |--:|---|
 | 0 | the command succeeded |
-| 1 | `--fail` was given, and the result does not fit |
+| 1 | `--fail` was given, and the result does not fit; `check`: memory grew, or the script does not fit |
 | 2 | wrong usage, or a file that cannot be read |
 | 3 | the script failed or could not be run, a C compiler is missing, or a result cannot be written |
 | 130 | interrupted (Ctrl-C) |
 
 `--json` writes documented JSON: [dry-run and record](dry-run.schema.json), [explain](explain.schema.json),
 [compare](compare.schema.json), [diff](diff.schema.json), [replay and allocator](replay.schema.json),
-[pack](pack.schema.json), [plan](plan.schema.json), [max-batch](max-batch.schema.json).
+[pack](pack.schema.json), [plan](plan.schema.json), [max-batch](max-batch.schema.json),
+[check](check.schema.json) and [its baselines](baseline.schema.json).
 """
 
 

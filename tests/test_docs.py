@@ -31,6 +31,7 @@ FOREIGN = {
     "train.py",
     "c10/cuda/CUDACachingAllocator.h",
     "cudnn_graph.h",
+    "memfit-baseline.json",
     "plan.json",
     "plans.json",
 }

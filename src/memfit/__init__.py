@@ -14,6 +14,7 @@ TYPE_CHECKING = False  # of typing, whose import would delay the command's first
 _NAMES_OF_MODULE = {
     "memfit.api": (
         "auto_checkpoint",
+        "check",
         "compare",
         "diagnose",
         "diff",
@@ -59,6 +60,7 @@ __all__ = sorted(_MODULE_OF_NAME)  # noqa: PLE0605 - strings, from the table
 if TYPE_CHECKING:  # type checkers cannot read the table; a test checks that these imports agree with it
     from memfit.api import (
         auto_checkpoint as auto_checkpoint,
+        check as check,
         compare as compare,
         diagnose as diagnose,
         diff as diff,

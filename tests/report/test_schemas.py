@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from memfit.report.schema.check_schema import BaselineJson, CheckJson
 from memfit.report.schema.compare_schema import StrategyComparisonJson
 from memfit.report.schema.diff_schema import DifferenceJson
 from memfit.report.schema.dry_run_schema import DryRunJson
@@ -16,6 +17,8 @@ from memfit.report.schema.replay_schema import ComparisonJson
 
 DOCS = Path(__file__).parents[2] / "docs"
 SCHEMAS = {
+    "baseline.schema.json": BaselineJson,
+    "check.schema.json": CheckJson,
     "compare.schema.json": StrategyComparisonJson,
     "diff.schema.json": DifferenceJson,
     "dry-run.schema.json": DryRunJson,

@@ -8,6 +8,7 @@ script ── run.parent ──> trace file ── trace.trace_file ──> Trac
 """
 
 from memfit.api.batch_size import max_batch, max_batch_on_ghost
+from memfit.api.checking import check, check_on_ghost
 from memfit.api.comparison import compare, compare_on_ghost
 from memfit.api.ghost_runs import FinishedRun, run_on_ghost
 from memfit.api.packings import pack, pack_table
@@ -35,6 +36,8 @@ __all__ = [
     "FinishedRun",
     "allowed_changes",
     "auto_checkpoint",
+    "check",
+    "check_on_ghost",
     "chrome_trace",
     "compare",
     "compare_on_ghost",

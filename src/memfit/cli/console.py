@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         DryRun,
         Explanation,
         MaxBatch,
+        MemoryCheck,
         RunDifference,
         ScriptPlan,
         StrategyComparison,
@@ -127,6 +128,14 @@ def write_max_batch(result: "MaxBatch", json: str | None) -> None:
     from memfit.report.terminal.max_batch import print_max_batch
 
     _write(lambda: to_json(result), json, lambda console: print_max_batch(result, console))
+
+
+def write_check(check: "MemoryCheck", json: str | None) -> None:
+    """Print a check and write it to files; ``json`` as for ``write_explanation``."""
+    from memfit.report.schema.check_schema import to_json
+    from memfit.report.terminal.memory_check import print_check
+
+    _write(lambda: to_json(check), json, lambda console: print_check(check, console))
 
 
 def write_packing(

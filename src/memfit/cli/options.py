@@ -64,6 +64,21 @@ def bytes_or_none(text: str | None) -> int | None:
     return None if text is None else parse_bytes(text)
 
 
+def share(option: str, text: str) -> float:
+    """Return the share that an option gives in percent.
+
+    Raises:
+        UsageError: the text is not a percentage.
+
+    >>> share("--tolerance", "0.5%")
+    0.005
+    """
+    number, percent = text.strip().removesuffix("%").strip(), text.strip().endswith("%")
+    if not percent or _NUMBER.fullmatch(number) is None:
+        raise UsageError(f"{option} {text!r} is not a percentage. Write it like 1% or 0.5%.")
+    return float(number) / 100
+
+
 def memory_or_none(text: str | None) -> int | None:
     """Return the bytes of a GPU's memory that an option gives, as ``bytes_or_none`` does.
 

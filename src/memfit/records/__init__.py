@@ -33,6 +33,7 @@ from memfit.records.dry_run import (
 from memfit.records.explanation import Explanation
 from memfit.records.fragmentation import Fragmentation, Hole, PinningBlock, ReservedBytes, ReservedMemoryUse
 from memfit.records.max_batch import BatchLimit, BatchRun, MaxBatch
+from memfit.records.memory_check import CheckedFigure, CheckVerdict, MemoryBaseline, MemoryCheck
 from memfit.records.provenance import Figure, Note, Provenance, worst
 from memfit.records.run_difference import RowChange, RunDifference
 from memfit.records.script_options import LoaderBatchSize, OptionPurpose, ScriptOption
@@ -78,6 +79,8 @@ __all__ = [
     "ByteRange",
     "CallRates",
     "Category",
+    "CheckVerdict",
+    "CheckedFigure",
     "ChildProcess",
     "ComparedRun",
     "ContextReport",
@@ -107,6 +110,8 @@ __all__ = [
     "Mark",
     "MarkKind",
     "MaxBatch",
+    "MemoryBaseline",
+    "MemoryCheck",
     "MemoryPeak",
     "ModuleCall",
     "NcclMeasurement",

@@ -1,0 +1,141 @@
+"""Compare the memory of a script with a baseline: the gate for continuous integration."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from memfit.analysis.memory_check import baseline_of, check_memory
+from memfit.analysis.script_change import ScriptChange, TrialResult, ran_to_completion, why_it_failed
+from memfit.analysis.summary import summarize
+from memfit.api.ghost_runs import FinishedRun, run_on_ghost
+from memfit.atomic_files import check_output, write_bytes
+from memfit.devices import DEFAULT, NO_LIMIT
+from memfit.errors import TargetError, UsageError
+from memfit.input_files import read_input
+from memfit.records import CheckVerdict, MemoryBaseline, MemoryCheck, ScriptEnd, Trace
+from memfit.report.schema.check_schema import baseline_file, read_baseline
+from memfit.report.terminal.memory_check import PrintableMemoryCheck
+from memfit.run.options import STEPS, RunOptions
+from memfit.run.parent import Progress
+from memfit.strategies.trial_run import trial_runner
+
+BASELINE = "memfit-baseline.json"
+TOLERANCE = 0.01
+_LARGEST_BASELINE = 64 << 20
+
+
+def check(  # noqa: PLR0913 - one parameter an option
+    script: str | Path,
+    arguments: Sequence[str] = (),
+    *,
+    baseline: str | Path = BASELINE,
+    update: bool = False,
+    tolerance: float = TOLERANCE,
+    budget: int | None = None,
+    module: bool = False,
+    gpu: str = DEFAULT,
+    in_use: int = 0,
+    steps: int | None = STEPS,
+    values: str = "",
+    on_progress: Callable[[Progress], None] = lambda _: None,
+) -> MemoryCheck:
+    """Run an unmodified script on the ghost, and compare its memory with a baseline; needs no GPU.
+
+    Args:
+        script: path of the script, or a module's name with ``module=True``.
+        arguments: the script's own arguments.
+        baseline: the file of the baseline.
+        update: write this run to that file. If there is one already, the result compares the two.
+        tolerance: share by which each figure may change: each peak, each term of it, and what each module
+            holds of each term. A module counts if the peak changed in the same direction.
+        budget: bytes of device memory that the script may use, the CUDA context included; by default the
+            memory of ``gpu``.
+        module: run a module as ``python -m`` does.
+        gpu: name of a device in the table (``memfit gpus``).
+        in_use: bytes of device memory that other processes hold.
+        steps: training steps after which memfit stops the script; None lets it run to its end.
+        values: what the ghost returns when the script reads a GPU value, see ``RunOptions.values``.
+        on_progress: called about ten times a second.
+
+    Returns:
+        What grew and what fell; ``passed`` says whether the script fits and nothing grew too much.
+
+    Raises:
+        UsageError: there is no baseline, or the tolerance is negative.
+        FileFormatError: the file holds no baseline.
+        MemfitError: the script fails, or cannot be run, or the baseline cannot be written.
+
+    >>> check("train.py").passed  # doctest: +SKIP
+    True
+    """
+    options = RunOptions(module=module, steps=steps, gpu=gpu, memory=budget, in_use=in_use, values=values)
+    file = Path(baseline)
+    return check_on_ghost(
+        script, arguments, options, baseline=file, update=update, tolerance=tolerance, on_progress=on_progress
+    )
+
+
+def check_on_ghost(
+    script: str | Path,
+    arguments: Sequence[str],
+    options: RunOptions,
+    *,
+    baseline: Path,
+    update: bool,
+    tolerance: float,
+    on_progress: Callable[[Progress], None],
+) -> MemoryCheck:
+    """Do what ``check`` does; ``options.memory`` is the budget."""
+    if tolerance < 0:
+        raise UsageError(f"tolerance must not be negative: {tolerance}.")
+    before = _baseline(baseline, update=update)
+    done = run_on_ghost(script, arguments, options, output=None, advise=False, on_progress=on_progress)
+    trace, found, fits = done.trace, done.result, not done.result.ran_out
+    needs = found.in_all or found.peak_process
+    if not fits:
+        trace = _unlimited(done, options, on_progress)
+        found = summarize(trace)
+    _expect_complete(trace.end)
+    run = baseline_of(trace, found)
+    if before is not None:
+        result = check_memory(before, run, found, needs, tolerance, fits=fits)
+    else:
+        result = MemoryCheck(CheckVerdict.WRITTEN if fits else CheckVerdict.NO_FIT, tolerance, run, needs)
+    if update and fits:
+        write_bytes(baseline, baseline_file(run))
+    return PrintableMemoryCheck.of(result)
+
+
+def _baseline(file: Path, *, update: bool) -> MemoryBaseline | None:
+    """Return the baseline in a file; None if it is to be written, and is not there yet."""
+    if update:
+        check_output(file)
+        if not file.exists():
+            return None
+    elif not file.exists():
+        raise UsageError(f"There is no baseline {file}. Write it with memfit check --update, and commit it.")
+    return read_baseline(read_input(file, _LARGEST_BASELINE), str(file))
+
+
+def _unlimited(done: FinishedRun, options: RunOptions, on_progress: Callable[[Progress], None]) -> Trace:
+    """Run a script again that ran out of memory, with unlimited memory."""
+    device = done.result.device
+    options = replace(options, memory=NO_LIMIT)
+    run = trial_runner(done.result.command, options, device.total.bytes, on_progress)
+    trial = run(ScriptChange(), "with unlimited memory")
+    if isinstance(trial, TrialResult):
+        return replace(trial.trace, device=device, command=done.result.command)
+    raise TargetError(f"memfit cannot check the script: {why_it_failed(trial)}")
+
+
+def _expect_complete(end: ScriptEnd) -> None:
+    """Refuse to check a script that did not complete.
+
+    Raises:
+        KeyboardInterrupt: the user interrupted it.
+        TargetError: it failed.
+    """
+    if end.reason == "interrupted":
+        raise KeyboardInterrupt
+    if not ran_to_completion(end):
+        raise TargetError(f"memfit cannot check the script: {why_it_failed(end)}")
