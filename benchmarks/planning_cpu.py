@@ -2,11 +2,15 @@
 
     python benchmarks/planning_cpu.py [--network gpt] [--budgets 410,330,213] [--rounds 15]
 
-The planner gets the seconds of each operation as measured on this machine, and a budget in MiB. All variants
-take turns, one step each, on one thread. The peak is that of the storages that a step allocates, over
-parameters, gradients and inputs; the scratch memory of libraries is not in it. Times are processor time,
+The planner gets the seconds of each operation as measured on this machine, and budgets in MiB: by default
+shares of the plain peak. All variants take turns, one step each, on one thread. The peak is that of PyTorch's
+CPU allocator, over what is allocated between steps (parameters, gradients, inputs). Times are processor time,
 relative to the plain step of the same round: the median, and the interval that covers the true median with
-95 %. Gradients of every variant are compared with those of the plain step.
+95 %. Gradients of every variant are compared with those of the plain step; where a step draws random
+numbers, they are the same draws, but for micro-batches.
+
+Peers: checkpointing of every block and of every second one; PyTorch's selective checkpointing that keeps
+matrix products; its ``activation_memory_budget`` for compiled graphs (aot_eager), by share.
 """
 
 import argparse
@@ -16,56 +20,31 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
+from planned_networks import NETWORKS, Network
 from torch import nn
-from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
 
 import memfit
-from memfit.planning.choose import CheckpointChooser
+from memfit.planning.choose import CheckpointChoice, CheckpointChooser
+from memfit.planning.sample_independence import why_dependent
 from memfit.recording.step_operations import StepOperationRecorder
-from memfit.records import StepOperations
+from memfit.records import Operation, StepOperations
 
 MIB = 1 << 20
-MATRIX_PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten._scaled_dot_product_flash_attention_for_cpu")
-
-
-class Block(nn.Module):
-    """A transformer's block."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Attention, then the feed-forward."""
-        batch, length, width = x.shape
-        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(functional.gelu(self.up(self.norm2(x))))
-
-
-class Gpt(nn.Module):
-    """The GPT of the table in docs/benchmarks.md."""
-
-    def __init__(self, layers: int = 8, width: int = 512, heads: int = 8, vocabulary: int = 2048) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(512, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the logits."""
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+MATRIX_PRODUCTS = (
+    "aten.mm",
+    "aten.addmm",
+    "aten.bmm",
+    "aten.convolution",
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+)
+SHARES = (0.85, 0.7, 0.55, 0.4, 0.25)
+PARTS = (1, 2, 4)
+COMPILED = (0.8, 0.5, 0.2)
+_RECORDINGS = 5
 
 
 @dataclass
@@ -73,44 +52,63 @@ class Variant:
     """A model under one policy."""
 
     name: str
+    network: Network
     model: nn.Module
-    loss: Callable[[nn.Module], torch.Tensor]
-    ratios: list[float]
+    parts: int = 1
+    """Micro-batches."""
+    runs: Callable[..., torch.Tensor] | None = None
+    """What computes the loss of inputs and targets, if not the network's own."""
+    predicted: float | None = None
+    """Time that the planner predicted."""
+    ratios: list[float] = field(default_factory=list)
     peak: int = 0
-    exact: bool = True
+    differs: float = 0.0
+    """From the plain gradients, relative to the largest of each parameter."""
+
+    def run(self, parts: int | None = None) -> None:
+        """Run a step, of the same random numbers for all variants; with ``parts``, the first of so many."""
+        torch.manual_seed(1)
+        batches = zip(
+            self.network.inputs.chunk(parts or self.parts),
+            self.network.targets.chunk(parts or self.parts),
+            strict=True,
+        )
+        for inputs, targets in batches if parts is None else [next(batches)]:
+            loss = self.runs or (lambda *batch: self.network.loss(self.model, *batch))
+            (loss(inputs, targets) / (parts or self.parts)).backward()
+
+    def clear(self) -> None:
+        """Set gradients to zero; they stay allocated."""
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
 
     def step(self) -> float:
         """Run a step, and return its processor time."""
-        for parameter in self.model.parameters():
-            parameter.grad.zero_()
+        self.clear()
         started = time.process_time()
-        self.loss(self.model).backward()
+        self.run()
         return time.process_time() - started
 
-    def record(self) -> StepOperations:
-        """Run a step, operation by operation."""
+    def record(self, parts: int = 1) -> StepOperations:
+        """Record a step's operations: of the first of so many micro-batches."""
+        self.clear()
         recorder = StepOperationRecorder(self.model)
         recorder.start()
-        self.loss(self.model).backward()
+        self.run(parts)
         return recorder.stop()
 
-
-def gpt() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor], str]:
-    """Return a GPT, its loss, and the name of its blocks."""
-    tokens, targets = torch.randint(2048, (4, 512)), torch.randint(2048, (4 * 512,))
-    return Gpt(), lambda model: functional.cross_entropy(model(tokens).flatten(0, 1), targets), "blocks.*"
-
-
-def resnet50() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor], str]:
-    """Return torchvision's ResNet-50, its loss, and the name of its blocks."""
-    import torchvision
-
-    images, labels = torch.randn(8, 3, 128, 128), torch.randint(1000, (8,))
-    model = torchvision.models.resnet50()
-    return model, lambda model: functional.cross_entropy(model(images), labels), "layer?.*"
-
-
-NETWORKS = {"gpt": (gpt, (500, 410, 330, 213, 142)), "resnet50": (resnet50, (180, 160, 135))}
+    def measure(self) -> None:
+        """Measure the peak of a step."""
+        self.step()
+        self.clear()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            self.run()
+        events = profiler.profiler.kineto_results.events()
+        changes = [(each.start_ns(), each.nbytes()) for each in events if each.name() == "[memory]"]
+        held = 0
+        for _, size in sorted(changes, key=lambda each: each[0]):
+            held += size
+            self.peak = max(self.peak, held)
 
 
 def main() -> None:
@@ -119,72 +117,150 @@ def main() -> None:
     parser.add_argument("--network", choices=NETWORKS, default="gpt")
     parser.add_argument("--budgets", help="MiB, separated by commas")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--no-compiled", action="store_true", help="leave activation_memory_budget out")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    make, budgets = NETWORKS[options.network]
-    if options.budgets:
-        budgets = tuple(map(int, options.budgets.split(",")))
-    variants = list(_variants(*make(), budgets))
+    network = NETWORKS[options.network]()
+    budgets = [int(budget) for budget in options.budgets.split(",")] if options.budgets else []
+    variants = list(_variants(network, budgets, compiled=not options.no_compiled))
     for number in range(options.rounds):
         turn = number % len(variants)
         seconds = {id(each): each.step() for each in (*variants[turn:], *variants[:turn])}
         for each in variants:
             each.ratios.append(seconds[id(each)] / seconds[id(variants[0])])
-    print("| policy | peak MiB | time | 95 % | bit for bit |\n|---|--:|--:|--:|---|")
+    print("| policy | peak MiB | time | 95 % | predicted | gradients |\n|---|--:|--:|--:|--:|---|")
     for each in variants:
-        low, high = interval(each.ratios)
+        low, high = _interval(each.ratios)
+        predicted = "" if each.predicted is None else f"{each.predicted:.3f}"
         print(
             f"| {each.name} | {each.peak / MIB:.1f} | {statistics.median(each.ratios):.3f} | "
-            f"{low:.3f} to {high:.3f} | {'yes' if each.exact else 'NO'} |"
+            f"{low:.3f} to {high:.3f} | {predicted} | "
+            f"{f'within {each.differs:.0e}' if each.differs else 'bit for bit'} |"
         )
-    sys.exit(not all(each.exact for each in variants))
+    wrong = [
+        each.name for each in variants if each.name.startswith("plan") and each.differs and each.parts == 1
+    ]
+    if wrong:
+        print(f"NOT BIT FOR BIT: {', '.join(wrong)}", file=sys.stderr)
+    sys.exit(bool(wrong))
 
 
-def _variants(
-    model: nn.Module, loss: Callable[[nn.Module], torch.Tensor], blocks: str, budgets: tuple[int, ...]
-) -> Iterator[Variant]:
-    def variant(name: str, plan: memfit.Checkpointing | None) -> Variant:
-        made = Variant(name, copy.deepcopy(model), loss, [])
-        if plan is not None:
-            memfit.apply(made.model, plan)
-        for parameter in made.model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        return made
-
-    plain = variant("none", None)
+def _variants(network: Network, budgets: list[int], *, compiled: bool) -> Iterator[Variant]:
+    plain = _variant(network, "none")
     plain.record()
-    best = min(
-        (plain.record() for _ in range(3)), key=lambda step: sum(each.seconds for each in step.forward)
-    )
+    steps = {parts: _fastest(plain, parts) for parts in PARTS if len(network.inputs) % parts == 0}
+    plain.measure()
     plain.step()
     gradients = [each.grad.clone() for each in plain.model.parameters()]
-    policies: list[tuple[str, memfit.Checkpointing | None]] = [
-        ("every block", memfit.Checkpointing(blocks)),
-        ("every 2nd block", memfit.Checkpointing(blocks, every=2)),
-        ("every block, matrix products kept", memfit.Checkpointing(blocks, save_ops=MATRIX_PRODUCTS)),
+    made = [
+        _variant(network, "every block", memfit.Checkpointing(network.blocks)),
+        _variant(network, "every 2nd block", memfit.Checkpointing(network.blocks, every=2)),
+        _variant(
+            network,
+            "every block, matrix products kept",
+            memfit.Checkpointing(network.blocks, save_ops=MATRIX_PRODUCTS),
+        ),
+        *((_compiled(network, share) for share in COMPILED) if compiled else ()),
+        *_planned(network, steps, budgets or [int(share * plain.peak / MIB) for share in SHARES]),
     ]
+    if hasattr(network.model, "hidden"):
+        made += [_chunked(network, parts) for parts in (1, 2)]
+    yield plain
+    for each in made:
+        each.measure()
+        each.step()
+        each.differs = max(map(_difference, gradients, (other.grad for other in each.model.parameters())))
+        yield each
+
+
+def _variant(
+    network: Network, name: str, plan: memfit.Checkpointing | None = None, parts: int = 1
+) -> Variant:
+    made = Variant(name, network, copy.deepcopy(network.model), parts)
+    if plan is not None:
+        memfit.apply(made.model, plan)
+    return made
+
+
+def _compiled(network: Network, share: float) -> Variant:
+    """Return the model compiled with a share of its activations as budget; its graph keeps it."""
+    from torch._functorch import config
+
+    made = _variant(network, f"activation_memory_budget {share}")
+    compiled = torch.compile(made.model, backend="aot_eager")
+    made.runs = lambda inputs, targets: network.loss(compiled, inputs, targets)
+    config.activation_memory_budget = share
+    made.step()
+    config.activation_memory_budget = 1.0
+    return made
+
+
+def _chunked(network: Network, parts: int) -> Variant:
+    """Return the model with its head and loss in eight slices."""
+    made = _variant(network, f"head in 8 chunks{f', {parts} micro-batches' * (parts > 1)}", parts=parts)
+    head = memfit.ChunkedHead(made.model.head, chunks=8)
+    made.runs = lambda inputs, targets: head(made.model.hidden(inputs), targets)
+    return made
+
+
+def _planned(network: Network, steps: dict[int, StepOperations], budgets: list[int]) -> Iterator[Variant]:
+    """Yield the plans for each budget: bit for bit, and with micro-batches if samples are independent."""
     started = time.monotonic()
-    chooser = CheckpointChooser(best, lambda operation: operation.seconds)
+    choosers = {parts: CheckpointChooser(step, _measured) for parts, step in steps.items()}
+    dependent = why_dependent(steps[1], steps[PARTS[1]]) if PARTS[1] in steps else "one sample"
+    if dependent:
+        print(f"No micro-batches: {dependent}.")
+    plain = sum(map(_measured, (*steps[1].forward, *steps[1].backward)))
+    plans: dict[tuple[int, int], tuple[CheckpointChoice, float]] = {}
     for budget in budgets:
-        choice = chooser.choose(budget * MIB)
-        if choice is None:
-            print(f"{budget} MiB: no plan; the smallest needs {math.ceil(chooser.smallest.peak / MIB)} MiB")
-            continue
-        regions = tuple(memfit.Region(module, ops) for module, ops in choice.save_ops.items())
-        policies.append(
-            (f"plan for {budget} MiB", memfit.Checkpointing(regions=regions) if regions else None)
-        )
+        for parts in PARTS[:1] if dependent else choosers:
+            step = sum(map(_measured, (*steps[parts].forward, *steps[parts].backward)))
+            choice = choosers[parts].choose(budget * MIB)
+            if choice is not None:
+                plans[budget, parts] = choice, parts * (step + choice.seconds) / plain
+        if (budget, 1) not in plans:
+            smallest = math.ceil(choosers[1].smallest.peak / MIB)
+            print(f"{budget} MiB: no plan bit for bit; the smallest needs {smallest} MiB")
     print(f"planned {len(budgets)} budgets in {time.monotonic() - started:.1f} s")
-    for made in (plain, *(variant(name, plan) for name, plan in policies)):
-        step = made.record()
-        made.peak = max(each.allocated for each in (*step.forward, *step.backward))
-        made.step()
-        made.exact = all(map(torch.equal, gradients, (each.grad for each in made.model.parameters())))
-        yield made
+    for budget in budgets:
+        ways = [parts for other, parts in plans if other == budget]
+        best = min(ways, key=lambda parts: plans[budget, parts][1], default=1)
+        for parts in sorted({1, best} & set(ways)):
+            choice, predicted = plans[budget, parts]
+            regions = tuple(memfit.Region(module, ops) for module, ops in choice.save_ops.items())
+            plan = memfit.Checkpointing(regions=regions) if regions else None
+            name = f"plan for {budget} MiB{f', {parts} micro-batches' * (parts > 1)}"
+            made = _variant(network, name, plan, parts)
+            made.predicted = predicted
+            yield made
 
 
-def interval(ratios: list[float]) -> tuple[float, float]:
+def _fastest(plain: Variant, parts: int) -> StepOperations:
+    """Return a recorded step, with the least time that each operation took in several."""
+    recorded = [plain.record(parts) for _ in range(_RECORDINGS)]
+
+    def least(operations: list[tuple[Operation, ...]]) -> tuple[Operation, ...]:
+        return tuple(
+            replace(each[0], seconds=min(one.seconds for one in each))
+            for each in zip(*operations, strict=True)
+        )
+
+    forward, backward = ([getattr(step, name) for step in recorded] for name in ("forward", "backward"))
+    return replace(recorded[0], forward=least(forward), backward=least(backward))
+
+
+def _measured(operation: Operation) -> float:
+    return operation.seconds
+
+
+def _difference(plain: torch.Tensor, other: torch.Tensor) -> float:
+    if torch.equal(plain, other):
+        return 0.0
+    return float((plain - other).abs().max() / plain.abs().max())
+
+
+def _interval(ratios: list[float]) -> tuple[float, float]:
     """Return the order statistics between which the median lies with 95 %."""
     ordered, count = sorted(ratios), len(ratios)
     below = max(math.floor(count / 2 - 0.98 * math.sqrt(count)), 0)
