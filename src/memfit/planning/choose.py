@@ -108,7 +108,9 @@ class CheckpointChooser:
 
     def choose(self, budget: int) -> CheckpointChoice | None:
         """Return the fastest choice whose predicted peak is at most so many bytes; None if there is none."""
-        found = self._program.minimize(fixed={self._budget: budget / _MIB}, gap=_GAP, seconds=_TIME_LIMIT)
+        found = self._program.minimize(
+            fixed={self._budget: budget / _MIB}, gap=_GAP, cost_gap=_COST_GAP, seconds=_TIME_LIMIT
+        )
         return None if found is None else self._choice(found)
 
     @cached_property

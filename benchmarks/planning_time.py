@@ -1,0 +1,89 @@
+"""How long the planner thinks: a 32-layer Llama and networks of many blocks, under several budgets.
+
+    python benchmarks/planning_time.py
+
+A step of each network is recorded on the CPU at a small width, which changes none of the operations. Times
+are for one budget each: the program is built and solved. What runs on the ghost takes besides is not in it.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from memfit.devices import DEFAULT, find_device
+from memfit.planning.choose import CheckpointChooser
+from memfit.planning.seconds import roofline
+from memfit.recording.step_operations import StepOperationRecorder
+from memfit.records import StepOperations
+
+SHARES = (0.9, 0.7, 0.5, 0.3)
+
+
+class Block(nn.Module):
+    """A residual feed-forward."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Add to what comes in."""
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def blocks(count: int) -> StepOperations:
+    """Record a network of so many blocks: five modules each."""
+    model, x = nn.Sequential(*(Block(8) for _ in range(count))), torch.randn(512, 8)
+    return recorded(model, lambda: model(x).square().mean())
+
+
+def llama() -> StepOperations:
+    """Record a Llama of 32 layers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=176, num_hidden_layers=32, num_attention_heads=4
+    )
+    model, tokens = LlamaForCausalLM(config), torch.randint(512, (2, 64))
+    return recorded(model, lambda: model(input_ids=tokens, labels=tokens).loss)
+
+
+def recorded(model: nn.Module, loss: Callable[[], torch.Tensor]) -> StepOperations:
+    """Return a step's operations."""
+    recorder = StepOperationRecorder(model)
+    recorder.start()
+    loss().backward()
+    return recorder.stop()
+
+
+def main() -> None:
+    """Print a row for each network."""
+    seconds = roofline(find_device(DEFAULT))
+    shares = ", ".join(f"{share:.0%}" for share in SHARES)
+    print(
+        f"| network | modules | operations | build and solve at {shares} | longest |\n|---|--:|--:|--:|--:|"
+    )
+    for name, record in NETWORKS.items():
+        step, times = record(), []
+        for share in SHARES:
+            started = time.monotonic()
+            chooser = CheckpointChooser(step, seconds)
+            _ = chooser.choose(int(share * chooser.plain_peak)) or chooser.smallest
+            times.append(time.monotonic() - started)
+        modules = len({call.module for call in step.calls})
+        operations = len(step.forward) + len(step.backward)
+        each = ", ".join(f"{took:.1f}" for took in times)
+        print(f"| {name} | {modules:,} | {operations:,} | {each} s | {max(times):.1f} s |", flush=True)
+
+
+NETWORKS = {"Llama, 32 layers": llama, "250 blocks": lambda: blocks(250)}
+
+
+if __name__ == "__main__":
+    main()
