@@ -11,9 +11,10 @@ C_FOLDERS := src tests
 
 .PHONY: demo test test-fast browser docs lint format check clean
 
-demo: $(READY)  # what a GPT of GPT-2 small's size needs, and what to do where a small card runs out
-	$(BIN)/memfit dry-run examples/gpt.py
-	$(BIN)/memfit dry-run --memory 6GiB --advise examples/gpt.py
+demo: $(READY)  # a GPT of GPT-2 small's size runs out of a small card's memory; a plan makes it fit
+	$(BIN)/memfit dry-run --memory 6GiB examples/gpt.py
+	$(BIN)/memfit plan --budget 5.5GiB -o $(VENV)/plan.json examples/gpt.py
+	$(BIN)/memfit dry-run --memory 6GiB --plan $(VENV)/plan.json examples/gpt.py
 
 test: $(READY)
 	$(BIN)/python -m compileall -q src  # or every command compiles memfit where PYTHONDONTWRITEBYTECODE is set

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,19 +14,25 @@ README = (ROOT / "README.md").read_text()
 LEFT_OUT = "..."
 
 
-def shown_run():
-    """Return the arguments of the README's `memfit` run, and the lines that it shows, without their marks."""
-    (command, lines) = re.search(r"```console\n\$ memfit (.*?)\n(.*?)```", README, re.DOTALL).groups()
-    return shlex.split(command), [re.sub(r"\s*[①-⑨]?$", "", line) for line in lines.splitlines()]
+def shown_runs():
+    """Return, for each `memfit` run of the README, its arguments and the lines that it shows."""
+    (block,) = re.findall(r"```console\n(\$ memfit .*?)```", README, re.DOTALL)
+    for run in re.split(r"^\$ memfit ", block, flags=re.MULTILINE)[1:]:
+        command, *lines = run.splitlines()
+        yield shlex.split(command), [re.sub(r"\s*[①-⑨]?$", "", line) for line in lines]
 
 
 @pytest.mark.process
-def test_the_readme_shows_what_the_command_prints():
-    arguments, shown = shown_run()
-    command = [sys.executable, "-m", "memfit", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    printed = [line.rstrip() for line in done.stdout.splitlines()]
-    assert lines_not_in_order(shown, printed) == [], f"Copy the new output into README.md:\n{done.stdout}"
+def test_the_readme_shows_what_its_commands_print(tmp_path):
+    (tmp_path / "examples").mkdir()
+    shutil.copy(ROOT / "examples/gpt.py", tmp_path / "examples")
+    runs = list(shown_runs())
+    assert [arguments[0] for arguments, _ in runs] == ["dry-run", "plan", "dry-run"]
+    for arguments, shown in runs:
+        command = [sys.executable, "-m", "memfit", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        printed = [line.rstrip() for line in done.stdout.splitlines()]
+        assert lines_not_in_order(shown, printed) == [], f"Copy the new output into README.md:\n{done.stdout}"
 
 
 def lines_not_in_order(shown, printed):

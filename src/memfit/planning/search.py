@@ -306,5 +306,6 @@ class _PlanSearch:
             command=trace.command,
             versions=trace.versions,
             reason=reason,
+            uncertainty=summarize(trace).uncertainty,
             undivided=self._undivided,
         )

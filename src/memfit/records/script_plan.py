@@ -104,5 +104,7 @@ class ScriptPlan:
     versions: Mapping[str, str]
     reason: str = ""
     """Why there is no plan."""
+    uncertainty: int = 0
+    """Bytes by which the assumed CUDA context may be too small, as in ``DryRun``."""
     undivided: str = ""
     """Why batches are not divided into micro-batches, as a clause; empty if they may be, or need not."""

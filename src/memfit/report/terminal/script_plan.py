@@ -10,7 +10,7 @@ from rich.text import Text
 from memfit.records import Equality, PlanRun, ScriptPlan
 from memfit.report.escape import escaped
 from memfit.report.printable import Printable
-from memfit.units import format_gib
+from memfit.units import format_bytes, format_gib
 
 _EQUAL = {
     Equality.BITWISE: "The same results, bit for bit.",
@@ -92,7 +92,7 @@ def _table(result: ScriptPlan) -> Table:
         mark = "  <- chosen" if run is result.chosen and run.changes else ""
         place = (run.place.phase, escaped(run.place.module))
         table.add_row(
-            f"{_name(run)}{mark}",
+            f"{plan_name(run)}{mark}",
             f"{format_gib(run.needs.bytes)} {run.needs.provenance}",
             f"{run.time:.3f}x",
             " · ".join(part for part in place if part),
@@ -100,7 +100,8 @@ def _table(result: ScriptPlan) -> Table:
     return table
 
 
-def _name(run: PlanRun) -> str:
+def plan_name(run: PlanRun) -> str:
+    """Return what a plan changes, in a few words."""
     divided = run.divided
     named = [f"{divided.count} micro-batches of {divided.size}"] if divided is not None else []
     regions = run.settings.get("checkpointing", {}).get("regions", [])
@@ -124,6 +125,13 @@ def _details(result: ScriptPlan) -> Iterator[str]:
         yield f"\nBatches are {so_far}: {escaped(result.undivided)}."
     if chosen is None or not chosen.changes:
         return
+    left = result.budget - chosen.needs.bytes
+    if left < result.uncertainty:
+        yield (
+            f"\nTight: it leaves {format_gib(left)}, and the size of the CUDA context is assumed. The real "
+            f"size may be up to {format_bytes(result.uncertainty)} larger. To measure it on your GPU, run "
+            "memfit doctor --context."
+        )
     yield f"\n{_EQUAL[chosen.equality]}"
     yield from _changes(chosen)
     if chosen.time > 1 or chosen.settings:
