@@ -214,6 +214,16 @@ def test_kept_operations_are_not_recomputed():
     assert addmms(Checkpointing("layers.*", save_ops="aten.addmm.default", check=True)) == 3 + 3
 
 
+def test_operations_that_a_module_does_not_run_are_named_once_and_recomputed():
+    kept = ("aten.addmm.default:0", "aten.addmm.default:7", "aten.bmm.default:0")
+    message = (
+        r"layers\.0 did not run 2 of the 3 operations .*: aten\.addmm\.default:7, aten\.bmm\.default:0\. "
+    )
+    with pytest.warns(UserWarning, match=message) as warned:
+        compare(net(), settings=Checkpointing("layers.0", save_ops=kept), steps=2)
+    assert len(warned) == 1
+
+
 # Dynamo reads .grad of non-leaf inputs, whatever wraps the module, and PyTorch warns about it.
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize("where", ["around", "inside", "in place", "before"])

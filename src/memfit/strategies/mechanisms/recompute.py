@@ -6,6 +6,7 @@ module.forward = CheckpointedForward ── checkpoint(CheckpointedCall, *tensor
 """
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from memfit.errors import UsageError
 from memfit.random_state import GlobalDraws
 from memfit.strategies.mechanisms.buffer_snapshots import BufferTracker
 from memfit.strategies.mechanisms.recompute_check import OperationComparer, OperationRecorder
-from memfit.strategies.mechanisms.selective_checkpointing import selective_contexts
+from memfit.strategies.mechanisms.selective_checkpointing import not_run, selective_contexts
 from memfit.strategies.mechanisms.tensors import tensors_in, version_of, without_dispatch_modes
 from memfit.strategies.mechanisms.wrap_forward import Forward, WrappedForward
 from memfit.user_frame import warn_user
@@ -51,6 +52,7 @@ class CheckpointedForward(WrappedForward):
         super().__init__(module, around, inner)
         self.settings = around
         self.buffer_tracker = BufferTracker(around.name)
+        self._is_known = False  # whether it runs the operations whose results it is to keep
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward so that it can be recomputed, if a backward may follow."""
@@ -97,6 +99,19 @@ class CheckpointedForward(WrappedForward):
         )
         return call.result(results)
 
+    def expect_run(self, seen: "Counter[Any]") -> None:
+        """Warn if the first forward did not run all operations whose results are to be kept."""
+        if self._is_known:
+            return
+        self._is_known = True
+        if missing := not_run(self.settings.save_ops, seen):
+            warn_user(
+                f"checkpointing: {self.settings.name} did not run {len(missing)} of the "
+                f"{len(self.settings.save_ops)} operations whose results it is to keep: "
+                f"{', '.join(missing)}. What it does not keep is recomputed. The plan may be for another model "
+                "or another PyTorch."
+            )
+
 
 class CheckpointedCall:
     """One call of a region: the forward, then the same again as often as backward needs it.
@@ -121,7 +136,8 @@ class CheckpointedCall:
         self._name = settings.name
         self._buffers = region.buffer_tracker.snapshot(region.module)
         self._draws = GlobalDraws.start(region.generators) if settings.preserve_rng_state else None
-        self._saving, self._saved = selective_contexts(settings.save_ops)
+        self._seen: Counter[Any] = Counter()  # operations of the forward
+        self._saving, self._saved = selective_contexts(settings.save_ops, self._seen)
         self._recorder = OperationRecorder() if settings.check else None
 
     def __call__(self, *once: Any) -> Any:
@@ -133,6 +149,7 @@ class CheckpointedCall:
             # With the very objects that were passed: a list that the forward appends to is the caller's.
             (args, kwargs), self._passed = self._passed, None
             result = self._first(leaves, args, kwargs)
+            self._region.expect_run(self._seen)
         else:
             args, kwargs = tree_unflatten(leaves, self._spec)
             with ExitStack() as stack:

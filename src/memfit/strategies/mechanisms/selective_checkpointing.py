@@ -17,14 +17,20 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from memfit.errors import UsageError
 
 
-def selective_contexts(operations: Sequence[str]) -> tuple[Any, Any]:
+def selective_contexts(operations: Sequence[str], seen: "Counter[Any] | None" = None) -> tuple[Any, Any]:
     """Return the contexts for the forward and the recomputation of one call, which keep the results.
 
     A module-level function of plain strings: torch.compile calls it by name while it traces.
+
+    Args:
+        operations: whose results are kept.
+        seen: receives how often the forward ran each operation.
     """
     if not operations:
         return nullcontext(), nullcontext()
-    saving, saved = create_selective_checkpoint_contexts(_policy(operations))  # type: ignore[no-untyped-call]
+    saving, saved = create_selective_checkpoint_contexts(
+        _policy(operations, Counter() if seen is None else seen)
+    )  # type: ignore[no-untyped-call]
     # Kept results pass through saved-tensor hooks like other saved tensors, so that offloading sees them.
     # checkpoint() has a parameter of this name that does nothing else (torch/utils/checkpoint.py, 2.14);
     # versions without it ignore the attribute.
@@ -32,7 +38,22 @@ def selective_contexts(operations: Sequence[str]) -> tuple[Any, Any]:
     return saving, saved
 
 
-def _policy(operations: Sequence[str]) -> Callable[..., CheckpointPolicy]:
+def not_run(operations: Sequence[str], seen: "Counter[Any]") -> list[str]:
+    """Return the names of calls, such as ``aten.mm.default:2``, that a forward did not make.
+
+    Args:
+        operations: as for ``selective_contexts``.
+        seen: how often the forward ran each operation.
+    """
+    return [
+        name
+        for name in operations
+        if ":" in name
+        and all(seen[each] <= int(name.partition(":")[2]) for each in operation_overloads(name))
+    ]
+
+
+def _policy(operations: Sequence[str], seen: "Counter[Any]") -> Callable[..., CheckpointPolicy]:
     """Return the function that decides for one call of a region, which PyTorch asks in the forward only."""
     every = {each for name in operations if ":" not in name for each in operation_overloads(name)}
     calls = {
@@ -41,7 +62,6 @@ def _policy(operations: Sequence[str]) -> Callable[..., CheckpointPolicy]:
         if ":" in name
         for each in operation_overloads(name)
     }
-    seen: Counter[Any] = Counter()
 
     def decide(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
         call = (operation, seen[operation])
