@@ -108,8 +108,8 @@ class CheckpointedForward(WrappedForward):
             warn_user(
                 f"checkpointing: {self.settings.name} did not run {len(missing)} of the "
                 f"{len(self.settings.save_ops)} operations whose results it is to keep: "
-                f"{', '.join(missing)}. What it does not keep is recomputed. The plan may be for another model "
-                "or another PyTorch."
+                f"{', '.join(missing)}. What it does not keep is recomputed. The plan may be for another "
+                "model or another PyTorch."
             )
 
 
