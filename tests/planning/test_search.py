@@ -16,6 +16,7 @@ from memfit.planning.plan_runs import PlannedScript
 from memfit.planning.search import Allowed, find_plan
 from memfit.records import Action, DeviceUse, Figure, LoaderBatchSize, Provenance, ScriptEnd
 from memfit.report.schema.plan_schema import ScriptPlanJson, to_json
+from memfit.report.terminal.plan_chart import chart_lines
 from memfit.report.terminal.script_plan import print_plan
 from support.planned_networks import feed_forward
 from support.traces import BASE, trace_of
@@ -305,6 +306,39 @@ def test_other_numerics_are_used_if_they_are_allowed_and_lower_the_peak():
     assert found.chosen.settings == {"precision": {"dtype": "bf16"}}
     assert (found.chosen.equality, found.models) == ("other numerics", ("Net (optimizer: t:1)",))
     assert "precision" not in (find(script, budget).chosen or found.as_written).settings
+
+
+class WithPolicies(Script):
+    """A script that people would checkpoint by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.needs = {(): 0.4, (("every", 2),): 0.6}
+
+    def __call__(self, change, what):
+        settings = change.strategies[0].settings if change.strategies else None
+        if settings is None or dict(settings).get("regions"):
+            return super().__call__(change, what)
+        assert change.operations
+        if settings not in self.needs:
+            return ScriptEnd("refused", 0, "no such block")
+        return TrialResult(needing(int(self.needs[settings] * self.plain)), operations=self.step)
+
+
+def test_policies_that_people_use_are_run_and_drawn_beside_the_plan():
+    script = WithPolicies()
+    planned_script = PlannedScript(script, script, work, copy, "a rule")
+    found = find_plan(planned_script, int(0.7 * script.plain) * MIB + OUTSIDE, policies=True)
+    assert [run.settings["checkpointing"] for run in found.policies] == [{}, {"every": 2}]
+    assert found.policies[0].needs.bytes < found.policies[1].needs.bytes
+    assert all(run not in found.tried for run in found.policies)
+    lines = list(chart_lines(found))
+    drawn = "".join(line.partition("│")[2] for line in lines)
+    assert {mark: drawn.count(mark) for mark in "0*ab"} == {"0": 1, "*": 1, "a": 1, "b": 1}
+    assert "a checkpoint every block: " in "\n".join(lines)
+    cheapest = [line for line in lines if line.startswith("   1.00x │")]
+    assert len(cheapest) == 1
+    assert cheapest[0].endswith("0")  # as written: the most memory, the least time
 
 
 def test_the_result_prints_and_is_valid_json():

@@ -29,7 +29,7 @@ class PlannedStrategy:
 
     field: str
     """The plan's field: ``checkpointing``."""
-    settings: tuple[tuple[str, str | bool | tuple[PlannedRegion, ...]], ...] = ()
+    settings: tuple[tuple[str, str | int | tuple[PlannedRegion | str, ...]], ...] = ()
     """Those that differ from their defaults."""
 
     @property

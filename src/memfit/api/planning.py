@@ -159,8 +159,10 @@ def plan_on_ghost(
     options: RunOptions,
     on_progress: Callable[[Progress], None],
     allowed: Allowed = Allowed(),  # noqa: B008 - frozen
+    *,
+    policies: bool = False,
 ) -> ScriptPlan:
-    """Do what ``plan`` does; ``options.memory`` is the budget, ``allowed`` as for ``find_plan``."""
+    """Do what ``plan`` does; ``options.memory`` is the budget, the rest as for ``find_plan``."""
     command = script_command(script, arguments, options, None)
     device = ghost_settings(options).device
     shown = device.total.bytes
@@ -175,5 +177,5 @@ def plan_on_ghost(
             host_copies(card),
             RULE,
         )
-        found = find_plan(planned, shown - options.in_use, allowed)
+        found = find_plan(planned, shown - options.in_use, allowed, policies=policies)
     return PrintableScriptPlan.of(found, device=device, command=command)

@@ -29,6 +29,7 @@ def plan(  # noqa: PLR0913 - one parameter an option
     bitwise: Annotated[bool, Parameter(negative="")] = False,
     allow: Annotated[tuple[Literal["amp", "bf16"], ...], Parameter(negative="")] = (),
     steps: int = STEPS,
+    chart: Annotated[bool, Parameter(negative="", group=OUTPUT)] = False,
     output: Annotated[Path | None, Parameter(name=["-o", "--output"], group=OUTPUT)] = None,
     json: Annotated[str | None, Parameter(group=OUTPUT, allow_leading_hyphen=True)] = None,
     fail: Annotated[bool, Parameter(negative="", group=OUTPUT)] = False,
@@ -56,6 +57,8 @@ def plan(  # noqa: PLR0913 - one parameter an option
         allow: Other numerics that the plan may use: amp (bf16 autocast) or bf16 (parameters in bf16). memfit
             never uses them otherwise. May be repeated.
         steps: Stop each run after this many training steps, at least 2.
+        chart: Draw time against memory for everything that ran, and run three policies that people use beside
+            it: checkpoint every block, every second one, and every block with matrix products kept.
         output: Write the plan to this file, for example plan.json. memfit.apply(model, "plan.json") carries
             it out.
         json: Write the result as JSON to this file. With -, print the JSON instead of the table. A plan file
@@ -80,6 +83,6 @@ def plan(  # noqa: PLR0913 - one parameter an option
         values=",".join(values),
     )
     with progress(options.steps, reruns=_RUNS) as show:
-        result = api.plan_on_ghost(command[0], command[1:], options, show, allowed)
+        result = api.plan_on_ghost(command[0], command[1:], options, show, allowed, policies=chart)
     write_plan(result, json, output)
     return 1 if fail and result.chosen is None else 0

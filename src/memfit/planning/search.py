@@ -22,6 +22,7 @@ from memfit.planning.bracket import WORTH, Bracket
 from memfit.planning.choose import CheckpointChoice, CheckpointChooser
 from memfit.planning.divided_batches import divisions, why_indivisible
 from memfit.planning.plan_runs import PlanChange, PlannedScript, PlanRuns, recomputation
+from memfit.planning.policies import standard_policies
 from memfit.planning.sample_independence import why_dependent
 from memfit.planning.seconds import step_seconds
 from memfit.records import Phase, PlanRun, ScriptEnd, ScriptPlan, StepOperations
@@ -57,13 +58,20 @@ class Allowed:
     """Of ``PRECISIONS``: used if they lower the peak, and a plan with them fits."""
 
 
-def find_plan(script: PlannedScript, budget: int, allowed: Allowed = Allowed()) -> ScriptPlan:
+def find_plan(
+    script: PlannedScript,
+    budget: int,
+    allowed: Allowed = Allowed(),
+    *,
+    policies: bool = False,
+) -> ScriptPlan:
     """Return the fastest plan of a script under a budget.
 
     Args:
         script: the script.
         budget: bytes of the process, the CUDA context included.
         allowed: what the plan may change.
+        policies: whether the policies that people use are run, too.
 
     Raises:
         TargetError: the script as written cannot be run.
@@ -71,7 +79,9 @@ def find_plan(script: PlannedScript, budget: int, allowed: Allowed = Allowed()) 
     plain = script.run(ScriptChange(operations=True), "as written, operation by operation")
     if isinstance(plain, ScriptEnd):
         raise TargetError(f"memfit cannot plan for the script: {why_it_failed(plain)}")
-    return _PlanSearch(script, plain, budget, allowed).plan()
+    search = _PlanSearch(script, plain, budget, allowed)
+    found = search.plan()
+    return replace(found, policies=search.policies()) if policies else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +274,15 @@ class _PlanSearch:
         result, run = made
         self._models = result.models
         base.bracket.add(choice, run)
+
+    def policies(self) -> tuple[PlanRun, ...]:
+        """Run the policies that people use; those that the script or its model refuses are left out."""
+        if not self._step:
+            return ()
+        runs = PlanRuns(self._script, self._budget, tune=self._allowed.allocator)
+        for policy in standard_policies(self._optimizer):
+            runs.make(policy, self._relative, operations=True)
+        return tuple(runs.tried)
 
     # ---- the answer ---------------------------------------------------------------------------------------
 

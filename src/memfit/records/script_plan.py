@@ -104,6 +104,8 @@ class ScriptPlan:
     versions: Mapping[str, str]
     reason: str = ""
     """Why there is no plan."""
+    policies: tuple[PlanRun, ...] = ()
+    """Policies of checkpointing that people use, if they were to be run."""
     uncertainty: int = 0
     """Bytes by which the assumed CUDA context may be too small, as in ``DryRun``."""
     undivided: str = ""

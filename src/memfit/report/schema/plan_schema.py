@@ -60,6 +60,8 @@ class ScriptPlanJson(msgspec.Struct, frozen=True):
     """The plan that needs least, if none fits."""
     tried: tuple[PlanRunJson, ...]
     """Every plan that ran on the ghost, in order."""
+    policies: tuple[PlanRunJson, ...]
+    """Policies of checkpointing that people use, run with ``--chart``."""
     models: tuple[str, ...]
     """Models that got the plan: the class of each, and the line that creates its optimizer."""
     optimizer: int | None
@@ -92,6 +94,7 @@ def to_json(result: ScriptPlan) -> bytes:
             as_written=_run(result.as_written),
             smallest=None if result.smallest is None else _run(result.smallest),
             tried=tuple(map(_run, result.tried)),
+            policies=tuple(map(_run, result.policies)),
             models=result.models,
             optimizer=result.optimizer,
             reason=result.reason,

@@ -10,6 +10,7 @@ from rich.text import Text
 from memfit.records import Equality, PlanRun, ScriptPlan
 from memfit.report.escape import escaped
 from memfit.report.printable import Printable
+from memfit.report.terminal.plan_chart import chart_lines
 from memfit.units import format_bytes, format_gib
 
 _EQUAL = {
@@ -40,7 +41,9 @@ def print_plan(result: ScriptPlan, console: Console) -> None:
     console.print(Text(" · ".join([*parts, f"budget {format_gib(result.budget)}"]), style="dim"))
     console.print()
     console.print(_table(result))
-    for line in _details(result):
+    if result.policies:
+        console.print()
+    for line in [*(chart_lines(result) if result.policies else ()), *_details(result)]:
         console.print(Text(line))
 
 

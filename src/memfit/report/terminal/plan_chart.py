@@ -1,0 +1,64 @@
+"""Runs of a plan's search as a chart: time against memory.
+
+1.20x │   a
+│        o  ┊
+1.00x │           ┊     b          0
+└─────────────────────────────
+"""
+
+from collections.abc import Iterator, Sequence
+
+from memfit.records import PlanRun, ScriptPlan
+from memfit.units import format_gib
+
+_WIDTH, _HEIGHT = 64, 12
+_LETTERS = "abcdefghij"
+_MARGIN = 8
+
+
+def chart_lines(result: ScriptPlan) -> Iterator[str]:
+    """Yield the lines of a chart of everything that ran, and what its letters stand for."""
+    marks = [("0", result.as_written), *(("o", run) for run in result.tried if run is not result.chosen)]
+    marks += zip(_LETTERS, result.policies, strict=False)
+    marks += [("*", result.chosen)] if result.chosen is not None and result.chosen.changes else []
+    sizes = [*(run.needs.bytes for _, run in marks), result.budget]
+    times = [run.time for _, run in marks]
+    low, high, slowest, fastest = min(sizes), max(sizes), max(times), min(times)
+    canvas = [[" "] * _WIDTH for _ in range(_HEIGHT)]
+    budget = _place(result.budget, low, high, _WIDTH)
+    for row in canvas:
+        row[budget] = "┊"
+    for mark, run in marks:
+        line = canvas[_HEIGHT - 1 - _place(run.time, fastest, slowest, _HEIGHT)]
+        line[_place(run.needs.bytes, low, high, _WIDTH)] = mark
+    labels = {0: f"{slowest:.2f}x", _HEIGHT - 1: f"{fastest:.2f}x"}
+    for number, row in enumerate(canvas):
+        yield f"{labels.get(number, ''):>{_MARGIN}} │{''.join(row).rstrip()}"
+    yield f"{'':{_MARGIN}} └{'─' * _WIDTH}"
+    left, right = format_gib(low), format_gib(high)
+    yield f"{'':{_MARGIN}}  {left}{right:>{_WIDTH - len(left)}}"
+    yield "* chosen   o tried   0 as written   ┊ budget"
+    yield from _legend(result.policies)
+
+
+def _legend(policies: Sequence[PlanRun]) -> Iterator[str]:
+    for letter, run in zip(_LETTERS, policies, strict=False):
+        yield f"{letter} {policy_name(run)}: {format_gib(run.needs.bytes)}, {run.time:.3f}x"
+
+
+def policy_name(run: PlanRun) -> str:
+    """Return the name of a policy that people use.
+
+    >>> from memfit.records import Figure, Phase, Provenance, ScriptLocation
+    >>> place = ScriptLocation(1, Phase.BACKWARD, "", "", "", "")
+    >>> policy_name(PlanRun({"checkpointing": {"every": 2}}, Figure(1, Provenance.EXACT), 1.1, place))
+    'checkpoint every 2nd block'
+    """
+    settings = run.settings["checkpointing"]
+    every = "every 2nd block" if settings.get("every") else "every block"
+    return f"checkpoint {every}{', matrix products kept' * ('save_ops' in settings)}"
+
+
+def _place(value: float, low: float, high: float, cells: int) -> int:
+    """Return the cell of a value on an axis from ``low`` to ``high``."""
+    return round((value - low) / (high - low) * (cells - 1)) if high > low else 0
