@@ -31,6 +31,7 @@ FIGURES = {"allocated", "reserved", "process"} | {
 }  # the second two: small_checkpointed.py
 FIGURES |= {"after_model", "in_model", "before_step", "forward_backward", "after_step", "in_step"}
 # data_parallel.py, naive_ddp.py
+FIGURES |= {"reserved_after_wrap"}  # qlora_fsdp.py
 ONE_RUN = ("data_parallel.py", "zero1", "--batch", "2", "--bf16")  # of set I, as rank 1: five figures
 SAMPLE = [
     row for row in ROWS if row.set in "DE" or (row.run == ONE_RUN and row.options[-2:] == ("--rank", "1"))
