@@ -49,6 +49,18 @@ def test_storages_are_those_that_the_step_allocates(recorded):
     assert all(recorded.storages[each] == 0 for each in recorded.calls[0].reads)  # the script's own inputs
 
 
+def test_a_second_call_of_the_model_counts_what_the_first_allocated_and_not_its_own_inputs():
+    model, x, scale = Twice(), torch.randn(8, 16), torch.tensor(2.0)
+    recorder = StepOperationRecorder(model)
+    recorder.start()
+    later = torch.randn(8, 16)
+    model(model(x, scale=scale) + later, scale=scale).sum().backward()
+    step = recorder.stop()
+    first, second = (call for call in step.calls if call.parent < 0)
+    assert [step.storages[each] for each in first.reads] == [0, 0]
+    assert [step.storages[each] for each in second.reads] == [8 * 16 * 4, 0]
+
+
 def test_what_autograd_saves_belongs_to_the_module_in_which_it_is_saved(recorded):
     saved = [sum(recorded.storages[each] for each in call.saves) for call in recorded.calls]
     result = 8 * 16 * 4

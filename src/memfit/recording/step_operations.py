@@ -88,7 +88,8 @@ class StepOperationRecorder:
             return
         passed = tree_leaves((args, kwargs))
         if not self._open:
-            self._storages.add_lasting(passed)
+            # What a later call is passed may be a result of the first, which the step allocates.
+            self._storages.add_lasting(passed, but_seen=bool(self._calls))
         parent = self._open[-1] if self._open else -1
         self._open.append(len(self._calls))
         self._calls.append(_OpenCall(path, kind, parent, len(self._forward), self._storages.of(passed)))
@@ -191,9 +192,9 @@ class _Storages:
         gradients = [each.grad for each in model.parameters() if each.grad is not None]
         self.add_lasting([*model.parameters(), *model.buffers(), *gradients])
 
-    def add_lasting(self, leaves: list[Any]) -> None:
-        """Count storages that were not seen before as ones that exist anyway."""
-        seen = len(self.bytes)
+    def add_lasting(self, leaves: list[Any], *, but_seen: bool = False) -> None:
+        """Count storages as ones that exist anyway; with ``but_seen``, those that were not seen before."""
+        seen = len(self.bytes) if but_seen else 0
         for number in self.of(leaves):
             if number >= seen:
                 self.bytes[number] = 0
