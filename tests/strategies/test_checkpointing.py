@@ -216,10 +216,7 @@ def test_kept_operations_are_not_recomputed():
 
 def test_operations_that_a_module_does_not_run_are_named_once_and_recomputed():
     kept = ("aten.addmm.default:0", "aten.addmm.default:7", "aten.bmm.default:0")
-    message = (
-        r"layers\.0 did not run 2 of the 3 operations .*: aten\.addmm\.default:7, aten\.bmm\.default:0\. "
-    )
-    with pytest.warns(UserWarning, match=message) as warned:
+    with pytest.warns(UserWarning, match=r"layers\.0 .* 2 of the 3 .*addmm\.default:7, aten\.bmm") as warned:
         compare(net(), settings=Checkpointing("layers.0", save_ops=kept), steps=2)
     assert len(warned) == 1
 
@@ -396,7 +393,6 @@ def test_checkpointing_that_saves_nothing_warns():
 
     with pytest.warns(UserWarning, match=r"blocks\.0, .*, blocks\.3 saves no memory: a single Conv2d"):
         Checkpointing("blocks.*").apply(Straight())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         Checkpointing("layers.*").apply(net())
         Checkpointing("lstm").apply(nn.ModuleDict({"lstm": nn.LSTM(2, 2)}))

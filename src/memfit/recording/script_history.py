@@ -12,7 +12,6 @@ torch/csrc/cuda/memory_snapshot.cpp, PyTorch 2.14.
 """
 
 import inspect
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from memfit.recording.event_labels import PREFIX
 from memfit.user_frame import is_own_file
 
 FREES = ("free_requested", "free_completed")
-_RUNS_SCRIPT = str(Path(__file__).parents[1] / "run") + os.sep
+_RUNS_SCRIPT = str(Path(__file__).parents[1] / "run" / "script.py")
 _Entry = Mapping[str, Any]
 """A snapshot, or an event, segment or block in it."""
 _Stack = Sequence[Mapping[str, Any]]
@@ -156,7 +155,7 @@ def _shown(entry: _Entry, stack: _Stack) -> _Entry:
     changes: dict[str, Any] = {}
     if "frames" in entry:
         files = [frame["filename"] for frame in stack]
-        outside = next((at for at, file in enumerate(files) if file.startswith(_RUNS_SCRIPT)), len(files))
+        outside = next((at for at, file in enumerate(files) if file == _RUNS_SCRIPT), len(files))
         changes["frames"] = [frame for frame in stack[:outside] if not is_own_file(frame["filename"])]
     if str(entry.get("user_metadata", "")).startswith(PREFIX):
         changes["user_metadata"] = ""
