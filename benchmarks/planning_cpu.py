@@ -10,7 +10,8 @@ relative to the plain step of the same round: the median, and the interval that 
 numbers, they are the same draws, but for micro-batches.
 
 Peers: checkpointing of every block and of every second one; PyTorch's selective checkpointing that keeps
-matrix products; its ``activation_memory_budget`` for compiled graphs (aot_eager), by share.
+matrix products; its ``activation_memory_budget`` for compiled graphs (aot_eager), one share in a run, because
+compiled code is shared by all models of a class.
 """
 
 import argparse
@@ -43,7 +44,6 @@ MATRIX_PRODUCTS = (
 )
 SHARES = (0.85, 0.7, 0.55, 0.4, 0.25)
 PARTS = (1, 2, 4)
-COMPILED = (0.8, 0.5, 0.2)
 _RECORDINGS = 5
 
 
@@ -117,13 +117,13 @@ def main() -> None:
     parser.add_argument("--network", choices=NETWORKS, default="gpt")
     parser.add_argument("--budgets", help="MiB, separated by commas")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--no-compiled", action="store_true", help="leave activation_memory_budget out")
+    parser.add_argument("--share", type=float, help="activation_memory_budget of a compiled peer")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     network = NETWORKS[options.network]()
     budgets = [int(budget) for budget in options.budgets.split(",")] if options.budgets else []
-    variants = list(_variants(network, budgets, compiled=not options.no_compiled))
+    variants = list(_variants(network, budgets, options.share))
     for number in range(options.rounds):
         turn = number % len(variants)
         seconds = {id(each): each.step() for each in (*variants[turn:], *variants[:turn])}
@@ -146,7 +146,7 @@ def main() -> None:
     sys.exit(bool(wrong))
 
 
-def _variants(network: Network, budgets: list[int], *, compiled: bool) -> Iterator[Variant]:
+def _variants(network: Network, budgets: list[int], share: float | None) -> Iterator[Variant]:
     plain = _variant(network, "none")
     plain.record()
     steps = {parts: _fastest(plain, parts) for parts in PARTS if len(network.inputs) % parts == 0}
@@ -161,7 +161,7 @@ def _variants(network: Network, budgets: list[int], *, compiled: bool) -> Iterat
             "every block, matrix products kept",
             memfit.Checkpointing(network.blocks, save_ops=MATRIX_PRODUCTS),
         ),
-        *((_compiled(network, share) for share in COMPILED) if compiled else ()),
+        *([_compiled(network, share)] if share is not None else []),
         *_planned(network, steps, budgets or [int(share * plain.peak / MIB) for share in SHARES]),
     ]
     if hasattr(network.model, "hidden"):
