@@ -38,11 +38,15 @@ def with_upper_bound(early: DryRun, late: DryRun) -> DryRun:
         late: the run whose work is done late, with as much memory as it wants; its device is that of
             ``early``.
     """
-    process = ByteRange(early.peak_process.bytes, late.peak_process.bytes)
-    allocated = ByteRange(early.peak_allocated, late.peak_allocated)
-    reserved = ByteRange(early.peak_reserved, late.peak_reserved)
-    if all(size.most <= size.least for size in (process, allocated, reserved)):
+    pairs = (
+        (early.peak_process.bytes, late.peak_process.bytes),
+        (early.peak_allocated, late.peak_allocated),
+        (early.peak_reserved, late.peak_reserved),
+    )
+    if all(finished_late <= at_once for at_once, finished_late in pairs):
         return early
+    # The allocator may fit blocks better if some are free later: a figure may be the other way round.
+    process, allocated, reserved = (ByteRange(min(pair), max(pair)) for pair in pairs)
     text = (
         "Streams race: memory that a side stream or a collective uses is free again when the GPU has done "
         "that work. The figures assume that this is not before the script waits for it, or the step ends."

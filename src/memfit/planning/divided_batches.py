@@ -1,4 +1,4 @@
-"""How a script's batches can be divided into micro-batches, of which each update sums the gradients."""
+"""Divide a script's batches into micro-batches; each update sums the gradients of all parts of a batch."""
 
 from memfit.analysis.advice_candidates import AdviceCandidate, RunFacts
 from memfit.analysis.script_change import ScriptChange

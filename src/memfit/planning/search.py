@@ -105,6 +105,7 @@ class _Base:
 class _PlanSearch:
     def __init__(self, script: PlannedScript, plain: TrialResult, budget: int, allowed: Allowed) -> None:
         self._script, self._plain, self._budget, self._allowed = script, plain, budget, allowed
+        self._found = summarize(plain.trace)
         self._runs = PlanRuns(script, budget, tune=allowed.allocator)
         self._optimizer = plain.operations.optimizer if plain.operations is not None else None
         self._models: tuple[str, ...] = ()
@@ -230,7 +231,7 @@ class _PlanSearch:
 
     def _look_for_divisions(self) -> None:
         if self._allowed.rounding:
-            facts = RunFacts.of(self._plain.trace, summarize(self._plain.trace))
+            facts = RunFacts.of(self._plain.trace, self._found)
             self._divisions = divisions(facts, draws=self._draws())
             self._undivided = "" if self._divisions else why_indivisible(facts)
 
@@ -325,6 +326,6 @@ class _PlanSearch:
             command=trace.command,
             versions=trace.versions,
             reason=reason,
-            uncertainty=summarize(trace).uncertainty,
+            uncertainty=self._found.uncertainty,
             undivided=self._undivided,
         )

@@ -33,7 +33,7 @@ class HeldBackUpdates:
 
     Args:
         every: of so many calls of ``optimizer.step``, the last makes an update.
-        refuse: is told why the script cannot accumulate like this.
+        refuse: called with the reason if the script cannot accumulate like this.
     """
 
     def __init__(self, every: int, refuse: Callable[[str], None]) -> None:
