@@ -109,7 +109,7 @@ class CheckpointedForward(WrappedForward):
                 f"checkpointing: {self.settings.name} did not run {len(missing)} of the "
                 f"{len(self.settings.save_ops)} operations whose results it is to keep: "
                 f"{', '.join(missing)}. What it does not keep is recomputed. The plan may be for another "
-                "model or another PyTorch."
+                "model, device or PyTorch."
             )
 
 
