@@ -228,7 +228,9 @@ def _planned(network: Network, steps: dict[int, StepOperations], budgets: list[i
         best = min(ways, key=lambda parts: plans[budget, parts][1], default=1)
         for parts in sorted({1, best} & set(ways)):
             choice, predicted = plans[budget, parts]
-            regions = tuple(memfit.Region(module, ops) for module, ops in choice.save_ops.items())
+            regions = tuple(
+                memfit.Region(each.modules, each.save_ops, each.split_at) for each in choice.regions
+            )
             plan = memfit.Checkpointing(regions=regions) if regions else None
             name = f"plan for {budget} MiB{f', {parts} micro-batches' * (parts > 1)}"
             made = _variant(network, name, plan, parts)

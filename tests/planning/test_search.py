@@ -79,7 +79,7 @@ class Script:
             return TrialResult(needing(self.plain), operations=self.step)
         regions = dict(change.strategies[0].settings)["regions"]
         self.changes.append(regions)
-        chosen = {name: region.save_ops for region in regions for name in region.modules}
+        chosen = chosen_ways(regions)
         offload = [one.field for one in change.strategies] == ["checkpointing", "offload"]
         peak = self._peak(chosen, self.offloading if offload else self.chooser)
         more = self.more(len(self.changes) - 1)
@@ -90,11 +90,15 @@ class Script:
         """Return the prediction of the choice that is exactly this."""
         program = chooser._program
         fixed = {
-            column: float(chosen.get(module) == way[0].save_ops)
+            column: float(chosen.get(module) == (way[0].save_ops, way[0].split_at))
             for module, ways in chooser._ways.items()
             for way, column in zip(ways, chooser._columns[module], strict=True)
         }
         return round(program.minimize(chooser._budget, fixed=fixed).objective * MIB)
+
+
+def chosen_ways(regions):
+    return {name: (each.save_ops, each.split_at) for each in regions for name in each.modules}
 
 
 def copy(size):
@@ -232,7 +236,7 @@ class BatchedScript(Script):
         peak = chooser.plain_peak
         if change.strategies:
             regions = dict(change.strategies[0].settings)["regions"]
-            peak = self._peak({name: each.save_ops for each in regions for name in each.modules}, chooser)
+            peak = self._peak(chosen_ways(regions), chooser)
         return TrialResult(
             needing(-(-peak // MIB)), ("Net (optimizer: t:1)",), operations=self.steps[change.loader.size]
         )

@@ -12,11 +12,13 @@ class PlannedRegion:
 
     modules: tuple[str, ...]
     save_ops: tuple[str, ...] = ()
+    split_at: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         """Return the Python expression that creates it."""
-        saved = f", save_ops={self.save_ops!r}" if self.save_ops else ""
-        return f"memfit.Region({self.modules!r}{saved})"
+        given = {"save_ops": self.save_ops, "split_at": self.split_at}
+        named = "".join(f", {name}={value!r}" for name, value in given.items() if value)
+        return f"memfit.Region({self.modules!r}{named})"
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -72,6 +72,6 @@ class Bracket:
         choice = found or self._chooser.smallest
         if self.best is None:
             self.bound = found.bound if found is not None else INFINITY
-        if not choice.save_ops or (choice.peak, choice.seconds) in self._seen:
+        if not choice.regions or (choice.peak, choice.seconds) in self._seen:
             return None
         return choice

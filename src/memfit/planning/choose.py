@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from memfit.analysis.script_change import PlannedRegion
 from memfit.planning.memory_model import MemoryModel, inner_calls
 from memfit.planning.mixed_integer_program import INFINITY, MixedIntegerProgram, Solution
 from memfit.planning.region_options import (
@@ -30,6 +31,7 @@ from memfit.planning.region_options import (
     total_bytes,
     worth_trying,
 )
+from memfit.planning.region_parts import option_in_parts, parts_of, recomputed, splits_to_try
 from memfit.records import ModuleCall, StepOperations
 
 _MIB = float(1 << 20)
@@ -54,8 +56,8 @@ _HALF = 0.5
 class CheckpointChoice:
     """How to checkpoint a model's modules."""
 
-    save_ops: Mapping[str, tuple[str, ...]]
-    """By module: the operations whose results it keeps. Modules that are missing are not checkpointed."""
+    regions: tuple[PlannedRegion, ...]
+    """The modules that are checkpointed."""
     seconds: float
     """That recomputing adds to a step."""
     bound: float
@@ -79,7 +81,7 @@ class CheckpointChooser:
         self._program = MixedIntegerProgram()
         self._budget = self._program.column(upper=INFINITY)
         """Column: MiB."""
-        self._ways = _ways(step, seconds, copy)
+        self._ways = _ways(self._memory, seconds, copy)
         forward = sum(seconds(operation) for operation in step.forward)
         self._unit = forward / _COST if forward else 1.0
         """Seconds by which a cost of 1 makes a step longer."""
@@ -123,18 +125,18 @@ class CheckpointChooser:
         return choice
 
     def _choice(self, found: Solution) -> CheckpointChoice:
-        save_ops = {
-            module: way[0].save_ops
-            for module, ways in self._ways.items()
-            for way, column in zip(ways, self._columns[module], strict=True)
-            if found.values[column] > _HALF
-        }
+        modules: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = defaultdict(list)
+        for module, ways in self._ways.items():
+            for way, column in zip(ways, self._columns[module], strict=True):
+                if found.values[column] > _HALF:
+                    modules[way[0].save_ops, way[0].split_at].append(module)
+        regions = (PlannedRegion(tuple(names), *way) for way, names in modules.items())
         peak = max(
             sum(found.values[column] * factor for column, factor in terms.items()) + besides
             for terms, besides in self._held
         )
         return CheckpointChoice(
-            save_ops,
+            tuple(sorted(regions)),
             found.objective * self._unit,
             max(found.bound, 0.0) * self._unit,
             round(peak * _MIB),
@@ -202,16 +204,12 @@ class CheckpointChooser:
             turns[call.module] += 1
             if call.module not in self._columns:
                 continue
-            segments = memory.segments(call)
-            made: dict[int, list[int]] = defaultdict(list)
-            for storage in {storage for each in inside[number] for storage in step.calls[each].saves}:
-                made[memory.segment_of[storage]].append(storage)
             for column, way in zip(self._columns[call.module], self._ways[call.module], strict=True):
-                recomputed = _ON_THEIR_WAY * way[turn].offloaded
-                for segment in segments:
-                    recomputed += total_bytes(step, set(made[segment]) - way[turn].keeps)
-                    if recomputed:
-                        terms[segment][column] = recomputed / _MIB
+                parts = parts_of(step, call, inside[number], way[turn].split_at)
+                besides = _ON_THEIR_WAY * way[turn].offloaded
+                for segment, held in recomputed(memory, parts, way[turn].keeps).items():
+                    if besides + held:
+                        terms[segment][column] = (besides + held) / _MIB
         return terms
 
 
@@ -219,7 +217,8 @@ _Ways = dict[str, list[list[RegionOption]]]
 """By module: for each way of checkpointing it, what that means in each of its calls."""
 
 
-def _ways(step: StepOperations, seconds: Seconds, copy: Copy | None) -> _Ways:
+def _ways(memory: MemoryModel, seconds: Seconds, copy: Copy | None) -> _Ways:
+    step = memory.step
     calls: dict[str, list[int]] = defaultdict(list)
     for number, call in enumerate(step.calls):
         calls[call.module].append(number)
@@ -240,6 +239,13 @@ def _ways(step: StepOperations, seconds: Seconds, copy: Copy | None) -> _Ways:
             found[module] = [
                 [option_of(step, step.calls[number], option.save_ops, seconds, copy) for number in numbers]
                 for option in best
+            ]
+            found[module] += [
+                [
+                    option_in_parts(step, step.calls[number], inside[number], split_at, seconds, copy)
+                    for number in numbers
+                ]
+                for split_at in splits_to_try(memory, first, inside[numbers[0]])
             ]
     return found
 

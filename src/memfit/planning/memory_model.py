@@ -25,6 +25,8 @@ class MemoryModel:
     """The first operation of each segment."""
     segment_of: tuple[int, ...]
     """By storage: the segment that created it; -1 if it exists anyway, or the backward created it."""
+    last_read: tuple[int, ...]
+    """By storage: the last operation of the forward that reads it; -1 if none does."""
     besides: tuple[int, ...]
     """By segment: bytes at most, during its forward or its backward, besides what is kept from it and from
     those before."""
@@ -57,16 +59,16 @@ class MemoryModel:
         for most, more in zip(highest, kept, strict=True):
             held += more
             besides.append(most - held)
-        return cls(step, starts, tuple(segment_of), tuple(besides))
+        return cls(step, starts, tuple(segment_of), _last_reads(step), tuple(besides))
 
     @property
     def peak(self) -> int:
         """Bytes of the plain step at its peak, counted from its beginning."""
         return max(operation.allocated for operation in (*self.step.forward, *self.step.backward))
 
-    def segments(self, call: ModuleCall) -> range:
-        """Return the segments of a module's call, its submodules' included."""
-        return range(bisect_left(self.starts, call.first), bisect_left(self.starts, call.end))
+    def segments(self, first: int, end: int) -> range:
+        """Return the segments of the operations from ``first`` to before ``end``."""
+        return range(bisect_left(self.starts, first), bisect_left(self.starts, end))
 
 
 def inner_calls(calls: Sequence[ModuleCall]) -> list[list[int]]:
@@ -78,6 +80,14 @@ def inner_calls(calls: Sequence[ModuleCall]) -> list[list[int]]:
             inside[outer].append(number)
             outer = calls[outer].parent
     return inside
+
+
+def _last_reads(step: StepOperations) -> tuple[int, ...]:
+    found = [-1] * len(step.storages)
+    for number, operation in enumerate(step.forward):
+        for storage in operation.reads:
+            found[storage] = number
+    return tuple(found)
 
 
 def _segments(starts: Sequence[int], operations: int) -> list[int]:

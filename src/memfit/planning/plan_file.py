@@ -88,7 +88,7 @@ def _frozen(value: Any) -> Any:
     if not isinstance(value, list):
         return value
     return tuple(
-        PlannedRegion(tuple(each.get("modules", ())), tuple(each.get("save_ops", ())))
+        PlannedRegion(*(tuple(each.get(name, ())) for name in ("modules", "save_ops", "split_at")))
         if isinstance(each, dict)
         else each
         for each in value

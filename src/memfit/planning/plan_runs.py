@@ -1,6 +1,5 @@
 """Run plans on the ghost: what each needs, and what holds the memory at its peak."""
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -66,13 +65,9 @@ def recomputation(choice: CheckpointChoice, optimizer: int | None, *, offload: b
         optimizer: which optimizer of the script has the model's parameters.
         offload: whether the inputs of what is recomputed wait on the host.
     """
-    modules: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for module, save_ops in choice.save_ops.items():
-        modules[save_ops].append(module)
-    regions = tuple(sorted(PlannedRegion(tuple(names), ops) for ops, names in modules.items()))
-    settings: dict[str, Any] = {"checkpointing": {"regions": [_plain(region) for region in regions]}}
-    strategies = [PlannedStrategy("checkpointing", (("regions", regions),))]
-    count = len(choice.save_ops)
+    settings: dict[str, Any] = {"checkpointing": {"regions": [_plain(region) for region in choice.regions]}}
+    strategies = [PlannedStrategy("checkpointing", (("regions", choice.regions),))]
+    count = sum(len(region.modules) for region in choice.regions)
     words: tuple[str, ...] = (f"{count} module{'s' * (count != 1)} checkpointed",)
     if offload:
         settings["offload"] = {"what": "inputs"}
@@ -141,8 +136,8 @@ class PlanRuns:
 
 
 def _plain(region: PlannedRegion) -> dict[str, list[str]]:
-    saved = {"save_ops": list(region.save_ops)} if region.save_ops else {}
-    return {"modules": list(region.modules)} | saved
+    given = {"modules": region.modules, "save_ops": region.save_ops, "split_at": region.split_at}
+    return {name: list(values) for name, values in given.items() if values}
 
 
 def _process(run: ReplayedRun) -> Figure:

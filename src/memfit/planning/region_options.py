@@ -3,6 +3,7 @@
 keep everything that autograd saves       no time        the plain step
 keep the matrix products                  a little
 keep its inputs                           its forward    full checkpointing
+keep its inputs, recompute it in parts    more           full checkpointing holds less at a time
 """
 
 from collections import Counter
@@ -24,13 +25,14 @@ class RegionOption:
     """One way to checkpoint a module, in one of its calls."""
 
     save_ops: tuple[str, ...]
-    """As in ``memfit.Checkpointing``."""
+    """As in ``memfit.Checkpointing``, like ``split_at``."""
     keeps: frozenset[int]
     """Storages kept from its forward to its backward."""
     seconds: float
     """Of the operations that run again, and of copies to the host and back."""
     offloaded: int = 0
     """Bytes of inputs that wait on the host."""
+    split_at: tuple[str, ...] = ()
 
 
 def save_ops_to_try(

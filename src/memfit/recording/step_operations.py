@@ -51,6 +51,7 @@ class StepOperationRecorder:
         self._open: list[int] = []
         self._forward: list[Operation] = []
         self._backward: list[Operation] = []
+        self._saved_storages: list[int] = []
         self._sequence: list[int] = []  # autograd's number after each operation of the forward
         self._hooks = ExitStack()
 
@@ -76,6 +77,7 @@ class StepOperationRecorder:
             tuple(call.finished() for call in self._calls),
             tuple(self._forward),
             tuple(self._backward),
+            tuple(self._saved_storages),
         )
 
     @property
@@ -92,15 +94,27 @@ class StepOperationRecorder:
             self._storages.add_lasting(passed, but_seen=bool(self._calls))
         parent = self._open[-1] if self._open else -1
         self._open.append(len(self._calls))
-        self._calls.append(_OpenCall(path, kind, parent, len(self._forward), self._storages.of(passed)))
+        self._calls.append(
+            _OpenCall(
+                path,
+                kind,
+                parent,
+                len(self._forward),
+                self._storages.of(passed),
+                len(self._saved_storages),
+            )
+        )
 
     def _leave(self, *_: Any) -> None:
         if not _in_backward() and self._open:
-            self._calls[self._open.pop()].end = len(self._forward)
+            call = self._calls[self._open.pop()]
+            call.end, call.end_save = len(self._forward), len(self._saved_storages)
 
     def _saved(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._open and not _in_backward():
-            self._calls[self._open[-1]].saves.update(dict.fromkeys(self._storages.of([tensor])))
+            storages = self._storages.of([tensor])
+            self._saved_storages += storages
+            self._calls[self._open[-1]].saves.update(dict.fromkeys(storages))
             for call in self._open:
                 self._calls[call].last_saved = len(self._forward)
         return tensor
@@ -164,8 +178,11 @@ class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _OpenCall:
     """A ``ModuleCall`` in the making."""
 
-    def __init__(self, path: str, kind: str, parent: int, first: int, reads: tuple[int, ...]) -> None:
+    def __init__(
+        self, path: str, kind: str, parent: int, first: int, reads: tuple[int, ...], first_save: int
+    ) -> None:
         self._path, self._kind, self._parent, self._first, self._reads = path, kind, parent, first, reads
+        self._first_save = self.end_save = first_save
         self.end = self.last_saved = first
         self.saves: dict[int, None] = {}
 
@@ -178,6 +195,8 @@ class _OpenCall:
             self.end,
             self._reads,
             tuple(self.saves),
+            self._first_save,
+            self.end_save,
             self.last_saved,
         )
 

@@ -52,6 +52,9 @@ class ModuleCall:
     """The storages of the tensors that it was passed."""
     saves: tuple[int, ...]
     """The storages that autograd saved in it for the backward, its submodules' apart; each once."""
+    first_save: int
+    """Its first in ``saved``, its submodules' included, and ``end_save``, the one after its last."""
+    end_save: int
     last_saved: int
     """The first operation in ``forward`` that it need not run again to recompute what autograd saved in it,
     its submodules' included."""
@@ -68,5 +71,7 @@ class StepOperations:
     forward: tuple[Operation, ...]
     """The loss included."""
     backward: tuple[Operation, ...]
+    saved: tuple[int, ...] = ()
+    """The storages of the tensors that autograd saved in module calls, in this order."""
     optimizer: int | None = None
     """Which optimizer of the script has the model's parameters, counted from 0 as they were created."""

@@ -62,6 +62,8 @@ class Region:
     """As in ``Checkpointing``."""
     save_ops: str | tuple[str, ...] = ()
     """As in ``Checkpointing``."""
+    split_at: str | tuple[str, ...] = ()
+    """As in ``Checkpointing``."""
 
     def __post_init__(self) -> None:
         """Check."""
@@ -69,7 +71,7 @@ class Region:
         _as_tuples(self)
         if not self.modules:
             raise UsageError("checkpointing: a region must name its modules.")
-        _check_operations(self.save_ops)
+        _check_recomputed(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,10 @@ class Checkpointing:
     as ``"aten.mm.default:2"``, the third one; the rest is recomputed. Of the operations of a block that draw
     random numbers, keep all or none: one that is kept draws nothing again, and the others would draw other
     numbers than in the forward, which makes gradients wrong without an error."""
+    split_at: str | tuple[str, ...] = ()
+    """Names of submodules, such as ``"mlp"``, at whose first call another part of a block begins. Backward
+    recomputes the parts one by one, the last one first, each from the block's beginning: what one part saves
+    exists at a time, and the parts before run once more for it. Compiled models ignore it."""
     use_reentrant: bool = False
     """PyTorch's older checkpointing: without ``torch.autograd.grad``, and hooks see nothing inside."""
     preserve_rng_state: bool = True
@@ -114,17 +120,22 @@ class Checkpointing:
         if self.every < 1:
             raise UsageError(f"checkpointing: 'every' must be an integer of at least 1, not {self.every!r}.")
         _as_tuples(self)
-        if self.regions and (self.modules or self.save_ops or self.every != 1):
+        if self.regions and (self.modules or self.save_ops or self.split_at or self.every != 1):
             raise UsageError(
-                "checkpointing: regions name their own modules and operations. Leave out modules, every and "
-                "save_ops, or leave out regions."
+                "checkpointing: regions name their own modules and operations. Leave out modules, every, "
+                "save_ops and split_at, or leave out regions."
             )
         if self.use_reentrant and (self.save_ops or any(region.save_ops for region in self.regions)):
             raise UsageError(
                 "checkpointing: save_ops needs use_reentrant=False, because PyTorch's reentrant "
                 "checkpointing cannot keep the results of individual operations."
             )
-        _check_operations(self.save_ops)
+        if self.use_reentrant and (self.split_at or any(region.split_at for region in self.regions)):
+            raise UsageError(
+                "checkpointing: split_at needs use_reentrant=False, because PyTorch's reentrant "
+                "checkpointing recomputes a block at once."
+            )
+        _check_recomputed(self)
 
     def apply(self, model: nn.Module) -> Callable[[], None]:
         """Checkpoint a model's modules in place, and return the undo. Names and state_dict stay.
@@ -139,9 +150,14 @@ class Checkpointing:
                     f"checkpointing: {name} is already checkpointed. Call memfit.revert(model) to undo that."
                 )
         undo = ExitStack()
-        for name, (module, save_ops) in selected.items():
+        for name, (module, region) in selected.items():
             settings = RecomputeSettings(
-                name, save_ops, self.use_reentrant, self.preserve_rng_state, self.check
+                name,
+                tuple(region.save_ops),
+                self.use_reentrant,
+                self.preserve_rng_state,
+                self.check,
+                _present(name, module, region.split_at),
             )
             undo.callback(wrap_forward(module, settings, CheckpointedForward))
         if not self.regions:  # a plan has shown what its regions save
@@ -150,8 +166,8 @@ class Checkpointing:
 
         return undo.close
 
-    def _select(self, model: nn.Module) -> dict[str, tuple[nn.Module, tuple[str, ...]]]:
-        """Return the modules to checkpoint by name, each with the operations whose results it keeps."""
+    def _select(self, model: nn.Module) -> dict[str, tuple[nn.Module, "Checkpointing | Region"]]:
+        """Return the modules to checkpoint by name, each with its settings."""
         if self.regions:
             return self._select_regions(model)
         if self.modules:
@@ -165,27 +181,44 @@ class Checkpointing:
                 "Checkpointing('EncoderLayer')."
             )
         every = dict(list(named.items())[:: self.every])
-        return {name: (_with_forward(name, each), tuple(self.save_ops)) for name, each in every.items()}
+        return {name: (_with_forward(name, each), self) for name, each in every.items()}
 
-    def _select_regions(self, model: nn.Module) -> dict[str, tuple[nn.Module, tuple[str, ...]]]:
-        selected: dict[str, tuple[nn.Module, tuple[str, ...]]] = {}
+    def _select_regions(self, model: nn.Module) -> dict[str, tuple[nn.Module, "Checkpointing | Region"]]:
+        selected: dict[str, tuple[nn.Module, Checkpointing | Region]] = {}
         for region in self.regions:
             for name, module in modules_named(model, region.modules, "checkpointing").items():
                 if name in selected:
                     raise UsageError(f"checkpointing: two regions name {name}. Leave out one of the two.")
-                selected[name] = (_with_forward(name, module), tuple(region.save_ops))
+                selected[name] = (_with_forward(name, module), region)
         return selected
 
 
 def _as_tuples(settings: Checkpointing | Region) -> None:
-    for name in ("modules", "save_ops"):
+    for name in ("modules", "save_ops", "split_at"):
         value = getattr(settings, name)
         object.__setattr__(settings, name, (value,) if isinstance(value, str) else tuple(value))
 
 
-def _check_operations(save_ops: str | tuple[str, ...]) -> None:
-    for operation in save_ops:
+def _check_recomputed(settings: Checkpointing | Region) -> None:
+    for operation in settings.save_ops:
         operation_overloads(operation)
+    if settings.save_ops and settings.split_at:
+        raise UsageError(
+            "checkpointing: a block that keeps the results of operations (save_ops) cannot be recomputed in "
+            "parts (split_at). Leave out one of the two."
+        )
+
+
+def _present(name: str, module: nn.Module, split_at: str | tuple[str, ...]) -> tuple[str, ...]:
+    names = {each for each, _ in module.named_modules()}
+    for each in split_at:
+        if not each or each not in names:
+            near = ", ".join(sorted(names - {""})[:8])
+            raise UsageError(
+                f"checkpointing: split_at={each!r}: {name} has no such submodule"
+                + (f". It has: {near}." if near else ", because it has no submodules.")
+            )
+    return tuple(split_at)
 
 
 def _with_forward(name: str, module: nn.Module) -> nn.Module:

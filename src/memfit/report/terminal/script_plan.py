@@ -108,9 +108,13 @@ def plan_name(run: PlanRun) -> str:
     divided = run.divided
     named = [f"{divided.count} micro-batches of {divided.size}"] if divided is not None else []
     regions = run.settings.get("checkpointing", {}).get("regions", [])
-    full = sum(len(region["modules"]) for region in regions if not region.get("save_ops"))
-    part = sum(len(region["modules"]) for region in regions if region.get("save_ops"))
+    part, split = (
+        sum(len(region["modules"]) for region in regions if region.get(name))
+        for name in ("save_ops", "split_at")
+    )
+    full = sum(len(region["modules"]) for region in regions) - part - split
     named += [f"{full} module{'s' * (full != 1)} recomputed"] * bool(full) + [f"{part} in part"] * bool(part)
+    named += [f"{split} split"] * bool(split)
     named += ["inputs offloaded"] * ("offload" in run.settings)
     named += [_precision(run)] if "precision" in run.settings else []
     named += ["fused optimizer"] * run.fused
@@ -162,6 +166,9 @@ def _changes(chosen: PlanRun) -> Iterator[str]:
         inputs = ", from inputs that wait on the host" * ("offload" in chosen.settings)
         yield f"Recomputed in the backward{inputs}:"
         for region in chosen.settings["checkpointing"]["regions"]:
-            saved = region.get("save_ops", [])
-            keeps = f"  keeping {', '.join(map(escaped, saved))}" if saved else ""
-            yield f"    {', '.join(map(escaped, region['modules']))}{keeps}"
+            how = "".join(
+                f"  {word} {', '.join(map(escaped, region[name]))}"
+                for name, word in (("save_ops", "keeping"), ("split_at", "in parts that begin at"))
+                if region.get(name)
+            )
+            yield f"    {', '.join(map(escaped, region['modules']))}{how}"

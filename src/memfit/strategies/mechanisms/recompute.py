@@ -23,6 +23,7 @@ from memfit.errors import UsageError
 from memfit.random_state import GlobalDraws
 from memfit.strategies.mechanisms.buffer_snapshots import BufferTracker
 from memfit.strategies.mechanisms.recompute_check import OperationComparer, OperationRecorder
+from memfit.strategies.mechanisms.recompute_in_parts import run_in_parts
 from memfit.strategies.mechanisms.selective_checkpointing import not_run, selective_contexts
 from memfit.strategies.mechanisms.tensors import tensors_in, version_of, without_dispatch_modes
 from memfit.strategies.mechanisms.wrap_forward import Forward, WrappedForward
@@ -40,6 +41,8 @@ class RecomputeSettings:
     use_reentrant: bool
     preserve_rng_state: bool
     check: bool
+    split_at: tuple[str, ...] = ()
+    """Submodules of the region at whose first calls another part begins."""
 
 
 class CheckpointedForward(WrappedForward):
@@ -84,6 +87,8 @@ class CheckpointedForward(WrappedForward):
                 self, forward, (args, kwargs), spec, tuple(place[id(each)] for each in leaves)
             )
             differentiable_dummy = torch.empty(0, requires_grad=True)
+        if settings.split_at:
+            return run_in_parts(call, once, [self.module.get_submodule(name) for name in settings.split_at])
         if not settings.use_reentrant:
             return checkpoint(
                 call, *once, use_reentrant=False, preserve_rng_state=settings.preserve_rng_state
@@ -135,7 +140,9 @@ class CheckpointedCall:
         settings = region.settings
         self._name = settings.name
         self._buffers = region.buffer_tracker.snapshot(region.module)
-        self._draws = GlobalDraws.start(region.generators) if settings.preserve_rng_state else None
+        # torch's checkpoint restores the CPU's generator itself.
+        others = (*region.generators, torch.default_generator) if settings.split_at else region.generators
+        self._draws = GlobalDraws.start(others) if settings.preserve_rng_state else None
         self._seen: Counter[Any] = Counter()  # operations of the forward
         self._saving, self._saved = selective_contexts(settings.save_ops, self._seen)
         self._recorder = OperationRecorder() if settings.check else None
