@@ -10,6 +10,7 @@ from memfit.report.schema.diff_schema import DifferenceJson
 from memfit.report.schema.dry_run_schema import DryRunJson
 from memfit.report.schema.encoding import json_schema
 from memfit.report.schema.explain_schema import ExplanationJson
+from memfit.report.schema.gpus_for_schema import GpusForJson
 from memfit.report.schema.max_batch_schema import MaxBatchJson
 from memfit.report.schema.pack_schema import PackingJson
 from memfit.report.schema.plan_schema import ScriptPlanJson
@@ -23,6 +24,7 @@ SCHEMAS = {
     "diff.schema.json": DifferenceJson,
     "dry-run.schema.json": DryRunJson,
     "explain.schema.json": ExplanationJson,
+    "gpus-for.schema.json": GpusForJson,
     "max-batch.schema.json": MaxBatchJson,
     "pack.schema.json": PackingJson,
     "plan.schema.json": ScriptPlanJson,

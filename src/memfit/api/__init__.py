@@ -11,6 +11,7 @@ from memfit.api.batch_size import max_batch, max_batch_on_ghost
 from memfit.api.checking import check, check_on_ghost
 from memfit.api.comparison import compare, compare_on_ghost
 from memfit.api.ghost_runs import FinishedRun, run_on_ghost
+from memfit.api.gpus import gpus_for, gpus_on_ghost
 from memfit.api.packings import pack, pack_table
 from memfit.api.planning import allowed_changes, auto_checkpoint, plan, plan_on_ghost
 from memfit.api.ranks_together import run_beside_ranks
@@ -46,6 +47,8 @@ __all__ = [
     "dry_run",
     "estimate",
     "explain",
+    "gpus_for",
+    "gpus_on_ghost",
     "html",
     "keep_context",
     "max_batch",

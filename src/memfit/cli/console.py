@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         AllocatorComparison,
         DryRun,
         Explanation,
+        GpusFor,
         MaxBatch,
         MemoryCheck,
         RunDifference,
@@ -120,6 +121,14 @@ def write_plan(plan: "ScriptPlan", json: str | None, output: Path | None) -> Non
         print(escaped(f"Plan: {path}  (memfit dry-run --plan {path} SCRIPT)"), file=sys.stderr)
 
     _write(lambda: to_json(plan), json, lambda console: print_plan(plan, console), [(output, write_file)])
+
+
+def write_gpus_for(result: "GpusFor", json: str | None) -> None:
+    """Print which GPUs run a script and write it to files; ``json`` as for ``write_explanation``."""
+    from memfit.report.schema.gpus_for_schema import to_json
+    from memfit.report.terminal.gpus_for import print_gpus_for
+
+    _write(lambda: to_json(result), json, lambda console: print_gpus_for(result, console))
 
 
 def write_max_batch(result: "MaxBatch", json: str | None) -> None:

@@ -12,12 +12,11 @@ from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError
 
-from memfit.cli import check, compare, dry_run, max_batch, plan, record
+from memfit.cli import check, compare, dry_run, gpus, max_batch, plan, record
 from memfit.cli.allocator import allocator
 from memfit.cli.diff import diff
 from memfit.cli.doctor import doctor
 from memfit.cli.explain import explain
-from memfit.cli.gpus import gpus
 from memfit.cli.pack import pack
 from memfit.cli.replay import replay
 from memfit.cli.script_arguments import separate_script
@@ -40,7 +39,8 @@ app.command(compare.compare, usage=compare.USAGE)
 app.command(check.check, usage=check.USAGE)
 app.command(plan.plan, usage=plan.USAGE)
 app.command(max_batch.max_batch, name="max-batch", usage=max_batch.USAGE)
-for command in (explain, diff, replay, allocator, pack, gpus, doctor):
+app.command(gpus.gpus, usage=gpus.USAGE)
+for command in (explain, diff, replay, allocator, pack, doctor):
     app.command(command)
 
 

@@ -32,6 +32,7 @@ from memfit.records.dry_run import (
 )
 from memfit.records.explanation import Explanation
 from memfit.records.fragmentation import Fragmentation, Hole, PinningBlock, ReservedBytes, ReservedMemoryUse
+from memfit.records.gpus_for import GpusFor
 from memfit.records.max_batch import BatchLimit, BatchRun, MaxBatch
 from memfit.records.memory_check import CheckedFigure, CheckVerdict, MemoryBaseline, MemoryCheck
 from memfit.records.provenance import Figure, Note, Provenance, worst
@@ -98,6 +99,7 @@ __all__ = [
     "Figure",
     "Fragmentation",
     "Frame",
+    "GpusFor",
     "GraphValue",
     "GroupBy",
     "Growth",

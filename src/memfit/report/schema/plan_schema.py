@@ -76,32 +76,35 @@ class ScriptPlanJson(msgspec.Struct, frozen=True):
 
 def to_json(result: ScriptPlan) -> bytes:
     """Encode a plan as one line of ASCII."""
+    return encode(script_plan_json(result))
+
+
+def script_plan_json(result: ScriptPlan) -> ScriptPlanJson:
+    """Return the public form of a plan."""
     device, chosen = result.device, result.chosen
-    return encode(
-        ScriptPlanJson(
-            schema=SCHEMA_VERSION,
-            plan=None if chosen is None else dict(chosen.settings),
-            allocator="" if chosen is None else chosen.conf,
-            micro_batches=None if chosen is None else chosen.divided,
-            fused=chosen is not None and chosen.fused,
-            equality=None if chosen is None else chosen.equality,
-            needs=None if chosen is None else chosen.needs,
-            time=None if chosen is None else chosen.time,
-            bound=result.bound,
-            time_rule=result.rule,
-            budget=result.budget,
-            device=DeviceJson(device.name, device.total.bytes, device.in_use, device.machine),
-            as_written=_run(result.as_written),
-            smallest=None if result.smallest is None else _run(result.smallest),
-            tried=tuple(map(_run, result.tried)),
-            policies=tuple(map(_run, result.policies)),
-            models=result.models,
-            optimizer=result.optimizer,
-            reason=result.reason,
-            undivided=result.undivided,
-            command=result.command,
-            versions=dict(result.versions),
-        )
+    return ScriptPlanJson(
+        schema=SCHEMA_VERSION,
+        plan=None if chosen is None else dict(chosen.settings),
+        allocator="" if chosen is None else chosen.conf,
+        micro_batches=None if chosen is None else chosen.divided,
+        fused=chosen is not None and chosen.fused,
+        equality=None if chosen is None else chosen.equality,
+        needs=None if chosen is None else chosen.needs,
+        time=None if chosen is None else chosen.time,
+        bound=result.bound,
+        time_rule=result.rule,
+        budget=result.budget,
+        device=DeviceJson(device.name, device.total.bytes, device.in_use, device.machine),
+        as_written=_run(result.as_written),
+        smallest=None if result.smallest is None else _run(result.smallest),
+        tried=tuple(map(_run, result.tried)),
+        policies=tuple(map(_run, result.policies)),
+        models=result.models,
+        optimizer=result.optimizer,
+        reason=result.reason,
+        undivided=result.undivided,
+        command=result.command,
+        versions=dict(result.versions),
     )
 
 
