@@ -44,11 +44,9 @@ def test_each_gpu_gets_a_plan_if_the_script_does_not_fit_it(tmp_path, monkeypatc
     assert planned.changes
     assert planned.needs.bytes <= find_device("T4").total_bytes < plans["T4"].as_written.needs.bytes
     assert plans["GTX 1660"].chosen.time > planned.time
-    contexts = {name: find_device(name).context_bytes for name in ("T4", "GTX 1660")}
-    assert (  # the same run, with the context of each
-        plans["T4"].as_written.needs.bytes - contexts["T4"]
-        == plans["GTX 1660"].as_written.needs.bytes - contexts["GTX 1660"]
-    )
+    # The same run with the context of each, on GPUs whose sizes are multiples of 2 MiB.
+    without_context = [plans[name].as_written.needs.bytes - find_device(name).context_bytes for name in plans]
+    assert abs(without_context[0] - without_context[1]) < 2 << 20
     assert "has no kernels for V100-16GB" in found.failed["V100-16GB"]
     shown = str(found)
     assert shown.startswith("RUNS ON 1 OF 4 GPUS as written, and on 2 more with a plan")
