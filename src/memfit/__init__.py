@@ -40,6 +40,7 @@ _NAMES_OF_MODULE = {
     "memfit.strategies.checkpoint_function": ("checkpoint",),
     "memfit.strategies.checkpointing": ("Checkpointing", "Region"),
     "memfit.strategies.chunked_head": ("ChunkedHead",),
+    "memfit.strategies.compilation": ("Compilation",),
     "memfit.strategies.configuration": ("Configuration", "configure"),
     "memfit.strategies.offload": ("Offload",),
     "memfit.strategies.optimizer_state": ("OptimizerState",),
@@ -93,6 +94,7 @@ if TYPE_CHECKING:  # type checkers cannot read the table; a test checks that the
         Region as Region,
     )
     from memfit.strategies.chunked_head import ChunkedHead as ChunkedHead
+    from memfit.strategies.compilation import Compilation as Compilation
     from memfit.strategies.configuration import (
         Configuration as Configuration,
         configure as configure,

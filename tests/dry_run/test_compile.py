@@ -194,7 +194,7 @@ def test_graphs_are_labelled_forward_and_backward(labelled):
         Phase.BACKWARD,
     }
     # No stack contains generated code.
-    assert not any("compiled/" in frame.file for frame in labelled.trace.frames)
+    assert not any("compiled-graphs/" in frame.file for frame in labelled.trace.frames)
     (note,) = (note.text for note in labelled.trace.notes if note.text.startswith("torch.compile made"))
     assert "graphs" in note
 
@@ -210,7 +210,7 @@ def test_steps_of_a_compiled_optimizer_are_counted(labelled):
 
 def test_the_users_compiler_caches_are_unchanged(labelled, cold):
     assert not (labelled.folder / "mine").exists()
-    assert any(Path(cold["MEMFIT_CACHE"], "compiled", "inductor").rglob("*.py"))
+    assert any(Path(cold["MEMFIT_CACHE"], "compiled-graphs", "inductor").rglob("*.py"))
     assert not list(Path(cold["MEMFIT_CACHE"]).rglob("*.best_config"))
 
 

@@ -11,9 +11,10 @@ from rich.console import Console
 
 from memfit.analysis.script_change import ScriptChange, TrialResult
 from memfit.errors import TargetError
+from memfit.planning.allowed import Allowed
 from memfit.planning.choose import CheckpointChooser
 from memfit.planning.plan_runs import PlannedScript
-from memfit.planning.search import Allowed, find_plan
+from memfit.planning.search import find_plan
 from memfit.records import Action, DeviceUse, Figure, LoaderBatchSize, Provenance, ScriptEnd
 from memfit.report.schema.plan_schema import ScriptPlanJson, to_json
 from memfit.report.terminal.plan_chart import chart_lines

@@ -31,7 +31,7 @@ class PlannedStrategy:
 
     field: str
     """The plan's field: ``checkpointing``."""
-    settings: tuple[tuple[str, str | int | tuple[PlannedRegion | str, ...]], ...] = ()
+    settings: tuple[tuple[str, str | float | tuple[PlannedRegion | str, ...]], ...] = ()
     """Those that differ from their defaults."""
 
     @property
@@ -60,6 +60,8 @@ class ScriptChange:
     """Of so many updates of the script, only the last is made, with the gradients of all."""
     operations: bool = False
     """Whether the operations of a training step are recorded, which changes nothing for the script."""
+    eager: bool = False
+    """Whether ``torch.compile`` does nothing: the script runs as if it did not call it."""
 
     def __or__(self, other: "ScriptChange") -> "ScriptChange":
         """Return both changes together."""
@@ -72,6 +74,7 @@ class ScriptChange:
             other.conf or self.conf,
             self.micro_batches * other.micro_batches,
             self.operations or other.operations,
+            self.eager or other.eager,
         )
 
 

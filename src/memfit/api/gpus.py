@@ -8,8 +8,9 @@ from pathlib import Path
 from memfit.analysis.script_change import RunTrial, ScriptChange, TrialResult
 from memfit.devices import NO_LIMIT, Device, all_devices
 from memfit.errors import TargetError
+from memfit.planning.allowed import Allowed
 from memfit.planning.plan_runs import PlannedScript
-from memfit.planning.search import Allowed, find_plan
+from memfit.planning.search import find_plan
 from memfit.planning.seconds import RULE, host_copies, roofline
 from memfit.records import DeviceUse, GpusFor, ScriptEnd, ScriptPlan
 from memfit.report.terminal.gpus_for import PrintableGpusFor

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.devices import DEFAULT, NO_LIMIT, find_device
 from memfit.errors import UsageError
+from memfit.planning.allowed import PRECISIONS, Allowed
 from memfit.planning.plan_runs import PlannedScript
-from memfit.planning.search import PRECISIONS, Allowed, find_plan
+from memfit.planning.search import find_plan
 from memfit.planning.seconds import RULE, host_copies, roofline
 from memfit.records import ScriptPlan
 from memfit.report.terminal.script_plan import PrintableScriptPlan

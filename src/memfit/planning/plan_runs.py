@@ -83,10 +83,11 @@ class PlanRuns:
         script: the script.
         budget: bytes of the process.
         tune: whether runs that do not fit may get expandable segments.
+        compiled: whether ``torch.compile`` compiles the script's code.
     """
 
-    def __init__(self, script: PlannedScript, budget: int, *, tune: bool) -> None:
-        self._script, self._budget, self._tune = script, budget, tune
+    def __init__(self, script: PlannedScript, budget: int, *, tune: bool, compiled: bool = False) -> None:
+        self._script, self._budget, self._tune, self._compiled = script, budget, tune, compiled
         self.tried: list[PlanRun] = []
 
     def fits(self, run: PlanRun) -> bool:
@@ -132,6 +133,7 @@ class PlanRuns:
             plan.divided,
             plan.change.fused,
             tuple(found.terms),
+            self._compiled,
         )
 
 

@@ -18,50 +18,30 @@ from memfit.analysis.advice_candidates import RunFacts
 from memfit.analysis.script_change import PlannedStrategy, ScriptChange, TrialResult, why_it_failed
 from memfit.analysis.summary import summarize
 from memfit.errors import TargetError
+from memfit.planning.allowed import PRECISIONS, Allowed
+from memfit.planning.answers import IN_MODEL, too_small, unanswered
 from memfit.planning.bracket import WORTH, Bracket
 from memfit.planning.choose import CheckpointChoice, CheckpointChooser
+from memfit.planning.compiled_search import CompiledSearch
 from memfit.planning.divided_batches import divisions, why_indivisible
 from memfit.planning.plan_runs import PlanChange, PlannedScript, PlanRuns, recomputation
 from memfit.planning.policies import standard_policies
 from memfit.planning.sample_independence import why_dependent
 from memfit.planning.seconds import step_seconds
 from memfit.records import Phase, PlanRun, ScriptEnd, ScriptPlan, StepOperations
-from memfit.units import format_gib
 
 _UNRECORDED = (
-    "memfit saw no training step to plan: no optimizer stepped twice, or the script calls no module of its "
-    "model."
+    "memfit saw no training step to plan: no optimizer stepped twice, the script calls no module of its "
+    "model, or torch.compile uses another compiler than Inductor."
 )
 _MOST_RUNS = 10
 """Plans that run on the ghost at most, with and without offload."""
-PRECISIONS: dict[str, dict[str, str | bool]] = {
-    "amp": {"dtype": "bf16"},
-    "bf16": {"dtype": "bf16", "autocast": False},
-}
-"""Other numerics that a plan may use, as settings of ``memfit.Precision``."""
-_IN_MODEL = {"precision", "checkpointing"}
-"""Settings that change the model."""
-_TOTALS = ("allocated", "cached, not allocated", "reserved", "process")
-_MUCH = 0.02
-"""Share of a peak from which what holds it is named."""
-
-
-@dataclass(frozen=True, slots=True)
-class Allowed:
-    """What a plan may change."""
-
-    allocator: bool = True
-    """``PYTORCH_ALLOC_CONF``."""
-    rounding: bool = True
-    """The order in which sums are taken: batches are divided, and optimizers fused."""
-    precisions: tuple[str, ...] = ()
-    """Of ``PRECISIONS``: used if they lower the peak, and a plan with them fits."""
 
 
 def find_plan(
     script: PlannedScript,
     budget: int,
-    allowed: Allowed = Allowed(),
+    allowed: Allowed = Allowed(),  # noqa: B008 - frozen
     *,
     policies: bool = False,
 ) -> ScriptPlan:
@@ -79,7 +59,8 @@ def find_plan(
     plain = script.run(ScriptChange(operations=True), "as written, operation by operation")
     if isinstance(plain, ScriptEnd):
         raise TargetError(f"memfit cannot plan for the script: {why_it_failed(plain)}")
-    search = _PlanSearch(script, plain, budget, allowed)
+    compiled = plain.operations is not None and plain.operations.compiled
+    search = (CompiledSearch if compiled else _PlanSearch)(script, plain, budget, allowed)
     found = search.plan()
     return replace(found, policies=search.policies()) if policies else found
 
@@ -288,18 +269,9 @@ class _PlanSearch:
     # ---- the answer ---------------------------------------------------------------------------------------
 
     def _too_small(self, smallest: PlanRun) -> str:
-        place = smallest.place
-        where = " of ".join(filter(None, (f"the {place.phase}", place.module)))
-        held = sorted(smallest.terms, key=lambda term: -term.figure.bytes)
-        named = [
-            f"{term.name} {format_gib(term.figure.bytes)}"
-            for term in held
-            if term.name not in _TOTALS and term.figure.bytes >= _MUCH * smallest.needs.bytes
-        ]
         divided = "divides batches, " * (smallest.divided is not None)
-        return (
-            f"memfit {divided}recomputes activations, and offloads the inputs of what it recomputes. None of "
-            f"these plans fits. At the smallest peak, in {where}, there are: {', '.join(named)}."
+        return too_small(
+            smallest, f"{divided}recomputes activations, and offloads the inputs of what it recomputes"
         )
 
     def _answer(
@@ -311,21 +283,14 @@ class _PlanSearch:
         bound: float = 1.0,
         reason: str = "",
     ) -> ScriptPlan:
-        trace = self._plain.trace
-        return ScriptPlan(
-            device=trace.device,
-            budget=self._budget,
-            as_written=as_written,
+        return replace(
+            unanswered(self._script, self._plain.trace, self._budget, as_written),
             chosen=chosen,
             smallest=smallest,
             bound=bound,
-            rule=self._script.rule,
             tried=tuple(self._runs.tried),
-            models=self._models if chosen is None or _IN_MODEL & chosen.settings.keys() else (),
+            models=self._models if chosen is None or IN_MODEL & chosen.settings.keys() else (),
             optimizer=self._optimizer,
-            command=trace.command,
-            versions=trace.versions,
             reason=reason,
-            uncertainty=self._found.uncertainty,
             undivided=self._undivided,
         )

@@ -37,7 +37,8 @@ _STEP = "Optimizer.step#"  # prefix of the profiler range that torch.optim opens
 _STEPPING = "memfit_stepping"  # attribute with the optimizers of a graph that is being traced
 _COMPILES = "_torchdynamo_orig_callable"  # attribute of a compiled function with the original one
 BEFORE_FORWARD = (Phase.SETUP, Phase.INPUT, Phase.BETWEEN)
-_PACKAGE = __name__.partition(".")[0]
+_NEVER_COMPILED = "memfit.ghost", "memfit.recording", "memfit.run"
+"""What runs in a region only with memfit, in plain Python. Strategies are compiled, as on a card."""
 
 
 @dataclass
@@ -101,7 +102,8 @@ class CompiledCode:
         from torch.autograd.profiler import record_function
         from torch.nn.modules import module
 
-        trace_rules.add(_PACKAGE)  # in plain Python inside a region, memfit's own frames are not compiled
+        for package in _NEVER_COMPILED:
+            trace_rules.add(package)
         self._hooks.wrap(OptimizeContext, "__call__", self._make_region)
         for user in (convert_frame, sys.modules.get("torch._dynamo.functional_export")):
             for name in _CAPTURE:

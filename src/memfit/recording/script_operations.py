@@ -5,9 +5,12 @@
                 └────────────── recorded ──────────────┘
 
 Of several models, or calls of one, that whose backward needs most is kept; of equal ones the last.
+
+Once the script calls ``torch.compile``, only what the GPU runs is recorded (``compiled_step.py``): hooks of
+modules would be compiled with them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +18,13 @@ from typing import Any
 import msgspec
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from memfit.recording.compiled_step import CompiledStepRecorder
 from memfit.recording.hooks import InstalledHooks
 from memfit.recording.module_names import ModuleNames
 from memfit.recording.step_operations import StepOperationRecorder
+from memfit.records import StepOperations
 
 
 class ScriptOperations:
@@ -39,6 +44,12 @@ class ScriptOperations:
         self._recorder: StepOperationRecorder | None = None
         self._model: torch.nn.Module | None = None
         self._most = -1
+        self._eager = InstalledHooks()
+        """What torch.compile must not see."""
+        self._compiled = CompiledStepRecorder(self._expect_compiled)
+        self._is_compiled = False
+        self._stepping: torch.optim.Optimizer | None = None
+        """The optimizer that made the first step."""
 
     def install(self, hooks: InstalledHooks) -> None:
         """Hook the calls of models and the steps of optimizers."""
@@ -46,7 +57,14 @@ class ScriptOperations:
         hooks.add(register_optimizer_step_pre_hook(self._before_step))
         hooks.wrap(torch.nn.Module, "__setstate__", self._copied)
         hooks.wrap(torch.optim.Optimizer, "__init__", self._optimized)
-        hooks.wrap(torch.nn.Module, "__call__", self._called)
+        self._eager.wrap(torch.nn.Module, "__call__", self._called)
+        hooks.on_removal(self._eager.remove)
+        hooks.add(register_optimizer_step_post_hook(self._after_step))
+        self._compiled.install(hooks)
+
+    def _expect_compiled(self) -> None:
+        self._eager.remove()
+        self._is_compiled = True
 
     def _copied(self, original: Callable[..., None], module: torch.nn.Module, state: Any) -> None:
         original(module, state)
@@ -72,9 +90,19 @@ class ScriptOperations:
                 self._recorder.start()
         return original(module, *args, **kwargs)
 
-    def _before_step(self, *_: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._stepped = True
         self._finish()
+        if self._compiled.is_recording and optimizer is self._stepping:
+            step = self._compiled.stop()
+            if step is not None:
+                numbers = (self._optimizers.get(id(each)) for each in optimizer.param_groups[0]["params"])
+                self._write(step, numbers)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._is_compiled and self._stepping is None:
+            self._stepping = optimizer
+            self._compiled.start()
 
     def _finish(self) -> None:
         if self._recorder is None or self._model is None:
@@ -85,5 +113,9 @@ class ScriptOperations:
         most = sum(step.storages[storage] for storage in saved)
         if most >= self._most:
             self._most = most
-            step = replace(step, optimizer=next((each for each in numbers if each is not None), None))
-            self._file.write_bytes(msgspec.json.encode(step))
+            self._write(step, numbers)
+
+    def _write(self, step: StepOperations, numbers: Iterable[int | None]) -> None:
+        """Leave a step in the file, with the first of some optimizers that is known."""
+        step = replace(step, optimizer=next((each for each in numbers if each is not None), None))
+        self._file.write_bytes(msgspec.json.encode(step))

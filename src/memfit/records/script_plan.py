@@ -17,7 +17,7 @@ class Equality(StrEnum):
     BITWISE = "bit for bit"
     """The same results, bit for bit."""
     ROUNDING = "up to rounding"
-    """The same sums, taken in another order."""
+    """The same sums, taken in another order, or rounded at other places."""
     OTHER = "other numerics"
     """Values of other precision."""
 
@@ -64,6 +64,8 @@ class PlanRun:
     """Whether the optimizer is created with ``fused=True``."""
     terms: tuple[Term, ...] = ()
     """What holds the memory at the peak, as in ``DryRun``."""
+    compiled: bool = False
+    """Whether ``torch.compile`` compiles the script's code. What changes its graphs changes their kernels."""
 
     @property
     def changes(self) -> bool:
@@ -75,7 +77,8 @@ class PlanRun:
         """What training under it computes, compared with the script as written."""
         if "precision" in self.settings:
             return Equality.OTHER
-        return Equality.BITWISE if self.divided is None and not self.fused else Equality.ROUNDING
+        rounds = self.divided is not None or self.fused or (self.compiled and bool(self.settings))
+        return Equality.ROUNDING if rounds else Equality.BITWISE
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,8 @@ class ScriptPlan:
     smallest: PlanRun | None
     """The plan that needs least, if none fits."""
     bound: float
-    """No plan of this kind that fits takes less time, relative to the script as written."""
+    """No plan of this kind that fits takes less time, relative to the script as written; 0 if no bound is
+    known."""
     rule: str
     """What the times are based on; they are assumed."""
     tried: tuple[PlanRun, ...]
@@ -110,3 +114,5 @@ class ScriptPlan:
     """Bytes by which the assumed CUDA context may be too small, as in ``DryRun``."""
     undivided: str = ""
     """Why batches are not divided into micro-batches, as a clause; empty if they may be, or need not."""
+    dropped: tuple[str, ...] = ()
+    """Plans that could not run, each with the reason, as a sentence."""

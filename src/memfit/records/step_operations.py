@@ -75,3 +75,7 @@ class StepOperations:
     """The storages of the tensors that autograd saved in module calls, in this order."""
     optimizer: int | None = None
     """Which optimizer of the script has the model's parameters, counted from 0 as they were created."""
+    compiled: bool = False
+    """Whether torch.compile compiles the script's code. Then ``forward`` has what the GPU runs from one
+    update to the next: Inductor's kernels, and operations outside of graphs. Modules and storages are not
+    known."""

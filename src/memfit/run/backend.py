@@ -132,7 +132,7 @@ class GhostBackend:
             from memfit.ghost.shown_memory import show_memory
 
             show_memory(self._settings.shown_memory)
-        caches = cache_folder("compiled")
+        caches = cache_folder("compiled-graphs")
         torch_compile.install(self.ghost, caches, recorder.note, labelled=recorder.book.doing)
         after_import("torch._inductor.fx_passes.joint_graph", self._follow_folding)
         if self._options.host_memory:

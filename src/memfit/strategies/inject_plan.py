@@ -50,6 +50,8 @@ class Intervention(msgspec.Struct, frozen=True):
     """The file that receives the ``StepOperations`` of a training step; empty to record none."""
     micro_batches: int = 1
     """Of so many calls of ``optimizer.step``, only the last makes an update."""
+    eager: bool = False
+    """Whether ``torch.compile`` does nothing."""
 
 
 class InjectionReport(msgspec.Struct, frozen=True):
@@ -78,6 +80,8 @@ def install(path: str) -> None:
         silence = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):  # a user who has answered the script's prompts once is not asked again
             os.dup2(silence, stream)
+    if change.eager:
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # PyTorch's own switch
     after_import("torch", functools.partial(_intervene, change))
 
 

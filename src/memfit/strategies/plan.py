@@ -1,6 +1,7 @@
 """A plan: the settings of every strategy in use, at most one of each.
 
     precision -> optimizer_state -> checkpointing -> offload    change model or optimizer, in this order
+    compilation                                                 sets how torch.compile divides graphs
     sharding                                                    shares them among ranks; last, in ``apply``
     accumulation                                                divides batches; only ``Engine`` can
 
@@ -17,6 +18,7 @@ from torch import nn
 from memfit.errors import UsageError
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.checkpointing import Checkpointing
+from memfit.strategies.compilation import Compilation
 from memfit.strategies.field_types import check_types
 from memfit.strategies.offload import Offload
 from memfit.strategies.optimizer_state import OptimizerState
@@ -42,6 +44,7 @@ class Plan:
     offload: Offload | None = None
     sharding: Sharding | None = None
     accumulation: Accumulation | None = None
+    compilation: Compilation | None = None
 
     def __post_init__(self) -> None:
         """Check types, and that the strategies can be combined."""

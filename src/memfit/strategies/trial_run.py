@@ -155,6 +155,7 @@ def injected(change: ScriptChange, options: RunOptions, *, silent: bool = True) 
             silent,
             operations,
             change.micro_batches,
+            change.eager,
         )
         file = folder / "change.json"
         file.write_bytes(json.encode(intervention))

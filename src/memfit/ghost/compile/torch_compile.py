@@ -14,6 +14,8 @@ the cache.
 Lines. Inductor stores the script's lines with a graph, but looks graphs up regardless of their file and line.
 It would report lines of other scripts, or of an older version of this one, so memfit discards its lines.
 
+Work. A graph keeps how much work its kernels do (``kernel_work.py``), for estimates of time.
+
 Time. Compilation runs in this process: a worker process would import PyTorch without the ghost.
 Machine code is generated only once, because no GPU runs it (``skip_triton_codegen.py``).
 """
@@ -27,7 +29,7 @@ from typing import Any
 
 from torch._guards import TracingContext
 
-from memfit.ghost.compile import skip_triton_codegen
+from memfit.ghost.compile import kernel_work, skip_triton_codegen
 from memfit.ghost.ffi import Ghost
 from memfit.ghost.note_callback import NoteCallback
 from memfit.ghost.patching.after_import import after_import
@@ -99,6 +101,7 @@ class CompilerPatches:
         ):
             after_import(module, action)
         skip_triton_codegen.install()
+        kernel_work.install()
 
     def _set_environment(self, *_args: object, **_options: object) -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self._folder / "inductor")

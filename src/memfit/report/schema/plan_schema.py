@@ -49,7 +49,7 @@ class ScriptPlanJson(msgspec.Struct, frozen=True):
     time: float | None
     """Of a step under the chosen plan, relative to the script as written; assumed."""
     bound: float
-    """No plan of this kind that fits takes less time."""
+    """No plan of this kind that fits takes less time; 0 if no bound is known."""
     time_rule: str
     """What the times are based on."""
     budget: int
@@ -70,6 +70,8 @@ class ScriptPlanJson(msgspec.Struct, frozen=True):
     """Why no plan was found; otherwise empty."""
     undivided: str
     """Why batches are not divided into micro-batches; empty if they may be, or need not."""
+    dropped: tuple[str, ...]
+    """Plans that could not run, each with the reason."""
     command: tuple[str, ...]
     versions: dict[str, str]
 
@@ -103,6 +105,7 @@ def script_plan_json(result: ScriptPlan) -> ScriptPlanJson:
         optimizer=result.optimizer,
         reason=result.reason,
         undivided=result.undivided,
+        dropped=result.dropped,
         command=result.command,
         versions=dict(result.versions),
     )

@@ -10,7 +10,7 @@ from rich.text import Text
 from memfit.records import Equality, PlanRun, ScriptPlan
 from memfit.report.escape import escaped
 from memfit.report.printable import Printable
-from memfit.report.terminal.plan_chart import chart_lines
+from memfit.report.terminal.plan_chart import chart_lines, policy_name
 from memfit.units import format_bytes, format_gib
 
 _EQUAL = {
@@ -19,6 +19,10 @@ _EQUAL = {
     "keeps it).",
     Equality.OTHER: "Other numerics, as --allow permits: training in lower precision gives other results.",
 }
+
+_OTHER_KERNELS = (
+    "The same results up to rounding, because torch.compile makes other kernels: they round at other places."
+)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -50,6 +54,10 @@ def print_plan(result: ScriptPlan, console: Console) -> None:
 def _precision(run: PlanRun) -> str:
     settings = run.settings["precision"]
     return f"{settings['dtype']}{' autocast' if settings.get('autocast', True) else ' parameters'}"
+
+
+def _kept_share(run: PlanRun) -> str:
+    return f"activation_memory_budget {run.settings['compilation']['activation_memory_budget']:g}"
 
 
 def _micro_batches(chosen: PlanRun) -> Iterator[str]:
@@ -115,6 +123,9 @@ def plan_name(run: PlanRun) -> str:
     full = sum(len(region["modules"]) for region in regions) - part - split
     named += [f"{full} module{'s' * (full != 1)} recomputed"] * bool(full) + [f"{part} in part"] * bool(part)
     named += [f"{split} split"] * bool(split)
+    if "checkpointing" in run.settings and not regions:
+        named.append(policy_name(run))
+    named += [_kept_share(run)] if "compilation" in run.settings else []
     named += ["inputs offloaded"] * ("offload" in run.settings)
     named += [_precision(run)] if "precision" in run.settings else []
     named += ["fused optimizer"] * run.fused
@@ -130,8 +141,12 @@ def _details(result: ScriptPlan) -> Iterator[str]:
         divided = any(run.divided is not None for run in result.tried)
         so_far = "divided no further" if divided else "not divided into micro-batches"
         yield f"\nBatches are {so_far}: {escaped(result.undivided)}."
+    if result.dropped:
+        count = len(result.dropped)
+        yield f"\n{count} plan{'s' * (count != 1)} could not be run. {escaped(result.dropped[0])}"
     if chosen is None or not chosen.changes:
         return
+    other_kernels = chosen.compiled and chosen.equality is Equality.ROUNDING
     left = result.budget - chosen.needs.bytes
     if left < result.uncertainty:
         yield (
@@ -139,13 +154,11 @@ def _details(result: ScriptPlan) -> Iterator[str]:
             f"size may be up to {format_bytes(result.uncertainty)} larger. To measure it on your GPU, run "
             "memfit doctor --context."
         )
-    yield f"\n{_EQUAL[chosen.equality]}"
+    yield f"\n{_OTHER_KERNELS if other_kernels else _EQUAL[chosen.equality]}"
     yield from _changes(chosen)
     if chosen.time > 1 or chosen.settings:
-        yield (
-            f"Time: {chosen.time:.3f} times the script as written; no plan of this kind takes less than "
-            f"{result.bound:.3f} (assumed: {result.rule})."
-        )
+        bound = f"; no plan of this kind takes less than {result.bound:.3f}" if result.bound else ""
+        yield f"Time: {chosen.time:.3f} times the script as written{bound} (assumed: {result.rule})."
     if not result.models:  # it is applied, or changes no model
         return
     models = escaped(", ".join(result.models))
@@ -162,7 +175,13 @@ def _changes(chosen: PlanRun) -> Iterator[str]:
         yield "Write fused=True where the optimizer is created."
     if chosen.conf:
         yield f"Before the script starts: export PYTORCH_ALLOC_CONF={escaped(chosen.conf)}"
-    if "checkpointing" in chosen.settings:
+    if "compilation" in chosen.settings:
+        share = chosen.settings["compilation"]["activation_memory_budget"]
+        yield "Compiled graphs keep less. memfit.apply sets, before the first call of what is compiled:"
+        yield f"    torch._functorch.config.activation_memory_budget = {share:g}"
+    if "checkpointing" in chosen.settings and "regions" not in chosen.settings["checkpointing"]:
+        yield "Recomputed in the backward: every block that the model repeats."
+    elif "checkpointing" in chosen.settings:
         inputs = ", from inputs that wait on the host" * ("offload" in chosen.settings)
         yield f"Recomputed in the backward{inputs}:"
         for region in chosen.settings["checkpointing"]["regions"]:

@@ -1,0 +1,239 @@
+"""Find a plan for a script whose model ``torch.compile`` compiles: every candidate is compiled, and runs.
+
+    batches in 2, 4, ... parts    until one fits, if samples are independent
+    activation_memory_budget      of the last of these, and back to whole batches: while a faster plan may fit
+    every block checkpointed      if nothing else fits
+
+What a graph keeps is PyTorch's choice, under a share of its activations. The peak does not follow from the
+share: less is kept, but more is recomputed at once. So shares are sampled: between those that fit and those
+that do not, and around the one that needs least if none fits.
+
+Whether samples are independent is read from eager runs: graphs do not show it.
+"""
+
+from dataclasses import dataclass, field, replace
+
+from memfit.analysis.advice_candidates import RunFacts
+from memfit.analysis.script_change import PlannedStrategy, ScriptChange, TrialResult, why_it_failed
+from memfit.analysis.summary import summarize
+from memfit.planning.allowed import Allowed
+from memfit.planning.answers import IN_MODEL, too_small, unanswered
+from memfit.planning.divided_batches import divisions, why_indivisible
+from memfit.planning.plan_runs import PlanChange, PlannedScript, PlanRuns
+from memfit.planning.policies import standard_policies
+from memfit.planning.sample_independence import why_dependent
+from memfit.planning.seconds import step_seconds
+from memfit.records import PlanRun, ScriptEnd, ScriptPlan, StepOperations
+
+_MOST_RUNS = 8
+"""Plans that run on the ghost at most: each is compiled, which takes most of its time."""
+_WORTH = 0.01
+"""Share of a step's time that another plan must be able to save to be compiled."""
+_ALL, _STEP = 100, 10
+"""All activations that PyTorch keeps by itself, in hundredths; how finely shares are sampled."""
+_BITWISE = (
+    "torch.compile compiles the script's code. What lowers its memory changes the kernels, which then round "
+    "at other places; --bitwise permits only settings of the allocator."
+)
+_NOT_EAGER = "memfit reads that from a run without torch.compile, and "
+_UNSEEN = "memfit saw no two updates by one optimizer (the script ends before), or nothing was compiled"
+_WAYS = (
+    "divides batches where samples are independent, lowers the share of the activations that compiled graphs "
+    "keep, and checkpoints every block"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """The script with batches of one size."""
+
+    plan: PlanChange
+    run: PlanRun
+    """With all activations kept that PyTorch keeps by itself."""
+    shares: dict[int, PlanRun] = field(default_factory=dict)
+    """What ran, by hundredths of these activations."""
+
+
+class CompiledSearch:
+    """A search for a plan.
+
+    Args:
+        script: the script.
+        plain: its run as written, with what a step of it runs.
+        budget: bytes of the process.
+        allowed: what the plan may change.
+    """
+
+    def __init__(self, script: PlannedScript, plain: TrialResult, budget: int, allowed: Allowed) -> None:
+        self._script, self._plain, self._budget, self._allowed = script, plain, budget, allowed
+        self._runs = PlanRuns(script, budget, tune=allowed.allocator, compiled=True)
+        self._optimizer = plain.operations.optimizer if plain.operations is not None else None
+        self._models: tuple[str, ...] = ()
+        self._dropped: list[str] = []
+        self._undivided = ""
+
+    def plan(self) -> ScriptPlan:
+        """Return the fastest plan found, or why there is none."""
+        as_written = self._runs.needs(self._plain.trace, PlanChange(), 1.0, tune=False)
+        if self._runs.fits(as_written):
+            return self._answer(as_written, chosen=as_written)
+        tuned = self._runs.needs(self._plain.trace, PlanChange(), 1.0)
+        if tuned.conf:
+            self._runs.tried.append(tuned)
+        if self._allowed.rounding and not self._runs.fits(tuned):
+            families = [_Family(PlanChange(), tuned), *self._divided()]
+            for family in reversed(families):
+                self._sample_shares(family)
+            if self._best() is None:
+                self._try(families[-1].plan | standard_policies(self._optimizer)[0])
+        best = self._best()
+        if best is not None:
+            return self._answer(as_written, chosen=best)
+        smallest = min([*self._runs.tried, tuned], key=lambda run: run.needs.bytes)
+        reason = too_small(smallest, _WAYS) if self._allowed.rounding else _BITWISE
+        return self._answer(as_written, smallest=smallest, reason=reason)
+
+    def policies(self) -> tuple[PlanRun, ...]:
+        """Run the policies that people use; those that the script or its model refuses are left out."""
+        runs = PlanRuns(self._script, self._budget, tune=self._allowed.allocator, compiled=True)
+        for policy in standard_policies(self._optimizer):
+            runs.make(policy, self._time, operations=True)
+        return tuple(runs.tried)
+
+    # ---- candidates ---------------------------------------------------------------------------------------
+
+    def _divided(self) -> list[_Family]:
+        """Run the script with smaller and smaller batches, until it fits."""
+        facts = RunFacts.of(self._plain.trace, summarize(self._plain.trace))
+        ways = divisions(facts, draws=False)
+        if not ways:
+            self._undivided = why_indivisible(facts)
+            return []
+        draws = self._judge(ways[0])
+        families: list[_Family] = []
+        for division in divisions(facts, draws=draws) if not self._undivided else ():
+            made = self._try(division)
+            if made is not None:
+                families.append(_Family(division, made))
+            if made is None or self._runs.fits(made) or len(self._runs.tried) >= _MOST_RUNS:
+                break
+        return families
+
+    def _judge(self, division: PlanChange) -> bool:
+        """Find out whether batches must not be divided; return whether a step draws random numbers."""
+        steps: list[StepOperations] = []
+        for what, change in (("whole batches", ScriptChange()), (division.words[0], division.change)):
+            eager = replace(change, operations=True, eager=True, micro_batches=1)
+            run = self._script.run(eager, f"{what}, without torch.compile")
+            if isinstance(run, ScriptEnd) or run.operations is None:
+                why = why_it_failed(run) if isinstance(run, ScriptEnd) else _UNSEEN
+                self._undivided = f"{_NOT_EAGER}{why}"
+                return False
+            steps.append(run.operations)
+        whole, half = steps
+        self._undivided = why_dependent(whole, half)
+        return any(each.random for each in whole.forward)
+
+    def _sample_shares(self, family: _Family) -> None:
+        """Sample the shares between those that fit and those that do not, while a faster plan may fit."""
+        if self._runs.fits(family.run):
+            return
+        low, high, share = 0, _ALL, _ALL - _STEP  # the highest: if that is too slow, all are
+        while share and self._may_pay(family.run):
+            made = self._sample(family, share)
+            too_much = made is None or (not self._runs.fits(made) and self._may_pay(made))
+            low, high = (low, share) if too_much else (share, high)
+            share = _between(low, high)
+        if self._best() is None:
+            for share in _beside_smallest(family):
+                self._sample(family, share)
+
+    def _sample(self, family: _Family, share: int) -> PlanRun | None:
+        if len(self._runs.tried) >= _MOST_RUNS:
+            return None
+        made = self._try(family.plan | _keeping(share, self._optimizer))
+        if made is not None:
+            family.shares[share] = made
+        return made
+
+    def _may_pay(self, run: PlanRun) -> bool:
+        """Return whether plans that take no less time than a run may be faster than the best."""
+        best = self._best()
+        return best is None or run.time < best.time - _WORTH
+
+    def _best(self) -> PlanRun | None:
+        """Return the fastest plan that fits."""
+        fitting = [run for run in self._runs.tried if self._runs.fits(run)]
+        return min(fitting, key=lambda run: run.time, default=None)
+
+    def _try(self, plan: PlanChange) -> PlanRun | None:
+        """Run a plan; return None if it cannot be."""
+        made = self._runs.make(plan, self._time, operations=True)
+        if isinstance(made, ScriptEnd) or made[0].operations is None:
+            why = why_it_failed(made) if isinstance(made, ScriptEnd) else _UNSEEN
+            self._dropped.append(f"With {', '.join(plan.words)}, {why.rstrip('.')}.")
+            if not isinstance(made, ScriptEnd):
+                self._runs.tried.pop()
+            return None
+        self._models = made[0].models or self._models
+        return made[1]
+
+    def _time(self, result: TrialResult) -> float:
+        """Return the time from one update to the next, relative to the script as written."""
+        if result.operations is None or self._plain.operations is None:
+            return float("inf")
+        seconds = self._script.seconds
+        return step_seconds(result.operations, seconds) / step_seconds(self._plain.operations, seconds)
+
+    # ---- the answer ---------------------------------------------------------------------------------------
+
+    def _answer(
+        self,
+        as_written: PlanRun,
+        *,
+        chosen: PlanRun | None = None,
+        smallest: PlanRun | None = None,
+        reason: str = "",
+    ) -> ScriptPlan:
+        return replace(
+            unanswered(self._script, self._plain.trace, self._budget, as_written),
+            chosen=chosen,
+            smallest=smallest,
+            tried=tuple(self._runs.tried),
+            models=self._models if chosen is None or IN_MODEL & chosen.settings.keys() else (),
+            optimizer=self._optimizer,
+            reason=reason,
+            undivided=self._undivided,
+            dropped=tuple(self._dropped),
+        )
+
+
+def _keeping(share: int, optimizer: int | None) -> PlanChange:
+    """Return the change under which graphs keep so many hundredths of their activations."""
+    settings = {"activation_memory_budget": share / _ALL}
+    strategy = PlannedStrategy("compilation", tuple(settings.items()))
+    return PlanChange(
+        ScriptChange((strategy,), optimizer),
+        {"compilation": settings},
+        words=(f"activation_memory_budget {share / _ALL:g}",),
+    )
+
+
+def _between(low: int, high: int) -> int:
+    """Return the share halfway between two others; 0 if there is none.
+
+    >>> _between(0, 100), _between(20, 50), _between(50, 60)
+    (50, 30, 0)
+    """
+    middle = (low + high) // 2 // _STEP * _STEP
+    return middle if low < middle < high else 0
+
+
+def _beside_smallest(family: _Family) -> list[int]:
+    """Return the shares halfway between the one that needs least and those that ran beside it."""
+    if not family.shares:
+        return []
+    smallest = min(family.shares, key=lambda share: family.shares[share].needs.bytes)
+    above = min((share for share in family.shares if share > smallest), default=_ALL)
+    below = max((share for share in family.shares if share < smallest), default=0)
+    return [share for share in (_between(smallest, above), _between(below, smallest)) if share]

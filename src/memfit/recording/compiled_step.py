@@ -1,0 +1,141 @@
+"""Record what a training step of compiled code runs: kernels of graphs, and operations outside of them.
+
+    optimizer.step()                          of the first step
+    forward, loss, backward                   recorded
+      in a compiled graph                     its kernels, as Inductor scheduled them
+      elsewhere                               the operations on the GPU, as PyTorch dispatches them
+    optimizer.step()                          of the second step
+
+Nothing that torch.compile could see changes, so that the step runs as without memfit.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from memfit.ghost.compile.kernel_work import KERNELS
+from memfit.ghost.patching.after_import import after_import
+from memfit.recording.hooks import InstalledHooks
+from memfit.records.step_operations import Operation, StepOperations
+
+_SOMETHING = 0
+"""The storage that stands for what kernels create: which tensors those are is not known."""
+
+
+class CompiledStepRecorder:
+    """Records what runs from ``start`` to ``stop``.
+
+    Args:
+        on_compile: called when ``torch.compile`` is about to compile a function for the first time.
+    """
+
+    def __init__(self, on_compile: Callable[[], None]) -> None:
+        self._on_compile = on_compile
+        self._mode = _BesideGraphs(self)
+        self._is_recording = False
+        self._in_graph = 0
+        self._kernels: list[Operation] = []
+        self._graphs = 0
+
+    def install(self, hooks: InstalledHooks) -> None:
+        """Hook compiled regions and graphs, as soon as the script imports the compiler."""
+        hooks.on_removal(after_import("torch._dynamo.eval_frame", lambda: self._watch_regions(hooks)))
+        hooks.on_removal(after_import("torch._inductor.output_code", lambda: self._watch_graphs(hooks)))
+
+    def start(self) -> None:
+        """Begin to record."""
+        self._is_recording = True
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def stop(self) -> StepOperations | None:
+        """Stop recording; return what was recorded, or None if Inductor has compiled nothing of it."""
+        self._is_recording = False
+        self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if not self._graphs:
+            return None
+        return StepOperations((0,), (), tuple(self._kernels), (), compiled=True)
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether it is recording."""
+        return self._is_recording
+
+    def run(self, operation: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation, and record it if it is not part of a graph."""
+        result = operation(*args, **kwargs)
+        if self._in_graph:
+            return result
+        tensors = [each for each in tree_leaves((args, kwargs, result)) if isinstance(each, torch.Tensor)]
+        if any(isinstance(each, FakeTensor) for each in tensors):  # code that is being compiled
+            return result
+        if any(each.is_cuda for each in tensors) and not operation.is_view:
+            formula = flop_registry.get(operation._overloadpacket)
+            self._add(
+                str(operation),
+                formula(*args, **kwargs, out_val=result) if formula is not None else 0,
+                sum(each.numel() * each.element_size() for each in tensors),
+                str(tensors[-1].dtype).removeprefix("torch."),
+            )
+        return result
+
+    def _watch_regions(self, hooks: InstalledHooks) -> None:
+        from torch._dynamo.eval_frame import OptimizeContext
+
+        hooks.wrap(OptimizeContext, "__call__", self._compile)
+
+    def _compile(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._on_compile()
+        return original(*args, **kwargs)
+
+    def _watch_graphs(self, hooks: InstalledHooks) -> None:
+        from torch._inductor.output_code import CompiledFxGraph
+
+        hooks.wrap(CompiledFxGraph, "__call__", self._run_graph)
+
+    def _run_graph(self, original: Callable[..., Any], graph: Any, inputs: Any) -> Any:
+        if not self._is_recording:
+            return original(graph, inputs)
+        self._graphs += 1
+        for name, flops, moved, dtype in getattr(graph, KERNELS):
+            self._add(name, flops, moved, dtype)
+        with self._counting():
+            return original(graph, inputs)
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        self._in_graph += 1
+        try:
+            yield
+        finally:
+            self._in_graph -= 1
+
+    def _add(self, name: str, flops: int, moved: int, dtype: str) -> None:
+        creates = (_SOMETHING,) if flops or moved else ()
+        self._kernels.append(Operation(name, -1, -1, (), creates, (), flops, moved, dtype, False, 0.0, 0))
+
+
+class _BesideGraphs(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Has a recorder run the operations. ``torch.compile`` does not compile under other modes."""
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Return that it is none of the script's: what is called under it may be compiled."""
+        return True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return the same; newer versions of PyTorch ask for it."""
+        return True
+
+    def __init__(self, recorder: CompiledStepRecorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._recorder.run(func, args, kwargs or {})
