@@ -24,6 +24,7 @@ import torch  # noqa: F401 - its import starts ldconfig, so it must precede the 
 from memfit.allocator import compiled_allocator
 from memfit.arenas import native as compiled_arena
 from memfit.packing import native as compiled_packer
+from support import warm_process
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it, as do its own
 
@@ -40,8 +41,12 @@ class DryRunOutput:
 
 
 @pytest.fixture
-def dry_run(tmp_path):
-    """Return a function that writes a script, runs `memfit dry-run` on it, and reads the JSON."""
+def dry_run(tmp_path, request):
+    """Return a function that writes a script, runs `memfit dry-run` on it, and reads the JSON.
+
+    With the mark `warm`, and without options for the process, memfit is run in a fork of a warm process.
+    """
+    is_warm = request.node.get_closest_marker("warm") is not None
 
     def run(script, *arguments, options=(), json_answer=True, **popen):
         path = tmp_path / "script.py"
@@ -49,16 +54,19 @@ def dry_run(tmp_path):
         answer = tmp_path / "answer.json"
         answer.unlink(missing_ok=True)
         json_options = ("--json", str(answer)) if json_answer else ()
-        command = [sys.executable, "-m", "memfit", "dry-run", *json_options, *options]
-        done = subprocess.run(
-            [*command, "--", "script.py", *arguments],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            check=False,
-            timeout=120,
-            **popen,
-        )
+        command = ("dry-run", *json_options, *options, "--", "script.py", *arguments)
+        if is_warm and not popen:
+            done = warm_process.memfit(*command, cwd=tmp_path)
+        else:
+            done = subprocess.run(
+                [sys.executable, "-m", "memfit", *command],
+                capture_output=True,
+                text=True,
+                cwd=tmp_path,
+                check=False,
+                timeout=120,
+                **popen,
+            )
         found = json.loads(answer.read_text()) if answer.exists() else None
         return DryRunOutput(done.returncode, done.stdout, done.stderr, found, tmp_path)
 
@@ -93,6 +101,11 @@ def pytest_sessionstart():
     """Compile memfit's C code before the first test: on a new machine, the compiler is a process, too."""
     for compiled in (compiled_allocator, compiled_arena, compiled_packer):
         compiled.LIBRARY.load()
+
+
+def pytest_sessionfinish():
+    """End the process in whose forks tests with the mark `warm` run memfit."""
+    warm_process.stop()
 
 
 _STARTING = {"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"}

@@ -7,6 +7,10 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
+pytestmark = pytest.mark.warm
+
 NO_LIMIT = ("--memory", "2TiB")
 TRAIN = """
     import sys

@@ -8,26 +8,28 @@ from pathlib import Path
 
 import pytest
 
+from support import warm_process
+
 pytestmark = pytest.mark.process
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gan.py"
 CONF = "expandable_segments:True"
 
 
-def memfit(*arguments, **environment):
-    return subprocess.run(
-        [sys.executable, "-m", "memfit", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "COLUMNS": "150", **environment},
-    )
+def memfit(*arguments):
+    return warm_process.memfit(*arguments, COLUMNS="150")
+
+
+def dry_run_under(conf, *arguments):
+    """Run `memfit dry-run` in an environment that PyTorch reads."""
+    command = [sys.executable, "-m", "memfit", "dry-run", *map(str, arguments)]
+    subprocess.run(command, capture_output=True, check=False, env=os.environ | {"PYTORCH_ALLOC_CONF": conf})
 
 
 def dry_run(folder, *options, conf=""):
     """Run the example as a user would, and return the result."""
     answer = folder / "answer.json"
-    memfit("dry-run", "--json", answer, *options, "--", EXAMPLE, "--steps", "3", PYTORCH_ALLOC_CONF=conf)
+    dry_run_under(conf, "--json", answer, *options, "--", EXAMPLE, "--steps", "3")
     return json.loads(answer.read_text())
 
 
@@ -130,7 +132,7 @@ def test_settings_of_the_script_are_in_every_row(tmp_path):
 )
 def test_settings_of_the_environment_are_not_the_scripts(tmp_path, conf):
     (tmp_path / "small.py").write_text('import torch\nx = torch.empty(3 << 20, device="cuda")\n')
-    memfit("dry-run", "-o", tmp_path / "run.memfit", tmp_path / "small.py", PYTORCH_ALLOC_CONF=conf)
+    dry_run_under(conf, "-o", tmp_path / "run.memfit", tmp_path / "small.py")
     answer = json.loads(memfit("replay", tmp_path / "run.memfit", "--json", "-").stdout)
     assert [row["setting"] for row in answer["settings"]] == [conf]
     assert not [note for note in answer["notes"] if "The script itself" in note["text"]]

@@ -1,11 +1,11 @@
 """``memfit check``: the baseline is met, a layer that became 2 % wider is found and named."""
 
 import json
-import subprocess
-import sys
 import textwrap
 
 import pytest
+
+from support import warm_process
 
 pytestmark = pytest.mark.process
 
@@ -50,8 +50,7 @@ def folder(tmp_path_factory):
 
 
 def check(folder, *arguments):
-    command = [sys.executable, "-m", "memfit", "check", *map(str, arguments)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=240)
+    return warm_process.memfit("check", *arguments, cwd=folder)
 
 
 def checked(folder, *arguments):

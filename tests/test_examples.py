@@ -19,6 +19,7 @@ from memfit.allocator.requests import read_requests
 from memfit.allocator.timeline import timeline
 from memfit.records import MarkKind
 from memfit.trace.trace_file import read_trace
+from support import warm_process
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 GOLDEN = Path(__file__).parents[1] / "benchmarks" / "torch_versions.json"  # and how each version gets there
@@ -102,6 +103,14 @@ def dry_run(folder, *arguments, **environment):
     return Run(json.loads(answer.read_text()), printed.read_text(), usage.ru_maxrss * 1024)
 
 
+def warm_dry_run(folder, *arguments):
+    """Run `memfit dry-run` in a fork of a warm process; return the answer and what the script printed."""
+    answer = folder / "answer.json"
+    done = warm_process.memfit("dry-run", "--json", answer, *arguments, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return json.loads(answer.read_text()), done.stdout
+
+
 def own_peaks(printed):
     """Return the peaks that the script itself printed at its end, by name; bytes."""
     found = re.findall(r"^peak (allocated|reserved) ([\d,]+) B$", printed, re.MULTILINE)
@@ -137,11 +146,11 @@ def test_peaks_equal_those_the_script_prints_with_labels_and_without(example, tm
     if example.steps is not None:
         assert run.answer["steps"] == example.steps
     assert_replay_reproduces(read_trace(trace))
-    unlabelled = dry_run(
+    unlabelled, printed = warm_dry_run(
         tmp_path, "--no-labels", *example.options, "--steps", "1000", "--", script, *example.arguments
     )
-    assert own_peaks(unlabelled.printed) == own, "recording labels changed what the script allocates"
-    assert unlabelled.answer["steps"] == run.answer["steps"]
+    assert own_peaks(printed) == own, "recording labels changed what the script allocates"
+    assert unlabelled["steps"] == run.answer["steps"]
 
 
 def assert_replay_reproduces(trace):
@@ -192,11 +201,11 @@ def without_former_requests(segment):
     ],
 )
 def test_a_longer_script_is_stopped_after_three_steps(script, tmp_path):
-    run = dry_run(tmp_path, "--gpu", "A100-80GB", "--steps", "3", EXAMPLES / script)
-    assert run.answer["verdict"] == "fits"
-    assert run.answer["steps"] == 3
-    assert run.answer["end"]["reason"] == "steps"
-    assert not own_peaks(run.printed)
+    answer, printed = warm_dry_run(tmp_path, "--gpu", "A100-80GB", "--steps", "3", EXAMPLES / script)
+    assert answer["verdict"] == "fits"
+    assert answer["steps"] == 3
+    assert answer["end"]["reason"] == "steps"
+    assert not own_peaks(printed)
 
 
 @pytest.mark.process

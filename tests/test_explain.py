@@ -3,17 +3,16 @@
 import json
 import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from memfit.records import Action
 from memfit.trace.trace_file import write_trace
+from support import warm_process
 from support.traces import BASE, trace_of
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.warm]
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TRAIN = """
@@ -27,13 +26,7 @@ TRAIN = """
 
 
 def memfit(folder, *arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "memfit", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return warm_process.memfit(*arguments, cwd=folder)
 
 
 def explain(folder, *arguments):

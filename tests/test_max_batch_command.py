@@ -1,11 +1,11 @@
 """``memfit max-batch`` on scripts: a dry run agrees at the largest batch size, and at the next."""
 
 import json
-import subprocess
-import sys
 import textwrap
 
 import pytest
+
+from support.warm_process import memfit
 
 pytestmark = pytest.mark.process
 
@@ -27,11 +27,6 @@ NETWORK = """
         optimizer.zero_grad()
 """
 BUDGET = "640MiB"
-
-
-def memfit(*arguments):
-    command = [sys.executable, "-m", "memfit", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
 
 
 def script_in(folder, *, option="--batch-size", samples=40, size="size"):

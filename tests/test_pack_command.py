@@ -2,8 +2,6 @@
 
 import csv
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -11,16 +9,12 @@ import pytest
 
 from memfit import pack
 from memfit.report.schema.pack_schema import PackingJson
+from support.warm_process import memfit
 
 pytestmark = pytest.mark.process
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gan.py"
 PROBLEM = "id,lower,upper,size\nb1,0,3,4\nb2,3,9,4\nb3,0,9,4\nb4,9,21,4\nb5,0,21,4\n"
-
-
-def memfit(*arguments, cwd=None):
-    command = [sys.executable, "-m", "memfit", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
 
 
 def table(path):

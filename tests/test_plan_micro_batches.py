@@ -1,12 +1,11 @@
 """``memfit plan`` divides batches: the script that accumulates in its own loop needs what the plan says."""
 
 import json
-import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
+
+from support.warm_process import memfit
 
 pytestmark = pytest.mark.process
 
@@ -37,13 +36,6 @@ SCRIPT = """
             optimizer.zero_grad()
 """
 BUDGET = "1.1GiB"
-
-
-def memfit(*arguments):
-    command = [sys.executable, "-m", "memfit", *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=240, env=dict(os.environ)
-    )
 
 
 @pytest.fixture(scope="module")

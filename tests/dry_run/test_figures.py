@@ -9,6 +9,7 @@ from memfit.analysis.breakdown import CATEGORY_NAMES, ROUNDING
 from support.scripts import TRAIN, figures
 
 
+@pytest.mark.warm
 def test_one_tensor_takes_one_block_and_one_segment(dry_run):
     run = dry_run('import torch; x = torch.empty(1, device="cuda")')
     assert run.code == 0
@@ -17,6 +18,7 @@ def test_one_tensor_takes_one_block_and_one_segment(dry_run):
     assert run.answer["peak"]["line"].endswith("script.py:1")
 
 
+@pytest.mark.warm
 def test_parameters_gradients_and_optimizer_state_are_distinguished(dry_run):
     run = dry_run(TRAIN + "    for _ in range(9): step()\n")
     held = figures(run.answer)
@@ -34,6 +36,7 @@ def test_parameters_gradients_and_optimizer_state_are_distinguished(dry_run):
     assert {term["provenance"] for term in run.answer["terms"]} == {"exact", "assumed"}
 
 
+@pytest.mark.warm
 def test_memfits_peaks_equal_torchs_own(dry_run):
     script = TRAIN + "    for _ in range(3): step(); print(torch.cuda.max_memory_allocated(), end=' ')\n"
     run = dry_run(script + "    print(torch.cuda.max_memory_reserved())\n", options=("--steps", "4"))
@@ -42,6 +45,7 @@ def test_memfits_peaks_equal_torchs_own(dry_run):
     assert not any("counter" in note["text"] for note in run.answer["notes"])
 
 
+@pytest.mark.warm
 def test_labels_do_not_change_the_figures(dry_run):
     script = TRAIN.replace("64, 256", "8192, 256") + "    for _ in range(4): step()\n"
     with_labels, without = dry_run(script).answer, dry_run(script, options=("--no-labels",)).answer
@@ -79,6 +83,7 @@ def test_no_caching_mode_works(dry_run):
     assert run.answer["peak"]["allocated"] > 3 * 4 * 256 * 512
 
 
+@pytest.mark.warm
 def test_a_gpu_runs_kernels_that_were_compiled_for_an_older_one_of_its_generation(dry_run):
     """PyTorch has binaries for 8.6, which a GPU of 8.9 runs: CUB, which sorts, fails on any other version."""
     script = "import torch\nassert torch.arange(1 << 16, device='cuda').sort()[0].shape == (1 << 16,)\n"

@@ -6,6 +6,8 @@ import pytest
 
 from support.scripts import figures
 
+pytestmark = pytest.mark.warm
+
 MASK_RCNN = """
     import torch
     from torchvision.models.detection import maskrcnn_resnet50_fpn

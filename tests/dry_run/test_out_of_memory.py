@@ -6,6 +6,8 @@ import pytest
 
 from support.scripts import TRAIN, figures
 
+pytestmark = pytest.mark.warm
+
 
 def test_out_of_memory_is_a_result(dry_run):
     script = """

@@ -2,7 +2,7 @@
 
 import pytest
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.warm]
 
 RANKS, COLUMNS, ROWS = 4, 1024, (1024, 4096, 2048)
 PARAMETERS = [rows * COLUMNS * 4 for rows in ROWS]

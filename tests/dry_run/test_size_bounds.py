@@ -2,7 +2,7 @@
 
 import pytest
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.warm]
 SCRIPT = """
     import torch
     x = torch.randn(1 << 26, device="cuda")

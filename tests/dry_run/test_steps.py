@@ -1,7 +1,11 @@
 """When a dry run ends the script, and whether memory grows from step to step."""
 
+import pytest
+
 from memfit.trace.trace_file import read_trace
 from support.scripts import TRAIN, figures
+
+pytestmark = pytest.mark.warm
 
 
 def test_the_script_is_ended_after_the_requested_steps(dry_run):

@@ -2,6 +2,8 @@
 
 import pytest
 
+pytestmark = pytest.mark.warm
+
 MIB = 1 << 20
 RACE = """
     import ctypes, random, torch

@@ -8,7 +8,7 @@ from memfit.analysis.summary import summarize
 from memfit.records import Figure, Provenance
 from memfit.trace.trace_file import read_trace
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.warm]
 SCRIPT = "import torch; torch.ones(1 << 28, device='cuda')"  # 1 GiB; 0.5 GiB of context are assumed
 
 

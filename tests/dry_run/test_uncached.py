@@ -7,6 +7,8 @@ import pytest
 from memfit.run.script import end_of
 from support.scripts import figures
 
+pytestmark = pytest.mark.warm
+
 MIB = 1 << 20
 UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 POOLED = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}

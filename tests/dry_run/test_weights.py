@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("weights")  # on one worker: the tests share files
+pytestmark = [pytest.mark.xdist_group("weights"), pytest.mark.warm]  # on one worker: the tests share files
 
 MAKE = """
 import sys, torch

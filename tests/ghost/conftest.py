@@ -8,6 +8,7 @@ import textwrap
 
 import pytest
 
+from support import warm_process
 from support.scripts import INSTALL_VALUES
 
 LOAD_GHOST = """
@@ -27,20 +28,27 @@ ghost.configure(DEVICE)
 
 
 @pytest.fixture
-def on_ghost(tmp_path):
-    """Return a function that runs Python code on the configured ghost and returns its output."""
+def on_ghost(tmp_path, request):
+    """Return a function that runs Python code on the configured ghost and returns its output.
+
+    With the mark `warm`, code that uses torch and asks for no environment runs in a fork of a warm process.
+    """
+    is_warm = request.node.get_closest_marker("warm") is not None
 
     def run(script, *, torch=True, **environment):
         path = tmp_path / "script.py"
         path.write_text(LOAD_GHOST + ("import torch\n" if torch else "") + textwrap.dedent(script))
-        done = subprocess.run(
-            [sys.executable, str(path)],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=120,
-            env={**os.environ, **environment},
-        )
+        if is_warm and torch and not environment:
+            done = warm_process.on_ghost(path)
+        else:
+            done = subprocess.run(
+                [sys.executable, str(path)],
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=120,
+                env={**os.environ, **environment},
+            )
         assert done.returncode == 0, done.stderr
         return done.stdout
 

@@ -8,6 +8,8 @@ from memfit.analysis.breakdown import category_provenance
 from memfit.records import Category, Provenance
 from support.attributed_runs import bytes_of, run_and_attribute
 
+pytestmark = pytest.mark.warm
+
 GROUP = """
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore

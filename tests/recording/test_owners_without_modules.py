@@ -1,6 +1,10 @@
 """Attribution of computations outside modules, against figures that each script reports itself, in bytes."""
 
+import pytest
+
 from support.attributed_runs import bytes_of
+
+pytestmark = pytest.mark.warm
 
 FUNCTIONS = """
 import threading

@@ -8,6 +8,8 @@ from memfit.allocator.timeline import disagreement, timeline
 from memfit.records import Action, Category, MarkKind, Phase
 from memfit.trace.trace_file import read_trace
 
+pytestmark = pytest.mark.warm
+
 NET = """
     import copy, sys, torch
     from torch import nn

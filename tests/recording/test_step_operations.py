@@ -85,6 +85,30 @@ def test_memory_is_what_is_alive(recorded):
     assert 3 * result < highest <= 4 * result + 8
 
 
+class Chain(nn.Module):
+    """Drops each result when it has the next; the last keeps one more."""
+
+    def forward(self, x):
+        for _ in range(3):
+            x = x.sin()
+        kept, x = x, None
+        return torch.cat([kept, kept.cos()])
+
+
+def test_memory_after_each_operation_is_exactly_the_storages_alive_then():
+    x = torch.randn(100)
+    recorder = StepOperationRecorder(Chain())
+    recorder.start()
+    with torch.no_grad():
+        result = Chain()(x)  # not the recorded module: its input counts
+        del x
+        result = result[:1].clone()
+    numbers = [operation.allocated for operation in recorder.stop().forward]
+    # The input is alive until its `del`, a sine until the next but one; a cosine's operands join it in a cat.
+    assert numbers == [800, 1200, 1200, 1200, 2000, 800, 804]
+    assert result.numel() == 1
+
+
 def test_flops_are_counted_where_pytorch_has_a_formula(recorded):
     assert {operation.flops for operation in recorded.forward if operation.flops} == {2 * 8 * 16 * 16}
 

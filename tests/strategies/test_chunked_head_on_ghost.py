@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.warm]
 
 POSITIONS, FEATURES, CLASSES = 2048, 256, 16384
 LOGITS, WEIGHT, HIDDEN = (

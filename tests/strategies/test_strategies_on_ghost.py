@@ -2,6 +2,10 @@
 
 import json
 
+import pytest
+
+pytestmark = pytest.mark.warm
+
 PEAKS = """
     import json, sys, torch
     from torch import nn

@@ -9,6 +9,7 @@ model(inputs) ── loss ── backward()         from ``start`` to ``stop``
 import functools
 import sys
 import time
+import weakref
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -16,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import SAC_IGNORED_OPS
@@ -206,8 +206,8 @@ class _Storages:
 
     def __init__(self, model: nn.Module) -> None:
         self.bytes: list[int] = []
-        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        """By address: those that may be alive."""
+        self.alive_bytes = 0
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}  # by address
         gradients = [each.grad for each in model.parameters() if each.grad is not None]
         self.add_lasting([*model.parameters(), *model.buffers(), *gradients])
 
@@ -216,6 +216,7 @@ class _Storages:
         seen = len(self.bytes) if but_seen else 0
         for number in self.of(leaves):
             if number >= seen:
+                self.alive_bytes -= self.bytes[number]
                 self.bytes[number] = 0
 
     def of(self, leaves: list[Any]) -> tuple[int, ...]:
@@ -230,12 +231,17 @@ class _Storages:
         )
 
     def _number(self, storage: torch.UntypedStorage) -> int:
-        known = self.alive.get(storage._cdata)
-        if known is None or _gone(known[0]):
-            known = StorageWeakRef(storage), len(self.bytes)  # type: ignore[no-untyped-call]
-            self.alive[storage._cdata] = known
+        address = storage._cdata
+        if address not in self._alive:
+            # PyTorch keeps a storage's Python object for as long as the storage itself.
+            end = weakref.ref(storage, functools.partial(self._freed, address))
+            self._alive[address] = end, len(self.bytes)
             self.bytes.append(storage.nbytes())
-        return known[1]
+            self.alive_bytes += storage.nbytes()
+        return self._alive[address][1]
+
+    def _freed(self, address: int, _: object) -> None:
+        self.alive_bytes -= self.bytes[self._alive.pop(address)[1]]
 
 
 class _CudaBytes:
@@ -271,10 +277,7 @@ class _StorageBytes:
         pass
 
     def highest(self) -> int:
-        alive = self._storages.alive
-        for address in [address for address, (storage, _) in alive.items() if _gone(storage)]:
-            del alive[address]
-        return sum(self._storages.bytes[number] for _, number in alive.values())
+        return self._storages.alive_bytes
 
 
 def _memory_of(model: nn.Module, storages: _Storages) -> _CudaBytes | _StorageBytes:
@@ -287,10 +290,6 @@ def _positions() -> tuple[Any, ...]:
     return torch.get_rng_state().numpy().tobytes(), *(
         each.get_offset() for each in torch.cuda.default_generators
     )
-
-
-def _gone(storage: StorageWeakRef) -> bool:
-    return bool(storage.expired())  # type: ignore[no-untyped-call]
 
 
 def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
