@@ -11,7 +11,7 @@ import pytest
 
 from support.scripts import INSTALL_VALUES, check
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.warm]
 
 OPS = Path(__file__).parents[2] / "benchmarks/ops.py"
 

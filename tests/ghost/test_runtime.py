@@ -46,6 +46,7 @@ SMALL_NET = """
 """
 
 
+@pytest.mark.warm
 def test_one_tensor_takes_one_segment(on_ghost):
     out = on_ghost("""
         x = torch.empty(1, device="cuda")
@@ -56,6 +57,7 @@ def test_one_tensor_takes_one_segment(on_ghost):
     assert out == f"512 2097152 2097152\nNVIDIA A100-SXM4-80GB (8, 0) ({left}, {total})\n"
 
 
+@pytest.mark.warm
 def test_out_of_memory_raises_pytorchs_own_error(on_ghost):
     out = on_ghost("""
         ghost.configure(DEVICE, in_use=79 << 30)
@@ -69,6 +71,7 @@ def test_out_of_memory_raises_pytorchs_own_error(on_ghost):
     assert out == "CUDA out of memory. Tried to allocate 2.00 GiB. True\ntorch.Size([536870912])\n"
 
 
+@pytest.mark.warm
 def test_mixed_precision_and_channels_last_run(on_ghost):
     out = on_ghost("""
         from torch import nn
@@ -88,6 +91,7 @@ def test_mixed_precision_and_channels_last_run(on_ghost):
 
 
 @pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION"])
+@pytest.mark.warm
 def test_each_attention_backend_runs(on_ghost, backend):
     out = on_ghost(f"""
         from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -100,6 +104,7 @@ def test_each_attention_backend_runs(on_ghost, backend):
     assert out == "torch.Size([2, 8, 256, 64])\n"
 
 
+@pytest.mark.warm
 def test_cuda_graphs_use_a_private_pool(on_ghost):
     out = on_ghost(
         SMALL_NET
@@ -136,6 +141,7 @@ def test_pinned_memory_and_data_loader_workers_run(on_ghost):
     assert out == f"{sum(range(256)):.1f}\n"
 
 
+@pytest.mark.warm
 def test_offloaded_tensors_take_no_host_memory(on_ghost):
     out = on_ghost("""
         import resource
@@ -148,6 +154,7 @@ def test_offloaded_tensors_take_no_host_memory(on_ghost):
     assert out == "True 0\n"
 
 
+@pytest.mark.warm
 def test_the_profiler_runs(on_ghost):
     out = on_ghost(
         SMALL_NET
@@ -186,6 +193,7 @@ THREE_STEPS = (
 )
 
 
+@pytest.mark.warm
 def test_the_stream_ordered_allocator_reports_the_pools_figures(on_ghost):
     out = on_ghost(
         THREE_STEPS
@@ -200,6 +208,7 @@ def test_the_stream_ordered_allocator_reports_the_pools_figures(on_ghost):
     assert out == "True {7}\nTrue True\n"
 
 
+@pytest.mark.warm
 def test_without_caching_the_log_has_every_allocation(on_ghost):
     out = on_ghost(
         THREE_STEPS
@@ -214,6 +223,7 @@ def test_without_caching_the_log_has_every_allocation(on_ghost):
     assert out == "0 True True\n0\n"
 
 
+@pytest.mark.warm
 def test_expandable_segments_are_mapped_and_released(on_ghost):
     out = on_ghost(
         SMALL_NET
@@ -231,6 +241,7 @@ def test_expandable_segments_are_mapped_and_released(on_ghost):
     assert out == "True 0\nTrue\n0\n"
 
 
+@pytest.mark.warm
 def test_held_events_defer_frees(on_ghost):
     out = on_ghost("""
         side = torch.cuda.Stream()
@@ -249,6 +260,7 @@ def test_held_events_defer_frees(on_ghost):
     assert out == f"0 {4 << 20}\nTrue\n0\n"
 
 
+@pytest.mark.warm
 def test_a_gap_raises_and_is_reported(on_ghost):
     out = on_ghost("""
         try:
@@ -284,6 +296,7 @@ def test_a_gap_raises_and_is_reported(on_ghost):
     )
 
 
+@pytest.mark.warm
 def test_counts_are_answered_on_this_thread_only(on_ghost):
     out = on_ghost("""
         import threading
@@ -328,6 +341,7 @@ def test_loading_after_torch_is_refused(on_ghost):
     assert out.startswith("Cannot load the ghost: PyTorch is already loaded.")
 
 
+@pytest.mark.warm
 def test_configuring_after_an_allocation_is_refused(on_ghost):
     out = on_ghost("""
         from memfit.errors import GhostError

@@ -4,6 +4,8 @@ import pytest
 
 from support.scripts import INSTALL_VALUES, check
 
+pytestmark = pytest.mark.warm
+
 
 def test_unknown_values_are_assumed_by_dtype_or_as_chosen(evaluate):
     check(evaluate, {"x.sum().item()": 1.0, "int(whole.max())": 1, "bool(x.sum() > 3)": False})

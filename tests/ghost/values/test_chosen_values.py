@@ -1,6 +1,10 @@
 """Values that the user chooses with ``--values`` for copies and for lines, and what a failure hints at."""
 
+import pytest
+
 from support.scripts import INSTALL_VALUES, check
+
+pytestmark = pytest.mark.warm
 
 
 def test_bulk_copies_return_the_chosen_value_and_those_of_booleans_the_chosen_boolean(evaluate):

@@ -1,6 +1,10 @@
 """Known values are correct, and become unknown as soon as they might be stale."""
 
+import pytest
+
 from support.scripts import INSTALL_VALUES, check
+
+pytestmark = pytest.mark.warm
 
 
 def test_constants_of_the_script_stay_known_through_kernels_and_views(evaluate):

@@ -11,6 +11,8 @@ from memfit.ghost.values.propagation_rules import RULES, KnownInputs
 from memfit.ghost.values.selections import union
 from support.scripts import check
 
+pytestmark = pytest.mark.warm
+
 SAMPLER = """
     labels = torch.randint(-1, 3, (1000,), device=d)
     def sample(labels, positives, total):

@@ -1,6 +1,10 @@
 """The elements of small tensors are followed one by one: sizes, offsets, and how often each class occurs."""
 
+import pytest
+
 from support.scripts import INSTALL_VALUES, check
+
+pytestmark = pytest.mark.warm
 
 
 def test_sizes_stay_known_through_what_scripts_do_with_them(evaluate):
