@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from memfit.run.launchers import free_port
+from support import warm_process
 
 pytestmark = pytest.mark.process
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "distributed"
+FORKED_RANKS = Path(__file__).parent / "support" / "forked_ranks.py"
 WITH_MEMFIT = {"digits.py"}
 """Tested in test_training_examples.py."""
 SCRIPTS = sorted({path.name for path in EXAMPLES.glob("*.py")} - WITH_MEMFIT)
@@ -48,23 +50,28 @@ def run(folder, *command, attempts=1):
 def losses(tmp_path_factory):
     """Return the losses that each script prints when two ranks run it on the CPU."""
     folder = tmp_path_factory.mktemp("torchrun")
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    launched = [script for script in SCRIPTS if script != STARTS_ITS_RANKS]
+    run(folder, FORKED_RANKS, "2", folder, *(EXAMPLES / script for script in launched))
     printed = {
-        script: run(folder, *launch, EXAMPLES / script, attempts=4)
-        for script in SCRIPTS
-        if script != STARTS_ITS_RANKS
+        script: "".join((folder / f"{script}.{rank}").read_text() for rank in range(2)) for script in launched
     }
     own = (EXAMPLES / STARTS_ITS_RANKS, "--port", f"{free_port()}")
     printed[STARTS_ITS_RANKS] = run(folder, *own, attempts=4)
-    return {
-        script: [float(loss) for loss in re.findall(r"loss ([\d.]+)", text)]
-        for script, text in printed.items()
-    }
+    return {script: losses_in(text) for script, text in printed.items()}
+
+
+def losses_in(text):
+    return [float(loss) for loss in re.findall(r"loss ([\d.]+)", text)]
 
 
 def test_two_ranks_run_every_script_on_a_cpu(losses):
     assert len(losses) == 11
     assert {script: len(each) for script, each in losses.items()} == dict.fromkeys(SCRIPTS, 3)
+
+
+def test_torchrun_runs_a_script_alike(losses, tmp_path):
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert losses_in(run(tmp_path, *launch, EXAMPLES / "ddp.py", attempts=4)) == losses["ddp.py"]
 
 
 def test_shardings_of_one_model_train_alike(losses):
@@ -77,7 +84,12 @@ def test_a_rank_of_eight_runs_on_the_ghost(script, tmp_path):
     rank = RANKS_ON_THE_GHOST.get(script, 0)
     nproc = "2" if script == STARTS_ITS_RANKS else "8"  # it starts as many processes
     options = ("--gpu", "H100", "--nproc", nproc, "--rank", f"{rank}", "--to-end", "--json", "answer.json")
-    printed = run(tmp_path, "-m", "memfit", "dry-run", *options, EXAMPLES / script)
+    if script == STARTS_ITS_RANKS:
+        printed = run(tmp_path, "-m", "memfit", "dry-run", *options, EXAMPLES / script)
+    else:
+        done = warm_process.memfit("dry-run", *options, EXAMPLES / script, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        printed = done.stdout
     answer = json.loads((tmp_path / "answer.json").read_text())
     assert (answer["verdict"], answer["steps"]) == ("fits", STEPS_ON_THE_GHOST.get(script, 3))
     own = dict(re.findall(r"^peak (allocated|reserved) ([\d,]+) B$", printed, re.MULTILINE))
