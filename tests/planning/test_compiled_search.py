@@ -126,7 +126,7 @@ def test_the_highest_share_that_fits_is_chosen_where_batches_cannot_be_divided()
     assert (found.chosen.equality, found.bound) == ("up to rounding", 0.0)
     assert found.undivided == "memfit found no option and no DataLoader that sets the batch size"
     assert found.models == ("Net (optimizer: t:1)",)
-    assert script.ran == [(1, 1.0), (1, 0.9), (1, 0.4), (1, 0.6), (1, 0.7)]
+    assert script.ran == [(1, 1.0), (1, 0.5), (1, 0.7), (1, 0.6)]
     text = printed(found)
     assert "activation_memory_budget 0.6  <- chosen" in text
     assert "torch._functorch.config.activation_memory_budget = 0.6" in text
@@ -174,18 +174,33 @@ def test_shares_of_divided_batches_are_tried_where_no_division_fits_alone():
     assert found.chosen.needs.bytes <= found.budget
 
 
+def test_batches_are_divided_no_further_where_recomputation_takes_less_time():
+    script = CompiledScript(proportional, slower=0.2)  # 4 parts: 1.6 times; 2 that keep half: 1.3 times
+    found = find(script, 400)
+    assert found.chosen.divided.count == 2
+    assert found.chosen.settings["compilation"] == {"activation_memory_budget": 0.6}
+    assert max(parts for parts, _ in script.ran) == 2
+
+
+def test_batches_are_divided_further_where_no_share_fits():
+    script = CompiledScript(proportional, slower=0.2)
+    found = find(script, 220)  # 2 parts that keep 0.1 need 230
+    assert found.chosen.divided.count == 4
+    assert found.chosen.needs.bytes <= found.budget
+
+
 def test_a_lower_share_is_not_taken_to_need_less():
-    valley = {0.4: 900, 0.2: 870, 0.1: 950, 0.3: 700}
+    valley = {0.5: 900, 0.2: 870, 0.1: 950, 0.3: 700}
     script = CompiledScript(lambda share: valley.get(share, PLAIN), divisible=False)
     found = find(script, 750)
     assert found.chosen.settings == {"compilation": {"activation_memory_budget": 0.3}}
 
 
 def test_a_share_under_which_compilation_fails_is_dropped_and_counted():
-    script = CompiledScript(proportional, divisible=False, broken=lambda share: share == 0.4)
+    script = CompiledScript(proportional, divisible=False, broken=lambda share: share == 0.5)
     found = find(script, 530)  # 0.2 needs 520
     assert found.chosen.settings == {"compilation": {"activation_memory_budget": 0.2}}
-    reason = "With activation_memory_budget 0.4, the script ended with BackendCompilerFailed: no (t.py:5)."
+    reason = "With activation_memory_budget 0.5, the script ended with BackendCompilerFailed: no (t.py:5)."
     assert found.dropped == (reason,)
     assert f"1 plan could not be run. {reason}" in printed(found)
     assert json.loads(to_json(found))["dropped"] == [reason]

@@ -1,6 +1,6 @@
 """Find a plan for a script whose model ``torch.compile`` compiles: every candidate is compiled, and runs.
 
-    batches in 2, 4, ... parts    until one fits, if samples are independent
+    batches in 2, 4, ... parts    if samples are independent: until one fits, or smaller parts take too long
     activation_memory_budget      of the last of these, and back to whole batches: while a faster plan may fit
     every block checkpointed      if nothing else fits
 
@@ -25,10 +25,13 @@ from memfit.planning.sample_independence import why_dependent
 from memfit.planning.seconds import step_seconds
 from memfit.records import PlanRun, ScriptEnd, ScriptPlan, StepOperations
 
-_MOST_RUNS = 8
+_MOST_RUNS = 6
 """Plans that run on the ghost at most: each is compiled, which takes most of its time."""
 _WORTH = 0.01
 """Share of a step's time that another plan must be able to save to be compiled."""
+_RECOMPUTED = 0.25
+"""Share of a step's time that smaller parts may add before shares of the last are tried: about what it takes
+to recompute most of the forward."""
 _ALL, _STEP = 100, 10
 """All activations that PyTorch keeps by itself, in hundredths; how finely shares are sampled."""
 _BITWISE = (
@@ -81,7 +84,7 @@ class CompiledSearch:
         if tuned.conf:
             self._runs.tried.append(tuned)
         if self._allowed.rounding and not self._runs.fits(tuned):
-            families = [_Family(PlanChange(), tuned), *self._divided()]
+            families = self._divided(_Family(PlanChange(), tuned))
             for family in reversed(families):
                 self._sample_shares(family)
             if self._best() is None:
@@ -102,22 +105,38 @@ class CompiledSearch:
 
     # ---- candidates ---------------------------------------------------------------------------------------
 
-    def _divided(self) -> list[_Family]:
-        """Run the script with smaller and smaller batches, until it fits."""
+    def _divided(self, whole: _Family) -> list[_Family]:
+        """Run the script with smaller and smaller batches, until it fits; return it with each of them."""
+        families = [whole]
+        ways = self._divisions()
+        for division in ways:
+            last = families[-1]
+            if self._runs.fits(last.run) or len(self._runs.tried) >= _MOST_RUNS:
+                break
+            if len(families) > 1:
+                needs, time = _extrapolated(families[-2], last, _parts(division))
+                least = self._sample(last, _STEP) if time > last.run.time + _RECOMPUTED else None
+                if self._fits(least):
+                    break
+                saved = last.run.needs.bytes - least.needs.bytes if least is not None else 0
+                needs -= saved * _parts(last.plan) / _parts(division)
+                if needs > self._budget and division is not ways[-1]:
+                    continue
+            made = self._try(division)
+            if made is None:
+                break
+            families.append(_Family(division, made))
+        return families
+
+    def _divisions(self) -> list[PlanChange]:
+        """Return the ways to divide batches, if they may be."""
         facts = RunFacts.of(self._plain.trace, summarize(self._plain.trace))
         ways = divisions(facts, draws=False)
         if not ways:
             self._undivided = why_indivisible(facts)
             return []
         draws = self._judge(ways[0])
-        families: list[_Family] = []
-        for division in divisions(facts, draws=draws) if not self._undivided else ():
-            made = self._try(division)
-            if made is not None:
-                families.append(_Family(division, made))
-            if made is None or self._runs.fits(made) or len(self._runs.tried) >= _MOST_RUNS:
-                break
-        return families
+        return [] if self._undivided else divisions(facts, draws=draws)
 
     def _judge(self, division: PlanChange) -> bool:
         """Find out whether batches must not be divided; return whether a step draws random numbers."""
@@ -138,10 +157,13 @@ class CompiledSearch:
         """Sample the shares between those that fit and those that do not, while a faster plan may fit."""
         if self._runs.fits(family.run):
             return
-        low, high, share = 0, _ALL, _ALL - _STEP  # the highest: if that is too slow, all are
+        low = max((share for share, run in family.shares.items() if self._runs.fits(run)), default=0)
+        high = _ALL
+        # Beside plans with other batches, the highest first: if that is too slow, all are.
+        share = _between(low, high) if low or self._best() is None else _ALL - _STEP
         while share and self._may_pay(family.run):
             made = self._sample(family, share)
-            too_much = made is None or (not self._runs.fits(made) and self._may_pay(made))
+            too_much = made is None or (not self._fits(made) and self._may_pay(made))
             low, high = (low, share) if too_much else (share, high)
             share = _between(low, high)
         if self._best() is None:
@@ -149,12 +171,14 @@ class CompiledSearch:
                 self._sample(family, share)
 
     def _sample(self, family: _Family, share: int) -> PlanRun | None:
-        if len(self._runs.tried) >= _MOST_RUNS:
-            return None
-        made = self._try(family.plan | _keeping(share, self._optimizer))
-        if made is not None:
-            family.shares[share] = made
-        return made
+        if share not in family.shares and len(self._runs.tried) < _MOST_RUNS:
+            made = self._try(family.plan | _keeping(share, self._optimizer))
+            if made is not None:
+                family.shares[share] = made
+        return family.shares.get(share)
+
+    def _fits(self, run: PlanRun | None) -> bool:
+        return run is not None and self._runs.fits(run)
 
     def _may_pay(self, run: PlanRun) -> bool:
         """Return whether plans that take no less time than a run may be faster than the best."""
@@ -206,6 +230,19 @@ class CompiledSearch:
             undivided=self._undivided,
             dropped=tuple(self._dropped),
         )
+
+
+def _parts(plan: PlanChange) -> int:
+    return plan.divided.count if plan.divided is not None else 1
+
+
+def _extrapolated(first: _Family, second: _Family, parts: int) -> tuple[float, float]:
+    """Return what a script with smaller batches needs and takes, if both are linear in sizes and numbers."""
+    one, other = _parts(first.plan), _parts(second.plan)
+    sample = (first.run.needs.bytes - second.run.needs.bytes) / (1 / one - 1 / other)
+    time = (second.run.time - first.run.time) / (other - one)
+    needs = second.run.needs.bytes + sample * (1 / parts - 1 / other)
+    return needs, second.run.time + time * (parts - other)
 
 
 def _keeping(share: int, optimizer: int | None) -> PlanChange:

@@ -1,0 +1,87 @@
+"""What a training step of compiled code runs: recorded on the ghost, without a change to what is compiled."""
+
+import textwrap
+
+import pytest
+
+from memfit.analysis.script_change import PlannedStrategy, ScriptChange, TrialResult
+from memfit.devices import NO_LIMIT
+from memfit.run.options import RunOptions
+from memfit.run.parent import script_command
+from memfit.run.resolve_options import ghost_settings
+from memfit.strategies.trial_run import trial_runner
+
+pytestmark = pytest.mark.process
+
+SCRIPT = """
+    import torch
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+        def forward(self, x):
+            return self.down(torch.relu(self.up(x)))
+
+    model = nn.Sequential(Block(), Block()).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled = torch.compile(model)
+    for _ in range(4):
+        optimizer.zero_grad()
+        inputs = torch.randn(32, 64, device="cuda")
+        nn.functional.mse_loss(compiled(inputs), inputs).backward()  # the loss is not compiled
+        optimizer.step()
+"""
+PRODUCT = 2 * 32 * 64 * 256
+"""Floating-point operations of one product."""
+PLAIN = 4 + 4 + 3
+"""Products: of the forward, for the weights, and for all inputs but the first."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    script = tmp_path_factory.mktemp("compiled") / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    options = RunOptions(memory=NO_LIMIT)
+    shown = ghost_settings(options).device.total.bytes
+    return trial_runner(script_command(script, [], options, None), options, shown, lambda _: None)
+
+
+def products(step):
+    assert all(operation.flops % PRODUCT == 0 for operation in step.forward)
+    return sum(operation.flops for operation in step.forward) // PRODUCT
+
+
+def names(step):
+    return [operation.name for operation in step.forward]
+
+
+def test_kernels_of_graphs_and_operations_beside_them_are_recorded(run):
+    result = run(ScriptChange(operations=True), "as written")
+    assert isinstance(result, TrialResult)
+    step = result.operations
+    assert (step.compiled, step.optimizer, step.calls, step.backward) == (True, 0, (), ())
+    assert products(step) == PLAIN
+    assert {operation.dtype for operation in step.forward if operation.flops} == {"float32"}
+    assert names(step).count("aten.mse_loss.default") == 1
+    assert names(step).count("aten.mse_loss_backward.default") == 1
+    assert not any(name.startswith(("aten.addmm", "aten.mm")) for name in names(step))  # those of graphs
+    plain = run(ScriptChange(), "as written, without recording")
+    for peak in ("allocated_bytes.all.peak", "reserved_bytes.all.peak"):
+        assert plain.trace.statistics[peak] == result.trace.statistics[peak]
+
+
+def test_checkpointed_blocks_are_compiled_into_the_graph(run):
+    result = run(ScriptChange((PlannedStrategy("checkpointing"),), operations=True), "every block")
+    assert isinstance(result, TrialResult)
+    assert products(result.operations) == PLAIN + 2  # the first product of each block again
+    assert any("torch.compile made 1 graph." in note.text for note in result.trace.notes)
+
+
+def test_a_script_can_run_as_if_it_compiled_nothing(run):
+    result = run(ScriptChange(operations=True, eager=True), "without torch.compile")
+    assert isinstance(result, TrialResult)
+    assert not result.operations.compiled
+    assert [call.kind for call in result.operations.calls][:2] == ["Sequential", "Block"]
+    assert products(result.operations) == 4  # of the forward
