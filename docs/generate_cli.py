@@ -32,7 +32,8 @@ Options of memfit come before the script; whatever follows the script is passed 
 `--json` writes documented JSON: [dry-run and record](dry-run.schema.json), [explain](explain.schema.json),
 [compare](compare.schema.json), [diff](diff.schema.json), [replay and allocator](replay.schema.json),
 [pack](pack.schema.json), [plan](plan.schema.json), [max-batch](max-batch.schema.json),
-[gpus --for](gpus-for.schema.json), [check](check.schema.json) and [its baselines](baseline.schema.json).
+[gpus --for](gpus-for.schema.json), [verify](verify.schema.json),
+[check](check.schema.json) and [its baselines](baseline.schema.json).
 """
 
 

@@ -29,6 +29,7 @@ _NAMES_OF_MODULE = {
         "record",
         "replay",
         "summarize",
+        "verify",
         "write_snapshot",
     ),
     "memfit.arenas.open_arena": ("arena",),
@@ -77,6 +78,7 @@ if TYPE_CHECKING:  # type checkers cannot read the table; a test checks that the
         record as record,
         replay as replay,
         summarize as summarize,
+        verify as verify,
         write_snapshot as write_snapshot,
     )
     from memfit.arenas.open_arena import arena as arena

@@ -15,6 +15,7 @@ from memfit.report.schema.max_batch_schema import MaxBatchJson
 from memfit.report.schema.pack_schema import PackingJson
 from memfit.report.schema.plan_schema import ScriptPlanJson
 from memfit.report.schema.replay_schema import ComparisonJson
+from memfit.report.schema.verification_schema import VerificationJson
 
 DOCS = Path(__file__).parents[2] / "docs"
 SCHEMAS = {
@@ -29,6 +30,7 @@ SCHEMAS = {
     "pack.schema.json": PackingJson,
     "plan.schema.json": ScriptPlanJson,
     "replay.schema.json": ComparisonJson,
+    "verify.schema.json": VerificationJson,
 }
 
 

@@ -27,6 +27,7 @@ from memfit.api.traces import (
     table,
     write_html,
 )
+from memfit.api.verifying import verify
 from memfit.atomic_files import write_bytes
 from memfit.card.context_measurement import keep_context, measure_context
 from memfit.ghost.doctor import Check, checks
@@ -67,6 +68,7 @@ __all__ = [
     "run_on_ghost",
     "summarize",
     "table",
+    "verify",
     "write_bytes",
     "write_html",
     "write_snapshot",

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         RunDifference,
         ScriptPlan,
         StrategyComparison,
+        Verification,
     )
     from memfit.run.parent import Progress
 
@@ -121,6 +122,14 @@ def write_plan(plan: "ScriptPlan", json: str | None, output: Path | None) -> Non
         print(escaped(f"Plan: {path}  (memfit dry-run --plan {path} SCRIPT)"), file=sys.stderr)
 
     _write(lambda: to_json(plan), json, lambda console: print_plan(plan, console), [(output, write_file)])
+
+
+def write_verification(result: "Verification", json: str | None) -> None:
+    """Print a verification and write it to files; ``json`` as for ``write_explanation``."""
+    from memfit.report.schema.verification_schema import to_json
+    from memfit.report.terminal.verification import print_verification
+
+    _write(lambda: to_json(result), json, lambda console: print_verification(result, console))
 
 
 def write_gpus_for(result: "GpusFor", json: str | None) -> None:

@@ -2,7 +2,8 @@
 
 Each command calls functions of ``memfit.api`` and prints what they return. Results go to standard output;
 progress and errors go to standard error.
-Exit codes: 0 measured; 1 does not fit (with ``--fail``), or needs more than the baseline (``check``); 2 wrong
+Exit codes: 0 measured; 1 does not fit (with ``--fail``), or needs more than the baseline (``check``), or
+differs (``verify``); 2 wrong
 usage; 3 the script could not be run, or a result could not be written.
 """
 
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError
 
-from memfit.cli import check, compare, dry_run, gpus, max_batch, plan, record
+from memfit.cli import check, compare, dry_run, gpus, max_batch, plan, record, verify
 from memfit.cli.allocator import allocator
 from memfit.cli.diff import diff
 from memfit.cli.doctor import doctor
@@ -38,6 +39,7 @@ app.command(record.record, usage=record.USAGE)
 app.command(compare.compare, usage=compare.USAGE)
 app.command(check.check, usage=check.USAGE)
 app.command(plan.plan, usage=plan.USAGE)
+app.command(verify.verify, usage=verify.USAGE)
 app.command(max_batch.max_batch, name="max-batch", usage=max_batch.USAGE)
 app.command(gpus.gpus, usage=gpus.USAGE)
 for command in (explain, diff, replay, allocator, pack, doctor):

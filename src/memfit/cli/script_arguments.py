@@ -11,7 +11,7 @@ from memfit.devices import find_device
 from memfit.errors import UnknownDeviceError, UsageError
 from memfit.run.launchers import LAUNCHERS
 
-_RUN_A_SCRIPT = ("dry-run", "record", "compare", "plan", "max-batch", "check", "gpus")
+_RUN_A_SCRIPT = ("dry-run", "record", "compare", "plan", "max-batch", "check", "gpus", "verify")
 _PYTHON = re.compile(r"python[0-9.]*")
 _LONGEST_SCRIPT = 1 << 20
 """Bytes of a script that is searched for its options."""

@@ -11,9 +11,13 @@ import msgspec
 from memfit.analysis.script_change import PlannedRegion, PlannedStrategy, ScriptChange
 from memfit.errors import FileFormatError
 from memfit.input_files import read_input
-from memfit.records import DividedBatches
+from memfit.records import DividedBatches, Equality
 
 _MAX_FILE = 16 << 20  # bytes; a plan of 1,000 modules has less than one MiB
+
+
+_BITWISE = {"checkpointing", "offload"}
+"""Settings under which results are the same, bit for bit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,16 @@ class PlanFile:
     """How batches are divided; None if they are not."""
     fused: bool = False
     """Whether optimizers are created with ``fused=True``."""
+    command: tuple[str, ...] = ()
+    """What the plan was made for."""
+
+    @property
+    def equality(self) -> Equality:
+        """What training under it computes, compared with the script as written."""
+        if "precision" in self.settings:
+            return Equality.OTHER
+        same = self.micro_batches is None and not self.fused and self.settings.keys() <= _BITWISE
+        return Equality.BITWISE if same else Equality.ROUNDING
 
     @property
     def change(self) -> ScriptChange:
@@ -77,11 +91,12 @@ def read_plan(path: Path) -> PlanFile:
     try:
         divided = msgspec.convert(found.get("micro_batches"), DividedBatches | None)
         fused = msgspec.convert(found.get("fused", False), bool)
+        command = msgspec.convert(found.get("command", ()), tuple[str, ...])
     except msgspec.ValidationError as error:
         raise FileFormatError(
-            f"Cannot read a plan from {path}: 'micro_batches' or 'fused': {error}."
+            f"Cannot read a plan from {path}: 'micro_batches', 'fused' or 'command': {error}."
         ) from None
-    return PlanFile(settings, allocator, optimizer, divided, fused)
+    return PlanFile(settings, allocator, optimizer, divided, fused, command)
 
 
 def _frozen(value: Any) -> Any:

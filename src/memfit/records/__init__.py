@@ -64,6 +64,7 @@ from memfit.records.trace import (
     Timeline,
     Trace,
 )
+from memfit.records.verification import GradientDifference, Verification, VerificationVerdict
 
 __all__ = [
     "ARENA",
@@ -100,6 +101,7 @@ __all__ = [
     "Fragmentation",
     "Frame",
     "GpusFor",
+    "GradientDifference",
     "GraphValue",
     "GroupBy",
     "Growth",
@@ -148,5 +150,7 @@ __all__ = [
     "Term",
     "Timeline",
     "Trace",
+    "Verification",
+    "VerificationVerdict",
     "worst",
 ]

@@ -1,0 +1,55 @@
+"""Verify a plan: the gradients of one update, computed with the plan and without."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from memfit.card.find import find_card
+from memfit.errors import UnsuitableEnvironmentError, UsageError
+from memfit.planning.plan_file import read_plan
+from memfit.records import Verification
+from memfit.report.terminal.verification import PrintableVerification
+from memfit.run.options import RunOptions
+from memfit.run.parent import Progress, script_command
+from memfit.verification.run_updates import verify_plan
+
+
+def verify(
+    script: str | Path,
+    arguments: Sequence[str] = (),
+    *,
+    plan: str | Path,
+    module: bool = False,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+) -> Verification:
+    """Return whether a script's first update under a plan has the gradients that the plan promises.
+
+    The unmodified script runs three times until its first update, on this machine's GPU. Where there is none,
+    the CPU stands in for the CUDA devices that the script names. Its output is hidden. Gradients are compared
+    before they are clipped.
+
+    Args:
+        script: path of the script, or a module's name with ``module=True``.
+        arguments: the script's own arguments. A smaller model or shorter sequences are verified sooner.
+        plan: the file that ``memfit plan -o`` wrote.
+        module: run a module as ``python -m`` does.
+        on_progress: called before each run.
+
+    Raises:
+        MemfitError: the script or the plan does not exist, the plan shards the model, or the script makes no
+            update.
+
+    >>> found = verify("train.py", ["--context", "128"], plan="plan.json")  # doctest: +SKIP
+    >>> found.verdict, found.planned.largest  # doctest: +SKIP
+    ('verified', 0.0)
+    """
+    change = read_plan(Path(plan))
+    if "sharding" in change.settings:
+        raise UsageError(f"{plan} shards the model over several GPUs; memfit verify runs one process.")
+    command = script_command(script, arguments, RunOptions(module=module), None)
+    try:
+        find_card(f"verify {command[0]}")
+        on_cpu = False
+    except UnsuitableEnvironmentError:
+        on_cpu = True
+    found = verify_plan(command, change, module=module, on_cpu=on_cpu, on_progress=on_progress)
+    return PrintableVerification.of(found)

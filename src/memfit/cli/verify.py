@@ -1,0 +1,54 @@
+"""``memfit verify``."""
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from memfit.atomic_files import check_outputs
+from memfit.cli.console import progress, write_verification
+from memfit.cli.options import OUTPUT, expect_script, json_file, script_file
+from memfit.errors import UsageError
+
+USAGE = (
+    "Usage: memfit verify --plan plan.json SCRIPT.py [ARGS...]\n"
+    "       memfit verify --plan plan.json -m MODULE [ARGS...]"
+)
+_RUNS = (
+    "memfit: running the script three times until its first update, without terminal input and with its "
+    "output hidden."
+)
+
+
+def verify(
+    *command: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+    plan: Path | None = None,
+    module: Annotated[bool, Parameter(name=["-m", "--module"], negative="")] = False,
+    json: Annotated[str | None, Parameter(group=OUTPUT, allow_leading_hyphen=True)] = None,
+) -> int:
+    """Compare the gradients of a script's first update, under a plan and as written, by real arithmetic.
+
+    memfit runs the unmodified script on this machine's GPU until its first update: as written, as written
+    again, and under the plan. Where there is no GPU, the CPU stands in for it, so that the kernels are the
+    CPU's. Gradients are compared before they are clipped: bit for bit, or to the rounding of sums in another
+    order if the plan divides batches. The exit code is 1 if they differ by more, or cannot be compared.
+
+    Args:
+        command: The script and its own arguments. They may make the model smaller than in training.
+        plan: The file that memfit plan -o wrote.
+        module: Run a module, as python -m does.
+        json: Write the result as JSON to this file. With -, print the JSON instead of the text.
+    """
+    from memfit import api
+    from memfit.records import VerificationVerdict
+
+    expect_script("verify", command, {"--json": json, "--plan": plan})
+    if plan is None:
+        raise UsageError(
+            "No plan given. Run memfit verify --plan plan.json SCRIPT.py; memfit plan -o writes one."
+        )
+    check_outputs({"--json": json_file(json)}, script_file(command[0], module=module))
+    with progress(None, reruns=_RUNS) as show:
+        result = api.verify(command[0], command[1:], plan=plan, module=module, on_progress=show)
+    write_verification(result, json)
+    return 0 if result.verdict is VerificationVerdict.VERIFIED else 1

@@ -1,0 +1,57 @@
+"""A plan proven by real arithmetic: the gradients of one update, with the plan and without."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from memfit.records.script_plan import Equality
+
+
+class VerificationVerdict(StrEnum):
+    """Whether training under a plan computes what the plan promises."""
+
+    VERIFIED = "verified"
+    DIFFERS = "differs"
+    """By more than the plan promises."""
+    NOT_COMPARABLE = "not comparable"
+    """The runs cannot tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradientDifference:
+    """By how much the gradients of two runs differ."""
+
+    parameters: int
+    equal: int
+    """Parameters whose gradients are equal bit for bit."""
+    largest: float
+    """The largest difference, relative to the largest gradient of the same parameter."""
+    parameter: str
+    """The parameter with that; empty if all are equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What a plan's first update shows."""
+
+    verdict: VerificationVerdict
+    reason: str
+    """Why the runs are not comparable, or differ, as a sentence; otherwise empty."""
+    equality: Equality
+    """What the plan promises."""
+    planned: GradientDifference
+    """The script under the plan, compared with the script as written."""
+    repeated: GradientDifference
+    """The script as written, run twice."""
+    bound: float
+    """The largest difference that the plan may make; 0 if it promises every bit."""
+    arithmetic: str
+    """The lowest precision of the forward: ``float32``."""
+    device: str
+    """What the script ran on: ``CPU``, or the GPU's name."""
+    peaks: tuple[int, int] | None
+    """Bytes allocated at most until the update, as written and under the plan, as measured; None on a CPU."""
+    command: tuple[str, ...]
+    planned_for: tuple[str, ...]
+    """The command that the plan was made for."""
+    versions: Mapping[str, str]

@@ -1,0 +1,83 @@
+"""A plan's first update, on the terminal: whether its gradients are those that the plan promises."""
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.text import Text
+
+from memfit.records import Equality, GradientDifference, Verification, VerificationVerdict
+from memfit.report.escape import escaped
+from memfit.report.printable import Printable
+from memfit.units import format_gib
+
+_VERDICTS = {
+    VerificationVerdict.VERIFIED: "VERIFIED",
+    VerificationVerdict.DIFFERS: "DIFFERS",
+    VerificationVerdict.NOT_COMPARABLE: "NOT COMPARABLE",
+}
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class PrintableVerification(Printable, Verification):
+    """A verification that prints itself."""
+
+    def show(self, console: Console) -> None:
+        """Print the verification."""
+        print_verification(self, console)
+
+
+def print_verification(result: Verification, console: Console) -> None:
+    """Print whether a plan's gradients are those that it promises."""
+    parts = [
+        escaped(result.command[0]),
+        escaped(result.device),
+        f"torch {escaped(result.versions.get('torch', '?'))}",
+    ]
+    console.print(Text(f"{_VERDICTS[result.verdict]}   {_finding(result)}", style="bold"))
+    console.print(Text(" · ".join(parts), style="dim"))
+    console.print()
+    for line in _details(result):
+        console.print(Text(line))
+
+
+def _finding(result: Verification) -> str:
+    planned = result.planned
+    if result.verdict is VerificationVerdict.NOT_COMPARABLE:
+        return escaped(result.reason)
+    if planned.equal == planned.parameters:
+        return f"the gradients of all {planned.parameters} parameters are equal bit for bit"
+    promise = "bit for bit" if result.equality is Equality.BITWISE else "up to rounding"
+    if result.verdict is VerificationVerdict.DIFFERS:
+        return f"the gradients are not equal {promise}, as the plan promises: {_apart(planned)}"
+    if result.equality is Equality.OTHER:
+        return f"other numerics, as the plan allows: {_apart(planned)}"
+    return f"the gradients of all {planned.parameters} parameters are equal up to rounding: {_apart(planned)}"
+
+
+def _apart(difference: GradientDifference) -> str:
+    where = escaped(difference.parameter)
+    if difference.largest == float("inf"):
+        return f"{where} has no such gradient, or none that is finite"
+    return f"they differ by at most {difference.largest:.1e} of the largest (in {where})"
+
+
+def _details(result: Verification) -> Iterator[str]:
+    repeated = result.repeated
+    if repeated.equal == repeated.parameters:
+        yield "As written, two runs give the same gradients bit for bit."
+    elif repeated.parameters:
+        yield f"As written, two runs do not give the same gradients: {_apart(repeated)}."
+    if result.equality is Equality.ROUNDING:
+        yield (
+            f"Sums in another order may differ by {result.bound:.0e} in {escaped(result.arithmetic)}, the "
+            "lowest precision of the forward."
+        )
+    if result.peaks is None:
+        yield "Peaks of GPU memory are not measured on a CPU; memfit dry-run --plan shows them."
+    else:
+        before, after = map(format_gib, result.peaks)
+        yield f"Allocated at most until the update: {after} instead of {before} (measured)."
+    if result.planned_for != result.command:
+        yield f"The plan was made for: {escaped(shlex.join(result.planned_for))}"

@@ -1,0 +1,120 @@
+"""Run a script three times until its first update: as written, as written again, and under a plan."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from memfit.analysis.script_change import ScriptChange
+from memfit.ctrl_c import INTERRUPTED
+from memfit.errors import TargetError
+from memfit.planning.plan_file import PlanFile
+from memfit.python_command import python_code
+from memfit.records import Verification
+from memfit.run.options import RunOptions
+from memfit.run.parent import Progress
+from memfit.strategies.trial_run import injected
+from memfit.verification.compare_gradients import UpdateRun, difference, judge
+from memfit.verification.first_update import UpdateSettings, read_update
+
+
+def verify_plan(
+    command: tuple[str, ...],
+    plan: PlanFile,
+    *,
+    module: bool,
+    on_cpu: bool,
+    on_progress: Callable[[Progress], None],
+) -> Verification:
+    """Return whether the script's first update under a plan has the gradients that the plan promises.
+
+    Args:
+        command: the script's ``sys.argv``.
+        plan: the plan.
+        module: as in ``RunOptions``.
+        on_cpu: whether the CPU stands in for the GPU.
+        on_progress: called before each run.
+
+    Raises:
+        TargetError: the script, as written or under the plan, makes no update.
+    """
+    with tempfile.TemporaryDirectory(prefix="memfit-") as name:
+        runs = []
+        for number, what in enumerate(("as written", "as written, again", "under the plan"), 1):
+            on_progress(Progress(trying=f"{what} (run {number} of 3)"))
+            folder = Path(name) / str(number)
+            folder.mkdir()
+            change = plan.change if number == len("123") else ScriptChange()
+            conf = plan.allocator if number == len("123") else ""
+            runs.append(_run(command, folder, change, conf, what, module=module, on_cpu=on_cpu))
+        plain, again, planned = runs
+        parts = plan.change.micro_batches
+        differences = difference(plain, planned, parts=parts), difference(plain, again)
+        verdict, reason, bound = judge(plain, again, planned, plan.equality, differences)
+        peaks = (plain.update.peak, planned.update.peak)
+    return Verification(
+        verdict=verdict,
+        reason=reason,
+        equality=plan.equality,
+        planned=differences[0],
+        repeated=differences[1],
+        bound=bound,
+        arithmetic=plain.update.arithmetic,
+        device=plain.update.device,
+        peaks=None if peaks[0] is None or peaks[1] is None else (peaks[0], peaks[1]),
+        command=command,
+        planned_for=plan.command,
+        versions={"torch": plain.update.torch},
+    )
+
+
+def _run(
+    command: tuple[str, ...],
+    folder: Path,
+    change: ScriptChange,
+    conf: str,
+    what: str,
+    *,
+    module: bool,
+    on_cpu: bool,
+) -> UpdateRun:
+    """Run the script until its first update."""
+    with injected(change, RunOptions(module=module)) as injection:
+        _, intervention = injection.options.preload or ("", "")
+        file = folder / "settings.json"
+        file.write_bytes(msgspec.json.encode(UpdateSettings(str(folder), module, intervention, on_cpu)))
+        _start([*_python(), str(file), *command, *change.arguments], conf)
+        update = read_update(folder)
+        why = injection.why_unfit()
+    if why and not update.failure:
+        update = msgspec.structs.replace(update, failure=why)
+    if update.failure:
+        on = " on the CPU, because this machine has no GPU that PyTorch can use" if on_cpu else ""
+        raise TargetError(f"memfit ran {command[0]} {what}{on}: {update.failure}")
+    return UpdateRun(folder, update)
+
+
+def _python() -> list[str]:
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [sys.executable, *flags, "-c", python_code("memfit.verification.first_update")]
+
+
+def _start(command: Sequence[str], conf: str) -> None:
+    """Run a process to its end, and kill it if the user interrupts.
+
+    Raises:
+        KeyboardInterrupt: the user interrupted it.
+    """
+    environment = os.environ | ({"PYTORCH_ALLOC_CONF": conf} if conf else {})
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
+    try:
+        if process.wait() == INTERRUPTED:
+            raise KeyboardInterrupt
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
