@@ -15,6 +15,7 @@ demo: $(READY)  # a GPT of GPT-2 small's size runs out of a small card's memory;
 	$(BIN)/memfit dry-run --memory 6GiB examples/gpt.py
 	$(BIN)/memfit plan --budget 5.5GiB -o $(VENV)/plan.json examples/gpt.py
 	$(BIN)/memfit dry-run --memory 6GiB --plan $(VENV)/plan.json examples/gpt.py
+	$(BIN)/memfit verify --plan $(VENV)/plan.json examples/gpt.py --context 64
 
 test: $(READY)
 	$(BIN)/python -m compileall -q src  # or every command compiles memfit where PYTHONDONTWRITEBYTECODE is set

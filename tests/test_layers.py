@@ -21,6 +21,7 @@ NEEDS_TORCH = {
     "run",
     "strategies",
     "train",
+    "verification",
     "watching",
 }
 """Folders whose modules may import torch. Every other file and folder must be importable without it."""

@@ -23,9 +23,10 @@ def verify(
 ) -> Verification:
     """Return whether a script's first update under a plan has the gradients that the plan promises.
 
-    The unmodified script runs three times until its first update, on this machine's GPU. Where there is none,
-    the CPU stands in for the CUDA devices that the script names. Its output is hidden. Gradients are compared
-    before they are clipped.
+    The unmodified script runs until its first update, as written and under the plan, on this machine's GPU.
+    Where there is none, the CPU stands in for the CUDA devices that the script names. Its output is hidden.
+    Gradients are compared before they are clipped. If they differ by more than the plan promises, the script
+    runs once more as written.
 
     Args:
         script: path of the script, or a module's name with ``module=True``.

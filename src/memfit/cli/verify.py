@@ -15,8 +15,8 @@ USAGE = (
     "       memfit verify --plan plan.json -m MODULE [ARGS...]"
 )
 _RUNS = (
-    "memfit: running the script three times until its first update, without terminal input and with its "
-    "output hidden."
+    "memfit: running the script until its first update, as written and under the plan, without terminal "
+    "input and with its output hidden."
 )
 
 
@@ -28,10 +28,11 @@ def verify(
 ) -> int:
     """Compare the gradients of a script's first update, under a plan and as written, by real arithmetic.
 
-    memfit runs the unmodified script on this machine's GPU until its first update: as written, as written
-    again, and under the plan. Where there is no GPU, the CPU stands in for it, so that the kernels are the
-    CPU's. Gradients are compared before they are clipped: bit for bit, or to the rounding of sums in another
-    order if the plan divides batches. The exit code is 1 if they differ by more, or cannot be compared.
+    memfit runs the unmodified script on this machine's GPU until its first update, as written and under the
+    plan. Where there is no GPU, the CPU stands in for it, so that the kernels are the CPU's. Gradients are
+    compared before they are clipped: bit for bit, or to the rounding of sums in another order if the plan
+    divides batches. If they differ by more, the script runs once more as written, to see whether it computes
+    the same twice. The exit code is 1 if the gradients differ, or cannot be compared.
 
     Args:
         command: The script and its own arguments. They may make the model smaller than in training.

@@ -41,8 +41,8 @@ class Verification:
     """What the plan promises."""
     planned: GradientDifference
     """The script under the plan, compared with the script as written."""
-    repeated: GradientDifference
-    """The script as written, run twice."""
+    repeated: GradientDifference | None
+    """The script as written, run twice; None if the plan keeps its promise, and it ran once."""
     bound: float
     """The largest difference that the plan may make; 0 if it promises every bit."""
     arithmetic: str

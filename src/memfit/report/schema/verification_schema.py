@@ -34,8 +34,8 @@ class VerificationJson(msgspec.Struct, frozen=True):
     """The largest difference that the plan may make: 0 for every bit, null for any."""
     planned: GradientDifferenceJson
     """The script under the plan, compared with the script as written."""
-    repeated: GradientDifferenceJson
-    """The script as written, run twice."""
+    repeated: GradientDifferenceJson | None
+    """The script as written, run twice; null if it ran once, because the plan keeps its promise."""
     arithmetic: str
     """The lowest precision of the forward."""
     device: str
@@ -58,7 +58,7 @@ def to_json(result: Verification) -> bytes:
             equality=result.equality,
             bound=_finite(result.bound),
             planned=_difference(result.planned),
-            repeated=_difference(result.repeated),
+            repeated=None if result.repeated is None else _difference(result.repeated),
             arithmetic=result.arithmetic,
             device=result.device,
             peaks=result.peaks,

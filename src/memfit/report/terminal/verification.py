@@ -48,32 +48,33 @@ def _finding(result: Verification) -> str:
         return escaped(result.reason)
     if planned.equal == planned.parameters:
         return f"the gradients of all {planned.parameters} parameters are equal bit for bit"
-    promise = "bit for bit" if result.equality is Equality.BITWISE else "up to rounding"
     if result.verdict is VerificationVerdict.DIFFERS:
-        return f"the gradients are not equal {promise}, as the plan promises: {_apart(planned)}"
+        promise = "bit for bit" if result.equality is Equality.BITWISE else "up to rounding"
+        return f"the gradients are not equal {promise}, as the plan promises"
     if result.equality is Equality.OTHER:
-        return f"other numerics, as the plan allows: {_apart(planned)}"
-    return f"the gradients of all {planned.parameters} parameters are equal up to rounding: {_apart(planned)}"
+        return "the gradients have other numerics, as the plan allows"
+    return f"the gradients of all {planned.parameters} parameters are equal up to rounding"
 
 
 def _apart(difference: GradientDifference) -> str:
     where = escaped(difference.parameter)
     if difference.largest == float("inf"):
         return f"{where} has no such gradient, or none that is finite"
-    return f"they differ by at most {difference.largest:.1e} of the largest (in {where})"
+    return f"at most {difference.largest:.1e} of the largest gradient, in {where}"
 
 
 def _details(result: Verification) -> Iterator[str]:
-    repeated = result.repeated
-    if repeated.equal == repeated.parameters:
-        yield "As written, two runs give the same gradients bit for bit."
-    elif repeated.parameters:
-        yield f"As written, two runs do not give the same gradients: {_apart(repeated)}."
+    if result.planned.equal < result.planned.parameters:
+        yield f"Difference under the plan: {_apart(result.planned)}."
     if result.equality is Equality.ROUNDING:
         yield (
             f"Sums in another order may differ by {result.bound:.0e} in {escaped(result.arithmetic)}, the "
             "lowest precision of the forward."
         )
+    if result.repeated is not None and result.repeated.equal == result.repeated.parameters:
+        yield "As written, two runs give the same gradients bit for bit."
+    elif result.repeated is not None:
+        yield f"Difference of two runs as written: {_apart(result.repeated)}."
     if result.peaks is None:
         yield "Peaks of GPU memory are not measured on a CPU; memfit dry-run --plan shows them."
     else:

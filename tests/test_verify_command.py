@@ -1,0 +1,93 @@
+"""``memfit verify`` on scripts that name a GPU, on a machine without one."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from memfit.cli.main import exit_code_of
+
+pytestmark = pytest.mark.process
+
+SCRIPT = """
+    import sys
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    {seed}
+    size = int(sys.argv[2]) if len(sys.argv) > 1 else 8
+    blocks = [nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout({dropout})) for _ in range(3)]
+    model = nn.Sequential(*blocks).to("cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+    data = TensorDataset(torch.linspace(-1, 1, 512).reshape(32, 16))
+    for (rows,) in DataLoader(data, batch_size=size, shuffle=True):
+        optimizer.zero_grad()
+        model(rows.cuda()).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+        print("must not be seen")
+"""
+
+
+def verified(folder, plan, *, seed="torch.manual_seed(0)", dropout=0.0, **more):
+    """Return the exit code, the JSON, and what else was printed."""
+    script, file = folder / "train.py", folder / "plan.json"
+    script.write_text(textwrap.dedent(SCRIPT).format(seed=seed, dropout=dropout))
+    file.write_text(json.dumps({"plan": plan, "command": ["train.py", "--wide"], **more}))
+    command = [sys.executable, "-m", "memfit", "verify", "--plan", str(file), "--json", "-", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert "must not be seen" not in done.stdout + done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_recomputation_is_verified_bit_for_bit(tmp_path):
+    plan = {"checkpointing": {"regions": [{"modules": ["0"]}, {"modules": ["1"], "split_at": ["1"]}]}}
+    code, found = verified(tmp_path, plan, dropout=0.5)
+    assert (code, found["verdict"], found["equality"]) == (0, "verified", "bit for bit")
+    assert found["planned"] == {"parameters": 6, "equal": 6, "largest": 0.0, "parameter": ""}
+    assert (found["device"], found["peaks"], found["bound"]) == ("CPU", None, 0.0)
+    assert found["repeated"] is None
+    assert found["planned_for"] == ["train.py", "--wide"]
+
+
+def test_a_plan_that_computes_something_else_differs(tmp_path):
+    plan = {"checkpointing": {"modules": ["1"], "preserve_rng_state": False}}
+    code, found = verified(tmp_path, plan, dropout=0.5)
+    assert (code, found["verdict"]) == (1, "differs")
+    assert found["repeated"]["equal"] == 6
+    assert found["planned"]["equal"] == 2  # those of the last block, after which nothing is recomputed
+    assert found["planned"]["parameter"].startswith(("0.", "1."))
+
+
+def test_micro_batches_are_verified_up_to_rounding(tmp_path):
+    divided = {"count": 2, "size": 4, "how": "", "where": "", "arguments": ["--size", "4"]}
+    code, found = verified(tmp_path, {}, micro_batches=divided)
+    assert (code, found["verdict"], found["equality"]) == (0, "verified", "up to rounding")
+    assert found["planned"]["largest"] <= found["bound"] == 1e-5
+
+
+def test_a_script_without_a_seed_is_not_comparable(tmp_path):
+    code, found = verified(tmp_path, {"checkpointing": {"modules": ["0"]}}, seed="")
+    assert (code, found["verdict"]) == (1, "not comparable")
+    assert "other inputs each time" in found["reason"]
+
+
+def test_a_script_that_makes_no_update_is_reported_with_its_error(tmp_path, capsys):
+    script, plan = tmp_path / "train.py", tmp_path / "plan.json"
+    script.write_text("import torch\ntorch.cuda.get_device_name()\n")
+    plan.write_text('{"plan": {}}')
+    assert exit_code_of(["verify", "--plan", str(plan), str(script)]) == 3
+    message = capsys.readouterr().err
+    assert (
+        "as written on the CPU, because this machine has no GPU that PyTorch can use: it ended with"
+        in message
+    )
+    assert f"{script}:2" in message
+
+
+def test_a_command_without_a_plan_is_refused(capsys):
+    assert exit_code_of(["verify", "train.py"]) == 2
+    assert "No plan given" in capsys.readouterr().err

@@ -1,0 +1,102 @@
+"""What the gradients of three runs say about a plan."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from memfit.records import Equality
+from memfit.verification.compare_gradients import (
+    UpdateRun,
+    bound_of,
+    difference,
+    keeps_promise,
+    why_not_comparable,
+)
+from memfit.verification.first_update import FirstUpdate, SavedGradient
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Return a function that writes gradients, and returns the run that has them."""
+
+    def written(rows=("row",), arithmetic="float32", **gradients):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        saved = []
+        for number, (name, value) in enumerate(gradients.items()):
+            tensor = torch.as_tensor(value)
+            np.save(folder / f"{number}.npy", tensor.reshape(-1).view(torch.uint8).numpy())
+            saved.append(SavedGradient(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)))
+        return UpdateRun(folder, FirstUpdate(tuple(saved), (tuple(rows),), arithmetic))
+
+    return written
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_differences_are_relative_to_the_parameter_s_largest_gradient(run, dtype):
+    one = run(a=torch.tensor([1.0, -4.0], dtype=dtype), b=torch.tensor([8.0], dtype=dtype))
+    found = difference(one, run(a=torch.tensor([1.0, -3.0], dtype=dtype), b=torch.tensor([8.0], dtype=dtype)))
+    assert (found.parameters, found.equal, found.largest, found.parameter) == (2, 1, 0.25, "a")
+
+
+def test_sums_over_micro_batches_are_divided_by_their_number(run):
+    assert difference(run(a=[1.5]), run(a=[3.0]), parts=2).largest == 0
+    assert difference(run(a=[1.5]), run(a=[1.5]), parts=2).largest == 0.5
+
+
+def test_gradients_that_are_nothing_but_rounding_are_compared_with_the_model_s_largest(run):
+    found = difference(run(key=[1e-9], other=[1.0]), run(key=[-1e-9], other=[1.0]))
+    assert found.largest == pytest.approx(2e-6)
+
+
+@pytest.mark.parametrize(
+    "other", [{}, {"a": [1.0, 2.0]}, {"b": [1.0]}, {"a": [1.0], "b": [1.0]}, {"a": [float("nan")]}]
+)
+def test_gradients_that_are_missing_or_not_finite_differ_without_bound(run, other):
+    assert difference(run(a=[1.0]), run(**other)).largest == float("inf")
+
+
+def test_the_same_bits_are_equal_also_if_they_are_no_number(run):
+    assert difference(run(a=[float("nan")]), run(a=[float("nan")])).equal == 1
+
+
+@pytest.mark.parametrize(
+    ("planned", "equality", "kept"),
+    [
+        ([1.0], Equality.BITWISE, True),
+        ([1.0 + 1e-6], Equality.BITWISE, False),
+        ([1.0 + 1e-6], Equality.ROUNDING, True),
+        ([1.0 + 1e-4], Equality.ROUNDING, False),
+        ([2.0], Equality.OTHER, True),
+    ],
+)
+def test_a_plan_keeps_what_it_promises(run, planned, equality, kept):
+    plain, other = run(a=[1.0]), run(a=planned)
+    bound = bound_of(equality, "float32")
+    assert keeps_promise(plain, other, difference(plain, other), bound) is kept
+
+
+def test_lower_precision_may_differ_by_more():
+    bounds = [bound_of(Equality.ROUNDING, kind) for kind in ("float64", "float32", "float16", "bfloat16")]
+    assert bounds == sorted(bounds)
+
+
+def test_runs_that_cannot_tell_are_not_comparable(run):
+    plain, planned = run(a=[1.0]), run(a=[2.0])
+    for again, under, why in (
+        (run(a=[3.0]), planned, "does not compute the same gradients twice"),
+        (run(a=[1.0], rows=("other",)), planned, "other inputs each time"),
+        (plain, run(a=[2.0], rows=("other",)), "draws smaller batches in another way"),
+        (run(a=[1.0]), planned, ""),
+    ):
+        found = why_not_comparable(plain, again, under, difference(plain, again), 0.0)
+        assert why in found
+        assert bool(why) is bool(found)
+    other_inputs = run(a=[1.0], rows=("other",))
+    assert not keeps_promise(plain, other_inputs, difference(plain, other_inputs), 0.0)
+    nothing = replace(plain, update=FirstUpdate())
+    same = difference(nothing, nothing)
+    assert not keeps_promise(nothing, nothing, same, 0.0)
+    assert "No parameter has a gradient" in why_not_comparable(nothing, nothing, nothing, same, 0.0)
