@@ -1,4 +1,4 @@
-"""What a script runs on: the ghost, or this machine's own GPU. ``child.py`` uses them through ``Backend``.
+"""What a script runs on: the ghost, or this machine's own GPU. ``ScriptProcess`` uses them as a ``Backend``.
 
         begin        refusal        stepped       hint          device
 ghost   patches      no kernels     drops values  gaps, values  as configured

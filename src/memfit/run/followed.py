@@ -14,10 +14,10 @@ from pathlib import Path
 
 from memfit.ghost.patching.after_import import after_import
 from memfit.run.backend import GhostBackend
-from memfit.run.child import ScriptProcess
 from memfit.run.child_settings import ChildSettings, read_settings
 from memfit.run.children import SETTINGS, SITE
 from memfit.run.parent_pipe import ParentPipe
+from memfit.run.script_process import ScriptProcess
 
 
 def follow() -> None:

@@ -98,7 +98,7 @@ def print_as_python_does(error: BaseException) -> None:
     sys.excepthook(type(error), error.with_traceback(trace), trace)
 
 
-_OURS = {__file__, str(Path(__file__).with_name("child.py"))}
+_OURS = {__file__, str(Path(__file__).with_name("script_process.py"))}
 
 
 def _summary(error: BaseException) -> str:
