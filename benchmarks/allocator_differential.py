@@ -78,13 +78,19 @@ def _options(dice: random.Random, conf: str) -> Options:
 def drive(conf: str, options: Options, python: str = sys.executable) -> Options:
     """Run the driver in a separate process; return its result."""
     environment = {**os.environ, **dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), conf)}
-    done = subprocess.run(
-        [python, str(DRIVER), json.dumps(options)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
+    return result_of(
+        subprocess.run(
+            [python, str(DRIVER), json.dumps(options)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     )
+
+
+def result_of(done: "subprocess.CompletedProcess[str]") -> Options:
+    """Return the result that a process of the driver printed."""
     if done.returncode != 0 and "Unrecognized" in done.stderr:
         return {"operations": 0, "mismatch": "", "unknown": True}  # an older PyTorch lacks the setting
     if done.returncode != 0:

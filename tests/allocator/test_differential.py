@@ -1,12 +1,15 @@
 """memfit's allocator equals PyTorch's own on the ghost: every address and statistic, at every operation."""
 
 import importlib.util
+import json
 import os
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
+from support import warm_process
 
 pytestmark = pytest.mark.process
 
@@ -30,7 +33,11 @@ def test_nothing_differs_under_any_setting(differential):
 
     def run(situation):
         conf, options = situation
-        return conf, differential.drive(conf, options | {"operations": each})
+        settings = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), conf)
+        done = warm_process.on_ghost(
+            differential.DRIVER, json.dumps(options | {"operations": each}), **settings
+        )
+        return conf, differential.result_of(done)
 
     with ThreadPoolExecutor(os.cpu_count()) as workers:
         done = list(workers.map(run, situations))

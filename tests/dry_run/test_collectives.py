@@ -1,5 +1,9 @@
 """What collectives hold until a thread of PyTorch releases it does not depend on the speed of the machine."""
 
+import pytest
+
+pytestmark = pytest.mark.warm
+
 SCRIPT = """
     import pathlib, sys, time, torch
     from torch import distributed, nn

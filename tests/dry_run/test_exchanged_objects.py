@@ -2,7 +2,7 @@
 
 import pytest
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.warm]
 JOIN = """
     import os, torch
     from torch import distributed as dist

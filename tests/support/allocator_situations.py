@@ -1,10 +1,7 @@
 """PyTorch's real allocator, driven on the ghost in many situations; tests in several folders use it."""
 
 import json
-import os
 import pickle
-import subprocess
-import sys
 import tempfile
 from dataclasses import replace
 from functools import cache
@@ -14,6 +11,7 @@ import numpy as np
 import pytest
 
 from memfit.trace.snapshot import trace_of
+from support import warm_process
 
 DRIVER = Path(__file__).parents[1] / "allocator" / "drive_allocator.py"
 
@@ -55,11 +53,9 @@ def driven(situation, **overrides):
         PyTorch counted them after each operation.
     """
     conf, options = SITUATIONS[situation]
-    environment = {**os.environ, "PYTORCH_ALLOC_CONF": conf}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.pickle"
-        command = [sys.executable, str(DRIVER), str(out), json.dumps(options | overrides)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        done = warm_process.on_ghost(DRIVER, out, json.dumps(options | overrides), PYTORCH_ALLOC_CONF=conf)
         assert done.returncode == 0, done.stderr
         result = pickle.loads(out.read_bytes())  # noqa: S301  the driver wrote it
     trace = replace(trace_of(result["snapshot"]), statistics=result["statistics"])

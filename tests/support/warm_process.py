@@ -21,12 +21,14 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import types
 from pathlib import Path
 
 SECONDS = 120  # after which a run counts as hanging
 TESTS = str(Path(__file__).parents[1])
 _started = []  # the warm process and the socket to it
+_starting = threading.Lock()
 
 
 def memfit(*arguments, cwd=None, **environment):
@@ -37,9 +39,12 @@ def memfit(*arguments, cwd=None, **environment):
     return _run("command line", arguments, cwd, environment)
 
 
-def on_ghost(script):
-    """Run a script for which ``memfit.ghost.load.load`` returns the ghost; return as ``memfit`` does."""
-    return _run("script", (script,), None, {})
+def on_ghost(script, *arguments, **environment):
+    """Run a script for which ``memfit.ghost.load.load`` returns the ghost; return as ``memfit`` does.
+
+    PyTorch reads PYTORCH_ALLOC_CONF when CUDA is initialised, except for ``backend``.
+    """
+    return _run("script", (script, *arguments), None, environment)
 
 
 def stop():
@@ -79,15 +84,18 @@ def _run(kind, arguments, cwd, environment):
 
 
 def _control():
-    if not _started:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            code = (
-                f"import sys; sys.path[0] = {TESTS!r}; from support import warm_process; warm_process.serve()"
-            )
-            process = subprocess.Popen([sys.executable, "-c", code], stdin=theirs)
-        _started.append((process, ours))
-    return _started[0][1]
+    with _starting:
+        if not _started:
+            _start()
+        return _started[0][1]
+
+
+def _start():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        code = f"import sys; sys.path[0] = {TESTS!r}; from support import warm_process; warm_process.serve()"
+        process = subprocess.Popen([sys.executable, "-c", code], stdin=theirs)
+    _started.append((process, ours))
 
 
 def serve():
