@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -95,10 +96,10 @@ class CompiledScript:
         return trace_of(history, device=DEVICE, versions={"torch": "2.14.1"}, command=("t.py",), **loader)
 
 
-def find(script, mebibytes, allowed=Allowed()):  # noqa: B008 - frozen
+def find(script, mebibytes, allowed=Allowed(), *, policies=False):  # noqa: B008 - frozen
     seconds = lambda operation: operation.flops / 1e9  # noqa: E731
     planned = PlannedScript(script, script, seconds, lambda size: size, "a rule")
-    return find_plan(planned, mebibytes * MIB + OUTSIDE, allowed)
+    return find_plan(planned, mebibytes * MIB + OUTSIDE, allowed, policies=policies)
 
 
 def proportional(share):
@@ -212,6 +213,16 @@ def test_every_block_is_checkpointed_if_no_share_fits():
     assert script.ran[-1] == (1, "blocks")
     assert found.chosen.settings == {"checkpointing": {}}
     assert "checkpoint every block  <- chosen" in printed(found)
+
+
+def test_policies_are_run_beside_the_plan_and_those_that_cannot_be_compiled_are_left_out():
+    script = CompiledScript(proportional, divisible=False, blocks=300)
+    unseen = lambda change, what: (  # noqa: E731
+        replace(script(change, what), operations=None) if "every" in str(change) else script(change, what)
+    )
+    found = find(unseen, 800, policies=True)
+    assert [run.settings.keys() for run in found.policies] == [{"checkpointing"}] * 2
+    assert all(run.time == 1 and run.compiled for run in found.policies)
 
 
 def test_what_fits_no_budget_says_what_the_smallest_plan_needs():

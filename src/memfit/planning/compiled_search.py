@@ -99,9 +99,8 @@ class CompiledSearch:
     def policies(self) -> tuple[PlanRun, ...]:
         """Run the policies that people use; those that the script or its model refuses are left out."""
         runs = PlanRuns(self._script, self._budget, tune=self._allowed.allocator, compiled=True)
-        for policy in standard_policies(self._optimizer):
-            runs.make(policy, self._time, operations=True)
-        return tuple(runs.tried)
+        made = [self._run(policy, runs) for policy in standard_policies(self._optimizer)]
+        return tuple(each[1] for each in made if not isinstance(each, str))
 
     # ---- candidates ---------------------------------------------------------------------------------------
 
@@ -192,15 +191,22 @@ class CompiledSearch:
 
     def _try(self, plan: PlanChange) -> PlanRun | None:
         """Run a plan; return None if it cannot be."""
-        made = self._runs.make(plan, self._time, operations=True)
-        if isinstance(made, ScriptEnd) or made[0].operations is None:
-            why = why_it_failed(made) if isinstance(made, ScriptEnd) else _UNSEEN
-            self._dropped.append(f"With {', '.join(plan.words)}, {why.rstrip('.')}.")
-            if not isinstance(made, ScriptEnd):
-                self._runs.tried.pop()
+        made = self._run(plan, self._runs)
+        if isinstance(made, str):
+            self._dropped.append(f"With {', '.join(plan.words)}, {made.rstrip('.')}.")
             return None
         self._models = made[0].models or self._models
         return made[1]
+
+    def _run(self, plan: PlanChange, runs: PlanRuns) -> tuple[TrialResult, PlanRun] | str:
+        """Run a plan; return why it cannot be run, if so, as a clause."""
+        made = runs.make(plan, self._time, operations=True)
+        if isinstance(made, ScriptEnd):
+            return why_it_failed(made)
+        if made[0].operations is None:
+            runs.tried.pop()
+            return _UNSEEN
+        return made
 
     def _time(self, result: TrialResult) -> float:
         """Return the time from one update to the next, relative to the script as written."""
