@@ -127,7 +127,7 @@ def test_the_highest_share_that_fits_is_chosen_where_batches_cannot_be_divided()
     assert (found.chosen.equality, found.bound) == ("up to rounding", 0.0)
     assert found.undivided == "memfit found no option and no DataLoader that sets the batch size"
     assert found.models == ("Net (optimizer: t:1)",)
-    assert script.ran == [(1, 1.0), (1, 0.5), (1, 0.7), (1, 0.6)]
+    assert script.ran == [(1, 1.0), (1, 0.5), (1, 0.9), (1, 0.7), (1, 0.6)]
     text = printed(found)
     assert "activation_memory_budget 0.6  <- chosen" in text
     assert "torch._functorch.config.activation_memory_budget = 0.6" in text

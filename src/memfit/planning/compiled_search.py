@@ -158,13 +158,14 @@ class CompiledSearch:
             return
         low = max((share for share, run in family.shares.items() if self._runs.fits(run)), default=0)
         high = _ALL
-        # Beside plans with other batches, the highest first: if that is too slow, all are.
-        share = _between(low, high) if low or self._best() is None else _ALL - _STEP
-        while share and self._may_pay(family.run):
+        while self._may_pay(family.run):
+            # Once something fits, the highest: if that fits, or is too slow, the others need not be compiled.
+            share = _ALL - _STEP if high == _ALL and self._best() is not None else _between(low, high)
+            if share in (0, low):
+                break
             made = self._sample(family, share)
             too_much = made is None or (not self._fits(made) and self._may_pay(made))
             low, high = (low, share) if too_much else (share, high)
-            share = _between(low, high)
         if self._best() is None:
             for share in _beside_smallest(family):
                 self._sample(family, share)
