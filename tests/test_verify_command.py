@@ -7,6 +7,7 @@ import textwrap
 
 import pytest
 
+from memfit import api
 from memfit.cli.main import exit_code_of
 
 pytestmark = pytest.mark.process
@@ -91,3 +92,26 @@ def test_a_script_that_makes_no_update_is_reported_with_its_error(tmp_path, caps
 def test_a_command_without_a_plan_is_refused(capsys):
     assert exit_code_of(["verify", "train.py"]) == 2
     assert "No plan given" in capsys.readouterr().err
+
+
+def test_two_models_that_name_their_parameters_alike_and_clipping_by_keyword(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent("""
+            import torch
+            from torch import nn
+
+            torch.manual_seed(0)
+            models = [nn.Sequential(nn.Linear(2, 2)).cuda() for _ in range(2)]
+            optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+            for step in range(3):
+                for model, optimizer in zip(models, optimizers):
+                    model(torch.ones(1, 2, device="cuda")).sum().backward()
+                    nn.utils.clip_grad_norm_(parameters=model.parameters(), max_norm=0.1)
+                    optimizer.step()
+        """)
+    )
+    plan = tmp_path / "plan.json"
+    plan.write_text('{"plan": {}}')
+    found = api.verify(str(script), plan=plan)
+    assert (found.verdict, found.planned.parameters, found.planned.equal) == ("verified", 4, 4)

@@ -55,7 +55,7 @@ class Region:
         UsageError: it names no module, or an operation that does not exist.
 
     >>> Region("layers.0", save_ops="aten.addmm.default:1")
-    Region(modules=('layers.0',), save_ops=('aten.addmm.default:1',))
+    Region(modules=('layers.0',), save_ops=('aten.addmm.default:1',), split_at=())
     """
 
     modules: str | tuple[str, ...]

@@ -118,7 +118,7 @@ def _watch(settings: UpdateSettings) -> None:
     register_optimizer_step_pre_hook(watched.steps)
 
 
-def _norm(original: Any, parameters: Any, _max_norm: float, *args: Any, **kwargs: Any) -> Any:
+def _norm(original: Any, parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG001
     return original(parameters, float("inf"), *args, **kwargs)
 
 
@@ -131,6 +131,7 @@ class _Update:
         self._optimizers: list[Any] = []
         self._stepped: list[Any] = []
         self._names: dict[int, str] = {}
+        self._taken: set[str] = set()
         self._gradients: list[SavedGradient] = []
         self._rows: list[list[str]] = []
         self._arithmetic: set[str] = set()
@@ -207,10 +208,17 @@ class _Update:
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         for number, parameter in enumerate(parameters):
             if parameter.grad is not None:
-                name = self._names.get(id(parameter), f"parameter {number} of optimizer {len(self._stepped)}")
-                self._save(name, parameter.grad)
+                self._save(self._unique_name(parameter, number), parameter.grad)
         if len(self._stepped) == len(self._optimizers):
             self._end()
+
+    def _unique_name(self, parameter: Any, number: int) -> str:
+        """Return a parameter's name; two models may use the same."""
+        name = self._names.get(id(parameter), f"parameter {number}")
+        if name in self._taken or id(parameter) not in self._names:
+            name += f" of optimizer {len(self._stepped)}"
+        self._taken.add(name)
+        return name
 
     def _save(self, name: str, gradient: Any) -> None:
         import numpy as np
