@@ -18,7 +18,7 @@ from memfit.planning.search import find_plan
 from memfit.records import Action, DeviceUse, Figure, LoaderBatchSize, Provenance, ScriptEnd
 from memfit.report.schema.plan_schema import ScriptPlanJson, to_json
 from memfit.report.terminal.plan_chart import chart_lines
-from memfit.report.terminal.script_plan import print_plan
+from memfit.report.terminal.script_plan import PrintableScriptPlan, print_plan
 from support.planned_networks import feed_forward
 from support.traces import BASE, trace_of
 
@@ -357,3 +357,12 @@ def test_the_result_prints_and_is_valid_json():
     assert again.plan == found.chosen.settings
     assert again.needs == found.chosen.needs
     assert len(again.tried) == len(found.tried)
+
+
+def test_log_probabilities_are_named_with_a_plan_if_they_are_much():
+    found = planned(Script(), 0.7)
+    much = replace(found, log_probabilities=found.as_written.needs.bytes // 10)
+    assert "memfit.ChunkedHead" in str(PrintableScriptPlan.of(much))
+    assert "memfit.ChunkedHead" not in str(PrintableScriptPlan.of(found))
+    fits = replace(much, chosen=much.as_written)
+    assert "memfit.ChunkedHead" not in str(PrintableScriptPlan.of(fits))

@@ -24,6 +24,7 @@ from memfit.planning.bracket import WORTH, Bracket
 from memfit.planning.choose import CheckpointChoice, CheckpointChooser
 from memfit.planning.compiled_search import CompiledSearch
 from memfit.planning.divided_batches import divisions, why_indivisible
+from memfit.planning.logits import log_probabilities
 from memfit.planning.plan_runs import PlanChange, PlannedScript, PlanRuns, recomputation
 from memfit.planning.policies import standard_policies
 from memfit.planning.sample_independence import why_dependent
@@ -293,4 +294,5 @@ class _PlanSearch:
             optimizer=self._optimizer,
             reason=reason,
             undivided=self._undivided,
+            log_probabilities=log_probabilities(self._plain.operations) if self._plain.operations else 0,
         )

@@ -114,5 +114,7 @@ class ScriptPlan:
     """Bytes by which the assumed CUDA context may be too small, as in ``DryRun``."""
     undivided: str = ""
     """Why batches are not divided into micro-batches, as a clause; empty if they may be, or need not."""
+    log_probabilities: int = 0
+    """Bytes of the cross-entropy's log-probabilities in the script as written; 0 if that is not known."""
     dropped: tuple[str, ...] = ()
     """Plans that could not run, each with the reason, as a sentence."""

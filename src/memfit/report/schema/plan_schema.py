@@ -70,6 +70,8 @@ class ScriptPlanJson(msgspec.Struct, frozen=True):
     """Why no plan was found; otherwise empty."""
     undivided: str
     """Why batches are not divided into micro-batches; empty if they may be, or need not."""
+    log_probabilities: int
+    """Bytes of the cross-entropy's log-probabilities in the script as written; 0 if that is not known."""
     dropped: tuple[str, ...]
     """Plans that could not run, each with the reason."""
     command: tuple[str, ...]
@@ -105,6 +107,7 @@ def script_plan_json(result: ScriptPlan) -> ScriptPlanJson:
         optimizer=result.optimizer,
         reason=result.reason,
         undivided=result.undivided,
+        log_probabilities=result.log_probabilities,
         dropped=result.dropped,
         command=result.command,
         versions=dict(result.versions),

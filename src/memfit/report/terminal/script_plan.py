@@ -13,6 +13,8 @@ from memfit.report.printable import Printable
 from memfit.report.terminal.plan_chart import chart_lines, policy_name
 from memfit.units import format_bytes, format_gib
 
+_MUCH = 0.05
+"""Share of a peak from which log-probabilities are named."""
 _EQUAL = {
     Equality.BITWISE: "The same results, bit for bit.",
     Equality.ROUNDING: "The same results up to rounding, because sums are taken in another order (--bitwise "
@@ -141,6 +143,14 @@ def _details(result: ScriptPlan) -> Iterator[str]:
         divided = any(run.divided is not None for run in result.tried)
         so_far = "divided no further" if divided else "not divided into micro-batches"
         yield f"\nBatches are {so_far}: {escaped(result.undivided)}."
+    if result.log_probabilities >= _MUCH * result.as_written.needs.bytes and (
+        chosen is None or chosen.changes
+    ):
+        yield (
+            f"\nThe log-probabilities of the loss take {format_gib(result.log_probabilities)} as written, and "
+            "the logits and their gradient as much each. memfit.ChunkedHead in the model makes them slice by "
+            "slice."
+        )
     if result.dropped:
         count = len(result.dropped)
         yield f"\n{count} plan{'s' * (count != 1)} could not be run. {escaped(result.dropped[0])}"
