@@ -147,9 +147,9 @@ def _details(result: ScriptPlan) -> Iterator[str]:
         chosen is None or chosen.changes
     ):
         yield (
-            f"\nThe log-probabilities of the loss take {format_gib(result.log_probabilities)} as written, and "
-            "the logits and their gradient as much each. memfit.ChunkedHead in the model makes them slice by "
-            "slice."
+            f"\nThe log-probabilities of the loss take {format_gib(result.log_probabilities)} as written, "
+            "and the logits and their gradient as much each. memfit.ChunkedHead in the model makes them slice "
+            "by slice."
         )
     if result.dropped:
         count = len(result.dropped)
