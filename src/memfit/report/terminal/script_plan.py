@@ -148,8 +148,8 @@ def _details(result: ScriptPlan) -> Iterator[str]:
     ):
         yield (
             f"\nThe log-probabilities of the loss take {format_gib(result.log_probabilities)} as written, "
-            "and the logits and their gradient as much each. memfit.ChunkedHead in the model makes them slice "
-            "by slice."
+            "and the logits and their gradient as much each. memfit.ChunkedHead in the model makes them "
+            "slice by slice."
         )
     if result.dropped:
         count = len(result.dropped)
