@@ -85,6 +85,24 @@ def test_a_closure_still_runs_for_each_micro_batch(refusals):
     assert all(loss.item() > 0 for loss in losses)
 
 
+def test_closures_that_clear_gradients_train_as_a_loop_that_accumulates(refusals):
+    """The gradients of all micro-batches count, also if the one that makes the update clears them first."""
+    model, inputs, labels = model_and_data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in zip(inputs, labels, strict=True):
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    assert not refusals
+    reached = model.weight.detach().clone()
+    assert torch.equal(reached, _without_hooks(lambda: accumulated(lambda p: torch.optim.SGD(p, lr=0.1))))
+
+
 def test_a_second_optimizer_is_refused(refusals):
     first, second = (torch.optim.SGD(nn.Linear(2, 2).parameters()) for _ in range(2))
     first.step()

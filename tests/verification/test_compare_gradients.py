@@ -12,16 +12,19 @@ from memfit.verification.compare_gradients import (
     bound_of,
     difference,
     keeps_promise,
+    same_inputs,
     why_not_comparable,
 )
 from memfit.verification.first_update import FirstUpdate, SavedGradient
+
+OTHER = ((("other",),),)
 
 
 @pytest.fixture
 def run(tmp_path):
     """Return a function that writes gradients, and returns the run that has them."""
 
-    def written(rows=("row",), arithmetic="float32", **gradients):
+    def written(inputs=((("row",),),), arithmetic="float32", **gradients):
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()
         saved = []
@@ -29,7 +32,7 @@ def run(tmp_path):
             tensor = torch.as_tensor(value)
             np.save(folder / f"{number}.npy", tensor.reshape(-1).view(torch.uint8).numpy())
             saved.append(SavedGradient(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)))
-        return UpdateRun(folder, FirstUpdate(tuple(saved), (tuple(rows),), arithmetic))
+        return UpdateRun(folder, FirstUpdate(tuple(saved), inputs, arithmetic))
 
     return written
 
@@ -79,22 +82,38 @@ def test_a_plan_keeps_what_it_promises(run, planned, equality, kept):
 
 
 def test_lower_precision_may_differ_by_more():
-    bounds = [bound_of(Equality.ROUNDING, kind) for kind in ("float64", "float32", "float16", "bfloat16")]
+    bounds = [bound_of(Equality.ROUNDING, kind) for kind in ("float64", "float32", "tf32", "bfloat16")]
     assert bounds == sorted(bounds)
+
+
+@pytest.mark.parametrize(
+    ("calls", "same"),
+    [
+        ([("a", "b")], True),
+        ([("a",), ("b",)], True),
+        ([("b",), ("a",)], False),
+        ([("a",)], False),
+        ([("a", "b"), ("a", "b")], True),  # positions, or a mask, for each of two micro-batches
+        ([], False),
+    ],
+)
+def test_inputs_are_the_same_in_parts_of_a_batch_or_in_each_call(run, calls, same):
+    whole, other = run(inputs=((("a", "b"),),)), run(inputs=(tuple(calls),) if calls else ())
+    assert same_inputs(whole, other) is same
 
 
 def test_runs_that_cannot_tell_are_not_comparable(run):
     plain, planned = run(a=[1.0]), run(a=[2.0])
     for again, under, why in (
         (run(a=[3.0]), planned, "does not compute the same gradients twice"),
-        (run(a=[1.0], rows=("other",)), planned, "other inputs each time"),
-        (plain, run(a=[2.0], rows=("other",)), "draws smaller batches in another way"),
+        (run(a=[1.0], inputs=OTHER), planned, "other inputs each time"),
+        (plain, run(a=[2.0], inputs=OTHER), "draws smaller batches in another way"),
         (run(a=[1.0]), planned, ""),
     ):
         found = why_not_comparable(plain, again, under, difference(plain, again), 0.0)
         assert why in found
         assert bool(why) is bool(found)
-    other_inputs = run(a=[1.0], rows=("other",))
+    other_inputs = run(a=[1.0], inputs=OTHER)
     assert not keeps_promise(plain, other_inputs, difference(plain, other_inputs), 0.0)
     nothing = replace(plain, update=FirstUpdate())
     same = difference(nothing, nothing)

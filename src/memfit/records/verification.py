@@ -52,6 +52,8 @@ class Verification:
     peaks: tuple[int, int] | None
     """Bytes allocated at most until the update, as written and under the plan, as measured; None on a CPU."""
     command: tuple[str, ...]
+    dropout: bool
+    """Whether the script's dropout was on. Micro-batches draw other numbers than the whole batch."""
     planned_for: tuple[str, ...]
     """The command that the plan was made for."""
     versions: Mapping[str, str]

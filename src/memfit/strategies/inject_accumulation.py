@@ -40,6 +40,7 @@ class HeldBackUpdates:
         self._every = every
         self._refuse = refuse
         self._calls = 0
+        self._may_clear = True
         self._optimizer: torch.optim.Optimizer | None = None
         self._gradients: list[StorageWeakRef] = []
         """Those that a skipped update left."""
@@ -72,12 +73,15 @@ class HeldBackUpdates:
         self._calls += 1
         if self._calls % self._every == 0:
             self._gradients.clear()
-            return type(optimizer).step(optimizer, *args, **kwargs)
+            result = type(optimizer).step(optimizer, *args, **kwargs)
+            self._may_clear = True
+            return result
         closure = args[0] if args else kwargs.get("closure")
         loss = None
         if closure is not None:  # it runs the forward and the backward, as in Lightning
             with torch.enable_grad():
                 loss = closure()
+        self._may_clear = False
         if not self._gradients:
             self._gradients = [
                 StorageWeakRef(each.grad.untyped_storage())  # type: ignore[no-untyped-call]
@@ -88,5 +92,5 @@ class HeldBackUpdates:
         return loss
 
     def _cleared(self, original: Callable[..., None], owner: Any, *args: Any, **kwargs: Any) -> None:
-        if self._calls % self._every == 0:
+        if self._may_clear:  # a closure may clear them inside the step that makes the update
             original(owner, *args, **kwargs)

@@ -1,6 +1,7 @@
 """Compare the gradients that runs of a script have written, and judge a plan by them."""
 
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +10,10 @@ import numpy.typing as npt
 from memfit.records import Equality, GradientDifference
 from memfit.verification.first_update import FirstUpdate
 
-BOUNDS = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
+BOUNDS = {"float64": 1e-12, "float32": 1e-5, "tf32": 1e-2, "float16": 1e-2, "bfloat16": 5e-2}
 """By the precision of the forward: the largest difference that sums in another order may make, relative to
 the largest gradient of the parameter. About a hundred times the rounding of one operation in float32, and ten
-times in float16 and bfloat16."""
+times in float16 and bfloat16. TF32 multiplies with the bits of float16."""
 _SMALL = 1e-3
 """Of the largest gradient of the model: a parameter whose gradients are all smaller is compared with that.
 Sums that cancel out, such as those of a key's bias in an attention, are nothing but rounding."""
@@ -82,8 +83,17 @@ def bound_of(equality: Equality, arithmetic: str) -> float:
 
 def keeps_promise(plain: UpdateRun, planned: UpdateRun, apart: GradientDifference, bound: float) -> bool:
     """Return whether two runs with the same inputs have gradients that differ by no more than a bound."""
-    return (
-        bool(plain.update.gradients) and plain.update.rows == planned.update.rows and apart.largest <= bound
+    return bool(plain.update.gradients) and same_inputs(plain, planned) and apart.largest <= bound
+
+
+def same_inputs(one: UpdateRun, other: UpdateRun) -> bool:
+    """Return whether two runs passed their models the same rows, in the same order.
+
+    Batches may come in parts. What has no row for each sample, such as a mask, is the same in each call.
+    """
+    return len(one.update.inputs) == len(other.update.inputs) and all(
+        [*chain(*mine)] == [*chain(*others)] or set(mine) == set(others)
+        for mine, others in zip(one.update.inputs, other.update.inputs, strict=True)
     )
 
 
@@ -101,9 +111,12 @@ def why_not_comparable(
     """
     if not plain.update.gradients:
         return "No parameter has a gradient when the optimizer makes its first update."
-    if plain.update.rows != again.update.rows:
-        return "The script gives its model other inputs each time it runs. Seed its random numbers."
-    if plain.update.rows != planned.update.rows:
+    if not same_inputs(plain, again):
+        return (
+            "The script gives its model other inputs each time it runs, although memfit seeds Python's, "
+            "NumPy's and PyTorch's global generators. Seed what draws them."
+        )
+    if not same_inputs(plain, planned):
         return (
             "Under the plan, the script gives its model other inputs, because it draws smaller batches in "
             "another way. Read the data with a DataLoader and a seed, or compare with memfit.Engine."

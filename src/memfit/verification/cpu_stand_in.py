@@ -2,7 +2,7 @@
 
 model.to("cuda")                     the CPU
 torch.randn(2, device="cuda:0")      the CPU
-torch.autocast("cuda"), GradScaler   those of the CPU
+torch.autocast("cuda")               that of the CPU
 torch.cuda.is_available()            False, as it is
 """
 
@@ -41,7 +41,6 @@ def stand_in(hooks: InstalledHooks) -> None:
         hooks.replace(torch.cuda, name, lambda *_args, **_kwargs: None)
     hooks.replace(torch.cuda, "current_device", lambda: 0)
     hooks.wrap(torch.amp.autocast_mode.autocast, "__init__", _autocast)
-    hooks.wrap(torch.amp.GradScaler, "__init__", _scaler)
 
 
 def _here(value: Any) -> Any:
@@ -56,7 +55,3 @@ def _autocast(
     if device_type == "cuda":
         device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
     original(context, device_type, dtype, *args, **kwargs)
-
-
-def _scaler(original: Any, scaler: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
-    original(scaler, _here(device), *args, **kwargs)

@@ -1,7 +1,7 @@
 """The script's process: ``main()`` with ``SETTINGS.json SCRIPT.py ARGS...`` as arguments.
 
 It runs the script until each of its optimizers is about to make its first update, writes the gradients that
-they get, and ends the script. Gradients are those of the backward: clipping is left out.
+they get, and ends the script.
 """
 
 import hashlib
@@ -17,6 +17,7 @@ from memfit.ghost.patching.after_import import after_import
 from memfit.run.script import end_of, run_as_main
 
 _LISTING = "update.json"
+_FINEST_FIRST = ("float64", "float32", "tf32", "float16", "bfloat16")
 
 
 class UpdateSettings(msgspec.Struct, frozen=True):
@@ -30,6 +31,8 @@ class UpdateSettings(msgspec.Struct, frozen=True):
     """The file of an ``Intervention``; empty for none."""
     on_cpu: bool
     """Whether the CPU stands in for the GPU."""
+    dropout: bool
+    """Whether dropout drops anything."""
 
 
 class SavedGradient(msgspec.Struct, frozen=True):
@@ -44,8 +47,8 @@ class FirstUpdate(msgspec.Struct, frozen=True):
     """What a script's first update showed."""
 
     gradients: tuple[SavedGradient, ...] = ()
-    rows: tuple[tuple[str, ...], ...] = ()
-    """By tensor that the models were passed: a digest of each of its rows, over all calls."""
+    inputs: tuple[tuple[tuple[str, ...], ...], ...] = ()
+    """By tensor that the models were passed, and by call: a digest of each of its rows."""
     arithmetic: str = ""
     peak: int | None = None
     device: str = "CPU"
@@ -104,25 +107,24 @@ def _watch(settings: UpdateSettings) -> None:
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     from memfit.recording.hooks import InstalledHooks
+    from memfit.verification import plain_gradients
 
     hooks = InstalledHooks()
+    plain_gradients.seed()
+    plain_gradients.leave_gradients_alone(hooks)
+    if not settings.dropout:
+        plain_gradients.switch_dropout_off(hooks)
     if settings.on_cpu:
         from memfit.verification.cpu_stand_in import stand_in
 
         stand_in(hooks)
-    watched = _Update(settings)
+    watched = WatchedUpdate(settings)
     hooks.wrap(torch.optim.Optimizer, "__init__", watched.created)
     hooks.wrap(torch.nn.Module, "__call__", watched.called)
-    hooks.wrap(torch.nn.utils, "clip_grad_norm_", _norm)
-    hooks.replace(torch.nn.utils, "clip_grad_value_", lambda *_args, **_kwargs: None)
     register_optimizer_step_pre_hook(watched.steps)
 
 
-def _norm(original: Any, parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG001
-    return original(parameters, float("inf"), *args, **kwargs)
-
-
-class _Update:
+class WatchedUpdate:
     """Collects the gradients of each optimizer's first update."""
 
     def __init__(self, settings: UpdateSettings) -> None:
@@ -131,9 +133,9 @@ class _Update:
         self._optimizers: list[Any] = []
         self._stepped: list[Any] = []
         self._names: dict[int, str] = {}
-        self._taken: set[str] = set()
+        self._models: list[Any] = []
         self._gradients: list[SavedGradient] = []
-        self._rows: list[list[str]] = []
+        self._inputs: list[list[tuple[str, ...]]] = []
         self._arithmetic: set[str] = set()
         self._inside = False
 
@@ -152,13 +154,21 @@ class _Update:
         try:
             parameters = dict(module.named_parameters())
             if parameters:
-                for name, parameter in parameters.items():
-                    self._names.setdefault(id(parameter), name)
+                self._note_names(module, parameters)
                 self._note_inputs((args, kwargs))
-                self._note_arithmetic(parameters.values())
+                self._note_arithmetic(module)
             return original(module, *args, **kwargs)
         finally:
             self._inside = False
+
+    def _note_names(self, model: Any, parameters: Any) -> None:
+        if any(model is each for each in self._models):
+            return
+        self._models.append(model)
+        taken = set(self._names.values())  # a generator and its discriminator may both have a 0.weight
+        for name, parameter in parameters.items():
+            own = f"{name} of model {len(self._models)}" if name in taken else name
+            self._names.setdefault(id(parameter), own)
 
     def _note_inputs(self, passed: Any) -> None:
         import torch
@@ -166,18 +176,21 @@ class _Update:
 
         tensors = [each for each in tree_leaves(passed) if isinstance(each, torch.Tensor) and each.ndim]
         for number, tensor in enumerate(tensors):
-            if number == len(self._rows):
-                self._rows.append([])
-            content = tensor.detach().cpu().contiguous()
-            self._rows[number] += [_digest(row) for row in content]
+            if number == len(self._inputs):
+                self._inputs.append([])
+            self._inputs[number].append(tuple(map(_digest, tensor.detach().cpu().contiguous())))
 
-    def _note_arithmetic(self, parameters: Any) -> None:
+    def _note_arithmetic(self, model: Any) -> None:
         import torch
 
+        parameters = list(model.parameters())
         kinds = {each.dtype for each in parameters if each.is_floating_point()}
         for device in {each.device.type for each in parameters}:
             if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
                 kinds.add(torch.get_autocast_dtype(device))
+            if device == "cuda" and _multiplies_in_tf32(model):
+                kinds.discard(torch.float32)
+                self._arithmetic.add("tf32")
         self._arithmetic |= {str(kind).removeprefix("torch.") for kind in kinds}
 
     def steps(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
@@ -208,17 +221,10 @@ class _Update:
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         for number, parameter in enumerate(parameters):
             if parameter.grad is not None:
-                self._save(self._unique_name(parameter, number), parameter.grad)
+                name = self._names.get(id(parameter), f"parameter {number} of optimizer {len(self._stepped)}")
+                self._save(name, parameter.grad)
         if len(self._stepped) == len(self._optimizers):
             self._end()
-
-    def _unique_name(self, parameter: Any, number: int) -> str:
-        """Return a parameter's name; two models may use the same."""
-        name = self._names.get(id(parameter), f"parameter {number}")
-        if name in self._taken or id(parameter) not in self._names:
-            name += f" of optimizer {len(self._stepped)}"
-        self._taken.add(name)
-        return name
 
     def _save(self, name: str, gradient: Any) -> None:
         import numpy as np
@@ -238,14 +244,31 @@ class _Update:
             self._settings,
             FirstUpdate(
                 tuple(self._gradients),
-                tuple(map(tuple, self._rows)),
-                min(self._arithmetic, key=lambda kind: getattr(torch, kind).itemsize, default="float32"),
+                tuple(map(tuple, self._inputs)),
+                max(self._arithmetic, key=_coarseness, default="float32"),
                 torch.cuda.max_memory_allocated() if on_gpu else None,
                 torch.cuda.get_device_name() if on_gpu else "CPU",
                 str(torch.__version__),
             ),
         )
         raise UpdateReached
+
+
+def _coarseness(kind: str) -> int:
+    return _FINEST_FIRST.index(kind) if kind in _FINEST_FIRST else len(_FINEST_FIRST)
+
+
+def _multiplies_in_tf32(model: Any) -> bool:
+    """Return whether a model in float32 multiplies in TF32 on a GPU; cuDNN's layers do by default.
+
+    Source: torch/backends/cuda/__init__.py, torch/backends/cudnn/__init__.py, PyTorch 2.14.1.
+    """
+    import torch
+
+    by_cudnn = (torch.nn.modules.conv._ConvNd, torch.nn.RNNBase)
+    return torch.get_float32_matmul_precision() != "highest" or (
+        torch.backends.cudnn.allow_tf32 and any(isinstance(each, by_cudnn) for each in model.modules())
+    )
 
 
 def _digest(row: Any) -> str:

@@ -53,13 +53,15 @@ def verify_plan(
         TargetError: the script, as written or under the plan, makes no update.
     """
     unchanged = ScriptChange()
+    dropout = plan.micro_batches is None or not plan.micro_batches.draws
     with tempfile.TemporaryDirectory(prefix="memfit-") as name:
 
         def run(what: str, change: ScriptChange = unchanged, conf: str = "") -> UpdateRun:
             on_progress(Progress(trying=what))
             folder = Path(name) / what
             folder.mkdir()
-            return _run(command, folder, change, conf, what, module=module, on_cpu=on_cpu)
+            settings = UpdateSettings(str(folder), module, "", on_cpu, dropout)
+            return _run(command, settings, change, conf, what)
 
         plain, planned = run("as written"), run("under the plan", plan.change, plan.allocator)
         apart = difference(plain, planned, parts=plan.change.micro_batches)
@@ -83,32 +85,28 @@ def verify_plan(
         peaks=None if peaks[0] is None or peaks[1] is None else (peaks[0], peaks[1]),
         command=command,
         planned_for=plan.command,
+        dropout=dropout,
         versions={"torch": plain.update.torch},
     )
 
 
 def _run(
-    command: tuple[str, ...],
-    folder: Path,
-    change: ScriptChange,
-    conf: str,
-    what: str,
-    *,
-    module: bool,
-    on_cpu: bool,
+    command: tuple[str, ...], settings: UpdateSettings, change: ScriptChange, conf: str, what: str
 ) -> UpdateRun:
-    """Run the script until its first update."""
-    with injected(change, RunOptions(module=module)) as injection:
+    """Run the script under a change until its first update; the file of the change is not in the settings."""
+    folder = Path(settings.folder)
+    with injected(change, RunOptions(module=settings.module)) as injection:
         _, intervention = injection.options.preload or ("", "")
         file = folder / "settings.json"
-        file.write_bytes(msgspec.json.encode(UpdateSettings(str(folder), module, intervention, on_cpu)))
+        file.write_bytes(msgspec.json.encode(msgspec.structs.replace(settings, change=intervention)))
         _start([*_python(), str(file), *command, *change.arguments], conf)
         update = read_update(folder)
         why = injection.why_unfit()
     if why and not update.failure:
         update = msgspec.structs.replace(update, failure=why)
     if update.failure:
-        on = " on the CPU, because this machine has no GPU that PyTorch can use" if on_cpu else ""
+        stands_in = " on the CPU, because this machine has no GPU that PyTorch can use"
+        on = stands_in if settings.on_cpu else ""
         raise TargetError(f"memfit ran {command[0]} {what}{on}: {update.failure}")
     return UpdateRun(folder, update)
 
@@ -124,7 +122,7 @@ def _start(command: Sequence[str], conf: str) -> None:
     Raises:
         KeyboardInterrupt: the user interrupted it.
     """
-    environment = os.environ | ({"PYTORCH_ALLOC_CONF": conf} if conf else {})
+    environment = os.environ | {"PYTHONHASHSEED": "0"} | ({"PYTORCH_ALLOC_CONF": conf} if conf else {})
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
     try:
         if process.wait() == INTERRUPTED:

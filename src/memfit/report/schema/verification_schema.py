@@ -36,6 +36,8 @@ class VerificationJson(msgspec.Struct, frozen=True):
     """The script under the plan, compared with the script as written."""
     repeated: GradientDifferenceJson | None
     """The script as written, run twice; null if it ran once, because the plan keeps its promise."""
+    dropout: bool
+    """Whether the script's dropout was on: off if a plan divides batches, whose parts draw other numbers."""
     arithmetic: str
     """The lowest precision of the forward."""
     device: str
@@ -59,6 +61,7 @@ def to_json(result: Verification) -> bytes:
             bound=_finite(result.bound),
             planned=_difference(result.planned),
             repeated=None if result.repeated is None else _difference(result.repeated),
+            dropout=result.dropout,
             arithmetic=result.arithmetic,
             device=result.device,
             peaks=result.peaks,

@@ -80,5 +80,7 @@ def _details(result: Verification) -> Iterator[str]:
     else:
         before, after = map(format_gib, result.peaks)
         yield f"Allocated at most until the update: {after} instead of {before} (measured)."
-    if result.planned_for != result.command:
+    if not result.dropout:
+        yield "Dropout was off: micro-batches draw other numbers than the whole batch."
+    if result.planned_for and result.planned_for != result.command:
         yield f"The plan was made for: {escaped(shlex.join(result.planned_for))}"
