@@ -57,13 +57,16 @@ def test_a_plain_loop_trains_as_one_that_accumulates(refusals, clear_first, clea
 
 
 def _without_hooks(run):
-    """Run with optimizers whose ``step`` is PyTorch's own."""
-    init = torch.optim.Optimizer.__init__
-    torch.optim.Optimizer.__init__ = init.__wrapped__
+    """Run with optimizers whose ``step`` and ``zero_grad`` are PyTorch's own."""
+    kind, names = torch.optim.Optimizer, ("__init__", "zero_grad")
+    hooked = [getattr(kind, name) for name in names]
+    for name, method in zip(names, hooked, strict=True):
+        setattr(kind, name, method.__wrapped__)
     try:
         return run()
     finally:
-        torch.optim.Optimizer.__init__ = init
+        for name, method in zip(names, hooked, strict=True):
+            setattr(kind, name, method)
 
 
 def test_a_closure_still_runs_for_each_micro_batch(refusals):
