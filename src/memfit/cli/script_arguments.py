@@ -13,6 +13,8 @@ from memfit.run.launchers import LAUNCHERS
 
 _RUN_A_SCRIPT = ("dry-run", "record", "compare", "plan", "max-batch", "check", "gpus", "verify")
 _PYTHON = re.compile(r"python[0-9.]*")
+_LIBRARY_MODEL = re.compile(r"(hf|timm|torchvision):.")
+_LIBRARY_MODELS = "memfit.estimating.library_model"
 _LONGEST_SCRIPT = 1 << 20
 """Bytes of a script that is searched for its options."""
 
@@ -27,6 +29,8 @@ def separate_script(tokens: list[str], app: App) -> list[str]:
     >>> from memfit.cli.main import app
     >>> separate_script(["dry-run", "--steps", "2", "train.py", "--epochs", "9"], app)
     ['dry-run', '--steps', '2', '--', 'train.py', '--epochs', '9']
+    >>> separate_script(["plan", "timm:vit_tiny_patch16_224", "--batch-size", "9"], app)[1:4]
+    ['-m', '--', 'memfit.estimating.library_model']
     >>> separate_script(["dry-run", "--", "train.py", "--steps", "9"], app)
     ['dry-run', '--', 'train.py', '--steps', '9']
     """
@@ -60,7 +64,8 @@ def separate_script(tokens: list[str], app: App) -> list[str]:
     if Path(tokens[position]).name in LAUNCHERS:  # they have this option as well, for the script's module
         values_taken = {name: count for name, count in values_taken.items() if name not in ("-m", "--module")}
     _refuse_misplaced(tokens, position, values_taken)
-    return [*tokens[:position], "--", *tokens[position:]]
+    before = ["-m", "--", _LIBRARY_MODELS] if _LIBRARY_MODEL.match(tokens[position]) else ["--"]
+    return [*tokens[:position], *before, *tokens[position:]]
 
 
 def _refuse_misplaced(tokens: list[str], script: int, values_taken: dict[str, int]) -> None:
