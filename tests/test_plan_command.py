@@ -75,6 +75,7 @@ def test_a_dry_run_under_the_plan_needs_what_the_plan_says(planned):
     assert result["verdict"] in ("fits", "tight")
     assert result["command"] == [str(script)]
     assert result["peak"]["process"] <= found["budget"]
+    assert result["peak"]["allocated"] == found["allocated"]
 
 
 def test_the_script_that_applies_the_plan_itself_needs_the_same(planned):

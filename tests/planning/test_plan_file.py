@@ -7,6 +7,7 @@ import pytest
 from memfit.analysis.script_change import PlannedRegion
 from memfit.errors import FileFormatError, UsageError
 from memfit.planning.plan_file import read_plan
+from memfit.records import Equality
 from memfit.strategies.configuration import configure
 
 SETTINGS = {"checkpointing": {"regions": [{"modules": ["0"], "save_ops": ["aten.addmm.default:1"]}]}}
@@ -45,6 +46,24 @@ def test_a_plan_is_read_as_settings_and_as_strategies_to_inject(written):
 def test_a_file_without_a_plan_is_refused_with_the_command_that_writes_one(written, content):
     with pytest.raises(FileFormatError, match=r"Cannot read a plan from .*plan\.json"):
         read_plan(written(content))
+
+
+def test_what_a_plan_promises_is_what_its_file_says_or_follows_from_its_settings(written):
+    assert read_plan(written({"plan": SETTINGS})).equality is Equality.BITWISE
+    assert read_plan(written({"plan": SETTINGS, "equality": "up to rounding"})).equality is Equality.ROUNDING
+    assert read_plan(written({"plan": SETTINGS, "equality": None})).equality is Equality.BITWISE
+
+
+def test_what_a_plan_allocates_is_for_the_command_that_it_was_made_for(written):
+    plan = read_plan(written({"plan": SETTINGS, "command": ["train.py", "--wide"], "allocated": 1024}))
+    assert plan.allocated_for(("train.py", "--wide")) == 1024
+    assert plan.allocated_for(("train.py",)) is None
+
+
+@pytest.mark.parametrize("rest", [{"equality": "roughly"}, {"allocated": "much"}, {"command": [1]}])
+def test_what_is_not_of_its_type_is_refused(written, rest):
+    with pytest.raises(FileFormatError, match="Cannot read a plan"):
+        read_plan(written({"plan": SETTINGS, **rest}))
 
 
 def test_an_allocator_setting_that_is_no_string_is_refused(written):

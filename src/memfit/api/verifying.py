@@ -1,16 +1,20 @@
 """Verify a plan: the gradients of one update, computed with the plan and without."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from memfit.card.find import find_card
 from memfit.errors import UnsuitableEnvironmentError, UsageError
 from memfit.planning.plan_file import read_plan
-from memfit.records import Verification
+from memfit.records import Verification, VerificationVerdict
 from memfit.report.terminal.verification import PrintableVerification
 from memfit.run.options import RunOptions
 from memfit.run.parent import Progress, script_command
+from memfit.verification.measured_peak import measured_peak
 from memfit.verification.run_updates import verify_plan
+
+_REHEARSAL = "memfit's ghost stands in for the GPU, as in a rehearsal, and the ghost computes no gradients."
 
 
 def verify(
@@ -25,6 +29,7 @@ def verify(
 
     The unmodified script runs until its first update, as written and under the plan, on this machine's GPU.
     Where there is none, the CPU stands in for the CUDA devices that the script names. Its output is hidden.
+    On a GPU, memfit then trains three steps under the plan, and measures their peak.
     Gradients are compared before they are clipped. If they differ by more than the plan promises, the script
     runs once more as written.
 
@@ -48,9 +53,13 @@ def verify(
         raise UsageError(f"{plan} shards the model over several GPUs; memfit verify runs one process.")
     command = script_command(script, arguments, RunOptions(module=module), None)
     try:
-        find_card(f"verify {command[0]}")
-        on_cpu = False
+        card = find_card(f"verify {command[0]}")
     except UnsuitableEnvironmentError:
-        on_cpu = True
-    found = verify_plan(command, change, module=module, on_cpu=on_cpu, on_progress=on_progress)
-    return PrintableVerification.of(found)
+        card = None
+    found = verify_plan(command, change, module=module, on_cpu=card is None, on_progress=on_progress)
+    if card is not None and card.rehearsal:
+        found = replace(found, verdict=VerificationVerdict.NOT_COMPARABLE, reason=_REHEARSAL, peaks=None)
+    elif card is None or found.verdict is not VerificationVerdict.VERIFIED:
+        return PrintableVerification.of(found)
+    peak = measured_peak(command, change, module=module, on_progress=on_progress)
+    return PrintableVerification.of(found, measured=peak)

@@ -32,7 +32,8 @@ def verify(
     plan. Where there is no GPU, the CPU stands in for it, so that the kernels are the CPU's. Gradients are
     compared before they are clipped: bit for bit, or to the rounding of sums in another order if the plan
     divides batches. If they differ by more, the script runs once more as written, to see whether it computes
-    the same twice. The exit code is 1 if the gradients differ, or cannot be compared.
+    the same twice. On a GPU, three steps under a verified plan follow, and their peak is compared with what
+    the plan predicts. The exit code is 1 if the gradients differ, or cannot be compared.
 
     Args:
         command: The script and its own arguments. They may make the model smaller than in training.

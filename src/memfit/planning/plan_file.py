@@ -36,14 +36,24 @@ class PlanFile:
     """Whether optimizers are created with ``fused=True``."""
     command: tuple[str, ...] = ()
     """What the plan was made for."""
+    promised: Equality | None = None
+    """What the file says that training under it computes; None if it does not say."""
+    allocated: int | None = None
+    """Most bytes allocated under it on the ghost; None if the file does not say."""
 
     @property
     def equality(self) -> Equality:
         """What training under it computes, compared with the script as written."""
+        if self.promised is not None:
+            return self.promised
         if "precision" in self.settings:
             return Equality.OTHER
         same = self.micro_batches is None and not self.fused and self.settings.keys() <= _BITWISE
         return Equality.BITWISE if same else Equality.ROUNDING
+
+    def allocated_for(self, command: tuple[str, ...]) -> int | None:
+        """Return the most bytes allocated for a command; None if the plan was made for another."""
+        return self.allocated if command == self.command else None
 
     @property
     def change(self) -> ScriptChange:
@@ -92,11 +102,14 @@ def read_plan(path: Path) -> PlanFile:
         divided = msgspec.convert(found.get("micro_batches"), DividedBatches | None)
         fused = msgspec.convert(found.get("fused", False), bool)
         command = msgspec.convert(found.get("command", ()), tuple[str, ...])
+        promised = msgspec.convert(found.get("equality"), Equality | None)
+        allocated = msgspec.convert(found.get("allocated"), int | None)
     except msgspec.ValidationError as error:
         raise FileFormatError(
-            f"Cannot read a plan from {path}: 'micro_batches', 'fused' or 'command': {error}."
+            f"Cannot read a plan from {path}: 'micro_batches', 'fused', 'command', 'equality' or "
+            f"'allocated': {error}."
         ) from None
-    return PlanFile(settings, allocator, optimizer, divided, fused, command)
+    return PlanFile(settings, allocator, optimizer, divided, fused, command, promised, allocated)
 
 
 def _frozen(value: Any) -> Any:

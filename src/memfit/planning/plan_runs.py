@@ -134,6 +134,7 @@ class PlanRuns:
             plan.change.fused,
             tuple(found.terms),
             self._compiled,
+            found.peak_allocated,
         )
 
 

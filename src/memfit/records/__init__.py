@@ -64,7 +64,12 @@ from memfit.records.trace import (
     Timeline,
     Trace,
 )
-from memfit.records.verification import GradientDifference, Verification, VerificationVerdict
+from memfit.records.verification import (
+    GradientDifference,
+    MeasuredPeak,
+    Verification,
+    VerificationVerdict,
+)
 
 __all__ = [
     "ARENA",
@@ -114,6 +119,7 @@ __all__ = [
     "Mark",
     "MarkKind",
     "MaxBatch",
+    "MeasuredPeak",
     "MemoryBaseline",
     "MemoryCheck",
     "MemoryPeak",

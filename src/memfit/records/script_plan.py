@@ -66,6 +66,8 @@ class PlanRun:
     """What holds the memory at the peak, as in ``DryRun``."""
     compiled: bool = False
     """Whether ``torch.compile`` compiles the script's code. What changes its graphs changes their kernels."""
+    allocated: int | None = None
+    """Most bytes that PyTorch's allocator had allocated, exactly; None if it has not run."""
 
     @property
     def changes(self) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from memfit.records.provenance import Figure
 from memfit.records.script_plan import Equality
 
 
@@ -31,6 +32,19 @@ class GradientDifference:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredPeak:
+    """The peak of a script's first steps under a plan, on a GPU."""
+
+    allocated: int
+    reserved: int
+    """Most bytes, as PyTorch's allocator counts them."""
+    process: Figure
+    """Most bytes of the process, the CUDA context included."""
+    predicted: int | None
+    """Most bytes allocated on the ghost; None if the plan file does not say, or is for another command."""
+
+
+@dataclass(frozen=True, slots=True)
 class Verification:
     """What a plan's first update shows."""
 
@@ -51,6 +65,8 @@ class Verification:
     """What the script ran on: ``CPU``, or the GPU's name."""
     peaks: tuple[int, int] | None
     """Bytes allocated at most until the update, as written and under the plan, as measured; None on a CPU."""
+    measured: MeasuredPeak | None
+    """Of training under the plan; None on a CPU, or if the plan is not verified."""
     command: tuple[str, ...]
     dropout: bool
     """Whether the script's dropout was on. Micro-batches draw other numbers than the whole batch."""

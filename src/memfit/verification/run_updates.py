@@ -31,6 +31,8 @@ from memfit.verification.compare_gradients import (
 )
 from memfit.verification.first_update import UpdateSettings, read_update
 
+_ON_CPU = "\nTo compute on the CPU instead, write: CUDA_VISIBLE_DEVICES= memfit verify ..."
+
 
 def verify_plan(
     command: tuple[str, ...],
@@ -82,6 +84,7 @@ def verify_plan(
         bound=bound,
         arithmetic=plain.update.arithmetic,
         device=plain.update.device,
+        measured=None,
         peaks=None if peaks[0] is None or peaks[1] is None else (peaks[0], peaks[1]),
         command=command,
         planned_for=plan.command,
@@ -107,7 +110,7 @@ def _run(
     if update.failure:
         stands_in = " on the CPU, because this machine has no GPU that PyTorch can use"
         on = stands_in if settings.on_cpu else ""
-        raise TargetError(f"memfit ran {command[0]} {what}{on}: {update.failure}")
+        raise TargetError(f"memfit ran {command[0]} {what}{on}: {update.failure}{'' if on else _ON_CPU}")
     return UpdateRun(folder, update)
 
 

@@ -22,6 +22,8 @@ class PlanRunJson(msgspec.Struct, frozen=True):
     """Whether the optimizer is created with ``fused=True``."""
     needs: Figure
     """Bytes of the process on the smallest GPU on which it fits, the CUDA context included."""
+    allocated: int | None
+    """Most bytes that PyTorch's allocator had allocated; exact."""
     time: float
     """Of a step, relative to the script as written; assumed."""
     phase: str
@@ -46,6 +48,8 @@ class ScriptPlanJson(msgspec.Struct, frozen=True):
     """How near the results under the chosen plan are to those of the script as written."""
     needs: Figure | None
     """Bytes of the process under the chosen plan."""
+    allocated: int | None
+    """Most bytes that PyTorch's allocator had allocated under it; exact."""
     time: float | None
     """Of a step under the chosen plan, relative to the script as written; assumed."""
     bound: float
@@ -94,6 +98,7 @@ def script_plan_json(result: ScriptPlan) -> ScriptPlanJson:
         fused=chosen is not None and chosen.fused,
         equality=None if chosen is None else chosen.equality,
         needs=None if chosen is None else chosen.needs,
+        allocated=None if chosen is None else chosen.allocated,
         time=None if chosen is None else chosen.time,
         bound=result.bound,
         time_rule=result.rule,
@@ -122,6 +127,7 @@ def _run(run: PlanRun) -> PlanRunJson:
         run.divided,
         run.fused,
         run.needs,
+        run.allocated,
         run.time,
         place.phase,
         place.module,

@@ -4,7 +4,7 @@ import math
 
 import msgspec
 
-from memfit.records import Equality, GradientDifference, Verification, VerificationVerdict
+from memfit.records import Equality, GradientDifference, MeasuredPeak, Verification, VerificationVerdict
 from memfit.report.schema.encoding import SCHEMA_VERSION, encode
 
 
@@ -44,6 +44,8 @@ class VerificationJson(msgspec.Struct, frozen=True):
     """What the script ran on: ``CPU``, or the GPU's name."""
     peaks: tuple[int, int] | None
     """Bytes allocated at most until the update, as written and under the plan, as measured; null on a CPU."""
+    measured: MeasuredPeak | None
+    """The peak of three steps under the plan on a GPU; null on a CPU, or if the plan is not verified."""
     command: tuple[str, ...]
     planned_for: tuple[str, ...]
     """The command that the plan was made for."""
@@ -65,6 +67,7 @@ def to_json(result: Verification) -> bytes:
             arithmetic=result.arithmetic,
             device=result.device,
             peaks=result.peaks,
+            measured=result.measured,
             command=result.command,
             planned_for=result.planned_for,
             versions=dict(result.versions),

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.text import Text
 
-from memfit.records import Equality, GradientDifference, Verification, VerificationVerdict
+from memfit.records import (
+    Equality,
+    GradientDifference,
+    MeasuredPeak,
+    Provenance,
+    Verification,
+    VerificationVerdict,
+)
 from memfit.report.escape import escaped
 from memfit.report.printable import Printable
 from memfit.units import format_gib
@@ -63,6 +70,21 @@ def _apart(difference: GradientDifference) -> str:
     return f"at most {difference.largest:.1e} of the largest gradient, in {where}"
 
 
+def _measured(peak: MeasuredPeak) -> Iterator[str]:
+    process = peak.process
+    machine = "rehearsed" if process.provenance is Provenance.ASSUMED else "measured"
+    yield (
+        f"Peak of three steps under the plan: {peak.allocated:,} bytes allocated, {peak.reserved:,} reserved "
+        f"({machine}), {format_gib(process.bytes)} of the process ({process.provenance})."
+    )
+    if peak.predicted is not None:
+        more = peak.allocated - peak.predicted
+        yield (
+            f"The plan predicts {peak.predicted:,} bytes allocated (exact on the ghost): "
+            + (f"{more:+,} measured." if more else "the same.")
+        )
+
+
 def _details(result: Verification) -> Iterator[str]:
     if result.planned.equal < result.planned.parameters:
         yield f"Difference under the plan: {_apart(result.planned)}."
@@ -75,11 +97,13 @@ def _details(result: Verification) -> Iterator[str]:
         yield "As written, two runs give the same gradients bit for bit."
     elif result.repeated is not None:
         yield f"Difference of two runs as written: {_apart(result.repeated)}."
-    if result.peaks is None:
+    if result.peaks is None and result.measured is None:
         yield "Peaks of GPU memory are not measured on a CPU; memfit dry-run --plan shows them."
-    else:
+    elif result.peaks is not None:
         before, after = map(format_gib, result.peaks)
         yield f"Allocated at most until the update: {after} instead of {before} (measured)."
+    if result.measured is not None:
+        yield from _measured(result.measured)
     if not result.dropout:
         yield "Dropout was off: micro-batches draw other numbers than the whole batch."
     if result.planned_for and result.planned_for != result.command:

@@ -1,0 +1,60 @@
+"""Train a few steps under a plan on a GPU, for the memory that the plan needs there."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from memfit.analysis.script_change import ran_to_completion, why_it_failed
+from memfit.analysis.summary import summarize
+from memfit.errors import TargetError
+from memfit.planning.plan_file import PlanFile
+from memfit.records import MeasuredPeak
+from memfit.run.options import RunOptions
+from memfit.run.parent import Progress, run_script
+from memfit.strategies.trial_run import injected
+
+
+def measured_peak(
+    command: tuple[str, ...], plan: PlanFile, *, module: bool, on_progress: Callable[[Progress], None]
+) -> MeasuredPeak:
+    """Return the peak of a script under a plan over its first steps, as ``memfit record`` measures it.
+
+    Args:
+        command: the script's ``sys.argv``.
+        plan: the plan. Its prediction is for the command that it was made for.
+        module: as in ``RunOptions``.
+        on_progress: called about ten times a second.
+
+    Raises:
+        TargetError: the script never used the GPU, or failed, or its process died.
+    """
+    change = plan.change
+
+    def show(progress: Progress) -> None:
+        on_progress(replace(progress, trying="under the plan, for its peak"))
+
+    with injected(change, RunOptions(module=module, labels=False)) as injection, _conf(plan.allocator):
+        trace = run_script(command + change.arguments, injection.options, None, None, show).trace
+    if not ran_to_completion(trace.end):
+        raise TargetError(f"memfit trained {command[0]} under the plan, but {why_it_failed(trace.end)}")
+    found = summarize(trace)
+    return MeasuredPeak(
+        found.peak_allocated,
+        found.peak_reserved,
+        found.peak_process,
+        plan.allocated_for(command),
+    )
+
+
+@contextmanager
+def _conf(allocator: str) -> Iterator[None]:
+    """Set ``PYTORCH_ALLOC_CONF`` for processes that are started within, unless it is empty."""
+    before = dict(os.environ)
+    if allocator:
+        os.environ["PYTORCH_ALLOC_CONF"] = allocator
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
