@@ -95,3 +95,13 @@ def test_a_plan_for_another_model_is_refused_by_name(planned, tmp_path):
     assert done.returncode == 2
     assert "The plan does not suit" in done.stderr
     assert "'layers.0'" in done.stderr
+
+
+def test_a_compiled_function_that_is_never_called_does_not_count(tmp_path):
+    """As in bitsandbytes, which transformers' Trainer imports."""
+    script = tmp_path / "train.py"
+    library = "@torch.compile\ndef quantize(x):\n    return x.round()\n\n\n"
+    script.write_text(textwrap.dedent(SCRIPT).replace("class Block", f"{library}class Block"))
+    done = memfit("plan", "--budget", BUDGET, script)
+    assert done.stdout.startswith("PLAN FOUND   needs "), done.stdout
+    assert "Recomputed in the backward:" in done.stdout

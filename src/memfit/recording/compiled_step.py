@@ -32,7 +32,7 @@ class CompiledStepRecorder:
     """Records what runs from ``start`` to ``stop``.
 
     Args:
-        on_compile: called when ``torch.compile`` is about to compile a function for the first time.
+        on_compile: called whenever ``torch.compile`` begins to compile.
     """
 
     def __init__(self, on_compile: Callable[[], None]) -> None:
@@ -44,8 +44,8 @@ class CompiledStepRecorder:
         self._graphs = 0
 
     def install(self, hooks: InstalledHooks) -> None:
-        """Hook compiled regions and graphs, as soon as the script imports the compiler."""
-        hooks.on_removal(after_import("torch._dynamo.eval_frame", lambda: self._watch_regions(hooks)))
+        """Hook compilations and graphs, as soon as the script imports the compiler."""
+        hooks.on_removal(after_import("torch._dynamo.callback", self._watch_compilations))
         hooks.on_removal(after_import("torch._inductor.output_code", lambda: self._watch_graphs(hooks)))
 
     def start(self) -> None:
@@ -84,14 +84,11 @@ class CompiledStepRecorder:
             )
         return result
 
-    def _watch_regions(self, hooks: InstalledHooks) -> None:
-        from torch._dynamo.eval_frame import OptimizeContext
+    def _watch_compilations(self) -> None:
+        """Have ``on_compile`` called; libraries decorate functions that the script may never call."""
+        from torch._dynamo.callback import callback_handler
 
-        hooks.wrap(OptimizeContext, "__call__", self._compile)
-
-    def _compile(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._on_compile()
-        return original(*args, **kwargs)
+        callback_handler.register_start_callback(lambda _: self._on_compile())
 
     def _watch_graphs(self, hooks: InstalledHooks) -> None:
         from torch._inductor.output_code import CompiledFxGraph
