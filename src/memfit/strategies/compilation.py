@@ -32,8 +32,8 @@ class Compilation:
         UsageError: a value is invalid.
 
     Example:
-        >>> revert = Compilation(activation_memory_budget=0.5).apply(nn.Linear(2, 2))
-        >>> revert()
+        >>> Compilation(activation_memory_budget=0.5)
+        Compilation(activation_memory_budget=0.5)
     """
 
     activation_memory_budget: float = 1.0
