@@ -91,6 +91,7 @@ class UnfollowedProcesses:
             is_followed = str(self._settings.ghost.build.library) in maps
             if is_followed or _TORCH in maps:
                 self._known.add(process)
-            if not is_followed and _TORCH in maps:
-                record_process(Path(self._settings.folder), process, command_name(_command(process)), None)
+            command = _command(process)
+            if not is_followed and _TORCH in maps and command:  # without one, it is ending: its map is torn
+                record_process(Path(self._settings.folder), process, command_name(command), None)
         self._looked = time.monotonic()

@@ -1,0 +1,24 @@
+"""Processes beside the script that load PyTorch without the ghost."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from memfit.run import unfollowed
+from memfit.run.children import read_children
+
+
+@pytest.mark.parametrize(("command", "recorded"), [(["python", "other.py"], ["python other.py"]), ([], [])])
+def test_a_process_that_is_ending_is_not_recorded_by_a_map_of_which_parts_are_gone(
+    command, recorded, tmp_path, monkeypatch
+):
+    """This process stands for the other: its map has the C library, and not the ghost."""
+    monkeypatch.setattr(unfollowed, "_INTERVAL", 0.0)
+    monkeypatch.setattr(unfollowed, "_TORCH", "/libc.so")
+    monkeypatch.setattr(unfollowed, "_started", lambda *_: {os.getpid()})
+    monkeypatch.setattr(unfollowed, "_command", lambda _: command)
+    ghost = SimpleNamespace(build=SimpleNamespace(library="/no/such/library.so"))
+    settings = SimpleNamespace(ghost=ghost, folder=str(tmp_path))
+    unfollowed.UnfollowedProcesses(0, settings).look()
+    assert [child.name for child in read_children(tmp_path)] == recorded
