@@ -119,3 +119,8 @@ def test_runs_that_cannot_tell_are_not_comparable(run):
     same = difference(nothing, nothing)
     assert not keeps_promise(nothing, nothing, same, 0.0)
     assert "No parameter has a gradient" in why_not_comparable(nothing, nothing, nothing, same, 0.0)
+
+
+def test_no_plan_may_lose_a_gradient(run):
+    plain, planned = run(a=[1.0]), run(a=[float("nan")])
+    assert not keeps_promise(plain, planned, difference(plain, planned), bound_of(Equality.OTHER, "float32"))

@@ -87,7 +87,7 @@ def _plans(
     allowed: Allowed,
     on_progress: Callable[[Progress], None],
 ) -> list[ScriptPlan]:
-    """Return a plan for each of several GPUs of one compute capability, the largest of which comes first."""
+    """Return a plan for each of several GPUs of one compute capability; the largest must come first."""
     largest = replace(options, gpu=cards[0].name, memory=NO_LIMIT)
     shown = cards[0].total_bytes
     plans: list[ScriptPlan] = []

@@ -1,40 +1,66 @@
 """What the searches for a plan answer."""
 
+from collections.abc import Sequence
+
+from memfit.analysis.script_change import TrialResult
 from memfit.analysis.summary import summarize
+from memfit.planning.logits import log_probabilities
 from memfit.planning.plan_runs import PlannedScript
-from memfit.records import PlanRun, ScriptPlan, Trace
+from memfit.records import PlanRun, ScriptPlan
 from memfit.units import format_gib
 
-IN_MODEL = {"precision", "checkpointing", "compilation"}
+_IN_MODEL = {"precision", "checkpointing", "compilation"}
 """Settings that ``memfit.apply`` carries out."""
 _TOTALS = ("allocated", "cached, not allocated", "reserved", "process")
 _MUCH = 0.02
 """Share of a peak from which what holds it is named."""
 
 
-def unanswered(script: PlannedScript, plain: Trace, budget: int, as_written: PlanRun) -> ScriptPlan:
-    """Return the answer of a search that has found nothing yet.
+def answer(  # noqa: PLR0913 - what a search has found
+    script: PlannedScript,
+    plain: TrialResult,
+    budget: int,
+    as_written: PlanRun,
+    tried: Sequence[PlanRun],
+    models: tuple[str, ...],
+    *,
+    chosen: PlanRun | None,
+    smallest: PlanRun | None,
+    reason: str,
+    undivided: str,
+) -> ScriptPlan:
+    """Return what a search has found, without a bound on the time of other plans.
 
     Args:
         script: the script.
         plain: its run as written.
         budget: bytes of the process.
         as_written: what that run needs.
+        tried: every plan that ran.
+        models: those that got the last one.
+        chosen: as in ``ScriptPlan``, like what follows.
+        smallest: the same.
+        reason: the same.
+        undivided: the same.
     """
+    trace, operations = plain.trace, plain.operations
     return ScriptPlan(
-        device=plain.device,
+        device=trace.device,
         budget=budget,
         as_written=as_written,
-        chosen=None,
-        smallest=None,
+        chosen=chosen,
+        smallest=smallest,
         bound=0.0,
         rule=script.rule,
-        tried=(),
-        models=(),
-        optimizer=None,
-        command=plain.command,
-        versions=plain.versions,
-        uncertainty=summarize(plain).uncertainty,
+        tried=tuple(tried),
+        models=models if chosen is None or _IN_MODEL & chosen.settings.keys() else (),
+        optimizer=None if operations is None else operations.optimizer,
+        command=trace.command,
+        versions=trace.versions,
+        reason=reason,
+        uncertainty=summarize(trace).uncertainty,
+        undivided=undivided,
+        log_probabilities=0 if operations is None else log_probabilities(operations),
     )
 
 

@@ -17,7 +17,7 @@ from memfit.analysis.advice_candidates import RunFacts
 from memfit.analysis.script_change import PlannedStrategy, ScriptChange, TrialResult, why_it_failed
 from memfit.analysis.summary import summarize
 from memfit.planning.allowed import Allowed
-from memfit.planning.answers import IN_MODEL, too_small, unanswered
+from memfit.planning.answers import answer, too_small
 from memfit.planning.divided_batches import divisions, why_indivisible
 from memfit.planning.plan_runs import PlanChange, PlannedScript, PlanRuns
 from memfit.planning.policies import standard_policies
@@ -229,17 +229,19 @@ class CompiledSearch:
         smallest: PlanRun | None = None,
         reason: str = "",
     ) -> ScriptPlan:
-        return replace(
-            unanswered(self._script, self._plain.trace, self._budget, as_written),
+        found = answer(
+            self._script,
+            self._plain,
+            self._budget,
+            as_written,
+            self._runs.tried,
+            self._models,
             chosen=chosen,
             smallest=smallest,
-            tried=tuple(self._runs.tried),
-            models=self._models if chosen is None or IN_MODEL & chosen.settings.keys() else (),
-            optimizer=self._optimizer,
             reason=reason,
             undivided=self._undivided,
-            dropped=tuple(self._dropped),
         )
+        return replace(found, dropped=tuple(self._dropped))
 
 
 def _parts(plan: PlanChange) -> int:

@@ -19,12 +19,11 @@ from memfit.analysis.script_change import PlannedStrategy, ScriptChange, TrialRe
 from memfit.analysis.summary import summarize
 from memfit.errors import TargetError
 from memfit.planning.allowed import PRECISIONS, Allowed
-from memfit.planning.answers import IN_MODEL, too_small, unanswered
+from memfit.planning.answers import answer, too_small
 from memfit.planning.bracket import WORTH, Bracket
 from memfit.planning.choose import CheckpointChoice, CheckpointChooser
 from memfit.planning.compiled_search import CompiledSearch
 from memfit.planning.divided_batches import divisions, why_indivisible
-from memfit.planning.logits import log_probabilities
 from memfit.planning.plan_runs import PlanChange, PlannedScript, PlanRuns, recomputation
 from memfit.planning.policies import standard_policies
 from memfit.planning.sample_independence import why_dependent
@@ -284,15 +283,16 @@ class _PlanSearch:
         bound: float = 1.0,
         reason: str = "",
     ) -> ScriptPlan:
-        return replace(
-            unanswered(self._script, self._plain.trace, self._budget, as_written),
+        found = answer(
+            self._script,
+            self._plain,
+            self._budget,
+            as_written,
+            self._runs.tried,
+            self._models,
             chosen=chosen,
             smallest=smallest,
-            bound=bound,
-            tried=tuple(self._runs.tried),
-            models=self._models if chosen is None or IN_MODEL & chosen.settings.keys() else (),
-            optimizer=self._optimizer,
             reason=reason,
             undivided=self._undivided,
-            log_probabilities=log_probabilities(self._plain.operations) if self._plain.operations else 0,
         )
+        return replace(found, bound=bound)

@@ -82,8 +82,12 @@ def bound_of(equality: Equality, arithmetic: str) -> float:
 
 
 def keeps_promise(plain: UpdateRun, planned: UpdateRun, apart: GradientDifference, bound: float) -> bool:
-    """Return whether two runs with the same inputs have gradients that differ by no more than a bound."""
-    return bool(plain.update.gradients) and same_inputs(plain, planned) and apart.largest <= bound
+    """Return whether two runs with the same inputs have gradients that differ by no more than a bound.
+
+    Gradients that are missing or not finite are never within it.
+    """
+    within = apart.largest <= bound and np.isfinite(apart.largest)
+    return bool(plain.update.gradients) and same_inputs(plain, planned) and bool(within)
 
 
 def same_inputs(one: UpdateRun, other: UpdateRun) -> bool:

@@ -55,6 +55,8 @@ def _finding(result: Verification) -> str:
         return escaped(result.reason)
     if planned.equal == planned.parameters:
         return f"the gradients of all {planned.parameters} parameters are equal bit for bit"
+    if result.verdict is VerificationVerdict.DIFFERS and planned.largest == float("inf"):
+        return "under the plan, a gradient is missing, or not finite"
     if result.verdict is VerificationVerdict.DIFFERS:
         promise = "bit for bit" if result.equality is Equality.BITWISE else "up to rounding"
         return f"the gradients are not equal {promise}, as the plan promises"
