@@ -14,6 +14,7 @@ import sys
 TYPE_CHECKING = False  # of typing, whose import would take too long
 if TYPE_CHECKING:
     import signal
+    from types import FrameType
 else:
     import _signal as signal  # what signal itself adds to it imports enum, which takes milliseconds
 
@@ -35,21 +36,30 @@ class CtrlCRaises:
     """Makes Ctrl-C raise ``KeyboardInterrupt`` inside a block, if it ends the process at once outside.
 
     Python reports an exception in a finaliser and goes on. There, ``KeyboardInterrupt`` is raised once more.
+    A library may raise an error of its own in its place: NumPy says that two arrays have no common dtype if
+    Ctrl-C stops their comparison. An error that leaves the block after Ctrl-C becomes ``KeyboardInterrupt``.
     """
 
     def __enter__(self) -> None:
         """Begin the block."""
         self._ended = signal.getsignal(signal.SIGINT) is _end
         self._report = sys.unraisablehook
+        self._pressed = False
         if self._ended:
             sys.unraisablehook = self._raise_again
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGINT, self._raise)
 
-    def __exit__(self, *_error: object) -> None:
+    def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
         """End the block."""
         if self._ended:
             signal.signal(signal.SIGINT, _end)
             sys.unraisablehook = self._report
+        if self._pressed and isinstance(error, Exception):
+            raise KeyboardInterrupt from error
+
+    def _raise(self, number: int, frame: "FrameType | None") -> None:
+        self._pressed = True
+        signal.default_int_handler(number, frame)
 
     def _raise_again(self, ignored: "sys.UnraisableHookArgs") -> None:
         if isinstance(ignored.exc_value, KeyboardInterrupt):

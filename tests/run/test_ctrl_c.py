@@ -141,6 +141,30 @@ def test_ctrl_c_that_a_library_reports_as_its_own_error_is_an_interruption():
 
 
 @pytest.mark.process
+def test_ctrl_c_that_a_library_of_the_command_reports_as_its_own_error_is_an_interruption():
+    """NumPy drops the KeyboardInterrupt where it compares structured arrays, and keeps no trace of it."""
+    script = """
+        import os, signal
+        from memfit.ctrl_c import CtrlCRaises, ctrl_c_ends_at_once
+        def compare():
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except KeyboardInterrupt:
+                pass
+            raise TypeError("Cannot compare structured arrays")
+        ctrl_c_ends_at_once()
+        try:
+            with CtrlCRaises():
+                compare()
+        except KeyboardInterrupt:
+            print("interrupted")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=25, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")
+
+
+@pytest.mark.process
 def test_ctrl_c_in_a_finaliser_is_raised_once_more():
     """Python itself would print 'Exception ignored in' and go on."""
     script = """
