@@ -45,7 +45,7 @@ class CompiledStepRecorder:
 
     def install(self, hooks: InstalledHooks) -> None:
         """Hook compilations and graphs, as soon as the script imports the compiler."""
-        hooks.on_removal(after_import("torch._dynamo.callback", self._watch_compilations))
+        hooks.on_removal(after_import("torch._dynamo.callback", lambda: self._watch_compilations(hooks)))
         hooks.on_removal(after_import("torch._inductor.output_code", lambda: self._watch_graphs(hooks)))
 
     def start(self) -> None:
@@ -84,11 +84,15 @@ class CompiledStepRecorder:
             )
         return result
 
-    def _watch_compilations(self) -> None:
+    def _watch_compilations(self, hooks: InstalledHooks) -> None:
         """Have ``on_compile`` called; libraries decorate functions that the script may never call."""
-        from torch._dynamo.callback import callback_handler
+        from torch._dynamo.callback import CompilationCallbackHandler
 
-        callback_handler.register_start_callback(lambda _: self._on_compile())
+        def compile_something(original: Callable[..., None], *args: Any) -> None:
+            self._on_compile()
+            original(*args)
+
+        hooks.wrap(CompilationCallbackHandler, "run_start_callbacks", compile_something)
 
     def _watch_graphs(self, hooks: InstalledHooks) -> None:
         from torch._inductor.output_code import CompiledFxGraph

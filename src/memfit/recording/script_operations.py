@@ -6,8 +6,9 @@
 
 Of several models, or calls of one, that whose backward needs most is kept; of equal ones the last.
 
-Once the script calls ``torch.compile``, only what the GPU runs is recorded (``compiled_step.py``): hooks of
-modules would be compiled with them.
+If the script compiles something in its first step, only what the GPU runs is recorded (``compiled_step.py``):
+hooks of modules would be compiled with them. Calls of modules are therefore hooked after the first step; the
+compiler also keeps the ``Module.__call__`` that it found when it was imported.
 """
 
 from collections.abc import Callable, Iterable
@@ -57,7 +58,6 @@ class ScriptOperations:
         hooks.add(register_optimizer_step_pre_hook(self._before_step))
         hooks.wrap(torch.nn.Module, "__setstate__", self._copied)
         hooks.wrap(torch.optim.Optimizer, "__init__", self._optimized)
-        self._eager.wrap(torch.nn.Module, "__call__", self._called)
         hooks.on_removal(self._eager.remove)
         hooks.add(register_optimizer_step_post_hook(self._after_step))
         self._compiled.install(hooks)
@@ -81,7 +81,7 @@ class ScriptOperations:
     def _called(
         self, original: Callable[..., Any], module: torch.nn.Module, *args: Any, **kwargs: Any
     ) -> Any:
-        if self._stepped and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             if module is self._model and self._recorder is not None and self._recorder.has_backward:
                 self._finish()  # the next micro-batch: from now on, gradients exist all the time
             if self._recorder is None and any(each.requires_grad for each in module.parameters()):
@@ -91,6 +91,8 @@ class ScriptOperations:
         return original(module, *args, **kwargs)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._stepped and not self._is_compiled:
+            self._eager.wrap(torch.nn.Module, "__call__", self._called)
         self._stepped = True
         self._finish()
         if self._compiled.is_recording and optimizer is self._stepping:
