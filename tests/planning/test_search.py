@@ -74,11 +74,14 @@ class Script:
         self.more = more
         self.changes = []
         self.plain = -(-self.chooser.plain_peak // MIB)
+        self.every_block = ScriptEnd("refused", 0, "no block repeats")
 
     def __call__(self, change, _what):
-        if change.operations:
+        if change.operations and not change.strategies:
             return TrialResult(needing(self.plain), operations=self.step)
-        regions = dict(change.strategies[0].settings)["regions"]
+        regions = dict(change.strategies[0].settings).get("regions")
+        if regions is None:
+            return self.every_block
         self.changes.append(regions)
         chosen = chosen_ways(regions)
         offload = [one.field for one in change.strategies] == ["checkpointing", "offload"]
@@ -156,6 +159,20 @@ def test_below_what_any_plan_reaches_the_smallest_is_reported():
     assert found.chosen is None
     assert found.smallest.needs.bytes == min(run.needs.bytes for run in found.tried) > found.budget
     assert "recompute" in found.reason
+
+
+def test_every_block_is_checkpointed_where_the_program_finds_no_plan_that_fits():
+    script = Script()
+    budget = 100 * MIB + OUTSIDE
+    assert find(script, budget).chosen is None
+    script.every_block = TrialResult(needing(100), ("Net",), operations=script.step)
+    found = find(script, budget)
+    assert found.chosen.settings == {"checkpointing": {}}
+    assert (found.chosen.needs.bytes, found.chosen.time, found.models) == (budget, 1.0, ("Net",))
+    script.every_block = TrialResult(needing(120), operations=script.step)
+    found = find(script, budget)
+    assert found.chosen is None
+    assert found.smallest.needs.bytes == budget + 20 * MIB
 
 
 def test_inputs_are_offloaded_only_where_recomputation_is_not_enough():

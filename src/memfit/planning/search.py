@@ -118,7 +118,7 @@ class _PlanSearch:
         if chosen is None and not self._refusal:
             self._divisions = []
             bases = [self._offloading(base) for base in bases]
-            chosen = self._search(bases)
+            chosen = self._search(bases) or self._every_block(bases)
         if chosen is None:
             smallest = min([*self._runs.tried, tuned], key=lambda each: each.needs.bytes)
             reason = self._refusal or self._too_small(smallest)
@@ -256,6 +256,19 @@ class _PlanSearch:
         result, run = made
         self._models = result.models
         base.bracket.add(choice, run)
+
+    def _every_block(self, bases: list[_Base]) -> PlanRun | None:
+        """Checkpoint every block of the base that needs least; None if that does not fit either."""
+        least = min(bases, key=lambda base: base.run.needs.bytes)
+        made = self._runs.make(
+            least.plan | standard_policies(self._optimizer)[0],
+            lambda result: self._relative(result, least.parts),
+            operations=True,
+        )
+        if isinstance(made, ScriptEnd) or not self._runs.fits(made[1]):
+            return None
+        self._models = made[0].models
+        return made[1]
 
     def policies(self) -> tuple[PlanRun, ...]:
         """Run the policies that people use; those that the script or its model refuses are left out."""
