@@ -1,5 +1,11 @@
-"""The networks of planning_cpu.py: sizes at which a step takes about a second on one thread."""
+"""The networks of planning_cpu.py: sizes at which a step takes about a second on one thread.
 
+    memfit plan --budget 1GiB benchmarks/planned_networks.py gpt [--batch-size 4]
+
+trains one of them on the GPU, for planning.py.
+"""
+
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -179,3 +185,25 @@ NETWORKS: dict[str, Callable[[], Network]] = {
     "lstm": _lstm,
     "gpt-dropout": partial(_gpt, 0.1),
 }
+
+
+def main() -> None:
+    """Train a network."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("network", choices=NETWORKS)
+    parser.add_argument("--batch-size", type=int)
+    parser.add_argument("--steps", type=int, default=200)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    network = NETWORKS[options.network]()
+    model = network.model.to("cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.arange(options.batch_size or len(network.inputs)) % len(network.inputs)
+    for _ in range(options.steps):
+        optimizer.zero_grad()
+        network.loss(model, network.inputs[batch].to("cuda"), network.targets[batch].to("cuda")).backward()
+        optimizer.step()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,14 +1,14 @@
 """Plan for scripts under one budget after another, and check what plans promise.
 
-    python benchmarks/planning.py [--budgets 0.9,0.8,0.7] [SCRIPT ...]
+    python benchmarks/planning.py [--budgets 0.9,0.8,0.7] ["SCRIPT ARGUMENTS" ...]
 
 Budgets are shares of what each script needs as written, the CUDA context apart. Checked: no plan needs
 more than its budget, a smaller budget never needs more memory or costs less time, and no plan is below the
-bound of its program.
-Scripts are those of ``examples/`` by default.
+bound of its program. By default, the scripts are examples and the networks of planning_cpu.py.
 """
 
 import argparse
+import functools
 import sys
 import time
 from pathlib import Path
@@ -16,42 +16,51 @@ from pathlib import Path
 from memfit import MemfitError, api
 from memfit.report.terminal.script_plan import plan_name
 
-SCRIPTS = ("gpt", "resnet50", "vit_l16", "unet", "hf_trainer", "lstm", "retinanet", "amp_gradscaler")
+EXAMPLES = "gpt", "resnet50", "vit_l16", "unet", "lstm", "retinanet", "amp_gradscaler", "hf_trainer"
+NETWORKS = "gpt", "resnet50", "unet", "vit", "lstm", "gpt-dropout"
+SCRIPTS = (
+    *(f"examples/{name}.py" for name in EXAMPLES),
+    "examples/hf_trainer.py --model gpt2",
+    *(f"benchmarks/planned_networks.py {name} --batch-size 64" for name in NETWORKS),
+)
 ROOT = Path(__file__).parents[1]
 
 
 def main() -> None:
     """Print a row for each script and budget, and exit with 1 if a promise is broken."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("scripts", nargs="*", default=[f"examples/{name}.py" for name in SCRIPTS])
+    parser.add_argument("scripts", nargs="*", default=SCRIPTS)
     parser.add_argument("--budgets", default="0.9,0.8,0.7,0.6,0.5,0.4,0.3,0.2")
     options = parser.parse_args()
     shares = [float(share) for share in options.budgets.split(",")]
     print("| script | budget | needs | time | bound | runs | seconds | plan |")
     print("|---|--:|--:|--:|--:|--:|--:|---|")
-    broken = [fault for script in options.scripts for fault in rows(Path(ROOT, script), shares)]
+    broken = [fault for script in options.scripts for fault in rows(script, shares)]
     for fault in broken:
         print(f"BROKEN: {fault}", file=sys.stderr)
     sys.exit(bool(broken))
 
 
-def rows(script: Path, shares: list[float]) -> list[str]:
-    """Print the rows of a script, and return the promises that were broken."""
+def rows(command: str, shares: list[float]) -> list[str]:
+    """Print the rows of a script with its arguments, and return the promises that were broken."""
+    script, *arguments = command.split()
+    name = " ".join((Path(script).stem, *arguments))
+    plan = functools.partial(api.plan, ROOT / script, arguments)
     try:
-        written = api.plan(script).as_written
+        written = plan().as_written
     except MemfitError as error:
-        print(f"| {script.stem} | not planned: {error} |")
-        return []
+        print(f"| {name} | not planned: {error} |")
+        return [f"{name} was not planned"]
     outside = 512 << 20  # of the default card
     broken, slowest, least = [], 0.0, written.needs.bytes
     for share in shares:
         budget = int(share * (written.needs.bytes - outside)) + outside
         started = time.monotonic()
         try:
-            found = api.plan(script, budget=budget)
+            found = plan(budget=budget)
         except MemfitError as error:
-            print(f"| {script.stem} | {share:.0%} | failed: {error} |", flush=True)
-            broken.append(f"{script.stem} at {share:.0%}: {error}")
+            print(f"| {name} | {share:.0%} | failed: {error} |", flush=True)
+            broken.append(f"{name} at {share:.0%}: {error}")
             continue
         seconds = time.monotonic() - started
         runs, chosen = len(found.tried) + 1, found.chosen or found.smallest
@@ -59,24 +68,24 @@ def rows(script: Path, shares: list[float]) -> list[str]:
         if found.chosen is None:
             least = "" if chosen is None else f"at least {chosen.needs.bytes / 2**30:.2f}"
             print(
-                f"| {script.stem} | {where} | {least} | no plan | | {runs} | {seconds:.0f} | {found.reason}",
+                f"| {name} | {where} | {least} | no plan | | {runs} | {seconds:.0f} | {found.reason}",
                 flush=True,
             )
             continue
         print(
-            f"| {script.stem} | {where} | {chosen.needs.bytes / 2**30:.2f} | {chosen.time:.3f} | "
+            f"| {name} | {where} | {chosen.needs.bytes / 2**30:.2f} | {chosen.time:.3f} | "
             f"{found.bound:.3f} | {runs} | {seconds:.0f} | {plan_name(chosen)} |",
             flush=True,
         )
         if chosen.needs.bytes > budget:
-            broken.append(f"{script.stem} at {share:.0%} needs more than its budget")
+            broken.append(f"{name} at {share:.0%} needs more than its budget")
         if chosen.needs.bytes > least:
-            broken.append(f"{script.stem} at {share:.0%} needs more than with more memory")
+            broken.append(f"{name} at {share:.0%} needs more than with more memory")
         least = chosen.needs.bytes
         if chosen.time < slowest - 0.005:
-            broken.append(f"{script.stem} at {share:.0%} costs less time than with more memory")
+            broken.append(f"{name} at {share:.0%} costs less time than with more memory")
         if found.bound > chosen.time + 1e-9:
-            broken.append(f"{script.stem} at {share:.0%} is faster than its bound")
+            broken.append(f"{name} at {share:.0%} is faster than its bound")
         slowest = max(slowest, chosen.time)
     return broken
 

@@ -1,17 +1,25 @@
-"""Train a BERT classifier from a local configuration with transformers' Trainer."""
+"""Train a BERT classifier, or GPT-2, from a local configuration with transformers' Trainer."""
 
 import argparse
 import tempfile
 
 import torch
 from torch.utils.data import Dataset
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments, set_seed
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 
 
 class RandomSentences(Dataset):
-    def __init__(self, length, sequence_length, vocabulary):
+    def __init__(self, length, sequence_length, vocabulary, *, classes):
         self.tokens = torch.randint(vocabulary, (length, sequence_length))
-        self.labels = torch.randint(2, (length,))
+        self.labels = torch.randint(classes, (length,)) if classes else self.tokens
 
     def __len__(self):
         return len(self.labels)
@@ -23,6 +31,7 @@ class RandomSentences(Dataset):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=["bert", "gpt2"], default="bert")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--steps", type=int, default=20)
@@ -30,9 +39,11 @@ def main():
     args = parser.parse_args()
 
     set_seed(0)
-    config = BertConfig()
-    model = BertForSequenceClassification(config)
-    dataset = RandomSentences(1000, args.sequence_length, config.vocab_size)
+    if args.model == "bert":
+        model, classes = BertForSequenceClassification(BertConfig()), 2
+    else:
+        model, classes = GPT2LMHeadModel(GPT2Config()), 0
+    dataset = RandomSentences(1000, args.sequence_length, model.config.vocab_size, classes=classes)
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(

@@ -250,14 +250,15 @@ class BatchedScript(Script):
         self.divided.append(change.micro_batches)
         if self.refuses(change):
             return ScriptEnd("refused", 0, "it drops gradients")
-        chooser = CheckpointChooser(self.steps[change.loader.size], work)
+        if change.strategies and not change.strategies[0].settings:
+            return self.every_block
+        step = self.steps[change.loader.size]
+        chooser = CheckpointChooser(step or self.step, work)
         peak = chooser.plain_peak
         if change.strategies:
             regions = dict(change.strategies[0].settings)["regions"]
             peak = self._peak(chosen_ways(regions), chooser)
-        return TrialResult(
-            needing(-(-peak // MIB)), ("Net (optimizer: t:1)",), operations=self.steps[change.loader.size]
-        )
+        return TrialResult(needing(-(-peak // MIB)), ("Net (optimizer: t:1)",), operations=step)
 
 
 def test_batches_are_divided_where_that_takes_less_time_than_recomputation():
@@ -293,6 +294,27 @@ def test_batches_are_not_divided_where_samples_depend_on_each_other():
     assert found.undivided == "with half the samples, the step runs other operations"
     assert (script.divided, found.chosen.divided) == ([2], None)
     assert "checkpointing" in found.chosen.settings
+
+
+def test_every_block_is_checkpointed_in_single_samples_where_nothing_else_fits(monkeypatch):
+    monkeypatch.setattr("memfit.planning.search._MOST_RUNS", 1)
+    monkeypatch.setattr("memfit.planning.search.WORTH", 10)  # as if dividing batches never paid
+    script = BatchedScript()
+    script.more = lambda before: 40 * (before + 1)
+    assert planned(script, 0.8).chosen is None
+    assert script.divided == [128]
+    script.every_block = TrialResult(needing(100), ("Net",), operations=script.step)
+    found = planned(script, 0.8)
+    assert (found.chosen.divided.count, found.chosen.divided.size) == (128, 1)
+    assert found.chosen.settings == {"accumulation": {"parts_per_batch": 128}, "checkpointing": {}}
+
+
+def test_batches_are_not_divided_where_the_script_ends_before_it_can_be_seen():
+    script = BatchedScript()
+    script.steps[64] = None
+    found = planned(script, 0.7)
+    assert found.undivided == "memfit saw no two updates of 2 batches each (the script ends before)"
+    assert (script.divided, found.chosen.divided) == ([2], None)
 
 
 def test_a_loop_that_cannot_accumulate_is_recomputed_and_the_reason_is_kept():

@@ -116,12 +116,12 @@ class CompiledSearch:
             if self._runs.fits(last.run) or len(self._runs.tried) >= _MOST_RUNS:
                 break
             if len(families) > 1:
-                needs, time = _extrapolated(families[-2], last, _parts(division))
+                needs, time = _extrapolated(families[-2], last, division.parts)
                 least = self._sample(last, _STEP) if time > last.run.time + _RECOMPUTED else None
                 if self._fits(least):
                     break
                 saved = last.run.needs.bytes - least.needs.bytes if least is not None else 0
-                needs -= saved * _parts(last.plan) / _parts(division)
+                needs -= saved * last.plan.parts / division.parts
                 if needs > self._budget and division is not ways[-1]:
                     continue
             made = self._try(division)
@@ -244,13 +244,9 @@ class CompiledSearch:
         return replace(found, dropped=tuple(self._dropped))
 
 
-def _parts(plan: PlanChange) -> int:
-    return plan.divided.count if plan.divided is not None else 1
-
-
 def _extrapolated(first: _Family, second: _Family, parts: int) -> tuple[float, float]:
     """Return what a script with smaller batches needs and takes, if both are linear in sizes and numbers."""
-    one, other = _parts(first.plan), _parts(second.plan)
+    one, other = first.plan.parts, second.plan.parts
     sample = (first.run.needs.bytes - second.run.needs.bytes) / (1 / one - 1 / other)
     time = (second.run.time - first.run.time) / (other - one)
     needs = second.run.needs.bytes + sample * (1 / parts - 1 / other)

@@ -46,6 +46,11 @@ class PlanChange:
     words: tuple[str, ...] = ()
     """What it does, for the user who waits."""
 
+    @property
+    def parts(self) -> int:
+        """Micro-batches of a batch."""
+        return self.divided.count if self.divided is not None else 1
+
     def __or__(self, other: "PlanChange") -> "PlanChange":
         """Return both changes together."""
         return PlanChange(

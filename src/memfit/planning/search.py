@@ -77,11 +77,6 @@ class _Base:
     offload: bool = False
     """Whether the inputs of recomputed modules wait on the host."""
 
-    @property
-    def parts(self) -> int:
-        """Micro-batches of a batch."""
-        return self.plan.divided.count if self.plan.divided is not None else 1
-
 
 class _PlanSearch:
     def __init__(self, script: PlannedScript, plain: TrialResult, budget: int, allowed: Allowed) -> None:
@@ -116,14 +111,14 @@ class _PlanSearch:
             if chosen is not None:
                 break
         if chosen is None and not self._refusal:
-            self._divisions = []
+            smallest_parts, self._divisions = self._divisions[-1:], []
             bases = [self._offloading(base) for base in bases]
-            chosen = self._search(bases) or self._every_block(bases)
+            chosen = self._search(bases) or self._every_block(bases, smallest_parts)
         if chosen is None:
             smallest = min([*self._runs.tried, tuned], key=lambda each: each.needs.bytes)
             reason = self._refusal or self._too_small(smallest)
             return self._answer(as_written, smallest=smallest, reason=reason)
-        bound = min(base.run.time + base.parts * self._least(base) / self._step for base in bases)
+        bound = min(base.run.time + base.plan.parts * self._least(base) / self._step for base in bases)
         return self._answer(as_written, chosen=chosen, bound=min(bound, chosen.time))
 
     def _search(self, bases: list[_Base]) -> PlanRun | None:
@@ -160,7 +155,7 @@ class _PlanSearch:
         return None if choice is None else (base, choice)
 
     def _time(self, base: _Base, choice: CheckpointChoice) -> float:
-        return base.run.time + base.parts * choice.seconds / self._step
+        return base.run.time + base.plan.parts * choice.seconds / self._step
 
     def _least(self, base: _Base) -> float:
         """Return a bound of the seconds that what fits adds to a base."""
@@ -224,16 +219,15 @@ class _PlanSearch:
         """Run the script with the next smaller batches; return it as a base, or nothing if it must not be."""
         division = self._divisions.pop(0)
         plan = whole.plan | division
-        parts = plan.divided.count if plan.divided is not None else 1
         made = self._runs.make(
-            plan, lambda result: max(self._relative(result, parts), last.run.time), operations=True
+            plan, lambda result: max(self._relative(result, plan.parts), last.run.time), operations=True
         )
         if isinstance(made, ScriptEnd):
             fault = why_it_failed(made)
         elif made[0].operations is None:
-            fault = _UNRECORDED
+            fault = f"memfit saw no two updates of {plan.parts} batches each (the script ends before)"
         else:
-            fault = "" if last.parts > 1 else why_dependent(last.operations, made[0].operations)
+            fault = "" if last.plan.parts > 1 else why_dependent(last.operations, made[0].operations)
         if fault or isinstance(made, ScriptEnd) or made[0].operations is None:
             self._divisions, self._undivided = [], fault
             if not isinstance(made, ScriptEnd):
@@ -257,11 +251,18 @@ class _PlanSearch:
         self._models = result.models
         base.bracket.add(choice, run)
 
-    def _every_block(self, bases: list[_Base]) -> PlanRun | None:
-        """Checkpoint every block of the base that needs least; None if that does not fit either."""
-        least = min(bases, key=lambda base: base.run.needs.bytes)
+    def _every_block(self, bases: list[_Base], smallest_parts: list[PlanChange]) -> PlanRun | None:
+        """Checkpoint every block, in the smallest micro-batches; None if that does not fit either.
+
+        Args:
+            bases: the last ones that were searched.
+            smallest_parts: the smallest division of batches, unless it is a base already.
+        """
+        least = min(bases, key=lambda base: base.run.needs.bytes).plan
+        if smallest_parts:
+            least = next(base.plan for base in bases if base.plan.parts == 1) | smallest_parts[0]
         made = self._runs.make(
-            least.plan | standard_policies(self._optimizer)[0],
+            least | standard_policies(self._optimizer)[0],
             lambda result: self._relative(result, least.parts),
             operations=True,
         )
