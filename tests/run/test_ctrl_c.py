@@ -31,11 +31,11 @@ def load():
     return module
 
 
-def start(folder, script):
-    """Start a dry run of a script in a process group of its own."""
+def start(folder, script, command=("dry-run",)):
+    """Start a command on a script in a process group of its own."""
     (folder / "script.py").write_text(textwrap.dedent(script))
     return subprocess.Popen(
-        [sys.executable, "-m", "memfit", "dry-run", "script.py"],
+        [sys.executable, "-m", "memfit", *command, "script.py"],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -107,11 +107,18 @@ def test_ctrl_c_counts_even_if_the_script_catches_it_and_goes_on_to_its_end(tmp_
 
 
 @pytest.mark.process
-def test_a_killed_memfit_takes_its_script_along(tmp_path):
-    process = start(tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(60)")
-    script = int(process.stdout.readline())
+@pytest.mark.parametrize(
+    "command", [("dry-run",), ("verify", "--plan", "plan.json")], ids=lambda given: given[0]
+)
+def test_a_killed_memfit_takes_its_script_along(tmp_path, command):
+    (tmp_path / "plan.json").write_text('{"plan": {}}')
+    script = "import os, time; open('pid', 'w').write(f'{os.getpid()}\\n'); time.sleep(60)"
+    process = start(tmp_path, script, command)
+    while not (written := tmp_path / "pid").exists() or not written.read_text().endswith("\n"):
+        assert process.poll() is None
+        time.sleep(0.02)
     process.kill()
-    assert ends(script)
+    assert ends(int(written.read_text()))
     process.communicate()
 
 

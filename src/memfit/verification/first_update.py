@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from memfit.ghost.patching.after_import import after_import
+from memfit.run.parent_pipe import end_with_parent
 from memfit.run.script import end_of, run_as_main
 
 _LISTING = "update.json"
@@ -33,6 +34,8 @@ class UpdateSettings(msgspec.Struct, frozen=True):
     """Whether the CPU stands in for the GPU."""
     dropout: bool
     """Whether dropout drops anything."""
+    pipe: int = -1
+    """A descriptor of a pipe that only memfit reads: the script ends with memfit."""
 
 
 class SavedGradient(msgspec.Struct, frozen=True):
@@ -70,6 +73,7 @@ def main() -> None:
     """Run the script."""
     settings = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=UpdateSettings)
     command = tuple(sys.argv[2:])
+    end_with_parent(settings.pipe)
     if settings.on_cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if settings.change:

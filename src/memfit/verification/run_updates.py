@@ -100,9 +100,15 @@ def _run(
     folder = Path(settings.folder)
     with injected(change, RunOptions(module=settings.module)) as injection:
         _, intervention = injection.options.preload or ("", "")
+        read, write = os.pipe()
         file = folder / "settings.json"
-        file.write_bytes(msgspec.json.encode(msgspec.structs.replace(settings, change=intervention)))
-        _start([*_python(), str(file), *command, *change.arguments], conf)
+        settings = msgspec.structs.replace(settings, change=intervention, pipe=write)
+        file.write_bytes(msgspec.json.encode(settings))
+        try:
+            _start([*_python(), str(file), *command, *change.arguments], conf, write)
+        finally:
+            os.close(read)
+            os.close(write)
         update = read_update(folder)
         why = injection.why_unfit()
     if why and not update.failure:
@@ -119,14 +125,19 @@ def _python() -> list[str]:
     return [sys.executable, *flags, "-c", python_code("memfit.verification.first_update")]
 
 
-def _start(command: Sequence[str], conf: str) -> None:
+def _start(command: Sequence[str], conf: str, pipe: int) -> None:
     """Run a process to its end, and kill it if the user interrupts.
+
+    Args:
+        command: what to run.
+        conf: its ``PYTORCH_ALLOC_CONF``; empty for the user's own.
+        pipe: a descriptor that it inherits.
 
     Raises:
         KeyboardInterrupt: the user interrupted it.
     """
     environment = os.environ | {"PYTHONHASHSEED": "0"} | ({"PYTORCH_ALLOC_CONF": conf} if conf else {})
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, pass_fds=[pipe])
     try:
         if process.wait() == INTERRUPTED:
             raise KeyboardInterrupt
