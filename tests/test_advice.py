@@ -70,8 +70,15 @@ LOADED = LOADED.replace('torch.randn(batch, width, device="cuda")', "x.cuda()").
 )
 
 
+def accumulating(script, condition):
+    """Return a script that makes an update, and clears gradients, on a condition."""
+    script = script.replace("optimizer.zero_grad()", "step = globals().get('step', -1) + 1")
+    update = "optimizer.step(); optimizer.zero_grad()"
+    return script.replace("optimizer.step()", f"{condition.partition('  #')[0]} {update}")
+
+
 def followed(script, piece):
-    """Return the script and the environment of a user who follows a piece of advice without options."""
+    """Return the script and the environment of a user who follows a piece of advice."""
     environment = dict(os.environ)
     for how in piece["how"]:
         if how.startswith("PYTORCH_ALLOC_CONF="):
@@ -80,6 +87,12 @@ def followed(script, piece):
             script = script.replace("parameters())", "parameters(), fused=True)")
         elif how.startswith("DataLoader("):
             script = script.replace(", batch):", f", {re.search('[0-9]+', how)[0]}):")
+        elif how.startswith("loss = "):
+            script = script.replace("loss.backward()", f"{how}\n        loss.backward()")
+        elif how.startswith("if (step + 1)"):
+            script = accumulating(script, how)
+        elif how.startswith("--"):
+            continue  # the script's own options
         else:
             script = script.replace("    print(", f"    {how}\n    print(")
     return script, environment
@@ -114,28 +127,46 @@ def test_a_combination_gives_the_predicted_figures(dry_run):
 
 
 def test_the_scripts_own_options_are_found_and_tried(dry_run):
+    """The option for the batch size makes parts of a batch, together with two lines in the loop."""
     run = dry_run(TRAIN_WITH_OPTIONS, options=("--advise", "--memory", "2GiB"))
-    batch, checkpointing, *_ = run.answer["advice"]
-    assert batch["how"] == ["--batch-size 8192, now 32768"]
+    parts, checkpointing, *_ = run.answer["advice"]
+    assert parts["changes"] == ["4 micro-batches of 8192"]
+    assert parts["how"][:2] == ["--batch-size 8192, now 32768", "loss = loss / 4"]
     assert checkpointing["how"] == ["add --gradient-checkpointing to the script's options"]
     for piece, arguments in (
-        (batch, ("--batch-size", "8192")),
+        (parts, ("--batch-size", "8192")),
         (checkpointing, ("--gradient-checkpointing",)),
     ):
         assert piece["fits"]
-        rerun = dry_run(TRAIN_WITH_OPTIONS, *arguments, options=NO_LIMIT).answer
+        script = followed(TRAIN_WITH_OPTIONS, piece)[0] if piece is parts else TRAIN_WITH_OPTIONS
+        rerun = dry_run(script, *arguments, options=NO_LIMIT).answer
         assert rerun["peak"]["process"] == piece["needs"]["bytes"]
     assert "One sample of a batch takes" in run.out
+    assert "memfit plan, given --gpu or --budget, finds the fastest mix" in run.out
 
 
 def test_without_an_option_the_batch_size_of_the_loader_is_tried(dry_run):
     run = dry_run(LOADED, *LONG, options=("--advise", "--memory", "2GiB"))
     piece = run.answer["advice"][0]
-    assert piece["how"] == ["DataLoader(batch_size=8192), now 32768"]
+    assert piece["how"][0] == "DataLoader(batch_size=8192), now 32768"
     line = next(number for number, text in enumerate(LOADED.splitlines(), 1) if "for x, in" in text)
     assert piece["where"].endswith(f"script.py:{line}")
     script, _ = followed(LOADED, piece)
     rerun = dry_run(script, *LONG, options=NO_LIMIT).answer
+    assert rerun["peak"]["process"] == piece["needs"]["bytes"]
+
+
+def test_a_script_that_cannot_accumulate_gets_a_smaller_batch(dry_run):
+    two = TRAIN_WITH_OPTIONS.replace("optimizer.step()", "optimizer.step(); other.step()").replace(
+        "optimizer = ", "other = torch.optim.SGD([nn.Parameter(torch.ones(1).cuda())])\n    optimizer = "
+    )
+    run = dry_run(two, options=("--advise", "--memory", "2GiB"))
+    (piece, *_) = run.answer["advice"]
+    assert (piece["changes"], piece["how"]) == (
+        ["batch size 8192 instead of 32768"],
+        ["--batch-size 8192, now 32768"],
+    )
+    rerun = dry_run(two, "--batch-size", "8192", options=NO_LIMIT).answer
     assert rerun["peak"]["process"] == piece["needs"]["bytes"]
 
 

@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
-from memfit.analysis.advice import find_advice
 from memfit.analysis.script_change import TrialResult
 from memfit.analysis.summary import summarize
+from memfit.planning.advice import find_advice
+from memfit.planning.plan_runs import GhostRuns
 from memfit.records import (
     Action,
     Category,
@@ -80,7 +81,8 @@ def trace(  # noqa: PLR0913 - each test sets one or two
 def in_words(change):
     """Return a change in the words of ``advice_for``."""
     words = [*[one.field for one in change.strategies], *["fused"] * change.fused, *change.arguments]
-    return " ".join(words + ([f"loader={change.loader.size}"] if change.loader else []))
+    words += [f"loader={change.loader.size}"] if change.loader else []
+    return " ".join(words + [f"x{change.micro_batches}"] * (change.micro_batches > 1))
 
 
 def advice_for(first, results, *, caught=0, **more):
@@ -103,7 +105,8 @@ def advice_for(first, results, *, caught=0, **more):
         result = trace(result, **more) if isinstance(result, int) else result
         return TrialResult(result, ("Net",)) if isinstance(result, Trace) else result
 
-    return find_advice(first, replace(summarize(first), caught=caught), run), tried
+    answer = find_advice(first, replace(summarize(first), caught=caught), GhostRuns(run, run))
+    return answer, tried
 
 
 def rows(answer):

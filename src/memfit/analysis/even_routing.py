@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from memfit.analysis.script_change import RunScript, ScriptChange, TrialResult
+from memfit.analysis.script_change import RunTrial, ScriptChange, TrialResult
 from memfit.analysis.summary import summarize
 from memfit.records import DryRun, Note, Provenance, Trace
 from memfit.units import format_bytes, format_gib
@@ -24,7 +24,7 @@ def with_even_routing(values: str) -> str:
     return ",".join(filter(None, (values, _EVEN)))
 
 
-def beside_even_routing(most: DryRun, run: RunScript) -> DryRun:
+def beside_even_routing(most: DryRun, run: RunTrial) -> DryRun:
     """Return a result with a note on what the run needs if tokens are routed evenly.
 
     Args:

@@ -1,7 +1,6 @@
-"""From a trace to everything that ``memfit explain`` reports."""
+"""From a trace to what ``memfit explain`` reports, but for advice."""
 
 from memfit.allocator.timeline import timeline
-from memfit.analysis.advice import find_advice
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import breakdown_at, peak_event
 from memfit.analysis.fragmentation import fragmentation
@@ -26,9 +25,8 @@ def explain_trace(trace: Trace, at: str = "peak", *, fragments: bool = False) ->
     line = timeline(trace)
     attribution = attribute(trace, line)
     found = summarize_attributed(trace, line, attribution)
-    settings = find_advice(trace, found)  # without a rerun: settings only
     return Explanation(
-        summary=settings if settings.advice else found,
+        summary=found,
         below_peak=secondary_peaks(trace, line),
         at=at,
         held=breakdown_at(trace, line, attribution, peak_event(trace, line, at)),

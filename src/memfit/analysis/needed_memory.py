@@ -50,37 +50,26 @@ class ReplayedRun:
             version=torch_version(self.trace),
         )
 
-    def reserved(self) -> Figure:
-        """Return the peak of reserved bytes with unlimited memory."""
-        return Figure(self.unlimited.peak_reserved, self._provenance(self.unlimited))
-
-    def needs(self, total: int, *, fails: bool = False) -> Figure:
+    def needs(self, gpu: int | None = None, *, fails: bool = False) -> Figure:
         """Return the bytes that PyTorch reserves at its peak, on a GPU or on the smallest that is enough.
 
         With less memory PyTorch releases what it caches, so the smallest GPU may have less than the run takes
         with unlimited memory.
 
         Args:
-            total: bytes of the GPU; 0 if they are unknown, and then its memory counts as unlimited.
+            gpu: bytes of the GPU; 0 if they are unknown, and then its memory counts as unlimited. None for
+                the smallest.
             fails: whether the run is known not to fit it.
         """
-        done = self.unlimited if not total else None if fails else self.on(total)
+        done = None if gpu is None or fails else self.on(gpu) if gpu else self.unlimited
         if done is not None and done.fits:
             return Figure(done.most_taken - self.taken, self._provenance(done))
-        return self.smallest(fails_at=total)
-
-    def smallest(self, *, fails_at: int = 0) -> Figure:
-        """Return the bytes that PyTorch reserves at its peak on the smallest GPU that is enough.
-
-        Args:
-            fails_at: bytes of a GPU that is known not to be.
-        """
         smallest = smallest_capacity(
             self.asked,
             self._setting,
             taken=self.taken,
             version=torch_version(self.trace),
-            fails_at=fails_at,
+            fails_at=gpu or 0,
             exhaustive=0,
         )
         return Figure(smallest - self.taken, worst(self._sure, Provenance.SIMULATED))
@@ -111,17 +100,20 @@ def process_bytes(reserved: Figure, device: DeviceUse) -> Figure:
     return Figure(reserved.bytes + outside.bytes, worst(reserved.provenance, outside.provenance))
 
 
-def smallest_process(trace: Trace, found: DryRun, device: DeviceUse, *, fails_at: int = 0) -> Figure:
-    """Return the bytes of the process on the smallest GPU on which a run fits.
+def needed_process(
+    trace: Trace, found: DryRun, device: DeviceUse, gpu: int | None = None, *, fails: bool = False
+) -> Figure:
+    """Return the bytes of the process of a run, on a GPU or on the smallest that is enough.
 
     Args:
         trace: of the run, on a GPU that is large enough.
         found: its summary.
         device: what the process holds outside PyTorch's allocator.
-        fails_at: bytes of a GPU that is known not to be enough.
+        gpu: as for ``ReplayedRun.needs``.
+        fails: the same.
     """
     try:
-        reserved = ReplayedRun.of(trace, found).smallest(fails_at=fails_at)
+        reserved = ReplayedRun.of(trace, found).needs(gpu, fails=fails)
     except MemfitError:  # memfit has no model of that allocator
         return found.peak_process
     return process_bytes(reserved, device)

@@ -91,12 +91,8 @@ class TrialResult:
     """Of a training step, if they were to be recorded."""
 
 
-RunScript = Callable[[ScriptChange, str], TrialResult | ScriptEnd | None]
-"""Reruns the script with unlimited memory, given a change and its name. Returns how the script ended if it
-did not complete; None if the script must not be run."""
-
 RunTrial = Callable[[ScriptChange, str], TrialResult | ScriptEnd]
-"""A ``RunScript`` that always runs it."""
+"""Runs the script again, given a change and its name. Returns how the script ended if it did not complete."""
 
 
 def ran_to_completion(end: ScriptEnd) -> bool:

@@ -3,20 +3,17 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from memfit.analysis.needed_memory import ReplayedRun, process_bytes
+from memfit.analysis.needed_memory import needed_process
 from memfit.analysis.script_change import PlannedStrategy, ScriptChange, TrialResult, why_it_failed
 from memfit.analysis.stream_races import with_upper_bound
 from memfit.analysis.summary import summarize
-from memfit.errors import MemfitError
 from memfit.records import (
     ByteRange,
     ComparedRun,
     DeviceUse,
     DryRun,
-    Figure,
     PeakRange,
     ScriptEnd,
-    Trace,
 )
 
 AS_WRITTEN = "as written"
@@ -124,7 +121,7 @@ def compared_run(
         found = with_upper_bound(found, summarize(after))
         trace = trace if found.range is None else after
     device = replace(device, nccl=trace.device.nccl)
-    needs = _needs(trace, found, device)
+    needs = needed_process(trace, found, device, device.total.bytes)
     peak = found.range or PeakRange(
         *(ByteRange(size, size) for size in (found.peak_allocated, found.peak_reserved, needs.bytes))
     )
@@ -146,15 +143,6 @@ def impossible(of: ComparedStrategies, end: ScriptEnd) -> ComparedRun:
     """Return that strategies cannot be applied, or that the script fails with them, and why."""
     plan = tuple(one.code for one in of.change.strategies)
     return ComparedRun(of.name, plan, reason=why_it_failed(end))
-
-
-def _needs(trace: Trace, found: DryRun, device: DeviceUse) -> Figure:
-    """Return the bytes of the process on a device, or on the smallest on which the run fits."""
-    try:
-        reserved = ReplayedRun.of(trace, found).needs(device.total.bytes)
-    except MemfitError:  # memfit has no model of that allocator
-        return found.peak_process
-    return process_bytes(reserved, device)
 
 
 def _verdict(found: DryRun, least: int, most: int, device: DeviceUse) -> str:

@@ -4,15 +4,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from memfit.analysis.max_batch import BudgetedRuns, BudgetedScript, find_max_batch
 from memfit.devices import DEFAULT, NO_LIMIT
 from memfit.errors import UsageError
+from memfit.planning.max_batch import BudgetedScript, find_max_batch
 from memfit.records import MaxBatch
 from memfit.report.terminal.max_batch import PrintableMaxBatch
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, script_command
 from memfit.run.resolve_options import ghost_settings
-from memfit.strategies.trial_run import trial_runner
+from memfit.strategies.trial_run import ghost_runs
 
 
 def max_batch(  # noqa: PLR0913 - one parameter an option
@@ -79,14 +79,9 @@ def max_batch_on_ghost(
     command = script_command(script, arguments, options, None)
     device = ghost_settings(options).device
 
-    def runs(options: RunOptions) -> BudgetedRuns:
-        unlimited = replace(options, memory=NO_LIMIT)
-        shown = device.total.bytes
-        return BudgetedRuns(
-            trial_runner(command, options, shown, on_progress),
-            trial_runner(command, unlimited, shown, on_progress),
-        )
-
-    late = replace(options, finish_late=True)
-    budgeted = BudgetedScript(runs(options), runs(late), command[1:], device)
+    limited, unlimited = (
+        ghost_runs(command, way, device.total.bytes, on_progress)
+        for way in (options, replace(options, memory=NO_LIMIT))
+    )
+    budgeted = BudgetedScript(limited, unlimited, command[1:], device)
     return PrintableMaxBatch.of(find_max_batch(budgeted, multiple=multiple, option=option), command=command)

@@ -6,21 +6,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from memfit.analysis.advice import find_advice, find_total
 from memfit.analysis.even_routing import beside_even_routing, rests_on_routing, with_even_routing
 from memfit.analysis.rank_roles import find_held, ranks_by_role, role_of, weight
-from memfit.analysis.script_change import RunScript, ScriptChange, TrialResult
+from memfit.analysis.script_change import RunTrial, ScriptChange, TrialResult
 from memfit.analysis.stream_races import may_race, with_upper_bound
+from memfit.analysis.total_needs import find_total
 from memfit.api.traces import summarize
 from memfit.devices import NO_LIMIT
 from memfit.errors import MemfitError, OutputError, UsageError
+from memfit.planning.advice import find_advice
 from memfit.records import DryRun, Note, Provenance, RankRole, Trace
 from memfit.run.launchers import check_world_size
 from memfit.run.options import RunOptions
 from memfit.run.parent import PATIENCE, Progress, RecordedRun, run_script, script_command
 from memfit.run.resolve_options import ghost_settings
 from memfit.strategies.script_standby import ScriptRun, ScriptStandby
-from memfit.strategies.trial_run import injected, trial_runner
+from memfit.strategies.trial_run import ghost_runs, injected, trial_runner
 from memfit.trace.trace_file import write_trace
 
 LATE = "GPU work that finishes late"
@@ -103,18 +104,16 @@ def _run_and_ask_again(
     result = summarize(recorded.trace)
     unlimited = replace(options, memory=NO_LIMIT)
     total = result.device.total.bytes
-    run = trial_runner(command, unlimited, total, on_progress, change, standby)
+    runs = ghost_runs(command, unlimited, total, on_progress, change, standby)
     if advise:
-        return FinishedRun(recorded.trace, find_advice(recorded.trace, result, run), recorded.unsaved)
-    result = find_total(result, run)
+        advised = find_advice(recorded.trace, result, runs)
+        return FinishedRun(recorded.trace, advised, recorded.unsaved)
+    result = find_total(result, runs.run)
     if rests_on_routing(recorded.trace):
         even = replace(unlimited, values=with_even_routing(options.values))
         result = beside_even_routing(result, trial_runner(command, even, total, on_progress, change))
     if result.verdict in ("fits", "tight") and may_race(recorded.trace):
-        late = trial_runner(
-            command, replace(unlimited, finish_late=True), total, on_progress, change, standby
-        )
-        return _with_upper_bound(FinishedRun(recorded.trace, result, recorded.unsaved), late, output)
+        return _with_upper_bound(FinishedRun(recorded.trace, result, recorded.unsaved), runs.run_late, output)
     return FinishedRun(recorded.trace, result, recorded.unsaved)
 
 
@@ -145,7 +144,7 @@ def _recorded(
         return recorded
 
 
-def _with_upper_bound(early: FinishedRun, run: RunScript, output: Path | None) -> FinishedRun:
+def _with_upper_bound(early: FinishedRun, run: RunTrial, output: Path | None) -> FinishedRun:
     """Run the script again, with work on side streams that finishes late, and return the larger answer."""
     trial = run(ScriptChange(), LATE)
     if not isinstance(trial, TrialResult):

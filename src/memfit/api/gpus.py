@@ -18,7 +18,7 @@ from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, script_command
 from memfit.run.resolve_options import ghost_settings
 from memfit.strategies.script_standby import ScriptStandby
-from memfit.strategies.trial_run import trial_runner
+from memfit.strategies.trial_run import ghost_runs
 
 
 def gpus_for(  # noqa: PLR0913 - one parameter an option
@@ -92,10 +92,8 @@ def _plans(
     shown = cards[0].total_bytes
     plans: list[ScriptPlan] = []
     with ScriptStandby() as standby:
-        run = _remembered(trial_runner(command, largest, shown, on_progress, standby=standby))
-        run_late = _remembered(
-            trial_runner(command, replace(largest, finish_late=True), shown, on_progress, standby=standby)
-        )
+        runs = ghost_runs(command, largest, shown, on_progress, standby=standby)
+        run, run_late = _remembered(runs.run), _remembered(runs.run_late)
         for card in cards:
             device = ghost_settings(replace(options, gpu=card.name)).device
             planned = PlannedScript(

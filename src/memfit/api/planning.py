@@ -20,7 +20,7 @@ from memfit.run.parent import Progress, script_command
 from memfit.run.resolve_options import ghost_settings
 from memfit.strategies.script_standby import ScriptStandby
 from memfit.strategies.suggestions import unknown_name_error
-from memfit.strategies.trial_run import trial_runner
+from memfit.strategies.trial_run import ghost_runs
 from memfit.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -168,15 +168,9 @@ def plan_on_ghost(
     device = ghost_settings(options).device
     shown = device.total.bytes
     unlimited = replace(options, memory=NO_LIMIT)
-    late = replace(unlimited, finish_late=True)
     card = find_device(options.gpu)
     with ScriptStandby() as standby:
-        planned = PlannedScript(
-            trial_runner(command, unlimited, shown, on_progress, standby=standby),
-            trial_runner(command, late, shown, on_progress, standby=standby),
-            roofline(card),
-            host_copies(card),
-            RULE,
-        )
+        runs = ghost_runs(command, unlimited, shown, on_progress, standby=standby)
+        planned = PlannedScript(runs.run, runs.run_late, roofline(card), host_copies(card), RULE)
         found = find_plan(planned, shown - options.in_use, allowed, policies=policies)
     return PrintableScriptPlan.of(found, device=device, command=command)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.analysis.needed_memory import smallest_process
+from memfit.analysis.needed_memory import needed_process
 from memfit.api.ghost_runs import FinishedRun, run_on_ghost
 from memfit.api.traces import summarize, write_html
 from memfit.card.find import find_card
@@ -73,8 +73,8 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         output: where to save the trace; nowhere by default. In its name, ``{rank}`` stands for the rank: with
             ``all_ranks``, each that runs keeps its trace.
         html: where to write a report for the browser; nowhere by default.
-        advise: find what makes the script fit without editing its training loop, or, if it fits, what lowers
-            its peak. memfit runs the script again for each change, without input and with its output hidden,
+        advise: find what makes the script fit, or, if it fits, what lowers its peak: the quick form of
+            ``plan``. memfit runs the script again for each change, without input and with its output hidden,
             up to 13 times; each run writes the script's output files again. The result's ``advice`` lists
             alternatives, the fewest changes first; if the search is interrupted, those found so far.
         stdout_to_stderr: send the script's standard output to standard error.
@@ -259,5 +259,5 @@ def _run_module(  # noqa: PLR0913 - one parameter an option
     if beyond is None:
         return found
     return dataclasses.replace(
-        found, in_all=smallest_process(trace, found, beyond, fails_at=beyond.total.bytes)
+        found, in_all=needed_process(trace, found, beyond, beyond.total.bytes, fails=True)
     )

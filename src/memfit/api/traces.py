@@ -11,6 +11,7 @@ from memfit.analysis.explanation import explain_trace
 from memfit.analysis.run_difference import compare_runs
 from memfit.atomic_files import write_bytes
 from memfit.devices import find_device
+from memfit.planning.advice import find_advice
 from memfit.records import AllocatorComparison, DryRun, GroupBy, RunDifference, Trace
 from memfit.report import export
 from memfit.report.html import page
@@ -63,10 +64,11 @@ def explain(target: Trace | str | Path, at: str = "peak", *, fragments: bool = F
     """
     trace = target if isinstance(target, Trace) else read(target)
     explanation = explain_trace(trace, at, fragments=fragments)
+    found = explanation.summary
+    advised = find_advice(trace, found)  # the script is not run: settings of the allocator only
+    shown = advised if advised.advice else found
     return PrintableExplanation.of(
-        explanation,
-        summary=PrintableDryRun.of(explanation.summary),
-        page=lambda: html(trace, explanation.summary),
+        explanation, summary=PrintableDryRun.of(shown), page=lambda: html(trace, shown)
     )
 
 

@@ -92,11 +92,12 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         json: Write the result as JSON to this file. With -, print the JSON instead of the summary.
         html: Write an HTML report to this file: a single page that loads no other files.
         fail: Exit with code 1 unless the verdict is FITS.
-        advise: Find changes that make the script fit, without editing its training loop. memfit tries a
-            smaller batch, the script's own options for checkpointing and low precision, allocator settings,
-            and its own strategies. If the script fits already, memfit looks for changes that lower the peak.
-            To try them, it runs the script up to 13 more times, without terminal input and with its output
-            hidden. Each of these runs writes the script's output files again.
+        advise: Find the fewest changes that make the script fit. memfit tries micro-batches, or a smaller
+            batch where the script cannot accumulate gradients, the script's own options for checkpointing
+            and low precision, allocator settings, and its own strategies. If the script fits already, memfit
+            looks for changes that lower the peak. To try them, it runs the script up to 13 more times,
+            without terminal input and with its output hidden. Each of these runs writes the script's output
+            files again. It is the quick form of memfit plan, which finds the fastest mix of changes.
         plan: Run the script under the plan in this file, which memfit plan -o wrote: memfit applies it when
             the script creates its optimizer, and sets PYTORCH_ALLOC_CONF if the plan does.
         values: The values that the script gets when it reads from the GPU. The defaults are

@@ -7,7 +7,11 @@ records.StepOperations      one step, operation by operation
   ├ choose.py               the cheapest ways under a budget (mixed-integer programming)
   └ sample_independence.py  whether micro-batches give the same sums
 
-search.py                   runs choices on the ghost, with whole batches and with divided ones
-  ├ divided_batches.py      what sets a script's batch size, and smaller ones
-  └ bracket.py              choices between the fastest that fits and the smallest that does not
+changes.py, batches.py      what can be changed about a script, what to write for it, and what it costs
+  └ plan_runs.py            runs changes on the ghost: what the script then needs
+      ├ search.py           a plan: choices, with whole batches and with divided ones
+      │   └ bracket.py      choices between the fastest that fits and the smallest that does not
+      ├ compiled_search.py  a plan for compiled code
+      └ quick_search.py     advice: the fewest changes that are enough, in few runs
+max_batch.py                the largest batch that fits
 """

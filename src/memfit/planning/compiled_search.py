@@ -13,13 +13,12 @@ Whether samples are independent is read from eager runs: graphs do not show it.
 
 from dataclasses import dataclass, field, replace
 
-from memfit.analysis.advice_candidates import RunFacts
-from memfit.analysis.script_change import PlannedStrategy, ScriptChange, TrialResult, why_it_failed
-from memfit.analysis.summary import summarize
+from memfit.analysis.script_change import ScriptChange, TrialResult, why_it_failed
 from memfit.planning.allowed import Allowed
 from memfit.planning.answers import answer, too_small
-from memfit.planning.divided_batches import divisions, why_indivisible
-from memfit.planning.plan_runs import PlanChange, PlannedScript, PlanRuns
+from memfit.planning.batches import divisions, why_indivisible
+from memfit.planning.changes import PlanChange, kept_share
+from memfit.planning.plan_runs import PlannedScript, PlanRuns, replayed
 from memfit.planning.policies import standard_policies
 from memfit.planning.sample_independence import why_dependent
 from memfit.planning.seconds import step_seconds
@@ -78,10 +77,11 @@ class CompiledSearch:
 
     def plan(self) -> ScriptPlan:
         """Return the fastest plan found, or why there is none."""
-        as_written = self._runs.needs(self._plain.trace, PlanChange(), 1.0, tune=False)
+        plain = replayed(self._plain)
+        as_written = self._runs.needs(plain, PlanChange(), 1.0, tune=False)
         if self._runs.fits(as_written):
             return self._answer(as_written, chosen=as_written)
-        tuned = self._runs.needs(self._plain.trace, PlanChange(), 1.0)
+        tuned = self._runs.needs(plain, PlanChange(), 1.0)
         if tuned.conf:
             self._runs.tried.append(tuned)
         if self._allowed.precisions:
@@ -132,13 +132,13 @@ class CompiledSearch:
 
     def _divisions(self) -> list[PlanChange]:
         """Return the ways to divide batches, if they may be."""
-        facts = RunFacts.of(self._plain.trace, summarize(self._plain.trace))
-        ways = divisions(facts, draws=False)
+        trace = self._plain.trace
+        ways = divisions(trace, draws=False)
         if not ways:
-            self._undivided = why_indivisible(facts)
+            self._undivided = why_indivisible(trace)
             return []
         draws = self._judge(ways[0])
-        return [] if self._undivided else divisions(facts, draws=draws)
+        return [] if self._undivided else divisions(trace, draws=draws)
 
     def _judge(self, division: PlanChange) -> bool:
         """Find out whether batches must not be divided; return whether a step draws random numbers."""
@@ -175,7 +175,7 @@ class CompiledSearch:
 
     def _sample(self, family: _Family, share: int) -> PlanRun | None:
         if share not in family.shares and len(self._runs.tried) < _MOST_RUNS:
-            made = self._try(family.plan | _keeping(share, self._optimizer))
+            made = self._try(family.plan | kept_share(share / _ALL, self._optimizer))
             if made is not None:
                 family.shares[share] = made
         return family.shares.get(share)
@@ -251,17 +251,6 @@ def _extrapolated(first: _Family, second: _Family, parts: int) -> tuple[float, f
     time = (second.run.time - first.run.time) / (other - one)
     needs = second.run.needs.bytes + sample * (1 / parts - 1 / other)
     return needs, second.run.time + time * (parts - other)
-
-
-def _keeping(share: int, optimizer: int | None) -> PlanChange:
-    """Return the change under which graphs keep so many hundredths of their activations."""
-    settings = {"activation_memory_budget": share / _ALL}
-    strategy = PlannedStrategy("compilation", tuple(settings.items()))
-    return PlanChange(
-        ScriptChange((strategy,), optimizer),
-        {"compilation": settings},
-        words=(f"activation_memory_budget {share / _ALL:g}",),
-    )
 
 
 def _between(low: int, high: int) -> int:

@@ -1,7 +1,6 @@
 """Policies of checkpointing that people use, to be run beside a plan."""
 
-from memfit.analysis.script_change import PlannedStrategy, ScriptChange
-from memfit.planning.plan_runs import PlanChange
+from memfit.planning.changes import PlanChange, checkpointed_blocks
 
 _PRODUCTS = (
     "aten.mm",
@@ -14,11 +13,6 @@ _PRODUCTS = (
 )
 
 
-def _policy(words: str, settings: dict[str, int | tuple[str, ...]], optimizer: int | None) -> PlanChange:
-    strategy = PlannedStrategy("checkpointing", tuple(settings.items()))
-    return PlanChange(ScriptChange((strategy,), optimizer), {"checkpointing": settings}, words=(words,))
-
-
 def standard_policies(optimizer: int | None) -> tuple[PlanChange, ...]:
     """Return the policies: they checkpoint the blocks that a model repeats.
 
@@ -26,7 +20,7 @@ def standard_policies(optimizer: int | None) -> tuple[PlanChange, ...]:
         optimizer: which optimizer of the script has the model's parameters.
     """
     return (
-        _policy("every block", {}, optimizer),
-        _policy("every 2nd block", {"every": 2}, optimizer),
-        _policy("every block, products kept", {"save_ops": _PRODUCTS}, optimizer),
+        checkpointed_blocks("every block", {}, optimizer),
+        checkpointed_blocks("every 2nd block", {"every": 2}, optimizer),
+        checkpointed_blocks("every block, products kept", {"save_ops": _PRODUCTS}, optimizer),
     )

@@ -14,17 +14,16 @@ much they differ, and the next choice is made with that. No plan is returned tha
 
 from dataclasses import dataclass, replace
 
-from memfit.analysis.advice_candidates import RunFacts
-from memfit.analysis.script_change import PlannedStrategy, ScriptChange, TrialResult, why_it_failed
-from memfit.analysis.summary import summarize
+from memfit.analysis.script_change import ScriptChange, TrialResult, why_it_failed
 from memfit.errors import TargetError
 from memfit.planning.allowed import PRECISIONS, Allowed
 from memfit.planning.answers import answer, too_small
+from memfit.planning.batches import divisions, why_indivisible
 from memfit.planning.bracket import WORTH, Bracket
+from memfit.planning.changes import FUSED_OPTIMIZER, PlanChange, precision, recomputation
 from memfit.planning.choose import CheckpointChoice, CheckpointChooser
 from memfit.planning.compiled_search import CompiledSearch
-from memfit.planning.divided_batches import divisions, why_indivisible
-from memfit.planning.plan_runs import PlanChange, PlannedScript, PlanRuns, recomputation
+from memfit.planning.plan_runs import PlannedScript, PlanRuns, replayed
 from memfit.planning.policies import standard_policies
 from memfit.planning.sample_independence import why_dependent
 from memfit.planning.seconds import step_seconds
@@ -81,7 +80,6 @@ class _Base:
 class _PlanSearch:
     def __init__(self, script: PlannedScript, plain: TrialResult, budget: int, allowed: Allowed) -> None:
         self._script, self._plain, self._budget, self._allowed = script, plain, budget, allowed
-        self._found = summarize(plain.trace)
         self._runs = PlanRuns(script, budget, tune=allowed.allocator)
         self._optimizer = plain.operations.optimizer if plain.operations is not None else None
         self._models: tuple[str, ...] = ()
@@ -91,10 +89,11 @@ class _PlanSearch:
         self._step = 0.0  # seconds of a step as written
 
     def plan(self) -> ScriptPlan:
-        as_written = self._runs.needs(self._plain.trace, PlanChange(), 1.0, tune=False)
+        plain = replayed(self._plain)
+        as_written = self._runs.needs(plain, PlanChange(), 1.0, tune=False)
         if self._runs.fits(as_written):
             return self._answer(as_written, chosen=as_written)
-        tuned = self._runs.needs(self._plain.trace, PlanChange(), 1.0)
+        tuned = self._runs.needs(plain, PlanChange(), 1.0)
         if tuned.conf:
             self._runs.tried.append(tuned)
         if self._runs.fits(tuned):
@@ -178,15 +177,11 @@ class _PlanSearch:
         plain = self._base(PlanChange(), operations, tuned)
         roots = [plain]
         for name in self._allowed.precisions:
-            settings = PRECISIONS[name]
-            strategy = PlannedStrategy("precision", tuple(settings.items()))
-            roots += self._lower(
-                plain, PlanChange(ScriptChange((strategy,)), {"precision": settings}, words=(name,))
-            )
+            roots += self._lower(plain, precision(name, PRECISIONS[name]))
         roots.sort(key=lambda base: base.run.needs.bytes)
         if self._allowed.rounding and roots[0].run.place.phase is Phase.OPTIMIZER:
-            fused = PlanChange(ScriptChange(fused=True), words=("fused optimizer",))
-            roots = [*(self._lower(roots[0], roots[0].plan | fused) or roots[:1]), *roots[1:]]
+            fused = roots[0].plan | FUSED_OPTIMIZER
+            roots = [*(self._lower(roots[0], fused) or roots[:1]), *roots[1:]]
         return roots
 
     def _lower(self, base: _Base, plan: PlanChange) -> list[_Base]:
@@ -207,9 +202,8 @@ class _PlanSearch:
 
     def _look_for_divisions(self) -> None:
         if self._allowed.rounding:
-            facts = RunFacts.of(self._plain.trace, self._found)
-            self._divisions = divisions(facts, draws=self._draws())
-            self._undivided = "" if self._divisions else why_indivisible(facts)
+            self._divisions = divisions(self._plain.trace, draws=self._draws())
+            self._undivided = "" if self._divisions else why_indivisible(self._plain.trace)
 
     def _draws(self) -> bool:
         operations = self._plain.operations

@@ -43,6 +43,20 @@ class DividedBatches:
     by_option: bool = False
     """Whether the script's own options sum the gradients, too: nothing is to be changed in its loop."""
 
+    @property
+    def in_loop(self) -> tuple[str, ...]:
+        """What to write besides, so that an update sums the gradients of all parts."""
+        if self.by_option:
+            return ()
+        if self.loader is not None and self.loader.library:
+            return (
+                f"gradient accumulation over {self.count} batches, by a setting of {self.loader.library}",
+            )
+        return (
+            f"loss = loss / {self.count}",
+            f"if (step + 1) % {self.count} == 0:  # clip, optimizer.step(), zero_grad()",
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class PlanRun:
@@ -52,8 +66,10 @@ class PlanRun:
     """The settings of a ``memfit.Plan``, by its fields; empty for the script as written."""
     needs: Figure
     """Bytes of the process on the smallest GPU on which it fits."""
+    reserved: Figure
+    """Those of them that PyTorch reserves."""
     time: float
-    """Of a step, relative to the script as written."""
+    """Of a step, relative to the script as written; infinite if it was not estimated."""
     place: ScriptLocation
     """Where most was allocated."""
     conf: str = ""

@@ -10,6 +10,7 @@ from msgspec import json
 
 from memfit.analysis.script_change import RunTrial, ScriptChange, TrialResult, ran_to_completion
 from memfit.errors import MemfitError
+from memfit.planning.plan_runs import GhostRuns
 from memfit.records import ScriptEnd, StepOperations
 from memfit.run.child_settings import GhostSettings
 from memfit.run.options import RunOptions
@@ -32,7 +33,7 @@ def trial_runner(
     always: ScriptChange = _NOTHING,
     standby: ScriptStandby | None = None,
 ) -> RunTrial:
-    """Return the function with which ``find_advice`` runs a script under a change.
+    """Return the function with which searches run a script under a change.
 
     PyTorch reports ``shown_memory`` bytes to the script, however much ``options.memory`` is. The change
     ``always`` is made in every run. If there is a ``standby``, a run goes on from there if it can.
@@ -46,6 +47,21 @@ def trial_runner(
         return run_trial(command, options, ghost, always | change, show, standby)
 
     return run
+
+
+def ghost_runs(
+    command: tuple[str, ...],
+    options: RunOptions,
+    shown_memory: int,
+    on_progress: Callable[[Progress], None],
+    always: ScriptChange = _NOTHING,
+    standby: ScriptStandby | None = None,
+) -> GhostRuns:
+    """Return two of the functions that ``trial_runner`` returns, one with GPU work that finishes late."""
+    ways = (options, replace(options, finish_late=True))
+    return GhostRuns(
+        *(trial_runner(command, way, shown_memory, on_progress, always, standby) for way in ways)
+    )
 
 
 def run_trial(

@@ -9,7 +9,7 @@ from memfit.report.escape import escaped
 from memfit.report.short_path import short_path
 from memfit.units import format_bytes
 
-NONE = "No change was found that saves at least 1 % without editing the training loop."
+NONE = "No change was found that saves at least 1 %."
 
 
 def heading(result: DryRun) -> str:

@@ -51,7 +51,8 @@ def policy_name(run: PlanRun) -> str:
 
     >>> from memfit.records import Figure, Phase, Provenance, ScriptLocation
     >>> place = ScriptLocation(1, Phase.BACKWARD, "", "", "", "")
-    >>> policy_name(PlanRun({"checkpointing": {"every": 2}}, Figure(1, Provenance.EXACT), 1.1, place))
+    >>> one = Figure(1, Provenance.EXACT)
+    >>> policy_name(PlanRun({"checkpointing": {"every": 2}}, one, one, 1.1, place))
     'checkpoint every 2nd block'
     """
     settings = run.settings["checkpointing"]

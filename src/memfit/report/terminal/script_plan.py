@@ -70,9 +70,8 @@ def _micro_batches(chosen: PlanRun) -> Iterator[str]:
     where = f"    # {escaped(divided.where)}" if divided.where else ""
     yield f"{divided.count} micro-batches of {divided.size} instead of each batch:"
     yield f"    {escaped(divided.how)}{where}"
-    if not divided.by_option:
-        yield f"    loss = loss / {divided.count}"
-        yield f"    if (step + 1) % {divided.count} == 0:  # clip, optimizer.step(), zero_grad()"
+    for line in divided.in_loop:
+        yield f"    {escaped(line)}"
     yield "    Assumed: the loss is a mean, and each micro-batch counts alike in it."
     if divided.draws:
         yield "    Random numbers, such as those of dropout, are others than for the whole batch."

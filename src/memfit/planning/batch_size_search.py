@@ -4,9 +4,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memfit.analysis.advice_attempt import AdviceAttempt, Trials
-from memfit.analysis.advice_candidates import AdviceCandidate
-from memfit.records import DryRun
+from memfit.records import Term
 
 _FIXED = ("parameters", "gradients", "optimizer state", "buffers")
 """Terms of the summary that do not depend on the batch."""
@@ -91,36 +89,6 @@ def _size(run: SizedRun) -> int:
     return run.size
 
 
-def fixed_bytes(found: DryRun) -> int:
+def fixed_bytes(terms: Sequence[Term]) -> int:
     """Return the bytes at the peak of a run that do not depend on the batch."""
-    return sum(term.figure.bytes for term in found.terms if term.name in _FIXED)
-
-
-def largest_that_fits(
-    base: AdviceAttempt, smaller: Sequence[AdviceCandidate], trials: Trials, room: int
-) -> AdviceAttempt | None:
-    """Find the largest batch with which a run fits, on top of changes already made.
-
-    Args:
-        base: the run with the full batch, which does not fit.
-        smaller: batches to choose from.
-        trials: makes the runs.
-        room: bytes that may be reserved.
-
-    Returns:
-        The run with that batch; if none fits, with the smallest that ran; None if none ran.
-    """
-    by_size = {one.batch_size: one for one in smaller}
-    runs = [SizedRun(base.facts.batch_size, base.reserved.bytes, fits=False)]
-    tried: dict[int, AdviceAttempt] = {}
-    fixed = fixed_bytes(base.facts.found)
-    while (size := next_size(runs, sorted(by_size), room, fixed=fixed, proven=False)) is not None:
-        then = trials.attempt((*base.made, by_size[size]))
-        if then is None:
-            break
-        tried[size] = then
-        runs.append(SizedRun(size, then.reserved.bytes, fits=bool(then.fits)))
-    fitting = [size for size, then in tried.items() if then.fits]
-    if fitting:
-        return tried[max(fitting)]
-    return tried[min(tried)] if tried else None
+    return sum(term.figure.bytes for term in terms if term.name in _FIXED)

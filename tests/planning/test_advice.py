@@ -4,14 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from memfit.analysis.advice import find_advice, find_total
 from memfit.analysis.allocator_comparison import compare_settings
 from memfit.analysis.script_change import ScriptChange, TrialResult
 from memfit.analysis.summary import summarize
+from memfit.analysis.total_needs import find_total
 from memfit.cli.console import exit_code
+from memfit.planning.advice import find_advice
+from memfit.planning.plan_runs import GhostRuns
 from memfit.records import (
     Action,
     Category,
+    JobRank,
     Mark,
     MarkKind,
     Provenance,
@@ -74,8 +77,32 @@ def test_a_plan_of_the_scripts_own_is_to_be_extended():
     def run(_change, _what):
         return TrialResult(trace(300), ("Net (plan: train.py:12)",))
 
-    answer = find_advice(trace(400), summarize(trace(400)), run)
+    answer = find_advice(trace(400), summarize(trace(400)), GhostRuns(run, run))
     assert answer.advice[0].how == ("add memfit.Checkpointing() to the plan of Net (plan: train.py:12)",)
+
+
+def test_offloading_is_tried_with_copies_that_finish_late():
+    """As in a plan: the copies may hold memory until then."""
+    late = []
+
+    def run_late(change, _what):
+        late.append(in_words(change))
+        return TrialResult(trace(250), ("Net",))
+
+    runs = GhostRuns(lambda *_: TrialResult(trace(300), ("Net",)), run_late)
+    answer = find_advice(trace(400), summarize(trace(400)), runs)
+    assert rows(answer) == [(CHECKPOINT, 100, 400, True), (OFFLOAD, 150, 350, True)]
+    assert late == ["offload"]
+
+
+def test_a_plan_is_recommended_where_one_process_does_not_fit():
+    results = {"": 400, "checkpointing": 300, "offload": FAILED}
+    answer, _ = advice_for(too_large(450), results)
+    assert answer.advice_remarks[-1].startswith("memfit plan, given --gpu or --budget, finds the fastest mix")
+    assert advice_for(trace(400), results)[0].advice_remarks == ()  # it fits
+    rank = replace(summarize(too_large(450)), rank=JobRank(0, 8))
+    runs = GhostRuns(*[lambda *_: TrialResult(trace(400), ("Net",))] * 2)
+    assert not any("memfit plan" in line for line in find_advice(too_large(450), rank, runs).advice_remarks)
 
 
 def test_of_changes_that_are_enough_the_cheapest_comes_first():
@@ -148,7 +175,8 @@ def test_if_nothing_is_enough_what_saves_most_comes_first():
 def test_advice_names_the_models_it_applies_to():
     results = iter((TrialResult(trace(300), ("Net",)), TrialResult(trace(100), ("Net", "Net"))))
     first = trace(400)
-    assert [piece.how for piece in find_advice(first, summarize(first), lambda *_: next(results)).advice] == [
+    runs = GhostRuns(lambda *_: next(results), lambda *_: next(results))
+    assert [piece.how for piece in find_advice(first, summarize(first), runs).advice] == [
         ("import memfit; memfit.apply(model, [memfit.Checkpointing()])  # after creating Net",),
         ("import memfit; memfit.apply(model, [memfit.Offload()])  # after creating each of Net, Net",),
     ]
@@ -290,7 +318,8 @@ def test_figures_carry_their_provenance():
 
 def test_what_a_run_needs_is_the_memory_of_the_smallest_gpu_on_which_it_fits():
     """With unlimited memory, the run takes 700 MiB. Where memory is short, PyTorch releases 200 of them."""
-    short, unlimited = too_large(450), trace(400, cached=200)
+    short = too_large(450)
+    unlimited = replace(trace(400, cached=200), device=short.device)
     assert summarize(unlimited).peak_process.bytes == 700 * MIB
     answer, _ = advice_for(short, {"": unlimited, "checkpointing": trace(300, cached=200), "offload": FAILED})
     assert rows(answer) == [(CHECKPOINT, 100, 400, True)]

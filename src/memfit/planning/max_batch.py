@@ -9,14 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from memfit.analysis.advice_candidates import batch_setting, batch_size, with_batch_size
-from memfit.analysis.batch_size_search import SizedRun, fixed_bytes, next_size
-from memfit.analysis.needed_memory import smallest_process
+from memfit.analysis.needed_memory import needed_process
 from memfit.analysis.overall_peak import failed_allocations
-from memfit.analysis.script_change import RunTrial, ScriptChange, TrialResult, why_it_failed
+from memfit.analysis.script_change import ScriptChange, TrialResult, why_it_failed
 from memfit.analysis.stream_races import may_race
 from memfit.analysis.summary import summarize
 from memfit.errors import TargetError, UsageError
+from memfit.planning.batch_size_search import SizedRun, fixed_bytes, next_size
+from memfit.planning.batches import batch_setting, batch_size, with_batch_size
+from memfit.planning.plan_runs import GhostRuns
 from memfit.records import (
     BatchLimit,
     BatchRun,
@@ -42,22 +43,12 @@ _FLAT_OVER = 512
 
 
 @dataclass(frozen=True, slots=True)
-class BudgetedRuns:
-    """Two ways to run a script under a change."""
-
-    limited: RunTrial
-    """With the memory of the budget."""
-    unlimited: RunTrial
-
-
-@dataclass(frozen=True, slots=True)
 class BudgetedScript:
     """A script to find the largest batch size of."""
 
-    at_once: BudgetedRuns
-    """With GPU work that is done at once."""
-    late: BudgetedRuns
-    """With GPU work on side streams that finishes as late as its order allows."""
+    limited: GhostRuns
+    """With the memory of the budget."""
+    unlimited: GhostRuns
     arguments: Sequence[str]
     """The script's own."""
     device: DeviceUse
@@ -110,7 +101,7 @@ def find_max_batch(script: BudgetedScript, *, multiple: int = 1, option: str = "
         largest=largest,
         limit=_limit(runs, sizes, samples, largest),
         multiple=multiple,
-        how="" if change_to is None else change_to.how,
+        how="" if change_to is None else change_to.how[0],
         where="" if change_to is None else change_to.where,
         per_sample=_per_sample(runs, largest),
         remarks=tuple(_remarks(shown, first.run, runs, script.device)),
@@ -128,18 +119,20 @@ def _measured(script: BudgetedScript, change: ScriptChange, size: int) -> tuple[
         size: the batch size; 0 for the script as written.
     """
     what = f"batch size {size}" if size else "as written"
-    for runs in (script.at_once, script.late):
-        result = runs.limited(change, what)
+    for late in (False, True):
+        result = script.limited.finishing(late=late)(change, what)
         fits = isinstance(result, TrialResult) and not len(failed_allocations(result.trace))
         if not fits:
-            result = runs.unlimited(change, f"{what}, with unlimited memory")
+            result = script.unlimited.finishing(late=late)(change, f"{what}, with unlimited memory")
         if isinstance(result, ScriptEnd):
             raise TargetError(_failure(what, result, change))
         trace = result.trace
         if not fits or not may_race(trace):
             break
     found = summarize(trace)
-    needs = smallest_process(trace, found, trace.device, fails_at=0 if fits else script.device.total.bytes)
+    needs = needed_process(
+        trace, found, trace.device, None if fits else script.device.total.bytes, fails=not fits
+    )
     if fits:  # on a GPU a little smaller PyTorch may release its cache at a worse moment, and run out
         needs = min(needs, found.peak_process, key=lambda figure: figure.bytes)
     run = BatchRun(
@@ -150,7 +143,7 @@ def _measured(script: BudgetedScript, change: ScriptChange, size: int) -> tuple[
         steps=found.steps,
         place=found.peak_place,
     )
-    return trace, _Measured(run, found, raced=runs is script.late)
+    return trace, _Measured(run, found, raced=late)
 
 
 def _failure(what: str, end: ScriptEnd, change: ScriptChange) -> str:
@@ -206,7 +199,7 @@ def _next_size(measured: Mapping[int, _Measured], sizes: range, device: DeviceUs
         [SizedRun(run.size, on_the_line(run), run.fits) for run in known],
         sizes,
         device.total.bytes - device.in_use,
-        fixed=fixed_bytes(first.found) + outside,
+        fixed=fixed_bytes(first.found.terms) + outside,
         proven=True,
     )
 

@@ -3,16 +3,18 @@
 import io
 import json
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import pytest
 from rich.console import Console
 
-from memfit.analysis.batch_size_search import SizedRun, next_size
-from memfit.analysis.max_batch import BudgetedRuns, BudgetedScript, find_max_batch
 from memfit.analysis.script_change import TrialResult
 from memfit.analysis.summary import summarize
 from memfit.errors import TargetError, UsageError
+from memfit.planning.batch_size_search import SizedRun, next_size
+from memfit.planning.max_batch import BudgetedScript, find_max_batch
+from memfit.planning.plan_runs import GhostRuns
 from memfit.records import (
     BatchLimit,
     LoaderBatchSize,
@@ -43,7 +45,7 @@ class Script:
         self.ran, self.cached = [], cached
         self.device = replace(device(budget), context=MEASURED)
 
-    def run(self, change, *, limited):
+    def run(self, change, _what="", *, limited):
         size = self.setting.value if isinstance(self.setting, ScriptOption) else self.setting.size
         if change.arguments:
             size = int(change.arguments[-1].rpartition("=")[2])
@@ -65,14 +67,12 @@ class Script:
         )
         return TrialResult(replace(made, device=replace(made.device, context=MEASURED, race=self.races)))
 
-    def runs(self):
-        return BudgetedRuns(
-            lambda change, _: self.run(change, limited=True),
-            lambda change, _: self.run(change, limited=False),
-        )
-
     def find(self, late=None, **settings):
-        script = BudgetedScript(self.runs(), (late or self).runs(), self.arguments, self.device)
+        limited, unlimited = (
+            GhostRuns(*(partial(one.run, limited=limited) for one in (self, late or self)))
+            for limited in (True, False)
+        )
+        script = BudgetedScript(limited, unlimited, self.arguments, self.device)
         return find_max_batch(script, **settings)
 
 
@@ -169,7 +169,7 @@ def test_memory_that_does_not_grow_steadily_is_reported():
 
 
 def test_the_number_of_sizes_is_limited(monkeypatch):
-    monkeypatch.setattr("memfit.analysis.max_batch._MOST_SIZES", 2)
+    monkeypatch.setattr("memfit.planning.max_batch._MOST_SIZES", 2)
     found = Script(lambda size: 300 + size**2 // 99, 80 << 10).find()
     assert (found.limit, len(found.runs)) == (BatchLimit.RUNS, 2)
     assert "larger ones may fit: memfit stopped after 2 sizes" in text_of(found)
@@ -219,7 +219,7 @@ def test_an_assumed_context_and_bounds_are_remarked_on(monkeypatch):
     assert script.find().remarks == ()
     more = {"bounds": (SizeBound("nonzero", "train.py:7", 5),), "uncertainty": 80 * MIB}
     monkeypatch.setattr(
-        "memfit.analysis.max_batch.summarize", lambda trace: replace(summarize(trace), **more)
+        "memfit.planning.max_batch.summarize", lambda trace: replace(summarize(trace), **more)
     )
     remarks = script.find().remarks
     assert "may take up to 80.0 MiB more" in remarks[0]

@@ -1,0 +1,49 @@
+"""What a run that does not fit needs in total, by a run with unlimited memory."""
+
+from dataclasses import replace
+
+from memfit.analysis.needed_memory import needed_process
+from memfit.analysis.overall_peak import failed_allocations
+from memfit.analysis.script_change import RunTrial, ScriptChange, TrialResult
+from memfit.analysis.summary import summarize
+from memfit.ctrl_c import INTERRUPTED
+from memfit.devices import NO_LIMIT
+from memfit.records import DryRun, ScriptEnd
+from memfit.units import format_bytes
+
+
+def needs_more(found: DryRun) -> bool:
+    """Return whether only a run with unlimited memory tells what the script needs."""
+    return found.ran_out and found.end.reason != "interrupted"
+
+
+def run_unlimited(run: RunTrial) -> TrialResult | ScriptEnd:
+    """Run the script as written with unlimited memory; it fails if even that is too little for a request."""
+    unlimited = run(ScriptChange(), "with unlimited memory")
+    if isinstance(unlimited, TrialResult) and len(failed_allocations(unlimited.trace)):
+        return ScriptEnd("refused", 1, f"the script ran out of memory even with {format_bytes(NO_LIMIT)}.")
+    return unlimited
+
+
+def find_total(found: DryRun, run: RunTrial) -> DryRun:
+    """Find what a run that does not fit needs in total, by a rerun with unlimited memory.
+
+    Args:
+        found: the summary of the unchanged run.
+        run: reruns the script with unlimited memory.
+
+    Returns:
+        The summary with ``in_all``, or with ``untried`` if the rerun did not complete; unchanged if it fits
+        or the user interrupted it.
+    """
+    if not needs_more(found):
+        return found
+    try:
+        unlimited = run_unlimited(run)
+    except KeyboardInterrupt:
+        return replace(found, untried=ScriptEnd("interrupted", INTERRUPTED))
+    if not isinstance(unlimited, TrialResult):
+        return replace(found, untried=unlimited)
+    total = summarize(unlimited.trace)
+    in_all = needed_process(unlimited.trace, total, found.device, found.device.total.bytes, fails=True)
+    return replace(found, in_all=in_all, bounds=total.bounds or found.bounds)

@@ -1,0 +1,114 @@
+"""Advice, the quick form of a plan: changes that make a run fit, or lower its peak, each of them tried."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from memfit.allocator.config import AllocatorConfig
+from memfit.analysis.script_change import TrialResult, ran_to_completion
+from memfit.analysis.total_needs import needs_more, run_unlimited
+from memfit.ctrl_c import INTERRUPTED
+from memfit.errors import MemfitError, UsageError
+from memfit.planning.batch_size_search import fixed_bytes
+from memfit.planning.batches import batch_setting, batch_size
+from memfit.planning.plan_runs import GhostRuns, replayed
+from memfit.planning.quick_search import MOST_RUNS, Attempt, QuickSearch
+from memfit.records import ARENA, Advice, DryRun, Figure, PlanRun, ScriptEnd, Trace, worst
+from memfit.units import format_bytes
+
+
+def find_advice(trace: Trace, found: DryRun, script: GhostRuns | None = None) -> DryRun:
+    """Find changes that make a run fit; if it fits already, those that lower the memory it needs.
+
+    Args:
+        trace: of the unchanged run.
+        found: its summary.
+        script: runs the script under changes. By default nothing is run, and only allocator settings are
+            tried: a trace from elsewhere names a script that the user did not ask memfit to run.
+
+    Returns:
+        The summary with ``advice``, ``advice_remarks``, ``in_all`` and ``untried``; with what was found so
+        far if the user interrupts.
+    """
+    answer = replace(found, advice=())
+    try:
+        for more in _advised(trace, answer, script):
+            answer = more
+    except KeyboardInterrupt:
+        return replace(answer, untried=ScriptEnd("interrupted", INTERRUPTED))
+    except MemfitError as error:  # no history to replay, or an allocator that is not PyTorch's
+        return replace(answer, untried=ScriptEnd("refused", error.exit_code, str(error)))
+    return answer
+
+
+def _advised(trace: Trace, answer: DryRun, script: GhostRuns | None) -> Iterator[DryRun]:
+    """Yield the answer again whenever it grows."""
+    first: TrialResult | ScriptEnd = TrialResult(trace) if ran_to_completion(trace.end) else trace.end
+    if needs_more(answer) or answer.caught:  # what the script did after it caught an error needs less
+        if script is None:
+            return
+        first = run_unlimited(script.run)
+    if not isinstance(first, TrialResult):
+        yield replace(answer, untried=first)
+        return
+    if AllocatorConfig.read(first.trace.settings).backend == ARENA:
+        raise UsageError(
+            "memfit cannot try allocator settings: they have no effect in a script that uses memfit.arena."
+        )
+    run = replayed(first)
+    search = QuickSearch(run, script, answer)
+    bounds = run.found.bounds if answer.ran_out else ()
+    answer = replace(answer, in_all=search.unchanged.run.needs, bounds=bounds or answer.bounds)
+    yield answer
+    for best in search.best():
+        yield replace(
+            answer,
+            advice=tuple(_advice(search.unchanged.run, tried) for tried in best),
+            advice_remarks=tuple(_remarks(first.trace, search, answer)) if script is not None else (),
+            untried=search.failed,
+        )
+
+
+def _advice(unchanged: PlanRun, tried: Attempt) -> Advice:
+    plan, needs = tried.plan, tried.run.needs
+    how = list(plan.how)
+    if plan.change.strategies:
+        code = ", ".join(one.code for one in plan.change.strategies)
+        models = f"{'each of ' * (len(tried.models) > 1)}{', '.join(tried.models)}"
+        if all("(plan: " in model for model in tried.models) and tried.models:  # a second plan is refused
+            how.append(f"add {code} to the plan of {models}")
+        else:
+            how.append(f"import memfit; memfit.apply(model, [{code}])  # after creating {models}")
+    sure = worst(unchanged.reserved.provenance, tried.run.reserved.provenance)
+    saves = Figure(unchanged.needs.bytes - needs.bytes, sure)
+    return Advice(plan.words, tuple(how), plan.where, plan.costs, saves, needs, tried.fits)
+
+
+def _remarks(trace: Trace, search: QuickSearch, answer: DryRun) -> Iterator[str]:
+    """Yield what a reader of the advice must know besides, sentence by sentence."""
+    if (sample := _sample(trace, search)) is not None:
+        yield f"One sample of a batch takes {format_bytes(sample.bytes)} ({sample.provenance})."
+    fails = search.unchanged.fits is False
+    if fails and batch_setting(trace) is None:
+        yield (
+            "memfit did not try a smaller batch: it found no option of the script and no DataLoader that "
+            "sets the batch size. Try it yourself: write a smaller batch size into the script."
+        )
+    if search.refused:
+        yield f"memfit stopped after {MOST_RUNS} runs; other combinations may save more."
+    if fails and answer.rank is None:
+        yield "memfit plan, given --gpu or --budget, finds the fastest mix of changes that fits."
+
+
+def _sample(trace: Trace, search: QuickSearch) -> Figure | None:
+    """Return the bytes at the peak that one more sample takes, if a smaller batch has its peak there, too."""
+    setting, before = batch_setting(trace), search.unchanged.run
+    if setting is None or not (smaller := search.smaller_batches()):
+        return None
+    size, after = max(smaller.items())
+    if before.place.phase is not after.place.phase:
+        return None
+    whole, part = (
+        next(term.figure for term in run.terms if term.name == "allocated") for run in (before, after)
+    )
+    more = whole.bytes - fixed_bytes(before.terms) - part.bytes + fixed_bytes(after.terms)
+    return Figure(more // (batch_size(setting) - size), worst(whole.provenance, part.provenance))

@@ -1,0 +1,114 @@
+"""What sets the number of samples in a script's batches; other numbers, and batches in parts.
+
+In parts (*micro-batches*), a batch has several forwards and backwards, and an update sums their gradients:
+it sees as many samples as before. With smaller batches, it sees fewer.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from memfit.analysis.script_change import ScriptChange
+from memfit.planning.changes import PlanChange
+from memfit.records import DividedBatches, LoaderBatchSize, OptionPurpose, ScriptOption, Trace
+
+_ASSUMED = (
+    "assumed: the loss is a mean over samples that do not depend on each other; memfit plan checks if they do"
+)
+
+
+def batch_setting(trace: Trace) -> ScriptOption | LoaderBatchSize | None:
+    """Return what sets the number of samples in a batch of a script; None if memfit found nothing."""
+    return _option(trace, OptionPurpose.BATCH_SIZE) or trace.loader
+
+
+def batch_size(setting: ScriptOption | LoaderBatchSize) -> int:
+    """Return the number of samples in a batch."""
+    return setting.value if isinstance(setting, ScriptOption) else setting.size
+
+
+def with_batch_size(setting: ScriptOption | LoaderBatchSize, size: int) -> PlanChange:
+    """Return the change that gives batches another number of samples, and nothing else."""
+    now = batch_size(setting)
+    how, where = f"DataLoader(batch_size={size})", ""
+    if isinstance(setting, ScriptOption):
+        change = ScriptChange(arguments=setting.with_value(size))
+        how = " ".join(change.arguments)
+    else:
+        change, where = ScriptChange(loader=replace(setting, size=size)), setting.line
+        if setting.library:
+            how = f"a batch size of {size} for the DataLoader that {setting.library} creates"
+    return PlanChange(
+        change,
+        words=(f"batch size {size} instead of {now}",),
+        how=(f"{how}, now {now}",),
+        where=where,
+        costs=f"each update sees {size} sample{'s' * (size != 1)} instead of {now}",
+        batch_size=size,
+    )
+
+
+def smaller_batches(trace: Trace) -> list[PlanChange]:
+    """Return the ways to halve a script's batches, once or more, largest first: each update sees fewer."""
+    setting = batch_setting(trace)
+    return (
+        [] if setting is None else [with_batch_size(setting, size) for size in _halved(batch_size(setting))]
+    )
+
+
+def divisions(trace: Trace, *, draws: bool) -> list[PlanChange]:
+    """Return the ways to divide a script's batches into equal parts, largest parts first.
+
+    Args:
+        trace: of the script.
+        draws: whether a step draws random numbers.
+    """
+    setting = batch_setting(trace)
+    if setting is None:
+        return []
+    accumulation = _option(trace, OptionPurpose.ACCUMULATION) if isinstance(setting, ScriptOption) else None
+    whole = batch_size(setting)
+    return [
+        _division(with_batch_size(setting, size), whole // size, accumulation, draws=draws)
+        for size in _halved(whole)
+        if whole % size == 0
+    ]
+
+
+def why_indivisible(trace: Trace) -> str:
+    """Return why a script's batches cannot be divided, as a clause."""
+    if batch_setting(trace) is not None:
+        return "a batch has one sample"
+    return "memfit found no option and no DataLoader that sets the batch size"
+
+
+def _option(trace: Trace, purpose: OptionPurpose) -> ScriptOption | None:
+    return next((option for option in trace.options if option.purpose is purpose), None)
+
+
+def _halved(size: int) -> Iterator[int]:
+    while size := size // 2:
+        yield size
+
+
+def _division(
+    smaller: PlanChange, count: int, accumulation: ScriptOption | None, *, draws: bool
+) -> PlanChange:
+    """Return the change to parts of a batch, by the script's own option for accumulation if it has one."""
+    change, size, (how,) = smaller.change, smaller.batch_size, smaller.how
+    own = accumulation is not None
+    if accumulation is not None:
+        words = accumulation.with_value(count * accumulation.value)
+        change = replace(change, arguments=change.arguments + words)
+        how = f"{' '.join(change.arguments)}, now {size * count} and {accumulation.value}"
+    divided = DividedBatches(
+        count, size, how, smaller.where, change.arguments, change.loader, draws=draws, by_option=own
+    )
+    return replace(
+        smaller,
+        change=change if own else change | ScriptChange(micro_batches=count),
+        settings={} if own else {"accumulation": {"parts_per_batch": count}},  # own options, or Engine's
+        divided=divided,
+        words=(f"{count} micro-batches of {size}",),
+        how=(how, *divided.in_loop),
+        costs=f"{count} forwards and backwards for each batch ({_ASSUMED})",
+    )
