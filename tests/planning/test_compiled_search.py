@@ -240,3 +240,20 @@ def test_with_bitwise_the_kernels_of_compiled_code_stay_as_they_are():
     assert found.chosen is None
     assert "--bitwise permits only settings of the allocator" in found.reason
     assert script.ran == [(1, 1.0)]
+
+
+def test_shares_that_would_take_too_long_are_not_compiled_once_something_fits():
+    unlimited, script = (CompiledScript(proportional, slower=0.2) for _ in range(2))
+    assert find(unlimited, 600).chosen.time == pytest.approx(1.14)  # 0.3 of whole batches, after 0.2
+    found = find(script, 600, Allowed(slowdown=1.1))
+    assert (found.chosen, found.smallest) == (None, None)
+    assert found.too_slow.time == pytest.approx(1.2)  # two micro-batches
+    assert min(share for parts, share in script.ran if share != "eager") >= 0.4
+    assert "NO PLAN FITS   within 1.1 times the time" in printed(found)
+    assert "<- too slow" in printed(found)
+
+
+def test_a_share_that_is_fast_enough_is_found_although_micro_batches_are_not():
+    found = find(CompiledScript(proportional, slower=0.2), 700, Allowed(slowdown=1.15))
+    assert found.chosen.settings == {"compilation": {"activation_memory_budget": 0.5}}
+    assert found.too_slow is None

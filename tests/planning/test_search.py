@@ -15,106 +15,23 @@ from memfit.planning.allowed import Allowed
 from memfit.planning.choose import CheckpointChooser
 from memfit.planning.plan_runs import PlannedScript
 from memfit.planning.search import find_plan
-from memfit.records import Action, DeviceUse, Figure, LoaderBatchSize, Provenance, ScriptEnd
+from memfit.records import LoaderBatchSize, ScriptEnd
 from memfit.report.schema.plan_schema import ScriptPlanJson, to_json
 from memfit.report.terminal.plan_chart import chart_lines
 from memfit.report.terminal.script_plan import PrintableScriptPlan, print_plan
 from support.planned_networks import feed_forward
-from support.traces import BASE, trace_of
-
-MIB = 1 << 20
-OUTSIDE = 100 * MIB
-DEVICE = DeviceUse("A100-80GB", Figure(1 << 40, Provenance.EXACT), Figure(OUTSIDE, Provenance.ASSUMED), 0)
-
-
-def work(operation):
-    return (operation.flops + operation.moved) / 1e9 if operation.creates or operation.flops else 0.0
-
-
-def needing(mebibytes, **fields):
-    """Return a trace that reserves so much."""
-    size = mebibytes * MIB
-    history = [(Action.SEGMENT_ALLOC, BASE, size), (Action.ALLOC, BASE, size)]
-    settings = {"expandable_segments": "True", "conf": "expandable_segments:True"}
-    return trace_of(
-        history,
-        device=DEVICE,
-        settings=settings,
-        versions={"torch": "2.14.1"},
-        command=("t.py",),
-        **fields,
-    )
-
-
-def enlarged(step):
-    """Return a step that holds 1,024 times as much."""
-    return replace(
-        step,
-        storages=tuple(1024 * size for size in step.storages),
-        forward=tuple(replace(each, allocated=1024 * each.allocated) for each in step.forward),
-        backward=tuple(replace(each, allocated=1024 * each.allocated) for each in step.backward),
-    )
-
-
-class Script:
-    """Runs a script whose memory is that of the model's prediction, and more.
-
-    Args:
-        more: MiB that a plan needs beyond its prediction, by the number of plans that ran before.
-        blocks: of the model.
-    """
-
-    def __init__(self, more=lambda _: 0, blocks=4):
-        torch.manual_seed(0)
-        network = feed_forward(blocks)
-        network.gradients()  # which exist from the second step on
-        self.step = enlarged(network.record())
-        self.chooser = CheckpointChooser(self.step, work)
-        self.offloading = CheckpointChooser(self.step, work, copy)
-        self.more = more
-        self.changes = []
-        self.plain = -(-self.chooser.plain_peak // MIB)
-        self.every_block = ScriptEnd("refused", 0, "no block repeats")
-
-    def __call__(self, change, _what):
-        if change.operations and not change.strategies:
-            return TrialResult(needing(self.plain), operations=self.step)
-        regions = dict(change.strategies[0].settings).get("regions")
-        if regions is None:
-            return self.every_block
-        self.changes.append(regions)
-        chosen = chosen_ways(regions)
-        offload = [one.field for one in change.strategies] == ["checkpointing", "offload"]
-        peak = self._peak(chosen, self.offloading if offload else self.chooser)
-        more = self.more(len(self.changes) - 1)
-        return TrialResult(needing(-(-peak // MIB) + more), ("Net (optimizer: t:1)",))
-
-    @staticmethod
-    def _peak(chosen, chooser):
-        """Return the prediction of the choice that is exactly this."""
-        program = chooser._program
-        fixed = {
-            column: float(chosen.get(module) == (way[0].save_ops, way[0].split_at))
-            for module, ways in chooser._ways.items()
-            for way, column in zip(ways, chooser._columns[module], strict=True)
-        }
-        return round(program.minimize(chooser._budget, fixed=fixed).objective * MIB)
-
-
-def chosen_ways(regions):
-    return {name: (each.save_ops, each.split_at) for each in regions for name in each.modules}
-
-
-def copy(size):
-    return size / 1e6
-
-
-def find(run, budget, allowed=Allowed()):  # noqa: B008 - frozen
-    return find_plan(PlannedScript(run, run, work, copy, "a rule"), budget, allowed)
-
-
-def planned(script, share):
-    return find(script, int(share * script.plain) * MIB + OUTSIDE)
+from support.planned_script import (
+    MIB,
+    OUTSIDE,
+    Script,
+    chosen_ways,
+    copy,
+    enlarged,
+    find,
+    needing,
+    planned,
+    work,
+)
 
 
 def test_a_script_that_fits_needs_no_plan():

@@ -39,6 +39,7 @@ def plan(  # noqa: PLR0913 - one parameter an option
     values: str = "",
     bitwise: bool = False,
     allow: Sequence[str] = (),
+    max_slowdown: float | None = None,
     on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> ScriptPlan:
     """Return the fastest plan with which an unmodified script fits a budget; needs no GPU.
@@ -60,6 +61,8 @@ def plan(  # noqa: PLR0913 - one parameter an option
         values: what the ghost returns when the script reads a GPU value, see ``RunOptions.values``.
         bitwise: whether results must be the same bit for bit: batches are not divided then.
         allow: other numerics that the plan may use: ``amp`` (bf16 autocast), ``bf16`` (bf16 parameters).
+        max_slowdown: how many times as long as the script as written a step may take, at least 1. If what
+            fits is predicted to take longer, nothing is chosen, and ``too_slow`` is the fastest that fits.
         on_progress: called about ten times a second.
 
     Raises:
@@ -71,7 +74,7 @@ def plan(  # noqa: PLR0913 - one parameter an option
     (True, 1.07)
     """
     options = RunOptions(module=module, steps=steps, gpu=gpu, memory=budget, in_use=in_use, values=values)
-    allowed = allowed_changes(bitwise=bitwise, allow=allow)
+    allowed = allowed_changes(bitwise=bitwise, allow=allow, max_slowdown=max_slowdown)
     return plan_on_ghost(script, arguments, options, on_progress, allowed)
 
 
@@ -140,18 +143,28 @@ def auto_checkpoint(
     return found
 
 
-def allowed_changes(*, bitwise: bool, allow: Sequence[str]) -> Allowed:
+def allowed_changes(
+    *, bitwise: bool, allow: Sequence[str] = (), max_slowdown: float | None = None
+) -> Allowed:
     """Return what a plan may change, given as for ``plan``.
 
     Raises:
-        UsageError: ``allow`` names something unknown, or contradicts ``bitwise``.
+        UsageError: ``allow`` names something unknown, or contradicts ``bitwise``; or no step can be as fast
+            as ``max_slowdown`` asks.
     """
     for name in allow:
         if name not in PRECISIONS:
             raise unknown_name_error("a precision that a plan can use", name, PRECISIONS)
     if allow and bitwise:
         raise UsageError("bitwise keeps every bit, but allow permits other numerics: choose one of the two.")
-    return Allowed(rounding=not bitwise, precisions=tuple(allow))
+    if max_slowdown is None:
+        return Allowed(rounding=not bitwise, precisions=tuple(allow))
+    if not max_slowdown >= 1:  # NaN, too
+        raise UsageError(
+            f"max_slowdown is {max_slowdown:g}. It says how many times as long as the script as written a "
+            "step may take: give a number of at least 1, for example 1.3."
+        )
+    return Allowed(rounding=not bitwise, precisions=tuple(allow), slowdown=max_slowdown)
 
 
 def plan_on_ghost(

@@ -54,7 +54,7 @@ def gpus(
     options = RunOptions(
         module=module, steps=steps, in_use=memory_or_none(in_use) or 0, values=",".join(values)
     )
-    allowed = api.allowed_changes(bitwise=bitwise, allow=())
+    allowed = api.allowed_changes(bitwise=bitwise)
     with progress(options.steps, reruns=_RUNS) as show:
         result = api.gpus_on_ghost(command[0], command[1:], options, allowed, show)
     write_gpus_for(result, json)

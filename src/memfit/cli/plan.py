@@ -28,6 +28,7 @@ def plan(  # noqa: PLR0913 - one parameter an option
     in_use: Annotated[str, Parameter(group=TARGET)] = "0",
     bitwise: Annotated[bool, Parameter(negative="")] = False,
     allow: Annotated[tuple[Literal["amp", "bf16"], ...], Parameter(negative="")] = (),
+    max_slowdown: float | None = None,
     steps: int = STEPS,
     chart: Annotated[bool, Parameter(negative="", group=OUTPUT)] = False,
     output: Annotated[Path | None, Parameter(name=["-o", "--output"], group=OUTPUT)] = None,
@@ -56,6 +57,9 @@ def plan(  # noqa: PLR0913 - one parameter an option
             micro-batches, and the optimizer stays as it is.
         allow: Other numerics that the plan may use: amp (bf16 autocast) or bf16 (parameters in bf16). memfit
             never uses them otherwise. May be repeated.
+        max_slowdown: How many times as long as the script as written a step may take, at least 1, for example
+            1.3. If no plan that fits is predicted to be that fast, memfit reports the fastest that it found,
+            and chooses none.
         steps: Stop each run after this many training steps, at least 2.
         chart: Draw time against memory for everything that ran, and run three policies that people use beside
             it: checkpoint every block, every second one, and every block with matrix products kept.
@@ -73,7 +77,7 @@ def plan(  # noqa: PLR0913 - one parameter an option
     if steps < _LEAST_STEPS:
         raise UsageError(f"--steps {steps} is too few: memfit records the second training step.")
     check_outputs({"-o": output, "--json": json_file(json)}, script_file(command[0], module=module))
-    allowed = api.allowed_changes(bitwise=bitwise, allow=allow)
+    allowed = api.allowed_changes(bitwise=bitwise, allow=allow, max_slowdown=max_slowdown)
     options = RunOptions(
         module=module,
         steps=steps,

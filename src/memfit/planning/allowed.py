@@ -20,3 +20,5 @@ class Allowed:
     compiled code, which round at other places."""
     precisions: tuple[str, ...] = ()
     """Of ``PRECISIONS``: used if they lower the peak, and a plan with them fits."""
+    slowdown: float = float("inf")
+    """How many times as long as the script as written a step may take at most, predicted."""

@@ -1,6 +1,7 @@
 """What the searches for a plan answer."""
 
 from collections.abc import Sequence
+from math import isfinite
 
 from memfit.analysis.script_change import TrialResult
 from memfit.analysis.summary import summarize
@@ -28,6 +29,7 @@ def answer(  # noqa: PLR0913 - what a search has found
     smallest: PlanRun | None,
     reason: str,
     undivided: str,
+    slowdown: float,
 ) -> ScriptPlan:
     """Return what a search has found, without a bound on the time of other plans.
 
@@ -38,12 +40,15 @@ def answer(  # noqa: PLR0913 - what a search has found
         as_written: what that run needs.
         tried: every plan that ran.
         models: those that got the last one.
-        chosen: as in ``ScriptPlan``, like what follows.
-        smallest: the same.
+        chosen: the fastest plan that fits.
+        smallest: as in ``ScriptPlan``, like what follows.
         reason: the same.
         undivided: the same.
+        slowdown: of ``Allowed``.
     """
     trace, operations = plain.trace, plain.operations
+    too_slow = chosen if chosen is not None and chosen.time > slowdown else None
+    chosen = None if too_slow is not None else chosen
     return ScriptPlan(
         device=trace.device,
         budget=budget,
@@ -61,6 +66,8 @@ def answer(  # noqa: PLR0913 - what a search has found
         uncertainty=summarize(trace).uncertainty,
         undivided=undivided,
         log_probabilities=0 if operations is None else log_probabilities(operations),
+        max_slowdown=slowdown if isfinite(slowdown) else None,
+        too_slow=too_slow,
     )
 
 

@@ -44,6 +44,13 @@ class Bracket:
             self._next, self._is_known = self._find(), True
         return self._next
 
+    @property
+    def least(self) -> float:
+        """Seconds that every choice adds which may yet fit."""
+        if self._over is not None:
+            return self._over.bound
+        return self.best[0].bound if self.best is not None else 0.0
+
     def needs(self, choice: CheckpointChoice) -> int:
         """Return the bytes of the process that a choice is predicted to need."""
         return choice.peak + self._besides

@@ -184,9 +184,9 @@ class CompiledSearch:
         return run is not None and self._runs.fits(run)
 
     def _may_pay(self, run: PlanRun) -> bool:
-        """Return whether plans that take no less time than a run may be faster than the best."""
+        """Return whether plans that take no less time than a run may be taken instead of the best."""
         best = self._best()
-        return best is None or run.time < best.time - _WORTH
+        return best is None or run.time < min(best.time - _WORTH, self._allowed.slowdown)
 
     def _best(self) -> PlanRun | None:
         """Return the fastest plan that fits."""
@@ -240,6 +240,7 @@ class CompiledSearch:
             smallest=smallest,
             reason=reason,
             undivided=self._undivided,
+            slowdown=self._allowed.slowdown,
         )
         return replace(found, dropped=tuple(self._dropped))
 

@@ -126,7 +126,8 @@ class _PlanSearch:
         while True:
             fitting = [run for base in bases if (run := self._best(base)) is not None]
             best = min(fitting, key=lambda run: run.time, default=None)
-            found = [] if self._refusal else [each for base in bases if (each := self._proposal(base))]
+            worth = [base for base in bases if best is None or self._may_be_taken(base)]
+            found = [] if self._refusal else [each for base in worth if (each := self._proposal(base))]
             fits = [each for each in found if each[0].bracket.needs(each[1]) <= self._budget]
             likely = min(fits, key=lambda each: self._time(*each), default=None)
             times = [run.time for run in fitting] + [self._time(*each) for each in fits]
@@ -155,6 +156,10 @@ class _PlanSearch:
 
     def _time(self, base: _Base, choice: CheckpointChoice) -> float:
         return base.run.time + base.plan.parts * choice.seconds / self._step
+
+    def _may_be_taken(self, base: _Base) -> bool:
+        """Return whether a plan of a base may fit in the time that is allowed."""
+        return base.run.time + base.plan.parts * base.bracket.least / self._step <= self._allowed.slowdown
 
     def _least(self, base: _Base) -> float:
         """Return a bound of the seconds that what fits adds to a base."""
@@ -302,5 +307,6 @@ class _PlanSearch:
             smallest=smallest,
             reason=reason,
             undivided=self._undivided,
+            slowdown=self._allowed.slowdown,
         )
         return replace(found, bound=bound)

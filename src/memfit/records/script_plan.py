@@ -110,7 +110,7 @@ class ScriptPlan:
     chosen: PlanRun | None
     """None if no plan fits; the script as written if that fits."""
     smallest: PlanRun | None
-    """The plan that needs least, if none fits."""
+    """The plan that needs least, if none fits the budget."""
     bound: float
     """No plan of this kind that fits takes less time, relative to the script as written; 0 if no bound is
     known."""
@@ -134,5 +134,9 @@ class ScriptPlan:
     """Why batches are not divided into micro-batches, as a clause; empty if they may be, or need not."""
     log_probabilities: int = 0
     """Bytes of the cross-entropy's log-probabilities in the script as written; 0 if that is not known."""
+    max_slowdown: float | None = None
+    """How many times as long as the script as written a step may take at most; None for any time."""
+    too_slow: PlanRun | None = None
+    """The fastest plan found that fits, if it takes longer than that; none is chosen then."""
     dropped: tuple[str, ...] = ()
     """Plans that could not run, each with the reason, as a sentence."""

@@ -61,7 +61,11 @@ class ScriptPlanJson(msgspec.Struct, frozen=True):
     device: DeviceJson
     as_written: PlanRunJson
     smallest: PlanRunJson | None
-    """The plan that needs least, if none fits."""
+    """The plan that needs least, if none fits the budget."""
+    max_slowdown: float | None
+    """How many times as long as the script as written a step may take at most; null for any time."""
+    too_slow: PlanRunJson | None
+    """The fastest plan found that fits the budget, if it takes longer than that: none is chosen then."""
     tried: tuple[PlanRunJson, ...]
     """Every plan that ran on the ghost, in order."""
     policies: tuple[PlanRunJson, ...]
@@ -106,6 +110,8 @@ def script_plan_json(result: ScriptPlan) -> ScriptPlanJson:
         device=DeviceJson(device.name, device.total.bytes, device.in_use, device.machine),
         as_written=_run(result.as_written),
         smallest=None if result.smallest is None else _run(result.smallest),
+        max_slowdown=result.max_slowdown,
+        too_slow=None if result.too_slow is None else _run(result.too_slow),
         tried=tuple(map(_run, result.tried)),
         policies=tuple(map(_run, result.policies)),
         models=result.models,

@@ -88,6 +88,12 @@ def _verdict(result: ScriptPlan) -> str:
             f"PLAN FOUND   needs {needs} of {budget} instead of {written}; a step takes "
             f"{result.chosen.time:.2f} times as long"
         )
+    if result.too_slow is not None and result.max_slowdown is not None:
+        needs = format_gib(result.too_slow.needs.bytes)
+        return (
+            f"NO PLAN FITS   within {result.max_slowdown:g} times the time; one that needs {needs} of "
+            f"{budget} instead of {written} takes {result.too_slow.time:.3f}"
+        )
     if result.smallest is not None:
         needs = format_gib(result.smallest.needs.bytes)
         return f"NO PLAN FITS   the smallest needs {needs} of {budget}; as written {written}"
@@ -102,6 +108,7 @@ def _table(result: ScriptPlan) -> Table:
     table.add_column("peak in")
     for run in (result.as_written, *result.tried):
         mark = "  <- chosen" if run is result.chosen and run.changes else ""
+        mark = "  <- too slow" if run is result.too_slow else mark
         place = (run.place.phase, escaped(run.place.module))
         table.add_row(
             f"{plan_name(run)}{mark}",
@@ -153,6 +160,9 @@ def _details(result: ScriptPlan) -> Iterator[str]:
     if result.dropped:
         count = len(result.dropped)
         yield f"\n{count} plan{'s' * (count != 1)} could not be run. {escaped(result.dropped[0])}"
+    if result.too_slow is not None:
+        yield f"\nTimes are assumed: {result.rule}."
+        yield "Marked as too slow: the fastest plan found that fits. A higher --max-slowdown permits it."
     if chosen is None or not chosen.changes:
         return
     other_kernels = chosen.compiled and chosen.equality is Equality.ROUNDING
