@@ -66,6 +66,20 @@ def test_the_plan_is_printed_with_what_it_needs_and_costs(planned):
     assert 1.0 < found["bound"] <= found["time"] < 1.4
 
 
+def test_a_limit_of_time_refuses_what_is_slower_and_the_page_shows_it(planned, tmp_path):
+    script, plan, _ = planned
+    page, unwritten = tmp_path / "plan.html", tmp_path / "plan.json"
+    limits = ("--budget", BUDGET, "--max-slowdown", "1")
+    done = memfit("plan", *limits, "--fail", "--html", page, "-o", unwritten, script)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.startswith("NO PLAN FITS   within 1 times the time; one that needs ")
+    assert not unwritten.exists()
+    text = page.read_text()
+    time = json.loads(plan.read_text())["time"]
+    assert f"{time:.3f}x" in text
+    assert "checkpoint every block" in text  # as --chart
+
+
 def test_a_dry_run_under_the_plan_needs_what_the_plan_says(planned):
     script, plan, _ = planned
     found = json.loads(plan.read_text())

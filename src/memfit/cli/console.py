@@ -109,7 +109,9 @@ def write_strategies(comparison: "StrategyComparison", json: str | None) -> None
     _write(lambda: to_json(comparison), json, lambda console: print_strategies(comparison, console))
 
 
-def write_plan(plan: "ScriptPlan", json: str | None, output: Path | None) -> None:
+def write_plan(
+    plan: "ScriptPlan", json: str | None, output: Path | None = None, html: Path | None = None
+) -> None:
     """Print a plan and write it to files; ``json`` as for ``write_explanation``."""
     from memfit.report.schema.plan_schema import to_json
     from memfit.report.terminal.script_plan import print_plan
@@ -121,7 +123,13 @@ def write_plan(plan: "ScriptPlan", json: str | None, output: Path | None) -> Non
         write_bytes(path, to_json(plan) + b"\n")
         print(escaped(f"Plan: {path}  (memfit dry-run --plan {path} SCRIPT)"), file=sys.stderr)
 
-    _write(lambda: to_json(plan), json, lambda console: print_plan(plan, console), [(output, write_file)])
+    def write_page(path: Path) -> None:
+        from memfit.report.html.plan_page import plan_page
+
+        write_bytes(path, plan_page(plan).encode(errors="replace"))
+
+    files: list[Output] = [(output, write_file), (html, write_page)]
+    _write(lambda: to_json(plan), json, lambda console: print_plan(plan, console), files)
 
 
 def write_verification(result: "Verification", json: str | None) -> None:

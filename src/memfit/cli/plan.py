@@ -31,6 +31,7 @@ def plan(  # noqa: PLR0913 - one parameter an option
     max_slowdown: float | None = None,
     steps: int = STEPS,
     chart: Annotated[bool, Parameter(negative="", group=OUTPUT)] = False,
+    html: Annotated[Path | None, Parameter(group=OUTPUT)] = None,
     output: Annotated[Path | None, Parameter(name=["-o", "--output"], group=OUTPUT)] = None,
     json: Annotated[str | None, Parameter(group=OUTPUT, allow_leading_hyphen=True)] = None,
     fail: Annotated[bool, Parameter(negative="", group=OUTPUT)] = False,
@@ -63,6 +64,8 @@ def plan(  # noqa: PLR0913 - one parameter an option
         steps: Stop each run after this many training steps, at least 2.
         chart: Draw time against memory for everything that ran, and run three policies that people use beside
             it: checkpoint every block, every second one, and every block with matrix products kept.
+        html: Write this chart, every plan that ran, and what to change as an HTML page to this file: a single
+            page that loads no other files. Includes --chart.
         output: Write the plan to this file, for example plan.json. memfit.apply(model, "plan.json") carries
             it out.
         json: Write the result as JSON to this file. With -, print the JSON instead of the table. A plan file
@@ -73,10 +76,11 @@ def plan(  # noqa: PLR0913 - one parameter an option
     """
     from memfit import api
 
-    expect_script("plan", command, {"--json": json, "-o": output})
+    expect_script("plan", command, {"--json": json, "-o": output, "--html": html})
     if steps < _LEAST_STEPS:
         raise UsageError(f"--steps {steps} is too few: memfit records the second training step.")
-    check_outputs({"-o": output, "--json": json_file(json)}, script_file(command[0], module=module))
+    outputs = {"-o": output, "--html": html, "--json": json_file(json)}
+    check_outputs(outputs, script_file(command[0], module=module))
     allowed = api.allowed_changes(bitwise=bitwise, allow=allow, max_slowdown=max_slowdown)
     options = RunOptions(
         module=module,
@@ -87,6 +91,8 @@ def plan(  # noqa: PLR0913 - one parameter an option
         values=",".join(values),
     )
     with progress(options.steps, reruns=_RUNS) as show:
-        result = api.plan_on_ghost(command[0], command[1:], options, show, allowed, policies=chart)
-    write_plan(result, json, output)
+        result = api.plan_on_ghost(
+            command[0], command[1:], options, show, allowed, policies=chart or html is not None
+        )
+    write_plan(result, json, output, html)
     return 1 if fail and result.chosen is None else 0

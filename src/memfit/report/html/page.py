@@ -1,17 +1,16 @@
 """Assemble the report: one HTML file that loads nothing and cannot access the network."""
 
-import base64
-import hashlib
 from dataclasses import replace
-from importlib.resources import files
 from string import Template
 
 from memfit.analysis.reserved_ranges import has_segments
 from memfit.records import Attribution, DryRun, Timeline, Trace
 from memfit.report.html import static_html
 from memfit.report.html.payload import payload
+from memfit.report.html.self_contained import asset, policy
 from memfit.report.html.texts import PageTexts
 
+_STYLES = ("common.css", "dark.css", "page.css")
 _SCRIPTS = (
     "read.js", "model.js", "format.js", "drawing.js", "rows.js", "timeline.js",
     "moment.js", "icicle.js", "segments.js", "table.js", "page.js",
@@ -42,12 +41,12 @@ def page(
         summary = _without_source(summary)
     found = payload(trace, line, attribution, summary, words)
     missing = {"no-source": not source, "no-segments": not has_segments(trace)}
-    style = _asset("page.css") + static_html.colours(found.facts)
-    script = "(() => {\n'use strict';\n" + "\n".join(map(_asset, _SCRIPTS)) + "})();\n"
-    return Template(_asset("page.html")).substitute(
+    style = "".join(map(asset, _STYLES)) + static_html.colours(found.facts)
+    script = "(() => {\n'use strict';\n" + "\n".join(map(asset, _SCRIPTS)) + "})();\n"
+    return Template(asset("page.html")).substitute(
         static_html.verdict_in_html(summary, words) | static_html.thinned(found.facts),
         missing=" ".join(name for name, is_so in missing.items() if is_so),
-        policy=_policy(script, style),
+        policy=policy(style, script),
         style=style,
         code=script,
         ladder=static_html.ladder(summary),
@@ -76,22 +75,3 @@ def _without_source(summary: DryRun) -> DryRun:
         end=replace(summary.end, where=""),
         notes=tuple(replace(note, where="") for note in summary.notes),
     )
-
-
-def _asset(name: str) -> str:
-    return files("memfit.report.html").joinpath("assets", name).read_text(encoding="utf-8")
-
-
-def _policy(script: str, style: str) -> str:
-    """Return a security policy that allows only this script and this style.
-
-    Source: W3C, Content Security Policy Level 3, hashes (2.3.1) and ``default-src`` (6.1.3).
-    """
-    return (
-        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
-        "base-uri 'none'; form-action 'none'"
-    )
-
-
-def _hash(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

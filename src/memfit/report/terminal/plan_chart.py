@@ -9,18 +9,19 @@
 from collections.abc import Iterator, Sequence
 
 from memfit.records import PlanRun, ScriptPlan
+from memfit.report.drawn_plans import PlanKind, drawn_plans, marked_last
 from memfit.units import format_gib
 
 _WIDTH, _HEIGHT = 64, 12
+_MARKS = {PlanKind.WRITTEN: "0", PlanKind.TRIED: "o", PlanKind.TOO_SLOW: "x", PlanKind.CHOSEN: "*"}
 _LETTERS = "abcdefghij"
 _MARGIN = 8
 
 
 def chart_lines(result: ScriptPlan) -> Iterator[str]:
     """Yield the lines of a chart of everything that ran, and what its letters stand for."""
-    marks = [("0", result.as_written), *(("o", run) for run in result.tried if run is not result.chosen)]
-    marks += zip(_LETTERS, result.policies, strict=False)
-    marks += [("*", result.chosen)] if result.chosen is not None and result.chosen.changes else []
+    letters, plans = iter(_LETTERS), drawn_plans(result)
+    marks = [(_MARKS.get(each.kind) or next(letters), each.run) for each in marked_last(plans)]
     sizes = [*(run.needs.bytes for _, run in marks), result.budget]
     times = [run.time for _, run in marks]
     low, high, slowest, fastest = min(sizes), max(sizes), max(times), min(times)
@@ -37,8 +38,8 @@ def chart_lines(result: ScriptPlan) -> Iterator[str]:
     yield f"{'':{_MARGIN}} └{'─' * _WIDTH}"
     left, right = format_gib(low), format_gib(high)
     yield f"{'':{_MARGIN}}  {left}{right:>{_WIDTH - len(left)}}"
-    yield "* chosen   o tried   0 as written   ┊ budget"
-    yield from _legend(result.policies)
+    yield f"{'x too slow' if result.too_slow else '* chosen'}   o tried   0 as written   ┊ budget"
+    yield from _legend([each.run for each in plans if each.kind is PlanKind.POLICY])
 
 
 def _legend(policies: Sequence[PlanRun]) -> Iterator[str]:

@@ -43,13 +43,13 @@ def print_plan(result: ScriptPlan, console: Console) -> None:
         escaped(result.device.name),
         f"torch {escaped(result.versions.get('torch', '?'))}",
     ]
-    console.print(Text(_verdict(result), style="bold"))
+    console.print(Text(plan_verdict(result), style="bold"))
     console.print(Text(" · ".join([*parts, f"budget {format_gib(result.budget)}"]), style="dim"))
     console.print()
     console.print(_table(result))
     if result.policies:
         console.print()
-    for line in [*(chart_lines(result) if result.policies else ()), *_details(result)]:
+    for line in [*(chart_lines(result) if result.policies else ()), *plan_details(result)]:
         console.print(Text(line))
 
 
@@ -77,7 +77,8 @@ def _micro_batches(chosen: PlanRun) -> Iterator[str]:
         yield "    Random numbers, such as those of dropout, are others than for the whole batch."
 
 
-def _verdict(result: ScriptPlan) -> str:
+def plan_verdict(result: ScriptPlan) -> str:
+    """Return the answer in a line."""
     written = format_gib(result.as_written.needs.bytes)
     budget = format_gib(result.budget)
     if result.chosen is not None and not result.chosen.changes:
@@ -141,7 +142,8 @@ def plan_name(run: PlanRun) -> str:
     return ", ".join(named) or "as written"
 
 
-def _details(result: ScriptPlan) -> Iterator[str]:
+def plan_details(result: ScriptPlan) -> Iterator[str]:
+    """Yield what to change in the script, and what else there is to say about the answer."""
     chosen = result.chosen
     if result.reason:
         yield f"\n{escaped(result.reason)}"
