@@ -21,7 +21,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 def ran(gibibytes, time, module="blocks.1", **settings):
     place = ScriptLocation(1, Phase.BACKWARD, module, "", "", "")
     needs = Figure(round(gibibytes * GIB), Provenance.ASSUMED, "CUDA context: a table")
-    return PlanRun(settings, needs, time, place, allocated=round(gibibytes * GIB) - GIB // 2)
+    return PlanRun(settings, needs, needs, time, place, allocated=round(gibibytes * GIB) - GIB // 2)
 
 
 @pytest.fixture
