@@ -66,9 +66,10 @@ def divisions(trace: Trace, *, draws: bool) -> list[PlanChange]:
     if setting is None:
         return []
     accumulation = _option(trace, OptionPurpose.ACCUMULATION) if isinstance(setting, ScriptOption) else None
+    parts = _option(trace, OptionPurpose.PARTS) if isinstance(setting, ScriptOption) else None
     whole = batch_size(setting)
     return [
-        _division(with_batch_size(setting, size), whole // size, accumulation, draws=draws)
+        _division(with_batch_size(setting, size), whole // size, accumulation, parts, draws=draws)
         for size in _halved(whole)
         if whole % size == 0
     ]
@@ -91,22 +92,46 @@ def _halved(size: int) -> Iterator[int]:
 
 
 def _division(
-    smaller: PlanChange, count: int, accumulation: ScriptOption | None, *, draws: bool
+    smaller: PlanChange,
+    count: int,
+    accumulation: ScriptOption | None,
+    parts: ScriptOption | None,
+    *,
+    draws: bool,
 ) -> PlanChange:
-    """Return the change to parts of a batch, by the script's own option for accumulation if it has one."""
+    """Return the change to parts of a batch, by the script's own option if it has one.
+
+    Args:
+        smaller: the change to batches that are as small as a part.
+        count: of parts.
+        accumulation: the script's option for the number of batches in an update.
+        parts: its option for the number of parts into which ``memfit.Engine`` divides a batch.
+        draws: whether a step draws random numbers.
+    """
     change, size, (how,) = smaller.change, smaller.batch_size, smaller.how
-    own = accumulation is not None
-    if accumulation is not None:
+    own = accumulation is not None or parts is not None
+    if parts is not None:  # batches stay whole, until an engine divides them
+        change = ScriptChange(arguments=parts.with_value(count))
+        how = f"{' '.join(change.arguments)}, now {parts.value}"
+    elif accumulation is not None:
         words = accumulation.with_value(count * accumulation.value)
         change = replace(change, arguments=change.arguments + words)
         how = f"{' '.join(change.arguments)}, now {size * count} and {accumulation.value}"
     divided = DividedBatches(
-        count, size, how, smaller.where, change.arguments, change.loader, draws=draws, by_option=own
+        count,
+        size,
+        how,
+        smaller.where,
+        change.arguments,
+        change.loader,
+        draws=draws,
+        by_option=own,
+        by_engine=parts is not None,
     )
     return replace(
         smaller,
         change=change if own else change | ScriptChange(micro_batches=count),
-        settings={} if own else {"accumulation": {"parts_per_batch": count}},  # own options, or Engine's
+        settings={"accumulation": {"parts_per_batch": count}} if parts or not own else {},  # Engine's
         divided=divided,
         words=(f"{count} micro-batches of {size}",),
         how=(how, *divided.in_loop),

@@ -31,6 +31,7 @@ _NAMES = {
         "accum-iter",
         "accum-freq",
     ),
+    OptionPurpose.PARTS: ("parts-per-batch",),
     OptionPurpose.CHECKPOINTING: (
         "gradient-checkpointing",
         "grad-checkpointing",
@@ -44,7 +45,7 @@ _NAMES = {
 """Names without dashes in front, with ``_`` as ``-``; of one purpose, the most specific or gentlest first."""
 _KNOWN = {name: purpose for purpose, names in _NAMES.items() for name in names}
 _RANK = {name: rank for rank, name in enumerate(_KNOWN)}
-_NUMBERS = (OptionPurpose.BATCH_SIZE, OptionPurpose.ACCUMULATION)
+_NUMBERS = (OptionPurpose.BATCH_SIZE, OptionPurpose.ACCUMULATION, OptionPurpose.PARTS)
 _LOW = ("bf16", "bfloat16", "fp16", "float16")
 """Choices of an option that mean low precision."""
 

@@ -9,6 +9,8 @@ class OptionPurpose(StrEnum):
 
     BATCH_SIZE = "batch size"
     ACCUMULATION = "accumulation steps"
+    PARTS = "parts of a batch"
+    """Into which ``memfit.Engine`` divides each batch: of the loop that runs a ``memfit.Job``."""
     CHECKPOINTING = "checkpointing"
     LOW_PRECISION = "low precision"
 

@@ -42,6 +42,8 @@ class DividedBatches:
     """Whether the step draws random numbers: other ones than for the whole batch."""
     by_option: bool = False
     """Whether the script's own options sum the gradients, too: nothing is to be changed in its loop."""
+    by_engine: bool = False
+    """Whether ``memfit.Engine`` divides batches, as for a ``memfit.Job``."""
 
     @property
     def in_loop(self) -> tuple[str, ...]:

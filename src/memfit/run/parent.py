@@ -26,6 +26,7 @@ from memfit.atomic_files import check_outputs
 from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import MemfitError, OutputError, TargetError, UsageError
 from memfit.records import ChildProcess, ScriptEnd, Trace
+from memfit.records.targets import typed
 from memfit.run.check_script import check_script
 from memfit.run.child_settings import ChildSettings, GhostSettings
 from memfit.run.children import read_children
@@ -148,7 +149,7 @@ def run_script(
         if interruption.pressed and (last.end is None or last.end.reason != "interrupted"):
             raise KeyboardInterrupt  # the script caught it, or had just ended
         ranks = StartedRanks(Path(folder), options.rank.nproc)
-        _check_end(command[0], last, read_children(Path(folder)), ranks.why_none_ran(options.rank))
+        _check_end(typed(command)[0], last, read_children(Path(folder)), ranks.why_none_ran(options.rank))
         if last.unsaved:
             return RecordedRun(read_trace(fallback), OutputError(last.unsaved))
         return RecordedRun(read_trace(path), None)
@@ -262,7 +263,8 @@ def _never_used(name: str, end: ScriptEnd, children: tuple[ChildProcess, ...]) -
         launch = f" If torchrun starts it, write memfit dry-run torchrun {name}" * _lacks_rank(end.exception)
         return f"{name} failed before it used the GPU: {end.exception}{launch}"
     if end.exit_code:
-        return f"{name} ended with exit code {end.exit_code} before it used the GPU."
+        why = f": {end.exception}" if end.exception else "."
+        return f"{name} ended with exit code {end.exit_code} before it used the GPU{why}"
     return (
         f"{name} finished without using the GPU, so there is nothing to measure. "
         "Check whether the script runs on the CPU by default."

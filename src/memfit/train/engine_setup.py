@@ -55,8 +55,8 @@ def job_of(job: Job | nn.Module, *parts: Any) -> Job:
         raise UsageError(f"Engine(job, plan) takes a model or a memfit.Job, not {job!r}.")
     elif any(part is not None for part in parts):
         raise UsageError(
-            f"Engine(job, plan): set {', '.join(field.name for field in fields(Job)[1:])} in the memfit.Job, "
-            "not in the call to memfit.Engine."
+            f"Engine(job, plan): set {', '.join(field.name for field in fields(Job)[1 : 1 + len(parts)])} in "
+            "the memfit.Job, not in the call to memfit.Engine."
         )
     else:
         whole = job

@@ -33,3 +33,6 @@ class Job:
     """The name of the validated metric that ``ReduceLROnPlateau`` watches, after each epoch."""
     max_grad_norm: float | None = None
     """The norm to which a window's gradients are clipped, once: those of the optimizer's parameters."""
+    batch: Callable[[int], Any] | None = None
+    """``batch(size)`` returns a batch of so many samples, on any device, for the commands that run a job:
+    ``memfit plan job.py:make_job``. Random values do. An engine does not call it."""

@@ -10,6 +10,7 @@ from memfit.analysis.summary import summarize
 from memfit.errors import TargetError
 from memfit.planning.plan_file import PlanFile
 from memfit.records import MeasuredPeak
+from memfit.records.targets import typed
 from memfit.run.options import RunOptions
 from memfit.run.parent import Progress, run_script
 from memfit.strategies.trial_run import injected
@@ -37,7 +38,9 @@ def measured_peak(
     with injected(change, RunOptions(module=module, labels=False)) as injection, _conf(plan.allocator):
         trace = run_script(command + change.arguments, injection.options, None, None, show).trace
     if not ran_to_completion(trace.end):
-        raise TargetError(f"memfit trained {command[0]} under the plan, but {why_it_failed(trace.end)}")
+        raise TargetError(
+            f"memfit trained {typed(command)[0]} under the plan, but {why_it_failed(trace.end)}"
+        )
     found = summarize(trace)
     return MeasuredPeak(
         found.peak_allocated,

@@ -19,6 +19,7 @@ from memfit.errors import TargetError
 from memfit.planning.plan_file import PlanFile
 from memfit.python_command import python_code
 from memfit.records import Verification, VerificationVerdict
+from memfit.records.targets import typed
 from memfit.run.options import RunOptions
 from memfit.run.parent import Progress
 from memfit.strategies.trial_run import injected
@@ -116,7 +117,9 @@ def _run(
     if update.failure:
         stands_in = " on the CPU, because this machine has no GPU that PyTorch can use"
         on = stands_in if settings.on_cpu else ""
-        raise TargetError(f"memfit ran {command[0]} {what}{on}: {update.failure}{'' if on else _ON_CPU}")
+        raise TargetError(
+            f"memfit ran {typed(command)[0]} {what}{on}: {update.failure}{'' if on else _ON_CPU}"
+        )
     return UpdateRun(folder, update)
 
 

@@ -4,6 +4,7 @@ from html import escape
 from string import Template
 
 from memfit.records import Provenance, ScriptPlan
+from memfit.records.targets import typed
 from memfit.report.drawn_plans import DrawnPlan, PlanKind, drawn_plans
 from memfit.report.html.plan_svg import chart
 from memfit.report.html.self_contained import asset, policy
@@ -29,8 +30,8 @@ def plan_page(result: ScriptPlan) -> str:
     return Template(asset("plan.html")).substitute(
         policy=policy(style),
         style=style,
-        script=_text(words, result.command[0]),
-        subject=_text(words, f"{' '.join(result.command)} · {result.device.name}"),
+        script=_text(words, typed(result.command)[0]),
+        subject=_text(words, f"{' '.join(typed(result.command))} · {result.device.name}"),
         kind="bad" if result.chosen is None else "good",
         verdict=escape(verdict.capitalize()),
         rest=escape(rest),

@@ -5,6 +5,7 @@ from html import escape
 
 from memfit.analysis.breakdown import CATEGORY_NAMES
 from memfit.records import Category, DryRun, Figure, Provenance
+from memfit.records.targets import typed
 from memfit.report.html.page_facts import PageFacts
 from memfit.report.html.payload import Payload
 from memfit.report.html.texts import PageTexts
@@ -30,7 +31,7 @@ def verdict_in_html(result: DryRun, words: PageTexts) -> dict[str, str]:
         "verdict": _text(words, word.capitalize()),
         "needs": "<br>".join(_text(words, line.strip().replace("   ", " · ")) for line in lines),
         "subject": _text(words, subject(result).plain),
-        "script": _text(words, result.command[0] if result.command else result.device.name),
+        "script": _text(words, typed(result.command)[0] if result.command else result.device.name),
         "peak": _text(words, in_words(result.peak_place)),
         "growth": _text(words, growth(result).plain),
     }

@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.records import GpusFor, ScriptPlan
+from memfit.records.targets import typed
 from memfit.report.escape import escaped
 from memfit.report.printable import Printable
 from memfit.report.terminal.script_plan import plan_name
@@ -27,7 +28,7 @@ def print_gpus_for(result: GpusFor, console: Console) -> None:
     written = sum(_as_written(plan) for plan in result.plans)
     planned = sum(plan.chosen is not None for plan in result.plans) - written
     verdict = f"RUNS ON {written} OF {len(result.plans) + len(result.failed)} GPUS as written"
-    parts = [escaped(result.command[0]), f"torch {escaped(result.versions.get('torch', '?'))}"]
+    parts = [escaped(typed(result.command)[0]), f"torch {escaped(result.versions.get('torch', '?'))}"]
     console.print(Text(verdict + f", and on {planned} more with a plan" * bool(planned), style="bold"))
     console.print(Text(" · ".join(parts), style="dim"))
     console.print()
@@ -36,7 +37,7 @@ def print_gpus_for(result: GpusFor, console: Console) -> None:
         console.print(Text(f"\n{', '.join(names)}: {reason}"))
     for line in (
         "The CUDA context, which is assumed, is included. ~ What is left is less than its uncertainty.",
-        f"The plan for one of them: memfit plan --gpu NAME {escaped(' '.join(result.command))}",
+        f"The plan for one of them: memfit plan --gpu NAME {escaped(' '.join(typed(result.command)))}",
     ):
         console.print(Text(line, style="dim"))
 

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.records import BatchLimit, BatchRun, MaxBatch
+from memfit.records.targets import typed
 from memfit.report.escape import escaped
 from memfit.report.printable import Printable
 from memfit.report.short_path import short_path
@@ -26,7 +27,7 @@ class PrintableMaxBatch(Printable, MaxBatch):
 def print_max_batch(result: MaxBatch, console: Console) -> None:
     """Print the largest batch size, a row for each run, and what to write."""
     parts = [
-        escaped(result.command[0]),
+        escaped(typed(result.command)[0]),
         escaped(result.device.name),
         f"torch {escaped(result.versions.get('torch', '?'))}",
         f"budget {format_gib(result.budget)}",

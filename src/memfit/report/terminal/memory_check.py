@@ -9,6 +9,7 @@ from rich.text import Text
 
 from memfit.analysis.fold_module_paths import fold_module_paths
 from memfit.records import CheckedFigure, CheckVerdict, GroupBy, MemoryCheck
+from memfit.records.targets import typed
 from memfit.report.escape import escaped
 from memfit.report.printable import Printable
 from memfit.report.terminal.explanation import row_name
@@ -30,7 +31,11 @@ def print_check(check: MemoryCheck, console: Console) -> None:
     """Print the verdict, the peaks, and what grew or fell by more than the tolerance."""
     console.print(Text(_verdict(check), style="bold"))
     run = check.run
-    parts = [escaped(run.command[0]), escaped(run.gpu), f"torch {escaped(run.versions.get('torch', '?'))}"]
+    parts = [
+        escaped(typed(run.command)[0]),
+        escaped(run.gpu),
+        f"torch {escaped(run.versions.get('torch', '?'))}",
+    ]
     console.print(Text(" · ".join(parts), style="dim"))
     if check.peaks:
         console.print()

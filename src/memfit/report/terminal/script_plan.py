@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.records import Equality, PlanRun, ScriptPlan
+from memfit.records.targets import is_job, typed
 from memfit.report.escape import escaped
 from memfit.report.printable import Printable
 from memfit.report.terminal.plan_chart import chart_lines, policy_name
@@ -39,7 +40,7 @@ class PrintableScriptPlan(Printable, ScriptPlan):
 def print_plan(result: ScriptPlan, console: Console) -> None:
     """Print what a plan needs and costs, and what it changes."""
     parts = [
-        escaped(result.command[0]),
+        escaped(typed(result.command)[0]),
         escaped(result.device.name),
         f"torch {escaped(result.versions.get('torch', '?'))}",
     ]
@@ -69,10 +70,13 @@ def _micro_batches(chosen: PlanRun) -> Iterator[str]:
         return
     where = f"    # {escaped(divided.where)}" if divided.where else ""
     yield f"{divided.count} micro-batches of {divided.size} instead of each batch:"
-    yield f"    {escaped(divided.how)}{where}"
-    for line in divided.in_loop:
-        yield f"    {escaped(line)}"
-    yield "    Assumed: the loss is a mean, and each micro-batch counts alike in it."
+    if divided.by_engine:
+        yield "    memfit.Engine divides the batches that it is given."
+    else:
+        yield f"    {escaped(divided.how)}{where}"
+        for line in divided.in_loop:
+            yield f"    {escaped(line)}"
+        yield "    Assumed: the loss is a mean, and each micro-batch counts alike in it."
     if divided.draws:
         yield "    Random numbers, such as those of dropout, are others than for the whole batch."
 
@@ -165,8 +169,11 @@ def plan_details(result: ScriptPlan) -> Iterator[str]:
     if result.too_slow is not None:
         yield f"\nTimes are assumed: {result.rule}."
         yield "Marked as too slow: the fastest plan found that fits. A higher --max-slowdown permits it."
-    if chosen is None or not chosen.changes:
-        return
+    if chosen is not None and chosen.changes:
+        yield from _chosen(result, chosen)
+
+
+def _chosen(result: ScriptPlan, chosen: PlanRun) -> Iterator[str]:
     other_kernels = chosen.compiled and chosen.equality is Equality.ROUNDING
     left = result.budget - chosen.needs.bytes
     if left < result.uncertainty:
@@ -180,11 +187,20 @@ def plan_details(result: ScriptPlan) -> Iterator[str]:
     if chosen.time > 1 or chosen.settings:
         bound = f"; no plan of this kind takes less than {result.bound:.3f}" if result.bound else ""
         yield f"Time: {chosen.time:.3f} times the script as written{bound} (assumed: {result.rule})."
-    if not result.models:  # it is applied, or changes no model
+    yield from _how_to_train(result)
+
+
+def _how_to_train(result: ScriptPlan) -> Iterator[str]:
+    if is_job(result.command):
+        function = escaped(result.command[1].rpartition(":")[2])
+        how = f'engine = memfit.Engine({function}(), "plan.json")  # engine.fit(loader), engine.step(batch)'
+    elif result.models:
+        models = escaped(", ".join(result.models))
+        how = f'memfit.apply(model, "plan.json")  # before the optimizer is created: {models}'
+    else:  # it is applied, or changes no model
         return
-    models = escaped(", ".join(result.models))
     yield "To train with it, save it with -o plan.json, and write:"
-    yield f'    memfit.apply(model, "plan.json")  # before the optimizer is created: {models}'
+    yield f"    {how}"
 
 
 def _changes(chosen: PlanRun) -> Iterator[str]:

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.records import ComparedRun, ScriptLocation, StrategyComparison
+from memfit.records.targets import typed
 from memfit.report.escape import escaped
 from memfit.report.printable import Printable
 from memfit.report.short_path import short_path
@@ -31,7 +32,7 @@ def print_strategies(result: StrategyComparison, console: Console) -> None:
     """Print a row for each set of strategies, why some have no figures, and what to write."""
     device = result.device
     parts = [
-        escaped(result.command[0]),
+        escaped(typed(result.command)[0]),
         escaped(device.name),
         f"torch {escaped(result.versions.get('torch', '?'))}",
     ]

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.records import ChildProcess, DryRun, Machine, OutOfMemory, ScriptEnd, ScriptLocation
+from memfit.records.targets import typed
 from memfit.report.escape import escaped
 from memfit.report.printable import Printable
 from memfit.report.short_path import short_path
@@ -280,7 +281,7 @@ def subject(result: DryRun) -> Text:
     if _is_snapshot(result):
         return Text("a memory snapshot written by PyTorch: without device, phases and categories")
     parts = [
-        escaped(" ".join(result.command[:1])),
+        escaped(" ".join(typed(result.command)[:1])),
         escaped(result.device.name),
         f"torch {escaped(result.versions.get('torch', '?'))}",
         str(result.rank or ""),

@@ -15,6 +15,7 @@ from memfit.records import (
     Verification,
     VerificationVerdict,
 )
+from memfit.records.targets import typed
 from memfit.report.escape import escaped
 from memfit.report.printable import Printable
 from memfit.units import format_gib
@@ -38,7 +39,7 @@ class PrintableVerification(Printable, Verification):
 def print_verification(result: Verification, console: Console) -> None:
     """Print whether a plan's gradients are those that it promises."""
     parts = [
-        escaped(result.command[0]),
+        escaped(typed(result.command)[0]),
         escaped(result.device),
         f"torch {escaped(result.versions.get('torch', '?'))}",
     ]

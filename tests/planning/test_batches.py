@@ -1,0 +1,38 @@
+"""How batches are divided: by the script's own options, by an engine, or by skipping updates."""
+
+import pytest
+
+from memfit.planning.batches import divisions
+from memfit.records import Action, OptionPurpose, ScriptOption
+from support.traces import BASE, trace_of
+
+SIZE = ScriptOption(OptionPurpose.BATCH_SIZE, ("--batch-size",), 8)
+STEPS = ScriptOption(OptionPurpose.ACCUMULATION, ("--accumulation-steps",), 3)
+PARTS = ScriptOption(OptionPurpose.PARTS, ("--parts-per-batch",), 1)
+
+
+def halved(*options):
+    trace = trace_of([(Action.SEGMENT_ALLOC, BASE, 1 << 20), (Action.ALLOC, BASE, 512)], options=options)
+    return divisions(trace, draws=False)[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "skipped", "settings", "by"),
+    [
+        ((SIZE,), ("--batch-size", "4"), 2, {"accumulation": {"parts_per_batch": 2}}, (False, False)),
+        ((SIZE, STEPS), ("--batch-size", "4", "--accumulation-steps", "6"), 1, {}, (True, False)),
+        (
+            (SIZE, PARTS),
+            ("--parts-per-batch", "2"),  # of whole batches
+            1,
+            {"accumulation": {"parts_per_batch": 2}},
+            (True, True),
+        ),
+    ],
+    ids=["by skipped updates", "by options", "by an engine"],
+)
+def test_a_batch_is_halved(options, arguments, skipped, settings, by):
+    plan = halved(*options)
+    assert (plan.divided.count, plan.divided.size) == (2, 4)
+    assert (plan.change.arguments, plan.change.micro_batches, plan.settings) == (arguments, skipped, settings)
+    assert (plan.divided.by_option, plan.divided.by_engine) == by
