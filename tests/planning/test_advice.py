@@ -39,6 +39,11 @@ from support.advised_runs import (
 from support.traces import BASE, Event, freed, trace_of
 
 
+def in_use(run, mib):
+    """Return a run on a device of which others use so many MiB."""
+    return replace(run, device=replace(run.device, in_use=mib * MIB))
+
+
 def test_each_saving_is_relative_to_the_unchanged_run():
     answer, tried = advice_for(trace(400), {"checkpointing": 300, "offload": 50})
     assert rows(answer) == [(CHECKPOINT, 100, 400, True), (OFFLOAD, 350, 150, True)]
@@ -61,6 +66,12 @@ def test_a_fit_that_rests_on_an_assumption_is_not_enough():
     answer, _ = advice_for(trace(400, total=550), {"checkpointing": 380, "offload": 300})
     assert answer.verdict == "tight"
     assert rows(answer) == [(OFFLOAD, 100, 400, True)]
+
+
+def test_what_other_processes_use_is_not_free():
+    results = {"": 400, "checkpointing": 300, "offload": 100}
+    answer, _ = advice_for(in_use(too_large(450), 100), results)
+    assert rows(answer) == [(OFFLOAD, 300, 200, True)]
 
 
 def test_a_run_that_only_fits_without_its_cache_is_as_tight_as_its_own_verdict():
@@ -278,6 +289,12 @@ def test_a_run_out_of_memory_is_first_rerun_with_unlimited_memory(end):
     answer, _ = advice_for(short, {"": FAILED})
     assert (answer.advice, answer.in_all, answer.untried) == ((), None, FAILED)
     assert find_advice(short, summarize(short)).advice == ()
+
+
+def test_a_request_for_more_than_unlimited_memory_gets_no_advice():
+    answer, tried = advice_for(too_large(450), {"": trace(400, oom=True)})
+    assert (answer.advice, answer.in_all, tried) == ((), None, [""])
+    assert "ran out of memory even with" in answer.untried.exception
 
 
 def test_advice_for_a_script_that_caught_an_error_starts_from_a_run_without_one():

@@ -104,6 +104,13 @@ def test_a_script_that_can_accumulate_divides_its_batches_by_its_own_option():
     )
 
 
+def test_what_a_sample_takes_is_not_read_from_two_peaks_in_other_phases():
+    own = {"options": [batch()]}
+    elsewhere = trace(160, phase=1, **own)
+    results = {"": 640, "--batch-size 16 x4": elsewhere, "checkpointing": FAILED, "offload": FAILED}
+    assert advice_for(too_large(400, **own), results, **own)[0].advice_remarks == (PLAN,)
+
+
 def test_batches_are_divided_into_equal_parts():
     own = {"options": [batch(5), ScriptOption(OptionPurpose.ACCUMULATION, ("--accum",), 1)]}
     results = {"": 640, "--batch-size 1 --accum 5": 200, "checkpointing": FAILED, "offload": FAILED}
