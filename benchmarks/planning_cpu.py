@@ -3,11 +3,13 @@
     python benchmarks/planning_cpu.py [--network gpt] [--budgets 410,330,213] [--rounds 15]
 
 The planner gets the seconds of each operation as measured on this machine, and budgets in MiB: by default
-shares of the plain peak. All variants take turns, one step each, on one thread. The peak is that of PyTorch's
-CPU allocator, over what is allocated between steps (parameters, gradients, inputs). Times are processor time,
-relative to the plain step of the same round: the median, and the interval that covers the true median with
-95 %. Gradients of every variant are compared with those of the plain step; where a step draws random
-numbers, they are the same draws, but for micro-batches.
+shares of the plain peak. A choice that needs more when it runs is made again for less, as ``memfit plan``
+does: the recorder on the CPU does not see the scratch memory of operations. All
+variants take turns, one step each, on one thread. The peak is that of PyTorch's CPU allocator, over what is
+allocated between steps (parameters, gradients, inputs). Times are processor time, relative to the plain step
+of the same round: the median, and the interval that covers the true median with 95 %. Gradients of every
+variant are compared with those of the plain step; where a step draws random numbers, they are the same draws,
+but for micro-batches.
 
 Peers: checkpointing of every block and of every second one; PyTorch's selective checkpointing that keeps
 matrix products; its ``activation_memory_budget`` for compiled graphs (aot_eager), one share in a run, because
@@ -45,6 +47,10 @@ MATRIX_PRODUCTS = (
 SHARES = (0.85, 0.7, 0.55, 0.4, 0.25)
 PARTS = (1, 2, 4)
 _RECORDINGS = 5
+_SMALL = 200
+"""Operations to measure dispatch with."""
+_RUNS = 10
+"""Of choices for a budget, at most."""
 
 
 @dataclass
@@ -207,35 +213,49 @@ def _chunked(network: Network, parts: int) -> Variant:
 def _planned(network: Network, steps: dict[int, StepOperations], budgets: list[int]) -> Iterator[Variant]:
     """Yield the plans for each budget: bit for bit, and with micro-batches if samples are independent."""
     started = time.monotonic()
-    choosers = {parts: CheckpointChooser(step, _measured) for parts, step in steps.items()}
+    dispatch = _dispatch_seconds()
+    choosers = {parts: CheckpointChooser(step, _measured, dispatch=dispatch) for parts, step in steps.items()}
     dependent = why_dependent(steps[1], steps[PARTS[1]]) if PARTS[1] in steps else "one sample"
     if dependent:
         print(f"No micro-batches: {dependent}.")
     plain = sum(map(_measured, (*steps[1].forward, *steps[1].backward)))
-    plans: dict[tuple[int, int], tuple[CheckpointChoice, float]] = {}
+    plans: dict[tuple[int, int], tuple[Variant, float]] = {}
     for budget in budgets:
         for parts in PARTS[:1] if dependent else choosers:
             step = sum(map(_measured, (*steps[parts].forward, *steps[parts].backward)))
-            choice = choosers[parts].choose(budget * MIB)
-            if choice is not None:
-                plans[budget, parts] = choice, parts * (step + choice.seconds) / plain
+            found = _fitting(network, choosers[parts], budget * MIB, parts)
+            if found is not None:
+                plans[budget, parts] = found[0], parts * (step + found[1].seconds) / plain
         if (budget, 1) not in plans:
             smallest = math.ceil(choosers[1].smallest.peak / MIB)
-            print(f"{budget} MiB: no plan bit for bit; the smallest needs {smallest} MiB")
+            print(f"{budget} MiB: no plan bit for bit; the smallest is predicted to need {smallest} MiB")
     print(f"planned {len(budgets)} budgets in {time.monotonic() - started:.1f} s")
     for budget in budgets:
         ways = [parts for other, parts in plans if other == budget]
         best = min(ways, key=lambda parts: plans[budget, parts][1], default=1)
         for parts in sorted({1, best} & set(ways)):
-            choice, predicted = plans[budget, parts]
-            regions = tuple(
-                memfit.Region(each.modules, each.save_ops, each.split_at) for each in choice.regions
-            )
-            plan = memfit.Checkpointing(regions=regions) if regions else None
-            name = f"plan for {budget} MiB{f', {parts} micro-batches' * (parts > 1)}"
-            made = _variant(network, name, plan, parts)
-            made.predicted = predicted
+            made, made.predicted = plans[budget, parts]
+            made.name = f"plan for {budget} MiB{f', {parts} micro-batches' * (parts > 1)}"
             yield made
+
+
+def _fitting(
+    network: Network, chooser: CheckpointChooser, budget: int, parts: int
+) -> tuple[Variant, CheckpointChoice] | None:
+    """Return the fastest choice that fits when it runs: the chooser's budget is what the last one left."""
+    target = budget
+    for _ in range(_RUNS):
+        choice = chooser.choose(target)
+        if choice is None:
+            return None
+        regions = tuple(memfit.Region(**each.settings) for each in choice.regions)
+        made = _variant(network, "plan", memfit.Checkpointing(regions=regions) if regions else None, parts)
+        made.measure()
+        if made.peak <= budget:
+            made.peak = 0
+            return made, choice
+        target = min(target - 1, choice.peak - (made.peak - budget) // 2)
+    return None
 
 
 def _fastest(plain: Variant, parts: int) -> StepOperations:
@@ -250,6 +270,23 @@ def _fastest(plain: Variant, parts: int) -> StepOperations:
 
     forward, backward = ([getattr(step, name) for step in recorded] for name in ("forward", "backward"))
     return replace(recorded[0], forward=least(forward), backward=least(backward))
+
+
+def _dispatch_seconds() -> float:
+    """Return the seconds for asking of an operation whether its result is kept: a chain of small ones."""
+    small = nn.Sequential(nn.Sequential(*(nn.Sigmoid() for _ in range(_SMALL))))
+    x = torch.ones(1, requires_grad=True)
+    seconds = []
+    for _ in range(2):
+        taken = []
+        for _ in range(_RECORDINGS):
+            started = time.process_time()
+            small(x)
+            taken.append(time.process_time() - started)
+        seconds.append(min(taken))
+        if len(seconds) == 1:
+            memfit.apply(small, memfit.Checkpointing("0", recompute="tensors"))
+    return (seconds[1] - seconds[0]) / _SMALL
 
 
 def _measured(operation: Operation) -> float:

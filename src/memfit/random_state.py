@@ -207,6 +207,15 @@ class GlobalDraws:
                 generator.set_state(state)
 
 
+def generator_positions() -> tuple[Any, ...]:
+    """Return where PyTorch's global generators are, to be compared."""
+    import torch
+
+    return torch.get_rng_state().numpy().tobytes(), *(
+        each.get_offset() for each in torch.cuda.default_generators
+    )
+
+
 def same_state(one: Any, other: Any) -> bool:
     """Return whether two states of a generator, PyTorch's included, are equal."""
     if one is other:

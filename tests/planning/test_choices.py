@@ -32,7 +32,7 @@ def peak(step) -> int:
 def applied(network, choice):
     """Return the network with a choice carried out."""
     if choice.regions:
-        regions = tuple(memfit.Region(each.modules, each.save_ops, each.split_at) for each in choice.regions)
+        regions = tuple(memfit.Region(**each.settings) for each in choice.regions)
         memfit.apply(network.model, memfit.Checkpointing(regions=regions))
     return network
 

@@ -138,3 +138,19 @@ def test_an_operation_is_random_if_it_draws():
     torch.native_dropout(x, 0.0, train=False)
     step = recorder.stop()
     assert {each.name for each in step.forward if each.random} == {"aten.bernoulli_.float"}
+
+
+def test_what_autograd_saves_is_recorded_with_the_operation_whose_backward_reads_it():
+    model = nn.Sequential(nn.Conv1d(2, 2, 1), nn.Sigmoid())
+    x = torch.randn(1, 2, 8)
+    recorder = StepOperationRecorder(model)
+    recorder.start()
+    (model(x) * 2.0).pow(2).sum().backward()
+    step = recorder.stop()
+    names = [operation.name.split(".")[1] for operation in step.forward]
+    found = [
+        (names[by], at - by, storage in step.forward[by].creates)
+        for storage, at, by in zip(step.saved, step.saved_at, step.saved_by, strict=True)
+    ]
+    # A convolution saves its arguments before it runs, sigmoid its result after it.
+    assert found == [("convolution", 0, False)] * 2 + [("sigmoid", 1, True)]

@@ -13,12 +13,23 @@ class PlannedRegion:
     modules: tuple[str, ...]
     save_ops: tuple[str, ...] = ()
     split_at: tuple[str, ...] = ()
+    recompute: str = "module"
 
     def __repr__(self) -> str:
         """Return the Python expression that creates it."""
-        given = {"save_ops": self.save_ops, "split_at": self.split_at}
-        named = "".join(f", {name}={value!r}" for name, value in given.items() if value)
+        named = "".join(f", {name}={value!r}" for name, value in self.settings.items() if name != "modules")
         return f"memfit.Region({self.modules!r}{named})"
+
+    @property
+    def settings(self) -> dict[str, tuple[str, ...] | str]:
+        """Its modules, and what differs from the defaults."""
+        given: dict[str, tuple[str, ...] | str] = {
+            "modules": self.modules,
+            "save_ops": self.save_ops,
+            "split_at": self.split_at,
+            "recompute": self.recompute if self.recompute != "module" else "",
+        }
+        return {name: value for name, value in given.items() if value}
 
 
 @dataclass(frozen=True, slots=True, order=True)

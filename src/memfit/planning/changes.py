@@ -141,9 +141,10 @@ def recomputation(choice: "CheckpointChoice", optimizer: int | None, *, offload:
     return change | _strategy("offload", {"what": "inputs"}, "inputs offloaded", late=True)
 
 
-def _plain(region: PlannedRegion) -> dict[str, list[str]]:
-    given = {"modules": region.modules, "save_ops": region.save_ops, "split_at": region.split_at}
-    return {name: list(values) for name, values in given.items() if values}
+def _plain(region: PlannedRegion) -> dict[str, Any]:
+    return {
+        name: list(value) if isinstance(value, tuple) else value for name, value in region.settings.items()
+    }
 
 
 def checkpointing_ways(options: tuple[ScriptOption, ...]) -> tuple[PlanChange, ...]:

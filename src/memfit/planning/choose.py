@@ -11,7 +11,8 @@
                 a[g] = a[g - 1] + bytes of the storages y[s] that segment g created
                 a[g] + recomputed so far, if g is in a checkpointed module + besides[g]  <=  budget
 
-The relaxation bounds what any choice among these options can reach.
+The relaxation bounds what any choice among these options can reach. Beside it stand choices that
+recompute the tensors of the whole model one by one (``tensor_options.py``): each excludes all others.
 """
 
 from collections import Counter, defaultdict
@@ -32,6 +33,7 @@ from memfit.planning.region_options import (
     worth_trying,
 )
 from memfit.planning.region_parts import option_in_parts, parts_of, recomputed, splits_to_try
+from memfit.planning.tensor_options import tensor_options
 from memfit.records import ModuleCall, StepOperations
 
 _MIB = float(1 << 20)
@@ -74,14 +76,19 @@ class CheckpointChooser:
         seconds: how long an operation takes.
         copy: how long it takes to copy bytes to the host and back, if the inputs of checkpointed modules wait
             there; None if they stay.
+        dispatch: seconds for asking whether an operation's results are kept; 0 where that waits for nothing,
+            because kernels take longer.
     """
 
-    def __init__(self, step: StepOperations, seconds: Seconds, copy: Copy | None = None) -> None:
+    def __init__(
+        self, step: StepOperations, seconds: Seconds, copy: Copy | None = None, dispatch: float = 0.0
+    ) -> None:
         self._memory = MemoryModel.of(step)
         self._program = MixedIntegerProgram()
         self._budget = self._program.column(upper=INFINITY)
         """Column: MiB."""
-        self._ways = _ways(self._memory, seconds, copy)
+        self._ways = _ways(self._memory, seconds, copy, dispatch)
+        self._tensors = tensor_options(self._memory, seconds, dispatch) if copy is None else []
         forward = sum(seconds(operation) for operation in step.forward)
         self._unit = forward / _COST if forward else 1.0
         """Seconds by which a cost of 1 makes a step longer."""
@@ -113,13 +120,21 @@ class CheckpointChooser:
         found = self._program.minimize(
             fixed={self._budget: budget / _MIB}, gap=_GAP, cost_gap=_COST_GAP, seconds=_TIME_LIMIT
         )
-        return None if found is None else self._choice(found)
+        modules = None if found is None else self._choice(found)
+        fitting = [each for each in self._tensors if each.peak <= budget]
+        tensors = min(fitting, key=lambda each: each.seconds, default=None)
+        if tensors is None or (modules is not None and modules.seconds <= tensors.seconds):
+            return modules
+        bound = tensors.seconds if modules is None else min(modules.bound, tensors.seconds)
+        region = PlannedRegion((self._memory.step.calls[0].module,), tensors.save_ops, recompute="tensors")
+        return CheckpointChoice((region,), tensors.seconds, bound, tensors.peak)
 
     @cached_property
     def smallest(self) -> CheckpointChoice:
         """The fastest of the choices with the smallest predicted peak."""
         found = self._program.minimize(self._budget, gap=_GAP / 10, seconds=_TIME_LIMIT)
-        choice = None if found is None else self.choose(int(found.objective * (1 + _TOLERANCE) * _MIB))
+        least = [] if found is None else [int(found.objective * (1 + _TOLERANCE) * _MIB)]
+        choice = self.choose(min(least + [each.peak for each in self._tensors], default=0))
         if choice is None:
             raise AssertionError("the plain step is a choice")
         return choice
@@ -217,7 +232,7 @@ _Ways = dict[str, list[list[RegionOption]]]
 """By module: for each way of checkpointing it, what that means in each of its calls."""
 
 
-def _ways(memory: MemoryModel, seconds: Seconds, copy: Copy | None) -> _Ways:
+def _ways(memory: MemoryModel, seconds: Seconds, copy: Copy | None, dispatch: float) -> _Ways:
     step = memory.step
     calls: dict[str, list[int]] = defaultdict(list)
     for number, call in enumerate(step.calls):
@@ -232,12 +247,15 @@ def _ways(memory: MemoryModel, seconds: Seconds, copy: Copy | None) -> _Ways:
         first = step.calls[numbers[0]]
         plain = frozenset(storage for number in inside[numbers[0]] for storage in step.calls[number].saves)
         sets = save_ops_to_try(step, first, seconds, changed)
-        tried = [option_of(step, first, ops, seconds, copy) for ops in sets]
+        tried = [option_of(step, first, ops, seconds, copy, dispatch) for ops in sets]
         best = worth_trying(step, tried, plain)
         least = min((total_bytes(step, option.keeps) for option in best), default=0)
         if best and (total_bytes(step, plain) - least) * len(numbers) >= _WORTH * everything:
             found[module] = [
-                [option_of(step, step.calls[number], option.save_ops, seconds, copy) for number in numbers]
+                [
+                    option_of(step, step.calls[number], option.save_ops, seconds, copy, dispatch)
+                    for number in numbers
+                ]
                 for option in best
             ]
             found[module] += [

@@ -116,7 +116,12 @@ def _frozen(value: Any) -> Any:
     if not isinstance(value, list):
         return value
     return tuple(
-        PlannedRegion(*(tuple(each.get(name, ())) for name in ("modules", "save_ops", "split_at")))
+        PlannedRegion(
+            tuple(each.get("modules", ())),
+            tuple(each.get("save_ops", ())),
+            tuple(each.get("split_at", ())),
+            each.get("recompute", "module"),
+        )
         if isinstance(each, dict)
         else each
         for each in value

@@ -81,6 +81,7 @@ def option_of(
     save_ops: tuple[str, ...],
     seconds: Seconds,
     copy: Copy | None = None,
+    dispatch: float = 0.0,
 ) -> RegionOption:
     """Return what a call holds and costs if the module is checkpointed and keeps some operations' results.
 
@@ -90,6 +91,8 @@ def option_of(
         save_ops: the operations whose results it keeps.
         seconds: how long an operation takes.
         copy: how long it takes to copy bytes to the host and back, if the module's inputs wait there.
+        dispatch: seconds for asking whether an operation's results are kept, as its forward does, and again
+            when it is recomputed.
     """
     keeps = {storage for storage in call.reads if step.storages[storage]}
     again, offloaded = 0.0, 0
@@ -99,6 +102,8 @@ def option_of(
         offloaded = total_bytes(step, moved)
         again = copy(offloaded)
     saved = frozenset(save_ops)
+    if saved:
+        again += dispatch * (call.end - call.first + min(call.last_saved, call.end) - call.first)
     for name, operation in _named(step, call):
         if name in saved:
             keeps.update(operation.creates)

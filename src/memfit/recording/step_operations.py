@@ -3,7 +3,7 @@
 model(inputs) ── loss ── backward()         from ``start`` to ``stop``
   │ hooks of modules       ModuleCall: which operations belong to which module
   │ saved-tensor hooks     what autograd keeps, and for which module
-  └ a dispatch mode        Operation: storages, FLOPs, bytes moved, seconds
+  └ a dispatch mode        Operation: storages, FLOPs, bytes moved, processor time
 """
 
 import functools
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torch.utils.flop_counter import flop_registry
 
+from memfit.random_state import generator_positions
 from memfit.records.step_operations import ModuleCall, Operation, StepOperations
 
 _RANDOM = torch.Tag.nondeterministic_seeded
@@ -52,6 +53,8 @@ class StepOperationRecorder:
         self._forward: list[Operation] = []
         self._backward: list[Operation] = []
         self._saved_storages: list[int] = []
+        self._saved_at: list[int] = []
+        self._saved_by: list[int] = []
         self._sequence: list[int] = []  # autograd's number after each operation of the forward
         self._hooks = ExitStack()
 
@@ -78,6 +81,8 @@ class StepOperationRecorder:
             tuple(self._forward),
             tuple(self._backward),
             tuple(self._saved_storages),
+            tuple(self._saved_at),
+            tuple(self._saved_by),
         )
 
     @property
@@ -114,6 +119,10 @@ class StepOperationRecorder:
         if self._open and not _in_backward():
             storages = self._storages.of([tensor])
             self._saved_storages += storages
+            self._saved_at += [len(self._forward)] * len(storages)
+            # Autograd makes a node and saves arguments before an operation runs, and results after it.
+            is_result = self._sequence and self._sequence[-1] == torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+            self._saved_by += [len(self._forward) - bool(is_result)] * len(storages)
             self._calls[self._open[-1]].saves.update(dict.fromkeys(storages))
             for call in self._open:
                 self._calls[call].last_saved = len(self._forward)
@@ -122,11 +131,11 @@ class StepOperationRecorder:
     def run(self, operation: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation, and record it."""
         random = _RANDOM in operation.tags
-        drawn = _positions() if random else None
+        drawn = generator_positions() if random else None
         self._memory.before()
-        began = time.perf_counter()
+        began = time.process_time()
         result = operation(*args, **kwargs)
-        seconds = time.perf_counter() - began
+        seconds = time.process_time() - began
         tensors = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
         passed = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         reads = self._storages.of(passed)
@@ -145,7 +154,7 @@ class StepOperationRecorder:
                 flops=formula(*args, **kwargs, out_val=result) if formula is not None else 0,
                 moved=sum(each.numel() * each.element_size() for each in (*passed, *tensors)),
                 dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
-                random=random and drawn != _positions(),
+                random=random and drawn != generator_positions(),
                 seconds=seconds,
                 allocated=self._memory.highest(),
             )
@@ -283,13 +292,6 @@ class _StorageBytes:
 def _memory_of(model: nn.Module, storages: _Storages) -> _CudaBytes | _StorageBytes:
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
     return _CudaBytes(device) if device.type == "cuda" else _StorageBytes(storages)
-
-
-def _positions() -> tuple[Any, ...]:
-    """Return where the generators are, to be compared."""
-    return torch.get_rng_state().numpy().tobytes(), *(
-        each.get_offset() for each in torch.cuda.default_generators
-    )
 
 
 def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -39,7 +39,13 @@ from memfit.records.provenance import Figure, Note, Provenance, worst
 from memfit.records.run_difference import RowChange, RunDifference
 from memfit.records.script_options import LoaderBatchSize, OptionPurpose, ScriptOption
 from memfit.records.script_plan import DividedBatches, Equality, PlanRun, ScriptPlan
-from memfit.records.step_operations import ModuleCall, Operation, StepOperations
+from memfit.records.step_operations import (
+    LEAST_RECOMPUTED,
+    ModuleCall,
+    Operation,
+    StepOperations,
+    can_run_again,
+)
 from memfit.records.strategy_comparison import ComparedRun, StrategyComparison
 from memfit.records.trace import (
     ARENA,
@@ -74,6 +80,7 @@ from memfit.records.verification import (
 __all__ = [
     "ARENA",
     "DEFAULT_POOL",
+    "LEAST_RECOMPUTED",
     "Action",
     "Advice",
     "AllocatorComparison",
@@ -158,5 +165,6 @@ __all__ = [
     "Trace",
     "Verification",
     "VerificationVerdict",
+    "can_run_again",
     "worst",
 ]

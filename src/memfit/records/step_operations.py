@@ -2,6 +2,12 @@
 
 from dataclasses import dataclass
 
+LEAST_RECOMPUTED = 1 << 14
+"""Bytes: where tensors are recomputed one by one, smaller results are kept."""
+_NOT_THE_SAME = ("empty", "new_empty")
+"""Operations whose results others fill, perhaps past PyTorch's dispatcher."""
+_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
+
 
 @dataclass(frozen=True, slots=True)
 class Operation:
@@ -30,7 +36,7 @@ class Operation:
     random: bool
     """Whether it draws random numbers."""
     seconds: float
-    """As measured where it ran; meaningless on the ghost."""
+    """Of processor time, where it ran on the CPU: other processes do not count. Meaningless elsewhere."""
     allocated: int
     """The most bytes allocated while it ran, counted from the beginning of the step."""
 
@@ -73,9 +79,23 @@ class StepOperations:
     backward: tuple[Operation, ...]
     saved: tuple[int, ...] = ()
     """The storages of the tensors that autograd saved in module calls, in this order."""
+    saved_at: tuple[int, ...] = ()
+    """For each of these, how many operations of ``forward`` had run."""
+    saved_by: tuple[int, ...] = ()
+    """For each of these, the operation in ``forward`` whose backward reads it."""
     optimizer: int | None = None
     """Which optimizer of the script has the model's parameters, counted from 0 as they were created."""
     compiled: bool = False
     """Whether torch.compile compiles the script's code. Then ``forward`` has what the GPU runs from one
     update to the next: Inductor's kernels, and operations outside of graphs. Modules and storages are not
     known."""
+
+
+def can_run_again(name: str) -> bool:
+    """Return whether an operation makes the same from the same arguments, and no other process takes part.
+
+    >>> can_run_again("aten.relu.default"), can_run_again("aten.empty_like.default")
+    (True, False)
+    """
+    space, _, rest = name.partition(".")
+    return space not in _COLLECTIVES and not rest.startswith(_NOT_THE_SAME)

@@ -55,14 +55,16 @@ class Region:
         UsageError: it names no module, or an operation that does not exist.
 
     >>> Region("layers.0", save_ops="aten.addmm.default:1")
-    Region(modules=('layers.0',), save_ops=('aten.addmm.default:1',), split_at=())
+    Region(modules=('layers.0',), save_ops=('aten.addmm.default:1',), split_at=(), recompute='module')
     """
 
     modules: str | tuple[str, ...]
-    """As in ``Checkpointing``."""
+    """As in ``Checkpointing``; ``""`` is the model itself."""
     save_ops: str | tuple[str, ...] = ()
     """As in ``Checkpointing``."""
     split_at: str | tuple[str, ...] = ()
+    """As in ``Checkpointing``."""
+    recompute: Literal["module", "tensors"] = "module"
     """As in ``Checkpointing``."""
 
     def __post_init__(self) -> None:
@@ -101,6 +103,13 @@ class Checkpointing:
     """Names of submodules, such as ``"mlp"``, at whose first call another part of a block begins. Backward
     recomputes the parts one by one, the last one first, each from the block's beginning: what one part saves
     exists at a time, and the parts before run once more for it. Compiled models ignore it."""
+    recompute: Literal["module", "tensors"] = "module"
+    """What runs again: ``module``, a block's forward; or ``tensors``, single operations of it. These are
+    noted in the forward, and backward makes each tensor when it needs it, from the results that ``save_ops``
+    names and from the block's inputs. No code of the module runs again. Results of less than 16 KiB are kept,
+    and those of operations that draw random numbers. What changes a tensor past PyTorch's dispatcher, such as
+    a Triton kernel, is not noted: compare gradients there. Compiled models ignore it; it cannot be combined
+    with FSDP, which frees parameters."""
     use_reentrant: bool = False
     """PyTorch's older checkpointing: without ``torch.autograd.grad``, and hooks see nothing inside."""
     preserve_rng_state: bool = True
@@ -120,15 +129,22 @@ class Checkpointing:
         if self.every < 1:
             raise UsageError(f"checkpointing: 'every' must be an integer of at least 1, not {self.every!r}.")
         _as_tuples(self)
-        if self.regions and (self.modules or self.save_ops or self.split_at or self.every != 1):
+        own = (self.modules, self.save_ops, self.split_at, self.every != 1, self.recompute != "module")
+        if self.regions and any(own):
             raise UsageError(
                 "checkpointing: regions name their own modules and operations. Leave out modules, every, "
-                "save_ops and split_at, or leave out regions."
+                "save_ops, split_at and recompute, or leave out regions."
             )
         if self.use_reentrant and (self.save_ops or any(region.save_ops for region in self.regions)):
             raise UsageError(
                 "checkpointing: save_ops needs use_reentrant=False, because PyTorch's reentrant "
                 "checkpointing cannot keep the results of individual operations."
+            )
+        by_tensors = "tensors" in (self.recompute, *(region.recompute for region in self.regions))
+        if by_tensors and (self.use_reentrant or self.check):
+            raise UsageError(
+                "checkpointing: recompute='tensors' runs single operations again, without the module. Leave "
+                "out use_reentrant and check."
             )
         if self.use_reentrant and (self.split_at or any(region.split_at for region in self.regions)):
             raise UsageError(
@@ -158,6 +174,7 @@ class Checkpointing:
                 self.preserve_rng_state,
                 self.check,
                 _present(name, module, region.split_at),
+                region.recompute,
             )
             undo.callback(wrap_forward(module, settings, CheckpointedForward))
         if not self.regions:  # a plan has shown what its regions save
@@ -186,7 +203,9 @@ class Checkpointing:
     def _select_regions(self, model: nn.Module) -> dict[str, tuple[nn.Module, "Checkpointing | Region"]]:
         selected: dict[str, tuple[nn.Module, Checkpointing | Region]] = {}
         for region in self.regions:
-            for name, module in modules_named(model, region.modules, "checkpointing").items():
+            is_whole = region.modules == ("",)
+            named = {"": model} if is_whole else modules_named(model, region.modules, "checkpointing")
+            for name, module in named.items():
                 if name in selected:
                     raise UsageError(f"checkpointing: two regions name {name}. Leave out one of the two.")
                 selected[name] = (_with_forward(name, module), region)
@@ -202,10 +221,12 @@ def _as_tuples(settings: Checkpointing | Region) -> None:
 def _check_recomputed(settings: Checkpointing | Region) -> None:
     for operation in settings.save_ops:
         operation_overloads(operation)
-    if settings.save_ops and settings.split_at:
+    by_tensors = settings.recompute == "tensors"
+    if settings.split_at and (settings.save_ops or by_tensors):
+        how = "is recomputed tensor by tensor" if by_tensors else "keeps the results of operations (save_ops)"
         raise UsageError(
-            "checkpointing: a block that keeps the results of operations (save_ops) cannot be recomputed in "
-            "parts (split_at). Leave out one of the two."
+            f"checkpointing: a block that {how} cannot be recomputed in parts (split_at). Leave out one "
+            "of the two."
         )
 
 

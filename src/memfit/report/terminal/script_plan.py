@@ -134,6 +134,9 @@ def plan_name(run: PlanRun) -> str:
         for name in ("save_ops", "split_at")
     )
     full = sum(len(region["modules"]) for region in regions) - part - split
+    if any(region.get("recompute") == "tensors" for region in regions):
+        part = full = 0
+        named.append("recomputed tensor by tensor")
     named += [f"{full} module{'s' * (full != 1)} recomputed"] * bool(full) + [f"{part} in part"] * bool(part)
     named += [f"{split} split"] * bool(split)
     if "checkpointing" in run.settings and not regions:
@@ -227,4 +230,5 @@ def _changes(chosen: PlanRun) -> Iterator[str]:
                 for name, word in (("save_ops", "keeping"), ("split_at", "in parts that begin at"))
                 if region.get(name)
             )
-            yield f"    {', '.join(map(escaped, region['modules']))}{how}"
+            names = ", ".join(escaped(name) or "the whole model" for name in region["modules"])
+            yield f"    {names}{'  tensor by tensor,' * (region.get('recompute') == 'tensors')}{how}"

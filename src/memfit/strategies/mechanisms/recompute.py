@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -24,7 +24,8 @@ from memfit.random_state import GlobalDraws
 from memfit.strategies.mechanisms.buffer_snapshots import BufferTracker
 from memfit.strategies.mechanisms.recompute_check import OperationComparer, OperationRecorder
 from memfit.strategies.mechanisms.recompute_in_parts import run_in_parts
-from memfit.strategies.mechanisms.selective_checkpointing import not_run, selective_contexts
+from memfit.strategies.mechanisms.selective_checkpointing import keeper, not_run, selective_contexts
+from memfit.strategies.mechanisms.tensor_tape import run_on_tape
 from memfit.strategies.mechanisms.tensors import tensors_in, version_of, without_dispatch_modes
 from memfit.strategies.mechanisms.wrap_forward import Forward, WrappedForward
 from memfit.user_frame import warn_user
@@ -43,6 +44,7 @@ class RecomputeSettings:
     check: bool
     split_at: tuple[str, ...] = ()
     """Submodules of the region at whose first calls another part begins."""
+    recompute: Literal["module", "tensors"] = "module"
 
 
 class CheckpointedForward(WrappedForward):
@@ -76,6 +78,19 @@ class CheckpointedForward(WrappedForward):
                 **contexts,
                 **kwargs,
             )
+        if settings.recompute == "tensors":
+            return self._run_on_tape(partial(forward, *args, **kwargs))
+        return self._run_again(forward, args, kwargs)
+
+    def _run_on_tape(self, forward: Forward) -> Any:
+        seen: Counter[Any] = Counter()
+        result = run_on_tape(keeper(self.settings.save_ops, seen), forward)
+        self.expect_run(seen)
+        return result
+
+    def _run_again(self, forward: Forward, args: Any, kwargs: Any) -> Any:
+        """Run the forward so that it runs again in the backward."""
+        settings = self.settings
         leaves, spec = tree_flatten((args, kwargs))
         differentiable = (each.requires_grad for each in leaves if isinstance(each, torch.Tensor))
         if not any(differentiable) and not any(each.requires_grad for each in self.module.parameters()):

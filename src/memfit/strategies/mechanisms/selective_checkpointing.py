@@ -29,7 +29,7 @@ def selective_contexts(operations: Sequence[str], seen: "Counter[Any] | None" = 
     if not operations:
         return nullcontext(), nullcontext()
     saving, saved = create_selective_checkpoint_contexts(
-        _policy(operations, Counter() if seen is None else seen)
+        _policy(keeper(operations, Counter() if seen is None else seen))
     )  # type: ignore[no-untyped-call]
     # Kept results pass through saved-tensor hooks like other saved tensors, so that offloading sees them.
     # checkpoint() has a parameter of this name that does nothing else (torch/utils/checkpoint.py, 2.14);
@@ -53,8 +53,13 @@ def not_run(operations: Sequence[str], seen: "Counter[Any]") -> list[str]:
     ]
 
 
-def _policy(operations: Sequence[str], seen: "Counter[Any]") -> Callable[..., CheckpointPolicy]:
-    """Return the function that decides for one call of a region, which PyTorch asks in the forward only."""
+def keeper(operations: Sequence[str], seen: "Counter[Any]") -> Callable[[Any], bool]:
+    """Return the function that is asked, for each call of an operation, whether its results are kept.
+
+    Args:
+        operations: as for ``selective_contexts``.
+        seen: receives how often it was asked.
+    """
     every = {each for name in operations if ":" not in name for each in operation_overloads(name)}
     calls = {
         (each, int(name.partition(":")[2]))
@@ -63,11 +68,19 @@ def _policy(operations: Sequence[str], seen: "Counter[Any]") -> Callable[..., Ch
         for each in operation_overloads(name)
     }
 
-    def decide(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    def is_kept(operation: Any) -> bool:
         call = (operation, seen[operation])
         seen[operation] += 1
-        kept = operation in every or call in calls
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+        return operation in every or call in calls
+
+    return is_kept
+
+
+def _policy(is_kept: Callable[[Any], bool]) -> Callable[..., CheckpointPolicy]:
+    """Return what decides for one call of a region, which PyTorch asks in the forward only."""
+
+    def decide(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if is_kept(operation) else CheckpointPolicy.PREFER_RECOMPUTE
 
     return decide
 

@@ -1,0 +1,153 @@
+"""Operations noted while they ran, so that what they made can be made again.
+
+    Content     what a storage holds between two writes: kept, or to be made by a step
+    Step        an operation with its arguments, which are views of contents
+    View        a tensor as a part of a content
+
+A content refers to the step that makes it, and a step to the contents that it reads. So what nothing needs
+any more is freed by counting references, and a step that has run lets go of its arguments.
+"""
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
+
+from memfit.strategies.mechanisms.tensors import version_of
+
+
+class Kept:
+    """A tensor that is kept, as it is now."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self._version = tensor, version_of(tensor)
+
+    def tensor(self) -> torch.Tensor:
+        """Return the tensor.
+
+        Raises:
+            RuntimeError: it has been changed in place, or its memory was freed.
+        """
+        tensor, version = self._tensor, version_of(self._tensor)
+        if version != self._version:
+            raise RuntimeError(
+                f"memfit: the backward needs a tensor of shape {list(tensor.shape)} that was changed "
+                f"in place after the forward used it (it is at version {version}; expected {self._version}). "
+                "Use an out-of-place operation, or change it after the backward."
+            )
+        if tensor.numel() and not tensor.untyped_storage().nbytes():
+            raise RuntimeError(
+                f"memfit: the backward needs a tensor of shape {list(tensor.shape)} whose memory was freed "
+                "after the forward, as FSDP frees parameters. Recompute whole modules there, not tensors."
+            )
+        return tensor
+
+
+class Content:
+    """What a storage holds between two writes: kept, copied, or made by a step."""
+
+    __slots__ = ("__weakref__", "_held", "step")
+
+    def __init__(self, held: Kept | torch.UntypedStorage | None, step: "Step | None" = None) -> None:
+        self._held, self.step = held, step
+
+    def hold(self, storage: torch.UntypedStorage) -> None:
+        """Be what a storage holds, which nothing else changes."""
+        self._held, self.step = storage, None
+
+    def storage(self) -> torch.UntypedStorage:
+        """Return the storage; if a step makes the content, it must have run."""
+        if isinstance(self._held, Kept):
+            return self._held.tensor().untyped_storage()
+        if self._held is None:
+            raise AssertionError("this content has not been made")
+        return self._held
+
+    def make(self) -> None:
+        """Run the step that makes it, after those that make its arguments."""
+        pending = [self]
+        while pending:
+            step = pending[-1].step
+            missing = step.missing() if step is not None else []
+            pending += missing
+            if not missing:
+                pending.pop()
+                if step is not None:
+                    step.run()
+
+
+class Place(NamedTuple):
+    """Where in a storage a tensor is."""
+
+    dtype: torch.dtype
+    offset: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Place":
+        """Return a tensor's place."""
+        return cls(tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def tensor(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """Return the tensor at this place."""
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.size, self.stride)
+
+
+class View(NamedTuple):
+    """A tensor as a part of a content."""
+
+    content: Content
+    place: Place
+
+    def tensor(self) -> torch.Tensor:
+        """Return the tensor, whose content is kept or has been made."""
+        return self.place.tensor(self.content.storage())
+
+
+class Step:
+    """An operation that can run again.
+
+    Args:
+        operation: as PyTorch dispatched it.
+        arguments: flattened; a ``View`` in place of each tensor.
+        spec: what puts them together.
+        written: by number, the arguments that it changes in place.
+    """
+
+    __slots__ = ("_arguments", "_operation", "_spec", "_written", "changes", "creates")
+
+    def __init__(
+        self, operation: Any, arguments: list[Any], spec: TreeSpec, written: tuple[int, ...]
+    ) -> None:
+        self._operation, self._arguments, self._spec = operation, arguments, spec
+        self._written = written
+        self.creates: dict[int, weakref.ref[Content]] = {}
+        """By the number of a result: what it makes in a new storage."""
+        self.changes: dict[int, weakref.ref[Content]] = {}
+        """By the number of an argument: what it makes in that storage."""
+
+    def missing(self) -> list[Content]:
+        """Return what must be made before it can run."""
+        contents = (each.content for each in self._arguments if isinstance(each, View))
+        return [each for each in contents if each.step is not None]
+
+    def run(self) -> None:
+        """Run the operation, and let go of its arguments."""
+        noted, self._arguments = self._arguments, []
+        arguments = [each.tensor() if isinstance(each, View) else each for each in noted]
+        before = {index: (weakref.ref(noted[index].content), noted[index].place) for index in self._written}
+        del noted
+        for index, (content, place) in before.items():
+            if content() is not None:  # something else needs it unchanged
+                arguments[index] = place.tensor(arguments[index].untyped_storage().clone())
+        args, kwargs = tree_unflatten(arguments, self._spec)
+        results = tree_leaves(self._operation(*args, **kwargs))
+        for made, tensors in ((self.creates, results), (self.changes, arguments)):
+            for index, reference in made.items():
+                if (still := reference()) is not None:
+                    still.hold(tensors[index].untyped_storage())

@@ -1,0 +1,229 @@
+"""Recompute single tensors of a region, each from results that are kept.
+
+    forward     conv ── a ── batch_norm ── b ── relu ── c ── conv ── d        kept: a and d, but not b and c
+    backward    of the second conv:  c = relu(batch_norm(a))
+
+While a region's forward runs, a tape notes each operation as PyTorch dispatched it. In place of a tensor that
+is not kept, autograd saves how to make it. An operation runs again when the backward first needs what it
+makes, and not a second time. The module's own code does not run again: it changes no buffers and draws no
+random numbers.
+"""
+
+import weakref
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils.checkpoint import SAC_IGNORED_OPS
+
+from memfit.random_state import generator_positions
+from memfit.records import LEAST_RECOMPUTED, can_run_again
+from memfit.strategies.mechanisms.noted_operations import Content, Kept, Place, Step, View
+
+_STATISTICS = {
+    "native_batch_norm",
+    "cudnn_batch_norm",
+    "miopen_batch_norm",
+    "batch_norm_update_stats",
+    "batch_norm_gather_stats",
+    "batch_norm_gather_stats_with_counts",
+}
+"""Operations that write to ``running_mean`` and ``running_var``; their schemas do not say so."""
+
+
+def run_on_tape(is_kept: Callable[[Any], bool], forward: Callable[[], Any]) -> Any:
+    """Run a region so that the backward makes again, one by one, the tensors that are not kept.
+
+    Args:
+        is_kept: whether the results of an operation are kept; asked once for each call of one, in order.
+        forward: the region's.
+
+    >>> x = torch.ones(4096, requires_grad=True)
+    >>> y = run_on_tape(lambda operation: "exp" in str(operation), lambda: (x * 2).exp().sigmoid())
+    >>> y.sum().backward()  # sigmoid runs again, on the result of exp
+    """
+    tape = _Tape(is_kept)
+    try:
+        with saved_tensors_hooks(tape.save, _read), _Dispatched(tape):
+            return forward()
+    finally:
+        tape.forget()  # nothing but what autograd saved is to hold notes
+
+
+class _Tape:
+    def __init__(self, is_kept: Callable[[Any], bool]) -> None:
+        self._is_kept = is_kept
+        self._stored: dict[int, _Stored] = {}  # by the storage's address
+
+    def save(self, tensor: torch.Tensor) -> View | Kept:
+        """Return what autograd is to keep in place of a tensor."""
+        noted = self._noted(tensor) if _is_plain(tensor) else None
+        return Kept(tensor) if noted is None else View(noted, Place.of(tensor))
+
+    def forget(self) -> None:
+        """Forget all storages."""
+        self._stored.clear()
+
+    def run(self, operation: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation of the forward, and note it unless its results are kept."""
+        is_kept = self._is_kept(operation)
+        leaves, spec = tree_flatten((args, kwargs))
+        tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
+        if operation.is_view or not all(map(_is_plain, tensors)):
+            return operation(*args, **kwargs)
+        names = _written(operation)
+        before = {
+            id(each): self._before_write(each, operation)
+            for each in tree_leaves([_argument(place, name, args, kwargs) for place, name in names])
+            if isinstance(each, torch.Tensor)
+        }
+        may_draw = torch.Tag.nondeterministic_seeded in operation.tags
+        drawn = generator_positions() if may_draw else None
+        result = operation(*args, **kwargs)
+        created = self._created(tree_leaves(result), tensors)
+        changed = {
+            index: each
+            for index, each in enumerate(leaves)
+            if id(each) in before and self._noted(each) is not None
+        }
+        is_kept |= not _can_run_again(operation) or (may_draw and drawn != generator_positions())
+        if is_kept:
+            for each in changed.values():
+                self._of(each).noted = None
+        elif created or changed:
+            arguments = [
+                View(before.get(id(each)) or self._content(each), Place.of(each))
+                if isinstance(each, torch.Tensor)
+                else each
+                for each in leaves
+            ]
+            written = tuple(index for index, each in enumerate(leaves) if id(each) in before)
+            step = Step(operation, arguments, spec, written)
+            for contents, some in ((step.creates, created), (step.changes, changed)):
+                for index, each in some.items():
+                    content = self._of(each).noted = Content(None, step)
+                    contents[index] = weakref.ref(content)
+        return result
+
+    def _created(self, results: list[Any], passed: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return by number the results in new storages that are large enough to be noted."""
+        known = {each.untyped_storage()._cdata for each in passed}
+        return {
+            index: each
+            for index, each in enumerate(results)
+            if isinstance(each, torch.Tensor)
+            and _is_plain(each)
+            and each.untyped_storage().nbytes() >= LEAST_RECOMPUTED
+            and each.untyped_storage()._cdata not in known
+            and each.untyped_storage()._cdata not in self._stored
+        }
+
+    def _noted(self, tensor: torch.Tensor) -> Content | None:
+        stored = self._stored.get(tensor.untyped_storage()._cdata)
+        return stored.noted if stored is not None else None
+
+    def _of(self, tensor: torch.Tensor) -> "_Stored":
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address not in self._stored:
+            # PyTorch keeps a storage's Python object for as long as the storage itself.
+            self._stored[address] = _Stored(weakref.ref(storage, partial(_forget, self._stored, address)))
+        return self._stored[address]
+
+    def _content(self, tensor: torch.Tensor) -> Content:
+        """Return what a tensor's storage holds now."""
+        stored = self._of(tensor)
+        content = stored.noted or (stored.kept() if stored.kept is not None else None)
+        if content is None:
+            content = Content(Kept(tensor.detach()))
+            stored.kept = weakref.ref(content)
+        return content
+
+    def _before_write(self, tensor: torch.Tensor, operation: Any) -> Content | None:
+        """Return what a tensor's storage holds before an operation writes to it: a copy of what is kept."""
+        stored = self._of(tensor)
+        if stored.noted is not None:
+            return stored.noted
+        content = stored.kept() if stored.kept is not None else None
+        if content is None and _creates(operation):
+            content = Content(None)
+        if content is not None:  # noted operations need it, or this one will
+            content.hold(tensor.untyped_storage().clone())  # type: ignore[no-untyped-call]
+            stored.kept = None
+        return content
+
+
+class _Stored:
+    """What a tape knows of a storage that exists."""
+
+    __slots__ = ("_end", "kept", "noted")
+
+    def __init__(self, end: "weakref.ref[torch.UntypedStorage]") -> None:
+        self._end = end  # forgets it
+        self.noted: Content | None = None
+        """What it holds, if that is not kept."""
+        self.kept: weakref.ref[Content] | None = None
+        """What it holds, if that is kept and noted operations read it."""
+
+
+class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Has a tape run the operations that checkpointing sees."""
+
+    def __init__(self, tape: _Tape) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tape = tape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in SAC_IGNORED_OPS:
+            return func(*args, **(kwargs or {}))
+        return self._tape.run(func, args, kwargs or {})
+
+
+def _read(saved: View | Kept) -> torch.Tensor:
+    if isinstance(saved, View):
+        saved.content.make()
+    return saved.tensor()
+
+
+def _forget(stored: dict[int, _Stored], address: int, _: object) -> None:
+    stored.pop(address, None)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) in (torch.Tensor, nn.Parameter)
+        and tensor.layout is torch.strided
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+@cache
+def _written(operation: Any) -> tuple[tuple[int, str], ...]:
+    """Return places and names of the arguments that an operation changes in place."""
+    hidden = operation._overloadpacket.__name__ in _STATISTICS
+    return tuple(
+        (place, each.name)
+        for place, each in enumerate(operation._schema.arguments)
+        if (each.alias_info is not None and each.alias_info.is_write)
+        or (hidden and each.name in ("running_mean", "running_var"))
+    )
+
+
+def _argument(place: int, name: str, args: Any, kwargs: Any) -> Any:
+    return args[place] if place < len(args) else kwargs.get(name)
+
+
+@cache
+def _creates(operation: Any) -> bool:
+    return any(each.alias_info is None for each in operation._schema.returns)
+
+
+@cache
+def _can_run_again(operation: Any) -> bool:
+    return can_run_again(str(operation))
