@@ -201,6 +201,40 @@ def test_what_is_filled_past_the_dispatcher_is_kept():
     assert torch.equal(x.grad, torch.full_like(x, 3.0))
 
 
+def test_what_a_triton_kernel_may_have_written_to_is_kept(monkeypatch):
+    """As Liger's loss does, which writes the logits' gradient in place of them."""
+    jit = pytest.importorskip("triton.runtime.jit")
+    monkeypatch.setattr(jit.JITFunction, "run", lambda _kernel, tensor, **_: tensor.numpy().__imul__(2.0))
+    kernel = object.__new__(jit.JITFunction)
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            jit.JITFunction.run(kernel, y.detach(), warmup=False)
+            ctx.save_for_backward(y)
+            return y.sum()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.saved_tensors[0]
+
+    def forward():
+        y = x * 3.0
+        return (y + 1.0).sin().sum() + Doubled.apply(y)  # the sine needs what y held before
+
+    made = []
+    for run in (forward, lambda: run_on_tape(lambda _: False, forward), lambda: run_on_tape(kept, forward)):
+        x = torch.ones(BIG, requires_grad=True)
+        run().backward()
+        made.append(x.grad)
+    assert torch.equal(made[0], made[1])
+    assert torch.equal(made[0], made[2])
+
+
+def kept(operation):
+    return "mul" in str(operation)
+
+
 def test_what_is_written_to_in_place_is_not_lost_for_others():
     def forward():
         y = x * 1.0

@@ -113,7 +113,8 @@ class PlanRuns:
             fails: whether it is known not to fit the GPU.
         """
         conf = plan.change.conf
-        reserved = replace(run, conf=conf).needs(self._gpu, fails=fails)
+        under = replace(run, conf=conf)
+        reserved = under.needs(self._gpu, fails=fails)
         needs = process_bytes(reserved, run.trace.device)
         if tune and self._tune and needs.bytes > self._budget:
             expandable = expandable_segments(run.trace)
@@ -132,7 +133,7 @@ class PlanRuns:
             plan.change.fused,
             tuple(run.found.terms),
             self._compiled,
-            run.found.peak_allocated,
+            under.unlimited.peak_allocated if conf else run.found.peak_allocated,
         )
 
 

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 from memfit.random_state import generator_positions
 from memfit.records import LEAST_RECOMPUTED, can_run_again
 from memfit.strategies.mechanisms.noted_operations import Content, Kept, Place, Step, View
+from memfit.strategies.mechanisms.triton_launches import triton_launches
 
 _STATISTICS = {
     "native_batch_norm",
@@ -49,7 +50,7 @@ def run_on_tape(is_kept: Callable[[Any], bool], forward: Callable[[], Any]) -> A
     """
     tape = _Tape(is_kept)
     try:
-        with saved_tensors_hooks(tape.save, _read), _Dispatched(tape):
+        with saved_tensors_hooks(tape.save, _read), _Dispatched(tape), triton_launches(tape.may_write):
             return forward()
     finally:
         tape.forget()  # nothing but what autograd saved is to hold notes
@@ -78,7 +79,7 @@ class _Tape:
             return operation(*args, **kwargs)
         names = _written(operation)
         before = {
-            id(each): self._before_write(each, operation)
+            id(each): self._before_write(each, is_read=_creates(operation))
             for each in tree_leaves([_argument(place, name, args, kwargs) for place, name in names])
             if isinstance(each, torch.Tensor)
         }
@@ -109,6 +110,13 @@ class _Tape:
                     content = self._of(each).noted = Content(None, step)
                     contents[index] = weakref.ref(content)
         return result
+
+    def may_write(self, args: Any) -> None:
+        """Keep what some tensors will hold: a kernel that PyTorch does not dispatch is about to run."""
+        for each in tree_leaves(args):
+            if isinstance(each, torch.Tensor) and _is_plain(each):
+                self._before_write(each)
+                self._of(each).noted = None
 
     def _created(self, results: list[Any], passed: list[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return by number the results in new storages that are large enough to be noted."""
@@ -144,13 +152,18 @@ class _Tape:
             stored.kept = weakref.ref(content)
         return content
 
-    def _before_write(self, tensor: torch.Tensor, operation: Any) -> Content | None:
-        """Return what a tensor's storage holds before an operation writes to it: a copy of what is kept."""
+    def _before_write(self, tensor: torch.Tensor, *, is_read: bool = False) -> Content | None:
+        """Return what a tensor's storage holds before an operation writes to it: a copy of what is kept.
+
+        Args:
+            tensor: the tensor.
+            is_read: whether a note of that operation will read it.
+        """
         stored = self._of(tensor)
         if stored.noted is not None:
             return stored.noted
         content = stored.kept() if stored.kept is not None else None
-        if content is None and _creates(operation):
+        if content is None and is_read:
             content = Content(None)
         if content is not None:  # noted operations need it, or this one will
             content.hold(tensor.untyped_storage().clone())  # type: ignore[no-untyped-call]

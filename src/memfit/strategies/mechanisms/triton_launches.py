@@ -1,0 +1,29 @@
+"""Triton kernels that Python launches itself: PyTorch does not dispatch them, so no mode sees them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from memfit.ghost.patching.after_import import after_import
+from memfit.recording.hooks import InstalledHooks
+
+
+@contextmanager
+def triton_launches(about_to_run: Callable[[Any], None]) -> Iterator[None]:
+    """Within the block, call a function with the arguments of each Triton kernel before it runs."""
+    hooks = InstalledHooks()
+
+    def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        about_to_run((args, kwargs))
+        return original(*args, **kwargs)
+
+    def watch() -> None:
+        from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
+
+        hooks.wrap(JITFunction, "run", run)
+
+    hooks.on_removal(after_import("triton.runtime.jit", watch))
+    try:
+        yield
+    finally:
+        hooks.remove()

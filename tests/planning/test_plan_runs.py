@@ -1,0 +1,33 @@
+"""What the run of a plan needs and allocates, with the allocator's settings that the plan gives it."""
+
+import pytest
+
+from memfit.analysis.script_change import TrialResult
+from memfit.planning.changes import PlanChange
+from memfit.planning.plan_runs import GhostRuns, PlanRuns, replayed
+from memfit.records import Action
+from support.planned_script import DEVICE
+from support.traces import BASE, trace_of
+
+MIB = 1 << 20
+SIZE = 77 * MIB // 4
+OUTSIDE = DEVICE.outside.bytes
+
+
+def unused(_change, _what):
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("budget", "conf", "allocated"), [(640, "", 640 * MIB), (639, "expandable_segments:True", 32 * SIZE)]
+)
+def test_a_run_that_gets_expandable_segments_says_what_it_allocates_with_them(budget, conf, allocated):
+    """PyTorch splits off 768 KiB from an expandable segment only."""
+    bases = [BASE + number * (64 << 20) for number in range(32)]
+    history = [
+        event for at in bases for event in ((Action.SEGMENT_ALLOC, at, 20 * MIB), (Action.ALLOC, at, SIZE))
+    ]
+    run = replayed(TrialResult(trace_of(history, device=DEVICE, versions={"torch": "2.14.1"})))
+    runs = PlanRuns(GhostRuns(unused, unused), budget * MIB + OUTSIDE, tune=True)
+    found = runs.needs(run, PlanChange(), 1.0)
+    assert (found.conf, found.allocated) == (conf, allocated)
