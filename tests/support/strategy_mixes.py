@@ -15,13 +15,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.apply import apply
-from memfit.strategies.checkpointing import Checkpointing
+from memfit.strategies.checkpointing import Checkpointing, Region
 from memfit.strategies.offload import Offload
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.train.data.split_batch import even_sizes
@@ -66,6 +67,7 @@ class Combination:
     ``applied``: the handwritten loop."""
 
     @late_state_copies()
+    @patch("memfit.strategies.mechanisms.tensor_tape.LEAST_RECOMPUTED", 1)  # networks are small
     def ours(self, network: Network, dtype: torch.dtype) -> Results:
         """Train with the engine."""
         model, batches = network.build(dtype), network.batches(self.steps, dtype)
@@ -152,6 +154,20 @@ EXACT: dict[str, Combination] = {
     "checkpointed": Combination((Checkpointing("blocks.*"),)),
     "checkpointed, every other, applied": Combination((Checkpointing("blocks.*", every=2),), door="applied"),
     "checkpointed, reentrant": Combination((Checkpointing("blocks.*", use_reentrant=True),)),
+    "tensor by tensor": Combination((Checkpointing(regions=(Region("", recompute="tensors"),)),)),
+    "tensor by tensor, products kept, accumulated, clipped, applied": Combination(
+        (Checkpointing("blocks.*", recompute="tensors", save_ops=("aten.mm", "aten.addmm", "aten.bmm")),),
+        2,
+        0.1,
+        door="applied",
+    ),
+    "tensor by tensor, stepped in backward, offloaded": Combination(
+        (
+            OptimizerState(step_in_backward=True),
+            Checkpointing(regions=(Region("", recompute="tensors"),)),
+            Offload(min_bytes=0),
+        )
+    ),
     "offloaded": Combination((Offload(min_bytes=0),)),
     "stepped in backward": Combination((OptimizerState(step_in_backward=True),)),
     "state offloaded": Combination((OptimizerState(offload=True),)),
