@@ -83,7 +83,7 @@ def test_a_layer_that_became_2_percent_wider_is_found_and_named(folder):
     assert "MEMORY GREW   by more than 1 %: 7" in done.stdout
     assert "7.up · parameters" in done.stdout
     assert f"Arguments: none in the baseline, --hidden {WIDER} in this run." in done.stdout
-    assert "memfit check --update" in done.stdout
+    assert "run the same command with --update" in done.stdout
 
 
 NOW = ("before", "after")

@@ -182,8 +182,8 @@ def find_device(name: str) -> Device:
         nearest = ", ".join(_nearest(card))
         raise UnknownDeviceError(
             f"memfit has no GPU named {card!r}. Nearest: {nearest}. `memfit gpus` lists all GPUs that memfit "
-            "knows. For any other GPU, name one of the same generation and pass your GPU's memory, for "
-            "example --memory 12GiB."
+            "knows. For any other GPU, name one of the same generation, and pass your GPU's memory as well: "
+            "--memory 12GiB, or --budget where a command has it."
         )
     if not profile:
         return device

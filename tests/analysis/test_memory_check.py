@@ -103,7 +103,7 @@ def test_what_fell_is_reported_and_passes():
     found = check(grown(-200_000, modules={("blocks.1.fc", "activations"): -200_000}))
     assert (found.verdict, found.passed) == (CheckVerdict.FELL, True)
     assert named(found.fell) == [(None, "allocated", -200_000), ("blocks.1.fc", "activations", -200_000)]
-    assert "To keep it that low, run memfit check --update" in text_of(found)
+    assert "To keep it that low, run the same command with --update" in text_of(found)
 
 
 def test_growth_decides_even_if_something_else_fell():

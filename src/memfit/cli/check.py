@@ -88,6 +88,6 @@ def check(  # noqa: PLR0913 - one parameter an option
         )
     write_check(result, json)
     if update and result.fits:
-        print(escaped(f"Baseline: {baseline}  (memfit check SCRIPT)"), file=sys.stderr)
+        print(escaped(f"Baseline: {baseline}"), file=sys.stderr)
         return 0
     return 0 if result.passed else 1

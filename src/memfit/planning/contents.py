@@ -16,7 +16,7 @@ from memfit.records import LEAST_RECOMPUTED, ModuleCall, StepOperations, can_run
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class StorageContent:
     """What a storage holds between two writes."""
 
     storage: int
@@ -30,7 +30,7 @@ class Content:
 class Contents:
     """The contents of a module's call."""
 
-    all: tuple[Content, ...]
+    all: tuple[StorageContent, ...]
     reads: dict[int, tuple[int, ...]]
     """By operation: the contents that it reads."""
     makes: dict[int, tuple[int, ...]]
@@ -41,13 +41,13 @@ class Contents:
     @classmethod
     def of(cls, step: StepOperations, call: ModuleCall) -> "Contents":
         """Return those of a call."""
-        found: list[Content] = []
+        found: list[StorageContent] = []
         now: dict[int, int] = {}
 
         def content(storage: int) -> int:
             if storage not in now:
                 now[storage] = len(found)
-                found.append(Content(storage, -1, -1))
+                found.append(StorageContent(storage, -1, -1))
             return now[storage]
 
         reads, makes, saved = {}, {}, []
@@ -60,8 +60,8 @@ class Contents:
                 break
             operation = step.forward[number]
             reads[number] = tuple(map(content, operation.reads))
-            made = [Content(storage, number, -1) for storage in operation.creates]
-            made += [Content(storage, number, content(storage)) for storage in operation.writes]
+            made = [StorageContent(storage, number, -1) for storage in operation.creates]
+            made += [StorageContent(storage, number, content(storage)) for storage in operation.writes]
             makes[number] = tuple(range(len(found), len(found) + len(made)))
             now |= {each.storage: len(found) + index for index, each in enumerate(made)}
             found += made

@@ -15,7 +15,7 @@ import msgspec
 
 from memfit.analysis.script_change import ScriptChange
 from memfit.ctrl_c import INTERRUPTED
-from memfit.errors import TargetError
+from memfit.errors import TargetError, UsageError
 from memfit.planning.plan_file import PlanFile
 from memfit.python_command import python_code
 from memfit.records import Verification, VerificationVerdict
@@ -112,8 +112,8 @@ def _run(
             os.close(write)
         update = read_update(folder)
         why = injection.why_unfit()
-    if why and not update.failure:
-        update = msgspec.structs.replace(update, failure=why)
+    if why:
+        raise UsageError(f"The plan does not suit {command[0]}: {why}")
     if update.failure:
         stands_in = " on the CPU, because this machine has no GPU that PyTorch can use"
         on = stands_in if settings.on_cpu else ""

@@ -111,9 +111,9 @@ def _remarks(check: MemoryCheck) -> Iterator[str]:
     yield ""
     yield from map(escaped, check.differences)
     if check.verdict is CheckVerdict.GREW:
-        yield "If the growth is intended, run memfit check --update, and commit the new baseline."
+        yield "If the growth is intended, run the same command with --update, and commit the new baseline."
     if check.verdict is CheckVerdict.FELL:
-        yield "To keep it that low, run memfit check --update, and commit the new baseline."
+        yield "To keep it that low, run the same command with --update, and commit the new baseline."
 
 
 def _percent(share: float) -> str:

@@ -157,7 +157,7 @@ def plan_details(result: ScriptPlan) -> Iterator[str]:
     if result.undivided and (chosen is None or chosen.changes):
         divided = any(run.divided is not None for run in result.tried)
         so_far = "divided no further" if divided else "not divided into micro-batches"
-        yield f"\nBatches are {so_far}: {escaped(result.undivided)}."
+        yield f"\nBatches are {so_far}: {escaped(result.undivided.removesuffix('.'))}."
     if result.log_probabilities >= _MUCH * result.as_written.needs.bytes and (
         chosen is None or chosen.changes
     ):
@@ -202,7 +202,7 @@ def _how_to_train(result: ScriptPlan) -> Iterator[str]:
         how = f'memfit.apply(model, "plan.json")  # before the optimizer is created: {models}'
     else:  # it is applied, or changes no model
         return
-    yield "To train with it, save it with -o plan.json, and write:"
+    yield "To train with it, saved with -o plan.json, write:"
     yield f"    {how}"
 
 

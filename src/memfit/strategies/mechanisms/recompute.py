@@ -126,7 +126,7 @@ class CheckpointedForward(WrappedForward):
         self._is_known = True
         if missing := not_run(self.settings.save_ops, seen):
             warn_user(
-                f"checkpointing: {self.settings.name} did not run {len(missing)} of the "
+                f"checkpointing: {self.settings.name or 'the model'} did not run {len(missing)} of the "
                 f"{len(self.settings.save_ops)} operations whose results it is to keep: "
                 f"{', '.join(missing)}. What it does not keep is recomputed. The plan may be for another "
                 "model, device or PyTorch."

@@ -50,7 +50,7 @@ def run_on_tape(is_kept: Callable[[Any], bool], forward: Callable[[], Any]) -> A
     """
     tape = _Tape(is_kept)
     try:
-        with saved_tensors_hooks(tape.save, _read), _Dispatched(tape), triton_launches(tape.may_write):
+        with saved_tensors_hooks(tape.save, _read), _DispatchedToTape(tape), triton_launches(tape.may_write):
             return forward()
     finally:
         tape.forget()  # nothing but what autograd saved is to hold notes
@@ -184,7 +184,7 @@ class _Stored:
         """What it holds, if that is kept and noted operations read it."""
 
 
-class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _DispatchedToTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Has a tape run the operations that checkpointing sees."""
 
     def __init__(self, tape: _Tape) -> None:
