@@ -153,3 +153,22 @@ def test_numbers_that_would_overlap_are_left_out(plan):
     beside = replace(plan.chosen.needs, bytes=plan.chosen.needs.bytes + (1 << 20))
     near = replace(plan, tried=(*plan.tried, replace(plan.chosen, needs=beside, time=1.1001)))
     assert len(re.findall(r'<text class="name', chart(near))) == len(points(near)) - 1
+
+
+@pytest.mark.parametrize(
+    ("region", "text"),
+    [
+        ({"modules": [""], "recompute": "tensors"}, "the whole model  tensor by tensor"),
+        (
+            {"modules": ["up"], "save_ops": ["aten.mm.default:0"], "split_at": ["up.1"]},
+            "up  keeping aten.mm.default:0  in parts that begin at up.1",
+        ),
+        (
+            {"modules": ["up"], "save_ops": [*(f"aten.mm.default:{each}" for each in range(6)), "aten.relu"]},
+            "up  keeping 7 results: 6 of aten.mm.default, 1 of aten.relu",
+        ),
+    ],
+)
+def test_regions_are_named_with_what_they_keep_on_one_line(plan, region, text):
+    chosen = replace(plan.chosen, settings={"checkpointing": {"regions": [region]}})
+    assert f"    {text}\n" in plan_page(replace(plan, chosen=chosen))

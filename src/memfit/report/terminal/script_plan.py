@@ -1,7 +1,9 @@
 """A plan for a script, on the terminal: what it needs and costs, and how to train with it."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -16,6 +18,8 @@ from memfit.units import format_bytes, format_gib
 
 _MUCH = 0.05
 """Share of a peak from which log-probabilities are named."""
+_LISTED = 6
+"""Kept results of a region that are listed one by one."""
 _EQUAL = {
     Equality.BITWISE: "The same results, bit for bit.",
     Equality.ROUNDING: "The same results up to rounding, because sums are taken in another order (--bitwise "
@@ -206,6 +210,20 @@ def _how_to_train(result: ScriptPlan) -> Iterator[str]:
     yield f"    {how}"
 
 
+def _how(region: Mapping[str, Any]) -> Iterator[str]:
+    """Say how a region is recomputed."""
+    if region.get("recompute") == "tensors":
+        yield "tensor by tensor"
+    kept = list(map(escaped, region.get("save_ops", ())))
+    if len(kept) > _LISTED:  # the plan file has them one by one
+        counted = Counter(name.partition(":")[0] for name in kept)
+        kept = [f"{len(kept)} results: " + ", ".join(f"{count} of {name}" for name, count in counted.items())]
+    if kept:
+        yield f"keeping {', '.join(kept)}"
+    if region.get("split_at"):
+        yield f"in parts that begin at {', '.join(map(escaped, region['split_at']))}"
+
+
 def _changes(chosen: PlanRun) -> Iterator[str]:
     """Say what a plan changes."""
     if "precision" in chosen.settings:
@@ -225,10 +243,5 @@ def _changes(chosen: PlanRun) -> Iterator[str]:
         inputs = ", from inputs that wait on the host" * ("offload" in chosen.settings)
         yield f"Recomputed in the backward{inputs}:"
         for region in chosen.settings["checkpointing"]["regions"]:
-            how = "".join(
-                f"  {word} {', '.join(map(escaped, region[name]))}"
-                for name, word in (("save_ops", "keeping"), ("split_at", "in parts that begin at"))
-                if region.get(name)
-            )
             names = ", ".join(escaped(name) or "the whole model" for name in region["modules"])
-            yield f"    {names}{'  tensor by tensor,' * (region.get('recompute') == 'tensors')}{how}"
+            yield "  ".join((f"    {names}", *_how(region)))
