@@ -172,3 +172,9 @@ def test_numbers_that_would_overlap_are_left_out(plan):
 def test_regions_are_named_with_what_they_keep_on_one_line(plan, region, text):
     chosen = replace(plan.chosen, settings={"checkpointing": {"regions": [region]}})
     assert f"    {text}\n" in plan_page(replace(plan, chosen=chosen))
+
+
+def test_what_a_run_allocates_with_other_settings_is_simulated(plan):
+    run = replace(plan.tried[0], conf="expandable_segments:True")
+    page = plan_page(replace(plan, tried=(run, *plan.tried[1:])))
+    assert page.count('B <span class="provenance">simulated</span>') == 1

@@ -23,7 +23,7 @@ class PlanRunJson(msgspec.Struct, frozen=True):
     needs: Figure
     """Bytes of the process on the smallest GPU on which it fits, the CUDA context included."""
     allocated: int | None
-    """Most bytes that PyTorch's allocator had allocated; exact."""
+    """Most bytes that PyTorch's allocator had allocated: exact; simulated with other settings."""
     time: float
     """Of a step, relative to the script as written; assumed."""
     phase: str
