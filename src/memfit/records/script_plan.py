@@ -85,7 +85,7 @@ class PlanRun:
     compiled: bool = False
     """Whether ``torch.compile`` compiles the script's code. What changes its graphs changes their kernels."""
     allocated: int | None = None
-    """Most bytes that PyTorch's allocator had allocated: exact, or simulated if ``conf`` is set; None if it has not run."""
+    """Most bytes that PyTorch's allocator had allocated: exact; simulated if ``conf`` is set."""
 
     @property
     def changes(self) -> bool:
