@@ -214,8 +214,8 @@ def test_a_script_that_cannot_be_rerun_unattended_is_reported(dry_run):
     assert run.code == 0
     assert (run.answer["advice"], run.answer["in_all"]) == ([], None)
     assert "script.py failed before it used the GPU: EOFError" in run.answer["untried"]["exception"]
-    assert "No advice: when the script was run again without input, script.py failed" in run.out
-    assert "in total is unknown: when the script was run again without input, script.py failed" in run.out
+    assert "No advice: when memfit ran the script without input, script.py failed" in run.out
+    assert "in total is unknown: when memfit ran the script without input, script.py failed" in run.out
     assert run.err.count("memfit: running the script again, without terminal input") == 1
 
 

@@ -85,9 +85,7 @@ def test_a_script_that_cannot_run_again_says_that_its_total_is_unknown(dry_run):
     assert run.answer["verdict"] == "out of memory"
     assert run.answer["in_all"] is None
     assert "FileExistsError" in run.answer["untried"]["exception"]
-    text = (
-        "How much memory the script needs in total is unknown: when the script was run again without input, "
-    )
+    text = "How much memory the script needs in total is unknown: when memfit ran the script without input, "
     assert f"{text}script.py failed before it used the GPU: FileExistsError" in run.out
 
 

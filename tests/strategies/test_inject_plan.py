@@ -213,7 +213,7 @@ def test_a_run_that_cannot_start_reports_why(rerun):
     assert found.reason == "refused"
     assert (
         found.exception
-        == "when the script was run again without input, train.py failed before it used the GPU: EOFError"
+        == "when memfit ran the script without input, train.py failed before it used the GPU: EOFError"
     )
 
 

@@ -112,9 +112,7 @@ def _run_once(
                 run.command + change.arguments, injection.options, run.ghost, None, on_progress, start=start
             ).trace
         except MemfitError as error:
-            return ScriptEnd(
-                "refused", error.exit_code, f"when the script was run again without input, {error}"
-            )
+            return ScriptEnd("refused", error.exit_code, f"when memfit ran the script without input, {error}")
         if trace.end.reason == "interrupted":
             raise KeyboardInterrupt
         if why := injection.why_unfit():
