@@ -40,7 +40,7 @@ from support.traces import BASE, Event, freed, trace_of
 
 
 def in_use(run, mib):
-    """Return a run on a device of which others use so many MiB."""
+    """Return a run on a device on which other processes use some memory, given in MiB."""
     return replace(run, device=replace(run.device, in_use=mib * MIB))
 
 

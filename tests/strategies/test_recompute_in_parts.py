@@ -11,7 +11,16 @@ import memfit
 from memfit.errors import UsageError
 from memfit.recording.step_operations import StepOperationRecorder
 from memfit.strategies.checkpointing import Checkpointing
-from support.checkpointed_blocks import NORMS, DropoutBlock, Shared, assert_same, compare, net, train
+from support.checkpointed_blocks import (
+    NORMS,
+    DropoutBlock,
+    Shared,
+    assert_same,
+    compare,
+    differentiated_twice,
+    net,
+    train,
+)
 
 SPLITS = pytest.mark.parametrize("split_at", ["norm", "dropout", ("norm", "dropout")])
 
@@ -51,17 +60,10 @@ def test_autocast_is_that_of_the_forward():
 
 
 def test_gradients_of_gradients():
-    def twice(model):
-        x = torch.linspace(-1, 1, 12).reshape(2, 6).requires_grad_()
-        torch.manual_seed(3)
-        (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-        gradient.square().sum().backward()
-        return [each.grad for each in (x, *model.parameters())]
-
     model = net()
-    plain = twice(copy.deepcopy(model))
+    plain = differentiated_twice(copy.deepcopy(model))
     split("norm").apply(model)
-    for one, other in zip(plain, twice(model), strict=True):
+    for one, other in zip(plain, differentiated_twice(model), strict=True):
         assert torch.equal(one, other)
 
 

@@ -14,7 +14,7 @@ from memfit.recording.step_operations import StepOperationRecorder
 from memfit.strategies.checkpointing import Checkpointing
 from memfit.strategies.mechanisms import tensor_tape
 from memfit.strategies.mechanisms.tensor_tape import run_on_tape
-from support.checkpointed_blocks import NORMS, Shared, assert_same, compare, net, train
+from support.checkpointed_blocks import NORMS, Shared, assert_same, compare, differentiated_twice, net, train
 
 BIG = 1 << 14
 """Elements of a tensor that is not kept for being small."""
@@ -76,17 +76,10 @@ def test_autocast_is_that_of_the_forward():
 
 
 def test_gradients_of_gradients():
-    def twice(model):
-        x = torch.linspace(-1, 1, 12).reshape(2, 6).requires_grad_()
-        torch.manual_seed(3)
-        (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-        gradient.square().sum().backward()
-        return [each.grad for each in (x, *model.parameters())]
-
     model = net()
-    plain = twice(copy.deepcopy(model))
+    plain = differentiated_twice(copy.deepcopy(model))
     whole().apply(model)
-    assert all(map(torch.equal, plain, twice(model)))
+    assert all(map(torch.equal, plain, differentiated_twice(model)))
 
 
 class Writing(nn.Module):

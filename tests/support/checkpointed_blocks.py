@@ -126,3 +126,12 @@ class Shared(nn.Module):
 
     def forward(self, x):
         return self.head(self.block(self.block(x)))
+
+
+def differentiated_twice(model):
+    """Return the gradients of the gradient of a model's input."""
+    x = torch.linspace(-1, 1, 12).reshape(2, 6).requires_grad_()
+    torch.manual_seed(3)
+    (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    gradient.square().sum().backward()
+    return [each.grad for each in (x, *model.parameters())]
