@@ -13,7 +13,8 @@ but for micro-batches.
 
 Peers: checkpointing of every block and of every second one; PyTorch's selective checkpointing that keeps
 matrix products; its ``activation_memory_budget`` for compiled graphs (aot_eager), one share in a run, because
-compiled code is shared by all models of a class.
+compiled code is shared by all models of a class; with ``--sac-ilp``, its ``sac_ilp`` for budgets in GiB,
+which include parameters and gradients (``sac_ilp_peer.py`` names the packages it needs).
 """
 
 import argparse
@@ -27,6 +28,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from planned_networks import NETWORKS, Network
+from sac_ilp_peer import SacIlp
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -124,12 +126,14 @@ def main() -> None:
     parser.add_argument("--budgets", help="MiB, separated by commas")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--share", type=float, help="activation_memory_budget of a compiled peer")
+    parser.add_argument("--sac-ilp", default="", help="GiB, separated by commas")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     network = NETWORKS[options.network]()
     budgets = [int(budget) for budget in options.budgets.split(",")] if options.budgets else []
-    variants = list(_variants(network, budgets, options.share))
+    ilp = [float(budget) for budget in filter(None, options.sac_ilp.split(","))]
+    variants = list(_variants(network, budgets, options.share, NETWORKS[options.network], ilp))
     for number in range(options.rounds):
         turn = number % len(variants)
         seconds = {id(each): each.step() for each in (*variants[turn:], *variants[:turn])}
@@ -152,7 +156,13 @@ def main() -> None:
     sys.exit(bool(wrong))
 
 
-def _variants(network: Network, budgets: list[int], share: float | None) -> Iterator[Variant]:
+def _variants(
+    network: Network,
+    budgets: list[int],
+    share: float | None,
+    make: Callable[[], Network],
+    ilp: list[float],
+) -> Iterator[Variant]:
     plain = _variant(network, "none")
     plain.record()
     steps = {parts: _fastest(plain, parts) for parts in PARTS if len(network.inputs) % parts == 0}
@@ -168,6 +178,7 @@ def _variants(network: Network, budgets: list[int], share: float | None) -> Iter
             memfit.Checkpointing(network.blocks, save_ops=MATRIX_PRODUCTS),
         ),
         *([_compiled(network, share)] if share is not None else []),
+        *_of_sac_ilp(network, make, steps[1], ilp),
         *_planned(network, steps, budgets or [int(share * plain.peak / MIB) for share in SHARES]),
     ]
     if hasattr(network.model, "hidden"):
@@ -200,6 +211,26 @@ def _compiled(network: Network, share: float) -> Variant:
     made.step()
     config.activation_memory_budget = 1.0
     return made
+
+
+def _of_sac_ilp(
+    network: Network, make: Callable[[], Network], step: StepOperations, budgets: list[float]
+) -> Iterator[Variant]:
+    if not budgets:
+        return
+    planner = SacIlp(make, step)
+    for budget in budgets:
+        choice = planner.choose(budget)
+        if choice is None:
+            print(f"sac_ilp: nothing for {budget:g} GiB")
+            continue
+        made = _variant(network, f"sac_ilp {budget:g} GiB", choice)
+        try:
+            made.step()
+        except RuntimeError as error:
+            print(f"sac_ilp {budget:g} GiB: {str(error).splitlines()[0]}")
+        else:
+            yield made
 
 
 def _chunked(network: Network, parts: int) -> Variant:
