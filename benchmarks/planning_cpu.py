@@ -49,8 +49,6 @@ MATRIX_PRODUCTS = (
 SHARES = (0.85, 0.7, 0.55, 0.4, 0.25)
 PARTS = (1, 2, 4)
 _RECORDINGS = 5
-_SMALL = 200
-"""Operations to measure dispatch with."""
 _RUNS = 10
 """Of choices for a budget, at most."""
 
@@ -244,7 +242,7 @@ def _chunked(network: Network, parts: int) -> Variant:
 def _planned(network: Network, steps: dict[int, StepOperations], budgets: list[int]) -> Iterator[Variant]:
     """Yield the plans for each budget: bit for bit, and with micro-batches if samples are independent."""
     started = time.monotonic()
-    dispatch = _dispatch_seconds()
+    dispatch = _dispatch_seconds(network, steps[1])
     choosers = {parts: CheckpointChooser(step, _measured, dispatch=dispatch) for parts, step in steps.items()}
     dependent = why_dependent(steps[1], steps[PARTS[1]]) if PARTS[1] in steps else "one sample"
     if dependent:
@@ -303,21 +301,26 @@ def _fastest(plain: Variant, parts: int) -> StepOperations:
     return replace(recorded[0], forward=least(forward), backward=least(backward))
 
 
-def _dispatch_seconds() -> float:
-    """Return the seconds for asking of an operation whether its result is kept: a chain of small ones."""
-    small = nn.Sequential(nn.Sequential(*(nn.Sigmoid() for _ in range(_SMALL))))
-    x = torch.ones(1, requires_grad=True)
-    seconds = []
-    for _ in range(2):
-        taken = []
-        for _ in range(_RECORDINGS):
+def _dispatch_seconds(network: Network, step: StepOperations) -> float:
+    """Return the seconds for asking of an operation whether its results are kept, on average.
+
+    Small operations would show too little: large tensors push Python's own memory out of the CPU's caches.
+    All results are kept, so that the memory is the same.
+    """
+    names = tuple(sorted({operation.name for operation in step.forward}))
+    kept = memfit.Region("", recompute="tensors", save_ops=names)
+    models = [
+        _variant(network, "none").model,
+        _variant(network, "kept", memfit.Checkpointing(regions=(kept,))).model,
+    ]
+    seconds: list[list[float]] = [[], []]
+    for _ in range(2 * _RECORDINGS):
+        for taken, model in zip(seconds, models, strict=True):
             started = time.process_time()
-            small(x)
+            network.loss(model, network.inputs, network.targets)
             taken.append(time.process_time() - started)
-        seconds.append(min(taken))
-        if len(seconds) == 1:
-            memfit.apply(small, memfit.Checkpointing("0", recompute="tensors"))
-    return (seconds[1] - seconds[0]) / _SMALL
+    plain, asked = map(statistics.median, seconds)
+    return max(asked - plain, 0.0) / len(step.forward)
 
 
 def _measured(operation: Operation) -> float:
