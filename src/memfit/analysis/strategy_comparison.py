@@ -27,8 +27,6 @@ class ComparedStrategies:
 
     name: str
     change: ScriptChange
-    sharding: str = ""
-    """The mode of the sharding; empty without one."""
 
 
 def compared_strategies(world_size: int) -> Iterator[ComparedStrategies]:
@@ -63,7 +61,7 @@ def _variants(name: str, mode: str) -> Iterator[ComparedStrategies]:
         ("checkpointing + offload", (*inputs, _CHECKPOINTING)),
     ):
         names = " + ".join(filter(None, (name, more)))
-        yield ComparedStrategies(names or AS_WRITTEN, ScriptChange(tuple(sorted(strategies))), mode)
+        yield ComparedStrategies(names or AS_WRITTEN, ScriptChange(tuple(sorted(strategies))))
 
 
 def refused_with(of: ComparedStrategies, refused: Mapping[ScriptChange, ScriptEnd]) -> ScriptEnd | None:

@@ -298,7 +298,9 @@ def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield a tensor, or those inside of a wrapper such as a DTensor."""
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from _plain(getattr(tensor, name))
+            part = getattr(tensor, name)
+            if isinstance(part, torch.Tensor):  # a DTensor has its device mesh among them
+                yield from _plain(part)
     elif tensor.layout is torch.strided:
         yield tensor
 

@@ -1,0 +1,229 @@
+"""Run a script as those ranks of a job of which one needs most.
+
+| the script                     | ranks                                                                |
+|--------------------------------|----------------------------------------------------------------------|
+| trains on several GPUs itself  | as written every rank, then one rank of each role                    |
+| trains on one GPU              | rank 0                                                               |
+| with a sharding of ours        | one inside NCCL's chain; with ZeRO-1, those with the largest shares  |
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Self
+
+from memfit.analysis.rank_roles import find_held
+from memfit.analysis.script_change import ScriptChange, TrialResult
+from memfit.analysis.strategy_comparison import first_rank, ranks_with_most
+from memfit.analysis.stream_races import may_race
+from memfit.analysis.summary import summarize
+from memfit.devices import NO_LIMIT
+from memfit.records import ScriptEnd, ScriptLocation
+from memfit.run.options import RunOptions
+from memfit.run.parent import Progress
+from memfit.run.rank import Rank
+from memfit.strategies.script_standby import ScriptStandby
+from memfit.strategies.trial_run import trial_runner
+
+
+@dataclass(frozen=True, slots=True)
+class RankRun:
+    """A rank's run under a change, with unlimited memory."""
+
+    rank: Rank
+    first: TrialResult
+    late: TrialResult | None
+    """The same, with GPU work that finishes late; None if no streams race, or all work did so already."""
+
+    @property
+    def results(self) -> tuple[TrialResult, ...]:
+        """Its runs."""
+        return (self.first,) if self.late is None else (self.first, self.late)
+
+
+class RankFailedError(Exception):
+    """A rank of the script as written did not complete."""
+
+    def __init__(self, rank: Rank, end: ScriptEnd) -> None:
+        super().__init__(rank, end)
+        self.rank, self.end = rank, end
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What tells ranks apart. Of ranks that differ in NCCL's memory alone, one runs under changes."""
+
+    allocated: int
+    reserved: int
+    place: ScriptLocation
+    nccl: int
+
+
+class RankRuns:
+    """Runs a script under changes, as some ranks of a job. Use it as a context manager.
+
+    Args:
+        command: the script's ``sys.argv``.
+        options: ``options.rank`` says how many ranks there are.
+        shown_memory: bytes of memory that PyTorch reports to the script.
+        on_progress: as for ``run_script``.
+    """
+
+    def __init__(
+        self,
+        command: tuple[str, ...],
+        options: RunOptions,
+        shown_memory: int,
+        on_progress: Callable[[Progress], None],
+    ) -> None:
+        self._command, self._options, self._shown_memory = command, options, shown_memory
+        self._on_progress = on_progress
+        self._standbys: dict[int, ScriptStandby] = {}
+        self._ranks: dict[str, tuple[Rank, ...]] = {}
+        """By sharding: the ranks of which one needs most, that first which needed most as written."""
+        self.count = 1
+        """Ranks that ran as written."""
+        self.distributed = False
+        """Whether the script as written trains on several GPUs."""
+
+    def as_written(self, change: ScriptChange, what: str) -> list[RankRun]:
+        """Run the script as written, the first time: on every rank, if it trains on several GPUs itself.
+
+        Args:
+            change: one that leaves its memory as it is.
+            what: the run's name.
+
+        Returns:
+            A run of each role, that which needs most first.
+
+        Raises:
+            RankFailedError: a rank did not complete.
+        """
+        job = self._options.rank
+        first = self._completed(change, what, job)
+        self.distributed = first.first.trace.device.nccl is not None
+        if not self.distributed:
+            self._ranks[""] = (job,)
+            return [first]
+        roles: dict[_Held, RankRun] = {}
+        ran = 0
+
+        def held_by(number: int) -> _Held:
+            nonlocal ran
+            found = first if number == job.rank else self._completed(change, what, replace(job, rank=number))
+            ran += 1
+            held = _held(found)
+            role = replace(held, nccl=0)
+            if role not in roles or held.nccl > _held(roles[role]).nccl:
+                roles[role] = found
+            return held
+
+        find_held(job.nproc, job.nnodes, held_by)
+        runs = sorted(roles.values(), key=_process, reverse=True)
+        self._ranks[""], self.count = tuple(run.rank for run in runs), ran
+        for number in self._standbys.keys() - {run.rank.rank for run in runs}:
+            self._standbys.pop(number).__exit__(None, None, None)
+        return runs
+
+    def keep_largest(self, rank: Rank) -> None:
+        """Run no role but a rank's from now on, where the script trains on several GPUs itself."""
+        self._ranks[""] = (rank,)
+
+    def under(self, change: ScriptChange, what: str, *, late: bool = False) -> list[RankRun] | ScriptEnd:
+        """Run the script under a change, after ``as_written``.
+
+        Args:
+            change: the change.
+            what: the run's name.
+            late: whether GPU work finishes late in every run.
+
+        Returns:
+            Runs of which one needs most; or how one of them ended that did not complete.
+        """
+        sharding = sharding_mode(change)
+        if sharding in self._ranks:
+            return self._run_all(change, what, self._ranks[sharding], late=late)
+        job = self._options.rank
+        inside = replace(job, rank=first_rank(job.nproc), own_gpu_only=True)
+        if self.distributed:
+            inside = self._ranks[""][0]
+        first = self._run(change, what, inside, late=late)
+        if isinstance(first, ScriptEnd):
+            return first
+        shares = first.first.shares
+        numbers = ranks_with_most(shares, job.nproc) if shares else (inside.rank,)
+        missing = tuple(replace(inside, rank=number) for number in numbers if number != inside.rank)
+        found = self._run_all(change, what, missing, late=late)
+        if isinstance(found, ScriptEnd):
+            return found
+        largest = max([first] * (inside.rank in numbers) + found, key=_process)
+        self._ranks[sharding] = (largest.rank,)
+        return [largest]
+
+    def _run_all(
+        self, change: ScriptChange, what: str, ranks: tuple[Rank, ...], *, late: bool
+    ) -> list[RankRun] | ScriptEnd:
+        found = []
+        for rank in ranks:
+            run = self._run(change, what, rank, late=late)
+            if isinstance(run, ScriptEnd):
+                return run
+            found.append(run)
+        return found
+
+    def _completed(self, change: ScriptChange, what: str, rank: Rank) -> RankRun:
+        found = self._run(change, what, rank, late=False)
+        if isinstance(found, ScriptEnd):
+            raise RankFailedError(rank, found)
+        return found
+
+    def _run(self, change: ScriptChange, what: str, rank: Rank, *, late: bool) -> RankRun | ScriptEnd:
+        """Run the script as one rank, and again where streams race, unless all work is late anyway."""
+        first = self._once(change, what, rank, late=late)
+        if isinstance(first, ScriptEnd):
+            return first
+        again = None if late or not may_race(first.trace) else self._once(change, what, rank, late=True)
+        return RankRun(rank, first, again if isinstance(again, TrialResult) else None)
+
+    def _once(self, change: ScriptChange, what: str, rank: Rank, *, late: bool) -> TrialResult | ScriptEnd:
+        options = replace(self._options, rank=rank, memory=NO_LIMIT, finish_late=late)
+        if rank.rank not in self._standbys:
+            self._standbys[rank.rank] = ScriptStandby().__enter__()
+        several = rank.world_size > 1
+
+        def show(now: Progress) -> None:
+            self._on_progress(replace(now, rank=str(rank) if several else ""))
+
+        standby = self._standbys[rank.rank]
+        return trial_runner(self._command, options, self._shown_memory, show, standby=standby)(change, what)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for standby in self._standbys.values():
+            standby.__exit__(kind, error, trace)
+
+
+def _process(run: RankRun) -> int:
+    return summarize(run.results[-1].trace).peak_process.bytes
+
+
+def _held(run: RankRun) -> _Held:
+    found, nccl = summarize(run.first.trace), run.first.trace.device.nccl
+    return _Held(
+        found.peak_allocated, found.peak_reserved, found.peak_place, 0 if nccl is None else nccl.bytes
+    )
+
+
+def sharding_mode(change: ScriptChange) -> str:
+    """Return the mode of the sharding in a change; empty without one.
+
+    >>> from memfit.analysis.script_change import PlannedStrategy
+    >>> sharding_mode(ScriptChange((PlannedStrategy("sharding", (("mode", "zero1"),)),)))
+    'zero1'
+    """
+    settings = (dict(one.settings) for one in change.strategies if one.field == "sharding")
+    return str(next(settings, {}).get("mode", ""))
