@@ -25,15 +25,17 @@ class ReplayedRun:
     """What ``read_requests(trace)`` returned."""
     conf: str = ""
     """``PYTORCH_ALLOC_CONF``; empty for the run's own."""
+    late: bool = False
+    """Whether GPU work on side streams finished late."""
 
     @classmethod
-    def of(cls, trace: Trace, found: DryRun) -> "ReplayedRun":
+    def of(cls, trace: Trace, found: DryRun, *, late: bool = False) -> "ReplayedRun":
         """Read a run's requests.
 
         Raises:
             MemfitError: its history is incomplete, or the allocator was not PyTorch's own.
         """
-        return cls(trace, found, read_requests(trace))
+        return cls(trace, found, read_requests(trace), late=late)
 
     @cached_property
     def unlimited(self) -> Replay:

@@ -100,6 +100,10 @@ class TrialResult:
     """By rank, the bytes of parameters whose optimizer state it holds; empty if all hold as much."""
     operations: StepOperations | None = None
     """Of a training step, if they were to be recorded."""
+    late: bool = False
+    """Whether GPU work on side streams finished late."""
+    others: tuple["TrialResult", ...] = ()
+    """Of the same change: other ranks that may need more, and runs in which GPU work finishes late."""
 
 
 RunTrial = Callable[[ScriptChange, str], TrialResult | ScriptEnd]

@@ -17,7 +17,8 @@ from memfit.records import (
 )
 
 AS_WRITTEN = "as written"
-_SHARDINGS = {"DDP": "ddp", "ZeRO-1": "zero1", "FSDP2": "fsdp2"}
+SHARDINGS = {"DDP": "ddp", "ZeRO-1": "zero1", "FSDP2": "fsdp2"}
+"""Modes of ``memfit.Sharding`` by their names."""
 _CHECKPOINTING = PlannedStrategy("checkpointing")
 
 
@@ -38,7 +39,7 @@ def compared_strategies(world_size: int) -> Iterator[ComparedStrategies]:
     16
     """
     yield from _variants("", "")
-    for name, mode in _SHARDINGS.items() if world_size > 1 else ():
+    for name, mode in SHARDINGS.items() if world_size > 1 else ():
         yield from _variants(name, mode)
 
 

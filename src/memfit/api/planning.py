@@ -7,20 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.devices import DEFAULT, NO_LIMIT, find_device
+from memfit.analysis.script_change import ScriptChange, TrialResult, why_it_failed
+from memfit.devices import DEFAULT, find_device
 from memfit.errors import UsageError
 from memfit.planning.allowed import PRECISIONS, Allowed
 from memfit.planning.plan_runs import PlannedScript
 from memfit.planning.search import find_plan
 from memfit.planning.seconds import RULE, host_copies, roofline
-from memfit.records import ScriptPlan
+from memfit.records import ScriptEnd, ScriptPlan
 from memfit.report.terminal.script_plan import PrintableScriptPlan
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, script_command
+from memfit.run.rank import Rank
 from memfit.run.resolve_options import ghost_settings
-from memfit.strategies.script_standby import ScriptStandby
+from memfit.strategies.rank_runs import RankFailedError, RankRuns
 from memfit.strategies.suggestions import unknown_name_error
-from memfit.strategies.trial_run import ghost_runs
 from memfit.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ def plan(  # noqa: PLR0913 - one parameter an option
     module: bool = False,
     gpu: str = DEFAULT,
     in_use: int = 0,
+    nproc: int = 1,
+    nnodes: int = 1,
     steps: int = STEPS,
     values: str = "",
     bitwise: bool = False,
@@ -57,6 +60,9 @@ def plan(  # noqa: PLR0913 - one parameter an option
         module: run a module as ``python -m`` does.
         gpu: name of a device in the table (``memfit gpus``); times are estimated for it.
         in_use: bytes of device memory that other processes hold.
+        nproc: processes on each machine, with a GPU each: every rank must fit. A script that trains on one
+            GPU is sharded if that is needed; each rank trains on batches of the script's own size.
+        nnodes: machines.
         steps: training steps after which memfit stops each run, at least 2.
         values: what the ghost returns when the script reads a GPU value, see ``RunOptions.values``.
         bitwise: whether results must be the same bit for bit: batches are not divided then.
@@ -73,7 +79,15 @@ def plan(  # noqa: PLR0913 - one parameter an option
     >>> found.chosen.needs.bytes <= 8 << 30, round(found.chosen.time, 2)  # doctest: +SKIP
     (True, 1.07)
     """
-    options = RunOptions(module=module, steps=steps, gpu=gpu, memory=budget, in_use=in_use, values=values)
+    options = RunOptions(
+        module=module,
+        steps=steps,
+        gpu=gpu,
+        memory=budget,
+        rank=Rank(nproc=nproc, nnodes=nnodes),
+        in_use=in_use,
+        values=values,
+    )
     allowed = allowed_changes(bitwise=bitwise, allow=allow, max_slowdown=max_slowdown)
     return plan_on_ghost(script, arguments, options, on_progress, allowed)
 
@@ -180,10 +194,32 @@ def plan_on_ghost(
     command = script_command(script, arguments, options, None)
     device = ghost_settings(options).device
     shown = device.total.bytes
-    unlimited = replace(options, memory=NO_LIMIT)
-    card = find_device(options.gpu)
-    with ScriptStandby() as standby:
-        runs = ghost_runs(command, unlimited, shown, on_progress, standby=standby)
-        planned = PlannedScript(runs.run, runs.run_late, roofline(card), host_copies(card), RULE)
+    card, job = find_device(options.gpu), options.rank
+    with RankRuns(command, options, shown, on_progress) as ranks:
+        planned = PlannedScript(
+            functools.partial(_run_ranks, ranks, late=False),
+            functools.partial(_run_ranks, ranks, late=True),
+            roofline(card),
+            host_copies(card),
+            RULE,
+            job.world_size,
+        )
         found = find_plan(planned, shown - options.in_use, allowed, policies=policies)
+        found = replace(
+            found, nproc=job.nproc, nnodes=job.nnodes, ran=ranks.count, distributed=ranks.distributed
+        )
     return PrintableScriptPlan.of(found, device=device, command=command)
+
+
+def _run_ranks(ranks: RankRuns, change: ScriptChange, what: str, *, late: bool) -> TrialResult | ScriptEnd:
+    """Run a script, the first time as written, on the ranks of which one needs most."""
+    try:
+        runs = ranks.under(change, what, late=late) if ranks.count else ranks.as_written(change, what)
+    except RankFailedError as error:
+        if error.rank.world_size == 1:
+            return error.end
+        return ScriptEnd("refused", error.end.exit_code, f"as {error.rank}, {why_it_failed(error.end)}")
+    if isinstance(runs, ScriptEnd):
+        return runs
+    first, *others = (result for run in runs for result in run.results)
+    return replace(first, others=tuple(others))

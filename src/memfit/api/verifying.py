@@ -49,8 +49,13 @@ def verify(
     ('verified', 0.0)
     """
     change = read_plan(Path(plan))
-    if "sharding" in change.settings:
+    if change.is_sharded:
         raise UsageError(f"{plan} shards the model over several GPUs; memfit verify runs one process.")
+    if change.world_size > 1:
+        raise UsageError(
+            f"{plan} was made for {change.world_size} ranks; memfit verify runs one process. Compare the "
+            "gradients of a run of your own under torchrun, with memfit.apply and without."
+        )
     command = script_command(script, arguments, RunOptions(module=module), None)
     try:
         card = find_card(f"verify {command[0]}")

@@ -1,17 +1,23 @@
 """``memfit compare``."""
 
-import os
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from memfit.atomic_files import check_outputs
 from memfit.cli.console import progress, write_strategies
-from memfit.cli.options import GHOST, OUTPUT, TARGET, expect_script, json_file, memory_or_none, script_file
+from memfit.cli.options import (
+    GHOST,
+    OUTPUT,
+    TARGET,
+    expect_script,
+    json_file,
+    launched_job,
+    memory_or_none,
+    script_file,
+)
 from memfit.ctrl_c import INTERRUPTED
 from memfit.devices import DEFAULT
-from memfit.errors import UsageError
-from memfit.run.launchers import launched_script
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.rank import Rank
 
@@ -62,12 +68,7 @@ def compare(  # noqa: PLR0913 - one parameter an option
     from memfit import api
 
     expect_script("compare", command, {"--json": json})
-    launched = launched_script(command, module=module)
-    os.environ.update(launched.environment)
-    if (launched.nproc, launched.nnodes) != (1, 1):
-        if (nproc, nnodes) != (1, 1):
-            raise UsageError("Two numbers of processes: give --nproc and --nnodes, or those of the launcher.")
-        nproc, nnodes = launched.nproc, launched.nnodes
+    launched, nproc, nnodes = launched_job(command, nproc, nnodes, module=module)
     check_outputs({"--json": json_file(json)}, script_file(launched.command[0], module=launched.module))
     options = RunOptions(
         module=launched.module,

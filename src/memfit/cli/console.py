@@ -121,7 +121,9 @@ def write_plan(
             print(f"memfit: {path} was not written, because no plan fits.", file=sys.stderr)
             return
         write_bytes(path, to_json(plan) + b"\n")
-        print(escaped(f"Plan: {path}  (memfit dry-run --plan {path} SCRIPT)"), file=sys.stderr)
+        ranks = f"--nproc {plan.nproc} " * (plan.nproc > 1) + f"--nnodes {plan.nnodes} " * (plan.nnodes > 1)
+        ranks += "--all-ranks " * (plan.world_size > 1)
+        print(escaped(f"Plan: {path}  (memfit dry-run {ranks}--plan {path} SCRIPT)"), file=sys.stderr)
 
     def write_page(path: Path) -> None:
         from memfit.report.html.plan_page import plan_page

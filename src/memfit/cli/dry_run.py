@@ -2,6 +2,7 @@
 
 import os
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,11 +12,19 @@ from cyclopts import Parameter
 from memfit.analysis.script_change import ScriptChange
 from memfit.atomic_files import check_outputs
 from memfit.cli.console import Output, exit_code, progress, trace_file, write_result
-from memfit.cli.options import GHOST, OUTPUT, TARGET, expect_script, json_file, memory_or_none, script_file
+from memfit.cli.options import (
+    GHOST,
+    OUTPUT,
+    TARGET,
+    expect_script,
+    json_file,
+    launched_job,
+    memory_or_none,
+    script_file,
+)
 from memfit.devices import DEFAULT
 from memfit.errors import UsageError
 from memfit.planning.plan_file import read_plan
-from memfit.run.launchers import launched_script
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress
 from memfit.run.rank import ALONE, Rank
@@ -123,13 +132,8 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     from memfit import api
 
     expect_script("dry-run", command, {"--json": json, "-o": output, "--html": html})
-    launched = launched_script(command, module=module)
+    launched, nproc, nnodes = launched_job(command, nproc, nnodes, module=module)
     command, module = launched.command, launched.module
-    os.environ.update(launched.environment)
-    if (launched.nproc, launched.nnodes) != (1, 1):
-        if (nproc, nnodes) != (1, 1):
-            raise UsageError("Two numbers of processes: give --nproc and --nnodes, or those of the launcher.")
-        nproc, nnodes = launched.nproc, launched.nnodes
     if all_ranks and rank:
         raise UsageError("--rank is one rank, and --all-ranks is all of them: give one of the two.")
     stands_for = Rank(rank=rank, nproc=nproc, nnodes=nnodes)
@@ -161,6 +165,14 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     if plan is not None:
         planned = read_plan(plan)
         change = planned.change
+        if planned.is_sharded:
+            if stands_for.world_size == 1:
+                raise UsageError(
+                    f"{plan} shards the model over {planned.world_size} GPUs. Say how many there are, as in "
+                    f"memfit dry-run --nproc {planned.nproc}"
+                    f"{f' --nnodes {planned.nnodes}' * (planned.nnodes > 1)} --all-ranks --plan {plan}."
+                )
+            options = replace(options, rank=replace(stands_for, own_gpu_only=True))
         if planned.allocator:
             os.environ["PYTORCH_ALLOC_CONF"] = planned.allocator
     quiet = beside is not None and beside.local > 0

@@ -1,5 +1,6 @@
 """Groups of options in ``--help``, and option values that several commands read the same way."""
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 from cyclopts import Group
 
 from memfit.errors import UsageError
+from memfit.run.launchers import LaunchedScript, launched_script
 
 TARGET = Group("The GPU", sort_key=1)
 OUTPUT = Group("Output", sort_key=2)
@@ -62,6 +64,29 @@ def bytes_or_none(text: str | None) -> int | None:
     from memfit.units import parse_bytes
 
     return None if text is None else parse_bytes(text)
+
+
+def launched_job(
+    command: Sequence[str], nproc: int, nnodes: int, *, module: bool
+) -> tuple[LaunchedScript, int, int]:
+    """Return the script without the launcher before it, whose environment is set, and numbers of processes.
+
+    Args:
+        command: the script and its arguments, after a launcher or not.
+        nproc: processes on each machine, of the options.
+        nnodes: machines, of the options.
+        module: whether the command names a module.
+
+    Raises:
+        UsageError: launcher and options both say how many processes there are.
+    """
+    launched = launched_script(command, module=module)
+    os.environ.update(launched.environment)
+    if (launched.nproc, launched.nnodes) == (1, 1):
+        return launched, nproc, nnodes
+    if (nproc, nnodes) != (1, 1):
+        raise UsageError("Two numbers of processes: give --nproc and --nnodes, or those of the launcher.")
+    return launched, launched.nproc, launched.nnodes
 
 
 def share(option: str, text: str) -> float:

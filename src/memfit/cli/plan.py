@@ -7,10 +7,20 @@ from cyclopts import Parameter
 
 from memfit.atomic_files import check_outputs
 from memfit.cli.console import progress, write_plan
-from memfit.cli.options import GHOST, OUTPUT, TARGET, expect_script, json_file, memory_or_none, script_file
+from memfit.cli.options import (
+    GHOST,
+    OUTPUT,
+    TARGET,
+    expect_script,
+    json_file,
+    launched_job,
+    memory_or_none,
+    script_file,
+)
 from memfit.devices import DEFAULT
 from memfit.errors import UsageError
 from memfit.run.options import STEPS, RunOptions
+from memfit.run.rank import Rank
 
 USAGE = "Usage: memfit plan [OPTIONS] SCRIPT.py [ARGS...]\n       memfit plan [OPTIONS] -m MODULE [ARGS...]"
 _LEAST_STEPS = 2
@@ -26,6 +36,8 @@ def plan(  # noqa: PLR0913 - one parameter an option
     budget: Annotated[str | None, Parameter(group=TARGET)] = None,
     gpu: Annotated[str, Parameter(group=TARGET)] = DEFAULT,
     in_use: Annotated[str, Parameter(group=TARGET)] = "0",
+    nproc: Annotated[int, Parameter(group=TARGET)] = 1,
+    nnodes: Annotated[int, Parameter(group=TARGET)] = 1,
     bitwise: Annotated[bool, Parameter(negative="")] = False,
     allow: Annotated[tuple[Literal["amp", "bf16"], ...], Parameter(negative="")] = (),
     max_slowdown: float | None = None,
@@ -46,6 +58,11 @@ def plan(  # noqa: PLR0913 - one parameter an option
     again. Every figure of needs comes from such a run. Recomputation changes no result, bit for bit; with
     micro-batches, sums are taken in another order.
 
+    With --nproc, the plan is one for every rank, and its needs are those of the rank that needs most. A
+    script that trains on one GPU then trains on all of them, each rank on batches of the script's own size:
+    with DDP if that fits, otherwise with ZeRO-1 or FSDP2, which memfit applies when the script creates its
+    optimizer.
+
     Args:
         command: The script and its own arguments.
         module: Run a module, as python -m does.
@@ -54,6 +71,8 @@ def plan(  # noqa: PLR0913 - one parameter an option
         gpu: The GPU to assume: a name that memfit gpus lists, or a MIG slice such as A100-80GB:1g.10gb.
             Times are estimated for it.
         in_use: Assume that the desktop or other jobs already use this much GPU memory, for example 1.5GiB.
+        nproc: Plan for this many processes, with a GPU each, as torchrun --nproc-per-node would start them.
+        nnodes: Assume this many machines, each with --nproc processes.
         bitwise: Find a plan whose results are the same bit for bit: batches are not divided into
             micro-batches, and the optimizer stays as it is.
         allow: Other numerics that the plan may use: amp (bf16 autocast) or bf16 (parameters in bf16). memfit
@@ -79,20 +98,27 @@ def plan(  # noqa: PLR0913 - one parameter an option
     expect_script("plan", command, {"--json": json, "-o": output, "--html": html})
     if steps < _LEAST_STEPS:
         raise UsageError(f"--steps {steps} is too few: memfit records the second training step.")
+    launched, nproc, nnodes = launched_job(command, nproc, nnodes, module=module)
     outputs = {"-o": output, "--html": html, "--json": json_file(json)}
-    check_outputs(outputs, script_file(command[0], module=module))
+    check_outputs(outputs, script_file(launched.command[0], module=launched.module))
     allowed = api.allowed_changes(bitwise=bitwise, allow=allow, max_slowdown=max_slowdown)
     options = RunOptions(
-        module=module,
+        module=launched.module,
         steps=steps,
         gpu=gpu,
         memory=memory_or_none(budget),
+        rank=Rank(nproc=nproc, nnodes=nnodes),
         in_use=memory_or_none(in_use) or 0,
         values=",".join(values),
     )
     with progress(options.steps, reruns=_RUNS) as show:
         result = api.plan_on_ghost(
-            command[0], command[1:], options, show, allowed, policies=chart or html is not None
+            launched.command[0],
+            launched.command[1:],
+            options,
+            show,
+            allowed,
+            policies=chart or html is not None,
         )
     write_plan(result, json, output, html)
     return 1 if fail and result.chosen is None else 0

@@ -109,6 +109,11 @@ def precision(name: str, settings: Mapping[str, str | bool]) -> PlanChange:
     return _strategy("precision", settings, name)
 
 
+def sharding(name: str, settings: Mapping[str, str | bool]) -> PlanChange:
+    """Return the change that shards the script's models, with settings of ``memfit.Sharding``."""
+    return _strategy("sharding", settings, name)
+
+
 def kept_share(share: float, optimizer: int | None) -> PlanChange:
     """Return the change under which compiled graphs keep a share of their activations."""
     settings = {"activation_memory_budget": share}

@@ -18,7 +18,7 @@ from memfit.planning.allowed import Allowed
 from memfit.planning.answers import answer, too_small
 from memfit.planning.batches import divisions, why_indivisible
 from memfit.planning.changes import PlanChange, kept_share
-from memfit.planning.plan_runs import PlannedScript, PlanRuns, replayed
+from memfit.planning.plan_runs import PlannedScript, PlanRuns, all_replayed
 from memfit.planning.policies import standard_policies
 from memfit.planning.sample_independence import why_dependent
 from memfit.planning.seconds import step_seconds
@@ -77,7 +77,7 @@ class CompiledSearch:
 
     def plan(self) -> ScriptPlan:
         """Return the fastest plan found, or why there is none."""
-        plain = replayed(self._plain)
+        plain = all_replayed(self._plain)
         as_written = self._runs.needs(plain, PlanChange(), 1.0, tune=False)
         if self._runs.fits(as_written):
             return self._answer(as_written, chosen=as_written)

@@ -40,6 +40,20 @@ class PlanFile:
     """What the file says that training under it computes; None if it does not say."""
     allocated: int | None = None
     """Most bytes allocated under it on the ghost; None if the file does not say."""
+    nproc: int = 1
+    """Ranks on each machine that it was made for."""
+    nnodes: int = 1
+    """Machines that it was made for."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.nproc * self.nnodes
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether it has a script for one GPU train on several."""
+        return "sharding" in self.settings
 
     @property
     def equality(self) -> Equality:
@@ -104,12 +118,15 @@ def read_plan(path: Path) -> PlanFile:
         command = msgspec.convert(found.get("command", ()), tuple[str, ...])
         promised = msgspec.convert(found.get("equality"), Equality | None)
         allocated = msgspec.convert(found.get("allocated"), int | None)
+        nproc, nnodes = (msgspec.convert(found.get(name, 1), int) for name in ("nproc", "nnodes"))
     except msgspec.ValidationError as error:
         raise FileFormatError(
-            f"Cannot read a plan from {path}: 'micro_batches', 'fused', 'command', 'equality' or "
-            f"'allocated': {error}."
+            f"Cannot read a plan from {path}: 'micro_batches', 'fused', 'command', 'equality', 'allocated', "
+            f"'nproc' or 'nnodes': {error}."
         ) from None
-    return PlanFile(settings, allocator, optimizer, divided, fused, command, promised, allocated)
+    return PlanFile(
+        settings, allocator, optimizer, divided, fused, command, promised, allocated, nproc, nnodes
+    )
 
 
 def _frozen(value: Any) -> Any:

@@ -1,6 +1,6 @@
 """Run changes to a script on the ghost: what it then needs, and what holds the memory at its peak."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from memfit.analysis.needed_memory import ReplayedRun, process_bytes
@@ -34,6 +34,12 @@ class PlannedScript(GhostRuns):
     """How long it takes to copy bytes to the host and back."""
     rule: str
     """What the times are based on."""
+    ranks: int = 1
+    """GPUs, with a rank of the job on each."""
+
+    def is_to_be_sharded(self, plain: TrialResult) -> bool:
+        """Return whether there are several GPUs, and the script as written trains on one."""
+        return self.ranks > 1 and plain.trace.device.nccl is None
 
 
 class PlanRuns:
@@ -96,35 +102,46 @@ class PlanRuns:
         if isinstance(made, ScriptEnd):
             return made
         result, run = made
-        done = self.needs(run, plan, time(result) if callable(time) else time)
+        done = self.needs(
+            [run, *map(replayed, result.others)], plan, time(result) if callable(time) else time
+        )
         self.tried.append(done)
         return result, done
 
     def needs(
-        self, run: ReplayedRun, plan: PlanChange, time: float, *, tune: bool = True, fails: bool = False
+        self,
+        runs: Sequence[ReplayedRun],
+        plan: PlanChange,
+        time: float,
+        *,
+        tune: bool = True,
+        fails: bool = False,
     ) -> PlanRun:
-        """Return what a run needs.
+        """Return what a plan needs: the most of its runs.
 
         Args:
-            run: the run.
-            plan: the plan under which it ran; settings of the allocator in it are applied.
+            runs: of the ranks that may need most.
+            plan: the plan under which they ran; settings of the allocator in it are applied.
             time: of a step, relative to the script as written.
-            tune: whether it may get expandable segments if it fits only with them.
-            fails: whether it is known not to fit the GPU.
+            tune: whether they may get expandable segments if all fit only with them.
+            fails: whether it is known that a run does not fit the GPU.
         """
+        most = max((self._needs(run, plan, time, fails=fails) for run in runs), key=_bytes)
+        if tune and self._tune and most.needs.bytes > self._budget:
+            expandable = expandable_segments(runs[0].trace)
+            if expandable is not None:
+                tuned = self.needs(runs, plan | expandable, time, tune=False)
+                return min(most, tuned, key=_bytes)
+        return most
+
+    def _needs(self, run: ReplayedRun, plan: PlanChange, time: float, *, fails: bool) -> PlanRun:
         conf = plan.change.conf
         under = replace(run, conf=conf)
-        reserved = under.needs(self._gpu, fails=fails)
-        needs = process_bytes(reserved, run.trace.device)
-        if tune and self._tune and needs.bytes > self._budget:
-            expandable = expandable_segments(run.trace)
-            if expandable is not None:
-                tuned = self.needs(run, plan | expandable, time, tune=False)
-                if tuned.needs.bytes < needs.bytes:
-                    return tuned
+        reserved = under.needs(0 if run.late else self._gpu, fails=fails)  # a dry run's upper bound
+        rank = run.trace.rank
         return PlanRun(
             plan.settings,
-            needs,
+            process_bytes(reserved, run.trace.device),
             reserved,
             time,
             run.found.peak_place,
@@ -134,7 +151,12 @@ class PlanRuns:
             tuple(run.found.terms),
             self._compiled,
             under.unlimited.peak_allocated if conf else run.found.peak_allocated,
+            None if rank is None else rank.rank,
         )
+
+
+def _bytes(run: PlanRun) -> int:
+    return run.needs.bytes
 
 
 def replayed(result: TrialResult) -> ReplayedRun:
@@ -143,4 +165,9 @@ def replayed(result: TrialResult) -> ReplayedRun:
     Raises:
         MemfitError: its history is incomplete, or the allocator was not PyTorch's own.
     """
-    return ReplayedRun.of(result.trace, summarize(result.trace))
+    return ReplayedRun.of(result.trace, summarize(result.trace), late=result.late)
+
+
+def all_replayed(result: TrialResult) -> list[ReplayedRun]:
+    """Return the runs of all ranks, as ``replayed`` does."""
+    return [replayed(each) for each in (result, *result.others)]

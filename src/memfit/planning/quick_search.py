@@ -228,7 +228,7 @@ class QuickSearch:
         attempts = []
         for one in sets:
             plan = _together(one)
-            done = self._runs.needs(run, plan, _UNTIMED, fails=fails and one is made)
+            done = self._runs.needs([run], plan, _UNTIMED, fails=fails and one is made)
             attempts.append(Attempt(one, done, models, self._runs.fits(done) if self._has_room else None))
             self._known[plan.change] = attempts[-1]
         return attempts[0]

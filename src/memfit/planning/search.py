@@ -12,10 +12,12 @@ A model predicts allocated bytes of one step; what counts is what the process ne
 much they differ, and the next choice is made with that. No plan is returned that has not run.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from memfit.analysis.script_change import ScriptChange, TrialResult, why_it_failed
-from memfit.errors import TargetError
+from memfit.errors import TargetError, UsageError
 from memfit.planning.allowed import PRECISIONS, Allowed
 from memfit.planning.answers import answer, too_small
 from memfit.planning.batches import divisions, why_indivisible
@@ -23,10 +25,19 @@ from memfit.planning.bracket import WORTH, Bracket
 from memfit.planning.changes import FUSED_OPTIMIZER, PlanChange, precision, recomputation
 from memfit.planning.choose import CheckpointChoice, CheckpointChooser
 from memfit.planning.compiled_search import CompiledSearch
-from memfit.planning.plan_runs import PlannedScript, PlanRuns, replayed
+from memfit.planning.plan_runs import PlannedScript, PlanRuns, all_replayed
 from memfit.planning.policies import standard_policies
 from memfit.planning.sample_independence import why_dependent
 from memfit.planning.seconds import step_seconds
+from memfit.planning.shardings import (
+    OFFLOADED_SHARDS,
+    UNSHARDED,
+    copy_seconds,
+    named_as_in,
+    sent_bytes,
+    sharded,
+    why_dropped,
+)
 from memfit.records import Phase, PlanRun, ScriptEnd, ScriptPlan, StepOperations
 
 _UNRECORDED = (
@@ -53,12 +64,18 @@ def find_plan(
         policies: whether the policies that people use are run, too.
 
     Raises:
-        TargetError: the script as written cannot be run.
+        TargetError: the script as written cannot be run, or cannot be trained on several GPUs.
+        UsageError: it is compiled, and trains on one GPU of several.
     """
     plain = script.run(ScriptChange(operations=True), "as written, operation by operation")
     if isinstance(plain, ScriptEnd):
         raise TargetError(f"memfit cannot plan for the script: {why_it_failed(plain)}")
     compiled = plain.operations is not None and plain.operations.compiled
+    if script.is_to_be_sharded(plain) and compiled:
+        raise UsageError(
+            "memfit cannot plan how to train a compiled script on several GPUs. memfit compare --nproc shows "
+            "what it needs with DDP, ZeRO-1 and FSDP2."
+        )
     search = (CompiledSearch if compiled else _PlanSearch)(script, plain, budget, allowed)
     found = search.plan()
     return replace(found, policies=search.policies()) if policies else found
@@ -75,6 +92,8 @@ class _Base:
     bracket: Bracket
     offload: bool = False
     """Whether the inputs of recomputed modules wait on the host."""
+    copies: float = 0.0
+    """Time of copies of shards in each micro-batch, relative to a step of the script as written."""
 
 
 class _PlanSearch:
@@ -86,10 +105,15 @@ class _PlanSearch:
         self._refusal = ""  # why nothing can be recomputed
         self._undivided = ""  # why batches are not divided, or no further
         self._divisions: list[PlanChange] = []
+        self._dropped: list[str] = []
         self._step = 0.0  # seconds of a step as written
 
     def plan(self) -> ScriptPlan:
-        plain = replayed(self._plain)
+        plain = all_replayed(self._plain)
+        if self._plain.operations is not None:
+            self._step = step_seconds(self._plain.operations, self._script.seconds)
+        if self._script.is_to_be_sharded(self._plain):
+            return self._plan_shardings()
         as_written = self._runs.needs(plain, PlanChange(), 1.0, tune=False)
         if self._runs.fits(as_written):
             return self._answer(as_written, chosen=as_written)
@@ -100,13 +124,41 @@ class _PlanSearch:
             return self._answer(as_written, chosen=tuned)
         if self._plain.operations is None:
             return self._answer(as_written, smallest=tuned, reason=_UNRECORDED)
-        self._step = step_seconds(self._plain.operations, self._script.seconds)
+        return self._combine(as_written, [self._base(PlanChange(), self._plain.operations, tuned)])
+
+    def _plan_shardings(self) -> ScriptPlan:
+        """Train a script for one GPU on several: with what moves least, if that is enough."""
+        found = sharded(self._runs, rounding=self._allowed.rounding)
+        self._models, self._dropped = found.models, found.dropped
+        if found.as_written is None:
+            raise TargetError(f"memfit cannot plan for {self._script.ranks} GPUs. {found.dropped[0]}")
+        if found.chosen is not None or found.least is None:
+            return self._answer(found.as_written, chosen=found.chosen)
+        least, result, run = found.least
+        if result.operations is None or self._plain.operations is None:
+            return self._answer(found.as_written, smallest=run, reason=_UNRECORDED)
+        start = self._base(least, result.operations, run)
+        offloaded = self._offloaded_shards(found.as_written) if self._allowed.rounding else ()
+        return self._combine(found.as_written, chain([start], offloaded))
+
+    def _offloaded_shards(self, as_written: PlanRun) -> Iterator[_Base]:
+        """Yield the script with its shards on the host, if it can be run so."""
+        copies = copy_seconds(as_written.terms, self._script.copy, self._script.ranks) / self._step
+        made = self._runs.make(OFFLOADED_SHARDS, 1.0 + copies, operations=True)
+        if isinstance(made, ScriptEnd):
+            self._dropped.append(why_dropped(OFFLOADED_SHARDS, made))
+        elif made[0].operations is not None:
+            self._models = made[0].models
+            yield replace(self._base(OFFLOADED_SHARDS, made[0].operations, made[1]), copies=copies)
+
+    def _combine(self, as_written: PlanRun, starts: Iterable[_Base]) -> ScriptPlan:
+        """Change more about what does not fit; the next start is made if nothing fits with those before."""
         chosen, bases = None, []
-        for root in self._roots(tuned, self._plain.operations):
+        for root in (root for start in starts for root in self._roots(start)):
             self._look_for_divisions()
-            chain = [root]
-            chosen = self._search(chain)
-            bases += chain
+            added = [root]
+            chosen = self._search(added)
+            bases += added
             if chosen is not None:
                 break
         if chosen is None and not self._refusal:
@@ -114,7 +166,8 @@ class _PlanSearch:
             bases = [self._offloading(base) for base in bases]
             chosen = self._search(bases) or self._every_block(bases, smallest_parts)
         if chosen is None:
-            smallest = min([*self._runs.tried, tuned], key=lambda each: each.needs.bytes)
+            ran = [*self._runs.tried, *(base.run for base in bases)]
+            smallest = min(ran, key=lambda each: each.needs.bytes)
             reason = self._refusal or self._too_small(smallest)
             return self._answer(as_written, smallest=smallest, reason=reason)
         bound = min(base.run.time + base.plan.parts * self._least(base) / self._step for base in bases)
@@ -174,15 +227,16 @@ class _PlanSearch:
     # ---- bases --------------------------------------------------------------------------------------------
 
     def _base(self, plan: PlanChange, operations: StepOperations, run: PlanRun) -> _Base:
+        if self._plain.operations is not None:
+            operations = named_as_in(self._plain.operations, operations)
         chooser = CheckpointChooser(operations, self._script.seconds)
         return _Base(plan, operations, run, Bracket(chooser, self._budget, run.needs.bytes, self._step))
 
-    def _roots(self, tuned: PlanRun, operations: StepOperations) -> list[_Base]:
+    def _roots(self, start: _Base) -> list[_Base]:
         """Return the script with whole batches: first with what lowers its peak in no more time."""
-        plain = self._base(PlanChange(), operations, tuned)
-        roots = [plain]
+        roots = [start]
         for name in self._allowed.precisions:
-            roots += self._lower(plain, precision(name, PRECISIONS[name]))
+            roots += self._lower(start, start.plan | precision(name, PRECISIONS[name]))
         roots.sort(key=lambda base: base.run.needs.bytes)
         if self._allowed.rounding and roots[0].run.place.phase is Phase.OPTIMIZER:
             fused = roots[0].plan | FUSED_OPTIMIZER
@@ -191,19 +245,21 @@ class _PlanSearch:
 
     def _lower(self, base: _Base, plan: PlanChange) -> list[_Base]:
         """Run the script under a change; return it as a base, or nothing if it needs no less than another."""
-        made = self._runs.make(plan, self._relative, operations=True)
+        made = self._runs.make(
+            plan, lambda result: self._relative(result, copies=base.copies), operations=True
+        )
         if isinstance(made, ScriptEnd) or made[0].operations is None:
             return []
         if made[1].needs.bytes >= base.run.needs.bytes:
             return []
         self._models = made[0].models
-        return [self._base(plan, made[0].operations, made[1])]
+        return [replace(self._base(plan, made[0].operations, made[1]), copies=base.copies)]
 
-    def _relative(self, result: TrialResult, parts: int = 1) -> float:
-        """Return the time of a recorded run's step, relative to the script as written."""
+    def _relative(self, result: TrialResult, parts: int = 1, copies: float = 0.0) -> float:
+        """Return the time of a recorded run's step, relative to the script as written; copies as in _Base."""
         if result.operations is None:
             return float("inf")
-        return parts * step_seconds(result.operations, self._script.seconds) / self._step
+        return parts * (step_seconds(result.operations, self._script.seconds) / self._step + copies)
 
     def _look_for_divisions(self) -> None:
         if self._allowed.rounding:
@@ -219,7 +275,9 @@ class _PlanSearch:
         division = self._divisions.pop(0)
         plan = whole.plan | division
         made = self._runs.make(
-            plan, lambda result: max(self._relative(result, plan.parts), last.run.time), operations=True
+            plan,
+            lambda result: max(self._relative(result, plan.parts, whole.copies), last.run.time),
+            operations=True,
         )
         if isinstance(made, ScriptEnd):
             fault = why_it_failed(made)
@@ -232,7 +290,7 @@ class _PlanSearch:
             if not isinstance(made, ScriptEnd):
                 self._runs.tried.pop()
             return []
-        return [self._base(plan, made[0].operations, made[1])]
+        return [replace(self._base(plan, made[0].operations, made[1]), copies=whole.copies)]
 
     def _offloading(self, base: _Base) -> _Base:
         chooser = CheckpointChooser(base.operations, self._script.seconds, self._script.copy)
@@ -257,12 +315,13 @@ class _PlanSearch:
             bases: the last ones that were searched.
             smallest_parts: the smallest division of batches, unless it is a base already.
         """
-        least = min(bases, key=lambda base: base.run.needs.bytes).plan
+        base = min(bases, key=lambda base: base.run.needs.bytes)
+        least = base.plan
         if smallest_parts:
             least = next(base.plan for base in bases if base.plan.parts == 1) | smallest_parts[0]
         made = self._runs.make(
             least | standard_policies(self._optimizer)[0],
-            lambda result: self._relative(result, least.parts),
+            lambda result: self._relative(result, least.parts, base.copies),
             operations=True,
         )
         if isinstance(made, ScriptEnd) or not self._runs.fits(made[1]):
@@ -275,16 +334,19 @@ class _PlanSearch:
         if not self._step:
             return ()
         runs = PlanRuns(self._script, self._budget, tune=self._allowed.allocator)
+        unchanged = UNSHARDED if self._script.is_to_be_sharded(self._plain) else PlanChange()
         for policy in standard_policies(self._optimizer):
-            runs.make(policy, self._relative, operations=True)
+            runs.make(unchanged | policy, self._relative, operations=True)
         return tuple(runs.tried)
 
     # ---- the answer ---------------------------------------------------------------------------------------
 
     def _too_small(self, smallest: PlanRun) -> str:
+        shards = "shards the model, " * ("sharding" in smallest.settings)
         divided = "divides batches, " * (smallest.divided is not None)
         return too_small(
-            smallest, f"{divided}recomputes activations, and offloads the inputs of what it recomputes"
+            smallest,
+            f"{shards}{divided}recomputes activations, and offloads the inputs of what it recomputes",
         )
 
     def _answer(
@@ -309,4 +371,10 @@ class _PlanSearch:
             undivided=self._undivided,
             slowdown=self._allowed.slowdown,
         )
-        return replace(found, bound=bound)
+        found = replace(found, bound=bound, dropped=tuple(self._dropped))
+        if found.chosen is None or "sharding" not in found.chosen.settings:
+            return found
+        before, now = (
+            sent_bytes(run, as_written.terms, self._script.ranks) for run in (as_written, found.chosen)
+        )
+        return replace(found, sent=(before, now))

@@ -18,6 +18,7 @@ from memfit.records import LEAST_RECOMPUTED, StepOperations
 
 _SETS = 24
 """Sets to try in one order, for each depth of the modules whose inputs are kept."""
+_COLLECTIVES = ("c10d.", "_c10d_functional.", "fsdp.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,8 @@ class TensorOption:
 def tensor_options(memory: MemoryModel, seconds: Seconds, dispatch: float = 0.0) -> list[TensorOption]:
     """Return ways to recompute a model's tensors one by one, without those that another beats.
 
-    There are none if a step calls the model more than once.
+    There are none if a step calls the model more than once, or exchanges tensors among ranks in its forward,
+    as FSDP does: it frees the parameters that it gathers.
 
     Args:
         memory: the plain step.
@@ -44,6 +46,8 @@ def tensor_options(memory: MemoryModel, seconds: Seconds, dispatch: float = 0.0)
     """
     step = memory.step
     if not step.calls or sum(call.parent < 0 for call in step.calls) > 1:
+        return []
+    if any(operation.name.startswith(_COLLECTIVES) for operation in step.forward):
         return []
     contents = Contents.of(step, step.calls[0])
     sets = [

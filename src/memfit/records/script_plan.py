@@ -86,6 +86,8 @@ class PlanRun:
     """Whether ``torch.compile`` compiles the script's code. What changes its graphs changes their kernels."""
     allocated: int | None = None
     """Most bytes that PyTorch's allocator had allocated: exact; simulated if ``conf`` is set."""
+    rank: int | None = None
+    """The rank that needs that; None for a script of one process."""
 
     @property
     def changes(self) -> bool:
@@ -97,7 +99,9 @@ class PlanRun:
         """What training under it computes, compared with the script as written."""
         if "precision" in self.settings:
             return Equality.OTHER
-        rounds = self.divided is not None or self.fused or (self.compiled and bool(self.settings))
+        sharded = self.settings.get("sharding", {}).get("mode") == "fsdp2"  # gradients are summed in parts
+        rounds = sharded or self.divided is not None or self.fused
+        rounds = rounds or (self.compiled and bool(self.settings))
         return Equality.ROUNDING if rounds else Equality.BITWISE
 
 
@@ -142,3 +146,26 @@ class ScriptPlan:
     """The fastest plan found that fits, if it takes longer than that; none is chosen then."""
     dropped: tuple[str, ...] = ()
     """Plans that could not run, each with the reason, as a sentence."""
+    nproc: int = 1
+    """Ranks on each machine, with a GPU each."""
+    nnodes: int = 1
+    """Machines."""
+    ran: int = 1
+    """Ranks of the script as written that ran; the others are assumed to hold what one of these holds."""
+    distributed: bool = False
+    """Whether the script as written trains on several GPUs. If it does not, but there are several ranks,
+    ``as_written`` is the script with plain data parallelism."""
+
+    sent: tuple[int, int] | None = None
+    """About how many bytes a rank sends to others in a step, as ``as_written`` and under the chosen plan;
+    assumed. None unless the plan shards a script for one GPU."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.nproc * self.nnodes
+
+    @property
+    def sharded(self) -> bool:
+        """Whether a script for one GPU is to train on several."""
+        return self.world_size > 1 and not self.distributed

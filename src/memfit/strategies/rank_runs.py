@@ -81,7 +81,7 @@ class RankRuns:
         self._standbys: dict[int, ScriptStandby] = {}
         self._ranks: dict[str, tuple[Rank, ...]] = {}
         """By sharding: the ranks of which one needs most, that first which needed most as written."""
-        self.count = 1
+        self.count = 0
         """Ranks that ran as written."""
         self.distributed = False
         """Whether the script as written trains on several GPUs."""
@@ -103,7 +103,7 @@ class RankRuns:
         first = self._completed(change, what, job)
         self.distributed = first.first.trace.device.nccl is not None
         if not self.distributed:
-            self._ranks[""] = (job,)
+            self._ranks[""], self.count = (job,), 1
             return [first]
         roles: dict[_Held, RankRun] = {}
         ran = 0
@@ -195,7 +195,9 @@ class RankRuns:
             self._on_progress(replace(now, rank=str(rank) if several else ""))
 
         standby = self._standbys[rank.rank]
-        return trial_runner(self._command, options, self._shown_memory, show, standby=standby)(change, what)
+        run = trial_runner(self._command, options, self._shown_memory, show, standby=standby)
+        found = run(change, what)
+        return replace(found, late=late) if isinstance(found, TrialResult) else found
 
     def __enter__(self) -> Self:
         return self

@@ -26,6 +26,8 @@ class PlanRunJson(msgspec.Struct, frozen=True):
     """Most bytes that PyTorch's allocator had allocated: exact; simulated with other settings."""
     time: float
     """Of a step, relative to the script as written; assumed."""
+    rank: int | None
+    """The rank that needs that; null for a script of one process."""
     phase: str
     module: str
     line: str
@@ -59,6 +61,18 @@ class ScriptPlanJson(msgspec.Struct, frozen=True):
     budget: int
     """Bytes that the process may use."""
     device: DeviceJson
+    nproc: int
+    """Ranks on each machine, with a GPU each."""
+    nnodes: int
+    """Machines."""
+    distributed: bool
+    """Whether the script as written trains on several GPUs. If it does not, but there are several ranks,
+    ``as_written`` is the script with plain data parallelism."""
+    rank: int | None
+    """The rank that needs most under the chosen plan; null for a script of one process."""
+    sent: tuple[int, int] | None
+    """About how many bytes a rank sends to others in a step, as ``as_written`` and under the chosen plan:
+    assumed; null unless the plan shards a script for one GPU."""
     as_written: PlanRunJson
     smallest: PlanRunJson | None
     """The plan that needs least, if none fits the budget."""
@@ -108,6 +122,11 @@ def script_plan_json(result: ScriptPlan) -> ScriptPlanJson:
         time_rule=result.rule,
         budget=result.budget,
         device=DeviceJson(device.name, device.total.bytes, device.in_use, device.machine),
+        nproc=result.nproc,
+        nnodes=result.nnodes,
+        distributed=result.distributed,
+        rank=None if chosen is None else chosen.rank,
+        sent=result.sent,
         as_written=_run(result.as_written),
         smallest=None if result.smallest is None else _run(result.smallest),
         max_slowdown=result.max_slowdown,
@@ -135,6 +154,7 @@ def _run(run: PlanRun) -> PlanRunJson:
         run.needs,
         run.allocated,
         run.time,
+        run.rank,
         place.phase,
         place.module,
         place.line,

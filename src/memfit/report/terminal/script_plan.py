@@ -14,6 +14,12 @@ from memfit.records.targets import is_job, typed
 from memfit.report.escape import escaped
 from memfit.report.printable import Printable
 from memfit.report.terminal.plan_chart import chart_lines, policy_name
+from memfit.report.terminal.several_gpus import (
+    before_sharding,
+    how_to_start,
+    sharded_optimizer,
+    sharding_name,
+)
 from memfit.units import format_bytes, format_gib
 
 _MUCH = 0.05
@@ -89,8 +95,13 @@ def plan_verdict(result: ScriptPlan) -> str:
     """Return the answer in a line."""
     written = format_gib(result.as_written.needs.bytes)
     budget = format_gib(result.budget)
+    if result.world_size > 1:
+        budget += f" on each of {result.world_size:,} GPUs"
+    before = "with DDP" if result.sharded else "as written"
     if result.chosen is not None and not result.chosen.changes:
         return f"NO PLAN NEEDED   as written, the script needs {written} of {budget}"
+    if result.chosen is result.as_written:
+        return f"PLAN FOUND   needs {written} of {budget}, {before}"
     if result.chosen is not None:
         needs = format_gib(result.chosen.needs.bytes)
         return (
@@ -105,8 +116,8 @@ def plan_verdict(result: ScriptPlan) -> str:
         )
     if result.smallest is not None:
         needs = format_gib(result.smallest.needs.bytes)
-        return f"NO PLAN FITS   the smallest needs {needs} of {budget}; as written {written}"
-    return f"NO PLAN   as written, the script needs {written} of {budget}"
+        return f"NO PLAN FITS   the smallest needs {needs} of {budget}; {before} {written}"
+    return f"NO PLAN   {before}, the script needs {written} of {budget}"
 
 
 def _table(result: ScriptPlan) -> Table:
@@ -114,6 +125,8 @@ def _table(result: ScriptPlan) -> Table:
     table.add_column("plan", no_wrap=True)
     table.add_column("needs", justify="right", no_wrap=True)
     table.add_column("time", justify="right", no_wrap=True)
+    if result.world_size > 1:
+        table.add_column("rank", justify="right", no_wrap=True)
     table.add_column("peak in")
     for run in (result.as_written, *result.tried):
         mark = "  <- chosen" if run is result.chosen and run.changes else ""
@@ -123,6 +136,7 @@ def _table(result: ScriptPlan) -> Table:
             f"{plan_name(run)}{mark}",
             f"{format_gib(run.needs.bytes)} {run.needs.provenance}",
             f"{run.time:.3f}x",
+            *[f"{run.rank}"] * (result.world_size > 1),
             " · ".join(part for part in place if part),
         )
     return table
@@ -131,7 +145,8 @@ def _table(result: ScriptPlan) -> Table:
 def plan_name(run: PlanRun) -> str:
     """Return what a plan changes, in a few words."""
     divided = run.divided
-    named = [f"{divided.count} micro-batches of {divided.size}"] if divided is not None else []
+    named = [sharding_name(run.settings["sharding"])] if "sharding" in run.settings else []
+    named += [f"{divided.count} micro-batches of {divided.size}"] if divided is not None else []
     regions = run.settings.get("checkpointing", {}).get("regions", [])
     part, split = (
         sum(len(region["modules"]) for region in regions if region.get(name))
@@ -156,6 +171,8 @@ def plan_name(run: PlanRun) -> str:
 def plan_details(result: ScriptPlan) -> Iterator[str]:
     """Yield what to change in the script, and what else there is to say about the answer."""
     chosen = result.chosen
+    if result.world_size > 1:
+        yield from _ranks(result)
     if result.reason:
         yield f"\n{escaped(result.reason)}"
     if result.undivided and (chosen is None or chosen.changes):
@@ -180,6 +197,23 @@ def plan_details(result: ScriptPlan) -> Iterator[str]:
         yield from _chosen(result, chosen)
 
 
+def _ranks(result: ScriptPlan) -> Iterator[str]:
+    """Say what the figures are of."""
+    if result.sharded:
+        yield (
+            "\nThe figures are of the rank that needs most. Every rank trains on batches of the script's own "
+            "size."
+        )
+        return
+    yield "\nThe figures are of the rank that needs most."
+    if result.ran < result.world_size:
+        yield (
+            f"As written, memfit ran {result.ran:,} of the {result.world_size:,} ranks; it assumed that the "
+            "others hold what the ranks on the same GPU of machines before and after them hold."
+        )
+    yield "Of ranks whose allocations were alike as written, one ran under each plan."
+
+
 def _chosen(result: ScriptPlan, chosen: PlanRun) -> Iterator[str]:
     other_kernels = chosen.compiled and chosen.equality is Equality.ROUNDING
     left = result.budget - chosen.needs.bytes
@@ -189,25 +223,41 @@ def _chosen(result: ScriptPlan, chosen: PlanRun) -> Iterator[str]:
             f"size may be up to {format_bytes(result.uncertainty)} larger. To measure it on your GPU, run "
             "memfit doctor --context."
         )
-    yield f"\n{_OTHER_KERNELS if other_kernels else _EQUAL[chosen.equality]}"
+    equal = _OTHER_KERNELS if other_kernels else _EQUAL[chosen.equality]
+    yield f"\n{f'Compared with DDP on {result.world_size:,} GPUs: ' * result.sharded}{equal}"
     yield from _changes(chosen)
     if chosen.time > 1 or chosen.settings:
         bound = f"; no plan of this kind takes less than {result.bound:.3f}" if result.bound else ""
         yield f"Time: {chosen.time:.3f} times the script as written{bound} (assumed: {result.rule})."
-    yield from _how_to_train(result)
+    if result.sent is not None:
+        before, now = map(format_gib, result.sent)
+        against = "" if chosen is result.as_written else f", with DDP {before}"
+        yield (
+            f"That leaves out what GPUs send each other: about {now} from each in a step{against} (assumed: "
+            "rings of NCCL, and no overlap)."
+        )
+    yield from _how_to_train(result, chosen)
 
 
-def _how_to_train(result: ScriptPlan) -> Iterator[str]:
+def _how_to_train(result: ScriptPlan, chosen: PlanRun) -> Iterator[str]:
     if is_job(result.command):
         function = escaped(result.command[1].rpartition(":")[2])
         how = f'engine = memfit.Engine({function}(), "plan.json")  # engine.fit(loader), engine.step(batch)'
     elif result.models:
         models = escaped(", ".join(result.models))
         how = f'memfit.apply(model, "plan.json")  # before the optimizer is created: {models}'
+        if result.sharded:
+            how = f"model = {how}"
     else:  # it is applied, or changes no model
         return
     yield "To train with it, saved with -o plan.json, write:"
+    if result.sharded:
+        yield from before_sharding()
     yield f"    {how}"
+    if result.sharded and chosen.settings["sharding"]["mode"] == "zero1":
+        yield sharded_optimizer("")
+    if result.sharded:
+        yield how_to_start(result.nproc)
 
 
 def _how(region: Mapping[str, Any]) -> Iterator[str]:
@@ -226,6 +276,10 @@ def _how(region: Mapping[str, Any]) -> Iterator[str]:
 
 def _changes(chosen: PlanRun) -> Iterator[str]:
     """Say what a plan changes."""
+    if "sharding" in chosen.settings:
+        settings = chosen.settings["sharding"]
+        given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+        yield f"{sharding_name(settings)}: memfit.Sharding({given})."
     if "precision" in chosen.settings:
         yield f"Precision: {_precision(chosen)}."
     yield from _micro_batches(chosen)

@@ -13,6 +13,7 @@ from memfit.report.escape import escaped
 from memfit.report.printable import Printable
 from memfit.report.short_path import short_path
 from memfit.report.terminal.ranks import byte_range
+from memfit.report.terminal.several_gpus import before_sharding, how_to_start, sharded_optimizer
 from memfit.units import format_gib, unit_for
 
 _HEADINGS = ("allocated", "process", "change")
@@ -107,16 +108,12 @@ def _to_write(result: StrategyComparison) -> Iterator[str]:
     sharded = any(code.startswith(_SHARDED) for run in result.runs if run.models for code in run.plan)
     yield "\nTo train with the plan of a row, write:"
     if sharded and not result.distributed:
-        yield "    torch.distributed.init_process_group()"
-        yield '    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))'
+        yield from before_sharding()
     yield f"    model = memfit.apply(model, PLAN)  # before the optimizer is created: {models}"
     if sharded and any("zero1" in code for run in result.runs for code in run.plan):
-        yield '    optimizer = memfit.Sharding("zero1").optimizer(optimizer, model)  # for ZeRO-1 only'
+        yield sharded_optimizer("  # for ZeRO-1 only")
     if sharded and not result.distributed:
-        yield (
-            "Give each rank its own part of the data (DistributedSampler), and start the script with "
-            f"torchrun --nproc-per-node {result.nproc}."
-        )
+        yield how_to_start(result.nproc)
     yield "PLAN is:"
     width = max(map(len, plans))
     for name, plan in plans.items():

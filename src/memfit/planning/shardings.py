@@ -1,0 +1,126 @@
+"""How a script for one GPU may train on several: what each rank then holds, and what it sends in a step.
+
+                parameters    gradients    optimizer state    sends, in bytes of all parameters
+    DDP         all           all          all                2    all-reduce of gradients
+    ZeRO-1      all           all          1/N                3    and broadcast of parameters
+    FSDP2       1/N           1/N          1/N                3    two all-gathers and a reduce-scatter
+
+A rank sends (N - 1)/N of these, as in NCCL's rings; with micro-batches, all but the broadcast for each. How
+fast links between GPUs are is not in memfit's table of devices. So times leave communication out, and what
+sends less is tried first.
+
+Source: NCCL's performance notes (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from memfit.analysis.script_change import TrialResult, why_it_failed
+from memfit.analysis.strategy_comparison import SHARDINGS
+from memfit.planning.changes import PlanChange, sharding
+from memfit.planning.plan_runs import PlanRuns, all_replayed
+from memfit.records import ModuleCall, PlanRun, ScriptEnd, StepOperations, Term
+
+_DDP, _ZERO1, _FSDP2 = (sharding(name, {"mode": mode}) for name, mode in SHARDINGS.items())
+OFFLOADED_SHARDS = sharding("FSDP2 with offload", {"mode": "fsdp2", "offload": True})
+UNSHARDED = _DDP
+"""What a script for one GPU does on several as long as it fits."""
+_SAME_SUMS, _OTHER_SUMS = (_DDP, _ZERO1), (_FSDP2,)
+"""Shardings under which each gradient is summed over the ranks as with DDP, and others."""
+_ROUND_TRIPS = 1.5
+"""Copies of offloaded shards in a forward and a backward: parameters to the GPU twice, gradients back."""
+
+
+@dataclass(slots=True)
+class Sharded:
+    """A script for one GPU, trained on several."""
+
+    as_written: PlanRun | None = None
+    """With what moves least: DDP, unless it does not suit the script."""
+    chosen: PlanRun | None = None
+    """The first that fits, if one does."""
+    least: tuple[PlanChange, TrialResult, PlanRun] | None = None
+    """The one that needs least."""
+    models: tuple[str, ...] = ()
+    """Models that were sharded."""
+    dropped: list[str] = field(default_factory=list)
+    """Why others could not be run, as sentences."""
+
+
+def sharded(runs: PlanRuns, *, rounding: bool) -> Sharded:
+    """Run a script with each sharding that keeps everything on the GPUs, until one fits.
+
+    Args:
+        runs: of the script.
+        rounding: whether gradients may be summed in another order than with DDP.
+    """
+    found = Sharded()
+    for one in _SAME_SUMS + _OTHER_SUMS * rounding:
+        made = runs.make(one, 1.0, operations=True)
+        if isinstance(made, ScriptEnd):
+            found.dropped.append(why_dropped(one, made))
+            continue
+        result, run = made
+        found.models = result.models
+        if found.as_written is None:
+            found.as_written = runs.needs(all_replayed(result), one, 1.0, tune=False)
+            if run == found.as_written:
+                run = found.as_written
+                runs.tried.pop()
+        if runs.fits(run):
+            found.chosen = run
+            break
+        if found.least is None or run.needs.bytes < found.least[2].needs.bytes:
+            found.least = one, result, run
+    return found
+
+
+def why_dropped(change: PlanChange, end: ScriptEnd) -> str:
+    """Return why a plan could not be run, as a sentence."""
+    return f"With {', '.join(change.words)}, {why_it_failed(end).rstrip('.')}."
+
+
+def sent_bytes(run: PlanRun, terms: tuple[Term, ...], ranks: int) -> int:
+    """Return about how many bytes a rank sends to others in a step.
+
+    Args:
+        run: a plan that shards the script.
+        terms: of a run with all parameters on the GPU.
+        ranks: of the job.
+    """
+    mode, parts = run.settings["sharding"]["mode"], run.divided.count if run.divided is not None else 1
+    times = {"ddp": 2 * parts, "zero1": 2 * parts + 1, "fsdp2": 3 * parts}[mode]
+    return times * _parameters(terms) * (ranks - 1) // ranks
+
+
+def copy_seconds(terms: tuple[Term, ...], copy: Callable[[int], float], ranks: int) -> float:
+    """Return the seconds in which a rank copies its shards from the host and to it, in a micro-batch.
+
+    Args:
+        terms: of a run with all parameters on the GPU.
+        copy: how long it takes to copy bytes to the host and back.
+        ranks: of the job.
+    """
+    return _ROUND_TRIPS * copy(_parameters(terms) // ranks)
+
+
+def _parameters(terms: tuple[Term, ...]) -> int:
+    return sum(term.figure.bytes for term in terms if term.name == "parameters")
+
+
+def named_as_in(plain: StepOperations, sharded: StepOperations) -> StepOperations:
+    """Return the operations of a sharded model, with its modules named as before.
+
+    DistributedDataParallel becomes the parent of the model that it wraps: ``module.blocks.0``.
+    """
+    if not plain.calls or not sharded.calls:
+        return sharded
+    own, name = sharded.calls[0].module, plain.calls[0].module
+    if own == name:
+        return sharded
+
+    def renamed(call: ModuleCall) -> ModuleCall:
+        inner = call.module.removeprefix(own).removeprefix(".")
+        return replace(call, module=".".join(filter(None, (name, inner))))
+
+    return replace(sharded, calls=tuple(map(renamed, sharded.calls)))
