@@ -29,5 +29,5 @@ def test_a_run_that_gets_expandable_segments_says_what_it_allocates_with_them(bu
     ]
     run = replayed(TrialResult(trace_of(history, device=DEVICE, versions={"torch": "2.14.1"})))
     runs = PlanRuns(GhostRuns(unused, unused), budget * MIB + OUTSIDE, tune=True)
-    found = runs.needs(run, PlanChange(), 1.0)
+    found = runs.needs([run], PlanChange(), 1.0)
     assert (found.conf, found.allocated) == (conf, allocated)

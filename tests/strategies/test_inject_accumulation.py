@@ -56,6 +56,27 @@ def test_a_plain_loop_trains_as_one_that_accumulates(refusals, clear_first, clea
     assert torch.equal(hooked, _without_hooks(lambda: accumulated(lambda p: torch.optim.AdamW(p, lr=0.1))))
 
 
+@pytest.fixture
+def one_rank():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_gradients_that_ddp_moves_to_other_buckets_are_not_dropped(refusals, one_rank):
+    model, inputs, labels = model_and_data()
+    model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for x, y in zip(inputs, labels, strict=True):
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model._has_rebuilt_buckets
+    assert not refusals
+    hooked = model.module.weight.detach().clone()
+    assert torch.equal(hooked, _without_hooks(lambda: accumulated(lambda p: torch.optim.AdamW(p, lr=0.1))))
+
+
 def _without_hooks(run):
     """Run with optimizers whose ``step`` and ``zero_grad`` are PyTorch's own."""
     kind, names = torch.optim.Optimizer, ("__init__", "zero_grad")

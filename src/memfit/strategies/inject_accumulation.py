@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
+
+from memfit.ghost.settle_collectives import settle_collectives
 
 if TYPE_CHECKING:
     from memfit.recording.hooks import InstalledHooks
@@ -50,6 +53,7 @@ class HeldBackUpdates:
         hooks.wrap(torch.optim.Optimizer, "__init__", self._created)
         hooks.wrap(torch.optim.Optimizer, "zero_grad", self._cleared)
         hooks.wrap(torch.nn.Module, "zero_grad", self._cleared)
+        hooks.wrap(DistributedDataParallel, "forward", self._distributed)
 
     def _created(
         self, original: Callable[..., None], optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
@@ -89,7 +93,18 @@ class HeldBackUpdates:
                 for each in group["params"]
                 if each.grad is not None and each.grad.layout is torch.strided
             ]
+        settle_collectives()  # as after an update
         return loss
+
+    def _distributed(
+        self, original: Callable[..., Any], model: DistributedDataParallel, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call a model, which moves its gradients to other buckets once: after its first backward."""
+        had_rebuilt = model._has_rebuilt_buckets
+        result = original(model, *args, **kwargs)
+        if model._has_rebuilt_buckets and not had_rebuilt:
+            self._gradients.clear()
+        return result
 
     def _cleared(self, original: Callable[..., None], owner: Any, *args: Any, **kwargs: Any) -> None:
         if self._may_clear:  # a closure may clear them inside the step that makes the update
