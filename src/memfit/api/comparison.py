@@ -19,7 +19,7 @@ from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, script_command
 from memfit.run.rank import Rank
 from memfit.run.resolve_options import ghost_settings
-from memfit.strategies.rank_runs import RankFailedError, RankRun, RankRuns
+from memfit.strategies.rank_runs import RankRun, RankRuns, UnfinishedRankError
 
 if TYPE_CHECKING:
     from memfit.analysis.script_change import ScriptChange
@@ -136,7 +136,7 @@ def _as_written(
     """
     try:
         runs = ranks.as_written(base.change, base.name)
-    except RankFailedError as error:
+    except UnfinishedRankError as error:
         which = f"As {error.rank}, " if error.rank.world_size > 1 else ""
         why = impossible(base, error.end).reason
         raise TargetError(f"{which}{command[0]} cannot be compared: {why}") from None

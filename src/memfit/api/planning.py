@@ -20,7 +20,7 @@ from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, script_command
 from memfit.run.rank import Rank
 from memfit.run.resolve_options import ghost_settings
-from memfit.strategies.rank_runs import RankFailedError, RankRuns
+from memfit.strategies.rank_runs import RankRuns, UnfinishedRankError
 from memfit.strategies.suggestions import unknown_name_error
 from memfit.units import format_bytes, parse_bytes
 
@@ -215,7 +215,7 @@ def _run_ranks(ranks: RankRuns, change: ScriptChange, what: str, *, late: bool) 
     """Run a script, the first time as written, on the ranks of which one needs most."""
     try:
         runs = ranks.under(change, what, late=late) if ranks.count else ranks.as_written(change, what)
-    except RankFailedError as error:
+    except UnfinishedRankError as error:
         if error.rank.world_size == 1:
             return error.end
         return ScriptEnd("refused", error.end.exit_code, f"as {error.rank}, {why_it_failed(error.end)}")

@@ -41,7 +41,7 @@ class RankRun:
         return (self.first,) if self.late is None else (self.first, self.late)
 
 
-class RankFailedError(Exception):
+class UnfinishedRankError(Exception):
     """A rank of the script as written did not complete."""
 
     def __init__(self, rank: Rank, end: ScriptEnd) -> None:
@@ -50,7 +50,7 @@ class RankFailedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _RankMemory:
     """What tells ranks apart. Of ranks that differ in NCCL's memory alone, one runs under changes."""
 
     allocated: int
@@ -97,7 +97,7 @@ class RankRuns:
             A run of each role, that which needs most first.
 
         Raises:
-            RankFailedError: a rank did not complete.
+            UnfinishedRankError: a rank did not complete.
         """
         job = self._options.rank
         first = self._completed(change, what, job)
@@ -105,10 +105,10 @@ class RankRuns:
         if not self.distributed:
             self._ranks[""], self.count = (job,), 1
             return [first]
-        roles: dict[_Held, RankRun] = {}
+        roles: dict[_RankMemory, RankRun] = {}
         ran = 0
 
-        def held_by(number: int) -> _Held:
+        def held_by(number: int) -> _RankMemory:
             nonlocal ran
             found = first if number == job.rank else self._completed(change, what, replace(job, rank=number))
             ran += 1
@@ -174,7 +174,7 @@ class RankRuns:
     def _completed(self, change: ScriptChange, what: str, rank: Rank) -> RankRun:
         found = self._run(change, what, rank, late=False)
         if isinstance(found, ScriptEnd):
-            raise RankFailedError(rank, found)
+            raise UnfinishedRankError(rank, found)
         return found
 
     def _run(self, change: ScriptChange, what: str, rank: Rank, *, late: bool) -> RankRun | ScriptEnd:
@@ -213,9 +213,9 @@ def _process(run: RankRun) -> int:
     return summarize(run.results[-1].trace).peak_process.bytes
 
 
-def _held(run: RankRun) -> _Held:
+def _held(run: RankRun) -> _RankMemory:
     found, nccl = summarize(run.first.trace), run.first.trace.device.nccl
-    return _Held(
+    return _RankMemory(
         found.peak_allocated, found.peak_reserved, found.peak_place, 0 if nccl is None else nccl.bytes
     )
 
