@@ -1,5 +1,7 @@
 """Choices that recompute the tensors of a whole model, carried out in training steps on the CPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -122,3 +124,11 @@ def test_asking_about_each_operation_takes_time():
 
 def _same(first, second):
     return first is second if first is None or second is None else torch.equal(first, second)
+
+
+def test_no_tensors_are_recomputed_where_a_forward_gathers_its_parameters():
+    step = NETWORKS[0]().record()
+    assert tensor_options(MemoryModel.of(step), second)
+    gather = replace(step.forward[0], name="fsdp.all_gather_copy_in.default")
+    gathered = replace(step, forward=(gather, *step.forward[1:]))
+    assert tensor_options(MemoryModel.of(gathered), second) == []

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 from memfit.recording.hooks import InstalledHooks
+from memfit.strategies import inject_accumulation
 from memfit.strategies.inject_accumulation import HeldBackUpdates
 
 
@@ -75,6 +76,17 @@ def test_gradients_that_ddp_moves_to_other_buckets_are_not_dropped(refusals, one
     assert not refusals
     hooked = model.module.weight.detach().clone()
     assert torch.equal(hooked, _without_hooks(lambda: accumulated(lambda p: torch.optim.AdamW(p, lr=0.1))))
+
+
+def test_collectives_settle_where_an_update_is_held_back(refusals, monkeypatch):
+    settled = []
+    monkeypatch.setattr(inject_accumulation, "settle_collectives", lambda: settled.append(True))
+    model, inputs, labels = model_and_data()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for x, y in zip(inputs[:6], labels[:6], strict=True):
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert len(settled) == 4
 
 
 def _without_hooks(run):

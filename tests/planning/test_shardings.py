@@ -1,0 +1,164 @@
+"""Plans for several GPUs, with runs that are computed instead of made."""
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from memfit.analysis.script_change import TrialResult
+from memfit.errors import TargetError, UsageError
+from memfit.planning.allowed import Allowed
+from memfit.planning.plan_runs import PlannedScript
+from memfit.planning.search import find_plan
+from memfit.planning.shardings import named_as_in
+from memfit.records import Figure, Provenance, ScriptEnd
+from memfit.report.terminal.script_plan import print_plan
+from support.planned_script import MIB, OUTSIDE, Script, copy, needing, work
+
+RANKS = 4
+NEEDS = {"ddp": 1.2, "zero1": 1.1, "fsdp2": 1.0, "offloaded": 0.9}
+"""Of the whole script: what it needs with each sharding."""
+MUCH = {mode: share + 0.5 for mode, share in NEEDS.items()}
+"""The same, where half of what the whole script needs is held in any case."""
+NCCL = Figure(10 * MIB, Provenance.ASSUMED)
+
+
+class ShardedScript(Script):
+    """A script for one GPU. Of its model, recomputation saves as much with a sharding as without.
+
+    Args:
+        needs: by sharding, how much more than the plain script it needs, as a share; None if it is refused.
+    """
+
+    def __init__(self, needs=None):
+        super().__init__(blocks=8)
+        self.shares = NEEDS | (needs or {})
+        self.ran = []
+
+    def __call__(self, change, what):
+        found = {one.field: dict(one.settings) for one in change.strategies}
+        if "sharding" not in found:
+            return super().__call__(change, what)
+        mode = "offloaded" if found["sharding"].get("offload") else found["sharding"]["mode"]
+        self.ran.append((mode, "checkpointing" in found))
+        if self.shares[mode] is None:
+            return ScriptEnd("refused", 0, f"no {mode}")
+        rest = tuple(one for one in change.strategies if one.field != "sharding")
+        if not rest:
+            wrapped = tuple(
+                replace(call, module=f"module.{call.module}".rstrip(".")) for call in self.step.calls
+            )
+            return TrialResult(
+                needing(round(self.shares[mode] * self.plain)),
+                ("Net (optimizer: t:1)",),
+                operations=replace(self.step, calls=wrapped),
+            )
+        inside = super().__call__(replace(change, strategies=rest), what)
+        if isinstance(inside, ScriptEnd):
+            return inside
+        size = inside.trace.events.size.max() // MIB + round((self.shares[mode] - 1) * self.plain)
+        return replace(inside, trace=needing(int(size)))
+
+
+def planned(script, share, allowed=Allowed(), ranks=RANKS):  # noqa: B008 - frozen
+    budget = int(share * script.plain) * MIB + OUTSIDE
+    return find_plan(PlannedScript(script, script, work, copy, "a rule", ranks), budget, allowed)
+
+
+def printed(found):
+    text = io.StringIO()
+    print_plan(replace(found, nproc=RANKS), Console(file=text, width=200, highlight=False, markup=False))
+    return text.getvalue()
+
+
+@pytest.mark.parametrize(("share", "mode"), [(1.25, "ddp"), (1.15, "zero1"), (1.05, "fsdp2")])
+def test_the_sharding_that_sends_least_is_taken_if_it_fits(share, mode):
+    script = ShardedScript()
+    found = planned(script, share)
+    assert found.chosen.settings == {"sharding": {"mode": mode}}
+    assert (found.chosen.time, found.bound) == (1.0, 1.0)
+    assert found.as_written.settings == {"sharding": {"mode": "ddp"}}
+    assert [ran for ran, _ in script.ran] == ["ddp", "zero1", "fsdp2"][: list(NEEDS).index(mode) + 1]
+    assert found.models == ("Net (optimizer: t:1)",)
+    assert f"memfit.Sharding(mode='{mode}')" in printed(found)
+    assert ("optimizer = memfit.Sharding" in printed(found)) == (mode == "zero1")
+
+
+def test_what_is_recomputed_is_named_as_in_the_script():
+    found = planned(ShardedScript(), 0.8)
+    assert found.chosen.settings["sharding"] == {"mode": "fsdp2"}
+    names = [name for each in found.chosen.settings["checkpointing"]["regions"] for name in each["modules"]]
+    assert names
+    assert not any(name.startswith("module") for name in names)
+    assert found.chosen.needs.bytes <= found.budget
+    assert found.chosen.equality == "up to rounding"
+
+
+def test_shards_are_offloaded_only_if_nothing_else_is_enough():
+    script = ShardedScript(MUCH | {"offloaded": 0.4})
+    found = planned(script, 0.45)
+    assert found.chosen.settings == {"sharding": {"mode": "fsdp2", "offload": True}}
+    assert script.ran.index(("offloaded", False)) > script.ran.index(("fsdp2", True))
+    assert "FSDP2 with offload" in printed(found)
+
+
+def test_where_nothing_fits_the_smallest_that_ran_is_reported():
+    found = planned(ShardedScript(MUCH), 0.4)
+    assert found.chosen is None
+    assert found.smallest.needs.bytes == min(run.needs.bytes for run in found.tried) > found.budget
+    assert "memfit shards the model, recomputes activations" in found.reason
+    assert printed(found).startswith("NO PLAN FITS   the smallest needs ")
+    assert "on each of 4 GPUs; with DDP " in printed(found)
+
+
+def test_where_every_bit_counts_gradients_are_summed_as_with_ddp():
+    script = ShardedScript()
+    found = planned(script, 0.9, Allowed(rounding=False))
+    assert {mode for mode, _ in script.ran} == {"ddp", "zero1"}
+    assert found.chosen.settings["sharding"] == {"mode": "zero1"}
+    assert found.chosen.equality == "bit for bit"
+
+
+def test_a_sharding_that_does_not_suit_the_script_is_named_and_left_out():
+    found = planned(ShardedScript({"ddp": None}), 1.15)
+    assert found.as_written.settings == found.chosen.settings == {"sharding": {"mode": "zero1"}}
+    assert found.dropped == ("With DDP, no ddp.",)
+
+
+def test_a_script_that_no_sharding_suits_cannot_be_planned():
+    with pytest.raises(TargetError, match=r"cannot plan for 4 GPUs. With DDP, no ddp."):
+        planned(ShardedScript(dict.fromkeys(NEEDS)), 1.0)
+
+
+def test_a_compiled_script_for_one_gpu_is_refused_by_name():
+    script = ShardedScript()
+    script.step = replace(script.step, compiled=True)
+    with pytest.raises(UsageError, match="compiled script on several GPUs"):
+        planned(script, 1.0)
+
+
+def test_a_plan_must_fit_every_rank_and_late_work():
+    """Another rank needs more under plans, and work that finishes late needs what it reserves."""
+
+    class Distributed(Script):
+        def __call__(self, change, what):
+            first = super().__call__(change, what)
+            device = replace(first.trace.device, nccl=NCCL)
+            first = replace(first, trace=replace(first.trace, device=device))
+            more = first.trace.events.size.max() // MIB + 150 * bool(change.strategies)
+            other = replace(needing(int(more)), device=device)
+            return replace(first, others=(TrialResult(other), replace(first, late=True)))
+
+    script = Distributed()
+    found = planned(script, 0.7)
+    assert len(script.changes) > 1
+    assert found.tried[0].needs.bytes > found.budget >= found.chosen.needs.bytes
+    alone = planned(Script(), 0.7, ranks=1)
+    assert found.chosen.time > alone.chosen.time
+    assert found.as_written.settings == {}
+
+
+def test_names_stay_where_nothing_wraps_the_model():
+    script = Script()
+    assert named_as_in(script.step, script.step) is script.step

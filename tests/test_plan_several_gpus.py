@@ -1,0 +1,112 @@
+"""``memfit plan --nproc``: a script for one GPU is sharded, one for several planned for its ranks."""
+
+import json
+import textwrap
+
+import pytest
+
+from support.warm_process import memfit
+
+pytestmark = pytest.mark.process
+
+MIB = 1 << 20
+MODEL = """
+    import os
+    import torch
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        def forward(self, x):
+            return x + self.down(nn.functional.gelu(self.up(x)))
+
+    class Net(nn.Module):
+        def __init__(self, width, blocks):
+            super().__init__()
+            self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x
+"""
+TRAIN = """
+    optimizer = torch.optim.AdamW(model.parameters())
+    while True:
+        optimizer.zero_grad()
+        model(torch.randn(SAMPLES, WIDTH, device="cuda")).square().mean().backward()
+        optimizer.step()
+"""
+ON_ONE_GPU = """
+    model = Net(1024, 6).cuda()
+"""
+ON_SEVERAL = """
+    torch.distributed.init_process_group()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    model = nn.parallel.DistributedDataParallel(Net(256, 8).cuda(), gradient_as_bucket_view=True)
+"""
+
+
+def written(folder, model, samples, width):
+    script = folder / "train.py"
+    text = MODEL + model + TRAIN.replace("SAMPLES", str(samples)).replace("WIDTH", str(width))
+    script.write_text(textwrap.dedent(text))
+    return script
+
+
+def planned(script, budget, plan, *options):
+    done = memfit("plan", "--nproc", "2", "--budget", f"{budget}MiB", "-o", plan, *options, script)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads(plan.read_text())
+
+
+def dry_run(script, plan, found, *options):
+    """Run ranks under a plan, each with the memory that the plan says it needs."""
+    memory = f"{found['needs']['bytes']}B"
+    done = memfit("dry-run", *options, "--memory", memory, "--plan", plan, "--json", "-", script)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def most_of(ranks):
+    """Return the most that a rank allocates, and that its process takes."""
+    return tuple(max(rank["peak"][name]["most"] for rank in ranks) for name in ("allocated", "process"))
+
+
+def test_a_script_for_one_gpu_is_sharded_as_far_as_it_must_be_and_needs_what_the_plan_says(tmp_path):
+    script, plan = written(tmp_path, ON_ONE_GPU, 64, 1024), tmp_path / "plan.json"
+    text, found = planned(script, 1750, plan)
+    assert "on each of 2 GPUs instead of" in text.partition("\n")[0]
+    assert [run["plan"] for run in found["tried"]][-2:] == [
+        {"sharding": {"mode": "zero1"}},
+        {"sharding": {"mode": "fsdp2"}},
+    ]
+    assert (found["plan"], found["equality"]) == ({"sharding": {"mode": "fsdp2"}}, "up to rounding")
+    assert (found["nproc"], found["distributed"], found["rank"]) == (2, False, 0)
+    parameters = 4 * 6 * (2 * 4 * 1024 * 1024 + 5 * 1024)
+    assert found["sent"] == [parameters, 3 * parameters // 2]
+    result = dry_run(script, plan, found, "--nproc", "2", "--rank", "1")
+    assert result["verdict"] == "tight"
+    assert result["peak"]["allocated"] == found["allocated"]
+    assert result["peak"]["process"] == found["needs"]["bytes"] <= 1750 * MIB
+    alone = memfit("dry-run", "--plan", plan, script)
+    assert alone.returncode == 2
+    assert "Say how many there are, as in memfit dry-run --nproc 2" in alone.stderr
+    gradients = memfit("verify", "--plan", plan, script)
+    assert gradients.returncode == 2
+    assert "shards the model over several GPUs" in gradients.stderr
+
+
+def test_a_script_for_several_gpus_is_planned_for_every_rank(tmp_path):
+    script, plan = written(tmp_path, ON_SEVERAL, 32768, 256), tmp_path / "plan.json"
+    text, found = planned(script, 2200, plan)
+    assert "Recomputed in the backward:" in text
+    assert (found["nproc"], found["distributed"], found["equality"]) == (2, True, "bit for bit")
+    ranks = dry_run(script, plan, found, "--nproc", "2", "--all-ranks")["ranks"]
+    assert [rank["verdict"] for rank in ranks] == ["tight"]
+    assert most_of(ranks) == (found["allocated"], found["needs"]["bytes"])
+    assert found["needs"]["bytes"] <= 2200 * MIB < found["as_written"]["needs"]["bytes"]
+    gradients = memfit("verify", "--plan", plan, script)
+    assert gradients.returncode == 2
+    assert "was made for 2 ranks; memfit verify runs one process" in gradients.stderr
