@@ -2,7 +2,7 @@
 
     python benchmarks/planning_cpu.py [--network gpt] [--budgets 410,330,213] [--rounds 15]
 
-The planner gets the seconds of each operation as measured on this machine, and budgets in MiB: by default
+The planner gets the seconds of each operation as measured on this machine, when it runs again, and budgets in MiB: by default
 shares of the plain peak. A choice that needs more when it runs is made again for less, as ``memfit plan``
 does: the recorder on the CPU does not see the scratch memory of operations. All
 variants take turns, one step each, on one thread. The peak is that of PyTorch's CPU allocator, over what is
@@ -23,6 +23,7 @@ import math
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -243,7 +244,8 @@ def _planned(network: Network, steps: dict[int, StepOperations], budgets: list[i
     """Yield the plans for each budget: bit for bit, and with micro-batches if samples are independent."""
     started = time.monotonic()
     dispatch = _dispatch_seconds(network, steps[1])
-    choosers = {parts: CheckpointChooser(step, _measured, dispatch=dispatch) for parts, step in steps.items()}
+    again = _seconds_again(network, steps[1])
+    choosers = {parts: CheckpointChooser(step, again, dispatch=dispatch) for parts, step in steps.items()}
     dependent = why_dependent(steps[1], steps[PARTS[1]]) if PARTS[1] in steps else "one sample"
     if dependent:
         print(f"No micro-batches: {dependent}.")
@@ -299,6 +301,28 @@ def _fastest(plain: Variant, parts: int) -> StepOperations:
 
     forward, backward = ([getattr(step, name) for step in recorded] for name in ("forward", "backward"))
     return replace(recorded[0], forward=least(forward), backward=least(backward))
+
+
+def _seconds_again(network: Network, plain: StepOperations) -> Callable[[Operation], float]:
+    """Return how long an operation takes when it runs again in the backward: its time in the forward, times
+    what all operations of its name took more when all ran again.
+    """
+    whole = memfit.Checkpointing(regions=(memfit.Region("", recompute="tensors"),))
+    recomputed = _fastest(_variant(network, "recomputed", whole), 1)
+    forward, backward, more = (
+        _by_name(each) for each in (plain.forward, plain.backward, recomputed.backward)
+    )
+    factors = {
+        name: (more[name] - backward[name]) / seconds for name, seconds in forward.items() if seconds > 0
+    }
+    return lambda operation: operation.seconds * max(factors.get(operation.name, 1.0), 1.0)
+
+
+def _by_name(operations: tuple[Operation, ...]) -> Counter[str]:
+    seconds: Counter[str] = Counter()
+    for each in operations:
+        seconds[each.name] += each.seconds
+    return seconds
 
 
 def _dispatch_seconds(network: Network, step: StepOperations) -> float:

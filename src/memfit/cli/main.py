@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError
 
-from memfit.cli import check, compare, dry_run, gpus, max_batch, plan, record, verify
+from memfit.cli import check, compare, dry_run, gpus, job, max_batch, plan, record, verify
 from memfit.cli.allocator import allocator
 from memfit.cli.diff import diff
 from memfit.cli.doctor import doctor
@@ -40,6 +40,7 @@ app.command(compare.compare, usage=compare.USAGE)
 app.command(check.check, usage=check.USAGE)
 app.command(plan.plan, usage=plan.USAGE)
 app.command(verify.verify, usage=verify.USAGE)
+app.command(job.job, usage=job.USAGE)
 app.command(max_batch.max_batch, name="max-batch", usage=max_batch.USAGE)
 app.command(gpus.gpus, usage=gpus.USAGE)
 for command in (explain, diff, replay, allocator, pack, doctor):

@@ -33,6 +33,7 @@ from memfit.records.dry_run import (
 from memfit.records.explanation import Explanation
 from memfit.records.fragmentation import Fragmentation, Hole, PinningBlock, ReservedBytes, ReservedMemoryUse
 from memfit.records.gpus_for import GpusFor
+from memfit.records.job_scaffold import JobObservation, JobScaffold, ObservedJob
 from memfit.records.max_batch import BatchLimit, BatchRun, MaxBatch
 from memfit.records.memory_check import CheckedFigure, CheckVerdict, MemoryBaseline, MemoryCheck
 from memfit.records.provenance import Figure, Note, Provenance, worst
@@ -118,7 +119,9 @@ __all__ = [
     "GroupBy",
     "Growth",
     "Hole",
+    "JobObservation",
     "JobRank",
+    "JobScaffold",
     "Label",
     "LiveAllocation",
     "LoaderBatchSize",
@@ -134,6 +137,7 @@ __all__ = [
     "NcclMeasurement",
     "NcclStage",
     "Note",
+    "ObservedJob",
     "Operation",
     "OptionPurpose",
     "OutOfMemory",

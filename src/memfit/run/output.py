@@ -1,6 +1,14 @@
 """The script's standard output and standard error."""
 
+import os
 import sys
+
+
+def silence() -> None:
+    """Hide what this process prints, and give it no input."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(nothing, stream)
 
 
 def flush_output() -> None:

@@ -22,6 +22,7 @@ from memfit.errors import UsageError
 from memfit.ghost.patching.after_import import after_import
 from memfit.recording.loader_batch_size import creator
 from memfit.records import LoaderBatchSize
+from memfit.run.output import silence
 from memfit.strategies.optimized_models import OptimizedModels, listed, parameters_in
 from memfit.user_frame import innermost_line, user_line
 
@@ -76,10 +77,8 @@ def install(path: str) -> None:
         path: of an ``Intervention`` as JSON.
     """
     change = msgspec.json.decode(Path(path).read_bytes(), type=Intervention)
-    if change.silent:
-        silence = os.open(os.devnull, os.O_RDWR)
-        for stream in (0, 1, 2):  # a user who has answered the script's prompts once is not asked again
-            os.dup2(silence, stream)
+    if change.silent:  # a user who has answered the script's prompts once is not asked again
+        silence()
     if change.eager:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # PyTorch's own switch
     after_import("torch", functools.partial(_intervene, change))

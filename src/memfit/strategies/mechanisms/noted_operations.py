@@ -146,7 +146,8 @@ class Step:
             if content() is not None:  # something else needs it unchanged
                 arguments[index] = place.tensor(arguments[index].untyped_storage().clone())
         args, kwargs = tree_unflatten(arguments, self._spec)
-        results = tree_leaves(self._operation(*args, **kwargs))
+        with torch.enable_grad():  # as in the forward: oneDNN's LSTM makes its workspace only then
+            results = tree_leaves(self._operation(*args, **kwargs))
         for made, tensors in ((self.creates, results), (self.changes, arguments)):
             for index, reference in made.items():
                 if (still := reference()) is not None:

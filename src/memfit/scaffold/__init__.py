@@ -1,0 +1,1 @@
+"""Write a job for a script: what it trains, read from a run of it on the ghost."""

@@ -1,0 +1,129 @@
+"""What a script does up to its first update: what it creates, what it passes to its model, and its loss."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from memfit.recording.hooks import InstalledHooks
+from memfit.records import JobObservation
+from memfit.scaffold.call_sites import CallSite, call_sites, creation_site
+from memfit.scaffold.job_parts import NoJobError, Seen, job_of
+from memfit.strategies.optimized_models import OptimizedModels, listed, parameters_in
+
+
+class JobObserver:
+    """Watches a script.
+
+    Args:
+        file: receives a ``JobObservation`` as JSON, before the first update.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._models = OptimizedModels()
+        self._created: dict[int, CallSite | None] = {}
+        """By module: the call that creates it."""
+        self._called: list[CallSite] = []
+        """The calls around the first call of a model since the last backward."""
+        self._seen = Seen()
+
+    def install(self, hooks: InstalledHooks) -> None:
+        """Hook what a job consists of."""
+        self._models.learn_names(hooks)
+        hooks.wrap(nn.Module, "__init__", self._module_created)
+        hooks.wrap(torch.optim.Optimizer, "__init__", self._optimizer_created)
+        hooks.wrap(torch.optim.lr_scheduler.LRScheduler, "__init__", self._scheduler_created)
+        hooks.wrap(nn.functional, "embedding", self._embedded)
+        hooks.wrap(nn.functional, "cross_entropy", self._classified)
+        hooks.wrap(torch.Tensor, "backward", self._backward)
+        hooks.wrap(nn.utils, "clip_grad_norm_", self._clipped)
+        hooks.add(register_optimizer_step_pre_hook(self._before_step))
+        self._hooks = hooks
+
+    def _module_created(
+        self, original: Callable[..., None], module: nn.Module, *args: Any, **kwargs: Any
+    ) -> None:
+        original(module, *args, **kwargs)
+        self._created[id(module)] = creation_site()
+
+    def _optimizer_created(
+        self,
+        original: Callable[..., None],
+        optimizer: torch.optim.Optimizer,
+        params: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        entries = listed(params)
+        original(optimizer, entries, *args, **kwargs)
+        self._seen.optimizers.append((optimizer, next(call_sites(), None)))
+        for model in self._models.taken_by(parameters_in(entries)):
+            if not any(model is each for each, _ in self._seen.models):
+                self._seen.models.append((model, self._created.get(id(model))))
+                handle = model.register_forward_pre_hook(self._before_forward)
+                self._hooks.on_removal(handle.remove)
+
+    def _scheduler_created(
+        self, original: Callable[..., None], scheduler: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        original(scheduler, *args, **kwargs)
+        self._seen.scheduler = type(scheduler).__name__
+
+    def _embedded(
+        self,
+        original: Callable[..., Any],
+        indices: torch.Tensor,
+        weight: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        self._limit(indices, weight.shape[0])
+        return original(indices, weight, *args, **kwargs)
+
+    def _classified(
+        self,
+        original: Callable[..., Any],
+        scores: torch.Tensor,
+        target: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        self._limit(target, scores.shape[min(1, scores.dim() - 1)])
+        return original(scores, target, *args, **kwargs)
+
+    def _limit(self, tensor: torch.Tensor, limit: int) -> None:
+        storage, limits = tensor.untyped_storage()._cdata, self._seen.limits
+        limits[storage] = min(limit, limits.get(storage, limit))
+
+    def _before_forward(self, *_: Any) -> None:
+        if not self._called and torch.is_grad_enabled():
+            self._called = list(call_sites())
+            self._seen.autocast = torch.is_autocast_enabled("cuda")
+
+    def _backward(self, original: Callable[..., None], loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        if self._called and self._seen.loss is None:
+            around = {id(site.frame): site for site in self._called}
+            both = ((around[id(site.frame)], site) for site in call_sites() if id(site.frame) in around)
+            self._seen.loss = next(both, None)
+            self._seen.main = self._called[-1]
+        original(loss, *args, **kwargs)
+
+    def _clipped(
+        self, original: Callable[..., Any], parameters: Any, max_norm: float, *args: Any, **kwargs: Any
+    ) -> Any:
+        self._seen.max_grad_norm = float(max_norm)
+        return original(parameters, max_norm, *args, **kwargs)
+
+    def _before_step(self, *_: Any) -> None:
+        try:
+            found = JobObservation(job_of(self._seen))
+        except NoJobError as error:
+            found = JobObservation(reason=str(error))
+        self._file.write_bytes(msgspec.json.encode(found))
+        self._called, self._created, self._seen = [], {}, Seen()  # frames, and what their variables hold
+        self._hooks.remove()
