@@ -2,14 +2,14 @@
 
     python benchmarks/planning_cpu.py [--network gpt] [--budgets 410,330,213] [--rounds 15]
 
-The planner gets the seconds of each operation as measured on this machine, when it runs again, and budgets in MiB: by default
-shares of the plain peak. A choice that needs more when it runs is made again for less, as ``memfit plan``
-does: the recorder on the CPU does not see the scratch memory of operations. All
-variants take turns, one step each, on one thread. The peak is that of PyTorch's CPU allocator, over what is
-allocated between steps (parameters, gradients, inputs). Times are processor time, relative to the plain step
-of the same round: the median, and the interval that covers the true median with 95 %. Gradients of every
-variant are compared with those of the plain step; where a step draws random numbers, they are the same draws,
-but for micro-batches.
+The planner gets the seconds of each operation as measured on this machine, when it runs again, and budgets in
+MiB: by default shares of the plain peak. A choice that needs more when it runs is made again for less, as
+``memfit plan`` does: the recorder on the CPU does not see the scratch memory of operations. All variants take
+turns, one step each, on one thread. The peak is that of PyTorch's CPU allocator, over what is allocated
+between steps (parameters, gradients, inputs). Times are processor time, relative to the plain step of the
+same round: the median, and the interval that covers the true median with 95 %. Gradients of every variant are
+compared with those of the plain step; where a step draws random numbers, they are the same draws, but for
+micro-batches.
 
 Peers: checkpointing of every block and of every second one; PyTorch's selective checkpointing that keeps
 matrix products; its ``activation_memory_budget`` for compiled graphs (aot_eager), one share in a run, because
@@ -304,8 +304,9 @@ def _fastest(plain: Variant, parts: int) -> StepOperations:
 
 
 def _seconds_again(network: Network, plain: StepOperations) -> Callable[[Operation], float]:
-    """Return how long an operation takes when it runs again in the backward: its time in the forward, times
-    what all operations of its name took more when all ran again.
+    """Return how long an operation takes when it runs again in the backward.
+
+    That is its time in the forward, times how much longer all operations of its name took when all ran again.
     """
     whole = memfit.Checkpointing(regions=(memfit.Region("", recompute="tensors"),))
     recomputed = _fastest(_variant(network, "recomputed", whole), 1)

@@ -19,6 +19,7 @@ NEEDS_TORCH = {
     "graph",
     "recording",
     "run",
+    "scaffold",
     "strategies",
     "train",
     "verification",

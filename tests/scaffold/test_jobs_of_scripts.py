@@ -1,4 +1,4 @@
-"""Jobs that are read from scripts: the job's loss on the script's batch is that of the script, bit for bit."""
+"""Jobs that are read from scripts: a job's loss on the script's batch is the script's, bit for bit."""
 
 import importlib.util
 import runpy
@@ -6,12 +6,12 @@ import sys
 
 import pytest
 import torch
+from msgspec import json
 
 from memfit.recording.hooks import InstalledHooks
 from memfit.records import JobObservation
 from memfit.scaffold.job_file import text_of_job
 from memfit.scaffold.observer import JobObserver
-from msgspec import json
 
 HEAD = """
 import argparse

@@ -131,6 +131,19 @@ def test_an_operation_runs_again_once_and_only_if_needed():
     assert again == ["cos", "sigmoid", "tanh", "sin", "cos"]
 
 
+def test_an_operation_runs_again_in_the_grad_mode_of_the_forward():
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inside, self.lstm = nn.Linear(6, 8), nn.LSTM(8, 6)  # oneDNN makes a workspace for backward
+
+        def forward(self, x):
+            return self.lstm(self.inside(x))[0]
+
+    torch.manual_seed(1)
+    compare(Last(), settings=whole(), steps=2)
+
+
 def test_what_is_made_again_exists_only_until_it_has_been_used():
     """Sixteen layers, every fourth kept: backward holds three results that are not, and a gradient."""
     x = torch.zeros(1 << 18, requires_grad=True)

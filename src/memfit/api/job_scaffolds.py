@@ -54,8 +54,9 @@ def scaffold_job(
         UsageError: the file exists.
         TargetError: the script cannot be run, or a job cannot do what it does; the message says why.
 
-    >>> scaffold_job("train.py", ["--batch-size", "8"]).path  # doctest: +SKIP
-    'job.py'
+    >>> scaffold_job("nowhere.py", ["--batch-size", "8"])
+    Traceback (most recent call last):
+    memfit.errors.UsageError: No such script: nowhere.py. Give the path as you would to python.
     """
     options = RunOptions(module=module, steps=STEPS, memory=NO_LIMIT)
     command = script_command(script, arguments, options, None)
