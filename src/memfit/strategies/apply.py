@@ -10,8 +10,10 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from memfit.errors import UsageError
+from memfit.strategies.apply_to_optimizer import apply_to_optimizer
 from memfit.strategies.configuration import Configuration
 from memfit.strategies.mechanisms.wrap_forward import wrappers
 from memfit.strategies.plan import Plan, sharding_conflict
@@ -20,21 +22,24 @@ from memfit.strategies.sharding import sharding_of
 _APPLIED: WeakKeyDictionary[nn.Module, ExitStack] = WeakKeyDictionary()
 
 
-def apply(model: nn.Module, plan: Any) -> nn.Module:
+def apply(model: nn.Module, plan: Any, *, optimizer: Optimizer | None = None) -> nn.Module:
     """Apply a plan to a model in place, for use with your own training loop.
 
     Args:
         model: keeps its modules, their names and its ``state_dict``.
-        plan: a ``Plan``, a strategy's settings, or a list of them. Accumulation and the optimizer belong to
-            the training loop; ``Engine`` handles those. Of a file that ``memfit plan`` wrote, accumulation is
-            left to your loop.
+        plan: a ``Plan``, a strategy's settings, or a list of them. Accumulation belongs to the training loop;
+            ``Engine`` handles that. Of a file that ``memfit plan`` wrote, accumulation is left to your loop.
+        optimizer: the model's, before its first step, if the plan has ``OptimizerState``. Your loop calls its
+            ``step`` and ``zero_grad`` as before. With ``step_in_backward``, a loop that uses gradients
+            between backward and ``step``, to clip them for example, gets a ``UsageError`` there.
 
     Returns:
         The model; with ``Sharding("ddp")`` or ``"zero1"``, the model in a DistributedDataParallel. Create the
         optimizer afterwards.
 
     Raises:
-        UsageError: the model already has a plan, a strategy does not suit it, or the plan needs ``Engine``.
+        UsageError: the model already has a plan, a strategy does not suit it, or the plan needs ``Engine`` or
+            an optimizer.
 
     >>> from memfit.strategies.precision import Precision
     >>> model = apply(nn.Linear(2, 2), Precision("bf16", autocast=False))
@@ -54,8 +59,9 @@ def apply(model: nn.Module, plan: Any) -> nn.Module:
             "memfit.apply cannot use the settings of the arena, which apply to the training loop. Call "
             "memfit.arena(configuration) and memfit.apply(model, configuration.plan), or use memfit.Engine."
         )
+    _expect_optimizer(plan, optimizer)
     for strategy in plan.strategies():
-        if not hasattr(strategy, "apply") and strategy is not plan.sharding:
+        if not hasattr(strategy, "apply") and strategy not in (plan.sharding, plan.optimizer_state):
             raise UsageError(
                 f"memfit.apply cannot use {type(strategy).__name__}, which applies to the training loop. "
                 f"Pass the plan to memfit.Engine, or leave out {type(strategy).__name__}."
@@ -67,16 +73,49 @@ def apply(model: nn.Module, plan: Any) -> nn.Module:
         )
     apply_to_model(model, replace(plan, sharding=None))
     try:
+        if plan.optimizer_state is not None and optimizer is not None:
+            on_revert(model, apply_to_optimizer(optimizer, [model], plan.optimizer_state))
         return model if plan.sharding is None else plan.sharding.shard(model)
     except Exception:
         revert(model)
         raise
 
 
-def apply_to_model(model: nn.Module, plan: Plan) -> nn.Module:
+def _expect_optimizer(plan: Plan, optimizer: Optimizer | None) -> None:
+    """Check that there is an optimizer if the plan has settings for one.
+
+    Raises:
+        UsageError: there is none, or the plan has none; or the model is to be sharded, which replaces its
+            parameters.
+    """
+    if plan.optimizer_state is None:
+        if optimizer is not None:
+            raise UsageError("The plan has no optimizer_state. Leave out optimizer=.")
+    elif optimizer is None:
+        raise UsageError(
+            "The plan has optimizer_state: create the optimizer first, and write memfit.apply(model, plan, "
+            "optimizer=optimizer); or pass the plan to memfit.Engine."
+        )
+    elif plan.sharding is not None:
+        raise UsageError(
+            "memfit.apply cannot use optimizer_state together with sharding, which needs the optimizer to be "
+            "created afterwards. Pass the plan to memfit.Engine, or leave out one of the two."
+        )
+
+
+def apply_for_engine(model: nn.Module, plan: Plan) -> Plan:
+    """Do what ``apply_to_model`` does, for an engine, which carries out the rest of the plan it gets back."""
+    return apply_to_model(model, plan)
+
+
+def apply_to_model(model: nn.Module, plan: Plan) -> Plan:
     """Apply a plan's strategies that change the model: all of them, or none if one does not suit.
 
-    The plan's sharding is left to the caller: it replaces the model or its parameters.
+    The plan's sharding is left to the caller: it replaces the model or its parameters. So is its
+    ``optimizer_state``.
+
+    Returns:
+        The plan, which ``inject_plan`` may have completed.
 
     Raises:
         UsageError: one does not suit.
@@ -92,7 +131,7 @@ def apply_to_model(model: nn.Module, plan: Plan) -> nn.Module:
                 undo.callback(strategy.apply(model))
         if any(hasattr(strategy, "apply") for strategy in plan.strategies()):
             _APPLIED[model] = undo.pop_all()
-    return model
+    return plan
 
 
 def on_revert(model: nn.Module, step: Callable[[], None], *, last: bool = False) -> None:

@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memfit.ghost.settle_collectives import settle_collectives
 
+from memfit.strategies.mechanisms.own_step import calling_own_step, own_step
+
 if TYPE_CHECKING:
     from memfit.recording.hooks import InstalledHooks
 
@@ -63,7 +65,8 @@ class HeldBackUpdates:
         def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             return self._step(optimizer, *args, **kwargs)
 
-        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]  # as schedulers do
+        held_back = types.MethodType(calling_own_step(step), optimizer)
+        optimizer.step = held_back  # type: ignore[method-assign]  # as schedulers do
 
     def _step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         if self._optimizer is None:
@@ -77,7 +80,7 @@ class HeldBackUpdates:
         self._calls += 1
         if self._calls % self._every == 0:
             self._gradients.clear()
-            result = type(optimizer).step(optimizer, *args, **kwargs)
+            result = own_step(optimizer)(*args, **kwargs)
             self._may_clear = True
             return result
         closure = args[0] if args else kwargs.get("closure")

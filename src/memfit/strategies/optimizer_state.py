@@ -17,13 +17,11 @@ bit for bit, and gradients never exist all at once; settings that need them all 
 accumulation, global clipping, loss scaling, master weights.
 """
 
-import functools
 import importlib
 import inspect
-import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import chain
+from typing import Literal
 
 import torch
 from torch import nn
@@ -34,6 +32,7 @@ from torch.optim.optimizer import _device_dtype_check_for_fused
 from memfit.errors import UsageError
 from memfit.strategies.field_types import check_types
 from memfit.strategies.mechanisms.optimizer_info import optimizer_name
+from memfit.strategies.mechanisms.own_step import expect_own_step, tracked_step
 
 Implementation = Literal["foreach", "fused", "for-loop"]
 Backend = Literal["torchao", "bitsandbytes"]
@@ -112,12 +111,12 @@ class OptimizerState:
         share = f"{quantised:,} of {sum(sizes):,} parameters have {self.bits}-bit state"
         return [f"optimizer_state: {share}; tensors under {_SMALLEST:,} elements keep 32 bits (exact)"]
 
-    def optimizer(self, optimizer: Optimizer, model: nn.Module) -> Optimizer:
+    def optimizer(self, optimizer: Optimizer, *models: nn.Module) -> Optimizer:
         """Convert an optimizer in place: a scheduler that holds it holds the converted one.
 
         Args:
             optimizer: before its first step.
-            model: the model whose parameters it updates.
+            models: those whose parameters it updates.
 
         Returns:
             The same object.
@@ -127,7 +126,7 @@ class OptimizerState:
                 already stepped.
         """
         if self.step_in_backward:
-            for name, module in model.named_modules():
+            for name, module in chain.from_iterable(model.named_modules() for model in models):
                 if isinstance(module, DistributedDataParallel):
                     raise UsageError(
                         "step_in_backward does not work with DistributedDataParallel, which wraps "
@@ -226,31 +225,11 @@ def _become(optimizer: Optimizer, other: Optimizer) -> None:
     Raises:
         UsageError: its ``step`` was replaced.
     """
+    expect_own_step(optimizer)
     step = vars(optimizer).get("step")
-    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
-        raise UsageError(
-            f"The step method of {optimizer_name(optimizer)} was replaced by another function, so the plan's "
-            "optimizer_state cannot be applied. Apply the plan first, then replace the step method."
-        )
     hooks = {name: value for name, value in vars(optimizer).items() if name.endswith("_hooks")}
     optimizer.__class__ = type(other)
     vars(optimizer).update(vars(other) | hooks)
     if step is not None:
-        vars(optimizer)["step"] = _tracked_step(optimizer)
-
-
-def _tracked_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """Return the step of an optimizer with a scheduler, which records for the scheduler that it was called.
-
-    Source: ``patch_track_step_called`` in torch/optim/lr_scheduler.py, 2.14.
-    """
-    step, reference = type(optimizer).step, weakref.ref(optimizer)
-
-    @functools.wraps(step)
-    def tracked(*args: Any, **kwargs: Any) -> Any:
-        held = reference()
-        held._opt_called = True  # type: ignore[union-attr]
-        return step(held, *args, **kwargs)  # type: ignore[arg-type]
-
-    tracked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    return tracked
+        calls_own = hasattr(step, "calls_own_step")
+        vars(optimizer)["step"] = step if calls_own else tracked_step(optimizer)

@@ -143,7 +143,7 @@ def _set_up(
         copy_from_first_rank(model, ranks)
     masters = master_weights.float32_copies(model.parameters()) if precision.master_weights else {}
     plain = inside_replica(model)
-    apply.apply_to_model(plain, replace(plan, sharding=None))
+    applied = apply.apply_for_engine(plain, replace(plan, sharding=None))
     model = model if plan.sharding is None else plan.sharding.shard(model)
     gradients = rank_gradients(model, ranks)
     optimizer = sharded_optimizer(job, plan.sharding, model)
@@ -152,9 +152,9 @@ def _set_up(
             "LBFGS evaluates the loss several times per step, but memfit.Engine processes each "
             "batch only once. Use your own training loop; memfit.apply(model, plan) works there."
         )
-    state = plan.optimizer_state or OptimizerState()
-    if plan.optimizer_state is not None:
-        plan.optimizer_state.optimizer(optimizer, model)
+    state = applied.optimizer_state or OptimizerState()
+    if applied.optimizer_state is not None:
+        applied.optimizer_state.optimizer(optimizer, model)
     optimizer = reduced_optimizer(optimizer, plan.sharding, model, ranks)
     master_weights.replace_parameters(optimizer, masters)
     sums = gradient_sums(model, accumulation, masters)

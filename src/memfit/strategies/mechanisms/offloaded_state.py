@@ -10,7 +10,9 @@ one block after the other.
 """
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,7 +54,8 @@ class OffloadedState:
         updated: Callable[[list[nn.Parameter]], None] | None = None,
     ) -> None:
         expect_independent(optimizer, "optimizer_state.offload")
-        self._optimizer, self._block_bytes, self._updated = optimizer, block_bytes, updated
+        self._reference = weakref.ref(optimizer)  # which may hold this object, as its step
+        self._block_bytes, self._updated = block_bytes, updated
         self._blocks: dict[nn.Parameter, StateBlock | None] = {}  # None: the parameter is on the host
         self._copies: dict[torch.device, list[HostCopies]] = {}
         self._following: dict[StateBlock, StateBlock] = {}
@@ -62,8 +65,15 @@ class OffloadedState:
         self._release: Callable[[], None] = lambda: None
         self._warned = False
 
-    def step(self) -> None:
-        """Update all parameters, as ``optimizer.step`` does, hooks included."""
+    @property
+    def _optimizer(self) -> Optimizer:
+        optimizer = self._reference()
+        if optimizer is None:
+            raise ReferenceError("the optimizer no longer exists")
+        return optimizer
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters, as ``optimizer.step`` does, hooks included; return the closure's loss."""
         optimizer = self._optimizer
         if self._updated and (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks):
             raise UsageError(
@@ -71,8 +81,8 @@ class OffloadedState:
                 "NaN in place of the float32 copies of parameters, because these are on the host. Remove the "
                 "hooks, or leave out offload."
             )
-        self._optimizer._opt_called = True  # type: ignore[attr-defined] # for schedulers
-        Optimizer.profile_hook_step(self._step_blocks)(self._optimizer)
+        optimizer._opt_called = True  # type: ignore[attr-defined] # for schedulers
+        return Optimizer.profile_hook_step(self._step_blocks)(optimizer, closure)
 
     def update(self, index: int, parameters: list[nn.Parameter]) -> None:
         """Update some parameters of one group, which share a block.
@@ -137,7 +147,11 @@ class OffloadedState:
         if self._updated is not None:
             self._updated(parameters)
 
-    def _step_blocks(self, _: Optimizer) -> None:
+    def _step_blocks(self, _: Optimizer, closure: Callable[[], Any] | None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         try:
             for index, parameters in self._parts():
                 self.update(index, parameters)
@@ -146,6 +160,7 @@ class OffloadedState:
         if not self._warned and not any(self._blocks.values()):
             warn_user("optimizer_state.offload does nothing here: the parameters are on the CPU.")
         self._warned = True
+        return loss
 
     def _entered(self) -> Iterator[tuple[StateBlock, list[nn.Parameter]]]:
         """Move one block after the other to the device, and yield it with its parameters."""

@@ -6,6 +6,7 @@ step, free         step, free
 
 import functools
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -15,6 +16,12 @@ from torch.utils.hooks import RemovableHandle
 from memfit.errors import UsageError
 from memfit.strategies.mechanisms.offloaded_state import OffloadedState
 from memfit.strategies.mechanisms.partial_step import expect_independent, step_only
+from memfit.strategies.mechanisms.tensors import without_dispatch_modes
+
+
+def raise_usage_error(why: str) -> None:
+    """Raise an error for a loop in which backward cannot make the updates."""
+    raise UsageError(why)
 
 
 class StepInBackward:
@@ -26,12 +33,18 @@ class StepInBackward:
     Args:
         optimizer: one that updates each parameter independently of the others.
         offloaded: its state, if that waits on the host between updates.
+        refuse: called with the reason if backward cannot make the updates of this loop.
 
     Raises:
         UsageError: it does not, or is not known to; or it has hooks that need to see gradients.
     """
 
-    def __init__(self, optimizer: Optimizer, offloaded: OffloadedState | None = None) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        offloaded: OffloadedState | None = None,
+        refuse: Callable[[str], None] = raise_usage_error,
+    ) -> None:
         expect_independent(optimizer, "step_in_backward")
         if optimizer._optimizer_step_pre_hooks:
             raise UsageError(
@@ -42,6 +55,9 @@ class StepInBackward:
         # their memory is freed with the script's last reference, not when the garbage collector runs.
         self._optimizer = weakref.ref(optimizer)
         self._offloaded = None if offloaded is None else weakref.ref(offloaded)
+        self._refuse = refuse
+        self.updating = False
+        """Whether a parameter is being updated."""
         self.active = True
         """Whether gradients are used. An engine clears it between its windows, when a backward is not its
         own."""
@@ -65,15 +81,19 @@ class StepInBackward:
         if parameter.grad is None or optimizer is None or not self.active:
             return
         if parameter in self.stepped:
-            raise UsageError(
+            self._refuse(
                 f"step_in_backward: a parameter of shape {tuple(parameter.shape)} received its gradient in "
                 "two parts. It was updated after the first part alone. Call backward only once per step. If "
                 "two checkpointed modules share a submodule, set use_reentrant=False."
             )
+            return
         self.stepped.add(parameter)  # first: a step that fails may have changed its state
         offloaded = None if self._offloaded is None else self._offloaded()
-        if offloaded is None:
-            step_only(optimizer, index, [parameter])
-        else:
-            offloaded.update(index, [parameter])
+        self.updating = True
+        with without_dispatch_modes():  # an update is no part of the backward, for what counts operations
+            if offloaded is None:
+                step_only(optimizer, index, [parameter])
+            else:
+                offloaded.update(index, [parameter])
+        self.updating = False
         parameter.grad = None

@@ -1,0 +1,77 @@
+"""The step of one optimizer object, below what has been put around it.
+
+script ── scheduler's count of calls ── updates that are held back ── own step: the class's, or another
+"""
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from memfit.errors import UsageError
+from memfit.strategies.mechanisms.optimizer_info import optimizer_name
+
+_OWN = "_memfit_own_step"
+
+
+def own_step(optimizer: Optimizer) -> Callable[..., Any]:
+    """Return what makes an optimizer's update, hooks included."""
+    replaced: Callable[..., Any] | None = vars(optimizer).get(_OWN)
+    return functools.partial(type(optimizer).step, optimizer) if replaced is None else replaced
+
+
+def calling_own_step(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a function that stands for an optimizer's ``step``: it calls ``own_step`` to make an update."""
+    step.calls_own_step = True  # type: ignore[attr-defined]
+    return step
+
+
+def expect_own_step(optimizer: Optimizer) -> None:
+    """Check that an optimizer's ``step`` calls its own step, or was replaced by a scheduler alone.
+
+    Raises:
+        UsageError: it was replaced by another function.
+    """
+    step = vars(optimizer).get("step")
+    if not (step is None or hasattr(step, "_wrapped_by_lr_sched") or hasattr(step, "calls_own_step")):
+        raise UsageError(
+            f"The step method of {optimizer_name(optimizer)} was replaced by another function, so the plan's "
+            "optimizer_state cannot be applied. Apply the plan first, then replace the step method."
+        )
+
+
+def replace_own_step(optimizer: Optimizer, own: Callable[..., Any]) -> Callable[[], None]:
+    """Give an optimizer another step of its own; return what undoes that."""
+    expect_own_step(optimizer)
+    vars(optimizer)[_OWN] = own
+    if not hasattr(vars(optimizer).get("step"), "calls_own_step"):
+        vars(optimizer)["step"] = tracked_step(optimizer)
+    reference = weakref.ref(optimizer)
+
+    def undo() -> None:
+        held = reference()
+        if held is not None:
+            vars(held).pop(_OWN, None)
+
+    return undo
+
+
+def tracked_step(optimizer: Optimizer) -> Callable[..., Any]:
+    """Return a step that records for schedulers that it was called.
+
+    Source: ``patch_track_step_called`` in torch/optim/lr_scheduler.py, 2.14.
+    """
+    reference = weakref.ref(optimizer)
+
+    @functools.wraps(type(optimizer).step)
+    def tracked(*args: Any, **kwargs: Any) -> Any:
+        held = reference()
+        if held is None:
+            raise ReferenceError("the optimizer no longer exists")
+        held._opt_called = True  # type: ignore[attr-defined]
+        return own_step(held)(*args, **kwargs)
+
+    tracked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return calling_own_step(tracked)
