@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from memfit.analysis.script_change import ScriptChange, TrialResult, why_it_failed
 from memfit.devices import DEFAULT, find_device
 from memfit.errors import UsageError
-from memfit.planning.allowed import PRECISIONS, Allowed
+from memfit.planning.allowed import LOW_BIT_STATE, PRECISIONS, Allowed
 from memfit.planning.plan_runs import PlannedScript
 from memfit.planning.search import find_plan
 from memfit.planning.seconds import RULE, host_copies, roofline
@@ -66,7 +66,8 @@ def plan(  # noqa: PLR0913 - one parameter an option
         steps: training steps after which memfit stops each run, at least 2.
         values: what the ghost returns when the script reads a GPU value, see ``RunOptions.values``.
         bitwise: whether results must be the same bit for bit: batches are not divided then.
-        allow: other numerics that the plan may use: ``amp`` (bf16 autocast), ``bf16`` (bf16 parameters).
+        allow: other numerics that the plan may use: ``amp`` (bf16 autocast), ``bf16`` (bf16 parameters),
+            ``8bit`` (Adam's or AdamW's state in 8 bits, by bitsandbytes).
         max_slowdown: how many times as long as the script as written a step may take, at least 1. If what
             fits is predicted to take longer, nothing is chosen, and ``too_slow`` is the fastest that fits.
         on_progress: called about ten times a second.
@@ -143,7 +144,11 @@ def auto_checkpoint(
         Path(file.name).write_bytes(pack(step).data)
         script = "memfit.estimating.training_script"
         found = plan_on_ghost(
-            script, [file.name], options, lambda _: None, Allowed(allocator=False, rounding=False)
+            script,
+            [file.name],
+            options,
+            lambda _: None,
+            Allowed(allocator=False, rounding=False, optimizer=False),  # what applies to the model alone
         )
     found = replace(found, command=(type(model).__name__,), models=())
     if found.chosen is None:
@@ -167,18 +172,23 @@ def allowed_changes(
             as ``max_slowdown`` asks.
     """
     for name in allow:
-        if name not in PRECISIONS:
-            raise unknown_name_error("a precision that a plan can use", name, PRECISIONS)
+        if name not in (known := (*PRECISIONS, LOW_BIT_STATE)):
+            raise unknown_name_error("other numerics that a plan can use", name, known)
     if allow and bitwise:
         raise UsageError("bitwise keeps every bit, but allow permits other numerics: choose one of the two.")
+    allowed = Allowed(
+        rounding=not bitwise,
+        precisions=tuple(name for name in allow if name in PRECISIONS),
+        low_bit_state=LOW_BIT_STATE in allow,
+    )
     if max_slowdown is None:
-        return Allowed(rounding=not bitwise, precisions=tuple(allow))
+        return allowed
     if not max_slowdown >= 1:  # NaN, too
         raise UsageError(
             f"max_slowdown is {max_slowdown:g}. It says how many times as long as the script as written a "
             "step may take: give a number of at least 1, for example 1.3."
         )
-    return Allowed(rounding=not bitwise, precisions=tuple(allow), slowdown=max_slowdown)
+    return replace(allowed, slowdown=max_slowdown)
 
 
 def plan_on_ghost(

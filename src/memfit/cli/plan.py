@@ -39,7 +39,7 @@ def plan(  # noqa: PLR0913 - one parameter an option
     nproc: Annotated[int, Parameter(group=TARGET)] = 1,
     nnodes: Annotated[int, Parameter(group=TARGET)] = 1,
     bitwise: Annotated[bool, Parameter(negative="")] = False,
-    allow: Annotated[tuple[Literal["amp", "bf16"], ...], Parameter(negative="")] = (),
+    allow: Annotated[tuple[Literal["amp", "bf16", "8bit"], ...], Parameter(negative="")] = (),
     max_slowdown: float | None = None,
     steps: int = STEPS,
     chart: Annotated[bool, Parameter(negative="", group=OUTPUT)] = False,
@@ -56,7 +56,8 @@ def plan(  # noqa: PLR0913 - one parameter an option
     activations to recompute: in part or in full, module by module. It then runs the script under that plan.
     If the plan is over the budget, or leaves too much of it unused, memfit corrects its model and solves
     again. Every figure of needs comes from such a run. Recomputation changes no result, bit for bit; with
-    micro-batches, sums are taken in another order.
+    micro-batches, sums are taken in another order. Where gradients and the optimizer's state hold much, it
+    also tries to update parameters in the backward, and to keep the state on the host: bit for bit, too.
 
     With --nproc, the plan is one for every rank, and its needs are those of the rank that needs most. A
     script that trains on one GPU then trains on all of them, each rank on batches of the script's own size:
@@ -74,9 +75,10 @@ def plan(  # noqa: PLR0913 - one parameter an option
         nproc: Plan for this many processes, with a GPU each, as torchrun --nproc-per-node would start them.
         nnodes: Assume this many machines, each with --nproc processes.
         bitwise: Find a plan whose results are the same bit for bit: batches are not divided into
-            micro-batches, and the optimizer stays as it is.
-        allow: Other numerics that the plan may use: amp (bf16 autocast) or bf16 (parameters in bf16). memfit
-            never uses them otherwise. May be repeated.
+            micro-batches, and the optimizer computes as it does.
+        allow: Other numerics that the plan may use: amp (bf16 autocast), bf16 (parameters in bf16) or 8bit
+            (the state of Adam or AdamW in 8 bits, by bitsandbytes). memfit never uses them otherwise. May be
+            repeated.
         max_slowdown: How many times as long as the script as written a step may take, at least 1, for example
             1.3. If no plan that fits is predicted to be that fast, memfit reports the fastest that it found,
             and chooses none.

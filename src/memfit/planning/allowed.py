@@ -7,6 +7,8 @@ PRECISIONS: dict[str, dict[str, str | bool]] = {
     "bf16": {"dtype": "bf16", "autocast": False},
 }
 """Other numerics that a plan may use, as settings of ``memfit.Precision``."""
+LOW_BIT_STATE = "8bit"
+"""Other numerics of the optimizer: its state in 8 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,5 +22,9 @@ class Allowed:
     compiled code, which round at other places."""
     precisions: tuple[str, ...] = ()
     """Of ``PRECISIONS``: used if they lower the peak, and a plan with them fits."""
+    optimizer: bool = True
+    """When the optimizer updates parameters, and where its state waits: bit for bit the same."""
+    low_bit_state: bool = False
+    """How many bits the optimizer's state has."""
     slowdown: float = float("inf")
     """How many times as long as the script as written a step may take at most, predicted."""

@@ -10,7 +10,7 @@ from memfit.planning.plan_runs import PlannedScript
 from memfit.records import PlanRun, ScriptPlan
 from memfit.units import format_gib
 
-_IN_MODEL = {"precision", "checkpointing", "compilation", "sharding"}
+_IN_MODEL = {"precision", "checkpointing", "compilation", "optimizer_state", "sharding"}
 """Settings that ``memfit.apply`` carries out."""
 _TOTALS = ("allocated", "cached, not allocated", "reserved", "process")
 _MUCH = 0.02

@@ -37,7 +37,7 @@ _BITWISE = (
     "torch.compile compiles the script's code. What lowers its memory changes the kernels, which then round "
     "at other places; --bitwise permits only settings of the allocator."
 )
-_NO_PRECISIONS = "memfit does not change the precision of compiled scripts (--allow)."
+_NO_PRECISIONS = "memfit changes neither precision nor optimizer of compiled scripts (--allow)."
 _NOT_EAGER = "memfit reads that from a run without torch.compile, and "
 _UNSEEN = "memfit saw no two updates by one optimizer (the script ends before), or nothing was compiled"
 _WAYS = (
@@ -84,7 +84,7 @@ class CompiledSearch:
         tuned = self._runs.needs(plain, PlanChange(), 1.0)
         if tuned.conf:
             self._runs.tried.append(tuned)
-        if self._allowed.precisions:
+        if self._allowed.precisions or self._allowed.low_bit_state:
             self._dropped.append(_NO_PRECISIONS)
         if self._allowed.rounding and not self._runs.fits(tuned):
             families = self._divided(_Family(PlanChange(), tuned))

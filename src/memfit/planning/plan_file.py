@@ -11,13 +11,9 @@ import msgspec
 from memfit.analysis.script_change import PlannedRegion, PlannedStrategy, ScriptChange
 from memfit.errors import FileFormatError
 from memfit.input_files import read_input
-from memfit.records import DividedBatches, Equality
+from memfit.records import DividedBatches, Equality, equality_of
 
 _MAX_FILE = 16 << 20  # bytes; a plan of 1,000 modules has less than one MiB
-
-
-_BITWISE = {"checkpointing", "offload"}
-"""Settings under which results are the same, bit for bit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +56,7 @@ class PlanFile:
         """What training under it computes, compared with the script as written."""
         if self.promised is not None:
             return self.promised
-        if "precision" in self.settings:
-            return Equality.OTHER
-        same = self.micro_batches is None and not self.fused and self.settings.keys() <= _BITWISE
-        return Equality.BITWISE if same else Equality.ROUNDING
+        return equality_of(self.settings, rounds=self.micro_batches is not None or self.fused)
 
     def allocated_for(self, command: tuple[str, ...]) -> int | None:
         """Return the most bytes allocated for a command; None if the plan was made for another."""

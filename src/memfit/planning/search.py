@@ -12,33 +12,35 @@ A model predicts allocated bytes of one step; what counts is what the process ne
 much they differ, and the next choice is made with that. No plan is returned that has not run.
 """
 
+import functools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 
 from memfit.analysis.script_change import ScriptChange, TrialResult, why_it_failed
 from memfit.errors import TargetError, UsageError
-from memfit.planning.allowed import PRECISIONS, Allowed
+from memfit.planning.allowed import Allowed
 from memfit.planning.answers import answer, too_small
+from memfit.planning.bases import Base, Bases
 from memfit.planning.batches import divisions, why_indivisible
-from memfit.planning.bracket import WORTH, Bracket
-from memfit.planning.changes import FUSED_OPTIMIZER, PlanChange, precision, recomputation
-from memfit.planning.choose import CheckpointChoice, CheckpointChooser
+from memfit.planning.bracket import WORTH
+from memfit.planning.changes import PlanChange, recomputation
+from memfit.planning.choose import CheckpointChoice
 from memfit.planning.compiled_search import CompiledSearch
+from memfit.planning.mixed_integer_program import INFINITY
+from memfit.planning.optimizer_changes import steps_in_backward
 from memfit.planning.plan_runs import PlannedScript, PlanRuns, all_replayed
 from memfit.planning.policies import standard_policies
 from memfit.planning.sample_independence import why_dependent
-from memfit.planning.seconds import step_seconds
 from memfit.planning.shardings import (
     OFFLOADED_SHARDS,
     UNSHARDED,
     copy_seconds,
-    named_as_in,
     sent_bytes,
     sharded,
     why_dropped,
 )
-from memfit.records import Phase, PlanRun, ScriptEnd, ScriptPlan, StepOperations
+from memfit.records import Phase, PlanRun, ScriptEnd, ScriptPlan
 
 _UNRECORDED = (
     "memfit saw no training step to plan: no optimizer stepped twice, the script calls no module of its "
@@ -81,37 +83,20 @@ def find_plan(
     return replace(found, policies=search.policies()) if policies else found
 
 
-@dataclass(frozen=True, slots=True)
-class _Base:
-    """The script with batches of one size; what to recompute in it is still to be chosen."""
-
-    plan: PlanChange
-    operations: StepOperations
-    run: PlanRun
-    """With nothing recomputed."""
-    bracket: Bracket
-    offload: bool = False
-    """Whether the inputs of recomputed modules wait on the host."""
-    copies: float = 0.0
-    """Time of copies of shards in each micro-batch, relative to a step of the script as written."""
-
-
 class _PlanSearch:
     def __init__(self, script: PlannedScript, plain: TrialResult, budget: int, allowed: Allowed) -> None:
         self._script, self._plain, self._budget, self._allowed = script, plain, budget, allowed
         self._runs = PlanRuns(script, budget, tune=allowed.allocator)
         self._optimizer = plain.operations.optimizer if plain.operations is not None else None
-        self._models: tuple[str, ...] = ()
         self._refusal = ""  # why nothing can be recomputed
         self._undivided = ""  # why batches are not divided, or no further
         self._divisions: list[PlanChange] = []
-        self._dropped: list[str] = []
-        self._step = 0.0  # seconds of a step as written
+        self._chosen: PlanRun | None = None  # the fastest so far that fits
+        self._bases = Bases(script, plain, self._runs, budget, allowed)
+        self._step = self._bases.step
 
     def plan(self) -> ScriptPlan:
         plain = all_replayed(self._plain)
-        if self._plain.operations is not None:
-            self._step = step_seconds(self._plain.operations, self._script.seconds)
         if self._script.is_to_be_sharded(self._plain):
             return self._plan_shardings()
         as_written = self._runs.needs(plain, PlanChange(), 1.0, tune=False)
@@ -124,12 +109,12 @@ class _PlanSearch:
             return self._answer(as_written, chosen=tuned)
         if self._plain.operations is None:
             return self._answer(as_written, smallest=tuned, reason=_UNRECORDED)
-        return self._combine(as_written, [self._base(PlanChange(), self._plain.operations, tuned)])
+        return self._combine(as_written, [self._bases.base(PlanChange(), self._plain.operations, tuned)])
 
     def _plan_shardings(self) -> ScriptPlan:
         """Train a script for one GPU on several: with what moves least, if that is enough."""
         found = sharded(self._runs, rounding=self._allowed.rounding)
-        self._models, self._dropped = found.models, found.dropped
+        self._bases.models, self._bases.dropped = found.models, found.dropped
         if found.as_written is None:
             raise TargetError(f"memfit cannot plan for {self._script.ranks} GPUs. {found.dropped[0]}")
         if found.chosen is not None or found.least is None:
@@ -137,54 +122,58 @@ class _PlanSearch:
         least, result, run = found.least
         if result.operations is None or self._plain.operations is None:
             return self._answer(found.as_written, smallest=run, reason=_UNRECORDED)
-        start = self._base(least, result.operations, run)
+        start = self._bases.base(least, result.operations, run)
         offloaded = self._offloaded_shards(found.as_written) if self._allowed.rounding else ()
         return self._combine(found.as_written, chain([start], offloaded))
 
-    def _offloaded_shards(self, as_written: PlanRun) -> Iterator[_Base]:
+    def _offloaded_shards(self, as_written: PlanRun) -> Iterator[Base]:
         """Yield the script with its shards on the host, if it can be run so."""
         copies = copy_seconds(as_written.terms, self._script.copy, self._script.ranks) / self._step
         made = self._runs.make(OFFLOADED_SHARDS, 1.0 + copies, operations=True)
         if isinstance(made, ScriptEnd):
-            self._dropped.append(why_dropped(OFFLOADED_SHARDS, made))
+            self._bases.dropped.append(why_dropped(OFFLOADED_SHARDS, made))
         elif made[0].operations is not None:
-            self._models = made[0].models
-            yield replace(self._base(OFFLOADED_SHARDS, made[0].operations, made[1]), copies=copies)
+            self._bases.models = made[0].models
+            yield replace(self._bases.base(OFFLOADED_SHARDS, made[0].operations, made[1]), copies=copies)
 
-    def _combine(self, as_written: PlanRun, starts: Iterable[_Base]) -> ScriptPlan:
+    def _combine(self, as_written: PlanRun, starts: Iterable[Base]) -> ScriptPlan:
         """Change more about what does not fit; the next start is made if nothing fits with those before."""
-        chosen, bases = None, []
-        for root in (root for start in starts for root in self._roots(start)):
-            self._look_for_divisions()
-            added = [root]
-            chosen = self._search(added)
-            bases += added
-            if chosen is not None:
+        bases: list[Base] = []
+        smallest_parts: list[PlanChange] = []
+        for start in starts:
+            for root in self._bases.roots(start, lambda: self._chosen):
+                self._look_for_divisions(root)
+                added = [root]
+                self._chosen = self._search(added)
+                bases += added
+                smallest_parts, self._divisions = self._divisions[-1:] or smallest_parts, []
+            if self._chosen is not None:
                 break
-        if chosen is None and not self._refusal:
-            smallest_parts, self._divisions = self._divisions[-1:], []
-            bases = [self._offloading(base) for base in bases]
-            chosen = self._search(bases) or self._every_block(bases, smallest_parts)
-        if chosen is None:
+        if self._chosen is None and not self._refusal:
+            bases = [self._bases.offloading(base) for base in bases]
+            self._chosen = self._search(bases) or self._every_block(bases, smallest_parts)
+        if self._chosen is None:
             ran = [*self._runs.tried, *(base.run for base in bases)]
             smallest = min(ran, key=lambda each: each.needs.bytes)
             reason = self._refusal or self._too_small(smallest)
             return self._answer(as_written, smallest=smallest, reason=reason)
         bound = min(base.run.time + base.plan.parts * self._least(base) / self._step for base in bases)
-        return self._answer(as_written, chosen=chosen, bound=min(bound, chosen.time))
+        return self._answer(as_written, chosen=self._chosen, bound=min(bound, self._chosen.time))
 
-    def _search(self, bases: list[_Base]) -> PlanRun | None:
+    def _search(self, bases: list[Base]) -> PlanRun | None:
         """Return the fastest plan that fits, if one does; bases are added while they may pay."""
         most = len(self._runs.tried) + _MOST_RUNS
         while True:
-            fitting = [run for base in bases if (run := self._best(base)) is not None]
+            fitting = [run for run in (self._chosen, *map(self._best, bases)) if run is not None]
             best = min(fitting, key=lambda run: run.time, default=None)
             worth = [base for base in bases if best is None or self._may_be_taken(base)]
+            worth = [base for base in worth if not self._needs_too_much_to_update(base)]
             found = [] if self._refusal else [each for base in worth if (each := self._proposal(base))]
             fits = [each for each in found if each[0].bracket.needs(each[1]) <= self._budget]
             likely = min(fits, key=lambda each: self._time(*each), default=None)
             times = [run.time for run in fitting] + [self._time(*each) for each in fits]
-            if self._divisions and bases[-1].run.time < min(times, default=float("inf")) - WORTH:
+            may_divide = self._divisions and not self._needs_too_much_to_update(bases[-1])
+            if may_divide and bases[-1].run.time < min(times, default=float("inf")) - WORTH:
                 bases.extend(self._divide(bases[0], bases[-1]))
                 continue
             if len(self._runs.tried) >= most:
@@ -197,28 +186,36 @@ class _PlanSearch:
             else:
                 return best
 
-    def _best(self, base: _Base) -> PlanRun | None:
+    def _needs_too_much_to_update(self, base: Base) -> bool:
+        """Return whether an update, when no activation exists, already allocates more than the budget."""
+        run = base.run
+        outside = run.needs.bytes - run.reserved.bytes
+        return run.place.phase is Phase.OPTIMIZER and (run.allocated or 0) + outside > self._budget
+
+    def _best(self, base: Base) -> PlanRun | None:
         """Return the fastest run of a base that fits."""
         if self._runs.fits(base.run):
             return base.run
         return base.bracket.best[1] if base.bracket.best is not None else None
 
-    def _proposal(self, base: _Base) -> tuple[_Base, CheckpointChoice] | None:
+    def _proposal(self, base: Base) -> tuple[Base, CheckpointChoice] | None:
         choice = None if self._runs.fits(base.run) else base.bracket.next()
         return None if choice is None else (base, choice)
 
-    def _time(self, base: _Base, choice: CheckpointChoice) -> float:
+    def _time(self, base: Base, choice: CheckpointChoice) -> float:
         return base.run.time + base.plan.parts * choice.seconds / self._step
 
-    def _may_be_taken(self, base: _Base) -> bool:
+    def _may_be_taken(self, base: Base) -> bool:
         """Return whether a plan of a base may fit in the time that is allowed."""
         return base.run.time + base.plan.parts * base.bracket.least / self._step <= self._allowed.slowdown
 
-    def _least(self, base: _Base) -> float:
+    def _least(self, base: Base) -> float:
         """Return a bound of the seconds that what fits adds to a base."""
+        if self._needs_too_much_to_update(base):
+            return INFINITY
         return 0.0 if self._runs.fits(base.run) else base.bracket.bound
 
-    def _may_be_smallest(self, base: _Base, choice: CheckpointChoice) -> bool:
+    def _may_be_smallest(self, base: Base, choice: CheckpointChoice) -> bool:
         """Return whether a choice is predicted to need less than every plan that ran."""
         return base.bracket.needs(choice) < min(
             (run.needs.bytes for run in self._runs.tried), default=base.run.needs.bytes
@@ -226,43 +223,9 @@ class _PlanSearch:
 
     # ---- bases --------------------------------------------------------------------------------------------
 
-    def _base(self, plan: PlanChange, operations: StepOperations, run: PlanRun) -> _Base:
-        if self._plain.operations is not None:
-            operations = named_as_in(self._plain.operations, operations)
-        chooser = CheckpointChooser(operations, self._script.seconds)
-        return _Base(plan, operations, run, Bracket(chooser, self._budget, run.needs.bytes, self._step))
-
-    def _roots(self, start: _Base) -> list[_Base]:
-        """Return the script with whole batches: first with what lowers its peak in no more time."""
-        roots = [start]
-        for name in self._allowed.precisions:
-            roots += self._lower(start, start.plan | precision(name, PRECISIONS[name]))
-        roots.sort(key=lambda base: base.run.needs.bytes)
-        if self._allowed.rounding and roots[0].run.place.phase is Phase.OPTIMIZER:
-            fused = roots[0].plan | FUSED_OPTIMIZER
-            roots = [*(self._lower(roots[0], fused) or roots[:1]), *roots[1:]]
-        return roots
-
-    def _lower(self, base: _Base, plan: PlanChange) -> list[_Base]:
-        """Run the script under a change; return it as a base, or nothing if it needs no less than another."""
-        made = self._runs.make(
-            plan, lambda result: self._relative(result, copies=base.copies), operations=True
-        )
-        if isinstance(made, ScriptEnd) or made[0].operations is None:
-            return []
-        if made[1].needs.bytes >= base.run.needs.bytes:
-            return []
-        self._models = made[0].models
-        return [replace(self._base(plan, made[0].operations, made[1]), copies=base.copies)]
-
-    def _relative(self, result: TrialResult, parts: int = 1, copies: float = 0.0) -> float:
-        """Return the time of a recorded run's step, relative to the script as written; copies as in _Base."""
-        if result.operations is None:
-            return float("inf")
-        return parts * (step_seconds(result.operations, self._script.seconds) / self._step + copies)
-
-    def _look_for_divisions(self) -> None:
-        if self._allowed.rounding:
+    def _look_for_divisions(self, root: Base) -> None:
+        """Find the ways to divide batches, where that goes with a root's change."""
+        if self._allowed.rounding and not steps_in_backward(root.plan):
             self._divisions = divisions(self._plain.trace, draws=self._draws())
             self._undivided = "" if self._divisions else why_indivisible(self._plain.trace)
 
@@ -270,13 +233,13 @@ class _PlanSearch:
         operations = self._plain.operations
         return operations is not None and any(each.random for each in operations.forward)
 
-    def _divide(self, whole: _Base, last: _Base) -> list[_Base]:
+    def _divide(self, whole: Base, last: Base) -> list[Base]:
         """Run the script with the next smaller batches; return it as a base, or nothing if it must not be."""
         division = self._divisions.pop(0)
         plan = whole.plan | division
         made = self._runs.make(
             plan,
-            lambda result: max(self._relative(result, plan.parts, whole.copies), last.run.time),
+            lambda result: max(self._bases.relative(plan, result, whole.copies), last.run.time),
             operations=True,
         )
         if isinstance(made, ScriptEnd):
@@ -290,14 +253,9 @@ class _PlanSearch:
             if not isinstance(made, ScriptEnd):
                 self._runs.tried.pop()
             return []
-        return [replace(self._base(plan, made[0].operations, made[1]), copies=whole.copies)]
+        return [replace(self._bases.base(plan, made[0].operations, made[1]), copies=whole.copies)]
 
-    def _offloading(self, base: _Base) -> _Base:
-        chooser = CheckpointChooser(base.operations, self._script.seconds, self._script.copy)
-        bracket = Bracket(chooser, self._budget, base.run.needs.bytes, self._step)
-        return replace(base, bracket=bracket, offload=True)
-
-    def _try(self, base: _Base, choice: CheckpointChoice) -> None:
+    def _try(self, base: Base, choice: CheckpointChoice) -> None:
         """Run a plan, and correct the model of its base."""
         change = recomputation(choice, self._optimizer, offload=base.offload)
         made = self._runs.make(base.plan | change, self._time(base, choice))
@@ -305,10 +263,10 @@ class _PlanSearch:
             self._refusal = f"With {', '.join((*base.plan.words, *change.words))}, {why_it_failed(made)}"
             return
         result, run = made
-        self._models = result.models
+        self._bases.models = result.models
         base.bracket.add(choice, run)
 
-    def _every_block(self, bases: list[_Base], smallest_parts: list[PlanChange]) -> PlanRun | None:
+    def _every_block(self, bases: list[Base], smallest_parts: list[PlanChange]) -> PlanRun | None:
         """Checkpoint every block, in the smallest micro-batches; None if that does not fit either.
 
         Args:
@@ -318,15 +276,17 @@ class _PlanSearch:
         base = min(bases, key=lambda base: base.run.needs.bytes)
         least = base.plan
         if smallest_parts:
-            least = next(base.plan for base in bases if base.plan.parts == 1) | smallest_parts[0]
+            whole = (each for each in bases if each.plan.parts == 1 and not steps_in_backward(each.plan))
+            base = min(whole, key=lambda base: base.run.needs.bytes)
+            least = base.plan | smallest_parts[0]
         made = self._runs.make(
             least | standard_policies(self._optimizer)[0],
-            lambda result: self._relative(result, least.parts, base.copies),
+            functools.partial(self._bases.relative, least, copies=base.copies),
             operations=True,
         )
         if isinstance(made, ScriptEnd) or not self._runs.fits(made[1]):
             return None
-        self._models = made[0].models
+        self._bases.models = made[0].models
         return made[1]
 
     def policies(self) -> tuple[PlanRun, ...]:
@@ -336,18 +296,19 @@ class _PlanSearch:
         runs = PlanRuns(self._script, self._budget, tune=self._allowed.allocator)
         unchanged = UNSHARDED if self._script.is_to_be_sharded(self._plain) else PlanChange()
         for policy in standard_policies(self._optimizer):
-            runs.make(unchanged | policy, self._relative, operations=True)
+            plan = unchanged | policy
+            runs.make(plan, functools.partial(self._bases.relative, plan), operations=True)
         return tuple(runs.tried)
 
     # ---- the answer ---------------------------------------------------------------------------------------
 
     def _too_small(self, smallest: PlanRun) -> str:
-        shards = "shards the model, " * ("sharding" in smallest.settings)
-        divided = "divides batches, " * (smallest.divided is not None)
-        return too_small(
-            smallest,
-            f"{shards}{divided}recomputes activations, and offloads the inputs of what it recomputes",
-        )
+        ways = ["shards the model"] * ("sharding" in smallest.settings)
+        ways += ["divides batches"] * (smallest.divided is not None)
+        ways += ["recomputes activations", "offloads the inputs of what it recomputes"]
+        if any("optimizer_state" in run.settings for run in self._runs.tried):
+            ways.append("updates parameters in the backward or offloads the optimizer's state")
+        return too_small(smallest, f"{', '.join(ways[:-1])}, and {ways[-1]}")
 
     def _answer(
         self,
@@ -364,14 +325,14 @@ class _PlanSearch:
             self._budget,
             as_written,
             self._runs.tried,
-            self._models,
+            self._bases.models,
             chosen=chosen,
             smallest=smallest,
             reason=reason,
             undivided=self._undivided,
             slowdown=self._allowed.slowdown,
         )
-        found = replace(found, bound=bound, dropped=tuple(self._dropped))
+        found = replace(found, bound=bound, dropped=tuple(self._bases.dropped))
         if found.chosen is None or "sharding" not in found.chosen.settings:
             return found
         before, now = (

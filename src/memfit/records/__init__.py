@@ -39,7 +39,7 @@ from memfit.records.memory_check import CheckedFigure, CheckVerdict, MemoryBasel
 from memfit.records.provenance import Figure, Note, Provenance, worst
 from memfit.records.run_difference import RowChange, RunDifference
 from memfit.records.script_options import LoaderBatchSize, OptionPurpose, ScriptOption
-from memfit.records.script_plan import DividedBatches, Equality, PlanRun, ScriptPlan
+from memfit.records.script_plan import DividedBatches, Equality, PlanRun, ScriptPlan, equality_of
 from memfit.records.step_operations import (
     LEAST_RECOMPUTED,
     ModuleCall,
@@ -170,5 +170,6 @@ __all__ = [
     "Verification",
     "VerificationVerdict",
     "can_run_again",
+    "equality_of",
     "worst",
 ]

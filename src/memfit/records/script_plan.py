@@ -22,6 +22,30 @@ class Equality(StrEnum):
     """Values of other precision."""
 
 
+_BITWISE = {"checkpointing", "offload", "optimizer_state", "sharding"}
+"""Settings of a ``memfit.Plan`` under which results are the same, bit for bit, but for what follows."""
+_OF_OPTIMIZER = {"offload", "step_in_backward"}
+"""Fields of ``optimizer_state`` under which they are."""
+
+
+def equality_of(settings: Mapping[str, Any], *, rounds: bool) -> Equality:
+    """Return what training under settings of a ``memfit.Plan`` computes.
+
+    Args:
+        settings: by the plan's fields.
+        rounds: whether something else about the plan takes sums in another order.
+
+    >>> str(equality_of({"optimizer_state": {"offload": True}}, rounds=False))
+    'bit for bit'
+    """
+    optimizer = settings.get("optimizer_state", {}).keys()
+    if "precision" in settings or "bits" in optimizer:
+        return Equality.OTHER
+    in_parts = settings.get("sharding", {}).get("mode") == "fsdp2"  # gradients are summed so
+    exact = settings.keys() <= _BITWISE and optimizer <= _OF_OPTIMIZER and not in_parts
+    return Equality.BITWISE if exact and not rounds else Equality.ROUNDING
+
+
 @dataclass(frozen=True, slots=True)
 class DividedBatches:
     """Batches in equal parts: each part has a forward and a backward, and an update sums their gradients."""
@@ -97,12 +121,8 @@ class PlanRun:
     @property
     def equality(self) -> Equality:
         """What training under it computes, compared with the script as written."""
-        if "precision" in self.settings:
-            return Equality.OTHER
-        sharded = self.settings.get("sharding", {}).get("mode") == "fsdp2"  # gradients are summed in parts
-        rounds = sharded or self.divided is not None or self.fused
-        rounds = rounds or (self.compiled and bool(self.settings))
-        return Equality.ROUNDING if rounds else Equality.BITWISE
+        rounds = self.divided is not None or self.fused or (self.compiled and bool(self.settings))
+        return equality_of(self.settings, rounds=rounds)
 
 
 @dataclass(frozen=True, slots=True)

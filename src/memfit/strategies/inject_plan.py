@@ -28,6 +28,7 @@ from memfit.user_frame import innermost_line, user_line
 
 if TYPE_CHECKING:
     from memfit.recording.hooks import InstalledHooks
+    from memfit.strategies.inject_optimizer_state import OptimizerStateInjector
     from memfit.strategies.inject_sharding import ShardingInjector
     from memfit.strategies.plan import Plan
 
@@ -66,6 +67,8 @@ class InjectionReport(msgspec.Struct, frozen=True):
     """Sharded models that the script has not called, by class."""
     shares: tuple[int, ...] = ()
     """As in ``TrialResult``."""
+    unfit_optimizer: str = ""
+    """Why the plan was not applied to an optimizer as it should have been; empty if it was."""
     cannot_accumulate: str = ""
     """Why gradients cannot be accumulated over micro-batches; empty if they can."""
 
@@ -186,18 +189,31 @@ class _PlanInjector:
     """Applies a plan to each model whose parameters an optimizer takes, and completes the script's plans."""
 
     def __init__(self, change: Intervention, report: _ReportFile, models: OptimizedModels) -> None:
+        from memfit.strategies.accumulation import Accumulation
         from memfit.strategies.configuration import configure
 
         self._settings = change.plan
-        self._optimizer, self._created = change.optimizer, models.optimizers
-        self._plan = configure(change.plan).plan
+        self._optimizer, self._created = change.optimizer, len(models.all)
+        plan = configure(change.plan).plan
+        if change.micro_batches > 1:
+            replace(plan, accumulation=Accumulation(batches_per_update=change.micro_batches))
+        self._plan = replace(plan, optimizer_state=None)
         self._file = report
+        self._state: OptimizerStateInjector | None = None
+        if plan.optimizer_state is not None:
+            from memfit.strategies import inject_optimizer_state
+
+            self._state = inject_optimizer_state.OptimizerStateInjector(
+                plan.optimizer_state, lambda why: report.update(unfit_optimizer=why)
+            )
         self._models, self._names = models, models.names
         self._planned: list[tuple[weakref.ref[Any], str]] = []
         self._refusals: list[str] = []
         self._applying = False
         self._sharder: ShardingInjector | None = None
         if self._plan.sharding is not None:
+            if self._state is not None:
+                raise UsageError("memfit does not try optimizer_state and sharding together in a script.")
             from memfit.strategies import inject_sharding
 
             self._sharder = inject_sharding.ShardingInjector(
@@ -212,15 +228,22 @@ class _PlanInjector:
 
         hooks.wrap(torch.optim.Optimizer, "__init__", self._optimized)
         hooks.wrap(apply, "apply_to_model", self._applied)
+        hooks.wrap(apply, "apply_for_engine", self._applied_for_engine)
         if self._sharder is not None:
             self._sharder.install(hooks)
 
     def catch_up(self) -> None:
         """Apply the plan to the models of the optimizers that exist, as when they were created."""
+        taken: list[list[Any]] = [[] for _ in self._models.all]
         for found in self._models.found:
             model = found.model()
             if model is not None and self._optimizer in (None, found.optimizer):
                 self._apply(model, found.line)
+                taken[found.optimizer].append(model)
+        if self._state is not None:
+            for reference, models in zip(self._models.all, taken, strict=True):
+                self._state.created(reference(), models)
+            self._state.apply()
 
     def _optimized(
         self, original: Callable[..., None], optimizer: Any, params: Any, *args: Any, **kwargs: Any
@@ -231,11 +254,14 @@ class _PlanInjector:
         line = innermost_line(user_line(sys._getframe(2)))
         chosen = self._optimizer in (None, self._created)
         self._created += 1
-        for model in self._models.taken_by(parameters_in(entries)) if chosen else ():
+        models = self._models.taken_by(parameters_in(entries)) if chosen else []
+        for model in models:
             self._apply(model, line)
         if self._sharder is not None:
             entries = self._sharder.of_shards(entries)
         original(optimizer, entries, *args, **kwargs)
+        if self._state is not None:
+            self._state.created(optimizer, models)
 
     def _apply(self, model: Any, optimized_at: str) -> None:
         """Apply the plan; if no model gets it, the run is like the first."""
@@ -258,12 +284,24 @@ class _PlanInjector:
         self._planned.append((weakref.ref(model), f"{name} (optimizer: {optimized_at})"))
         self._report()
 
+    def _applied_for_engine(self, original: Callable[..., Any], model: Any, plan: "Plan") -> Any:
+        """Have an engine of the script's carry out what its plan leaves to us."""
+        if self._state is None or plan.optimizer_state is not None:
+            return original(model, plan)
+        result = original(model, replace(plan, optimizer_state=self._state.settings))
+        self._state.leave_to_engine(model)
+        if not any(reference() is model for reference, _ in self._planned):
+            self._planned_by_script(model)
+        return result
+
     def _applied(self, original: Callable[..., Any], model: Any, plan: "Plan") -> Any:
         """Apply a plan of the script's, and the strategies that it leaves to us."""
         from memfit.strategies.apply import revert
 
         if self._applying:
             return original(model, plan)
+        if self._state is not None:
+            self._state.expect_no_other(plan.optimizer_state)
         if self._sharder is not None:
             self._refuse("the script applies a plan itself. Add the sharding there.")
             return original(model, plan)
@@ -280,14 +318,18 @@ class _PlanInjector:
             result = original(model, both)
         except UsageError:  # ours does not suit
             return original(model, plan)
+        self._planned_by_script(model)
+        return result
+
+    def _planned_by_script(self, model: Any) -> None:
         name = f"{self._names.full_name(model)} (plan: {innermost_line(user_line())})"
         self._planned.append((weakref.ref(model), name))
         self._report()
-        return result
 
     def _completed(self, plan: "Plan") -> "Plan | None":
         """Return a plan with those of our strategies that it lacks; None if it has them, or they conflict."""
-        lacking = [name for name in self._settings if getattr(plan, name) is None]
+        ours = (name for name in self._settings if getattr(self._plan, name) is not None)
+        lacking = [name for name in ours if getattr(plan, name) is None]
         try:
             return replace(plan, **{name: getattr(self._plan, name) for name in lacking}) if lacking else None
         except UsageError:

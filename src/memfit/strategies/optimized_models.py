@@ -31,8 +31,8 @@ class OptimizedModels:
 
         self.names = ModuleNames()
         self.found: list[OptimizedModel] = []
-        self.optimizers = 0
-        """How many have been created."""
+        self.all: list[weakref.ref[Any]] = []
+        """Every optimizer that has been created."""
         self.are_final = True
         """Whether no module was put into another, or copied, since the last optimizer was created."""
 
@@ -71,8 +71,8 @@ class OptimizedModels:
         entries = listed(params)
         line = innermost_line(user_line(sys._getframe(2)))
         models = self.taken_by(parameters_in(entries))
-        self.found += [OptimizedModel(self.optimizers, weakref.ref(model), line) for model in models]
-        self.optimizers += 1
+        self.found += [OptimizedModel(len(self.all), weakref.ref(model), line) for model in models]
+        self.all.append(weakref.ref(optimizer))
         self.are_final = True
         original(optimizer, entries, *args, **kwargs)
 

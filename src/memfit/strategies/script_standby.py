@@ -10,7 +10,7 @@ from memfit.run.forked_runs import Standby
 from memfit.run.options import RunOptions
 from memfit.run.start_script import StartScript, start_script
 
-_LATE_STRATEGIES = ("checkpointing", "compilation", "offload")
+_LATE_STRATEGIES = ("checkpointing", "compilation", "offload", "optimizer_state")
 """Strategies that change nothing before a model is called."""
 
 

@@ -182,6 +182,8 @@ def _unfit(change: ScriptChange, report: InjectionReport) -> str:
     fields = [one.field for one in change.strategies]
     if report.cannot_accumulate:
         return f"the script cannot accumulate gradients over micro-batches: {report.cannot_accumulate}"
+    if report.unfit_optimizer:
+        return report.unfit_optimizer
     if report.refusals and (not report.models or "sharding" in fields):
         return report.refusals[0]
     if fields and not report.models:  # updates by hand, a plan of its own

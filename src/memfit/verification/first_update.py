@@ -34,6 +34,8 @@ class UpdateSettings(msgspec.Struct, frozen=True):
     """Whether the CPU stands in for the GPU."""
     dropout: bool
     """Whether dropout drops anything."""
+    steps_in_backward: bool = False
+    """Whether the change has parameters updated in the backward, which frees their gradients."""
     pipe: int = -1
     """A descriptor of a pipe that only memfit reads: the script ends with memfit."""
 
@@ -141,12 +143,22 @@ class WatchedUpdate:
         self._gradients: list[SavedGradient] = []
         self._inputs: list[list[tuple[str, ...]]] = []
         self._arithmetic: set[str] = set()
+        self._freed: dict[int, Any] = {}
+        """By parameter: its gradient, if the plan frees gradients in the backward."""
         self._inside = False
 
     def created(self, original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Count an optimizer."""
         original(optimizer, *args, **kwargs)
         self._optimizers.append(optimizer)
+        for group in optimizer.param_groups if self._settings.steps_in_backward else ():
+            for parameter in group["params"]:
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(self._computed)
+
+    def _computed(self, parameter: Any) -> None:
+        """Copy a gradient before the plan's own hook, which comes later, uses and frees it."""
+        self._freed[id(parameter)] = parameter.grad.detach().to("cpu", copy=True)
 
     def called(self, original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
         """Note the names and the inputs of a model that the script calls."""
@@ -224,9 +236,10 @@ class WatchedUpdate:
         self._stepped.append(optimizer)
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         for number, parameter in enumerate(parameters):
-            if parameter.grad is not None:
+            gradient = parameter.grad if parameter.grad is not None else self._freed.get(id(parameter))
+            if gradient is not None:
                 name = self._names.get(id(parameter), f"parameter {number} of optimizer {len(self._stepped)}")
-                self._save(name, parameter.grad)
+                self._save(name, gradient)
         if len(self._stepped) == len(self._optimizers):
             self._end()
 

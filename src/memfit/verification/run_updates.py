@@ -103,7 +103,12 @@ def _run(
         _, intervention = injection.options.preload or ("", "")
         read, write = os.pipe()
         file = folder / "settings.json"
-        settings = msgspec.structs.replace(settings, change=intervention, pipe=write)
+        settings = msgspec.structs.replace(
+            settings,
+            change=intervention,
+            steps_in_backward=any(("step_in_backward", True) in each.settings for each in change.strategies),
+            pipe=write,
+        )
         file.write_bytes(msgspec.json.encode(settings))
         try:
             _start([*_python(), str(file), *command, *change.arguments], conf, write)

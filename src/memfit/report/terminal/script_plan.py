@@ -13,6 +13,7 @@ from memfit.records import Equality, PlanRun, ScriptPlan
 from memfit.records.targets import is_job, typed
 from memfit.report.escape import escaped
 from memfit.report.printable import Printable
+from memfit.report.terminal.optimizer_changes import optimizer_changes, optimizer_state
 from memfit.report.terminal.plan_chart import chart_lines, policy_name
 from memfit.report.terminal.several_gpus import (
     before_sharding,
@@ -163,6 +164,7 @@ def plan_name(run: PlanRun) -> str:
     named += [_kept_share(run)] if "compilation" in run.settings else []
     named += ["inputs offloaded"] * ("offload" in run.settings)
     named += [_precision(run)] if "precision" in run.settings else []
+    named += optimizer_state(run.settings.get("optimizer_state", {}))
     named += ["fused optimizer"] * run.fused
     named += ["expandable segments"] * bool(run.conf)
     return ", ".join(named) or "as written"
@@ -248,6 +250,8 @@ def _how_to_train(result: ScriptPlan, chosen: PlanRun) -> Iterator[str]:
         how = f'memfit.apply(model, "plan.json")  # before the optimizer is created: {models}'
         if result.sharded:
             how = f"model = {how}"
+        elif "optimizer_state" in chosen.settings:
+            how = f'memfit.apply(model, "plan.json", optimizer=optimizer)  # before its first step: {models}'
     else:  # it is applied, or changes no model
         return
     yield "To train with it, saved with -o plan.json, write:"
@@ -283,6 +287,7 @@ def _changes(chosen: PlanRun) -> Iterator[str]:
     if "precision" in chosen.settings:
         yield f"Precision: {_precision(chosen)}."
     yield from _micro_batches(chosen)
+    yield from optimizer_changes(chosen.settings.get("optimizer_state", {}))
     if chosen.fused:
         yield "Write fused=True where the optimizer is created."
     if chosen.conf:

@@ -1,0 +1,147 @@
+"""The script under changes that an outer loop makes: what to recompute under each is still to be chosen.
+
+    as written ── other precisions, a fused optimizer ── the optimizer in the backward, its state elsewhere
+       │
+    in 2, 4, ... micro-batches
+
+Each has run on the ghost, operation by operation.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from memfit.analysis.script_change import TrialResult
+from memfit.planning.allowed import PRECISIONS, Allowed
+from memfit.planning.bracket import Bracket
+from memfit.planning.changes import FUSED_OPTIMIZER, PlanChange, precision
+from memfit.planning.choose import CheckpointChooser
+from memfit.planning.optimizer_changes import OptimizerChanges, held, offloads_state
+from memfit.planning.plan_runs import PlannedScript, PlanRuns
+from memfit.planning.seconds import step_seconds
+from memfit.planning.shardings import named_as_in, why_dropped
+from memfit.records import Category, Phase, PlanRun, ScriptEnd, StepOperations
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The script with batches of one size; what to recompute in it is still to be chosen."""
+
+    plan: PlanChange
+    operations: StepOperations
+    run: PlanRun
+    """With nothing recomputed."""
+    bracket: Bracket
+    offload: bool = False
+    """Whether the inputs of recomputed modules wait on the host."""
+    copies: float = 0.0
+    """Time of copies of shards in each micro-batch, relative to a step of the script as written."""
+
+
+class Bases:
+    """Makes bases.
+
+    Args:
+        script: the script.
+        plain: its run as written.
+        runs: which make the bases.
+        budget: bytes of the process.
+        allowed: what a plan may change.
+    """
+
+    def __init__(
+        self, script: PlannedScript, plain: TrialResult, runs: PlanRuns, budget: int, allowed: Allowed
+    ) -> None:
+        self._script, self._plain, self._runs = script, plain, runs
+        self._budget, self._allowed = budget, allowed
+        self.models: tuple[str, ...] = ()
+        """Those that got the last plan."""
+        self.dropped: list[str] = []
+        """As in ``ScriptPlan``."""
+        self._starts: list[PlanRun] = []
+        """The script without any change of these."""
+        self.step = 0.0
+        """Seconds of a step as written."""
+        if plain.operations is not None:
+            self.step = step_seconds(plain.operations, script.seconds)
+
+    def base(self, plan: PlanChange, operations: StepOperations, run: PlanRun) -> Base:
+        """Return the base that a run is."""
+        if self._plain.operations is not None:
+            operations = named_as_in(self._plain.operations, operations)
+        chooser = CheckpointChooser(operations, self._script.seconds)
+        return Base(plan, operations, run, Bracket(chooser, self._budget, run.needs.bytes, self.step))
+
+    def roots(self, start: Base, chosen: Callable[[], PlanRun | None]) -> Iterator[Base]:
+        """Yield the script with whole batches, under changes that lower its peak, while one may be chosen.
+
+        First those in which each operation takes no more time; then those of the optimizer.
+
+        Args:
+            start: the script with whole batches.
+            chosen: returns the fastest plan so far that fits.
+        """
+        self._starts.append(start.run)
+        roots = [start]
+        for name in self._allowed.precisions:
+            lower = self._lower(start, start.plan | precision(name, PRECISIONS[name]))
+            roots += [lower] if isinstance(lower, Base) else []
+        roots.sort(key=lambda base: base.run.needs.bytes)
+        least = roots[0]
+        if self._allowed.rounding and least.run.place.phase is Phase.OPTIMIZER:
+            fused = self._lower(least, least.plan | FUSED_OPTIMIZER)
+            roots[0] = fused if isinstance(fused, Base) else least
+        for root in roots:
+            if chosen() is None:
+                yield root
+        if self._script.ranks == 1:
+            yield from self._with_other_optimizers(start, least, chosen)
+
+    def _with_other_optimizers(
+        self, start: Base, least: Base, chosen: Callable[[], PlanRun | None]
+    ) -> Iterator[Base]:
+        """Yield a base under changes of the optimizer.
+
+        Args:
+            start: the script without any change.
+            least: of those in which each operation takes no more time, the one that needs least.
+            chosen: as for ``roots``.
+        """
+        optimizer = None if self._plain.operations is None else self._plain.operations.optimizer
+        changes = OptimizerChanges(start.run, self._allowed, self._budget, self._copies_of_state)
+        while change := changes.next(self._runs.tried, chosen()):
+            made = self._lower(least, least.plan | change.plan(optimizer))
+            if isinstance(made, Base):
+                yield made
+            elif made is not None:
+                changes.refuse(change)
+
+    def _copies_of_state(self) -> float:
+        """Return the time of copying the optimizer's state to the host and back, as ``Base.copies``."""
+        state = max(held(run, Category.OPTIMIZER_STATE) for run in (*self._starts, *self._runs.tried))
+        return self._script.copy(state) / self.step
+
+    def _lower(self, base: Base, plan: PlanChange) -> Base | ScriptEnd | None:
+        """Run the script under a change; return it as a base, or nothing if it needs no less than another."""
+        relative = functools.partial(self.relative, plan, copies=base.copies)
+        made = self._runs.make(plan, relative, operations=True)
+        if isinstance(made, ScriptEnd):
+            self.dropped.append(why_dropped(plan, made))
+            return made
+        if made[0].operations is None or made[1].needs.bytes >= base.run.needs.bytes:
+            return None
+        self.models = made[0].models
+        return replace(self.base(plan, made[0].operations, made[1]), copies=base.copies)
+
+    def relative(self, plan: PlanChange, result: TrialResult, copies: float = 0.0) -> float:
+        """Return the time of a recorded run's step, relative to the script as written; copies as in Base."""
+        if result.operations is None:
+            return float("inf")
+        step = plan.parts * (step_seconds(result.operations, self._script.seconds) / self.step + copies)
+        return step + (self._copies_of_state() if offloads_state(plan) else 0.0)
+
+    def offloading(self, base: Base) -> Base:
+        """Return a base in which the inputs of what is recomputed wait on the host."""
+        chooser = CheckpointChooser(base.operations, self._script.seconds, self._script.copy)
+        bracket = Bracket(chooser, self._budget, base.run.needs.bytes, self.step)
+        return replace(base, bracket=bracket, offload=True)

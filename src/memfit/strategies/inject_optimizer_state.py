@@ -1,0 +1,104 @@
+"""Give a script's optimizers their part of an injected plan.
+
+They get it when the script first calls a module after it created them: schedulers and wrappers of libraries
+exist by then, and no gradient does.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from memfit.errors import UsageError
+from memfit.recording.hooks import InstalledHooks
+from memfit.strategies.apply_to_optimizer import apply_to_optimizer
+from memfit.strategies.mechanisms.optimizer_info import parameters_of
+from memfit.strategies.optimizer_state import OptimizerState
+
+_OWN_SETTINGS = "the script applies optimizer_state itself. Change it there."
+_NEVER = (
+    "the script calls no module after it has created its optimizer, so optimizer_state could not be applied."
+)
+_SHARED = (
+    "step_in_backward: two optimizers of the script share parameters, and the second would find no "
+    "gradients. Leave out step_in_backward."
+)
+
+
+class OptimizerStateInjector:
+    """Applies ``OptimizerState`` to optimizers.
+
+    Args:
+        settings: what to apply.
+        report: called with why they do not suit the script, whenever that changes; empty if they do.
+    """
+
+    def __init__(self, settings: OptimizerState, report: Callable[[str], None]) -> None:
+        self.settings, self._report = settings, report
+        self._refusal = ""
+        self._optimizers: list[weakref.ref[Any]] = []
+        """All of the script."""
+        self._waiting: list[tuple[weakref.ref[Any], list[weakref.ref[Any]]]] = []
+        """Optimizers, each with its models."""
+        self._engines: list[weakref.ref[Any]] = []
+        """Models whose engine carries out the settings."""
+        self._hooks = InstalledHooks()
+
+    def created(self, optimizer: Any, models: Iterable[Any]) -> None:
+        """Wait with an optimizer of the script until it calls a module, if there are models to be planned.
+
+        Args:
+            optimizer: None if it no longer exists.
+            models: those of its models that get the plan.
+        """
+        if optimizer is None:
+            return
+        others = [each for reference in self._optimizers if (each := reference()) is not None]
+        taken = {id(parameter) for each in others for parameter in parameters_of(each)}
+        if self.settings.step_in_backward and any(id(each) in taken for each in parameters_of(optimizer)):
+            self._refuse(_SHARED)
+        self._optimizers.append(weakref.ref(optimizer))
+        if not models:
+            return
+        if not self._waiting:
+            self._hooks = InstalledHooks()
+            self._hooks.wrap(torch.nn.Module, "__call__", self._called)
+        self._waiting.append((weakref.ref(optimizer), list(map(weakref.ref, models))))
+        self._report(self._refusal or _NEVER)
+
+    def leave_to_engine(self, model: Any) -> None:
+        """Leave the optimizer of a model to the engine that has got the settings."""
+        self._engines.append(weakref.ref(model))
+
+    def expect_no_other(self, settings: OptimizerState | None) -> None:
+        """Refuse a script whose own plan has other settings."""
+        if settings is not None and settings is not self.settings:
+            self._refuse(_OWN_SETTINGS)
+
+    def apply(self) -> None:
+        """Apply the settings to the optimizers that wait for them."""
+        self._hooks.remove()
+        waiting, self._waiting = self._waiting, []
+        for reference, models in waiting:
+            optimizer = reference()
+            alive = [model for each in models if (model := each()) is not None]
+            if optimizer is None or not alive or any(map(self._has_engine, alive)):
+                continue
+            try:
+                apply_to_optimizer(optimizer, alive, self.settings, self._refuse)
+            except UsageError as error:
+                self._refuse(str(error))
+        self._report(self._refusal)
+
+    def _has_engine(self, model: Any) -> bool:
+        return any(engine() in set(model.modules()) for engine in self._engines)
+
+    def _refuse(self, why: str) -> None:
+        """Report why the settings do not suit the script; the first reason stays."""
+        self._refusal = self._refusal or why
+        self._report(self._refusal)
+
+    def _called(self, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+        self.apply()
+        return original(module, *args, **kwargs)

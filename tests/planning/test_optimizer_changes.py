@@ -1,0 +1,122 @@
+"""Changes of the optimizer: the few that are worth a run."""
+
+from dataclasses import replace
+
+import pytest
+
+from memfit.planning.allowed import Allowed
+from memfit.planning.changes import PlanChange
+from memfit.planning.optimizer_changes import (
+    OptimizerChanges,
+    offloads_state,
+    optimizer_changes,
+    steps_in_backward,
+)
+from memfit.records import (
+    DividedBatches,
+    Equality,
+    Figure,
+    Phase,
+    PlanRun,
+    Provenance,
+    ScriptLocation,
+    Term,
+    equality_of,
+)
+
+HALVES = DividedBatches(2, 4, "--batch-size 4", "")
+BACKWARD, OFFLOADED = "step in backward", "optimizer state offloaded"
+BOTH = f"{OFFLOADED}, {BACKWARD}"
+LOW = "8-bit optimizer state"
+
+
+def ran(needs, gradients=0, state=0, temporaries=0, *, time=1.0, phase=Phase.BACKWARD, divided=None):
+    held = {"gradients": gradients, "optimizer state": state, "temporaries": temporaries}
+    terms = tuple(Term(name, Figure(size, Provenance.EXACT)) for name, size in held.items())
+    figure = Figure(needs, Provenance.EXACT)
+    place = ScriptLocation(2, phase, "", "", "")
+    return PlanRun({}, figure, figure, time, place, divided=divided, terms=terms)
+
+
+def tried(plain, budget, *others, chosen=None, low=False, copies=0.5, refused=()):
+    """Return what is tried, if that changes nothing, or is refused."""
+    allowed = replace(Allowed(), low_bit_state=low)
+    changes, words = OptimizerChanges(plain, allowed, budget, lambda: copies), []
+    while change := changes.next([*others, *filter(None, [chosen])], chosen):
+        words.append(change.words)
+        if change.words in refused:
+            changes.refuse(change)
+    return words
+
+
+def test_what_may_be_enough_is_tried_fastest_first():
+    plain = ran(100, gradients=20, state=40)
+    assert tried(plain, 90) == [BACKWARD, OFFLOADED, BOTH]
+    assert tried(plain, 70) == [OFFLOADED, BOTH]
+    assert tried(plain, 50) == [BOTH]
+    assert tried(plain, 90, low=True) == [BACKWARD, LOW, f"{LOW}, {BACKWARD}", OFFLOADED, BOTH]
+    assert tried(plain, 70, low=True) == [LOW, f"{LOW}, {BACKWARD}", OFFLOADED, BOTH]
+    assert tried(plain, 69, low=True) == [f"{LOW}, {BACKWARD}", OFFLOADED, BOTH]
+
+
+def test_where_none_seems_enough_the_one_that_saves_most_shows_what_is_needed_at_least():
+    plain = ran(100, gradients=20, state=40)
+    assert tried(plain, 30) == [BOTH]
+    assert tried(plain, 30, refused=[BOTH]) == [BOTH, OFFLOADED]
+
+
+def test_what_saves_next_to_nothing_is_not_tried():
+    assert tried(ran(100, gradients=4), 90) == []
+    assert tried(ran(100, gradients=5), 90) == [BOTH]  # the last, not enough
+
+
+def test_in_the_optimizer_temporaries_are_saved_too():
+    assert tried(ran(100, 5, 5, 40), 60) == [BOTH]
+    assert tried(ran(100, 5, 5, 40, phase=Phase.OPTIMIZER), 60) == [BACKWARD, OFFLOADED, BOTH]
+
+
+def test_what_contains_a_refused_change_is_not_tried():
+    plain = ran(100, gradients=20, state=40)
+    assert tried(plain, 90, refused=[BACKWARD]) == [BACKWARD, OFFLOADED]
+    assert tried(plain, 90, low=True, refused=[BACKWARD, LOW]) == [BACKWARD, LOW, OFFLOADED]
+
+
+def test_a_run_with_divided_batches_says_nothing_about_steps_in_the_backward():
+    plain, halves = ran(100, gradients=20, state=40), ran(60, gradients=20, state=20, divided=HALVES)
+    assert tried(plain, 40, halves) == [OFFLOADED, BOTH]
+    assert tried(plain, 39, halves) == [BOTH]
+
+
+def test_once_something_fits_only_what_may_be_faster_is_tried():
+    plain = ran(100, gradients=20, state=40)
+    recomputed = ran(50, gradients=20, state=2, time=1.2)
+    assert tried(plain, 90, chosen=recomputed) == [BACKWARD]
+    assert tried(plain, 90, chosen=recomputed, copies=0.1) == [BACKWARD, OFFLOADED, BOTH]
+    assert tried(plain, 90, chosen=ran(50, gradients=20, time=1.001)) == []
+    assert tried(plain, 50, chosen=recomputed) == [BACKWARD]  # with less to recompute
+    halves = replace(recomputed, divided=HALVES)
+    assert tried(plain, 50, chosen=halves) == []
+    assert tried(plain, 80, chosen=halves) == [BACKWARD]
+
+
+@pytest.mark.parametrize(("low", "exact"), [(False, False), (True, False), (True, True)])
+def test_nothing_is_changed_that_is_not_allowed(low, exact):
+    found = optimizer_changes(Allowed(optimizer=exact, low_bit_state=low))
+    assert any("bits" in each.settings for each in found) is low
+    assert any("bits" not in each.settings for each in found) is exact
+
+
+def test_a_change_becomes_settings_of_a_plan_for_one_optimizer():
+    for change in optimizer_changes(Allowed(low_bit_state=True)):
+        plan = PlanChange() | change.plan(3)
+        assert plan.settings == {"optimizer_state": change.settings}
+        assert (plan.change.optimizer, plan.late) == (3, OFFLOADED in change.words)
+        assert offloads_state(plan) is (OFFLOADED in change.words)
+        assert steps_in_backward(plan) is (BACKWARD in change.words)
+        promised = equality_of(plan.settings, rounds=False)
+        assert promised == (Equality.OTHER if LOW in change.words else Equality.BITWISE)
+
+
+def test_another_implementation_of_the_optimizer_rounds_otherwise():
+    settings = {"optimizer_state": {"implementation": "fused", "offload": True}}
+    assert equality_of(settings, rounds=False) is Equality.ROUNDING
