@@ -8,11 +8,13 @@ from rich.console import Console
 
 from memfit.analysis.script_change import TrialResult
 from memfit.errors import TargetError, UsageError
+from memfit.planning import search
 from memfit.planning.allowed import Allowed
 from memfit.planning.plan_runs import PlannedScript
 from memfit.planning.search import find_plan
-from memfit.planning.shardings import named_as_in
-from memfit.records import Figure, Provenance, ScriptEnd
+from memfit.planning.seconds import step_seconds
+from memfit.planning.shardings import copy_seconds, named_as_in, sent_bytes
+from memfit.records import DividedBatches, Figure, Provenance, ScriptEnd, Term
 from memfit.report.terminal.script_plan import print_plan
 from support.planned_script import MIB, OUTSIDE, Script, copy, needing, work
 
@@ -95,9 +97,11 @@ def test_what_is_recomputed_is_named_as_in_the_script():
     assert found.chosen.equality == "up to rounding"
 
 
-def test_shards_are_offloaded_only_if_nothing_else_is_enough():
+def test_shards_are_offloaded_only_if_nothing_else_is_enough(monkeypatch):
+    monkeypatch.setattr(search, "copy_seconds", lambda *_: 0.5)
     script = ShardedScript(MUCH | {"offloaded": 0.4})
     found = planned(script, 0.45)
+    assert found.chosen.time == 1.0 + 0.5 / step_seconds(script.step, work)
     assert found.chosen.settings == {"sharding": {"mode": "fsdp2", "offload": True}}
     assert script.ran.index(("offloaded", False)) > script.ran.index(("fsdp2", True))
     assert "FSDP2 with offload" in printed(found)
@@ -162,3 +166,12 @@ def test_a_plan_must_fit_every_rank_and_late_work():
 def test_names_stay_where_nothing_wraps_the_model():
     script = Script()
     assert named_as_in(script.step, script.step) is script.step
+
+
+@pytest.mark.parametrize(("mode", "whole", "in_two"), [("ddp", 2, 4), ("zero1", 3, 5), ("fsdp2", 3, 6)])
+def test_what_a_rank_sends_and_copies_follows_from_the_bytes_of_parameters(mode, whole, in_two):
+    terms = Term("parameters", Figure(800, Provenance.EXACT)), Term("inputs", Figure(7, Provenance.EXACT))
+    run = replace(planned(ShardedScript(), 1.25).chosen, settings={"sharding": {"mode": mode}})
+    assert sent_bytes(run, terms, 4) == whole * 600
+    assert sent_bytes(replace(run, divided=DividedBatches(2, 4, "", "")), terms, 4) == in_two * 600
+    assert copy_seconds(terms, float, 4) == 300.0
