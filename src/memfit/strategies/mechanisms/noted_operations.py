@@ -12,7 +12,7 @@ import weakref
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from memfit.strategies.mechanisms.tensors import version_of
 
@@ -109,22 +109,65 @@ class View(NamedTuple):
         return self.place.tensor(self.content.storage())
 
 
+class Layout(NamedTuple):
+    """How the arguments of an operation become a list, and the list arguments again.
+
+    PyTorch's own trees take a third of the time of a note. Only lists of tensors need them.
+    """
+
+    positional: int
+    """How many come first."""
+    names: tuple[str, ...]
+    """Of those that follow."""
+    spec: TreeSpec | None
+    """Of PyTorch's tree, if there are lists of tensors."""
+
+    @classmethod
+    def flatten(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "tuple[list[Any], Layout]":
+        """Return arguments as a list, and how."""
+        leaves = [*args, *kwargs.values()]
+        if any(_has_tensors(each) for each in leaves):
+            leaves, spec = tree_flatten((args, kwargs))
+            return leaves, cls(0, (), spec)
+        return leaves, cls(len(args), tuple(kwargs), None)
+
+    def put_together(self, leaves: list[Any]) -> tuple[Any, Any]:
+        """Return the arguments of a list."""
+        if self.spec is not None:
+            args, kwargs = tree_unflatten(leaves, self.spec)
+            return args, kwargs
+        return leaves[: self.positional], dict(zip(self.names, leaves[self.positional :], strict=True))
+
+
+def flat_values(value: Any) -> list[Any]:
+    """Return an argument or the results of an operation as a list."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if type(value) is tuple and not any(type(each) in (list, tuple) for each in value):
+        return list(value)
+    return tree_leaves(value)
+
+
+def _has_tensors(argument: Any) -> bool:
+    return type(argument) in (list, tuple) and any(isinstance(each, torch.Tensor) for each in argument)
+
+
 class Step:
     """An operation that can run again.
 
     Args:
         operation: as PyTorch dispatched it.
         arguments: flattened; a ``View`` in place of each tensor.
-        spec: what puts them together.
+        layout: what puts them together.
         written: by number, the arguments that it changes in place.
     """
 
-    __slots__ = ("_arguments", "_operation", "_spec", "_written", "changes", "creates")
+    __slots__ = ("_arguments", "_layout", "_operation", "_written", "changes", "creates")
 
     def __init__(
-        self, operation: Any, arguments: list[Any], spec: TreeSpec, written: tuple[int, ...]
+        self, operation: Any, arguments: list[Any], layout: "Layout", written: tuple[int, ...]
     ) -> None:
-        self._operation, self._arguments, self._spec = operation, arguments, spec
+        self._operation, self._arguments, self._layout = operation, arguments, layout
         self._written = written
         self.creates: dict[int, weakref.ref[Content]] = {}
         """By the number of a result: what it makes in a new storage."""
@@ -145,9 +188,9 @@ class Step:
         for index, (content, place) in before.items():
             if content() is not None:  # something else needs it unchanged
                 arguments[index] = place.tensor(arguments[index].untyped_storage().clone())
-        args, kwargs = tree_unflatten(arguments, self._spec)
+        args, kwargs = self._layout.put_together(arguments)
         with torch.enable_grad():  # as in the forward: oneDNN's LSTM makes its workspace only then
-            results = tree_leaves(self._operation(*args, **kwargs))
+            results = flat_values(self._operation(*args, **kwargs))
         for made, tensors in ((self.creates, results), (self.changes, arguments)):
             for index, reference in made.items():
                 if (still := reference()) is not None:

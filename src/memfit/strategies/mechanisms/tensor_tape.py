@@ -11,6 +11,7 @@ random numbers.
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -18,12 +19,20 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from memfit.random_state import generator_positions
 from memfit.records import LEAST_RECOMPUTED, can_run_again
-from memfit.strategies.mechanisms.noted_operations import Content, Kept, Place, Step, View
+from memfit.strategies.mechanisms.noted_operations import (
+    Content,
+    Kept,
+    Layout,
+    Place,
+    Step,
+    View,
+    flat_values,
+)
 from memfit.strategies.mechanisms.triton_launches import triton_launches
 
 _STATISTICS = {
@@ -72,27 +81,26 @@ class _Tape:
 
     def run(self, operation: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation of the forward, and note it unless its results are kept."""
-        is_kept = self._is_kept(operation)
-        leaves, spec = tree_flatten((args, kwargs))
+        is_kept, kind = self._is_kept(operation), _kind(operation)
+        leaves, layout = Layout.flatten(args, kwargs)
         tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
-        if operation.is_view or not all(map(_is_plain, tensors)):
+        if kind.is_view or not all(map(_is_plain, tensors)):
             return operation(*args, **kwargs)
-        names = _written(operation)
         before = {
-            id(each): self._before_write(each, is_read=_creates(operation))
-            for each in tree_leaves([_argument(place, name, args, kwargs) for place, name in names])
+            id(each): self._before_write(each, is_read=kind.creates)
+            for place, name in kind.written
+            for each in flat_values(_argument(place, name, args, kwargs))
             if isinstance(each, torch.Tensor)
         }
-        may_draw = torch.Tag.nondeterministic_seeded in operation.tags
-        drawn = generator_positions() if may_draw else None
+        drawn = generator_positions() if kind.may_draw else None
         result = operation(*args, **kwargs)
-        created = self._created(tree_leaves(result), tensors)
+        created = self._created(flat_values(result), tensors)
         changed = {
             index: each
             for index, each in enumerate(leaves)
             if id(each) in before and self._noted(each) is not None
         }
-        is_kept |= not _can_run_again(operation) or (may_draw and drawn != generator_positions())
+        is_kept |= not kind.can_run_again or (kind.may_draw and drawn != generator_positions())
         if is_kept:
             for each in changed.values():
                 self._of(each).noted = None
@@ -104,7 +112,7 @@ class _Tape:
                 for each in leaves
             ]
             written = tuple(index for index, each in enumerate(leaves) if id(each) in before)
-            step = Step(operation, arguments, spec, written)
+            step = Step(operation, arguments, layout, written)
             for contents, some in ((step.creates, created), (step.changes, changed)):
                 for index, each in some.items():
                     content = self._of(each).noted = Content(None, step)
@@ -216,27 +224,36 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _OperationKind:
+    """What a tape asks about an operation, whatever its arguments."""
+
+    is_view: bool
+    may_draw: bool
+    """Whether it may draw random numbers."""
+    can_run_again: bool
+    creates: bool
+    """Whether some result is not an argument."""
+    written: tuple[tuple[int, str], ...]
+    """Places and names of the arguments that it changes in place."""
+
+
 @cache
-def _written(operation: Any) -> tuple[tuple[int, str], ...]:
-    """Return places and names of the arguments that an operation changes in place."""
+def _kind(operation: Any) -> _OperationKind:
     hidden = operation._overloadpacket.__name__ in _STATISTICS
-    return tuple(
-        (place, each.name)
-        for place, each in enumerate(operation._schema.arguments)
-        if (each.alias_info is not None and each.alias_info.is_write)
-        or (hidden and each.name in ("running_mean", "running_var"))
+    return _OperationKind(
+        is_view=operation.is_view,
+        may_draw=torch.Tag.nondeterministic_seeded in operation.tags,
+        can_run_again=can_run_again(str(operation)),
+        creates=any(each.alias_info is None for each in operation._schema.returns),
+        written=tuple(
+            (place, each.name)
+            for place, each in enumerate(operation._schema.arguments)
+            if (each.alias_info is not None and each.alias_info.is_write)
+            or (hidden and each.name in ("running_mean", "running_var"))
+        ),
     )
 
 
 def _argument(place: int, name: str, args: Any, kwargs: Any) -> Any:
     return args[place] if place < len(args) else kwargs.get(name)
-
-
-@cache
-def _creates(operation: Any) -> bool:
-    return any(each.alias_info is None for each in operation._schema.returns)
-
-
-@cache
-def _can_run_again(operation: Any) -> bool:
-    return can_run_again(str(operation))
