@@ -126,6 +126,21 @@ LOOPS = {
         F.cross_entropy(model(x), labels).backward()
         optimizer.step()
         """,
+    "settings that the script changes, and a loss that it keeps": f"""
+        args = argparse.Namespace(wide=True, width=0, text="long " * 99)
+        if args.wide:
+            args.width = 4
+        heads = [nn.Identity() if args.wide else nn.ReLU()]
+        model = nn.Sequential(*heads, Net(args.width) if args.wide else Net(9))
+        optimizer = torch.optim.SGD(params=model.parameters(), lr=0.1)
+        state = argparse.Namespace()
+        {BATCH}
+        scores, state.loss = model(x), 0
+        state.loss = F.cross_entropy(input=scores, target=labels)
+        seen.update(batch=(x, labels), loss=state.loss)
+        state.loss.backward()
+        optimizer.step()
+        """,
     "parts are frozen, in bfloat16": f"""
         model = Net(4).to(torch.bfloat16)
         model.layers[0].requires_grad_(False)
@@ -219,18 +234,20 @@ def test_settings_of_the_optimizer_and_the_norm_of_gradients(tmp_path, job_file)
     assert group["weight_decay"] == 0.01
 
 
-def test_integers_stay_below_what_they_are_used_for(tmp_path, job_file):
+def test_numbers_stay_below_what_they_are_used_for(tmp_path, job_file):
     found, _ = observed(
         tmp_path,
         """
         model = nn.Sequential(nn.Embedding(50, 4), nn.Flatten(), nn.Linear(24, 9))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        words, labels = torch.randint(50, (2, 6)), torch.randint(9, (2,))
-        F.cross_entropy(model(words), labels).backward()
+        words, labels, shares = torch.randint(50, (2, 6)), torch.randint(9, (2,)), torch.rand(2)
+        scores = model(words)
+        loss = F.nll_loss(scores, target=labels) + F.binary_cross_entropy(scores[:, 0].sigmoid(), shares)
+        loss.backward()
         optimizer.step()
         """,
     )
-    assert found.job.batch == "torch.randint(50, (size, 6)), torch.randint(9, (size,))"
+    assert found.job.batch == "torch.randint(50, (size, 6)), torch.randint(9, (size,)), torch.rand(size)"
 
 
 @pytest.mark.parametrize(

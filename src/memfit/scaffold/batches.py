@@ -32,7 +32,7 @@ def code_of_batch(value: Any, size: int, limits: Mapping[int, int]) -> str:
     Args:
         value: a batch of the script's: tensors, and lists, tuples and dictionaries of them.
         size: samples in it: dimensions in front that are as long become ``size``.
-        limits: by the address of a storage, the number below which its integers must stay.
+        limits: by the address of a storage, the number below which its numbers must stay.
 
     >>> code_of_batch({"x": torch.ones(4, 3), "y": torch.ones(4, dtype=torch.long)}, 4, {})
     "{'x': torch.randn(size, 3), 'y': torch.randint(2, (size,))}"
@@ -63,12 +63,12 @@ def _code_of_tensor(tensor: torch.Tensor, size: int, limits: Mapping[int, int]) 
     shape = [str(each) for each in tensor.shape]
     if shape and tensor.shape[0] == size:
         shape[0] = "size"
-    listed = ", ".join(shape)
+    listed, limit = ", ".join(shape), limits.get(tensor.untyped_storage()._cdata)
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         dtype = "" if tensor.dtype is torch.float32 else f", dtype={tensor.dtype}"
-        return f"torch.randn({listed or '()'}{dtype})"
+        return f"torch.{'randn' if limit is None else 'rand'}({listed or '()'}{dtype})"
     sizes = f"({listed}{',' * (len(shape) == 1)})"
     if tensor.dtype is torch.bool:
         return f"torch.ones({sizes}, dtype=torch.bool)"
     dtype = "" if tensor.dtype is torch.int64 else f", dtype={tensor.dtype}"
-    return f"torch.randint({limits.get(tensor.untyped_storage()._cdata, _FEW)}, {sizes}{dtype})"
+    return f"torch.randint({limit or _FEW}, {sizes}{dtype})"

@@ -6,6 +6,7 @@ GPT(context=args.context)     becomes     GPT(context=1024)     with     from tr
 import ast
 import builtins
 import types
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +69,10 @@ def rewrite(
         first = ast.unparse(rewriter.visit(ast.Name(name, ast.Load())))
         lines += [f"{name} = {first}"] if first != name else []
         rewriter.leave(name)
-    lines += [line for node in nodes for line in ast.unparse(rewriter.visit(node)).split("\n")]
+    for node in nodes:
+        visited = rewriter.visit(node)
+        for each in visited if isinstance(visited, list) else [visited]:
+            lines += [] if isinstance(each, ast.Pass) else ast.unparse(each).split("\n")
     return Rewritten(tuple(lines), frozenset(rewriter.imports), tuple(rewriter.unknown))
 
 
@@ -83,6 +87,18 @@ class _Rewriter(ast.NodeTransformer):
         self._free, self._values, self._part_of_job, self._script = free, values, part_of_job, script
         self.imports: set[str] = set()
         self.unknown: dict[UnknownName, None] = {}
+
+    def visit_If(self, node: ast.If) -> Any:
+        self.generic_visit(node)
+        if not isinstance(node.test, ast.Constant):
+            return node
+        return (node.body if node.test.value else node.orelse) or ast.Pass()
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+        self.generic_visit(node)
+        if not isinstance(node.test, ast.Constant):
+            return node
+        return node.body if node.test.value else node.orelse
 
     def leave(self, name: str) -> None:
         """Rewrite a name no more: statements set it."""
@@ -138,7 +154,7 @@ class _Rewriter(ast.NodeTransformer):
 
 def is_known(value: Any, script: str) -> bool:
     """Return whether code can say what a value is: as a literal, or by an import."""
-    return isinstance(value, types.ModuleType) or code_of(value, script) is not None
+    return isinstance(value, types.ModuleType | Namespace) or code_of(value, script) is not None
 
 
 def _attribute(value: Any, name: str) -> Any:

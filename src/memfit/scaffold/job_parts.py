@@ -4,6 +4,7 @@ import ast
 import builtins
 import inspect
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -50,7 +51,7 @@ class Seen:
     loss: tuple[CallSite, CallSite] | None = None
     """Two calls of one function: in one the model was called first, in the other the backward began."""
     limits: dict[int, int] = field(default_factory=dict)
-    """By the address of a storage: the number below which its integers must stay."""
+    """By the address of a storage: the number below which its numbers must stay."""
     max_grad_norm: float | None = None
     scheduler: str = ""
     main: CallSite | None = None
@@ -132,7 +133,9 @@ def _model(created: CallSite | None, script: str) -> Rewritten:
     def known(name: str) -> bool:
         return name in dir(builtins) or is_known(values.get(name, _ABSENT), script)
 
-    needed = needed_for([each.name for each in alone.unknown], before, known=known, methods=True)
+    settings = [name for name, value in values.items() if isinstance(value, Namespace)]
+    unknown = [each.name for each in alone.unknown]
+    needed = needed_for(unknown, before, known=known, settings=settings, methods=True)
     return rewritten([*needed, call_at(created.source, created.span) or call])
 
 

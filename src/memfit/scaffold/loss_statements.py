@@ -10,7 +10,7 @@ loss.backward()                       what is returned: loss
 
 import ast
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 Span = tuple[int, int, int, int]
@@ -73,7 +73,9 @@ def loss_statements(source: str, forward: Span, backward: Span) -> LossStatement
     other, last = to_backward[depth]
     if block is not other or first > last:
         return None
-    statements = needed_for(_read(loss), block[first:last])
+    local = _Locals([*block[first:last], loss])
+    loss = local.visit(loss)
+    statements = needed_for(_read(loss), [local.visit(each) for each in block[first:last]])
     if statements and (value := _value_of(loss, statements[-1])) is not None:
         return LossStatements(tuple(statements[:-1]), value, scaled)
     return LossStatements(tuple(statements), loss, scaled)
@@ -97,11 +99,29 @@ def _value_of(loss: ast.expr, statement: ast.stmt) -> ast.expr | None:
     return None
 
 
+class _Locals(ast.NodeTransformer):
+    """Names what statements set before they read it, such as ``self.loss``, like a variable: ``loss``."""
+
+    def __init__(self, nodes: Iterable[ast.AST]) -> None:
+        self._set: set[str] = set()
+        read: set[str] = set()
+        for each in nodes:
+            attributes = [one for one in ast.walk(each) if isinstance(one, ast.Attribute)]
+            read |= {ast.unparse(one) for one in attributes if isinstance(one.ctx, ast.Load)} - self._set
+            self._set |= {ast.unparse(one) for one in attributes if isinstance(one.ctx, ast.Store)} - read
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if ast.unparse(node) in self._set:
+            return ast.Name(node.attr, node.ctx)
+        return self.generic_visit(node)
+
+
 def needed_for(
     names: Iterable[str],
     statements: Sequence[ast.stmt],
     *,
     known: Callable[[str], bool] = lambda _: False,
+    settings: Collection[str] = (),
     methods: bool = False,
 ) -> list[ast.stmt]:
     """Return those of some statements on which the values of names depend.
@@ -110,16 +130,20 @@ def needed_for(
         names: these.
         statements: in their order.
         known: whether the value of a name is known, if only one statement sets it: that one is left out then.
+        settings: names of objects whose attributes are known, whatever statements set them.
         methods: whether a call such as ``layers.append(...)`` may change the value of ``layers``.
     """
     changes = [assigned_names(each) | (_method_roots(each) if methods else set()) for each in statements]
+    changes = [some.difference(settings) for some in changes]
     often = Counter(name for some in changes for name in some)
-    needed = set(names)
+    needed = set(names).difference(settings)
     kept: list[ast.stmt] = []
     for each, changed in zip(reversed(statements), reversed(changes), strict=True):
         if changed & needed:
             kept.append(each)
-            needed |= {name for name in _read(each) if often[name] > 1 or not known(name)}
+            needed |= {name for name in _read(each) if often[name] > 1 or not known(name)}.difference(
+                settings
+            )
     return kept[::-1]
 
 

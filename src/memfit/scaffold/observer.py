@@ -1,6 +1,8 @@
 """What a script does up to its first update: what it creates, what it passes to its model, and its loss."""
 
-from collections.abc import Callable
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,20 @@ from memfit.records import JobObservation
 from memfit.scaffold.call_sites import CallSite, call_sites, creation_site
 from memfit.scaffold.job_parts import NoJobError, Seen, job_of
 from memfit.strategies.optimized_models import OptimizedModels, listed, parameters_in
+
+
+def _classes(given: Mapping[str, Any]) -> tuple[Any, int]:
+    scores = given["input"]
+    return given["target"], scores.shape[min(1, scores.dim() - 1)]
+
+
+_LIMITS: Mapping[str, Callable[[Mapping[str, Any]], tuple[Any, int]]] = {
+    "embedding": lambda given: (given["input"], given["weight"].shape[0]),
+    "cross_entropy": _classes,
+    "nll_loss": _classes,
+    "binary_cross_entropy": lambda given: (given["target"], 1),
+}
+"""By function of ``torch.nn.functional``: an argument, and the number below which its numbers must stay."""
 
 
 class JobObserver:
@@ -38,8 +54,8 @@ class JobObserver:
         hooks.wrap(nn.Module, "__init__", self._module_created)
         hooks.wrap(torch.optim.Optimizer, "__init__", self._optimizer_created)
         hooks.wrap(torch.optim.lr_scheduler.LRScheduler, "__init__", self._scheduler_created)
-        hooks.wrap(nn.functional, "embedding", self._embedded)
-        hooks.wrap(nn.functional, "cross_entropy", self._classified)
+        for name, limit in _LIMITS.items():
+            hooks.wrap(nn.functional, name, functools.partial(self._used, limit))
         hooks.wrap(torch.Tensor, "backward", self._backward)
         hooks.wrap(nn.utils, "clip_grad_norm_", self._clipped)
         hooks.add(register_optimizer_step_pre_hook(self._before_step))
@@ -74,31 +90,13 @@ class JobObserver:
         original(scheduler, *args, **kwargs)
         self._seen.scheduler = type(scheduler).__name__
 
-    def _embedded(
-        self,
-        original: Callable[..., Any],
-        indices: torch.Tensor,
-        weight: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
+    def _used(
+        self, limit: Callable[[Mapping[str, Any]], tuple[Any, int]], original: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        self._limit(indices, weight.shape[0])
-        return original(indices, weight, *args, **kwargs)
-
-    def _classified(
-        self,
-        original: Callable[..., Any],
-        scores: torch.Tensor,
-        target: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        self._limit(target, scores.shape[min(1, scores.dim() - 1)])
-        return original(scores, target, *args, **kwargs)
-
-    def _limit(self, tensor: torch.Tensor, limit: int) -> None:
+        tensor, number = limit(inspect.signature(original).bind(*args, **kwargs).arguments)
         storage, limits = tensor.untyped_storage()._cdata, self._seen.limits
-        limits[storage] = min(limit, limits.get(storage, limit))
+        limits[storage] = min(number, limits.get(storage, number))
+        return original(*args, **kwargs)
 
     def _before_forward(self, *_: Any) -> None:
         if not self._called and torch.is_grad_enabled():

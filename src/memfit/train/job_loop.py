@@ -32,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args(arguments)
+    sys.argv[1:] = []  # a script that the job imports may read arguments: these are not its own
 
     torch.manual_seed(0)
     try:
