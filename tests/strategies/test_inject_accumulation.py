@@ -78,15 +78,20 @@ def test_gradients_that_ddp_moves_to_other_buckets_are_not_dropped(refusals, one
     assert torch.equal(hooked, _without_hooks(lambda: accumulated(lambda p: torch.optim.AdamW(p, lr=0.1))))
 
 
-def test_collectives_settle_where_an_update_is_held_back(refusals, monkeypatch):
-    settled = []
+@pytest.mark.parametrize(("settles", "times"), [(True, 4), (False, 0)])
+def test_collectives_settle_where_an_update_is_held_back_unless_work_finishes_late(
+    monkeypatch, settles, times
+):
+    settled, hooks = [], InstalledHooks()
+    HeldBackUpdates(3, pytest.fail, settles=settles).install(hooks)
     monkeypatch.setattr(inject_accumulation, "settle_collectives", lambda: settled.append(True))
     model, inputs, labels = model_and_data()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for x, y in zip(inputs[:6], labels[:6], strict=True):
         functional.cross_entropy(model(x), y).backward()
         optimizer.step()
-    assert len(settled) == 4
+    hooks.remove()
+    assert len(settled) == times
 
 
 def _without_hooks(run):

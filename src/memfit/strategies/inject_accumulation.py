@@ -38,10 +38,12 @@ class HeldBackUpdates:
     Args:
         every: of so many calls of ``optimizer.step``, the last makes an update.
         refuse: called with the reason if the script cannot accumulate like this.
+        settles: whether collectives settle at each skipped update, as they do at an update. In a run whose
+            GPU work finishes late, they would wait for ever.
     """
 
-    def __init__(self, every: int, refuse: Callable[[str], None]) -> None:
-        self._every = every
+    def __init__(self, every: int, refuse: Callable[[str], None], *, settles: bool = True) -> None:
+        self._every, self._settles = every, settles
         self._refuse = refuse
         self._calls = 0
         self._may_clear = True
@@ -95,7 +97,8 @@ class HeldBackUpdates:
                 for each in group["params"]
                 if each.grad is not None and each.grad.layout is torch.strided
             ]
-        settle_collectives()  # as after an update
+        if self._settles:
+            settle_collectives()
         return loss
 
     def _distributed(

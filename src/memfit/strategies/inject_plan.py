@@ -54,6 +54,8 @@ class Intervention(msgspec.Struct, frozen=True):
     """Of so many calls of ``optimizer.step``, only the last makes an update."""
     eager: bool = False
     """Whether ``torch.compile`` does nothing."""
+    late: bool = False
+    """Whether GPU work finishes late: collectives cannot settle between two micro-batches."""
 
 
 class InjectionReport(msgspec.Struct, frozen=True):
@@ -123,7 +125,9 @@ def _intervene(change: Intervention) -> None:
     if change.micro_batches > 1:
         from memfit.strategies.inject_accumulation import HeldBackUpdates
 
-        HeldBackUpdates(change.micro_batches, lambda why: report.update(cannot_accumulate=why)).install(hooks)
+        HeldBackUpdates(
+            change.micro_batches, lambda why: report.update(cannot_accumulate=why), settles=not change.late
+        ).install(hooks)
     if change.fused:
         for kind in vars(torch.optim).values():
             if isinstance(kind, type) and "fused" in inspect.signature(kind).parameters:

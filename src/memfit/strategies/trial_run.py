@@ -170,6 +170,7 @@ def injected(change: ScriptChange, options: RunOptions, *, silent: bool = True) 
             operations,
             change.micro_batches,
             change.eager,
+            options.finish_late,
         )
         file = folder / "change.json"
         file.write_bytes(json.encode(intervention))

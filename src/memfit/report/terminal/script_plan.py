@@ -226,7 +226,10 @@ def _chosen(result: ScriptPlan, chosen: PlanRun) -> Iterator[str]:
             "memfit doctor --context."
         )
     equal = _OTHER_KERNELS if other_kernels else _EQUAL[chosen.equality]
-    yield f"\n{f'Compared with DDP on {result.world_size:,} GPUs: ' * result.sharded}{equal}"
+    if not result.sharded:
+        yield f"\n{equal}"
+    elif chosen is not result.as_written:
+        yield f"\nCompared with DDP on {result.world_size:,} GPUs: {equal[0].lower()}{equal[1:]}"
     yield from _changes(chosen)
     if chosen.time > 1 or chosen.settings:
         bound = f"; no plan of this kind takes less than {result.bound:.3f}" if result.bound else ""
