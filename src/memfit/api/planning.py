@@ -102,6 +102,7 @@ def auto_checkpoint(
     optimizer: Any = None,
     gpu: str = DEFAULT,
     values: str = "",
+    on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> ScriptPlan:
     """Checkpoint a live model in place, so that a training step fits a budget at the least time.
 
@@ -117,6 +118,7 @@ def auto_checkpoint(
         optimizer: as for ``memfit.estimate``; by default one without state (SGD).
         gpu: name of a device in the table (``memfit gpus``); times are estimated for it.
         values: what the ghost returns when the model reads a GPU value, see ``RunOptions.values``.
+        on_progress: called about ten times a second.
 
     Returns:
         The plan that was applied; printing it shows what it needs and costs.
@@ -147,7 +149,7 @@ def auto_checkpoint(
             script,
             [file.name],
             options,
-            lambda _: None,
+            on_progress,
             Allowed(allocator=False, rounding=False, optimizer=False),  # what applies to the model alone
         )
     found = replace(found, command=(type(model).__name__,), models=())
