@@ -76,7 +76,9 @@ def test_closures_are_evaluated_once_and_their_loss_is_returned(plan):
     assert same(ours, plain)
 
 
-def test_gradients_are_freed_in_the_backward_until_the_plan_is_reverted():
+def test_gradients_are_freed_in_the_backward_until_the_plan_is_reverted(monkeypatch):
+    fetched, fetch_all = [], OffloadedState.fetch_all
+    monkeypatch.setattr(OffloadedState, "fetch_all", lambda own: (fetched.append(own), fetch_all(own)))
     model = net()
     optimizer = adam(model)
     apply(model, BOTH, optimizer=optimizer)
@@ -85,7 +87,9 @@ def test_gradients_are_freed_in_the_backward_until_the_plan_is_reverted():
     assert not any(map(torch.equal, before, model.parameters()))
     optimizer.step()
     assert all(each.grad is None for each in model.parameters())
+    assert not fetched
     revert(model)
+    assert len(fetched) == 1  # the device has the state again
     assert all(each.grad is None for each in model.parameters())
     plain = net()
     train(plain, reference := adam(plain), steps=1)
@@ -159,7 +163,8 @@ def test_another_optimizer_of_the_same_parameters_is_refused():
     model = net()
     optimizer, other = adam(model), torch.optim.SGD(model.parameters())
     apply(model, IN_BACKWARD, optimizer=optimizer)
-    loss_of(model, 0).backward()
+    train(model, optimizer, steps=1)
+    loss_of(model, 1).backward()
     with pytest.raises(UsageError, match=r"step \(test_apply_to_optimizer"):
         other.step()
 

@@ -86,6 +86,7 @@ def test_a_script_trains_the_same_bit_for_bit(injection, settings, forked):
         injection.models.note_optimizers(injection.hooks)
         script = Script()
         injection.make(settings).catch_up()
+        assert injection.report.unfit_optimizer == ""  # before the next call of a module
         script.train()
     else:
         injection.make(settings)
@@ -156,12 +157,13 @@ def test_micro_batches_and_a_step_in_each_backward_contradict_each_other(injecti
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("own", [None, memfit.Precision("bf16")])
 def test_an_engine_of_the_script_s_carries_the_settings_out(injection, early, own):
-    injection.make(IN_BACKWARD)
+    injection.make(IN_BACKWARD | OFFLOADED)
     model = net()
     optimizer = torch.optim.AdamW(model.parameters()) if early else torch.optim.AdamW
     engine = memfit.Engine(model, own, optimizer=optimizer, loss=loss_of)
     engine.step(0)
     assert engine._ledger.update.in_backward is not None
+    assert not isinstance(getattr(own_step(engine.optimizer), "__self__", None), OffloadedState)  # ours
     assert all(each is None for each in gradients(model))
     assert (injection.report.unfit_optimizer, len(injection.report.models)) == ("", 1)
 
@@ -170,3 +172,10 @@ def test_settings_of_the_script_s_own_plan_are_refused(injection):
     injection.make(IN_BACKWARD)
     memfit.Engine(net(), memfit.OptimizerState(offload=True), optimizer=torch.optim.AdamW)
     assert "the script applies optimizer_state itself" in injection.report.unfit_optimizer
+
+
+def test_a_fork_of_a_script_with_an_engine_does_not_get_the_settings(injection):
+    memfit.Engine(net(), optimizer=torch.optim.AdamW, loss=loss_of)
+    injected = inject_plan._Injected(injection.report_file, False, injection.models, InstalledHooks())
+    with pytest.raises(UsageError, match=r"uses memfit\.Engine"):
+        injected.become(injection.change(IN_BACKWARD), None)

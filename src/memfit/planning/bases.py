@@ -94,7 +94,7 @@ class Bases:
         for root in roots:
             if chosen() is None:
                 yield root
-        if self._script.ranks == 1:
+        if self._script.ranks == 1:  # with several, gradients are reduced before an update
             yield from self._with_other_optimizers(start, least, chosen)
 
     def _with_other_optimizers(

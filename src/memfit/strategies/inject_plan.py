@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from memfit.strategies.plan import Plan
 
 
+_ENGINE = "memfit.train.engine"
+
+
 class Intervention(msgspec.Struct, frozen=True):
     """The change to make to a script: passed as JSON in a file."""
 
@@ -181,6 +184,8 @@ class _Injected:
             raise UsageError("the script has put its models into others since it created their optimizer.")
         if called is not None and called not in self.models.names.outermost():
             raise UsageError("the script calls a part of its model.")
+        if "optimizer_state" in change.plan and _ENGINE in sys.modules:
+            raise UsageError("the script uses memfit.Engine, which itself carries out optimizer_state.")
         injector = _PlanInjector(change, self.report, self.models)
         injector.install(InstalledHooks())
         injector.catch_up()

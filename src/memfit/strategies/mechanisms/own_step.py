@@ -43,8 +43,7 @@ def expect_own_step(optimizer: Optimizer) -> None:
 
 
 def replace_own_step(optimizer: Optimizer, own: Callable[..., Any]) -> Callable[[], None]:
-    """Give an optimizer another step of its own; return what undoes that."""
-    expect_own_step(optimizer)
+    """Give an optimizer that ``expect_own_step`` accepts another step of its own; return what undoes that."""
     vars(optimizer)[_OWN] = own
     if not hasattr(vars(optimizer).get("step"), "calls_own_step"):
         vars(optimizer)["step"] = tracked_step(optimizer)

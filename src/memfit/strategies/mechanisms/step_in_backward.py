@@ -86,7 +86,6 @@ class StepInBackward:
                 "two parts. It was updated after the first part alone. Call backward only once per step. If "
                 "two checkpointed modules share a submodule, set use_reentrant=False."
             )
-            return
         self.stepped.add(parameter)  # first: a step that fails may have changed its state
         offloaded = None if self._offloaded is None else self._offloaded()
         self.updating = True
