@@ -110,3 +110,11 @@ def test_a_script_for_several_gpus_is_planned_for_every_rank(tmp_path):
     gradients = memfit("verify", "--plan", plan, script)
     assert gradients.returncode == 2
     assert "was made for 2 ranks; memfit verify runs one process" in gradients.stderr
+
+
+def test_a_job_is_refused_by_name(tmp_path):
+    job = tmp_path / "job.py"
+    job.write_text("def make_job():\n    raise AssertionError\n")
+    done = memfit("plan", "--nproc", "2", "--budget", "2GiB", f"{job}:make_job")
+    assert done.returncode == 2
+    assert "job.py:make_job: memfit plans jobs for one GPU." in done.stderr

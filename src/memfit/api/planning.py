@@ -15,6 +15,7 @@ from memfit.planning.plan_runs import PlannedScript
 from memfit.planning.search import find_plan
 from memfit.planning.seconds import RULE, host_copies, roofline
 from memfit.records import ScriptEnd, ScriptPlan
+from memfit.records.targets import is_job, typed
 from memfit.report.terminal.script_plan import PrintableScriptPlan
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, script_command
@@ -93,7 +94,7 @@ def plan(  # noqa: PLR0913 - one parameter an option
     return plan_on_ghost(script, arguments, options, on_progress, allowed)
 
 
-def auto_checkpoint(
+def auto_checkpoint(  # noqa: PLR0913 - one parameter an option
     model: "torch.nn.Module",
     inputs: Any,
     budget: int | str,
@@ -204,6 +205,11 @@ def plan_on_ghost(
 ) -> ScriptPlan:
     """Do what ``plan`` does; ``options.memory`` is the budget, the rest as for ``find_plan``."""
     command = script_command(script, arguments, options, None)
+    if options.rank.world_size > 1 and is_job(command):
+        raise UsageError(
+            f"{typed(command)[0]}: memfit plans jobs for one GPU. For several, give memfit.Engine a sharding "
+            "yourself, or plan for a script."
+        )
     device = ghost_settings(options).device
     shown = device.total.bytes
     card, job = find_device(options.gpu), options.rank
