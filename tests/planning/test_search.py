@@ -15,7 +15,7 @@ from memfit.planning.allowed import Allowed
 from memfit.planning.choose import CheckpointChooser
 from memfit.planning.plan_runs import PlannedScript
 from memfit.planning.search import find_plan
-from memfit.records import LoaderBatchSize, ScriptEnd
+from memfit.records import Label, LoaderBatchSize, Phase, ScriptEnd
 from memfit.report.schema.plan_schema import ScriptPlanJson, to_json
 from memfit.report.terminal.plan_chart import chart_lines
 from memfit.report.terminal.script_plan import PrintableScriptPlan, print_plan
@@ -322,3 +322,21 @@ def test_log_probabilities_are_named_with_a_plan_if_they_are_much():
     assert "memfit.ChunkedHead" not in str(PrintableScriptPlan.of(found))
     fits = replace(much, chosen=much.as_written)
     assert "memfit.ChunkedHead" not in str(PrintableScriptPlan.of(fits))
+
+
+def test_what_an_update_alone_allocates_is_not_to_be_recomputed():
+    script = Script()
+
+    def run(change, what):
+        result = script(change, what)
+        if isinstance(result, ScriptEnd):  # of every block checkpointed
+            return result
+        updating = replace(result.trace.events, label=0 * result.trace.events.label)
+        label = Label(Phase.OPTIMIZER, "", "AdamW.step", -1)
+        return replace(result, trace=replace(result.trace, events=updating, labels=(label,)))
+
+    found = find(run, int(0.7 * script.plain) * MIB + OUTSIDE)
+    assert (found.chosen, script.changes) == (None, [])
+    assert found.smallest.place.phase is Phase.OPTIMIZER
+    assert planned(script, 0.7).chosen is not None
+    assert script.changes
