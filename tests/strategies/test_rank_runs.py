@@ -87,3 +87,11 @@ def test_where_streams_race_a_second_run_finishes_late(job):
         (run,) = runs.under(CHECKPOINTED, "checkpointing", late=True)
         assert [each.late for each in run.results] == [True]
     assert job.ran == [(0, False), (0, True), (0, True)]
+
+
+def test_a_rank_that_a_change_does_not_suit_is_named(job):
+    refused = {}
+    with job(lambda rank: refused.get(rank) or result(200 + rank, nccl=20), nproc=2) as runs:
+        runs.as_written(ScriptChange(), "as written")
+        refused[0] = ScriptEnd("refused", 0, "no module")
+        assert runs.under(CHECKPOINTED, "checkpointing").exception == "as rank 0 of 2, no module"

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from memfit.analysis.rank_roles import find_held
-from memfit.analysis.script_change import ScriptChange, TrialResult
+from memfit.analysis.script_change import ScriptChange, TrialResult, why_it_failed
 from memfit.analysis.strategy_comparison import first_rank, ranks_with_most
 from memfit.analysis.stream_races import may_race
 from memfit.analysis.summary import summarize
@@ -167,7 +167,9 @@ class RankRuns:
         for rank in ranks:
             run = self._run(change, what, rank, late=late)
             if isinstance(run, ScriptEnd):
-                return run
+                if len(ranks) == 1:
+                    return run
+                return ScriptEnd("refused", run.exit_code, f"as {rank}, {why_it_failed(run)}")
             found.append(run)
         return found
 
