@@ -92,6 +92,17 @@ def test_every_block_is_checkpointed_where_the_program_finds_no_plan_that_fits()
     assert found.smallest.needs.bytes == budget + 20 * MIB
 
 
+def test_every_block_is_checkpointed_where_chosen_regions_are_refused():
+    script = Script()
+    script.every_block = TrialResult(needing(100), ("Net",), operations=script.step)
+
+    def run(change, what):
+        has_regions = any(one.settings for one in change.strategies)
+        return ScriptEnd("refused", 0, "a backward runs twice") if has_regions else script(change, what)
+
+    assert find(run, 100 * MIB + OUTSIDE).chosen.settings == {"checkpointing": {}}
+
+
 def test_inputs_are_offloaded_only_where_recomputation_is_not_enough():
     script = Script(blocks=24)
     recomputed, offloaded = (

@@ -151,7 +151,9 @@ class _PlanSearch:
                 break
         if self._chosen is None and not self._refusal:
             bases = [self._bases.offloading(base) for base in bases]
-            self._chosen = self._search(bases) or self._every_block(bases, smallest_parts)
+            self._chosen = self._search(bases)
+        if self._chosen is None:
+            self._chosen = self._every_block(bases, smallest_parts)
         if self._chosen is None:
             ran = [*self._runs.tried, *(base.run for base in bases)]
             smallest = min(ran, key=lambda each: each.needs.bytes)
