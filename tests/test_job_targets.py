@@ -1,13 +1,11 @@
 """Commands on a function that makes a job, in place of a script: what they plan is what an engine does."""
 
 import json
-import subprocess
-import sys
 import textwrap
 
 import pytest
 
-from support.warm_process import memfit
+from support.warm_process import memfit, verify_on_cpu
 
 pytestmark = pytest.mark.process
 
@@ -96,10 +94,7 @@ def test_batches_are_divided_by_the_engine_and_nothing_is_to_be_changed_in_a_loo
 
 def test_the_gradients_under_the_plan_are_the_same_for_a_batch_of_another_size(planned, job):
     plan, _ = planned
-    command = ["-m", "memfit", "verify", "--plan", plan, f"{job}/job.py:make_job", "--batch-size", "64"]
-    done = subprocess.run(  # the warm process has a ghost GPU
-        [sys.executable, *command], capture_output=True, text=True, check=False, timeout=240
-    )
+    done = verify_on_cpu("--plan", plan, f"{job}/job.py:make_job", "--batch-size", "64")
     assert done.stdout.startswith("VERIFIED   the gradients of all 34 parameters are equal "), done.stdout
 
 

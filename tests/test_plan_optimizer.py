@@ -1,8 +1,6 @@
 """``memfit plan`` on a script that holds little but parameters, gradients and the optimizer's state."""
 
 import json
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -59,8 +57,7 @@ def peak(*arguments):
 
 
 def verified(plan, script, *arguments):
-    command = [sys.executable, "-m", "memfit", "verify", "--plan", plan, "--json", "-", script, "--narrow"]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False, timeout=240)
+    done = warm_process.verify_on_cpu("--plan", plan, "--json", "-", script, "--narrow", *arguments)
     found = json.loads(done.stdout)
     assert found["planned"] == {"parameters": 24, "equal": 24, "largest": 0.0, "parameter": ""}
     return found["verdict"], found["equality"]

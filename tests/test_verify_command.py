@@ -8,6 +8,7 @@ import textwrap
 import pytest
 
 from memfit.cli.main import exit_code_of
+from support.warm_process import verify_on_cpu
 
 pytestmark = pytest.mark.process
 
@@ -35,13 +36,17 @@ SCRIPT = """
 """
 
 
-def verified(folder, plan, *, seed="", dropout=0.0, **more):
+def verify_alone(*arguments):
+    command = [sys.executable, "-m", "memfit", "verify", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+
+
+def verified(folder, plan, *, seed="", dropout=0.0, run=verify_on_cpu, **more):
     """Return the exit code, the JSON, and what else was printed."""
     script, file = folder / "train.py", folder / "plan.json"
     script.write_text(textwrap.dedent(SCRIPT).format(seed=seed, dropout=dropout))
     file.write_text(json.dumps({"plan": plan, "command": ["train.py", "--wide"], **more}))
-    command = [sys.executable, "-m", "memfit", "verify", "--plan", str(file), "--json", "-", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    done = run("--plan", file, "--json", "-", script)
     assert "must not be seen" not in done.stdout + done.stderr
     return done.returncode, json.loads(done.stdout)
 
@@ -54,6 +59,7 @@ def test_recomputation_is_verified_bit_for_bit(tmp_path):
     assert (found["device"], found["peaks"], found["bound"]) == ("CPU", None, 0.0)
     assert found["repeated"] is None
     assert found["planned_for"] == ["train.py", "--wide"]
+    assert verified(tmp_path, plan, dropout=0.5, run=verify_alone) == (code, found)
 
 
 def test_a_plan_that_computes_something_else_differs(tmp_path):
