@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from memfit.planning.sample_independence import why_dependent
+from memfit.planning.sample_independence import why_dependent, why_no_mean
 from memfit.recording.step_operations import StepOperationRecorder
 
 SAMPLES, WIDTH = 8, 6
@@ -169,3 +169,22 @@ def test_a_loop_over_the_samples_is_another_step_with_half_of_them():
 
     whole, half = recorded(network, loop, SAMPLES), recorded(network, loop, SAMPLES // 2)
     assert why_dependent(whole, half) == "with half the samples, the step runs other operations"
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_sum"),
+    [
+        (classes, False),
+        (lambda y, labels: functional.cross_entropy(y, labels, reduction="sum"), True),
+        (lambda y, _: functional.mse_loss(y, torch.zeros_like(y), reduction="sum"), True),
+        (lambda y, labels: functional.cross_entropy(y, labels, reduction="sum") / len(y), False),
+        (lambda y, _: functional.kl_div(y, y.detach().exp(), reduction="batchmean"), False),
+    ],
+)
+def test_a_loss_that_is_a_sum_over_samples_is_named(loss, is_sum):
+    model, x = network(), torch.randn(SAMPLES, WIDTH, dtype=torch.double)
+    labels = torch.arange(SAMPLES) % WIDTH
+    recorder = StepOperationRecorder(model)
+    recorder.start()
+    loss(model(x), labels).backward()
+    assert ('reduction="sum"' in why_no_mean(recorder.stop())) is is_sum

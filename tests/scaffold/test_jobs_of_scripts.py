@@ -234,6 +234,45 @@ def test_settings_of_the_optimizer_and_the_norm_of_gradients(tmp_path, job_file)
     assert group["weight_decay"] == 0.01
 
 
+@pytest.mark.parametrize(
+    ("line", "changes"),
+    [
+        ("model.layers[0].weight.grad.add_(1.0)", True),
+        ("nn.utils.clip_grad_value_(model.parameters(), 0.1)", True),
+        ("nn.utils.clip_grad_norm_(model.parameters(), 0.1)", False),
+    ],
+)
+def test_a_loop_that_changes_gradients_is_named(tmp_path, line, changes):
+    found, _ = observed(
+        tmp_path,
+        f"""
+        model = Net(4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        {BATCH}
+        loss = F.cross_entropy(model(x), labels)
+        loss.backward()
+        {line}
+        optimizer.step()
+        """,
+    )
+    assert any("The script changes gradients" in each for each in found.job.open) is changes
+
+
+def test_the_learning_rate_is_that_before_a_scheduler_warms_up(tmp_path, job_file):
+    found, _ = observed(
+        tmp_path,
+        f"""
+        model = Net(4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.001)
+        {BATCH}
+        F.cross_entropy(model(x), labels).backward()
+        optimizer.step()
+        """,
+    )
+    assert job_file(found.job).make_job().optimizer.param_groups[0]["lr"] == 1.0
+
+
 def test_numbers_stay_below_what_they_are_used_for(tmp_path, job_file):
     found, _ = observed(
         tmp_path,
@@ -255,6 +294,7 @@ def test_numbers_stay_below_what_they_are_used_for(tmp_path, job_file):
     [
         ("loss = F.cross_entropy(model(x), labels) / 4", "divided"),
         ("torch.optim.lr_scheduler.StepLR(optimizer, 3); loss = model(x).sum()", "a StepLR"),
+        ("weights = torch.ones(3); loss = F.cross_entropy(model(x), labels, weights)", "If weights is not"),
         ("hook = object(); loss = model(x).sum() + (0 if hook else 1)", "Define hook (a object)"),
     ],
 )

@@ -1,5 +1,7 @@
 """Settings of strategies: values derived from others, and refusals."""
 
+import re
+
 import pytest
 import torch
 
@@ -107,6 +109,22 @@ def test_two_sizes_determine_the_third(given, steps, micro, whole):
 def test_invalid_settings_are_refused(make, words):
     with pytest.raises(UsageError, match=words):
         make()
+
+
+@pytest.mark.parametrize(
+    ("region", "said"),
+    [
+        ({"modules": ["0"], "offlod": True}, "there is no setting 'offlod'. There are modules, save_ops,"),
+        ({"save_ops": ["aten.mm"]}, "'modules' is missing"),
+        (
+            {"modules": ["0"], "recompute": "tensor"},
+            "'recompute' must be one of module, tensors, not 'tensor'",
+        ),
+    ],
+)
+def test_a_region_that_is_written_wrong_is_refused_by_name(region, said):
+    with pytest.raises(UsageError, match=re.escape(said)):
+        Checkpointing(regions=(region,))
 
 
 def test_every_common_form_of_a_loss_scale_is_accepted():

@@ -12,7 +12,6 @@ from memfit.analysis.summary import summarize
 from memfit.atomic_files import check_output, write_bytes
 from memfit.devices import NO_LIMIT
 from memfit.errors import TargetError, UsageError
-from memfit.planning.batches import batch_setting, batch_size
 from memfit.records import JobObservation, JobScaffold, ObservedJob, Trace
 from memfit.records.targets import JOBS
 from memfit.report.terminal.job_scaffold import PrintableJobScaffold
@@ -60,7 +59,7 @@ def scaffold_job(
     """
     options = RunOptions(module=module, steps=STEPS, memory=NO_LIMIT)
     command = script_command(script, arguments, options, None)
-    path = _new_file(output, Path() if module else Path(command[0]).parent)
+    path = _new_file(output, Path(f"{command[0].rpartition('.')[2]}.py") if module else Path(command[0]))
     job = _observed(command, options, on_progress)
     text = text_of_job(job, command)
     run = _runner(command, options, on_progress)
@@ -68,8 +67,7 @@ def scaffold_job(
     if isinstance(trace, str):
         raise TargetError(f"memfit cannot write a job: {trace}")
     write_bytes(path, text.encode())
-    setting = batch_setting(trace)
-    size = [] if setting is None else ["--batch-size", str(batch_size(setting))]
+    size = ["--batch-size", str(job.batch_size)] if job.batch_size else []
     found = _runner((JOBS, f"{path}:{FUNCTION}", *size), replace(options, module=True), on_progress)(
         "the job"
     )
@@ -85,8 +83,11 @@ def scaffold_job(
     return PrintableJobScaffold.of(scaffold)
 
 
-def _new_file(output: str | Path | None, folder: Path) -> Path:
+def _new_file(output: str | Path | None, script: Path) -> Path:
+    folder = script.parent
     path = folder / "job.py" if output is None else Path(output)
+    if path.resolve().stem == script.stem:
+        raise UsageError(f"{path} would import itself, not the script. Write another file with -o FILE.py.")
     if path.exists():
         raise UsageError(f"{path} exists, and may be your own work. Write another file with -o FILE.py.")
     if path.suffix != ".py":

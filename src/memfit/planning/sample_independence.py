@@ -102,6 +102,29 @@ def why_dependent(whole: StepOperations, half: StepOperations) -> str:
     return ""
 
 
+def why_no_mean(step: StepOperations) -> str:
+    """Return why a loss is a sum over samples, not a mean, as a clause; empty if memfit sees no such sum.
+
+    A loss that is summed and then scaled, as by the number of tokens, passes.
+
+    Args:
+        step: the step.
+    """
+    scaled = {
+        storage
+        for operation in step.forward
+        if operation.name.startswith(_PRODUCTS)
+        for storage in operation.reads
+    }
+    for operation in step.forward:
+        if operation.sums and not scaled.intersection(operation.creates):
+            return (
+                f'{_place(operation, step)}, the loss is a sum over samples (reduction="sum"), and memfit '
+                "divides the loss as a mean"
+            )
+    return ""
+
+
 def _created(operation: Operation, step: StepOperations) -> list[int]:
     return [step.storages[storage] for storage in operation.creates]
 

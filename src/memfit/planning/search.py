@@ -31,7 +31,7 @@ from memfit.planning.mixed_integer_program import INFINITY
 from memfit.planning.optimizer_changes import steps_in_backward
 from memfit.planning.plan_runs import PlannedScript, PlanRuns, all_replayed
 from memfit.planning.policies import standard_policies
-from memfit.planning.sample_independence import why_dependent
+from memfit.planning.sample_independence import why_dependent, why_no_mean
 from memfit.planning.shardings import (
     OFFLOADED_SHARDS,
     UNSHARDED,
@@ -250,6 +250,7 @@ class _PlanSearch:
             fault = f"memfit saw no two updates of {plan.parts} batches each (the script ends before)"
         else:
             fault = "" if last.plan.parts > 1 else why_dependent(last.operations, made[0].operations)
+            fault = fault or why_no_mean(made[0].operations)
         if fault or isinstance(made, ScriptEnd) or made[0].operations is None:
             self._divisions, self._undivided = [], fault
             if not isinstance(made, ScriptEnd):

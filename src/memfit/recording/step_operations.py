@@ -25,6 +25,7 @@ from torch.utils.flop_counter import flop_registry
 from memfit.random_state import generator_positions
 from memfit.records.step_operations import ModuleCall, Operation, StepOperations
 
+_SUM = 2
 _RANDOM = torch.Tag.nondeterministic_seeded
 
 
@@ -157,6 +158,7 @@ class StepOperationRecorder:
                 random=random and drawn != generator_positions(),
                 seconds=seconds,
                 allocated=self._memory.highest(),
+                sums=_sums(operation, args, kwargs),
             )
         )
         if not in_backward:
@@ -292,6 +294,19 @@ class _StorageBytes:
 def _memory_of(model: nn.Module, storages: _Storages) -> _CudaBytes | _StorageBytes:
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
     return _CudaBytes(device) if device.type == "cuda" else _StorageBytes(storages)
+
+
+def _sums(operation: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether an operation is a loss with ``reduction="sum"``, which is 2 for PyTorch's operations."""
+    place = _place_of_reduction(operation)
+    given = args[place] if 0 <= place < len(args) else kwargs.get("reduction")
+    return place >= 0 and given == _SUM
+
+
+@functools.cache
+def _place_of_reduction(operation: Any) -> int:
+    names = [each.name for each in operation._schema.arguments]
+    return names.index("reduction") if "reduction" in names else -1
 
 
 def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

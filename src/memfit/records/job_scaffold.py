@@ -15,6 +15,8 @@ class ObservedJob:
     """The lines of ``loss(model, batch)``."""
     batch: str
     """The expression that makes a batch of ``size`` samples."""
+    batch_size: int = 0
+    """Samples in the script's own batch; 0 if they are not known."""
     prepare: tuple[str, ...] = ()
     """Lines after the model's creation: its dtype, and what is frozen."""
     max_grad_norm: float | None = None

@@ -39,6 +39,8 @@ class Operation:
     """Of processor time, where it ran on the CPU: other processes do not count. Meaningless elsewhere."""
     allocated: int
     """The most bytes allocated while it ran, counted from the beginning of the step."""
+    sums: bool = False
+    """Whether it is a loss that is summed over samples: ``reduction="sum"``."""
 
 
 @dataclass(frozen=True, slots=True)

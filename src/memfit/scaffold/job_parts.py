@@ -5,7 +5,7 @@ import builtins
 import inspect
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from memfit.scaffold.call_sites import CallSite
 from memfit.scaffold.code import code_of, name_of
 from memfit.scaffold.expressions import Rewritten, UnknownName, is_known, rewrite
 from memfit.scaffold.loss_statements import (
+    LossStatements,
     call_at,
     free_names,
     is_guarded,
@@ -75,12 +76,12 @@ def job_of(seen: Seen) -> ObservedJob:
     ((optimizer, optimized),) = seen.optimizers
     script = _script_name()
     new = _model(created, script)
-    loss, batch, more = _loss(seen, model, script)
+    loss = _loss(seen, model, script)
     made, open_ends = _optimizer(optimizer, model)
     freezing, frozen = _freezing(model)
     open_ends = [
         *map(_to_define, new.unknown),
-        *more,
+        *loss.open,
         *open_ends,
         *frozen,
     ]
@@ -94,11 +95,12 @@ def job_of(seen: Seen) -> ObservedJob:
     return ObservedJob(
         model=new.lines,
         optimizer=made,
-        loss=loss.lines,
-        batch=batch,
+        loss=loss.lines.lines,
+        batch=loss.batch,
+        batch_size=loss.size,
         prepare=(*_dtype(model), *freezing),
         max_grad_norm=seen.max_grad_norm,
-        imports=tuple(sorted(new.imports | loss.imports)),
+        imports=tuple(sorted(new.imports | loss.lines.imports)),
         open=tuple(dict.fromkeys(open_ends)),
         model_line=created.line if created is not None else "",
         optimizer_line=optimized.line if optimized is not None else "",
@@ -139,8 +141,18 @@ def _model(created: CallSite | None, script: str) -> Rewritten:
     return rewritten([*needed, call_at(created.source, created.span) or call])
 
 
-def _loss(seen: Seen, model: nn.Module, script: str) -> tuple[Rewritten, str, list[str]]:
-    """Return the lines of the loss, the expression that makes a batch, and what is left open."""
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    lines: Rewritten
+    batch: str
+    """The expression that makes a batch."""
+    size: int
+    """Samples in the script's batch; 0 if it has no tensors."""
+    open: list[str]
+
+
+def _loss(seen: Seen, model: nn.Module, script: str) -> _Loss:
+    """Return the loss, and the batch that it is computed from."""
     forward, backward = seen.loss or (None, None)
     if forward is None or backward is None:
         raise NoJobError(_LIBRARY)
@@ -161,26 +173,39 @@ def _loss(seen: Seen, model: nn.Module, script: str) -> tuple[Rewritten, str, li
     lines = rewrite(nodes, found.free_names(), forward.values, part, script)
     size = next((each.shape[0] for each in tensors_in(list(passed.values())) if each.dim()), 0)
     made = [code_of_batch(value, size, seen.limits) for value in passed.values()]
-    open_ends = [
-        f"Define {each.name} ({each.kind}): memfit cannot write it as code." for each in lines.unknown
-    ]
+    unpacked = [f"{', '.join(passed)} = batch"] if passed else []
+    body = (*unpacked, *lines.lines[:-1], f"return {lines.lines[-1]}")
+    open_ends = [*map(_to_define, lines.unknown), *_open(found, passed, size)]
+    if seen.autocast and not found.scaled and not any("autocast" in line for line in lines.lines):
+        open_ends.append("The script calls its model under autocast: pass memfit.Precision(...) to Engine.")
+    return _Loss(replace(lines, lines=body), ", ".join(made) or "None", size, open_ends)
+
+
+def _open(found: LossStatements, passed: Mapping[str, Any], size: int) -> Iterator[str]:
+    """Yield what a job of a loss leaves to the user.
+
+    Args:
+        found: the loss.
+        passed: by name, what it is computed from.
+        size: samples in the batch.
+    """
     if not passed:
-        open_ends.append("memfit saw no tensors that the loss is computed from. Write batch(size).")
+        yield "memfit saw no tensors that the loss is computed from. Write batch(size)."
+    for name, value in passed.items():
+        if all(not each.dim() or each.shape[0] != size for each in tensors_in(value)):
+            yield f"If {name} is not a part of the batch, create it in loss() instead of batch()."
     if found.scaled:
-        open_ends.append(
+        yield (
             "The script scales its loss. Leave autocast out of the loss, and pass memfit.Precision('fp16') "
             "to Engine, which scales it."
         )
-    elif seen.autocast and not any("autocast" in line for line in lines.lines):
-        open_ends.append("The script calls its model under autocast: pass memfit.Precision(...) to Engine.")
-    if any(_is_divided(each) for each in nodes):
-        open_ends.append(
+    if found.changes_gradients:
+        yield "The script changes gradients before optimizer.step(). Engine only clips their norm."
+    if any(map(_is_divided, (*found.statements, found.loss))):
+        yield (
             "The loss is divided by a number. If that is how the script accumulates gradients, leave it out: "
             "Engine divides."
         )
-    unpacked = [f"{', '.join(passed)} = batch"] if passed else []
-    body = (*unpacked, *lines.lines[:-1], f"return {lines.lines[-1]}")
-    return replace(lines, lines=body), ", ".join(made) or "None", open_ends
 
 
 def _to_define(unknown: UnknownName) -> str:
@@ -211,7 +236,8 @@ def _optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[str,
     known = getattr(torch.optim, kind.__name__, None) is kind
     name = f"torch.optim.{kind.__name__}" if known else f"{kind.__module__}.{kind.__qualname__}"
     open_ends = [] if named is not None else [f"Create the {kind.__qualname__} yourself."]
-    group = optimizer.param_groups[0]
+    first = optimizer.param_groups[0]
+    group = {**first, "lr": first.get("initial_lr", first.get("lr"))}  # a scheduler may have changed it
     settings = []
     for parameter in inspect.signature(kind).parameters.values():
         value = group.get(parameter.name, parameter.default)

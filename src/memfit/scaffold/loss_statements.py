@@ -25,6 +25,8 @@ class LossStatements:
     loss: ast.expr
     scaled: bool = False
     """Whether the script multiplies it by the scale of a ``GradScaler``, which is left out here."""
+    changes_gradients: bool = False
+    """Whether what follows the backward changes gradients, other than to clip their norm."""
 
     def free_names(self) -> list[str]:
         """Return the names that they read before they set them, in order."""
@@ -68,17 +70,19 @@ def loss_statements(source: str, forward: Span, backward: Span) -> LossStatement
     while to_forward[depth][1] == to_backward[depth][1]:
         depth += 1
         if depth == min(len(to_forward), len(to_backward)):
-            return LossStatements((), loss, scaled)  # one statement has both calls
+            block, number = to_backward[-1]
+            return LossStatements((), loss, scaled, _changes_gradients(block[number + 1 :]))
     block, first = to_forward[depth]
     other, last = to_backward[depth]
     if block is not other or first > last:
         return None
+    changes = _changes_gradients(block[last + 1 :])
     local = _Locals([*block[first:last], loss])
     loss = local.visit(loss)
     statements = needed_for(_read(loss), [local.visit(each) for each in block[first:last]])
     if statements and (value := _value_of(loss, statements[-1])) is not None:
-        return LossStatements(tuple(statements[:-1]), value, scaled)
-    return LossStatements(tuple(statements), loss, scaled)
+        return LossStatements(tuple(statements[:-1]), value, scaled, changes)
+    return LossStatements(tuple(statements), loss, scaled, changes)
 
 
 def _loss(call: ast.Call) -> tuple[ast.expr | None, bool]:
@@ -97,6 +101,16 @@ def _value_of(loss: ast.expr, statement: ast.stmt) -> ast.expr | None:
         targets = [each.id for each in statement.targets if isinstance(each, ast.Name)]
         return statement.value if targets == [loss.id] else None
     return None
+
+
+def _changes_gradients(statements: Iterable[ast.stmt]) -> bool:
+    """Return whether some statements read or set gradients, or clip their values."""
+    return any(
+        (isinstance(each, ast.Attribute) and each.attr in ("grad", "clip_grad_value_"))
+        or (isinstance(each, ast.Name) and each.id == "clip_grad_value_")
+        for statement in statements
+        for each in ast.walk(statement)
+    )
 
 
 class _Locals(ast.NodeTransformer):

@@ -1,6 +1,6 @@
 """Check settings against the types of their fields."""
 
-from dataclasses import fields
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -31,11 +31,37 @@ def check_types(settings: Any, strategy: str) -> None:
     """
     kinds = get_type_hints(type(settings))
     for name, kind in ((field.name, kinds[field.name]) for field in fields(settings)):
-        value = getattr(settings, name)
+        value = _converted(getattr(settings, name), kind, f"{strategy}: {name}")
         try:
             object.__setattr__(settings, name, msgspec.convert(value, kind))
         except (msgspec.ValidationError, OverflowError):
             raise UsageError(f"{strategy}: '{name}' {_requirement(kind)}, not {value!r}.") from None
+
+
+def _converted(value: Any, kind: Any, what: str) -> Any:
+    """Return a tuple of settings whose parts were given as dictionaries, as in JSON.
+
+    Raises:
+        UsageError: a part has a setting that does not exist, or a wrong value.
+    """
+    parts = get_args(kind)
+    if not (parts and is_dataclass(parts[0]) and isinstance(value, list | tuple)):
+        return value
+    known = [field.name for field in fields(parts[0])]
+    for each in value:
+        if isinstance(each, dict) and (unknown := sorted(each.keys() - set(known))):
+            raise UsageError(f"{what}: there is no setting {unknown[0]!r}. There are {', '.join(known)}.")
+        if isinstance(each, dict) and (missing := [one for one in required(parts[0]) if one not in each]):
+            raise UsageError(f"{what}: {missing[0]!r} is missing in {each!r}.")
+    made: Any = parts[0]
+    return tuple(made(**each) if isinstance(each, dict) else each for each in value)
+
+
+def required(kind: Any) -> list[str]:
+    """Return the names of the settings that have no default."""
+    return [
+        field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING
+    ]
 
 
 def check_dtype(name: str | None, setting: str) -> None:
