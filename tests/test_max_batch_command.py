@@ -20,7 +20,7 @@ NETWORK = """
     size = parser.parse_args().size
     network = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(4))).cuda()
     optimizer = torch.optim.AdamW(network.parameters())
-    data = TensorDataset(torch.randn({samples}, 1000, 256))
+    data = TensorDataset(torch.empty({samples}, 1000, 256))
     for (rows,) in DataLoader(data, batch_size={size}):
         network(rows.cuda()).square().mean().backward()
         optimizer.step()

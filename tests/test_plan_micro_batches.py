@@ -25,7 +25,7 @@ SCRIPT = """
     model.cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     criterion = nn.CrossEntropyLoss()
-    data = TensorDataset(torch.randn(160, 512, 1024), torch.randint(1024, (160, 512)))
+    data = TensorDataset(torch.empty(160, 512, 1024), torch.randint(1024, (160, 512)))
     for number, (x, y) in enumerate(DataLoader(data, args.loader)):
         logits = model(x.cuda().flatten(0, 1))
         loss = criterion(logits, y.cuda().flatten()) / args.accumulate

@@ -54,16 +54,22 @@ def test_labels_do_not_change_the_figures(dry_run):
     assert with_labels["peak"]["module"]
 
 
+READ_WITH_CUDA = (
+    "max_split_size_mb:32",
+    "roundup_power2_divisions:4",
+    "garbage_collection_threshold:0.6",
+    "large_segment_size_mb:40",
+    "per_process_memory_fraction:0.5",
+)
+"""Settings that PyTorch reads when CUDA is initialised."""
+
+
 @pytest.mark.parametrize(
     "conf",
     [
         "expandable_segments:True",
-        "max_split_size_mb:32",
-        "roundup_power2_divisions:4",
-        "garbage_collection_threshold:0.6",
         "backend:cudaMallocAsync",
-        "large_segment_size_mb:40",
-        "per_process_memory_fraction:0.5",
+        *(pytest.param(conf, marks=pytest.mark.warm) for conf in READ_WITH_CUDA),
     ],
 )
 def test_allocator_settings_work(dry_run, conf):
