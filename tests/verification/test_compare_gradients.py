@@ -108,6 +108,7 @@ def test_runs_that_cannot_tell_are_not_comparable(run):
         (run(a=[3.0]), planned, "does not compute the same gradients twice"),
         (run(a=[1.0], inputs=OTHER), planned, "other inputs each time"),
         (plain, run(a=[2.0], inputs=OTHER), "draws smaller batches in another way"),
+        (plain, run(a=[2.0], inputs=((("a", "b", "c"), ("d",)),)), "sees 4 rows of input instead of"),
         (run(a=[1.0]), planned, ""),
     ):
         found = why_not_comparable(plain, again, under, difference(plain, again), 0.0)

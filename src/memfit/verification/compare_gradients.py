@@ -101,6 +101,11 @@ def same_inputs(one: UpdateRun, other: UpdateRun) -> bool:
     )
 
 
+def _rows(run: UpdateRun) -> int:
+    """Return how many rows of their first input the models were passed."""
+    return sum(map(len, run.update.inputs[0])) if run.update.inputs else 0
+
+
 def why_not_comparable(
     plain: UpdateRun, again: UpdateRun, planned: UpdateRun, repeats: GradientDifference, bound: float
 ) -> str:
@@ -121,6 +126,12 @@ def why_not_comparable(
             "NumPy's and PyTorch's global generators. Seed what draws them."
         )
     if not same_inputs(plain, planned):
+        before, after = _rows(plain), _rows(planned)
+        if before != after:
+            return (
+                f"Under the plan, an update sees {after} rows of input instead of {before}: the plan is for "
+                "batches of another size. Run the script with the batch size that it was made for."
+            )
         return (
             "Under the plan, the script gives its model other inputs, because it draws smaller batches in "
             "another way. Read the data with a DataLoader and a seed, or compare with memfit.Engine."
