@@ -86,7 +86,7 @@ def first_rank(nproc: int) -> int:
 
 
 def ranks_with_most(shares: Sequence[int], nproc: int) -> tuple[int, ...]:
-    """Return the ranks of which one needs most, given the bytes of each rank's share.
+    """Return the ranks that may need most, given the bytes of each rank's share.
 
     Args:
         shares: by rank.

@@ -230,7 +230,7 @@ def plan_on_ghost(
 
 
 def _run_ranks(ranks: RankRuns, change: ScriptChange, what: str, *, late: bool) -> TrialResult | ScriptEnd:
-    """Run a script, the first time as written, on the ranks of which one needs most."""
+    """Run a script on the ranks that may need most; the first time as written."""
     try:
         runs = ranks.under(change, what, late=late) if ranks.count else ranks.as_written(change, what)
     except UnfinishedRankError as error:

@@ -1,4 +1,4 @@
-"""Run a script as those ranks of a job of which one needs most.
+"""Run a script as the ranks of a job that may need most.
 
 | the script                     | ranks                                                                |
 |--------------------------------|----------------------------------------------------------------------|
@@ -80,7 +80,7 @@ class RankRuns:
         self._on_progress = on_progress
         self._standbys: dict[int, ScriptStandby] = {}
         self._ranks: dict[str, tuple[Rank, ...]] = {}
-        """By sharding: the ranks of which one needs most, that first which needed most as written."""
+        """By sharding: the ranks that may need most. First comes the rank that needed most as written."""
         self.count = 0
         """Ranks that ran as written."""
         self.distributed = False
@@ -138,7 +138,7 @@ class RankRuns:
             late: whether GPU work finishes late in every run.
 
         Returns:
-            Runs of which one needs most; or how one of them ended that did not complete.
+            A run of each rank that may need most; or, if a run did not complete, how it ended.
         """
         sharding = sharding_mode(change)
         if sharding in self._ranks:

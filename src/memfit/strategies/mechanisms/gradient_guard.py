@@ -39,7 +39,7 @@ class GradientGuard:
         refuse: called with the reason if the script uses gradients.
 
     Raises:
-        UsageError: a tensor of the optimizer is no ``nn.Parameter``: nobody sees who reads its gradient.
+        UsageError: a tensor of the optimizer is no ``nn.Parameter``, whose gradient memfit cannot guard.
     """
 
     def __init__(
