@@ -65,6 +65,16 @@ def test_where_none_seems_enough_the_one_that_saves_most_shows_what_is_needed_at
     assert tried(plain, 30, refused=[BOTH]) == [BOTH, OFFLOADED]
 
 
+def test_if_nothing_fits_the_one_that_saves_most_is_tried_after_those_that_seemed_enough():
+    plain = ran(100, gradients=20, state=40)
+    offloaded = ran(62, gradients=3)  # most of the gradients are not yet there at the new peak
+    assert tried(plain, 60, offloaded) == [BOTH]
+    changes = OptimizerChanges(plain, Allowed(), 60, lambda: 0.5)
+    assert changes.next([], None).words == OFFLOADED
+    assert changes.next([offloaded], None).words == BOTH
+    assert changes.next([offloaded, ran(61)], None) is None
+
+
 def test_what_saves_next_to_nothing_is_not_tried():
     assert tried(ran(100, gradients=4), 90) == []
     assert tried(ran(100, gradients=5), 90) == [BOTH]  # the last, not enough

@@ -116,6 +116,17 @@ def test_inputs_are_offloaded_only_where_recomputation_is_not_enough():
     assert less.chosen.time > enough.chosen.time
 
 
+def test_what_is_predicted_to_need_a_little_more_than_the_smallest_is_run_too():
+    script = Script(blocks=24)
+    recomputed, offloaded = (
+        -(-chooser.smallest.peak // MIB) for chooser in (script.chooser, script.offloading)
+    )
+    script.more = lambda run: -50 if run else offloaded - 2 - recomputed
+    found = planned(script, 0.01)
+    assert "offload" in found.smallest.settings
+    assert found.smallest.allocated == (offloaded - 50) * MIB
+
+
 def test_a_model_in_which_nothing_can_be_saved_is_not_run_again():
     script = Script()
     script.step = replace(script.step, calls=script.step.calls[:1])

@@ -56,7 +56,10 @@ class OptimizerChange:
         )
 
     def saves(self, run: PlanRun) -> int:
-        """Return the bytes that it can save at most at the peak of a run; 0 if that is irrelevant."""
+        """Return the bytes that it is estimated to save at the peak of a run; 0 if that is irrelevant.
+
+        The allocator's cache shrinks with them, by more or by less.
+        """
         saved = held(run, Category.GRADIENT) if self.steps_in_backward else 0
         state = held(run, Category.OPTIMIZER_STATE)
         if self.offloads:
@@ -103,7 +106,8 @@ class OptimizerChanges:
 
     def __init__(self, plain: PlanRun, allowed: Allowed, budget: int, copies: Callable[[], float]) -> None:
         self._plain, self._budget, self._copies = plain, budget, copies
-        self._left = list(optimizer_changes(allowed))
+        self._changes = optimizer_changes(allowed)
+        self._left = list(self._changes)
         self._too_little: list[OptimizerChange] = []
         """What seemed not to be enough."""
         self._made: list[OptimizerChange] = []
@@ -112,7 +116,8 @@ class OptimizerChanges:
     def next(self, tried: Sequence[PlanRun], chosen: PlanRun | None) -> OptimizerChange | None:
         """Return the next change that may make something fit, or fit in less time; None if none is left.
 
-        If nothing fits, the last is the one that saves most: it shows what the script needs at least.
+        If nothing fits, the last is the one that saves most, even where it seems too little: what a change
+        saves is an estimate, and the script's smallest peak is one that ran.
 
         Args:
             tried: what has run.
@@ -128,10 +133,12 @@ class OptimizerChanges:
             smallest = min([*runs, self._plain], key=lambda run: run.needs.bytes)
             if smallest.needs.bytes - change.saves(smallest) <= self._budget:
                 return self._make(change)
-            if change.saves(smallest):
+            if change.saves(smallest) or change.saves(self._plain):
                 self._too_little.append(change)
-        if chosen is None and self._too_little and not self._made:
-            return self._make(self._too_little.pop())
+        if chosen is None and self._too_little:
+            change = self._too_little.pop()
+            if all(self._changes.index(made) < self._changes.index(change) for made in self._made):
+                return self._make(change)
         return None
 
     def _make(self, change: OptimizerChange) -> OptimizerChange:
