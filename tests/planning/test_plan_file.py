@@ -60,10 +60,13 @@ def test_what_a_plan_allocates_is_for_the_command_that_it_was_made_for(written):
     assert plan.allocated_for(("train.py",)) is None
 
 
-@pytest.mark.parametrize("rest", [{"equality": "roughly"}, {"allocated": "much"}, {"command": [1]}])
-def test_what_is_not_of_its_type_is_refused(written, rest):
-    with pytest.raises(FileFormatError, match="Cannot read a plan"):
-        read_plan(written({"plan": SETTINGS, **rest}))
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("equality", "roughly"), ("allocated", "much"), ("command", [1]), ("micro_batches", {"count": 2})],
+)
+def test_what_is_not_of_its_type_is_refused_by_name(written, name, value):
+    with pytest.raises(FileFormatError, match=rf"Cannot read a plan from .*plan\.json: '{name}': "):
+        read_plan(written({"plan": SETTINGS, name: value}))
 
 
 def test_an_allocator_setting_that_is_no_string_is_refused(written):

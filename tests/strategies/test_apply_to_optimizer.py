@@ -182,7 +182,6 @@ def test_a_backward_without_an_update_is_refused():
     ("plan", "given", "why"),
     [
         (IN_BACKWARD, False, r"optimizer=optimizer\)"),
-        (Checkpointing("0"), True, "has no optimizer_state"),
         ([OFFLOADED, Sharding("fsdp2")], True, "together with sharding"),
     ],
 )
@@ -191,6 +190,14 @@ def test_an_optimizer_is_passed_where_the_plan_has_settings_for_it(plan, given, 
     with pytest.raises(UsageError, match=why):
         apply(model, plan, optimizer=adam(model) if given else None)
     assert apply(model, Checkpointing("0")) is model  # nothing was applied
+
+
+def test_a_plan_that_changes_no_optimizer_leaves_the_one_it_is_passed_alone():
+    model = net()
+    optimizer = adam(model)
+    apply(model, Checkpointing("0"), optimizer=optimizer)
+    assert "step" not in vars(optimizer)
+    train(model, optimizer, steps=1)
 
 
 def test_what_does_not_suit_the_optimizer_leaves_model_and_optimizer_as_they_were():

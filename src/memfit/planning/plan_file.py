@@ -105,21 +105,35 @@ def read_plan(path: Path) -> PlanFile:
         raise FileFormatError(f"Cannot read a plan from {path}: 'allocator' is not a string.")
     if not (optimizer is None or type(optimizer) is int):
         raise FileFormatError(f"Cannot read a plan from {path}: 'optimizer' is not an integer.")
-    try:
-        divided = msgspec.convert(found.get("micro_batches"), DividedBatches | None)
-        fused = msgspec.convert(found.get("fused", False), bool)
-        command = msgspec.convert(found.get("command", ()), tuple[str, ...])
-        promised = msgspec.convert(found.get("equality"), Equality | None)
-        allocated = msgspec.convert(found.get("allocated"), int | None)
-        nproc, nnodes = (msgspec.convert(found.get(name, 1), int) for name in ("nproc", "nnodes"))
-    except msgspec.ValidationError as error:
-        raise FileFormatError(
-            f"Cannot read a plan from {path}: 'micro_batches', 'fused', 'command', 'equality', 'allocated', "
-            f"'nproc' or 'nnodes': {error}."
-        ) from None
-    return PlanFile(
-        settings, allocator, optimizer, divided, fused, command, promised, allocated, nproc, nnodes
-    )
+    return PlanFile(settings, allocator, optimizer, **_optional(found, path))
+
+
+_OPTIONAL: Mapping[str, tuple[str, Any]] = {
+    "micro_batches": ("micro_batches", DividedBatches | None),
+    "fused": ("fused", bool),
+    "command": ("command", tuple[str, ...]),
+    "promised": ("equality", Equality | None),
+    "allocated": ("allocated", int | None),
+    "nproc": ("nproc", int),
+    "nnodes": ("nnodes", int),
+}
+"""By field of ``PlanFile``: its name in the file, and its type."""
+
+
+def _optional(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return what a plan file may leave out, by field.
+
+    Raises:
+        FileFormatError: a value has the wrong type.
+    """
+    values = {}
+    for field, (name, kind) in _OPTIONAL.items():
+        if name in found:
+            try:
+                values[field] = msgspec.convert(found[name], kind)
+            except msgspec.ValidationError as error:
+                raise FileFormatError(f"Cannot read a plan from {path}: '{name}': {error}.") from None
+    return values
 
 
 def _frozen(value: Any) -> Any:

@@ -29,9 +29,9 @@ def apply(model: nn.Module, plan: Any, *, optimizer: Optimizer | None = None) ->
         model: keeps its modules, their names and its ``state_dict``.
         plan: a ``Plan``, a strategy's settings, or a list of them. Accumulation belongs to the training loop;
             ``Engine`` handles that. Of a file that ``memfit plan`` wrote, accumulation is left to your loop.
-        optimizer: the model's, before its first step, if the plan has ``OptimizerState``. Your loop calls its
-            ``step`` and ``zero_grad`` as before. With ``step_in_backward``, a loop that uses gradients
-            between backward and ``step``, to clip them for example, gets a ``UsageError`` there.
+        optimizer: the model's, before its first step; needed if the plan has ``OptimizerState``. Your loop
+            calls its ``step`` and ``zero_grad`` as before. With ``step_in_backward``, a loop that uses
+            gradients between backward and ``step``, to clip them for example, gets a ``UsageError`` there.
 
     Returns:
         The model; with ``Sharding("ddp")`` or ``"zero1"``, the model in a DistributedDataParallel. Create the
@@ -85,18 +85,16 @@ def _expect_optimizer(plan: Plan, optimizer: Optimizer | None) -> None:
     """Check that there is an optimizer if the plan has settings for one.
 
     Raises:
-        UsageError: there is none, or the plan has none; or the model is to be sharded, which replaces its
-            parameters.
+        UsageError: there is none; or the model is to be sharded, which replaces its parameters.
     """
     if plan.optimizer_state is None:
-        if optimizer is not None:
-            raise UsageError("The plan has no optimizer_state. Leave out optimizer=.")
-    elif optimizer is None:
+        return
+    if optimizer is None:
         raise UsageError(
             "The plan has optimizer_state: create the optimizer first, and write memfit.apply(model, plan, "
             "optimizer=optimizer); or pass the plan to memfit.Engine."
         )
-    elif plan.sharding is not None:
+    if plan.sharding is not None:
         raise UsageError(
             "memfit.apply cannot use optimizer_state together with sharding, which needs the optimizer to be "
             "created afterwards. Pass the plan to memfit.Engine, or leave out one of the two."

@@ -161,6 +161,8 @@ class CheckpointedCall:
         self._seen: Counter[Any] = Counter()  # operations of the forward
         self._saving, self._saved = selective_contexts(settings.save_ops, self._seen)
         self._recorder = OperationRecorder() if settings.check else None
+        self._parameters: tuple[tuple[str, nn.Parameter, int], ...] = ()
+        """The region's, with their versions after its forward."""
 
     def __call__(self, *once: Any) -> Any:
         """Run the forward."""
@@ -174,6 +176,7 @@ class CheckpointedCall:
             self._region.expect_run(self._seen)
         else:
             args, kwargs = tree_unflatten(leaves, self._spec)
+            self._expect_unchanged_parameters()
             with ExitStack() as stack:
                 for context in self._recompute_contexts():
                     stack.enter_context(context)
@@ -183,6 +186,20 @@ class CheckpointedCall:
         results, self._result = tree_flatten(result)
         self._expect_no_hidden_tensors("returns", results, lambda _: True)
         return tuple(results)
+
+    def _expect_unchanged_parameters(self) -> None:
+        """Refuse to recompute with other parameters, as ``checkpoint`` does with other arguments.
+
+        Only the first time: an optimizer that steps in the backward changes them between a region's parts.
+        """
+        parameters, self._parameters = self._parameters, ()
+        for name, parameter, version in parameters:
+            if version_of(parameter) != version:
+                raise UsageError(
+                    f"{self._name} cannot be checkpointed: after its forward, and before its backward, the "
+                    f"script changes its parameter {name} in place. The recomputation would use the changed "
+                    "values. Change parameters after the backward, or do not checkpoint this module."
+                )
 
     def result(self, leaves: Any) -> Any:
         """Reassemble what a reentrant forward returned in pieces."""
@@ -254,6 +271,9 @@ class CheckpointedCall:
                 "from 0) in place. The recomputation would start from the changed tensor. Use an "
                 "out-of-place operation, or checkpoint a larger module that creates this tensor itself."
             )
+        self._parameters = tuple(
+            (name, each, version_of(each)) for name, each in self._region.module.named_parameters()
+        )
         with without_dispatch_modes():
             self._region.buffer_tracker.record_changes(self._buffers)
             if self._draws is not None:
