@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from memfit.strategies.checkpointing import Checkpointing
+from memfit.errors import UsageError
+from memfit.strategies.checkpointing import Checkpointing, Region
 from memfit.strategies.mechanisms.buffer_snapshots import BufferTracker
 from support.checkpointed_blocks import MODES, NORMS, DropoutBlock, Ema, Net, compare, net
 
@@ -196,3 +197,31 @@ def test_a_tensor_that_is_passed_twice_is_one_tensor_in_the_recomputation_too(us
     Checkpointing("self_attn", use_reentrant=use_reentrant).apply(model)
     model(x).square().mean().backward()
     assert all(map(torch.equal, plain, (each.grad for each in model.parameters())))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Checkpointing("1"),
+        Checkpointing("1", use_reentrant=True),
+        Checkpointing(regions=[Region("1", split_at=["2"])]),
+    ],
+)
+def test_a_parameter_changed_between_forward_and_backward_is_refused(settings):
+    """A plain backward would not notice: it reads no bias."""
+    model = nn.Sequential(
+        nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh())
+    )
+    settings.apply(model)
+    for _ in range(2):  # a change between two steps is what optimizers do
+        loss = model(torch.randn(4, 6)).sum()
+        loss.backward()
+        with torch.no_grad():
+            model[1][0].bias += 1
+    loss = model(torch.randn(4, 6)).sum()
+    with torch.no_grad():
+        model[1][0].bias += 1
+    with pytest.raises(
+        UsageError, match=r"1 cannot be checkpointed: .* changes its parameter 0\.bias in place"
+    ):
+        loss.backward()
