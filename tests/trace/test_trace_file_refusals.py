@@ -105,8 +105,8 @@ def test_a_missing_or_an_extra_member_is_refused(file, trace):
 
 
 def test_unknown_formats_and_versions_are_refused(file, trace):
-    assert "has version 6, but this memfit reads only up to version 5. Upgrade" in refused(
-        with_header(file, version=6)
+    assert "has version 7, but this memfit reads only up to version 6. Upgrade" in refused(
+        with_header(file, version=7)
     )
     write_trace(trace, file)
     assert "has the unknown format version 0" in refused(with_header(file, version=0))

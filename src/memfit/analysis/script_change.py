@@ -112,7 +112,7 @@ RunTrial = Callable[[ScriptChange, str], TrialResult | ScriptEnd]
 
 def ran_to_completion(end: ScriptEnd) -> bool:
     """Return whether a script completed: it ended by itself, or after the requested steps."""
-    return end.reason in ("steps", "end") and not end.exit_code
+    return (end.stopped or end.reason == "end") and not end.exit_code
 
 
 def why_it_failed(end: ScriptEnd) -> str:

@@ -20,6 +20,7 @@ from memfit.analysis.overall_peak import (
     highest,
     overall_peak,
 )
+from memfit.analysis.run_stages import stage_uses
 from memfit.analysis.size_bounds import size_bounds
 from memfit.records import (
     DEFAULT_POOL,
@@ -102,6 +103,8 @@ def summarize_attributed(trace: Trace, line: Timeline, attribution: Attribution)
         children=trace.children,
         bounds=bounds,
         rank=trace.rank,
+        stages=stage_uses(trace, line),
+        shortened=trace.shortened,
     )
 
 

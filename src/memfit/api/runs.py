@@ -35,6 +35,8 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     rank: int = 0,
     all_ranks: bool = False,
     steps: int | None = STEPS,
+    batches: int | None = None,
+    seconds: float | None = None,
     values: str = "",
     host_memory: bool = True,
     weights: bool = True,
@@ -64,6 +66,9 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         all_ranks: run every rank whose memory may differ, one after the other. The result is of the rank that
             needs most; ``ranks`` has them all.
         steps: training steps after which memfit stops the script; None lets it run to its end.
+        batches: end each pass over a ``DataLoader`` after so many batches: a whole run in a short time, with
+            ``steps=None``. The result's ``stages`` have what training, evaluation and saving use.
+        seconds: end the script after this time, where it next asks for a batch or calls a model.
         values: what the ghost returns when the script reads a GPU value, see ``RunOptions.values``.
         host_memory: skip the filling of large CPU tensors, so that their pages take no host memory.
         weights: load the checkpoints that transformers' ``from_pretrained`` requests. Those missing from this
@@ -92,6 +97,8 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     options = RunOptions(
         module=module,
         steps=steps,
+        batches=batches,
+        seconds=seconds,
         labels=labels,
         stdout_to_stderr=stdout_to_stderr,
         gpu=gpu,

@@ -25,7 +25,7 @@ from memfit.cli.options import (
 from memfit.devices import DEFAULT
 from memfit.errors import UsageError
 from memfit.planning.plan_file import read_plan
-from memfit.run.options import STEPS, RunOptions
+from memfit.run.options import BATCHES, SECONDS, STEPS, RunOptions
 from memfit.run.parent import Progress
 from memfit.run.rank import ALONE, Rank
 from memfit.run.started_by_torchrun import started_rank
@@ -47,6 +47,9 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     all_ranks: Annotated[bool, Parameter(negative="", group=TARGET)] = False,
     steps: int = STEPS,
     to_end: Annotated[bool, Parameter(negative="")] = False,
+    whole: Annotated[bool, Parameter(negative="")] = False,
+    batches: int = BATCHES,
+    seconds: float = SECONDS,
     output: Annotated[Path | None, Parameter(name=["-o", "--output"], group=OUTPUT)] = None,
     json: Annotated[str | None, Parameter(group=OUTPUT, allow_leading_hyphen=True)] = None,
     html: Annotated[Path | None, Parameter(group=OUTPUT)] = None,
@@ -94,6 +97,11 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         steps: Stop the script after this many training steps.
         to_end: Let the script run to its end instead of stopping it. Each recorded allocation takes host
             memory, so a long run may need a lot of it.
+        whole: Let the script run to its end with few batches: training, evaluation, saving, and whatever else
+            it does. The summary has a row for each of these stages, and says what was shortened.
+        batches: With --whole, end each pass over a DataLoader after this many batches. The loader's length is
+            then this number, too.
+        seconds: With --whole, stop the script after this time, at the next batch or forward.
         output: Save the trace to this file, for example run.memfit. A trace holds every allocation of the
             run; memfit explain, diff, replay, allocator and pack read it. With --all-ranks, it is the trace
             of the rank that needs most; a name with {rank}, such as 'run-{rank}.memfit', keeps the trace of
@@ -134,6 +142,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     expect_script("dry-run", command, {"--json": json, "-o": output, "--html": html})
     launched, nproc, nnodes = launched_job(command, nproc, nnodes, module=module)
     command, module = launched.command, launched.module
+    _expect_one_length(steps, batches, seconds, to_end=to_end, whole=whole)
     if all_ranks and rank:
         raise UsageError("--rank is one rank, and --all-ranks is all of them: give one of the two.")
     stands_for = Rank(rank=rank, nproc=nproc, nnodes=nnodes)
@@ -148,7 +157,9 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     )
     options = RunOptions(
         module=module,
-        steps=None if to_end else steps,
+        steps=None if to_end or whole else steps,
+        batches=batches if whole else None,
+        seconds=seconds if whole else None,
         labels=labels,
         stdout_to_stderr=json == "-",
         gpu=gpu,
@@ -199,6 +210,20 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     write_result(run.result, json, page, trace_file(output, run), notes=notes)
     failed = beside is not None and not run.result.ranks  # torchrun must end the other ranks
     return exit_code(run.result, fail=fail or failed)
+
+
+def _expect_one_length(steps: int, batches: int, seconds: float, *, to_end: bool, whole: bool) -> None:
+    """Check that the options which say how long the script runs do not contradict each other.
+
+    Raises:
+        UsageError: they do.
+    """
+    if whole and (to_end or steps != STEPS):
+        raise UsageError("--whole runs the script to its end, but shorter: leave out --steps and --to-end.")
+    if not whole and (batches != BATCHES or seconds != SECONDS):
+        raise UsageError("--batches and --seconds shorten a whole run: add --whole.")
+    if batches < 1 or not seconds > 0:
+        raise UsageError("--batches must be at least 1, and --seconds more than 0.")
 
 
 def _show_nothing(_: Progress) -> None:

@@ -40,6 +40,7 @@ from memfit.recording.module_hooks import ModuleHooks, running_module
 from memfit.recording.module_names import short_names
 from memfit.recording.owners import MemoryOwners, parameters_of
 from memfit.recording.parameter_copies import ParameterCopies
+from memfit.recording.run_stages import RunStageMarks
 from memfit.recording.saved_tensors import READABLE
 from memfit.recording.training_steps import StepTracker
 from memfit.records import DeviceUse, MarkKind, Note, Phase, Provenance, ScriptEnd, Trace
@@ -69,7 +70,7 @@ class Recorder:
         labels: False to record only the history and the steps: figures are the same, but the owners of memory
             and the places where it was allocated are unknown.
         on_change: called at changes of phase, for the progress line.
-        end_now: ends the process, for a script that keeps catching the exception that should end it.
+        end_now: ends the process with a ``ScriptEnd.reason``, if the script catches what should end it.
         live: the script trains for real, for an unlimited time, and recording must cost it next to nothing:
             objects are inspected only at the end, the backward is not labelled by module, old events are
             forgotten (``forget``), and a history that the script itself records is left alone.
@@ -82,12 +83,10 @@ class Recorder:
         *,
         labels: bool,
         on_change: Callable[[], None],
-        end_now: Callable[[], None],
+        end_now: Callable[[str], None],
         live: bool = False,
     ) -> None:
-        self._ghost = ghost
-        self._with_labels = labels
-        self._live = live
+        self._ghost, self._with_labels, self._live = ghost, labels, live
         self._inspects_while_running = labels and not live
         self._notes: dict[tuple[str, str], Note] = {}
         self._owners = MemoryOwners()
@@ -109,6 +108,7 @@ class Recorder:
             on_change=on_change,
             end_now=end_now,
         )
+        self._stages = RunStageMarks(self.book, self.steps, wanted=steps is None and not live)
         self._modules = ModuleHooks(
             self.book,
             self._stacks,
@@ -132,6 +132,7 @@ class Recorder:
         _installed.append(self)
         self._hooks.on_removal(lambda: _installed.remove(self))
         self.steps.install(self._hooks)
+        self._stages.install(self._hooks)
         if self._with_labels:
             self._modules.install(self._hooks)
             autocast_copies.label_autocast_exits(self._hooks, self.book)
@@ -162,6 +163,7 @@ class Recorder:
                 self._record_modules((module,))
             self._owners.record_arguments(self.book.moment(), arguments)
         self.steps.enter_forward()
+        self._stages.enter_root(module)
 
     def _before_backward(self, roots: Iterable[object]) -> None:
         if self._inspects_while_running:

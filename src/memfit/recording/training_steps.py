@@ -14,11 +14,12 @@ import functools
 import itertools
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.optim.optimizer import (
@@ -49,6 +50,15 @@ class EnoughStepsReached(BaseException):
     ``SystemExit``.
     """
 
+    reason = "steps"
+    """As in ``ScriptEnd``."""
+
+
+class TimeIsUp(EnoughStepsReached):
+    """Ends the script after enough seconds."""
+
+    reason = "time"
+
 
 class StepTracker:
     """Counts training steps, labels their phases, and ends the script after enough of them.
@@ -62,7 +72,8 @@ class StepTracker:
         before_backward: called with the roots of an outermost backward pass.
         after_backward: called at the end of that pass.
         on_change: called at each change of phase, for the progress line.
-        end_now: called when the script keeps catching the exception that should end it.
+        end_now: called, with the reason for ``ScriptEnd``, when the script keeps catching the exception that
+            should end it.
     """
 
     def __init__(  # noqa: PLR0913 - one callback per moment of a step
@@ -76,7 +87,7 @@ class StepTracker:
         before_backward: Callable[[tuple[object, ...]], None],
         after_backward: Callable[[], None],
         on_change: Callable[[], None],
-        end_now: Callable[[], None],
+        end_now: Callable[[str], None],
     ) -> None:
         self._book = book
         self._wanted = wanted
@@ -102,6 +113,8 @@ class StepTracker:
         self._backward_depth = 0
         self._backward_called = False  # inside torch.autograd.backward or grad
         self._tracing: set[int] = set()  # threads on which a compiler traces
+        self.deadline: float | None = None
+        """Of ``time.monotonic``, after which the script is ended in any case; None for none."""
         self.forwards = 0
         self.completed = 0
         """Training steps completed."""
@@ -138,6 +151,16 @@ class StepTracker:
         self._book.mark(MarkKind.FORWARD, self.forwards)
         self.forwards += 1
         self._on_change()
+        self.end_in_time()
+
+    def end_in_time(self) -> None:
+        """End the script if its time is up.
+
+        Raises:
+            TimeIsUp: it is.
+        """
+        if self.deadline is not None and time.monotonic() > self.deadline:
+            self._end(TimeIsUp())
 
     def enter(self, phase: Phase, op: str = "") -> None:
         """Label the calling thread with a phase outside any module."""
@@ -316,10 +339,13 @@ class StepTracker:
             self.completed += 1
         self._on_change()
         if self._wanted is not None and self.completed >= self._wanted:
-            self._times_ended += 1
-            if self._times_ended > FORBEARANCE:
-                self._end_now()
-            raise EnoughStepsReached
+            self._end(EnoughStepsReached())
+
+    def _end(self, by: EnoughStepsReached) -> NoReturn:
+        self._times_ended += 1
+        if self._times_ended > FORBEARANCE:
+            self._end_now(by.reason)
+        raise by
 
 
 def _inside_function(frame: FrameType | None) -> bool:

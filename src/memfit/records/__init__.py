@@ -34,10 +34,12 @@ from memfit.records.explanation import Explanation
 from memfit.records.fragmentation import Fragmentation, Hole, PinningBlock, ReservedBytes, ReservedMemoryUse
 from memfit.records.gpus_for import GpusFor
 from memfit.records.job_scaffold import JobObservation, JobScaffold, ObservedJob
+from memfit.records.marks import Mark, MarkKind, Untrained
 from memfit.records.max_batch import BatchLimit, BatchRun, MaxBatch
 from memfit.records.memory_check import CheckedFigure, CheckVerdict, MemoryBaseline, MemoryCheck
 from memfit.records.provenance import Figure, Note, Provenance, worst
 from memfit.records.run_difference import RowChange, RunDifference
+from memfit.records.run_stages import Stage, StageUse
 from memfit.records.script_options import LoaderBatchSize, OptionPurpose, ScriptOption
 from memfit.records.script_plan import DividedBatches, Equality, PlanRun, ScriptPlan, equality_of
 from memfit.records.step_operations import (
@@ -60,12 +62,11 @@ from memfit.records.trace import (
     JobRank,
     Label,
     Machine,
-    Mark,
-    MarkKind,
     Phase,
     ScriptEnd,
     ScriptLocation,
     Segment,
+    Shortened,
     SnapshotBlock,
     TensorInfo,
     Timeline,
@@ -159,14 +160,18 @@ __all__ = [
     "ScriptPlan",
     "Segment",
     "SettingOutcome",
+    "Shortened",
     "SizeBound",
     "SnapshotBlock",
+    "Stage",
+    "StageUse",
     "StepOperations",
     "StrategyComparison",
     "TensorInfo",
     "Term",
     "Timeline",
     "Trace",
+    "Untrained",
     "Verification",
     "VerificationVerdict",
     "can_run_again",

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from memfit.records.provenance import Figure, Note
-from memfit.records.trace import ChildProcess, DeviceUse, JobRank, ScriptEnd, ScriptLocation
+from memfit.records.run_stages import StageUse
+from memfit.records.trace import ChildProcess, DeviceUse, JobRank, ScriptEnd, ScriptLocation, Shortened
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +159,17 @@ class DryRun:
     ranks: tuple[RankRole, ...] = ()
     """Every role of the job's ranks, if memfit ran them all: one that failed first, then the one that needs
     most. The rest of the result is of the first."""
+
+    stages: tuple[StageUse, ...] = ()
+    """The stages of the script's life, in the order in which it enters them; empty for a run that was ended
+    after a few training steps."""
+    shortened: tuple[Shortened, ...] = ()
+    """What memfit made shorter than the script has it."""
+
+    @property
+    def worst_stage(self) -> StageUse | None:
+        """The stage in which memory ran out, or else the one that allocates most; None without stages."""
+        return max(self.stages, key=lambda use: (use.ran_out, use.allocated), default=None)
 
     @property
     def ran_out(self) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING
 
+from memfit.records.marks import Mark  # noqa: TC001 - msgspec asks for the types of fields
 from memfit.records.provenance import Figure, Note, worst
 from memfit.records.script_options import LoaderBatchSize, ScriptOption  # noqa: TC001 - as above
 
@@ -154,32 +155,6 @@ class TensorInfo:
     shape: tuple[int, ...]
 
 
-class MarkKind(StrEnum):
-    """What a mark in the trace stands for."""
-
-    FORWARD = "forward"  # an outermost module was called
-    BACKWARD = "backward"  # a backward pass began
-    OPTIMIZER_STEP = "optimizer step"  # an optimizer has stepped (or its scaler skipped it)
-    TRAINING_STEP = "training step"  # every optimizer in use has stepped once more
-    CAPTURE_BEGIN = "capture begin"  # a CUDA graph: until it ends, no cached memory is released
-    CAPTURE_END = "capture end"
-    MEM_POOL_GONE = "mem pool gone"  # a torch.cuda.MemPool was deleted: its cached memory is released
-    RESET_PEAK = "reset peak"  # the script called torch.cuda.reset_peak_memory_stats
-    EMPTY_CACHE = "empty cache"  # the script called torch.cuda.empty_cache
-    SIZE_BOUND = "size bound"  # an operator's size, which depends on GPU values, is set to its upper bound
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A moment between two events: just before ``events[position]``."""
-
-    position: int
-    kind: MarkKind
-    index: int
-    """For ``OPTIMIZER_STEP`` the optimizer; for ``MEM_POOL_GONE`` the pool, whose PyTorch id is (0, index);
-    for ``SIZE_BOUND`` the note in ``Trace.notes``; otherwise the number of earlier marks of this kind."""
-
-
 @dataclass(frozen=True, slots=True)
 class SnapshotBlock:
     """A block of a segment at the end of the trace."""
@@ -247,8 +222,8 @@ class ScriptEnd:
     """How the run of the script ended."""
 
     reason: str
-    """``steps`` (stopped after the steps asked for), ``end`` (its own end), ``exception``, ``out of memory``
-    or ``interrupted``."""
+    """``steps`` (stopped after the steps asked for), ``time`` (stopped after the seconds asked for), ``end``
+    (its own end), ``exception``, ``out of memory`` or ``interrupted``."""
     exit_code: int
     exception: str = ""
     """The exception as Python prints it below the traceback; for ``sys.exit(message)``, the message."""
@@ -258,9 +233,26 @@ class ScriptEnd:
     """With ``steps``: ``file:line`` of a call of ``eval()`` in the user's code that did not run, or empty."""
 
     @property
+    def stopped(self) -> bool:
+        """Whether memfit ended the script, which would have gone on."""
+        return self.reason in ("steps", "time")
+
+    @property
     def gave_up(self) -> bool:
         """Whether the script ended on its own with an exit code other than 0."""
         return self.reason == "end" and self.exit_code != 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shortened:
+    """Something of a script that memfit made shorter."""
+
+    where: str
+    """``file:line`` that created it, or the name of an option."""
+    to: int
+    """Batches of each pass over a loader, or the value of the option."""
+    of: int | None
+    """What the script has; None for a loader that does not know its length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,6 +318,8 @@ class Trace:
     """The batch size of the script's loader; None if it used none."""
     rank: JobRank | None = None
     """None for a script that ran as one process."""
+    shortened: tuple[Shortened, ...] = ()
+    """What memfit made shorter than the script has it, in the order in which the script met it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,10 @@ from dataclasses import dataclass
 from memfit.devices import DEFAULT
 from memfit.run.rank import ALONE, Rank
 
+BATCHES = 3
+"""Batches of each pass over a loader in a dry run of a whole run."""
+SECONDS = 120.0
+"""After which such a run is ended."""
 STEPS = 3
 """Training steps of a run by default: the first creates the optimizer's state, the second shows the peak with
 that state, the third shows whether memory still grows."""
@@ -18,6 +22,10 @@ class RunOptions:
     """The command names a module, as after ``python -m``, not a file."""
     steps: int | None = STEPS
     """Training steps after which memfit ends the script; None lets the script run to its end."""
+    batches: int | None = None
+    """End each pass over a ``DataLoader`` after so many batches; None for its own."""
+    seconds: float | None = None
+    """End the script after this time, where it next asks for a batch or calls a model; None for no limit."""
     labels: bool = True
     """Record modules and phases. The byte counts are the same either way."""
     stdout_to_stderr: bool = False

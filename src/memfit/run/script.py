@@ -62,8 +62,9 @@ def end_of(error: BaseException) -> ScriptEnd:
     reports Ctrl-C as an error of its own was interrupted.
     """
     chain = _chain(error)
-    if any(type(link).__name__ == "EnoughStepsReached" for link in chain):
-        return ScriptEnd("steps", 0)
+    for link in chain:
+        if ended_by_memfit(type(link)):
+            return ScriptEnd(link.reason, 0)  # type: ignore[attr-defined]
     for link in chain:
         if isinstance(link, KeyboardInterrupt):
             return ScriptEnd("interrupted", INTERRUPTED, "KeyboardInterrupt", _innermost_user_line(link))
@@ -74,6 +75,11 @@ def end_of(error: BaseException) -> ScriptEnd:
     if isinstance(error, SystemExit):
         return _end_of_exit(error)
     return ScriptEnd("exception", 1, _summary(error), _innermost_user_line(error))
+
+
+def ended_by_memfit(kind: type[BaseException]) -> bool:
+    """Return whether memfit ended the script with an exception; by name, without importing PyTorch."""
+    return any(base.__name__ == "EnoughStepsReached" for base in kind.__mro__)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

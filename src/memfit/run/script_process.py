@@ -26,6 +26,7 @@ from memfit.ghost.present_ranks import PresentRanks
 from memfit.recording.evaluations import Evaluations
 from memfit.recording.loader_batch_size import LoaderBatchSizes
 from memfit.recording.script_options import ScriptOptions
+from memfit.recording.short_loaders import ShortLoaders
 from memfit.records import Provenance, ScriptEnd
 from memfit.run.backend import Backend
 from memfit.run.child_record import ChildRecord, record_failing_fork
@@ -86,6 +87,10 @@ class ScriptProcess:
         self._evaluations = Evaluations()
         self._leaving: set[int] = set()  # threads that have called os._exit
         self.standby: StandbyFork | None = None
+        self._short: ShortLoaders | None = None
+        if settings.options.batches is not None:
+            self._short = ShortLoaders(settings.options.batches)
+            self._short.install()
         self._options.install()
         self._loaders.install()
 
@@ -114,8 +119,10 @@ class ScriptProcess:
             options.steps,
             labels=options.labels,
             on_change=self._changed,
-            end_now=lambda: self.finish(ScriptEnd("steps", 0)),
+            end_now=lambda reason: self.finish(ScriptEnd(reason, 0)),
         )
+        if options.seconds is not None:
+            recorder.steps.deadline = time.monotonic() + options.seconds
         recorder.install()
         self._evaluations.install()
         os._exit = self._leave
@@ -300,7 +307,7 @@ class ScriptProcess:
 
     def _stay(self, end: ScriptEnd) -> None:
         """Wait as long as other processes of the run must not miss this one."""
-        if self._parent.started and end.reason == "steps":
+        if self._parent.started and end.stopped:
             time.sleep(THREAD_TIMEOUT)  # until memfit ends the script, which would go on after this process
         if self._others is not None and end.reason in ("end", "steps") and not end.exit_code:
             self._others.wait_for_all()
@@ -339,7 +346,7 @@ class ScriptProcess:
             return None
         from memfit.versions import versions
 
-        if end.reason == "steps":
+        if end.stopped:
             end = replace(end, evaluation=self._evaluations.not_run())
         if self._parent.started and self._ranks.script_used_gpu():
             self._recorder.note(Provenance.ASSUMED, _ALSO_USED, sizes=True)
@@ -355,6 +362,7 @@ class ScriptProcess:
             loader=self._loader or self._loaders.last,
             children=children,
             rank=traced_rank(job, os.environ),
+            shortened=tuple(self._short.shortened) if self._short is not None else (),
         )
 
     def _save(self, trace: "Trace") -> str:

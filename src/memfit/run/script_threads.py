@@ -4,6 +4,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from memfit.run.script import ended_by_memfit
+
 
 def join_threads(timeout: float | None) -> None:
     """Wait for the threads that Python waits for, at most ``timeout`` seconds in total."""
@@ -19,7 +21,7 @@ def noting_excepthook(
     """Return a hook that notes the exceptions which end threads, and is silent where memfit ends them."""
 
     def hook(arguments: threading.ExceptHookArgs) -> object:
-        if arguments.exc_type.__name__ == "EnoughStepsReached":
+        if ended_by_memfit(arguments.exc_type):
             return None
         if arguments.exc_value is not None:
             noted.append(arguments.exc_value)

@@ -1,6 +1,7 @@
 """Trace files (``.memfit``): a zip of one JSON header and one raw column per member.
 
-    header.json          format, version, and everything of a Trace that is not a column
+    header.json          format, version, and everything of a Trace that is not a column; marks of stages
+                         and what was shortened from version 6 on
     columns/action       n x u1     |  may contain EARLIER from version 4 on
     columns/address      n x u8     |  little-endian; the type of a column is fixed by the
     columns/size         n x i8     |  version, never by the file
@@ -44,6 +45,7 @@ from memfit.records import (
     ScriptEnd,
     ScriptOption,
     Segment,
+    Shortened,
     TensorInfo,
     Trace,
 )
@@ -57,7 +59,7 @@ from memfit.trace.trace_limits import (
 )
 
 FORMAT = "memfit trace"
-VERSION = 5
+VERSION = 6
 
 _COLUMNS = {
     "action": "<u1", "address": "<u8", "size": "<i8", "stream": "<i4",
@@ -106,6 +108,7 @@ class _Header(_Signature, kw_only=True):
     options: tuple[ScriptOption, ...] = ()
     loader: LoaderBatchSize | None = None
     rank: JobRank | None = None
+    shortened: tuple[Shortened, ...] = ()
 
 
 class _TraceError(Exception):

@@ -20,7 +20,7 @@ MAX_TEXT = 1 << 12
 """Longer texts are cut when they are written: a module's name, an exception's message."""
 MAX_BYTES = 1 << 30
 """Of the file: its columns and its header, not compressed, take less."""
-_TABLES = ("labels", "stacks", "frames", "marks", "segments", "notes", "pools", "tensors")
+_TABLES = ("labels", "stacks", "frames", "marks", "segments", "notes", "pools", "tensors", "shortened")
 
 
 def excess(trace: Trace) -> str:
@@ -47,6 +47,7 @@ def _texts(trace: Trace) -> Iterator[str]:
         yield from (tensor.module, tensor.name, tensor.dtype)
     for note in trace.notes:
         yield from (note.text, note.where)
+    yield from (each.where for each in trace.shortened)
     for texts in (trace.settings, trace.versions):
         yield from (*texts.keys(), *texts.values())
     yield from (trace.device.name, trace.end.reason, trace.end.exception, trace.end.where)

@@ -157,7 +157,12 @@ class Watch:
             _print_line("watch() does nothing in this run, because memfit is already recording the script.")
             return
         recorder = Recorder(
-            None, None, labels=self._labels, on_change=self._on_phase_change, end_now=lambda: None, live=True
+            None,
+            None,
+            labels=self._labels,
+            on_change=self._on_phase_change,
+            end_now=lambda _: None,
+            live=True,
         )
         self._recorder, until_stop = recorder, self._until_stop
         self._process = os.getpid()

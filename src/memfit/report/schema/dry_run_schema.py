@@ -14,6 +14,7 @@ from memfit.records import (
     PeakRange,
     RankRole,
     ScriptLocation,
+    StageUse,
 )
 from memfit.report.schema.encoding import SCHEMA_VERSION, encode
 
@@ -139,6 +140,36 @@ class RankJson(msgspec.Struct, frozen=True):
     line: str
 
 
+class StageJson(msgspec.Struct, frozen=True):
+    """A stage of the run: setup, loading, training, evaluation or saving."""
+
+    name: str
+    times: int
+    """How often the script enters it."""
+    allocated: int
+    reserved: int
+    process: int
+    """What nvidia-smi would show for the process; what earlier stages left in the cache is included."""
+    phase: str
+    module: str
+    line: str
+    """Of the moment at which most was allocated; empty if the stage never allocates more than it finds."""
+    ran_out: bool
+    leaves: int
+    """Bytes that it allocated and that the script still held at the end of a later training step."""
+    leaves_line: str
+    """``file:line`` that allocated most of them; empty if there are none."""
+
+
+class ShortenedJson(msgspec.Struct, frozen=True):
+    """A loader, or an option, that memfit made shorter."""
+
+    where: str
+    to: int
+    of: int | None
+    """Null for a loader that does not know its length."""
+
+
 class DryRunJson(msgspec.Struct, frozen=True):
     """What ``memfit dry-run --json`` and ``memfit record --json`` write."""
 
@@ -185,6 +216,10 @@ class DryRunJson(msgspec.Struct, frozen=True):
     ranks: tuple[RankJson, ...]
     """With --all-ranks: every role of the job's ranks, one that failed first, then the one that needs most.
     The rest of the result is of the first. Otherwise empty."""
+    stages: tuple[StageJson, ...]
+    """With --whole or --to-end: the stages of the script's life, in the order in which it enters them."""
+    shortened: tuple[ShortenedJson, ...]
+    """With --whole: what memfit made shorter than the script has it."""
     untried: ScriptEndJson | None
     """How a run for advice ended, if advice is missing because that run failed; otherwise null. Reasons are
     those of ``end``, and ``refused``: the script or the change could not be run."""
@@ -226,6 +261,8 @@ def public_dry_run(result: DryRun) -> DryRunJson:
         range=result.range,
         rank=result.rank,
         ranks=tuple(_rank(role) for role in result.ranks),
+        stages=tuple(map(_stage, result.stages)),
+        shortened=tuple(ShortenedJson(each.where, each.to, each.of) for each in result.shortened),
         untried=None if result.untried is None else ScriptEndJson(*astuple(result.untried)),
     )
 
@@ -241,6 +278,21 @@ def _failure(failure: OutOfMemory | None) -> OutOfMemoryJson | None:
 def _rank(role: RankRole) -> RankJson:
     place = role.place
     return RankJson(role.rank, role.also, role.verdict, role.peak, place.phase, place.module, place.line)
+
+
+def _stage(use: StageUse) -> StageJson:
+    place = use.place
+    return StageJson(
+        use.stage,
+        use.times,
+        use.allocated,
+        use.reserved,
+        use.process.bytes,
+        *((place.phase, place.module, place.line) if place is not None else ("", "", "")),
+        use.ran_out,
+        use.leaves,
+        use.leaves_line,
+    )
 
 
 def _where(place: ScriptLocation) -> tuple[int, str, str, str, str, str]:

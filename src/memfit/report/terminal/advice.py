@@ -33,7 +33,7 @@ def _achieved(result: DryRun) -> str:
     found = result.advice or ()
     several = len(found) > 1
     if result.verdict in ("fits", "unknown") and not result.caught:
-        peak = "the peak" if result.end.reason != "steps" else f"the peak of the {steps_in_words(result)}"
+        peak = "the peak" if not result.end.stopped else f"the peak of the {steps_in_words(result)}"
         return f"Each of these lowers {peak} on its own." if several else f"This lowers {peak}."
     if any(outcome(result, one) == "tight" for one in found):
         return "No change is certain to be enough, because the CUDA context is assumed. These save the most:"

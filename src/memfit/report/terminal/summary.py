@@ -19,6 +19,7 @@ from memfit.report.short_path import short_path
 from memfit.report.terminal.advice import advice_lines, steps_in_words
 from memfit.report.terminal.notes import note_lines
 from memfit.report.terminal.ranks import range_line, rank_table
+from memfit.report.terminal.run_stages import stage_lines, stage_table
 from memfit.units import MIB, format_bytes, format_gib, unit_for
 from memfit.user_frame import innermost_line
 
@@ -60,7 +61,12 @@ def print_summary(result: DryRun, console: Console, *, hints: bool = True, notes
         console.print(rank_table(result.ranks))
         console.print()
         console.print(f"Rank {result.ranks[0].rank}:")
-    console.print(_peak(result.peak_place))
+    if result.stages:
+        console.print(stage_table(result))
+        for line in stage_lines(result):
+            console.print(line)
+        console.print()
+    console.print(_peak(result))
     console.print(_table(result, console.width))
     if result.range is not None:
         console.print(range_line(result.range))
@@ -81,7 +87,7 @@ def verdict(result: DryRun, *, hints: bool = True) -> Text:
         return Text(f"SNAPSHOT   {format_gib(result.peak_reserved)} reserved at most", style="bold")
     if result.verdict in ("fits", "tight"):
         text = Text(result.verdict.upper(), style=f"bold {'green' if result.verdict == 'fits' else 'yellow'}")
-        text.append(" SO FAR" * (result.end.reason == "steps"))
+        text.append(" SO FAR" * result.end.stopped)
         text.append(f"{_after_caught(result)}   {_needs(result)}", style="not bold")
         below = f"{_uncertain(result)}{_bound(result, hints=hints)}\n{_covers(result, hints=hints)}"
         return text.append(below, style="not bold default")
@@ -126,8 +132,12 @@ def _after_caught(result: DryRun) -> str:
 
 def _covers(result: DryRun, *, hints: bool) -> str:
     """Return which part of the script the answer covers."""
-    if result.end.reason != "steps":
-        return f"This result covers the whole run{f': {steps_in_words(result)}' * bool(result.steps)}."
+    if not result.end.stopped:
+        steps = f": {steps_in_words(result)}" * bool(result.steps)
+        return f"This result covers the whole run{', shortened' * bool(result.shortened)}{steps}."
+    if result.end.reason == "time":
+        text = f"This result covers {steps_in_words(result)}: memfit stopped the script when its time was up."
+        return f"{text} To run more, pass --seconds N." if hints else text
     later = "later parts, such as evaluation or larger batches"
     if result.end.evaluation:
         where = escaped(short_path(result.end.evaluation))
@@ -235,7 +245,7 @@ def _failure(result: DryRun, *, hints: bool) -> Text:
         text.append(f"   on a GPU of {total}", style="not bold")
     asked = f"{format_bytes(failure.requested)} requested, {format_bytes(failure.free)} free"
     lines = (
-        f"Ran out in: {in_words(failure.place)}",
+        f"Ran out in: {_stage(result)}{in_words(failure.place)}",
         f"{asked}{_fragmented(result, failure)}.",
         _bound(result, hints=hints).strip(),
         " ".join(_remarks(result, failure, hints=hints)),
@@ -306,8 +316,12 @@ def in_words(place: ScriptLocation) -> str:
     return " · ".join(part for part in parts if part)
 
 
-def _peak(place: ScriptLocation) -> Text:
-    return Text(f"Peak in: {in_words(place)}")
+def _peak(result: DryRun) -> Text:
+    return Text(f"Peak in: {_stage(result)}{in_words(result.peak_place)}")
+
+
+def _stage(result: DryRun) -> str:
+    return f"{result.worst_stage.stage} · " if result.worst_stage is not None else ""
 
 
 def _table(result: DryRun, width: int) -> Table:

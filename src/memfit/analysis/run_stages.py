@@ -1,0 +1,232 @@
+"""From the marks of a run to its stages: what the script was doing with its model, and what that needs.
+
+marks     LOAD │ BATCH FORWARD BACKWARD BATCH FORWARD BACKWARD │ BATCH FORWARD EVALUATION LOADER_END │ SAVE
+stage  loading │ training                                      │ evaluation                          │ saving
+
+A passage begins with a forward, or with the batch that it is passed. Whether it evaluates follows from what
+comes later: a backward through it, or none before the next batch.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+import numpy.typing as npt
+
+from memfit.analysis.location import least_certain, line_of, location_at, step_ends
+from memfit.analysis.overall_peak import answered_events, caught_failures, failed_allocations, highest
+from memfit.records import Action, Figure, Mark, MarkKind, Stage, StageUse, Timeline, Trace, Untrained, worst
+
+_BEGINS_PASSAGE = (MarkKind.BATCH, MarkKind.FORWARD)
+_ENDS_SAVING = (*_BEGINS_PASSAGE, MarkKind.LOADER_END, MarkKind.LOAD)
+_ENDS_LOADING = (*_BEGINS_PASSAGE, MarkKind.LOADER_END, MarkKind.SAVE)
+_LEAVES = (Stage.EVALUATION, Stage.SAVING)
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpan:
+    """Events from ``begin`` up to ``end`` in one stage."""
+
+    begin: int
+    end: int
+    stage: Stage
+
+
+def stage_uses(trace: Trace, line: Timeline) -> tuple[StageUse, ...]:
+    """Return what each stage uses, in the order in which the script enters them.
+
+    Args:
+        trace: of a run that was not ended after a few steps.
+        line: its timeline.
+
+    Returns:
+        Nothing for a run whose marks do not tell stages apart.
+    """
+    spans = stage_spans(trace)
+    answered = answered_events(trace, line)
+    uses = (
+        _use(trace, line, answered, [span for span in spans if span.stage is stage])
+        for stage in dict.fromkeys(span.stage for span in spans)
+    )
+    return tuple(use for use in uses if use is not None)
+
+
+def _use(
+    trace: Trace, line: Timeline, answered: npt.NDArray[np.bool_], spans: Sequence[StageSpan]
+) -> StageUse | None:
+    """Return what a stage uses; None if nothing of it counts.
+
+    Args:
+        trace: of the run.
+        line: its timeline.
+        answered: the events that the answer is about.
+        spans: those of the stage.
+    """
+    own, before = np.zeros_like(answered), np.zeros_like(answered)
+    for span in spans:
+        own[span.begin : span.end] = True
+        before[max(span.begin - 1, 0)] = True  # what the script holds when it enters the stage
+    inside = (own | before) & answered
+    if not inside.any():
+        return None
+    peak = highest(line.allocated, inside)
+    reserved = int(line.reserved[inside].max())
+    sure = least_certain(note for note in trace.notes if note.sizes)
+    outside = trace.device.outside
+    stage = spans[0].stage
+    leaves, leaves_line = _left(trace, line, spans) if stage in _LEAVES else (0, "")
+    return StageUse(
+        stage=stage,
+        times=len(spans),
+        allocated=int(line.allocated[peak]),
+        reserved=reserved,
+        process=Figure(reserved + outside.bytes, worst(sure, outside.provenance), "reserved + CUDA context"),
+        place=location_at(trace, peak) if own[peak] else None,
+        ran_out=bool(own[failed_allocations(trace)].any()) and not len(caught_failures(trace)),
+        leaves=leaves,
+        leaves_line=leaves_line,
+    )
+
+
+def stage_spans(trace: Trace) -> list[StageSpan]:
+    """Return the stages of a run, in order; none if its marks do not tell them apart.
+
+    The events before the first mark are the setup, and neighbouring spans differ.
+    """
+    marks = trace.marks
+    if not any(mark.kind in (MarkKind.EVALUATION, MarkKind.BATCH) for mark in marks):
+        return []
+    begins = [(0, Stage.SETUP), *_stage_begins(marks)]
+    begins = [next(group) for _, group in groupby(begins, key=lambda each: each[1])]
+    ends = [position for position, _ in begins[1:]] + [len(trace.events)]
+    return [StageSpan(begin, end, stage) for (begin, stage), end in zip(begins, ends, strict=True)]
+
+
+def _stage_begins(marks: Sequence[Mark]) -> Iterator[tuple[int, Stage]]:
+    """Yield the positions at which stages begin; a stage may begin that is already in force."""
+    stage_of = _stages_of_passages(marks)
+    writes = _writes(marks)
+    passage = Stage.SETUP
+    for index, mark in enumerate(marks):
+        passage = stage_of.get(index, passage)
+        if mark.kind is MarkKind.LOAD:
+            yield mark.position, Stage.LOADING
+        elif mark.kind is MarkKind.SAVE and writes[index]:
+            yield mark.position, Stage.SAVING
+        elif mark.kind in _ENDS_SAVING:
+            yield mark.position, passage
+
+
+def _writes(marks: Sequence[Mark]) -> list[bool]:
+    """Return, for each mark, whether a file is written after it and before the next forward."""
+    found, writes = [], False
+    for mark in reversed(marks):
+        if mark.kind in _ENDS_SAVING:
+            writes = False
+        elif mark.kind is MarkKind.SAVE and mark.index:
+            writes = True
+        found.append(writes)
+    return found[::-1]
+
+
+@dataclass(slots=True)
+class _Passage:
+    begin: int
+    """Its first mark, ``forward`` that of its forward."""
+    forward: int
+    loop: int
+    """The pass over a loader that it is part of; -1 outside of one."""
+    kind: int | None = None
+    """As in ``Untrained``."""
+    trains: bool = False
+    """Whether a backward follows before the next passage."""
+    before_batch: bool = False
+    """Whether a backward follows before the next batch."""
+
+
+def _stages_of_passages(marks: Sequence[Mark]) -> dict[int, Stage]:
+    """Return the stage of each passage, by its first mark."""
+    passages, trained_loops, ended_loops = _passages(marks)
+    found: dict[int, Stage] = {}
+    eval_mode_trains = False  # a backward follows before the model is in training mode
+    for passage in reversed(passages):
+        if passage.kind is None:
+            eval_mode_trains = False
+            evaluates = not passage.trains and passage.loop in ended_loops - trained_loops
+        elif passage.kind == Untrained.EVAL_MODE:
+            eval_mode_trains |= passage.trains
+            evaluates = not eval_mode_trains
+        else:
+            evaluates = passage.kind == Untrained.EVALUATES or not passage.before_batch
+        found[passage.begin] = Stage.EVALUATION if evaluates else Stage.TRAINING
+    return found
+
+
+def _passages(marks: Sequence[Mark]) -> tuple[list[_Passage], set[int], set[int]]:
+    """Return the passages of a run, and which of its passes over loaders had a backward, and which ended."""
+    passages: list[_Passage] = []
+    trained: set[int] = set()
+    ended: set[int] = set()
+    open_loops: dict[int, int] = {}  # loader -> its pass, the one read last at the end
+    loops = 0
+    batch: int | None = None  # a batch that no forward has been passed
+    for index, mark in enumerate(marks):
+        current = next(reversed(open_loops.values()), -1)
+        if mark.kind is MarkKind.BATCH:
+            if mark.index not in open_loops:
+                open_loops[mark.index] = loops
+                loops += 1
+            open_loops[mark.index] = open_loops.pop(mark.index)
+            batch = index if batch is None else batch
+        elif mark.kind is MarkKind.LOADER_END:
+            ended.add(open_loops.pop(mark.index, -1))
+            batch = None
+        elif mark.kind is MarkKind.FORWARD:
+            passages.append(_Passage(index if batch is None else batch, index, current))
+            batch = None
+        elif mark.kind is MarkKind.EVALUATION and passages:
+            passages[-1].kind = mark.index
+        elif mark.kind is MarkKind.BACKWARD and passages:
+            passages[-1].trains = True
+            trained.add(current)
+    _look_ahead(passages, marks)
+    return passages, trained, ended - {-1}
+
+
+def _look_ahead(passages: Sequence[_Passage], marks: Sequence[Mark]) -> None:
+    """Say of each passage whether a backward follows before the next batch, or the end of the loader."""
+    follows = False
+    last = len(marks)
+    for passage in reversed(passages):
+        for index in range(last - 1, passage.forward - 1, -1):
+            if marks[index].kind is MarkKind.BACKWARD:
+                follows = True
+            elif marks[index].kind in (MarkKind.BATCH, MarkKind.LOADER_END):
+                follows = False
+        passage.before_batch = follows
+        last = passage.forward
+
+
+def _left(trace: Trace, line: Timeline, spans: Sequence[StageSpan]) -> tuple[int, str]:
+    """Return the most bytes that one span leaves behind, and the line that allocated most of them."""
+    ends = step_ends(trace)
+    born = trace.events.action == Action.ALLOC
+    most, where = 0, ""
+    for span in spans:
+        later = int(np.searchsorted(ends, span.end, side="right"))
+        if later == len(ends):
+            break  # no training step follows: the script may be about to end
+        own = np.flatnonzero(born[span.begin : span.end]) + span.begin
+        own = own[line.freed_by[own] >= ends[later]]
+        if (size := int(line.block_size[own].sum())) > most:
+            most, where = size, _line_of_most(trace, line, own)
+    return most, where
+
+
+def _line_of_most(trace: Trace, line: Timeline, events: npt.NDArray[np.int64]) -> str:
+    sizes: dict[str, int] = {}
+    for event in events.tolist():
+        at = line_of(trace, event)
+        sizes[at] = sizes.get(at, 0) + int(line.block_size[event])
+    return max(sizes, key=lambda at: sizes[at], default="")

@@ -1,0 +1,120 @@
+"""Mark the moments that separate the stages of a run: batches, evaluations, checkpoints.
+
+    for batch in loader:  BATCH ... LOADER_END    module(...)  FORWARD, EVALUATION if it trains nothing
+    torch.load            LOAD                    state_dict   SAVE 0          torch.save   SAVE 1
+
+``analysis/run_stages.py`` makes stages of these.
+"""
+
+import itertools
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from memfit.ghost.patching.after_import import after_import
+from memfit.recording.event_labels import LabelBook
+from memfit.recording.hooks import InstalledHooks
+from memfit.recording.training_steps import StepTracker
+from memfit.records import MarkKind, Untrained
+
+_SAFETENSORS = "safetensors.torch"
+
+
+class RunStageMarks:
+    """Marks batches, evaluations and checkpoints from ``install`` on.
+
+    Args:
+        book: receives the marks.
+        steps: knows the optimizers, and ends the script when its time is up.
+        wanted: whether to mark anything: a run that is ended after a few steps has one stage.
+    """
+
+    def __init__(self, book: LabelBook, steps: StepTracker, *, wanted: bool) -> None:
+        self._book, self._steps, self._wanted = book, steps, wanted
+        self._number: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of each loader
+        self._next_number = itertools.count()
+        self._loader_of: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by iterator
+        self._trained: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._making_state = False
+
+    def install(self, hooks: InstalledHooks) -> None:
+        """Hook loaders, and what reads and writes checkpoints."""
+        if not self._wanted:
+            return
+        loaders = sys.modules["torch.utils.data.dataloader"]
+        hooks.wrap(loaders.DataLoader, "_get_iterator", self._begin)
+        hooks.wrap(loaders._BaseDataLoaderIter, "__next__", self._next)
+        for owner in (torch.nn.Module, Optimizer):
+            hooks.wrap(owner, "state_dict", self._make_state)
+        hooks.wrap(torch, "save", self._save)
+        hooks.wrap(torch, "load", self._load)
+
+        def hook_safetensors() -> None:
+            hooks.wrap(sys.modules[_SAFETENSORS], "save_file", self._save)
+            hooks.wrap(sys.modules[_SAFETENSORS], "load_file", self._load)
+
+        hooks.on_removal(after_import(_SAFETENSORS, hook_safetensors))
+
+    def enter_root(self, module: torch.nn.Module) -> None:
+        """Mark a forward of an outermost module that may be part of an evaluation."""
+        gradients = torch.is_grad_enabled()
+        if not self._wanted or (gradients and module.training):
+            return
+        if module.training or not self._is_trained(module):
+            kind = Untrained.NO_GRADIENTS
+        else:
+            kind = Untrained.EVAL_MODE if gradients else Untrained.EVALUATES
+        self._book.mark(MarkKind.EVALUATION, kind)
+
+    def _is_trained(self, module: torch.nn.Module) -> bool:
+        if module in self._trained:
+            return True
+        own = {id(parameter) for parameter in module.parameters()}
+        groups = (group for optimizer in self._steps.optimizers for group in optimizer.param_groups)
+        if any(id(parameter) in own for group in groups for parameter in group["params"]):
+            self._trained.add(module)
+            return True
+        return False
+
+    def _begin(self, original: Callable[..., Any], loader: Any) -> Any:
+        iterator = original(loader)
+        self._loader_of[iterator] = loader
+        if loader not in self._number:
+            self._number[loader] = next(self._next_number)
+        return iterator
+
+    def _next(self, original: Callable[..., Any], iterator: Any) -> Any:
+        loader = self._loader_of.get(iterator)
+        if loader is None:
+            return original(iterator)
+        self._steps.end_in_time()
+        number = self._number[loader]
+        try:
+            # The mark comes first: a pinned batch is made inside.
+            self._book.mark(MarkKind.BATCH, number)
+            return original(iterator)
+        except StopIteration:
+            self._book.mark(MarkKind.LOADER_END, number)
+            raise
+
+    def _make_state(self, original: Callable[..., Any], holder: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._making_state:  # a module's calls its submodules'
+            return original(holder, *args, **kwargs)
+        self._making_state = True
+        self._book.mark(MarkKind.SAVE, 0)
+        try:
+            return original(holder, *args, **kwargs)
+        finally:
+            self._making_state = False
+
+    def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._book.mark(MarkKind.SAVE, 1)
+        return original(*args, **kwargs)
+
+    def _load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._book.mark(MarkKind.LOAD, 0)
+        return original(*args, **kwargs)
