@@ -97,16 +97,16 @@ def stage_spans(trace: Trace) -> list[StageSpan]:
     marks = trace.marks
     if not any(mark.kind in (MarkKind.EVALUATION, MarkKind.BATCH) for mark in marks):
         return []
-    begins = [(0, Stage.SETUP), *_stage_begins(marks)]
+    begins = [(0, Stage.SETUP), *_stage_begins(marks, ran_out=trace.end.reason == "out of memory")]
     begins = [next(group) for _, group in groupby(begins, key=lambda each: each[1])]
     ends = [position for position, _ in begins[1:]] + [len(trace.events)]
     return [StageSpan(begin, end, stage) for (begin, stage), end in zip(begins, ends, strict=True)]
 
 
-def _stage_begins(marks: Sequence[Mark]) -> Iterator[tuple[int, Stage]]:
+def _stage_begins(marks: Sequence[Mark], *, ran_out: bool) -> Iterator[tuple[int, Stage]]:
     """Yield the positions at which stages begin; a stage may begin that is already in force."""
     stage_of = _stages_of_passages(marks)
-    writes = _writes(marks)
+    writes = _writes(marks, ran_out=ran_out)
     passage = Stage.SETUP
     for index, mark in enumerate(marks):
         passage = stage_of.get(index, passage)
@@ -118,9 +118,12 @@ def _stage_begins(marks: Sequence[Mark]) -> Iterator[tuple[int, Stage]]:
             yield mark.position, passage
 
 
-def _writes(marks: Sequence[Mark]) -> list[bool]:
-    """Return, for each mark, whether a file is written after it and before the next forward."""
-    found, writes = [], False
+def _writes(marks: Sequence[Mark], *, ran_out: bool) -> list[bool]:
+    """Return, for each mark, whether a file is written after it and before the next forward.
+
+    A script that ran out of memory with the copy of a state_dict would have written one.
+    """
+    found, writes = [], ran_out
     for mark in reversed(marks):
         if mark.kind in _ENDS_SAVING:
             writes = False

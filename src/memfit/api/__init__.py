@@ -16,6 +16,7 @@ from memfit.api.job_scaffolds import scaffold_job
 from memfit.api.packings import pack, pack_table
 from memfit.api.planning import allowed_changes, auto_checkpoint, plan, plan_on_ghost
 from memfit.api.ranks_together import run_beside_ranks
+from memfit.api.resumed_runs import run_and_resume
 from memfit.api.runs import dry_run, estimate, record, run_on_card
 from memfit.api.traces import (
     chrome_trace,
@@ -64,6 +65,7 @@ __all__ = [
     "read",
     "record",
     "replay",
+    "run_and_resume",
     "run_beside_ranks",
     "run_on_card",
     "run_on_ghost",

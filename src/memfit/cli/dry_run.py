@@ -1,6 +1,7 @@
 """``memfit dry-run``."""
 
 import os
+import shlex
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -50,6 +51,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     whole: Annotated[bool, Parameter(negative="")] = False,
     batches: int = BATCHES,
     seconds: float = SECONDS,
+    resume_with: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
     output: Annotated[Path | None, Parameter(name=["-o", "--output"], group=OUTPUT)] = None,
     json: Annotated[str | None, Parameter(group=OUTPUT, allow_leading_hyphen=True)] = None,
     html: Annotated[Path | None, Parameter(group=OUTPUT)] = None,
@@ -102,6 +104,9 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         batches: With --whole, end each pass over a DataLoader after this many batches. The loader's length is
             then this number, too.
         seconds: With --whole, stop the script after this time, at the next batch or forward.
+        resume_with: With --whole, run the script a second time with these further arguments, such as
+            '--resume --epochs 4', so that it resumes from what it has just written. The result is of the run
+            that needs most, with the stages of both.
         output: Save the trace to this file, for example run.memfit. A trace holds every allocation of the
             run; memfit explain, diff, replay, allocator and pack read it. With --all-ranks, it is the trace
             of the rank that needs most; a name with {rank}, such as 'run-{rank}.memfit', keeps the trace of
@@ -143,14 +148,17 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     launched, nproc, nnodes = launched_job(command, nproc, nnodes, module=module)
     command, module = launched.command, launched.module
     _expect_one_length(steps, batches, seconds, to_end=to_end, whole=whole)
+    if resume_with is not None and (not whole or advise):
+        raise UsageError("--resume-with runs a whole script twice: add --whole, and leave out --advise.")
     if all_ranks and rank:
         raise UsageError("--rank is one rank, and --all-ranks is all of them: give one of the two.")
     stands_for = Rank(rank=rank, nproc=nproc, nnodes=nnodes)
     beside = started_rank(os.environ)
-    if beside is not None and (all_ranks or advise or plan is not None or stands_for != ALONE):
+    alone = all_ranks or advise or plan is not None or resume_with is not None or stands_for != ALONE
+    if beside is not None and alone:
         raise UsageError(
             f"torchrun has started memfit as {beside}: leave out --nproc, --nnodes, --rank, --all-ranks, "
-            "--advise and --plan, or run memfit without torchrun."
+            "--advise, --plan and --resume-with, or run memfit without torchrun."
         )
     check_outputs(
         {"-o": output, "--html": html, "--json": json_file(json)}, script_file(command[0], module=module)
@@ -194,16 +202,17 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
                 command[0], command[1:], options, dict(os.environ), output=output, on_progress=show
             )
         else:
-            run = api.run_on_ghost(
+            one = partial(
+                api.run_on_ghost,
                 command[0],
-                command[1:],
-                options,
-                output=output,
+                options=options,
                 advise=advise,
                 all_ranks=all_ranks,
                 change=change,
                 on_progress=show,
             )
+            resuming = None if resume_with is None else shlex.split(resume_with)
+            run = api.run_and_resume(one, command[1:], resuming, output)
     if run is None:  # the first rank of this machine reports
         return 0
     page: Output = (html, partial(api.write_html, run.trace, run.result))

@@ -39,3 +39,10 @@ class StageUse:
     any time that it was entered. 0 for setup, loading and training, which are to leave something."""
     leaves_line: str
     """``file:line`` that allocated most of them; empty if there are none."""
+    resumed: bool = False
+    """Whether this is a stage of the run that resumed from what the first one had written."""
+
+    @property
+    def name(self) -> str:
+        """What users call it."""
+        return f"{self.stage}, resumed" if self.resumed else self.stage

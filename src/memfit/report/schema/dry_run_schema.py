@@ -159,6 +159,8 @@ class StageJson(msgspec.Struct, frozen=True):
     """Bytes that it allocated and that the script still held at the end of a later training step."""
     leaves_line: str
     """``file:line`` that allocated most of them; empty if there are none."""
+    resumed: bool
+    """Whether it is a stage of the run that --resume-with asks for."""
 
 
 class ShortenedJson(msgspec.Struct, frozen=True):
@@ -292,6 +294,7 @@ def _stage(use: StageUse) -> StageJson:
         use.ran_out,
         use.leaves,
         use.leaves_line,
+        use.resumed,
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rich.table import Table
 from rich.text import Text
 
-from memfit.records import DryRun, ScriptLocation, Shortened, StageUse
+from memfit.records import DryRun, ScriptLocation, Shortened, Stage, StageUse
 from memfit.report.escape import escaped
 from memfit.report.short_path import short_path
 from memfit.units import MIB, format_bytes, unit_for
@@ -23,10 +23,10 @@ def stage_table(result: DryRun) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("most allocated in")
     for use in result.stages:
-        place = _place(use.place) if use.place is not None else "no more than before"
+        place = _place(use.stage, use.place) if use.place is not None else "no more than before"
         place = "ran out of memory: " * use.ran_out + place
         table.add_row(
-            f"{use.stage}",
+            use.name,
             f"{use.times}",
             unit.format(use.allocated),
             unit.format(use.process.bytes),
@@ -36,8 +36,11 @@ def stage_table(result: DryRun) -> Table:
     return table
 
 
-def _place(place: ScriptLocation) -> str:
-    parts = [place.phase, escaped(place.module), escaped(short_path(place.line))]
+def _place(stage: Stage, place: ScriptLocation) -> str:
+    """Return where most was allocated; outside of training steps, phases of steps say nothing."""
+    phase = place.phase if stage in (Stage.TRAINING, Stage.EVALUATION) else ""
+    function = f" in {escaped(place.function)}" if place.function and not place.module else ""
+    parts = [phase, escaped(place.module), f"{escaped(short_path(place.line))}{function}"]
     return " · ".join(part for part in parts if part)
 
 

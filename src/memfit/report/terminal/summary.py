@@ -321,7 +321,7 @@ def _peak(result: DryRun) -> Text:
 
 
 def _stage(result: DryRun) -> str:
-    return f"{result.worst_stage.stage} · " if result.worst_stage is not None else ""
+    return f"{result.worst_stage.name} · " if result.worst_stage is not None else ""
 
 
 def _table(result: DryRun, width: int) -> Table:

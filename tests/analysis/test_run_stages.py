@@ -1,0 +1,122 @@
+"""The stages of a run, from marks written by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from memfit.allocator.timeline import timeline
+from memfit.analysis.run_stages import stage_spans, stage_uses
+from memfit.records import Action, Mark, MarkKind, Stage, Untrained
+from support.traces import BASE, freed, trace_of
+
+SIZE = 1 << 21
+LETTERS = {
+    "b": (MarkKind.BATCH, 0),
+    "e": (MarkKind.LOADER_END, 0),
+    "B": (MarkKind.BATCH, 1),
+    "E": (MarkKind.LOADER_END, 1),
+    "f": (MarkKind.FORWARD, 0),
+    "v": (MarkKind.EVALUATION, Untrained.EVALUATES),
+    "m": (MarkKind.EVALUATION, Untrained.EVAL_MODE),
+    "n": (MarkKind.EVALUATION, Untrained.NO_GRADIENTS),
+    "w": (MarkKind.BACKWARD, 0),
+    "s": (MarkKind.TRAINING_STEP, 0),
+    "d": (MarkKind.SAVE, 0),
+    "t": (MarkKind.SAVE, 1),
+    "l": (MarkKind.LOAD, 0),
+}
+NAMES = {
+    "-": Stage.SETUP,
+    "L": Stage.LOADING,
+    "T": Stage.TRAINING,
+    "V": Stage.EVALUATION,
+    "S": Stage.SAVING,
+}
+
+
+def stages_of(marks):
+    """Return the stage after each mark; each mark is followed by one event."""
+    history = [
+        (Action.SEGMENT_ALLOC, BASE, SIZE),
+        *((Action.ALLOC, BASE + 512 * number, 512) for number in range(len(marks))),
+    ]
+    placed = [Mark(position, *LETTERS[letter]) for position, letter in enumerate(marks, 1)]
+    trace = trace_of(history, marks=tuple(placed))
+    letters = {stage: letter for letter, stage in NAMES.items()}
+    found = [""] * len(history)
+    for span in stage_spans(trace):
+        found[span.begin : span.end] = letters[span.stage] * (span.end - span.begin)
+    return "".join(found)[1:]
+
+
+@pytest.mark.parametrize(
+    ("marks", "stages"),
+    [
+        ("bfwsbfwse", "TTTTTTTTT"),
+        ("bfwsbfwseBfvBfvEbfws", "TTTTTTTTTVVVVVVVTTTT"),  # two loaders, and a second epoch
+        ("bfwsBfvBfvEbfws", "TTTTVVVVVVVTTTT"),  # in the middle of an epoch
+        ("bfwseBfBfE", "TTTTTVVVVV"),  # neither eval() nor no_grad()
+        ("bfwsBfBfEbfwse", "TTTTVVVVVTTTTT"),
+        ("bfmwsbfmws", "TTTTTTTTTT"),  # trained in eval mode
+        ("fwsfmfmfws", "TTTVVVVTTT"),  # evaluated with gradients, without a loader
+        ("fwsfvfvfws", "TTTVVVVTTT"),
+        ("bfnfwsbfnfws", "TTTTTTTTTTTT"),  # a teacher, before each forward
+        ("bffnwsbffnws", "TTTTTTTTTTTT"),  # after it
+        ("bfwseBfnBfnE", "TTTTTVVVVVVV"),  # the evaluation of an average
+        ("bffwsbffwse", "TTTTTTTTTTT"),  # two forwards for each backward
+        ("lbfws", "LTTTT"),
+        ("bfwsdtbfws", "TTTTSSTTTT"),
+        ("bfwsdbfwsd", "TTTTTTTTTT"),  # an average of the state, in memory
+        ("bfwseddt", "TTTTTSSS"),
+        ("Bfvlfws", "VVVLTTT"),
+        ("bbfwsb", "TTTTTT"),  # batches that the script skips
+        ("fnfn", "VVVV"),  # inference
+    ],
+)
+def test_stages_follow_from_marks(marks, stages):
+    assert stages_of(marks) == stages
+
+
+def test_a_run_without_batches_and_evaluations_has_no_stages():
+    assert not stage_spans(trace_of([], marks=(Mark(0, MarkKind.FORWARD, 0),)))
+
+
+def with_levels(*, keeps):
+    """Return a trace: a batch trained on, an evaluation of two tensors, another batch trained on."""
+    first, second, third = (BASE + SIZE * number for number in range(3))
+    history = [
+        (Action.SEGMENT_ALLOC, BASE, 4 * SIZE),
+        (Action.ALLOC, first, SIZE),  # 1: training
+        (Action.ALLOC, second, SIZE),  # 2: evaluation
+        (Action.ALLOC, third, SIZE),
+        *freed(third, SIZE),
+        *([] if keeps else freed(second, SIZE)),
+    ]
+    last = len(history)
+    history += freed(first, SIZE)
+    letters = [(1, "bf"), (1, "w"), (2, "s"), (2, "Bfv"), (last, "bf"), (last, "w"), (len(history), "s")]
+    marks = [Mark(position, *LETTERS[each]) for position, some in letters for each in some]
+    return trace_of(history, marks=tuple(marks))
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_each_stage_has_its_own_peak_and_what_it_leaves_behind(keeps):
+    trace = with_levels(keeps=keeps)
+    uses = {use.stage: use for use in stage_uses(trace, timeline(trace))}
+    assert list(uses) == [Stage.SETUP, Stage.TRAINING, Stage.EVALUATION]
+    assert (uses[Stage.TRAINING].times, uses[Stage.EVALUATION].times) == (2, 1)
+    assert uses[Stage.EVALUATION].allocated == 3 * SIZE
+    assert uses[Stage.TRAINING].allocated == (2 if keeps else 1) * SIZE
+    assert uses[Stage.EVALUATION].leaves == (SIZE if keeps else 0)
+    assert uses[Stage.TRAINING].leaves == 0
+    assert not uses[Stage.EVALUATION].ran_out
+
+
+def test_a_stage_that_allocates_nothing_has_what_it_found_and_no_place():
+    trace = with_levels(keeps=True)
+    end = len(trace.events)
+    marks = (*trace.marks, Mark(end - 2, *LETTERS["t"]), Mark(end - 2, *LETTERS["b"]))
+    trace = replace(trace, marks=tuple(sorted(marks, key=lambda mark: mark.position)))
+    saving = next(use for use in stage_uses(trace, timeline(trace)) if use.stage is Stage.SAVING)
+    assert saving.place is None
+    assert saving.allocated == 2 * SIZE
