@@ -29,9 +29,12 @@ class ShortLoaders:
         self._batches = batches
         self._hooks = InstalledHooks()
         self._created: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-        self._shortened: weakref.WeakKeyDictionary[Any, Shortened] = weakref.WeakKeyDictionary()
-        self.shortened: list[Shortened] = []
-        """In the order in which the script first read the loaders."""
+        self._found: dict[Shortened, None] = {}  # each once: a script may create a loader for each pass
+
+    @property
+    def shortened(self) -> tuple[Shortened, ...]:
+        """What was shortened, in the order in which the script first read it."""
+        return tuple(self._found)
 
     def install(self) -> None:
         """Shorten loaders as soon as PyTorch has them."""
@@ -58,9 +61,8 @@ class ShortLoaders:
 
     def _begin(self, original: Callable[..., Any], loader: Any) -> Any:
         of = _full_length(loader)
-        if loader not in self._shortened and (of is None or of > self._batches):
-            self._shortened[loader] = Shortened(self._created.get(loader, ""), self._batches, of)
-            self.shortened.append(self._shortened[loader])
+        if of is None or of > self._batches:
+            self._found[Shortened(self._created.get(loader, ""), self._batches, of)] = None
         return original(loader)
 
 

@@ -362,7 +362,7 @@ class ScriptProcess:
             loader=self._loader or self._loaders.last,
             children=children,
             rank=traced_rank(job, os.environ),
-            shortened=tuple(self._short.shortened) if self._short is not None else (),
+            shortened=self._short.shortened if self._short is not None else (),
         )
 
     def _save(self, trace: "Trace") -> str:

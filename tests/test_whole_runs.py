@@ -1,0 +1,161 @@
+"""`memfit dry-run --whole`: the stages of a script's life, against runs of the same script in full."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.process, pytest.mark.warm]
+
+SCRIPT = (Path(__file__).parents[1] / "examples" / "whole_run.py").read_text()
+SHORT = ("--samples", "192", "--eval-samples", "3072")
+"""Three batches in each pass."""
+FIGURES = ("name", "times", "allocated", "reserved", "process", "phase", "module", "line", "leaves")
+
+
+def line_of(text):
+    return f"script.py:{1 + SCRIPT.splitlines().index(text)}"
+
+
+EVALUATED = line_of("            losses.append(criterion(model(x.to(device)), y.to(device)))")
+COPIED = line_of("        state = copy.deepcopy(state)")
+UPDATED = line_of("        optimizer.step()")
+
+
+def figures(run):
+    return [{name: stage[name] for name in FIGURES} for stage in run.answer["stages"]]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "worst", "line"),
+    [
+        (None, "training", UPDATED),
+        ("saving", "saving", COPIED),
+        ("losses", "evaluation", EVALUATED),
+    ],
+)
+def test_a_shortened_run_has_the_stages_of_a_run_in_full(dry_run, mistake, worst, line):
+    arguments = () if mistake is None else ("--mistake", mistake)
+    short = dry_run(SCRIPT, *arguments, options=("--whole",))
+    full = dry_run(SCRIPT, *arguments, *SHORT, options=("--to-end",))
+    assert figures(short) == figures(full)
+    assert (short.answer["peak"], short.answer["steps"]) == (full.answer["peak"], 9)
+    assert [(each["to"], each["of"]) for each in short.answer["shortened"]] == [(3, 256), (3, 8)]
+    assert full.answer["shortened"] == []
+    stages = {stage["name"]: stage for stage in short.answer["stages"]}
+    assert list(stages) == ["setup", "training", "evaluation", "saving"]
+    highest = max(stages.values(), key=lambda stage: stage["allocated"])
+    assert (highest["name"], Path(highest["line"]).name) == (worst, line)
+    assert highest["allocated"] == short.answer["peak"]["allocated"]
+    leaves = stages["evaluation"]["leaves"]
+    assert (leaves > 0) == (mistake == "losses")
+    if mistake == "losses":
+        assert re.search(rf"The evaluation leaves [\d.]+ MiB behind .*{line}", short.out)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "line", "module"), [("evaluation", EVALUATED, True), ("saving", COPIED, False)]
+)
+def test_where_memory_runs_out_the_stage_is_named_with_module_and_line(dry_run, mistake, line, module):
+    memory = ("--memory", "740MiB")
+    run = dry_run(SCRIPT, "--mistake", mistake, options=("--whole", "--fail", *memory))
+    assert run.code == 1
+    assert run.answer["verdict"] == "out of memory"
+    assert [stage["name"] for stage in run.answer["stages"] if stage["ran_out"]] == [mistake]
+    assert re.search(rf"Ran out in: {mistake} · .*{line}", run.out)
+    assert bool(run.answer["out_of_memory"]["module"]) is module
+
+
+def test_a_script_is_run_again_as_it_resumes(dry_run):
+    options = ("--whole", "--resume-with", "--resume --epochs 4")
+    run = dry_run(SCRIPT, options=options)
+    again = dry_run(SCRIPT, "--resume", "--epochs", "5", *SHORT, options=("--to-end",))
+    resumed = [stage for stage in run.answer["stages"] if stage["resumed"]]
+    assert [stage["name"] for stage in resumed] == ["setup", "loading", "training", "evaluation", "saving"]
+    assert [stage["allocated"] for stage in resumed] == [
+        stage["allocated"] for stage in again.answer["stages"]
+    ]
+    # The checkpoint that the script has loaded stays on the GPU: it is as large as the parameters.
+    first = next(stage for stage in run.answer["stages"] if stage["name"] == "training")
+    assert run.answer["peak"]["allocated"] == resumed[2]["allocated"] > first["allocated"]
+    assert "Peak in: training, resumed · " in run.out
+    assert first["process"] < 740 << 20  # the device on which mistakes run out of memory, below
+
+
+def test_a_script_that_fails_is_not_resumed(dry_run):
+    options = ("--whole", "--resume-with", "--resume")
+    run = dry_run(f"{SCRIPT}\nraise SystemExit('too bad')\n", options=options)
+    assert run.code == 3
+    assert "Cannot resume script.py: its first run did not come to its end. too bad" in run.err
+
+
+ENDLESS = """
+    import torch
+    from torch.utils.data import DataLoader, IterableDataset
+    class Endless(IterableDataset):
+        def __iter__(self):
+            while True:
+                yield torch.ones(8)
+    model = torch.nn.Linear(8, 8).cuda()
+    optimizer = torch.optim.SGD(model.parameters())
+    print("training", flush=True)
+    while True:
+        for x in DataLoader(Endless(), 4):
+            model(x.cuda()).sum().backward()
+            optimizer.step()
+        print("pass", flush=True)
+"""
+
+
+def test_a_script_without_an_end_is_ended_in_time_and_says_so(dry_run):
+    run = dry_run(ENDLESS, options=("--whole", "--seconds", "2"))
+    assert run.code == 0, run.err
+    assert run.answer["end"]["reason"] == "time"
+    assert "FITS SO FAR" in run.out
+    assert "memfit stopped the script when its time was up" in run.out
+    assert "3 of an unknown number of batches (script.py:12)" in run.out
+    assert run.answer["steps"] >= 3
+
+
+def test_ctrl_c_ends_a_whole_run_and_leaves_nothing_behind(tmp_path):
+    (tmp_path / "script.py").write_text(re.sub("^    ", "", ENDLESS, flags=re.MULTILINE))
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    command = [sys.executable, "-m", "memfit", "dry-run", "--whole", "script.py"]
+    with subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "TMPDIR": str(folder)},
+        start_new_session=True,
+    ) as started:
+        assert "training" in started.stdout.readline()
+        time.sleep(0.5)
+        started.send_signal(signal.SIGINT)
+        started.communicate(timeout=30)
+    assert started.returncode == 130
+    assert list(folder.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py", "temporary"]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("--whole", "--to-end"), "leave out --steps and --to-end"),
+        (("--whole", "--steps", "5"), "leave out --steps and --to-end"),
+        (("--batches", "5"), "add --whole"),
+        (("--whole", "--batches", "0"), "at least 1"),
+        (("--resume-with", "--resume"), "add --whole"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(dry_run, options, why):
+    run = dry_run("", options=options)
+    assert run.code == 2
+    assert why in run.err.replace("\n", " ")
