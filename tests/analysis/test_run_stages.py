@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 
 from memfit.allocator.timeline import timeline
+from memfit.analysis.explanation import explain_trace
 from memfit.analysis.run_stages import stage_spans, stage_uses
+from memfit.errors import UsageError
 from memfit.records import Action, Mark, MarkKind, Stage, Untrained
 from support.traces import BASE, freed, trace_of
 
@@ -110,6 +112,16 @@ def test_each_stage_has_its_own_peak_and_what_it_leaves_behind(keeps):
     assert uses[Stage.EVALUATION].leaves == (SIZE if keeps else 0)
     assert uses[Stage.TRAINING].leaves == 0
     assert not uses[Stage.EVALUATION].ran_out
+
+
+def test_the_moment_of_a_stage_can_be_explained():
+    trace = with_levels(keeps=False)
+    assert explain_trace(trace, "evaluation").held.allocated == 3 * SIZE
+    assert explain_trace(trace, "training").held.allocated == SIZE
+    with pytest.raises(UsageError, match=r"no saving: only whole runs have stages \(memfit dry-run --whole"):
+        explain_trace(trace, "saving")
+    with pytest.raises(UsageError, match=r"one of peak, setup, .*evaluation, saving, or the number"):
+        explain_trace(trace, "lunch")
 
 
 def test_a_stage_that_allocates_nothing_has_what_it_found_and_no_place():

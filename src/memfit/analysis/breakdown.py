@@ -15,6 +15,7 @@ from memfit.analysis.attribution import Numbers
 from memfit.analysis.fold_module_paths import fold_module_paths
 from memfit.analysis.location import least_certain, location_at, phases, steps_at, steps_before
 from memfit.analysis.overall_peak import overall_peak
+from memfit.analysis.run_stages import in_stage
 from memfit.errors import UsageError
 from memfit.records import (
     Attribution,
@@ -25,6 +26,7 @@ from memfit.records import (
     LiveAllocation,
     Phase,
     Provenance,
+    Stage,
     Timeline,
     Trace,
     worst,
@@ -53,6 +55,7 @@ _HELD_BY_OBJECTS = {
     *(Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.OPTIMIZER_STATE, Category.COPY)
 }
 _MOMENTS = ("peak", *Phase)
+_STAGES = tuple(stage for stage in Stage if stage not in _MOMENTS)
 _DIGITS = 10  # limit for a step's number: Python refuses to parse thousands
 
 
@@ -62,7 +65,8 @@ def peak_event(trace: Trace, line: Timeline, at: str) -> int:
     Args:
         trace: what was recorded.
         line: its timeline.
-        at: ``peak`` for the whole run, a phase (``backward``), or a training step (``2``).
+        at: ``peak`` for the whole run, a phase (``backward``), a training step (``2``), or a stage of a whole
+            run (``evaluation``).
 
     Raises:
         UsageError: the run has no such moment.
@@ -78,10 +82,13 @@ def peak_event(trace: Trace, line: Timeline, at: str) -> int:
     elif at in _MOMENTS:
         within = phases(trace) == list(Phase).index(Phase(at))
         none = f"no {at} phase"
+    elif at in _STAGES:
+        within = in_stage(trace, Stage(at))
+        none = f"no {at}: only whole runs have stages (memfit dry-run --whole or --to-end)"
     else:
         raise UsageError(
-            f"--at {at} is not a moment of a run. Use one of {', '.join(_MOMENTS)}, or the number of a "
-            "training step."
+            f"--at {at} is not a moment of a run. Use one of {', '.join((*_MOMENTS, *_STAGES))}, or the "
+            "number of a training step."
         )
     if not within.any():
         raise UsageError(f"--at {at}: this run has {none}.")

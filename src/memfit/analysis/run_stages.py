@@ -63,11 +63,8 @@ def _use(
         answered: the events that the answer is about.
         spans: those of the stage.
     """
-    own, before = np.zeros_like(answered), np.zeros_like(answered)
-    for span in spans:
-        own[span.begin : span.end] = True
-        before[max(span.begin - 1, 0)] = True  # what the script holds when it enters the stage
-    inside = (own | before) & answered
+    own, entered = _events(trace, spans)
+    inside = (own | entered) & answered
     if not inside.any():
         return None
     peak = highest(line.allocated, inside)
@@ -87,6 +84,21 @@ def _use(
         leaves=leaves,
         leaves_line=leaves_line,
     )
+
+
+def in_stage(trace: Trace, stage: Stage) -> npt.NDArray[np.bool_]:
+    """Return which events show what the script holds in a stage: its own, and the one before it enters it."""
+    own, entered = _events(trace, [span for span in stage_spans(trace) if span.stage is stage])
+    return own | entered
+
+
+def _events(trace: Trace, spans: Sequence[StageSpan]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Return which events spans have, and which are the last before one of them."""
+    own, entered = np.zeros(len(trace.events), np.bool_), np.zeros(len(trace.events), np.bool_)
+    for span in spans:
+        own[span.begin : span.end] = True
+        entered[max(span.begin - 1, 0)] = True
+    return own, entered
 
 
 def stage_spans(trace: Trace) -> list[StageSpan]:

@@ -47,7 +47,8 @@ def explain(target: Trace | str | Path, at: str = "peak", *, fragments: bool = F
 
     Args:
         target: a trace, or the path of a trace or of a memory snapshot written by PyTorch.
-        at: ``peak``, or the moment when most memory is allocated in a phase (``backward``) or a step (``2``).
+        at: ``peak``, or the moment when most memory is allocated in a phase (``backward``), a step (``2``),
+            or a stage of a whole run (``evaluation``).
         fragments: also report the reserved memory that no tensor requested.
 
     Returns:

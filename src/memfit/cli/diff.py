@@ -27,8 +27,8 @@ def diff(
     Args:
         before: The first run: a trace written by memfit, or a memory snapshot written by PyTorch.
         after: The second run: a trace or a snapshot.
-        at: The moment to compare: peak, a phase (forward, loss, backward, optimizer, ...), or the number
-            of a training step, such as 2.
+        at: The moment to compare: peak, a phase (forward, loss, backward, optimizer, ...), a stage of a whole
+            run (training, evaluation, saving, loading), or the number of a training step, such as 2.
         by: Sum the allocated memory by category, module, line or op.
         json: Write the result as JSON to this file. With -, print the JSON instead of the summary.
     """

@@ -31,9 +31,9 @@ def explain(  # noqa: PLR0913 - one parameter an option
     Args:
         path: A trace written by memfit (run.memfit), or a memory snapshot written by PyTorch
             (snapshot.pickle).
-        at: The moment to explain: peak, a phase (forward, loss, backward, optimizer, ...), or the number of a
-            training step, such as 2. Within a phase or a step, memfit chooses the moment with the most
-            allocated memory.
+        at: The moment to explain: peak, a phase (forward, loss, backward, optimizer, ...), the number of a
+            training step, such as 2, or a stage of a whole run (training, evaluation, saving, loading).
+            Within any of these, memfit chooses the moment with the most allocated memory.
         by: Sum the allocated memory by category, module, line or op. The rows add up to the total.
         json: Write the result as JSON to this file. With -, print the JSON instead of the summary.
         snapshot: Write the trace to this file as a memory snapshot, for PyTorch's viewer (memory_viz).
