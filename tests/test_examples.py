@@ -73,6 +73,7 @@ TO_THE_END = [
     Example("two_linear.py", steps=None),
     Example("unet.py", ("--steps", "3")),
     Example("vit_l16.py", ("--steps", "3")),
+    Example("whole_run.py", ("--samples", "64", "--eval-samples", "1024")),
 ]
 
 

@@ -1,0 +1,58 @@
+"""Run every training script under examples/ with `memfit dry-run --whole`, beside the plain dry run.
+
+    python benchmarks/whole_runs.py [SCRIPT.py ...]
+
+Checked: the script ends by itself in 60 seconds, and its training allocates at most what the plain run's
+steps allocate, to the byte. Scripts whose first steps are not their largest are printed, with both figures.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from memfit import MemfitError, dry_run
+from memfit.records import DryRun, Stage
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+LIMIT = 60.0
+
+
+def main() -> None:
+    """Print a row for each script, and exit with 1 if a promise is broken."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("scripts", nargs="*", type=Path, default=sorted(EXAMPLES.glob("*.py")))
+    scripts = parser.parse_args().scripts
+    print("| script | plain: allocated | whole: training | seconds | stages | ended |")
+    print("|---|--:|--:|--:|---|---|")
+    kept = [_row(script) for script in scripts]  # all of them, also after one that fails
+    sys.exit(not all(kept))
+
+
+def _row(script: Path) -> bool:
+    try:
+        plain = dry_run(script, memory=1 << 38, stdout_to_stderr=True)
+        started = time.monotonic()
+        whole = dry_run(script, memory=1 << 38, steps=None, batches=3, seconds=120.0, stdout_to_stderr=True)
+    except MemfitError as error:
+        print(f"| {script.name} | not run: {error} |", flush=True)
+        return False
+    seconds = time.monotonic() - started
+    training = _training(whole)
+    names = ", ".join(f"{use.stage} {use.times}" for use in whole.stages) or "not told apart"
+    print(
+        f"| {script.name} | {plain.peak_allocated:,} | {training:,} | {seconds:.0f} | {names} | "
+        f"{whole.end.reason} |",
+        flush=True,
+    )
+    return training == plain.peak_allocated and whole.end.reason == "end" and seconds <= LIMIT
+
+
+def _training(whole: DryRun) -> int:
+    """Return the bytes that training allocates at most; of a script that only trains, the run's."""
+    uses = (use.allocated for use in whole.stages if use.stage is Stage.TRAINING)
+    return next(uses, whole.peak_allocated)
+
+
+if __name__ == "__main__":
+    main()
