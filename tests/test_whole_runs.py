@@ -72,8 +72,11 @@ def test_where_memory_runs_out_the_stage_is_named_with_module_and_line(dry_run, 
 
 
 def test_a_script_is_run_again_as_it_resumes(dry_run):
-    options = ("--whole", "--resume-with", "--resume --epochs 4")
+    options = ("--whole", "--resume-with", "--resume --epochs 4", "--html", "report.html")
     run = dry_run(SCRIPT, options=options)
+    page = (run.folder / "report.html").read_text()
+    assert re.search(r'<tr class=total><th scope="row">training, resumed</th><td>1</td>', page)
+    assert "3 of 256 batches (script.py:" in page
     again = dry_run(SCRIPT, "--resume", "--epochs", "5", *SHORT, options=("--to-end",))
     resumed = [stage for stage in run.answer["stages"] if stage["resumed"]]
     assert [stage["name"] for stage in resumed] == ["setup", "loading", "training", "evaluation", "saving"]

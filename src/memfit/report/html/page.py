@@ -51,6 +51,7 @@ def page(
         code=script,
         ladder=static_html.ladder(summary),
         ranks=static_html.ranks(summary, words),
+        stages=static_html.stages(summary, words),
         advice=static_html.advice(summary, words),
         terms=static_html.terms(summary),
         notes=static_html.notes(summary, words),
@@ -72,6 +73,11 @@ def _without_source(summary: DryRun) -> DryRun:
         out_of_memory=failure and replace(failure, place=replace(failure.place, line="")),
         growth=replace(summary.growth, line=""),
         ranks=tuple(replace(role, place=replace(role.place, line="")) for role in summary.ranks),
+        stages=tuple(
+            replace(use, place=use.place and replace(use.place, line=""), leaves_line="")
+            for use in summary.stages
+        ),
+        shortened=tuple(replace(each, where="") for each in summary.shortened),
         end=replace(summary.end, where=""),
         notes=tuple(replace(note, where="") for note in summary.notes),
     )

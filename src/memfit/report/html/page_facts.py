@@ -1,5 +1,6 @@
 """Facts about a run besides its moments and blocks: categories and their colours, shortcuts, failures."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,8 +10,9 @@ from memfit.analysis.breakdown import CATEGORY_NAMES, ROUNDING, category_provena
 from memfit.analysis.breakdown import EARLIER as EARLIER_NAME
 from memfit.analysis.location import location_at
 from memfit.analysis.overall_peak import failed_allocations, overall_peak
+from memfit.analysis.run_stages import stage_spans
 from memfit.analysis.secondary_peaks import secondary_peaks
-from memfit.records import Category, DryRun, MemoryPeak, Phase, Provenance, Timeline, Trace, worst
+from memfit.records import Category, DryRun, MemoryPeak, Phase, Provenance, Stage, Timeline, Trace, worst
 from memfit.report.html.drawn_moments import Drawing
 
 _COLOURS = {
@@ -127,9 +129,9 @@ def layers_of(categories: Numbers) -> Numbers:
 
 
 def shortcuts(trace: Trace, line: Timeline) -> tuple[MemoryPeak, ...]:
-    """Return the moments to look at: the peak, those just below it, and the peak of each phase.
+    """Return the moments to look at: the peak, those just below it, and the peak of each phase and stage.
 
-    A phase that already contains one of these moments gets none of its own.
+    A phase or stage that already contains one of these moments gets none of its own.
     """
     if not len(line.allocated):
         return ()
@@ -138,7 +140,17 @@ def shortcuts(trace: Trace, line: Timeline) -> tuple[MemoryPeak, ...]:
     for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):
         if phase in seen and phase not in {one.place.phase for one in found}:
             found.append(_at(trace, line, peak_event(trace, line, phase)))
+    found += (_at(trace, line, peak_event(trace, line, stage)) for stage in _stages_without(trace, found))
     return tuple(found)
+
+
+def _stages_without(trace: Trace, found: Sequence[MemoryPeak]) -> Iterator[Stage]:
+    """Yield the stages of a run, but for its setup, that contain none of some moments."""
+    spans = stage_spans(trace)
+    for stage in dict.fromkeys(span.stage for span in spans if span.stage is not Stage.SETUP):
+        own = [span for span in spans if span.stage is stage]
+        if not any(span.begin <= one.event < span.end for span in own for one in found):
+            yield stage
 
 
 def _at(trace: Trace, line: Timeline, event: int) -> MemoryPeak:

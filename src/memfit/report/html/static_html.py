@@ -11,6 +11,7 @@ from memfit.report.html.payload import Payload
 from memfit.report.html.texts import PageTexts
 from memfit.report.terminal.advice import NONE, heading, needs, outcome
 from memfit.report.terminal.ranks import RANK_HEADINGS, byte_range, listed, rank_place
+from memfit.report.terminal.run_stages import STAGE_HEADINGS, stage_place, stage_remarks
 from memfit.report.terminal.summary import MACHINES, growth, in_words, subject, untried, verdict
 from memfit.units import GIB, MIB, format_bytes, format_gib, unit_for
 
@@ -151,6 +152,28 @@ def ranks(result: DryRun, words: PageTexts) -> str:
         '<table class="ledger ranks"><caption>Every rank; the rest of this page is about rank '
         f"{result.ranks[0].rank}</caption><thead><tr>{heads}</tr></thead>"
         f"<tbody>{''.join(rows)}</tbody></table>"
+    )
+
+
+def stages(result: DryRun, words: PageTexts) -> str:
+    """Return the table of a run's stages, as the terminal shows it; empty if they are not told apart."""
+    if not result.stages:
+        return ""
+    unit = unit_for(result.peak_reserved)
+    heads = "".join(f'<th scope="col">{heading}</th>' for heading in STAGE_HEADINGS)
+    rows = []
+    for use in result.stages:
+        kind = " class=total" if use is result.worst_stage else ""
+        sizes = (use.allocated, use.process.bytes)
+        rows.append(
+            f'<tr{kind}><th scope="row">{escape(use.name)}</th><td>{use.times:,}</td>'
+            + "".join(f'<td data-bytes="{size}">{unit.format(size)}</td>' for size in sizes)
+            + f'<td><span class="long">{_text(words, stage_place(use))}</span></td></tr>'
+        )
+    below = "".join(f"<p>{_text(words, text)}</p>" for text in stage_remarks(result))
+    return (
+        '<table class="ledger stages"><caption>Stages of the run</caption>'
+        f"<thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>{below}"
     )
 
 
