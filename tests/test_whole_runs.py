@@ -69,6 +69,7 @@ def test_where_memory_runs_out_the_stage_is_named_with_module_and_line(dry_run, 
     assert [stage["name"] for stage in run.answer["stages"] if stage["ran_out"]] == [mistake]
     assert re.search(rf"Ran out in: {mistake} · .*{line}", run.out)
     assert bool(run.answer["out_of_memory"]["module"]) is module
+    assert ("run it under torch.no_grad()" in run.out) is (mistake == "evaluation")
 
 
 def test_a_script_is_run_again_as_it_resumes(dry_run):
@@ -153,6 +154,7 @@ def test_ctrl_c_ends_a_whole_run_and_leaves_nothing_behind(tmp_path):
     [
         (("--whole", "--to-end"), "leave out --steps and --to-end"),
         (("--whole", "--steps", "5"), "leave out --steps and --to-end"),
+        (("--whole", "--advise"), "names the stage"),
         (("--batches", "5"), "add --whole"),
         (("--whole", "--batches", "0"), "at least 1"),
         (("--resume-with", "--resume"), "add --whole"),

@@ -21,6 +21,7 @@ LETTERS = {
     "v": (MarkKind.EVALUATION, Untrained.EVALUATES),
     "m": (MarkKind.EVALUATION, Untrained.EVAL_MODE),
     "n": (MarkKind.EVALUATION, Untrained.NO_GRADIENTS),
+    "p": (MarkKind.EVALUATION, Untrained.NO_PARAMETERS),
     "w": (MarkKind.BACKWARD, 0),
     "s": (MarkKind.TRAINING_STEP, 0),
     "d": (MarkKind.SAVE, 0),
@@ -73,6 +74,12 @@ def stages_of(marks):
         ("Bfvlfws", "VVVLTTT"),
         ("bbfwsb", "TTTTTT"),  # batches that the script skips
         ("fnfn", "VVVV"),  # inference
+        ("bffpwsBfmfpBfmfpEbffpws", "TTTTTTVVVVVVVVVVVTTTTTT"),  # with the module of a loss
+        ("bffpwsBfmfpBfm", "TTTTTTVVVVVVVV"),  # memory ran out
+        ("bfwseBfBf", "TTTTTVVVV"),
+        ("bfwsebf", "TTTTTTT"),
+        ("bfBfwsbfBfwseE", "TTTTTTTTTTTTTT"),  # two loaders side by side
+        ("bfwsBfBfbfws", "TTTTVVVVTTTT"),  # an evaluation that is broken off
     ],
 )
 def test_stages_follow_from_marks(marks, stages):

@@ -7,6 +7,7 @@ A passage begins with a forward, or with the batch that it is passed. Whether it
 comes later: a backward through it, or none before the next batch.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -83,6 +84,16 @@ def _use(
         ran_out=bool(own[failed_allocations(trace)].any()) and not len(caught_failures(trace)),
         leaves=leaves,
         leaves_line=leaves_line,
+        gradients=stage is Stage.EVALUATION and _records_gradients(trace.marks),
+    )
+
+
+def _records_gradients(marks: Sequence[Mark]) -> bool:
+    """Return whether a forward of an evaluation does."""
+    stages = _stages_of_passages(marks)
+    return any(
+        passage.kind in (None, Untrained.EVAL_MODE) and stages[passage.begin] is Stage.EVALUATION
+        for passage in _passages(marks)[0]
     )
 
 
@@ -185,6 +196,7 @@ def _passages(marks: Sequence[Mark]) -> tuple[list[_Passage], set[int], set[int]
     ended: set[int] = set()
     open_loops: dict[int, int] = {}  # loader -> its pass, the one read last at the end
     loops = 0
+    since_backward: Counter[int] = Counter()  # batches of each pass
     batch: int | None = None  # a batch that no forward has been passed
     for index, mark in enumerate(marks):
         current = next(reversed(open_loops.values()), -1)
@@ -193,6 +205,7 @@ def _passages(marks: Sequence[Mark]) -> tuple[list[_Passage], set[int], set[int]
                 open_loops[mark.index] = loops
                 loops += 1
             open_loops[mark.index] = open_loops.pop(mark.index)
+            since_backward[open_loops[mark.index]] += 1
             batch = index if batch is None else batch
         elif mark.kind is MarkKind.LOADER_END:
             ended.add(open_loops.pop(mark.index, -1))
@@ -201,10 +214,17 @@ def _passages(marks: Sequence[Mark]) -> tuple[list[_Passage], set[int], set[int]
             passages.append(_Passage(index if batch is None else batch, index, current))
             batch = None
         elif mark.kind is MarkKind.EVALUATION and passages:
-            passages[-1].kind = mark.index
+            if mark.index != Untrained.NO_PARAMETERS:
+                passages[-1].kind = mark.index
+            elif passages[-1].begin == passages[-1].forward:  # it is part of the one before
+                passages.pop()
         elif mark.kind is MarkKind.BACKWARD and passages:
             passages[-1].trains = True
-            trained.add(current)
+            # Loaders may be read side by side. One of which more was read was broken off.
+            trained |= {current, *(loop for loop, count in since_backward.items() if count == 1)}
+            since_backward.clear()
+    batches = Counter(passage.loop for passage in passages if passage.begin != passage.forward)
+    ended |= {loop for loop in open_loops.values() if batches[loop] > 1}  # or the script failed in them
     _look_ahead(passages, marks)
     return passages, trained, ended - {-1}
 

@@ -147,9 +147,9 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     expect_script("dry-run", command, {"--json": json, "-o": output, "--html": html})
     launched, nproc, nnodes = launched_job(command, nproc, nnodes, module=module)
     command, module = launched.command, launched.module
-    _expect_one_length(steps, batches, seconds, to_end=to_end, whole=whole)
-    if resume_with is not None and (not whole or advise):
-        raise UsageError("--resume-with runs a whole script twice: add --whole, and leave out --advise.")
+    _expect_one_length(steps, batches, seconds, to_end=to_end, whole=whole, advise=advise)
+    if resume_with is not None and not whole:
+        raise UsageError("--resume-with runs a whole script twice: add --whole.")
     if all_ranks and rank:
         raise UsageError("--rank is one rank, and --all-ranks is all of them: give one of the two.")
     stands_for = Rank(rank=rank, nproc=nproc, nnodes=nnodes)
@@ -221,7 +221,9 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     return exit_code(run.result, fail=fail or failed)
 
 
-def _expect_one_length(steps: int, batches: int, seconds: float, *, to_end: bool, whole: bool) -> None:
+def _expect_one_length(
+    steps: int, batches: int, seconds: float, *, to_end: bool, whole: bool, advise: bool
+) -> None:
     """Check that the options which say how long the script runs do not contradict each other.
 
     Raises:
@@ -229,6 +231,11 @@ def _expect_one_length(steps: int, batches: int, seconds: float, *, to_end: bool
     """
     if whole and (to_end or steps != STEPS):
         raise UsageError("--whole runs the script to its end, but shorter: leave out --steps and --to-end.")
+    if whole and advise:
+        raise UsageError(
+            "--advise lowers the peak of training steps. Run --whole first, which names the stage that needs "
+            "most, and then --advise without --whole."
+        )
     if not whole and (batches != BATCHES or seconds != SECONDS):
         raise UsageError("--batches and --seconds shorten a whole run: add --whole.")
     if batches < 1 or not seconds > 0:

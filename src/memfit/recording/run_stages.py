@@ -61,10 +61,14 @@ class RunStageMarks:
 
     def enter_root(self, module: torch.nn.Module) -> None:
         """Mark a forward of an outermost module that may be part of an evaluation."""
-        gradients = torch.is_grad_enabled()
-        if not self._wanted or (gradients and module.training):
+        if not self._wanted:
             return
-        if module.training or not self._is_trained(module):
+        gradients = torch.is_grad_enabled()
+        if next(module.parameters(), None) is None:
+            kind = Untrained.NO_PARAMETERS
+        elif gradients and module.training:
+            return
+        elif module.training or not self._is_trained(module):
             kind = Untrained.NO_GRADIENTS
         else:
             kind = Untrained.EVAL_MODE if gradients else Untrained.EVALUATES

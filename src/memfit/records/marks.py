@@ -25,7 +25,7 @@ class MarkKind(StrEnum):
 
 
 class Untrained(IntEnum):
-    """Why a forward may be part of an evaluation."""
+    """Why a forward may be part of an evaluation, or says nothing about it."""
 
     EVALUATES = 0
     """An optimizer has parameters of the module, which is in eval mode and records no gradients."""
@@ -33,6 +33,8 @@ class Untrained(IntEnum):
     """The same, but it records gradients: a network may also be trained in eval mode."""
     NO_GRADIENTS = 2
     """It records none, or no optimizer has its parameters: an average, a teacher, or a roll-out."""
+    NO_PARAMETERS = 3
+    """It has no parameters: a loss or a metric, which belongs to the forward before it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,8 @@ class StageUse:
     any time that it was entered. 0 for setup, loading and training, which are to leave something."""
     leaves_line: str
     """``file:line`` that allocated most of them; empty if there are none."""
+    gradients: bool = False
+    """Whether it is an evaluation with forwards that record gradients, and so keep activations."""
     resumed: bool = False
     """Whether this is a stage of the run that resumed from what the first one had written."""
 

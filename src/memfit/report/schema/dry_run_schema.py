@@ -159,6 +159,8 @@ class StageJson(msgspec.Struct, frozen=True):
     """Bytes that it allocated and that the script still held at the end of a later training step."""
     leaves_line: str
     """``file:line`` that allocated most of them; empty if there are none."""
+    gradients: bool
+    """Whether it is an evaluation with forwards that record gradients, and so keep activations."""
     resumed: bool
     """Whether it is a stage of the run that --resume-with asks for."""
 
@@ -294,6 +296,7 @@ def _stage(use: StageUse) -> StageJson:
         use.ran_out,
         use.leaves,
         use.leaves_line,
+        use.gradients,
         use.resumed,
     )
 

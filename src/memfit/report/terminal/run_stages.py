@@ -14,6 +14,7 @@ _LEFT = MIB
 """Bytes left behind from which on they are worth a line: PyTorch rounds up small tensors."""
 
 
+_SHORTENED = "Shortened:"
 STAGE_HEADINGS = "stage", "times", "allocated", "process", "most allocated in"
 
 
@@ -50,17 +51,23 @@ def stage_place(use: StageUse) -> str:
 
 
 def stage_lines(result: DryRun) -> Iterator[Text]:
-    """Yield what stages leave behind, and what was shortened."""
-    leaves = sum(use.leaves >= _LEFT for use in result.stages)
-    for number, text in enumerate(stage_remarks(result)):
-        yield Text(escaped(text), style="yellow" if number < leaves else "dim")
+    """Yield what is amiss in stages, and what was shortened."""
+    for text in stage_remarks(result):
+        shortens = text.startswith(_SHORTENED)
+        yield Text(escaped(text), style="dim" if shortens else "yellow")
 
 
 def stage_remarks(result: DryRun) -> Iterator[str]:
-    """Yield what stages leave behind, and what was shortened, as it is in the trace."""
-    yield from (_leaves(use) for use in result.stages if use.leaves >= _LEFT)
+    """Yield what is amiss in stages, and what was shortened; file names are as in the trace."""
+    for use in result.stages:
+        if use.gradients:
+            yield (
+                f"The {use.name} records gradients, and so keeps activations: run it under torch.no_grad()."
+            )
+        if use.leaves >= _LEFT:
+            yield _leaves(use)
     if result.shortened:
-        yield f"Shortened: {'; '.join(map(_shortened, result.shortened))}."
+        yield f"{_SHORTENED} {'; '.join(map(_shortened, result.shortened))}."
 
 
 def _leaves(use: StageUse) -> str:

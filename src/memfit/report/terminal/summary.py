@@ -277,7 +277,7 @@ def _remarks(result: DryRun, failure: OutOfMemory, *, hints: bool) -> Iterator[s
         why = "a second run, with unlimited memory, did not complete."
         why = escaped(_first_line(end.exception)) if end.reason == "refused" else why
         yield f"How much memory the script needs in total is unknown: {why}"
-    if hints and result.advice is None:
+    if hints and result.advice is None and not result.stages:
         run = "run again" if result.device.machine is Machine.GHOST else "use memfit dry-run"
         yield f"To find changes that make the script fit, {run} with --advise."
 
