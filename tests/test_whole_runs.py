@@ -164,3 +164,22 @@ def test_options_that_contradict_each_other_are_refused(dry_run, options, why):
     run = dry_run("", options=options)
     assert run.code == 2
     assert why in run.err.replace("\n", " ")
+
+
+def test_pinned_host_memory_has_a_row_of_its_own(dry_run):
+    script = """
+        import torch
+        from torch.utils.data import DataLoader, TensorDataset
+        loader = DataLoader(TensorDataset(torch.ones(64, 1 << 18)), 16, pin_memory=True)
+        model = torch.nn.Linear(1 << 18, 1).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        for (x,) in loader:
+            model(x.cuda(non_blocking=True)).sum().backward()
+            optimizer.step()
+        print(torch.cuda.host_memory_stats()["allocated_bytes.peak"])
+    """
+    run = dry_run(script, options=("--to-end",))
+    pinned = run.answer["pinned"]
+    assert run.out.splitlines()[0] == str(pinned["bytes"])
+    assert pinned["bytes"] >= 16 * (1 << 18) * 4
+    assert f"Pinned host memory: {pinned['bytes'] / 2**20:.1f} MiB (assumed" in run.out

@@ -31,6 +31,7 @@ from memfit.records import (
     Figure,
     GroupBy,
     Growth,
+    Machine,
     MarkKind,
     Note,
     OutOfMemory,
@@ -103,9 +104,19 @@ def summarize_attributed(trace: Trace, line: Timeline, attribution: Attribution)
         children=trace.children,
         bounds=bounds,
         rank=trace.rank,
+        pinned=_pinned(trace),
         stages=stage_uses(trace, line),
         shortened=trace.shortened,
     )
+
+
+def _pinned(trace: Trace) -> Figure | None:
+    """Return the pinned host memory: on a card, copies that take longer may need more blocks."""
+    if not trace.pinned:
+        return None
+    if trace.device.machine is Machine.CARD:
+        return Figure(trace.pinned, Provenance.MEASURED, "torch.cuda.host_memory_stats")
+    return Figure(trace.pinned, Provenance.ASSUMED, "if copies are done when the next block is needed")
 
 
 def _reserved(trace: Trace, line: Timeline) -> int:

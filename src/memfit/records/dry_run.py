@@ -160,6 +160,8 @@ class DryRun:
     """Every role of the job's ranks, if memfit ran them all: one that failed first, then the one that needs
     most. The rest of the result is of the first."""
 
+    pinned: Figure | None = None
+    """Most bytes of host memory that PyTorch's allocator pinned, beside those of the device; None if none."""
     stages: tuple[StageUse, ...] = ()
     """The stages of the script's life, in the order in which it enters them; empty for a run that was ended
     after a few training steps."""

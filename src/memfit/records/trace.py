@@ -318,6 +318,8 @@ class Trace:
     """The batch size of the script's loader; None if it used none."""
     rank: JobRank | None = None
     """None for a script that ran as one process."""
+    pinned: int = 0
+    """Most bytes of host memory that PyTorch's allocator pinned."""
     shortened: tuple[Shortened, ...] = ()
     """What memfit made shorter than the script has it, in the order in which the script met it."""
 

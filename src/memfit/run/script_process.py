@@ -344,6 +344,7 @@ class ScriptProcess:
             return None  # another process writes it; this one may record itself
         if self._recorder is None or not self._uses_cuda():
             return None
+        from memfit.recording.pinned_memory import pinned_peak
         from memfit.versions import versions
 
         if end.stopped:
@@ -362,6 +363,7 @@ class ScriptProcess:
             loader=self._loader or self._loaders.last,
             children=children,
             rank=traced_rank(job, os.environ),
+            pinned=pinned_peak(),
             shortened=self._short.shortened if self._short is not None else (),
         )
 

@@ -108,6 +108,7 @@ class _Header(_Signature, kw_only=True):
     options: tuple[ScriptOption, ...] = ()
     loader: LoaderBatchSize | None = None
     rank: JobRank | None = None
+    pinned: int = 0
     shortened: tuple[Shortened, ...] = ()
 
 
@@ -348,6 +349,7 @@ def _faults(trace: Trace) -> Iterator[str]:
         "the rank": (
             [trace.rank.rank if trace.rank else 0], 0, trace.rank.world_size - 1 if trace.rank else 0,
         ),
+        "the pinned bytes": ([trace.pinned], 0, _MAX_INTEGER),
         "the exit code": ([trace.end.exit_code], -_MAX_INTEGER, _MAX_INTEGER),
     }  # fmt: skip
     for what, (values, low, high) in numbers.items():

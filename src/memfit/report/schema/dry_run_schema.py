@@ -220,6 +220,8 @@ class DryRunJson(msgspec.Struct, frozen=True):
     ranks: tuple[RankJson, ...]
     """With --all-ranks: every role of the job's ranks, one that failed first, then the one that needs most.
     The rest of the result is of the first. Otherwise empty."""
+    pinned: Figure | None
+    """Most bytes of host memory that PyTorch's allocator pinned, beside those of the device. Null if none."""
     stages: tuple[StageJson, ...]
     """With --whole or --to-end: the stages of the script's life, in the order in which it enters them."""
     shortened: tuple[ShortenedJson, ...]
@@ -265,6 +267,7 @@ def public_dry_run(result: DryRun) -> DryRunJson:
         range=result.range,
         rank=result.rank,
         ranks=tuple(_rank(role) for role in result.ranks),
+        pinned=result.pinned,
         stages=tuple(map(_stage, result.stages)),
         shortened=tuple(ShortenedJson(each.where, each.to, each.of) for each in result.shortened),
         untried=None if result.untried is None else ScriptEndJson(*astuple(result.untried)),

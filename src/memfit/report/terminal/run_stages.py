@@ -18,7 +18,15 @@ _SHORTENED = "Shortened:"
 STAGE_HEADINGS = "stage", "times", "allocated", "process", "most allocated in"
 
 
-def stage_table(result: DryRun) -> Table:
+def stage_parts(result: DryRun) -> Iterator[Table | Text]:
+    """Yield the table of stages, what is amiss in them, what was shortened, and an empty line."""
+    if result.stages:
+        yield _table(result)
+        yield from _lines(result)
+        yield Text()
+
+
+def _table(result: DryRun) -> Table:
     """Return a row for each stage, the worst one in bold."""
     unit = unit_for(result.peak_reserved)
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
@@ -50,7 +58,7 @@ def stage_place(use: StageUse) -> str:
     return "ran out of memory: " * use.ran_out + " · ".join(part for part in parts if part)
 
 
-def stage_lines(result: DryRun) -> Iterator[Text]:
+def _lines(result: DryRun) -> Iterator[Text]:
     """Yield what is amiss in stages, and what was shortened."""
     for text in stage_remarks(result):
         shortens = text.startswith(_SHORTENED)

@@ -11,7 +11,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memfit.records import ChildProcess, DryRun, Machine, OutOfMemory, ScriptEnd, ScriptLocation
+from memfit.records import (
+    ChildProcess,
+    DryRun,
+    Machine,
+    OutOfMemory,
+    Provenance,
+    ScriptEnd,
+    ScriptLocation,
+)
 from memfit.records.targets import typed
 from memfit.report.escape import escaped
 from memfit.report.printable import Printable
@@ -19,7 +27,7 @@ from memfit.report.short_path import short_path
 from memfit.report.terminal.advice import advice_lines, steps_in_words
 from memfit.report.terminal.notes import note_lines
 from memfit.report.terminal.ranks import range_line, rank_table
-from memfit.report.terminal.run_stages import stage_lines, stage_table
+from memfit.report.terminal.run_stages import stage_parts
 from memfit.units import MIB, format_bytes, format_gib, unit_for
 from memfit.user_frame import innermost_line
 
@@ -61,17 +69,12 @@ def print_summary(result: DryRun, console: Console, *, hints: bool = True, notes
         console.print(rank_table(result.ranks))
         console.print()
         console.print(f"Rank {result.ranks[0].rank}:")
-    if result.stages:
-        console.print(stage_table(result))
-        for line in stage_lines(result):
-            console.print(line)
-        console.print()
+    for part in stage_parts(result):
+        console.print(part)
     console.print(_peak(result))
     console.print(_table(result, console.width))
-    if result.range is not None:
-        console.print(range_line(result.range))
-    if (grown := growth(result)).plain:
-        console.print(grown)
+    for line in _below_table(result):
+        console.print(line)
     for line in note_lines(result, full=notes, hints=hints):
         console.print(line)
     if result.advice is not None:
@@ -318,6 +321,17 @@ def in_words(place: ScriptLocation) -> str:
 
 def _peak(result: DryRun) -> Text:
     return Text(f"Peak in: {_stage(result)}{in_words(result.peak_place)}")
+
+
+def _below_table(result: DryRun) -> Iterator[Text | str]:
+    """Yield what the table's rows do not add up to: ranges, memory of the host, and growth."""
+    if result.range is not None:
+        yield range_line(result.range)
+    if (pinned := result.pinned) is not None:
+        why = f", {pinned.source}" * (pinned.provenance is not Provenance.MEASURED)
+        yield Text(f"Pinned host memory: {format_bytes(pinned.bytes)} ({pinned.provenance}{why}).")
+    if (grown := growth(result)).plain:
+        yield grown
 
 
 def _stage(result: DryRun) -> str:
