@@ -99,6 +99,38 @@ def test_a_stream_that_knows_its_length_is_as_long_as_its_pass(short):
     assert (len(loader), len(list(loader))) == (3, 3)
 
 
+class KeepsWorkers(DataLoader):
+    """As in detectors and timm: one iterator for all passes, over a sampler that never ends."""
+
+    def __init__(self, *args, **keywords):
+        super().__init__(*args, **keywords)
+        object.__setattr__(self, "batch_sampler", Endless(self.batch_sampler))
+        self.iterator = super().__iter__()
+
+    def __len__(self):
+        return len(self.batch_sampler.sampler)
+
+    def __iter__(self):
+        for _ in range(len(self)):
+            yield next(self.iterator)
+
+
+class Endless:
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+    def __iter__(self):
+        while True:
+            yield from self.sampler
+
+
+def test_a_loader_that_counts_its_batches_is_shorter_and_goes_on_where_it_was(short):
+    loader = KeepsWorkers(NUMBERS, 4)
+    assert [[batch[0].tolist()[0] for batch in loader] for _ in range(2)] == [[0, 4, 8], [12, 16, 20]]
+    assert len(loader) == 3
+    assert [(each.to, each.of) for each in short.shortened] == [(3, 10)]
+
+
 def test_each_is_reported_once_with_its_line(short):
     for _ in range(3):
         list(DataLoader(NUMBERS, 4))

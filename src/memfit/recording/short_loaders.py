@@ -29,6 +29,7 @@ class ShortLoaders:
         self._batches = batches
         self._hooks = InstalledHooks()
         self._created: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._measured: set[type] = set()  # classes whose lengths are shortened
         self._found: dict[Shortened, None] = {}  # each once: a script may create a loader for each pass
 
     @property
@@ -45,25 +46,52 @@ class ShortLoaders:
         sampler = loader._index_sampler.fget
 
         def index_sampler(self_: Any) -> Any:
-            return _First(sampler(self_), self._batches)
+            return sampler(self_) if _counts_batches(type(self_), loader) else self._first(sampler(self_))
 
         self._hooks.wrap(loader, "__init__", self._create)
         self._hooks.wrap(loader, "__len__", self._length)
         self._hooks.wrap(loader, "_get_iterator", self._begin)
         self._hooks.replace(loader, "_index_sampler", property(index_sampler))
+        self._measured = {loader}
+
+    def _first(self, sampler: Any) -> "_First":
+        return _First(sampler, self._batches)
 
     def _create(self, original: Callable[..., None], loader: Any, *args: Any, **kwargs: Any) -> None:
-        original(loader, *args, **kwargs)
         self._created[loader] = creator(sys._getframe(2))[0]
+        for kind in type(loader).__mro__:
+            if "__len__" in vars(kind) and kind not in self._measured:
+                self._measured.add(kind)
+                self._hooks.wrap(kind, "__len__", self._length)
+            if kind is sys.modules[_LOADERS].DataLoader:
+                break
+        original(loader, *args, **kwargs)
 
     def _length(self, original: Callable[..., int], loader: Any) -> int:
-        return min(original(loader), self._batches)  # of an IterableDataset, which no sampler decides
+        # Of an IterableDataset, no sampler decides, and of a loader that counts batches, its own length.
+        full = original(loader)
+        if full > self._batches and not isinstance(loader._index_sampler, _First):
+            self._note(loader, full)
+        return min(full, self._batches)
 
     def _begin(self, original: Callable[..., Any], loader: Any) -> Any:
-        of = _full_length(loader)
-        if of is None or of > self._batches:
-            self._found[Shortened(self._created.get(loader, ""), self._batches, of)] = None
+        sampler = loader._index_sampler
+        if isinstance(sampler, _First):
+            full = _length_of(sampler.all)
+            if full is None or full > self._batches:
+                self._note(loader, full)
         return original(loader)
+
+    def _note(self, loader: Any, full: int | None) -> None:
+        self._found[Shortened(self._created.get(loader, ""), self._batches, full)] = None
+
+
+def _counts_batches(kind: type, loader: type) -> bool:
+    """Return whether a class of loaders counts the batches of a pass, as those do that keep their workers.
+
+    Its sampler never ends; a pass has as many batches as the loader is long.
+    """
+    return all(getattr(kind, name) is not getattr(loader, name) for name in ("__len__", "__iter__"))
 
 
 class _First:
@@ -84,9 +112,9 @@ class _First:
         return self._sampler
 
 
-def _full_length(loader: Any) -> int | None:
-    """Return how many batches a loader would have; None if it does not know."""
+def _length_of(sampler: Any) -> int | None:
+    """Return how many batches a sampler has; None if it does not know."""
     try:
-        return len(loader._index_sampler.all)
+        return len(sampler)
     except (TypeError, NotImplementedError):
         return None
