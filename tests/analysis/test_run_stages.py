@@ -8,7 +8,7 @@ from memfit.allocator.timeline import timeline
 from memfit.analysis.explanation import explain_trace
 from memfit.analysis.run_stages import stage_spans, stage_uses
 from memfit.errors import UsageError
-from memfit.records import Action, Mark, MarkKind, Stage, Untrained
+from memfit.records import Action, Category, Mark, MarkKind, Stage, Untrained
 from support.traces import BASE, freed, trace_of
 
 SIZE = 1 << 21
@@ -80,6 +80,13 @@ def stages_of(marks):
         ("bfwsebf", "TTTTTTT"),
         ("bfBfwsbfBfwseE", "TTTTTTTTTTTTTT"),  # two loaders side by side
         ("bfwsBfBfbfws", "TTTTVVVVTTTT"),  # an evaluation that is broken off
+        ("bbfwsbfwsbefws", "TTTTTTTTTTTTTT"),  # accelerate reads one batch ahead
+        ("bbfwsBBfvBEfvdtbefws", "TTTTTVVVVVVVVSSTTTTT"),  # and the last after an evaluation
+        ("BBfvBEfvbbbbefwfwfws", "VVVVVVVVTTTTTTTTTTTT"),  # all batches of an update
+        ("bfwseBBfBfBEf", "TTTTTVVVVVVVV"),  # neither eval() nor no_grad()
+        ("bbeffws", "TTTTTTT"),
+        ("bbfwsbeBfvE", "TTTTTTTVVVV"),  # the script has skipped a batch, and is not ahead
+        ("bbfwsbedtfv", "TTTTTTTSSVV"),
     ],
 )
 def test_stages_follow_from_marks(marks, stages):
@@ -119,6 +126,12 @@ def test_each_stage_has_its_own_peak_and_what_it_leaves_behind(keeps):
     assert uses[Stage.EVALUATION].leaves == (SIZE if keeps else 0)
     assert uses[Stage.TRAINING].leaves == 0
     assert not uses[Stage.EVALUATION].ran_out
+
+
+def test_workspaces_are_not_left_behind():
+    trace = with_levels(keeps=True)
+    trace.events.category[2] = Category.WORKSPACE
+    assert not any(use.leaves for use in stage_uses(trace, timeline(trace)))
 
 
 def test_the_moment_of_a_stage_can_be_explained():

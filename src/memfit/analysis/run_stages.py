@@ -7,17 +7,30 @@ A passage begins with a forward, or with the batch that it is passed. Whether it
 comes later: a backward through it, or none before the next batch.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
 
+from memfit.analysis.loader_passes import LoaderPasses
 from memfit.analysis.location import least_certain, line_of, location_at, step_ends
 from memfit.analysis.overall_peak import answered_events, caught_failures, failed_allocations, highest
-from memfit.records import Action, Figure, Mark, MarkKind, Stage, StageUse, Timeline, Trace, Untrained, worst
+from memfit.records import (
+    Action,
+    Category,
+    Figure,
+    Mark,
+    MarkKind,
+    Stage,
+    StageUse,
+    Timeline,
+    Trace,
+    Untrained,
+    worst,
+)
 
 _BEGINS_PASSAGE = (MarkKind.BATCH, MarkKind.FORWARD)
 _ENDS_SAVING = (*_BEGINS_PASSAGE, MarkKind.LOADER_END, MarkKind.LOAD)
@@ -121,7 +134,7 @@ def stage_spans(trace: Trace) -> list[StageSpan]:
     if not any(mark.kind in (MarkKind.EVALUATION, MarkKind.BATCH) for mark in marks):
         return []
     begins = [(0, Stage.SETUP), *_stage_begins(marks, ran_out=trace.end.reason == "out of memory")]
-    begins = [next(group) for _, group in groupby(begins, key=lambda each: each[1])]
+    begins = [next(group) for _, group in itertools.groupby(begins, key=lambda each: each[1])]
     ends = [position for position, _ in begins[1:]] + [len(trace.events)]
     return [StageSpan(begin, end, stage) for (begin, stage), end in zip(begins, ends, strict=True)]
 
@@ -192,27 +205,15 @@ def _stages_of_passages(marks: Sequence[Mark]) -> dict[int, Stage]:
 def _passages(marks: Sequence[Mark]) -> tuple[list[_Passage], set[int], set[int]]:
     """Return the passages of a run, and which of its passes over loaders had a backward, and which ended."""
     passages: list[_Passage] = []
-    trained: set[int] = set()
-    ended: set[int] = set()
-    open_loops: dict[int, int] = {}  # loader -> its pass, the one read last at the end
-    loops = 0
-    since_backward: Counter[int] = Counter()  # batches of each pass
-    batch: int | None = None  # a batch that no forward has been passed
+    loops = LoaderPasses()
     for index, mark in enumerate(marks):
-        current = next(reversed(open_loops.values()), -1)
         if mark.kind is MarkKind.BATCH:
-            if mark.index not in open_loops:
-                open_loops[mark.index] = loops
-                loops += 1
-            open_loops[mark.index] = open_loops.pop(mark.index)
-            since_backward[open_loops[mark.index]] += 1
-            batch = index if batch is None else batch
+            loops.read(mark.index, index)
         elif mark.kind is MarkKind.LOADER_END:
-            ended.add(open_loops.pop(mark.index, -1))
-            batch = None
+            loops.end(mark.index)
         elif mark.kind is MarkKind.FORWARD:
-            passages.append(_Passage(index if batch is None else batch, index, current))
-            batch = None
+            loop = loops.current
+            passages.append(_Passage(loops.forward(index), index, loop))
         elif mark.kind is MarkKind.EVALUATION and passages:
             if mark.index != Untrained.NO_PARAMETERS:
                 passages[-1].kind = mark.index
@@ -220,13 +221,13 @@ def _passages(marks: Sequence[Mark]) -> tuple[list[_Passage], set[int], set[int]
                 passages.pop()
         elif mark.kind is MarkKind.BACKWARD and passages:
             passages[-1].trains = True
-            # Loaders may be read side by side. One of which more was read was broken off.
-            trained |= {current, *(loop for loop, count in since_backward.items() if count == 1)}
-            since_backward.clear()
+            loops.backward()
+        elif mark.kind in (MarkKind.SAVE, MarkKind.LOAD):
+            loops.checkpoint()
     batches = Counter(passage.loop for passage in passages if passage.begin != passage.forward)
-    ended |= {loop for loop in open_loops.values() if batches[loop] > 1}  # or the script failed in them
+    ended = loops.ended | {loop for loop in loops.open if batches[loop] > 1}  # or the script failed in them
     _look_ahead(passages, marks)
-    return passages, trained, ended - {-1}
+    return passages, loops.trained, ended
 
 
 def _look_ahead(passages: Sequence[_Passage], marks: Sequence[Mark]) -> None:
@@ -244,9 +245,12 @@ def _look_ahead(passages: Sequence[_Passage], marks: Sequence[Mark]) -> None:
 
 
 def _left(trace: Trace, line: Timeline, spans: Sequence[StageSpan]) -> tuple[int, str]:
-    """Return the most bytes that one span leaves behind, and the line that allocated most of them."""
+    """Return the most bytes that one span leaves behind, and the line that allocated most of them.
+
+    PyTorch keeps workspaces for the steps that follow: they are not counted.
+    """
     ends = step_ends(trace)
-    born = trace.events.action == Action.ALLOC
+    born = (trace.events.action == Action.ALLOC) & (trace.events.category != Category.WORKSPACE)
     most, where = 0, ""
     for span in spans:
         later = int(np.searchsorted(ends, span.end, side="right"))
