@@ -34,16 +34,29 @@ def main():
     parser.add_argument("--model", choices=["bert", "gpt2"], default="bert")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--sequence-length", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--heads", type=int, default=12, help="of 64 features each")
+    parser.add_argument("--samples", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--evaluate", action="store_true", help="and save, after each epoch")
     args = parser.parse_args()
 
     set_seed(0)
     if args.model == "bert":
-        model, classes = BertForSequenceClassification(BertConfig()), 2
+        config = BertConfig(
+            num_hidden_layers=args.layers,
+            num_attention_heads=args.heads,
+            hidden_size=64 * args.heads,
+            intermediate_size=256 * args.heads,
+        )
+        model, classes = BertForSequenceClassification(config), 2
     else:
-        model, classes = GPT2LMHeadModel(GPT2Config()), 0
-    dataset = RandomSentences(1000, args.sequence_length, model.config.vocab_size, classes=classes)
+        config = GPT2Config(n_layer=args.layers, n_head=args.heads, n_embd=64 * args.heads)
+        model, classes = GPT2LMHeadModel(config), 0
+
+    def sentences(samples):
+        return RandomSentences(samples, args.sequence_length, model.config.vocab_size, classes=classes)
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
@@ -51,14 +64,17 @@ def main():
             args=TrainingArguments(
                 output_dir=folder,
                 per_device_train_batch_size=args.batch_size,
+                per_device_eval_batch_size=4 * args.batch_size,
                 max_steps=args.steps,
                 learning_rate=5e-5,
                 bf16=args.bf16,
                 logging_steps=1,
-                save_strategy="no",
+                eval_strategy="epoch" if args.evaluate else "no",
+                save_strategy="epoch" if args.evaluate else "no",
                 report_to="none",
             ),
-            train_dataset=dataset,
+            train_dataset=sentences(args.samples),
+            eval_dataset=sentences(4 * args.samples) if args.evaluate else None,
         )
         trainer.train()
 

@@ -252,7 +252,12 @@ class Shortened:
     to: int
     """Batches of each pass over a loader, or the value of the option."""
     of: int | None
-    """What the script has; None for a loader that does not know its length."""
+    """What the script has; None for a loader that does not know its length, or an option that is no limit."""
+
+    @property
+    def is_option(self) -> bool:
+        """Whether it is the option of a trainer, not a loader."""
+        return bool(self.where) and ":" not in self.where
 
 
 @dataclass(frozen=True, slots=True)

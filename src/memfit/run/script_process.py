@@ -12,6 +12,7 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -27,6 +28,7 @@ from memfit.recording.evaluations import Evaluations
 from memfit.recording.loader_batch_size import LoaderBatchSizes
 from memfit.recording.script_options import ScriptOptions
 from memfit.recording.short_loaders import ShortLoaders
+from memfit.recording.short_trainers import ShortTrainers
 from memfit.records import Provenance, ScriptEnd
 from memfit.run.backend import Backend
 from memfit.run.child_record import ChildRecord, record_failing_fork
@@ -87,10 +89,11 @@ class ScriptProcess:
         self._evaluations = Evaluations()
         self._leaving: set[int] = set()  # threads that have called os._exit
         self.standby: StandbyFork | None = None
-        self._short: ShortLoaders | None = None
-        if settings.options.batches is not None:
-            self._short = ShortLoaders(settings.options.batches)
-            self._short.install()
+        self._short: tuple[ShortLoaders | ShortTrainers, ...] = ()
+        if (batches := settings.options.batches) is not None:
+            self._short = (ShortLoaders(batches), ShortTrainers(batches))
+            for each in self._short:
+                each.install()
         self._options.install()
         self._loaders.install()
 
@@ -364,7 +367,7 @@ class ScriptProcess:
             children=children,
             rank=traced_rank(job, os.environ),
             pinned=pinned_peak(),
-            shortened=self._short.shortened if self._short is not None else (),
+            shortened=tuple(chain.from_iterable(each.shortened for each in self._short)),
         )
 
     def _save(self, trace: "Trace") -> str:

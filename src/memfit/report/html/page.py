@@ -77,7 +77,7 @@ def _without_source(summary: DryRun) -> DryRun:
             replace(use, place=use.place and replace(use.place, line=""), leaves_line="")
             for use in summary.stages
         ),
-        shortened=tuple(replace(each, where="") for each in summary.shortened),
+        shortened=tuple(each if each.is_option else replace(each, where="") for each in summary.shortened),
         end=replace(summary.end, where=""),
         notes=tuple(replace(note, where="") for note in summary.notes),
     )

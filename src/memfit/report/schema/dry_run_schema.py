@@ -171,7 +171,7 @@ class ShortenedJson(msgspec.Struct, frozen=True):
     where: str
     to: int
     of: int | None
-    """Null for a loader that does not know its length."""
+    """Null for a loader that does not know its length, or an option that is no limit."""
 
 
 class DryRunJson(msgspec.Struct, frozen=True):

@@ -84,5 +84,8 @@ def _leaves(use: StageUse) -> str:
 
 
 def _shortened(each: Shortened) -> str:
+    if each.is_option:
+        of = f"{each.of:,}" if each.of is not None else "no limit"
+        return f"{each.where} {each.to:,} of {of}"
     of = f"{each.of:,}" if each.of is not None else "an unknown number of"
     return f"{each.to:,} of {of} batches ({short_path(each.where) or 'a loader of a library'})"
