@@ -57,6 +57,7 @@ TO_THE_END = [
     Example("inference.py", steps=None),
     Example("linear1024.py", steps=2),
     Example("llama7b.py", options=("--memory", "160GiB")),
+    Example("longest_batch.py", ("--sentences", "160"), steps=10),
     Example("lora.py", ("--steps", "3")),
     Example("lora.py", ("--steps", "3", "--four-bit")),
     Example("lstm.py", ("--steps", "3")),

@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 from memfit.errors import FileFormatError, OutputError, UsageError
 from memfit.records import (
     Action,
+    BatchSize,
     Category,
     DeviceUse,
     Events,
     Figure,
     Frame,
     Label,
+    LoaderScan,
     Mark,
     MarkKind,
     Note,
@@ -97,6 +99,18 @@ def traces(draw):
         expandable=st.booleans(),
         blocks=st.lists(blocks, max_size=3).map(tuple),
     )
+    sizes = st.builds(BatchSize, naturals, st.lists(naturals, max_size=2).map(tuple))
+    scans = st.builds(
+        LoaderScan,
+        st.text(),
+        naturals,
+        st.none() | naturals,
+        st.text(),
+        sizes,
+        sizes,
+        st.lists(sizes, max_size=3).map(tuple),
+        st.none() | naturals,
+    )
     texts = st.dictionaries(st.text(), st.text(), max_size=3)
     return Trace(
         events=events,
@@ -116,6 +130,7 @@ def traces(draw):
         ),
         pools=pools,
         tensors=tensors,
+        scans=tuple(draw(st.lists(scans, max_size=2))),
     )
 
 

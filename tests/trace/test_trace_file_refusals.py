@@ -57,6 +57,10 @@ def test_a_missing_file_a_folder_and_an_unreadable_file_are_refused(tmp_path, fi
     assert "Permission denied" in refused(file)
 
 
+SCAN = {"where": "", "seen": 2, "of": None, "ended": "pass", "served": [], "dimension": None}
+SCAN |= {name: {"bytes": 1, "shape": []} for name in ("largest", "median")}
+
+
 @pytest.mark.parametrize("content", [b"", b"PK\x05\x06", b"some text\n" * 100, b"\x80\x04}."])
 def test_files_of_other_formats_are_refused(tmp_path, content):
     path = tmp_path / "foreign"
@@ -149,6 +153,11 @@ def test_damaged_headers_are_refused(file, header):
         ({"options": [{"purpose": "batch size", "words": ["-b"], "value": -1}]}, "an option's value"),
         ({"options": [{"purpose": "lunch", "words": [], "value": 1}]}, "lunch"),
         ({"loader": {"size": 0, "line": ""}}, "the loader's batch size"),
+        ({"scans": [SCAN | {"of": -1}]}, "a scan's number"),
+        ({"scans": [SCAN | {"median": {"bytes": 1, "shape": [-1]}}]}, "a scan's number"),
+        ({"scans": [SCAN | {"served": [{"bytes": 10**30, "shape": []}]}]}, "a scan's number"),
+        ({"scans": [SCAN | {"ended": "x" * 5000}]}, "contains a text of 5,000 characters"),
+        ({"scans": [SCAN] * 1025}, "has 1,025 scans, but a trace can have at most 1,024."),
         ({"rank": {"rank": 0, "world_size": 1}}, "the number of ranks"),
         ({"rank": {"rank": 8, "world_size": 8}}, "the rank"),
         ({"rank": {"rank": -1, "world_size": 8}}, "the rank"),

@@ -13,6 +13,7 @@ from memfit.allocator.timeline import disagreement, timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import CATEGORY_NAMES, ROUNDING, breakdown_at, category_provenance
 from memfit.analysis.location import least_certain, line_of, location_at, step_ends, steps_before
+from memfit.analysis.longest_batch import longest_batches
 from memfit.analysis.overall_peak import (
     answered_events,
     caught_failures,
@@ -107,6 +108,7 @@ def summarize_attributed(trace: Trace, line: Timeline, attribution: Attribution)
         pinned=_pinned(trace),
         stages=stage_uses(trace, line),
         shortened=trace.shortened,
+        longest=longest_batches(trace, line),
     )
 
 

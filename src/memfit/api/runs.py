@@ -37,6 +37,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     steps: int | None = STEPS,
     batches: int | None = None,
     seconds: float | None = None,
+    scan: float | None = None,
     values: str = "",
     host_memory: bool = True,
     weights: bool = True,
@@ -69,6 +70,8 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         batches: end each pass over a ``DataLoader`` after so many batches: a whole run in a short time, with
             ``steps=None``. The result's ``stages`` have what training, evaluation and saving use.
         seconds: end the script after this time, where it next asks for a batch or calls a model.
+        scan: draw batches from each ``DataLoader`` for so many seconds before the script reads it, and give
+            the script the largest first. The result's ``longest`` says how the peak follows their size.
         values: what the ghost returns when the script reads a GPU value, see ``RunOptions.values``.
         host_memory: skip the filling of large CPU tensors, so that their pages take no host memory.
         weights: load the checkpoints that transformers' ``from_pretrained`` requests. Those missing from this
@@ -99,6 +102,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         steps=steps,
         batches=batches,
         seconds=seconds,
+        scan=scan,
         labels=labels,
         stdout_to_stderr=stdout_to_stderr,
         gpu=gpu,

@@ -26,7 +26,7 @@ from memfit.cli.options import (
 from memfit.devices import DEFAULT
 from memfit.errors import UsageError
 from memfit.planning.plan_file import read_plan
-from memfit.run.options import BATCHES, SECONDS, STEPS, RunOptions
+from memfit.run.options import BATCHES, LONGEST_STEPS, SCAN, SECONDS, STEPS, RunOptions
 from memfit.run.parent import Progress
 from memfit.run.rank import ALONE, Rank
 from memfit.run.started_by_torchrun import started_rank
@@ -46,12 +46,14 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     nnodes: Annotated[int, Parameter(group=TARGET)] = 1,
     rank: Annotated[int, Parameter(group=TARGET)] = 0,
     all_ranks: Annotated[bool, Parameter(negative="", group=TARGET)] = False,
-    steps: int = STEPS,
+    steps: int | None = None,
     to_end: Annotated[bool, Parameter(negative="")] = False,
     whole: Annotated[bool, Parameter(negative="")] = False,
     batches: int = BATCHES,
     seconds: float = SECONDS,
     resume_with: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
+    longest: Annotated[bool, Parameter(negative="")] = False,
+    scan: float = SCAN,
     output: Annotated[Path | None, Parameter(name=["-o", "--output"], group=OUTPUT)] = None,
     json: Annotated[str | None, Parameter(group=OUTPUT, allow_leading_hyphen=True)] = None,
     html: Annotated[Path | None, Parameter(group=OUTPUT)] = None,
@@ -96,7 +98,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         all_ranks: Run every process whose memory may differ, one after the other, and list what each holds.
             The rest of the result is of the one that needs most. Of many machines, memfit runs the first and
             the last, and others only as far as those two differ.
-        steps: Stop the script after this many training steps.
+        steps: Stop the script after this many training steps. By default, it is 3, and 4 with --longest.
         to_end: Let the script run to its end instead of stopping it. Each recorded allocation takes host
             memory, so a long run may need a lot of it.
         whole: Let the script run to its end with few batches: training, evaluation, saving, and whatever else
@@ -107,6 +109,10 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         resume_with: With --whole, run the script a second time with these further arguments, such as
             '--resume --epochs 4', so that it resumes from what it has just written. The result is of the run
             that needs most, with the stages of both.
+        longest: Find the batch that needs most, where batches differ. When the script first reads a
+            DataLoader, memfit draws batches from it and gives the script the largest one first, then one of
+            the median size and one between the two. The summary says how the peak follows the size.
+        scan: With --longest, draw batches for up to this many seconds from each DataLoader.
         output: Save the trace to this file, for example run.memfit. A trace holds every allocation of the
             run; memfit explain, diff, replay, allocator and pack read it. With --all-ranks, it is the trace
             of the rank that needs most; a name with {rank}, such as 'run-{rank}.memfit', keeps the trace of
@@ -148,6 +154,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     launched, nproc, nnodes = launched_job(command, nproc, nnodes, module=module)
     command, module = launched.command, launched.module
     _expect_one_length(steps, batches, seconds, to_end=to_end, whole=whole, advise=advise)
+    _expect_scan(scan, longest=longest)
     if resume_with is not None and not whole:
         raise UsageError("--resume-with runs a whole script twice: add --whole.")
     if all_ranks and rank:
@@ -165,9 +172,10 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     )
     options = RunOptions(
         module=module,
-        steps=None if to_end or whole else steps,
+        steps=None if to_end or whole else _or_default(steps, longest=longest),
         batches=batches if whole else None,
         seconds=seconds if whole else None,
+        scan=scan if longest else None,
         labels=labels,
         stdout_to_stderr=json == "-",
         gpu=gpu,
@@ -221,15 +229,22 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     return exit_code(run.result, fail=fail or failed)
 
 
+def _or_default(steps: int | None, *, longest: bool) -> int:
+    """Return after how many training steps the script is stopped."""
+    if steps is not None:
+        return steps
+    return LONGEST_STEPS if longest else STEPS
+
+
 def _expect_one_length(
-    steps: int, batches: int, seconds: float, *, to_end: bool, whole: bool, advise: bool
+    steps: int | None, batches: int, seconds: float, *, to_end: bool, whole: bool, advise: bool
 ) -> None:
     """Check that the options which say how long the script runs do not contradict each other.
 
     Raises:
         UsageError: they do.
     """
-    if whole and (to_end or steps != STEPS):
+    if whole and (to_end or steps is not None):
         raise UsageError("--whole runs the script to its end, but shorter: leave out --steps and --to-end.")
     if whole and advise:
         raise UsageError(
@@ -240,6 +255,18 @@ def _expect_one_length(
         raise UsageError("--batches and --seconds shorten a whole run: add --whole.")
     if batches < 1 or not seconds > 0:
         raise UsageError("--batches must be at least 1, and --seconds more than 0.")
+
+
+def _expect_scan(scan: float, *, longest: bool) -> None:
+    """Check the time for which memfit looks through batches.
+
+    Raises:
+        UsageError: it is not positive, or --longest is missing.
+    """
+    if not longest and scan != SCAN:
+        raise UsageError("--scan is the time in which --longest looks through batches: add --longest.")
+    if not scan > 0:
+        raise UsageError("--scan must be more than 0.")
 
 
 def _show_nothing(_: Progress) -> None:

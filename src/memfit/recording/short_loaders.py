@@ -8,6 +8,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from memfit.ghost.patching.after_import import after_import
@@ -26,7 +27,9 @@ class ShortLoaders:
     """
 
     def __init__(self, batches: int) -> None:
-        self._batches = batches
+        self.batches = batches
+        """Of each pass, at most."""
+        self._whole = False
         self._hooks = InstalledHooks()
         self._created: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._measured: set[type] = set()  # classes whose lengths are shortened
@@ -46,7 +49,9 @@ class ShortLoaders:
         sampler = loader._index_sampler.fget
 
         def index_sampler(self_: Any) -> Any:
-            return sampler(self_) if _counts_batches(type(self_), loader) else self._first(sampler(self_))
+            if self._whole or counts_batches(type(self_)):
+                return sampler(self_)
+            return _First(sampler(self_), self.batches)
 
         self._hooks.wrap(loader, "__init__", self._create)
         self._hooks.wrap(loader, "__len__", self._length)
@@ -54,8 +59,14 @@ class ShortLoaders:
         self._hooks.replace(loader, "_index_sampler", property(index_sampler))
         self._measured = {loader}
 
-    def _first(self, sampler: Any) -> "_First":
-        return _First(sampler, self._batches)
+    @contextmanager
+    def whole_passes(self) -> Iterator[None]:
+        """Let loaders be as long as the script has them within: those whose passes begin here stay so."""
+        self._whole = True
+        try:
+            yield
+        finally:
+            self._whole = False
 
     def _create(self, original: Callable[..., None], loader: Any, *args: Any, **kwargs: Any) -> None:
         self._created[loader] = creator(sys._getframe(2))[0]
@@ -70,27 +81,30 @@ class ShortLoaders:
     def _length(self, original: Callable[..., int], loader: Any) -> int:
         # Of an IterableDataset, no sampler decides, and of a loader that counts batches, its own length.
         full = original(loader)
-        if full > self._batches and not isinstance(loader._index_sampler, _First):
+        if self._whole:
+            return full
+        if full > self.batches and not isinstance(loader._index_sampler, _First):
             self._note(loader, full)
-        return min(full, self._batches)
+        return min(full, self.batches)
 
     def _begin(self, original: Callable[..., Any], loader: Any) -> Any:
         sampler = loader._index_sampler
         if isinstance(sampler, _First):
             full = _length_of(sampler.all)
-            if full is None or full > self._batches:
+            if full is None or full > self.batches:
                 self._note(loader, full)
         return original(loader)
 
     def _note(self, loader: Any, full: int | None) -> None:
-        self._found[Shortened(self._created.get(loader, ""), self._batches, full)] = None
+        self._found[Shortened(self._created.get(loader, ""), self.batches, full)] = None
 
 
-def _counts_batches(kind: type, loader: type) -> bool:
+def counts_batches(kind: type) -> bool:
     """Return whether a class of loaders counts the batches of a pass, as those do that keep their workers.
 
     Its sampler never ends; a pass has as many batches as the loader is long.
     """
+    loader = sys.modules[_LOADERS].DataLoader
     return all(getattr(kind, name) is not getattr(loader, name) for name in ("__len__", "__iter__"))
 
 

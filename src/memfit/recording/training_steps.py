@@ -125,6 +125,11 @@ class StepTracker:
         return self._backward_depth > 0
 
     @property
+    def backwards(self) -> int:
+        """Outermost backward passes that have ended."""
+        return self._backwards
+
+    @property
     def optimizers(self) -> tuple[Optimizer, ...]:
         """The optimizers that exist now."""
         return tuple(self._last_round)

@@ -34,6 +34,7 @@ from memfit.records.explanation import Explanation
 from memfit.records.fragmentation import Fragmentation, Hole, PinningBlock, ReservedBytes, ReservedMemoryUse
 from memfit.records.gpus_for import GpusFor
 from memfit.records.job_scaffold import JobObservation, JobScaffold, ObservedJob
+from memfit.records.longest_batch import BatchSize, LoaderScan, LongestBatch, MeasuredBatch
 from memfit.records.marks import Mark, MarkKind, Untrained
 from memfit.records.max_batch import BatchLimit, BatchRun, MaxBatch
 from memfit.records.memory_check import CheckedFigure, CheckVerdict, MemoryBaseline, MemoryCheck
@@ -90,6 +91,7 @@ __all__ = [
     "Attribution",
     "BatchLimit",
     "BatchRun",
+    "BatchSize",
     "Breakdown",
     "BreakdownRow",
     "ByteRange",
@@ -126,10 +128,13 @@ __all__ = [
     "Label",
     "LiveAllocation",
     "LoaderBatchSize",
+    "LoaderScan",
+    "LongestBatch",
     "Machine",
     "Mark",
     "MarkKind",
     "MaxBatch",
+    "MeasuredBatch",
     "MeasuredPeak",
     "MemoryBaseline",
     "MemoryCheck",

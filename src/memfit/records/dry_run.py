@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from memfit.records.longest_batch import LongestBatch
 from memfit.records.provenance import Figure, Note
 from memfit.records.run_stages import StageUse
 from memfit.records.trace import ChildProcess, DeviceUse, JobRank, ScriptEnd, ScriptLocation, Shortened
@@ -167,6 +168,8 @@ class DryRun:
     after a few training steps."""
     shortened: tuple[Shortened, ...] = ()
     """What memfit made shorter than the script has it."""
+    longest: tuple[LongestBatch, ...] = ()
+    """The loaders whose batches memfit looked through for the one that needs most."""
 
     @property
     def worst_stage(self) -> StageUse | None:

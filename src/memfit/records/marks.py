@@ -19,6 +19,7 @@ class MarkKind(StrEnum):
     SIZE_BOUND = "size bound"  # an operator's size, which depends on GPU values, is set to its upper bound
     EVALUATION = "evaluation"  # the outermost module just called is in eval mode, or records no gradients
     BATCH = "batch"  # the script asked a DataLoader for a batch
+    SERVED = "served batch"  # a DataLoader gives the script a batch that memfit has chosen
     LOADER_END = "loader end"  # a DataLoader had no more batches
     SAVE = "save"  # a state_dict was made, or written to a file
     LOAD = "load"  # a file with a state_dict was read
@@ -46,5 +47,6 @@ class Mark:
     index: int
     """For ``OPTIMIZER_STEP`` the optimizer; for ``MEM_POOL_GONE`` the pool, whose PyTorch id is (0, index);
     for ``SIZE_BOUND`` the note in ``Trace.notes``; for ``EVALUATION`` an ``Untrained``; for ``BATCH`` and
-    ``LOADER_END`` the loader, counted in the order in which they were first read; for ``SAVE`` whether a file
-    was written; otherwise the number of earlier marks of this kind."""
+    ``LOADER_END`` the loader, counted in the order in which they were first read; for ``SERVED`` 4 times the
+    scan in ``Trace.scans`` plus the batch in its ``served``, or plus 3 for the loader's own next batch; for
+    ``SAVE`` whether a file was written; otherwise the number of earlier marks of this kind."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING
 
+from memfit.records.longest_batch import LoaderScan  # noqa: TC001 - as below
 from memfit.records.marks import Mark  # noqa: TC001 - msgspec asks for the types of fields
 from memfit.records.provenance import Figure, Note, worst
 from memfit.records.script_options import LoaderBatchSize, ScriptOption  # noqa: TC001 - as above
@@ -327,6 +328,8 @@ class Trace:
     """Most bytes of host memory that PyTorch's allocator pinned."""
     shortened: tuple[Shortened, ...] = ()
     """What memfit made shorter than the script has it, in the order in which the script met it."""
+    scans: tuple[LoaderScan, ...] = ()
+    """The loaders whose batches memfit looked through, in the order in which the script first read them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,14 @@ BATCHES = 3
 """Batches of each pass over a loader in a dry run of a whole run."""
 SECONDS = 120.0
 """After which such a run is ended."""
+SCAN = 60.0
+"""For which the batches of a loader are looked through in a run with the longest batch."""
 STEPS = 3
 """Training steps of a run by default: the first creates the optimizer's state, the second shows the peak with
 that state, the third shows whether memory still grows."""
+LONGEST_STEPS = 4
+"""The same with the longest batch: the third and the fourth have smaller batches, which shows how the peak
+follows the size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +31,9 @@ class RunOptions:
     """End each pass over a ``DataLoader`` after so many batches; None for its own."""
     seconds: float | None = None
     """End the script after this time, where it next asks for a batch or calls a model; None for no limit."""
+    scan: float | None = None
+    """Look through the batches of each loader for so many seconds, and give the script the largest first;
+    None for the loader's own order."""
     labels: bool = True
     """Record modules and phases. The byte counts are the same either way."""
     stdout_to_stderr: bool = False

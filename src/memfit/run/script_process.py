@@ -12,7 +12,6 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -27,8 +26,6 @@ from memfit.ghost.present_ranks import PresentRanks
 from memfit.recording.evaluations import Evaluations
 from memfit.recording.loader_batch_size import LoaderBatchSizes
 from memfit.recording.script_options import ScriptOptions
-from memfit.recording.short_loaders import ShortLoaders
-from memfit.recording.short_trainers import ShortTrainers
 from memfit.records import Provenance, ScriptEnd
 from memfit.run.backend import Backend
 from memfit.run.child_record import ChildRecord, record_failing_fork
@@ -42,6 +39,7 @@ from memfit.run.process_end import at_process_end
 from memfit.run.process_tree import kill_descendants
 from memfit.run.rank import traced_rank
 from memfit.run.script import end_of, print_as_python_does, run_as_main
+from memfit.run.script_batches import ScriptBatches
 from memfit.run.script_threads import join_threads, noting_excepthook
 from memfit.run.started_ranks import StartedRanks
 from memfit.run.unfollowed import record_running
@@ -89,11 +87,8 @@ class ScriptProcess:
         self._evaluations = Evaluations()
         self._leaving: set[int] = set()  # threads that have called os._exit
         self.standby: StandbyFork | None = None
-        self._short: tuple[ShortLoaders | ShortTrainers, ...] = ()
-        if (batches := settings.options.batches) is not None:
-            self._short = (ShortLoaders(batches), ShortTrainers(batches))
-            for each in self._short:
-                each.install()
+        self._batches = ScriptBatches(settings.options, lambda: self._recorder)
+        self._batches.install()
         self._options.install()
         self._loaders.install()
 
@@ -367,7 +362,8 @@ class ScriptProcess:
             children=children,
             rank=traced_rank(job, os.environ),
             pinned=pinned_peak(),
-            shortened=tuple(chain.from_iterable(each.shortened for each in self._short)),
+            shortened=self._batches.shortened,
+            scans=self._batches.scans,
         )
 
     def _save(self, trace: "Trace") -> str:

@@ -1,7 +1,7 @@
 """Trace files (``.memfit``): a zip of one JSON header and one raw column per member.
 
-    header.json          format, version, and everything of a Trace that is not a column; marks of stages
-                         and what was shortened from version 6 on
+    header.json          format, version, and everything of a Trace that is not a column; marks of stages,
+                         what was shortened and scans from version 6 on
     columns/action       n x u1     |  may contain EARLIER from version 4 on
     columns/address      n x u8     |  little-endian; the type of a column is fixed by the
     columns/size         n x i8     |  version, never by the file
@@ -40,6 +40,7 @@ from memfit.records import (
     JobRank,
     Label,
     LoaderBatchSize,
+    LoaderScan,
     Mark,
     Note,
     ScriptEnd,
@@ -110,6 +111,7 @@ class _Header(_Signature, kw_only=True):
     rank: JobRank | None = None
     pinned: int = 0
     shortened: tuple[Shortened, ...] = ()
+    scans: tuple[LoaderScan, ...] = ()
 
 
 class _TraceError(Exception):
@@ -350,6 +352,7 @@ def _faults(trace: Trace) -> Iterator[str]:
             [trace.rank.rank if trace.rank else 0], 0, trace.rank.world_size - 1 if trace.rank else 0,
         ),
         "the pinned bytes": ([trace.pinned], 0, _MAX_INTEGER),
+        "a scan's number": ([n for scan in trace.scans for n in _numbers(scan)], 0, _MAX_INTEGER),
         "the exit code": ([trace.end.exit_code], -_MAX_INTEGER, _MAX_INTEGER),
     }  # fmt: skip
     for what, (values, low, high) in numbers.items():
@@ -362,6 +365,12 @@ def _faults(trace: Trace) -> Iterator[str]:
         yield "a segment's pool is not among the trace's pools"
     if any(block.state not in BLOCK_STATES for segment in trace.segments for block in segment.blocks):
         yield f"a block's state is not one of {', '.join(BLOCK_STATES)}"
+
+
+def _numbers(scan: LoaderScan) -> Iterator[int]:
+    yield from (scan.seen, scan.of or 0, scan.dimension or 0)
+    for batch in (scan.largest, scan.median, *scan.served):
+        yield from (batch.bytes, *batch.shape)
 
 
 def _integers(segment: Segment) -> Iterator[int]:

@@ -15,12 +15,26 @@ from memfit.records import Trace
 
 MAX_EVENTS = 1 << 24
 MAX_ROWS = 1 << 20
+MAX_SCANS = 1 << 10
+"""Loaders whose batches were looked through."""
+MAX_SCANS = 1 << 10
+"""Loaders whose batches were looked through."""
 MAX_HEADER_BYTES = 1 << 26
 MAX_TEXT = 1 << 12
 """Longer texts are cut when they are written: a module's name, an exception's message."""
 MAX_BYTES = 1 << 30
 """Of the file: its columns and its header, not compressed, take less."""
-_TABLES = ("labels", "stacks", "frames", "marks", "segments", "notes", "pools", "tensors", "shortened")
+_TABLES = (
+    "labels",
+    "stacks",
+    "frames",
+    "marks",
+    "segments",
+    "notes",
+    "pools",
+    "tensors",
+    "shortened",
+)
 
 
 def excess(trace: Trace) -> str:
@@ -30,6 +44,8 @@ def excess(trace: Trace) -> str:
     for name in _TABLES:
         if (rows := len(getattr(trace, name))) > MAX_ROWS:
             return f"{rows:,} {name}, but a trace can have at most {MAX_ROWS:,}"
+    if len(trace.scans) > MAX_SCANS:
+        return f"{len(trace.scans):,} scans, but a trace can have at most {MAX_SCANS:,}"
     return ""
 
 
@@ -48,6 +64,8 @@ def _texts(trace: Trace) -> Iterator[str]:
     for note in trace.notes:
         yield from (note.text, note.where)
     yield from (each.where for each in trace.shortened)
+    for scan in trace.scans:
+        yield from (scan.where, scan.ended)
     for texts in (trace.settings, trace.versions):
         yield from (*texts.keys(), *texts.values())
     yield from (trace.device.name, trace.end.reason, trace.end.exception, trace.end.where)

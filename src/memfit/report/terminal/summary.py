@@ -25,6 +25,7 @@ from memfit.report.escape import escaped
 from memfit.report.printable import Printable
 from memfit.report.short_path import short_path
 from memfit.report.terminal.advice import advice_lines, steps_in_words
+from memfit.report.terminal.longest_batch import longest_lines
 from memfit.report.terminal.notes import note_lines
 from memfit.report.terminal.ranks import range_line, rank_table
 from memfit.report.terminal.run_stages import stage_parts
@@ -141,7 +142,7 @@ def _covers(result: DryRun, *, hints: bool) -> str:
     if result.end.reason == "time":
         text = f"This result covers {steps_in_words(result)}: memfit stopped the script when its time was up."
         return f"{text} To run more, pass --seconds N." if hints else text
-    later = "later parts, such as evaluation or larger batches"
+    later = f"later parts, such as evaluation{' or larger batches' * (not result.longest)}"
     if result.end.evaluation:
         where = escaped(short_path(result.end.evaluation))
         later = f"the eval() in {where}, perhaps an evaluation, and other later parts"
@@ -324,7 +325,7 @@ def _peak(result: DryRun) -> Text:
 
 
 def _below_table(result: DryRun) -> Iterator[Text | str]:
-    """Yield what the table's rows do not add up to: ranges, memory of the host, and growth."""
+    """Yield what the table's rows do not add up to: ranges, memory of the host, growth and batches."""
     if result.range is not None:
         yield range_line(result.range)
     if (pinned := result.pinned) is not None:
@@ -332,6 +333,7 @@ def _below_table(result: DryRun) -> Iterator[Text | str]:
         yield Text(f"Pinned host memory: {format_bytes(pinned.bytes)} ({pinned.provenance}{why}).")
     if (grown := growth(result)).plain:
         yield grown
+    yield from longest_lines(result)
 
 
 def _stage(result: DryRun) -> str:

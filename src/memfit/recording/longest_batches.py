@@ -1,0 +1,131 @@
+"""Look through the batches of each loader when the script first reads it, and give it the largest first.
+
+Batches are drawn from the script's own loader, with its sampler, its collate function and its workers.
+Nothing here imports torch before the script does.
+"""
+
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from memfit.ghost.patching.after_import import after_import
+from memfit.recording.hooks import InstalledHooks
+from memfit.recording.loader_batch_size import creator
+from memfit.recording.short_loaders import ShortLoaders, counts_batches
+from memfit.records import LoaderScan
+
+if TYPE_CHECKING:
+    from memfit.recording.recorder import Recorder
+    from memfit.recording.served_batches import ServedBatches
+
+_MOST = 1000
+"""Loaders that are looked through: fewer than a trace can have."""
+_LOADERS = "torch.utils.data.dataloader"
+
+
+@dataclass(frozen=True, slots=True)
+class _Scanned:
+    """A data set that has been looked through in batches of one size."""
+
+    dataset: Any
+    batch_size: int | None
+    found: LoaderScan | None
+    """None for a loader with a single batch; then ``served`` is None, too."""
+    served: "ServedBatches | None"
+
+
+class LongestBatches:
+    """Looks through loaders from ``install`` on.
+
+    Args:
+        seconds: for each loader, at most.
+        short: what shortens the passes that the script makes; None if nothing does.
+        recorder: returns the recorder of this process; None before there is one.
+    """
+
+    def __init__(
+        self, seconds: float, short: ShortLoaders | None, recorder: "Callable[[], Recorder | None]"
+    ) -> None:
+        self._seconds, self._short, self._recorder = seconds, short, recorder
+        self._hooks = InstalledHooks()
+        self._created: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._scanned: list[_Scanned] = []
+
+    @property
+    def scans(self) -> tuple[LoaderScan, ...]:
+        """What was seen, in the order in which the script first read the loaders."""
+        return tuple(
+            replace(each.found, trains=each.served.trains, ahead=each.served.ahead)
+            for each in self._scanned
+            if each.found is not None and each.served is not None
+        )
+
+    def install(self) -> None:
+        """Look through loaders as soon as PyTorch has them."""
+        after_import(_LOADERS, self._follow)
+
+    def _follow(self) -> None:
+        loader = sys.modules[_LOADERS].DataLoader
+        self._hooks.wrap(loader, "__init__", self._create)
+        self._hooks.wrap(loader, "_get_iterator", self._begin)
+
+    def _create(self, original: Callable[..., None], loader: Any, *args: Any, **kwargs: Any) -> None:
+        self._created[loader] = creator(sys._getframe(2))[0]
+        original(loader, *args, **kwargs)
+
+    def _begin(self, original: Callable[..., Any], loader: Any) -> Any:
+        recorder = self._recorder()
+        if recorder is None or len(self._scanned) >= _MOST:
+            return original(loader)
+        scanned = next((each for each in self._scanned if _are_same(each, loader)), None)
+        if scanned is None:
+            scanned = self._scan(original, loader, recorder)
+            self._scanned.append(scanned)
+        iterator = original(loader)
+        if scanned.served is not None and not scanned.served.is_over:
+            scanned.served.serve(iterator, self._short.batches if self._short is not None else None)
+        return iterator
+
+    def _scan(self, original: Callable[..., Any], loader: Any, recorder: "Recorder") -> _Scanned:
+        from memfit.recording.loader_scan import scan_loader
+        from memfit.recording.served_batches import ServedBatches
+
+        begin, length = time.monotonic(), self._length(loader)
+        found = scan_loader(
+            loader,
+            lambda: self._whole_pass(original, loader),
+            self._seconds,
+            most=length if counts_batches(type(loader)) else None,
+            where=self._created.get(loader, ""),
+            of=length,
+        )
+        if recorder.steps.deadline is not None:  # the script's own time goes on only now
+            recorder.steps.deadline += time.monotonic() - begin
+        if found is None:
+            return _Scanned(loader.dataset, loader.batch_size, None, None)
+        scan, chosen = found
+        served = ServedBatches(len(self.scans), chosen, scan.seen, recorder)
+        return _Scanned(loader.dataset, loader.batch_size, scan, served)
+
+    def _whole_pass(self, original: Callable[..., Any], loader: Any) -> Any:
+        with self._short.whole_passes() if self._short is not None else nullcontext():
+            return original(loader)
+
+    def _length(self, loader: Any) -> int | None:
+        warns = loader._IterableDataset_len_called  # of more batches than len() has said
+        try:
+            with self._short.whole_passes() if self._short is not None else nullcontext():
+                return len(loader)
+        except (TypeError, NotImplementedError):
+            return None
+        finally:
+            loader._IterableDataset_len_called = warns
+
+
+def _are_same(scanned: _Scanned, loader: Any) -> bool:
+    """Return whether a loader has been looked through: scripts create one for each evaluation."""
+    return scanned.dataset is loader.dataset and scanned.batch_size == loader.batch_size
