@@ -146,3 +146,14 @@ def test_a_script_that_counts_on_the_length_finds_as_many_batches(short):
         next(batches)
     with pytest.raises(StopIteration):
         next(batches)
+
+
+@pytest.mark.parametrize(("batch_size", "last"), [(3, 3), (16, 8)])
+def test_accelerate_gathers_the_whole_last_batch(short, batch_size, last):
+    """Of 40 numbers, the last batch of a pass in full has 1, or 8."""
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(NUMBERS, batch_size))
+    gathered = [accelerator.gather_for_metrics(batch) for (batch,) in loader]
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    assert [len(batch) for batch in gathered] == [batch_size, batch_size, last]

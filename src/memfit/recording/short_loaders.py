@@ -16,7 +16,7 @@ from memfit.recording.hooks import InstalledHooks
 from memfit.recording.loader_batch_size import creator
 from memfit.records import Shortened
 
-_LOADERS = "torch.utils.data.dataloader"
+_LOADERS, _ACCELERATE = "torch.utils.data.dataloader", "accelerate.data_loader"
 
 
 class ShortLoaders:
@@ -43,6 +43,7 @@ class ShortLoaders:
     def install(self) -> None:
         """Shorten loaders as soon as PyTorch has them."""
         after_import(_LOADERS, self._shorten)
+        after_import(_ACCELERATE, self._hook_accelerate)
 
     def _shorten(self) -> None:
         loader = sys.modules[_LOADERS].DataLoader
@@ -94,6 +95,23 @@ class ShortLoaders:
             if full is None or full > self.batches:
                 self._note(loader, full)
         return original(loader)
+
+    def _hook_accelerate(self) -> None:
+        self._hooks.wrap(sys.modules[_ACCELERATE].DataLoaderStateMixin, "begin", self._begin_prepared)
+
+    def _begin_prepared(self, original: Callable[..., None], prepared: Any) -> None:
+        """Have accelerate's ``gather_for_metrics`` cut nothing off: the last batch of a shorter pass is full.
+
+        Args:
+            original: begins a pass over a loader.
+            prepared: the loader, which ``accelerator.prepare`` has made of the script's.
+        """
+        original(prepared)
+        sampler = getattr(prepared, "base_dataloader", prepared)._index_sampler
+        if isinstance(sampler, _First):
+            full = _length_of(sampler.all)
+            if full is not None and full > self._batches:
+                prepared.remainder = 0
 
     def _note(self, loader: Any, full: int | None) -> None:
         self._found[Shortened(self._created.get(loader, ""), self.batches, full)] = None
