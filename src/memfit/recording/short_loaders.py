@@ -110,7 +110,7 @@ class ShortLoaders:
         sampler = getattr(prepared, "base_dataloader", prepared)._index_sampler
         if isinstance(sampler, _First):
             full = _length_of(sampler.all)
-            if full is not None and full > self._batches:
+            if full is not None and full > self.batches:
                 prepared.remainder = 0
 
     def _note(self, loader: Any, full: int | None) -> None:
