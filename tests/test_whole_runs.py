@@ -68,7 +68,8 @@ def test_where_memory_runs_out_the_stage_is_named_with_module_and_line(dry_run, 
     assert run.answer["verdict"] == "out of memory"
     assert [stage["name"] for stage in run.answer["stages"] if stage["ran_out"]] == [mistake]
     assert re.search(rf"Ran out in: {mistake} · .*{line}", run.out)
-    assert bool(run.answer["out_of_memory"]["module"]) is module
+    failed = run.answer["out_of_memory"]
+    assert (bool(failed["module"]), failed["stage"]) == (module, mistake)
     assert ("run it under torch.no_grad()" in run.out) is (mistake == "evaluation")
 
 
@@ -88,6 +89,7 @@ def test_a_script_is_run_again_as_it_resumes(dry_run):
     first = next(stage for stage in run.answer["stages"] if stage["name"] == "training")
     assert run.answer["peak"]["allocated"] == resumed[2]["allocated"] > first["allocated"]
     assert "Peak in: training, resumed · " in run.out
+    assert run.answer["peak"]["stage"] == "training, resumed"
     assert first["process"] < 740 << 20  # the device on which mistakes run out of memory, below
 
 
@@ -158,12 +160,57 @@ def test_ctrl_c_ends_a_whole_run_and_leaves_nothing_behind(tmp_path):
         (("--batches", "5"), "add --whole"),
         (("--whole", "--batches", "0"), "at least 1"),
         (("--resume-with", "--resume"), "add --whole"),
+        (("--whole", "--resume-with", "'--resume"), "No closing quotation"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(dry_run, options, why):
     run = dry_run("", options=options)
     assert run.code == 2
     assert why in run.err.replace("\n", " ")
+
+
+CAUGHT = """
+    import torch
+    from torch.utils.data import DataLoader
+    model = torch.nn.Linear(1 << 10, 1 << 10).cuda()
+    optimizer = torch.optim.SGD(model.parameters())
+    for x in DataLoader(torch.ones(64, 1 << 10), 8):
+        try:
+            torch.empty(1 << 40, device="cuda")
+        except torch.cuda.OutOfMemoryError:
+            pass
+        model(x.cuda()).sum().backward()
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        for x in DataLoader(torch.ones(64, 1 << 10), 8):
+            model(x.cuda())
+            torch.empty(1 << 41, device="cuda")
+"""
+
+
+def test_a_failure_that_a_script_catches_is_not_the_one_that_ends_it(dry_run):
+    run = dry_run(CAUGHT, options=("--whole",))
+    assert [stage["name"] for stage in run.answer["stages"] if stage["ran_out"]] == ["evaluation"]
+    assert "Ran out in: evaluation · script.py:17" in run.out
+    assert run.answer["peak"]["stage"] == "training"
+
+
+def test_where_no_training_step_is_reached_the_run_does_not_count_as_whole(dry_run):
+    script = """
+        import torch
+        from torch.utils.data import DataLoader
+        model = torch.nn.Linear(8, 8).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        for number, x in enumerate(DataLoader(torch.ones(64, 8), 4)):
+            model(x.cuda()).sum().backward()
+            if number % 4 == 3:
+                optimizer.step()
+    """
+    run = dry_run(script, options=("--whole",))
+    assert "FITS SO FAR" in run.out
+    assert "No training step was completed" in run.out
+    assert "SO FAR" not in dry_run(script, options=("--whole", "--batches", "4")).out
 
 
 def test_pinned_host_memory_has_a_row_of_its_own(dry_run):

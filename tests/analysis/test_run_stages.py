@@ -72,6 +72,8 @@ def stages_of(marks):
         ("bfwsdbfwsd", "TTTTTTTTTT"),  # an average of the state, in memory
         ("bfwseddt", "TTTTTSSS"),
         ("Bfvlfws", "VVVLTTT"),
+        ("fwsdtfws", "TTTSSTTT"),  # without a loader
+        ("dtbfws", "--TTTT"),  # before the first forward
         ("bbfwsb", "TTTTTT"),  # batches that the script skips
         ("fnfn", "VVVV"),  # inference
         ("bffpwsBfmfpBfmfpEbffpws", "TTTTTTVVVVVVVVVVVTTTTTT"),  # with the module of a loss

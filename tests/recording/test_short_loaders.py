@@ -131,6 +131,26 @@ def test_a_loader_that_counts_its_batches_is_shorter_and_goes_on_where_it_was(sh
     assert [(each.to, each.of) for each in short.shortened] == [(3, 10)]
 
 
+class Delegates(DataLoader):
+    """As loaders do that move batches to a device."""
+
+    def __len__(self):
+        return super().__len__()
+
+    def __iter__(self):
+        return (batch[0] for batch in super().__iter__())
+
+
+def test_a_loader_that_passes_another_ones_batches_on_is_shorter(short):
+    loader = Delegates(NUMBERS, 4)
+    assert (len(loader), len(list(loader))) == (3, 3)
+
+
+def test_a_sampler_without_an_end_is_left_to_the_script_that_counts(short):
+    batches = iter(DataLoader(NUMBERS, batch_sampler=Endless(DataLoader(NUMBERS, 4).batch_sampler)))
+    assert [next(batches)[0].tolist()[0] for _ in range(12)] == [*range(0, 40, 4), 0, 4]
+
+
 def test_each_is_reported_once_with_its_line(short):
     for _ in range(3):
         list(DataLoader(NUMBERS, 4))

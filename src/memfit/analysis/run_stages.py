@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from memfit.analysis.loader_passes import LoaderPasses
 from memfit.analysis.location import least_certain, line_of, location_at, step_ends
-from memfit.analysis.overall_peak import answered_events, caught_failures, failed_allocations, highest
+from memfit.analysis.overall_peak import answered_events, highest
 from memfit.records import (
     Action,
     Category,
@@ -35,6 +35,9 @@ from memfit.records import (
 _BEGINS_PASSAGE = (MarkKind.BATCH, MarkKind.FORWARD)
 _ENDS_SAVING = (*_BEGINS_PASSAGE, MarkKind.LOADER_END, MarkKind.LOAD)
 _ENDS_LOADING = (*_BEGINS_PASSAGE, MarkKind.LOADER_END, MarkKind.SAVE)
+_NEEDED = (
+    *(Category.WORKSPACE, Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.OPTIMIZER_STATE),
+)
 _LEAVES = (Stage.EVALUATION, Stage.SAVING)
 
 
@@ -47,12 +50,13 @@ class StageSpan:
     stage: Stage
 
 
-def stage_uses(trace: Trace, line: Timeline) -> tuple[StageUse, ...]:
+def stage_uses(trace: Trace, line: Timeline, failure: int | None = None) -> tuple[StageUse, ...]:
     """Return what each stage uses, in the order in which the script enters them.
 
     Args:
         trace: of a run that was not ended after a few steps.
         line: its timeline.
+        failure: the failed allocation that the answer is about; None if there is none.
 
     Returns:
         Nothing for a run whose marks do not tell stages apart.
@@ -60,14 +64,18 @@ def stage_uses(trace: Trace, line: Timeline) -> tuple[StageUse, ...]:
     spans = stage_spans(trace)
     answered = answered_events(trace, line)
     uses = (
-        _use(trace, line, answered, [span for span in spans if span.stage is stage])
+        _use(trace, line, answered, failure, [span for span in spans if span.stage is stage])
         for stage in dict.fromkeys(span.stage for span in spans)
     )
     return tuple(use for use in uses if use is not None)
 
 
 def _use(
-    trace: Trace, line: Timeline, answered: npt.NDArray[np.bool_], spans: Sequence[StageSpan]
+    trace: Trace,
+    line: Timeline,
+    answered: npt.NDArray[np.bool_],
+    failure: int | None,
+    spans: Sequence[StageSpan],
 ) -> StageUse | None:
     """Return what a stage uses; None if nothing of it counts.
 
@@ -75,6 +83,7 @@ def _use(
         trace: of the run.
         line: its timeline.
         answered: the events that the answer is about.
+        failure: as in ``stage_uses``.
         spans: those of the stage.
     """
     own, entered = _events(trace, spans)
@@ -86,6 +95,8 @@ def _use(
     sure = least_certain(note for note in trace.notes if note.sizes)
     outside = trace.device.outside
     stage = spans[0].stage
+    ran_out = failure is not None and bool(own[failure])
+    place = location_at(trace, failure if failure is not None and ran_out else peak)
     leaves, leaves_line = _left(trace, line, spans) if stage in _LEAVES else (0, "")
     return StageUse(
         stage=stage,
@@ -93,8 +104,8 @@ def _use(
         allocated=int(line.allocated[peak]),
         reserved=reserved,
         process=Figure(reserved + outside.bytes, worst(sure, outside.provenance), "reserved + CUDA context"),
-        place=location_at(trace, peak) if own[peak] else None,
-        ran_out=bool(own[failed_allocations(trace)].any()) and not len(caught_failures(trace)),
+        place=place if own[peak] or ran_out else None,
+        ran_out=ran_out,
         leaves=leaves,
         leaves_line=leaves_line,
         gradients=stage is Stage.EVALUATION and _records_gradients(trace.marks),
@@ -108,6 +119,11 @@ def _records_gradients(marks: Sequence[Mark]) -> bool:
         passage.kind in (None, Untrained.EVAL_MODE) and stages[passage.begin] is Stage.EVALUATION
         for passage in _passages(marks)[0]
     )
+
+
+def stage_at(trace: Trace, event: int) -> str:
+    """Return the stage of an event; empty for a run whose marks do not tell stages apart."""
+    return next((str(span.stage) for span in stage_spans(trace) if span.begin <= event < span.end), "")
 
 
 def in_stage(trace: Trace, stage: Stage) -> npt.NDArray[np.bool_]:
@@ -131,12 +147,18 @@ def stage_spans(trace: Trace) -> list[StageSpan]:
     The events before the first mark are the setup, and neighbouring spans differ.
     """
     marks = trace.marks
-    if not any(mark.kind in (MarkKind.EVALUATION, MarkKind.BATCH) for mark in marks):
+    if not any(map(_is_of_stages, marks)):
         return []
     begins = [(0, Stage.SETUP), *_stage_begins(marks, ran_out=trace.end.reason == "out of memory")]
     begins = [next(group) for _, group in itertools.groupby(begins, key=lambda each: each[1])]
     ends = [position for position, _ in begins[1:]] + [len(trace.events)]
     return [StageSpan(begin, end, stage) for (begin, stage), end in zip(begins, ends, strict=True)]
+
+
+def _is_of_stages(mark: Mark) -> bool:
+    """Return whether only a run with marks of stages has such a mark."""
+    alone = (MarkKind.EVALUATION, MarkKind.BATCH, MarkKind.LOAD)
+    return mark.kind in alone or (mark.kind is MarkKind.SAVE and mark.index > 0)
 
 
 def _stage_begins(marks: Sequence[Mark], *, ran_out: bool) -> Iterator[tuple[int, Stage]]:
@@ -148,7 +170,7 @@ def _stage_begins(marks: Sequence[Mark], *, ran_out: bool) -> Iterator[tuple[int
         passage = stage_of.get(index, passage)
         if mark.kind is MarkKind.LOAD:
             yield mark.position, Stage.LOADING
-        elif mark.kind is MarkKind.SAVE and writes[index]:
+        elif mark.kind is MarkKind.SAVE and writes[index] and passage is not Stage.SETUP:
             yield mark.position, Stage.SAVING
         elif mark.kind in _ENDS_SAVING:
             yield mark.position, passage
@@ -247,10 +269,10 @@ def _look_ahead(passages: Sequence[_Passage], marks: Sequence[Mark]) -> None:
 def _left(trace: Trace, line: Timeline, spans: Sequence[StageSpan]) -> tuple[int, str]:
     """Return the most bytes that one span leaves behind, and the line that allocated most of them.
 
-    PyTorch keeps workspaces for the steps that follow: they are not counted.
+    What training needs is not counted: workspaces, and the model and optimizer that a script may make here.
     """
     ends = step_ends(trace)
-    born = (trace.events.action == Action.ALLOC) & (trace.events.category != Category.WORKSPACE)
+    born = (trace.events.action == Action.ALLOC) & ~np.isin(trace.events.category, _NEEDED)
     most, where = 0, ""
     for span in spans:
         later = int(np.searchsorted(ends, span.end, side="right"))

@@ -21,7 +21,7 @@ from memfit.analysis.overall_peak import (
     highest,
     overall_peak,
 )
-from memfit.analysis.run_stages import stage_uses
+from memfit.analysis.run_stages import stage_at, stage_uses
 from memfit.analysis.size_bounds import size_bounds
 from memfit.records import (
     DEFAULT_POOL,
@@ -37,6 +37,7 @@ from memfit.records import (
     Note,
     OutOfMemory,
     Provenance,
+    ScriptLocation,
     Term,
     Timeline,
     Trace,
@@ -84,7 +85,7 @@ def summarize_attributed(trace: Trace, line: Timeline, attribution: Attribution)
         peak_allocated=allocated,
         peak_reserved=reserved,
         peak_process=process,
-        peak_place=location_at(trace, peak),
+        peak_place=_placed(trace, peak),
         terms=(
             *_by_category(trace, line, attribution, peak, sure),
             Term("allocated", Figure(allocated, sure)),
@@ -106,7 +107,7 @@ def summarize_attributed(trace: Trace, line: Timeline, attribution: Attribution)
         bounds=bounds,
         rank=trace.rank,
         pinned=_pinned(trace),
-        stages=stage_uses(trace, line),
+        stages=stage_uses(trace, line, None if len(caught_failures(trace)) else _reported_failure(trace)),
         shortened=trace.shortened,
         longest=longest_batches(trace, line),
     )
@@ -173,16 +174,26 @@ def _by_category(
     return [Term(name, figure) for name, figure in (none | found).items()]
 
 
-def _out_of_memory(trace: Trace, line: Timeline) -> OutOfMemory | None:
+def _placed(trace: Trace, event: int) -> ScriptLocation:
+    return replace(location_at(trace, event), stage=stage_at(trace, event))
+
+
+def _reported_failure(trace: Trace) -> int | None:
+    """Return the failed allocation to report: the one that ended the script, or the first if it continued."""
     failures = failed_allocations(trace)
     if not len(failures):
         return None
-    # The failure that ended the script is the last one; if the script continued, report the first.
-    event = int(failures[-1] if trace.end.reason == "out of memory" else failures[0])
+    return int(failures[-1] if trace.end.reason == "out of memory" else failures[0])
+
+
+def _out_of_memory(trace: Trace, line: Timeline) -> OutOfMemory | None:
+    event = _reported_failure(trace)
+    if event is None:
+        return None
     requested = int(trace.events.size[event])
     free = int(trace.events.address[event])
     config = AllocatorConfig.read(trace.settings)
-    place = location_at(trace, event)
+    place = _placed(trace, event)
     return OutOfMemory(
         replace(place, line=place.line or trace.end.where),
         requested,

@@ -7,7 +7,7 @@ from pathlib import Path
 from memfit.analysis.rank_roles import weight
 from memfit.api.ghost_runs import FinishedRun, save_trace
 from memfit.errors import TargetError
-from memfit.records import DryRun
+from memfit.records import DryRun, ScriptLocation
 
 RunWith = Callable[..., FinishedRun]
 """Runs a script: ``run(arguments, output=path)``."""
@@ -46,9 +46,24 @@ def run_and_resume(
     stages = (*first.result.stages, *(replace(use, resumed=True) for use in second.result.stages))
     shortened = tuple(dict.fromkeys((*first.result.shortened, *second.result.shortened)))
     if _severity(second.result) > _severity(first.result):
-        result = replace(second.result, stages=stages, shortened=shortened)
+        result = _resumed(replace(second.result, stages=stages, shortened=shortened))
         return FinishedRun(second.trace, result, save_trace(second.trace, output))
     return replace(first, result=replace(first.result, stages=stages, shortened=shortened))
+
+
+def _resumed(result: DryRun) -> DryRun:
+    """Name the stages of the run that resumes."""
+    failed = result.out_of_memory
+    return replace(
+        result,
+        peak_place=_in_resumed(result.peak_place),
+        out_of_memory=failed and replace(failed, place=_in_resumed(failed.place)),
+        resumed=True,
+    )
+
+
+def _in_resumed(place: ScriptLocation) -> ScriptLocation:
+    return replace(place, stage=f"{place.stage or 'the run'}, resumed")
 
 
 def _severity(result: DryRun) -> tuple[bool, tuple[bool, int]]:

@@ -219,7 +219,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
                 change=change,
                 on_progress=show,
             )
-            resuming = None if resume_with is None else shlex.split(resume_with)
+            resuming = None if resume_with is None else _words(resume_with)
             run = api.run_and_resume(one, command[1:], resuming, output)
     if run is None:  # the first rank of this machine reports
         return 0
@@ -234,6 +234,18 @@ def _or_default(steps: int | None, *, longest: bool) -> int:
     if steps is not None:
         return steps
     return LONGEST_STEPS if longest else STEPS
+
+
+def _words(arguments: str) -> list[str]:
+    """Split arguments as a shell does.
+
+    Raises:
+        UsageError: a quotation has no end.
+    """
+    try:
+        return shlex.split(arguments)
+    except ValueError as error:
+        raise UsageError(f"--resume-with {arguments!r}: {error}.") from None
 
 
 def _expect_one_length(

@@ -99,7 +99,7 @@ class LongestBatches:
             loader,
             lambda: self._whole_pass(original, loader),
             self._seconds,
-            most=length if counts_batches(type(loader)) else None,
+            most=length if counts_batches(loader, loader._index_sampler) else None,
             where=self._created.get(loader, ""),
             of=length,
         )

@@ -40,6 +40,7 @@ class RunStageMarks:
         self._loader_of: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by iterator
         self._trained: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._making_state = False
+        self._reading = False  # a batch: a data set may read its samples from files, or write a cache
 
     def install(self, hooks: InstalledHooks) -> None:
         """Hook loaders, and what reads and writes checkpoints."""
@@ -100,10 +101,13 @@ class RunStageMarks:
         try:
             # The mark comes first: a pinned batch is made inside.
             self._book.mark(MarkKind.BATCH, number)
+            self._reading = True
             return original(iterator)
         except StopIteration:
             self._book.mark(MarkKind.LOADER_END, number)
             raise
+        finally:
+            self._reading = False
 
     def _make_state(self, original: Callable[..., Any], holder: Any, *args: Any, **kwargs: Any) -> Any:
         if self._making_state:  # a module's calls its submodules'
@@ -116,9 +120,11 @@ class RunStageMarks:
             self._making_state = False
 
     def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._book.mark(MarkKind.SAVE, 1)
+        if not self._reading:
+            self._book.mark(MarkKind.SAVE, 1)
         return original(*args, **kwargs)
 
     def _load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._book.mark(MarkKind.LOAD, 0)
+        if not self._reading:
+            self._book.mark(MarkKind.LOAD, 0)
         return original(*args, **kwargs)

@@ -50,9 +50,10 @@ class ShortLoaders:
         sampler = loader._index_sampler.fget
 
         def index_sampler(self_: Any) -> Any:
-            if self._whole or counts_batches(type(self_)):
-                return sampler(self_)
-            return _First(sampler(self_), self.batches)
+            full = sampler(self_)
+            if self._whole or counts_batches(self_, full) or _is_endless(self_, full):
+                return full
+            return _First(full, self.batches)
 
         self._hooks.wrap(loader, "__init__", self._create)
         self._hooks.wrap(loader, "__len__", self._length)
@@ -117,13 +118,20 @@ class ShortLoaders:
         self._found[Shortened(self._created.get(loader, ""), self.batches, full)] = None
 
 
-def counts_batches(kind: type) -> bool:
-    """Return whether a class of loaders counts the batches of a pass, as those do that keep their workers.
+def counts_batches(loader: Any, sampler: Any) -> bool:
+    """Return whether a loader counts the batches of a pass itself, as those do that keep their workers.
 
     Its sampler never ends; a pass has as many batches as the loader is long.
     """
-    loader = sys.modules[_LOADERS].DataLoader
-    return all(getattr(kind, name) is not getattr(loader, name) for name in ("__len__", "__iter__"))
+    kind, plain = type(loader), sys.modules[_LOADERS].DataLoader
+    own = all(getattr(kind, name) is not getattr(plain, name) for name in ("__len__", "__iter__"))
+    return own and _length_of(sampler) is None
+
+
+def _is_endless(loader: Any, sampler: Any) -> bool:
+    """Return whether a sampler may never end: then the script itself counts what it takes."""
+    is_stream = isinstance(loader.dataset, sys.modules["torch.utils.data"].IterableDataset)
+    return not is_stream and _length_of(sampler) is None
 
 
 class _First:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from memfit.records.longest_batch import LongestBatch
 from memfit.records.provenance import Figure, Note
-from memfit.records.run_stages import StageUse
+from memfit.records.run_stages import Stage, StageUse
 from memfit.records.trace import ChildProcess, DeviceUse, JobRank, ScriptEnd, ScriptLocation, Shortened
 
 
@@ -170,6 +170,14 @@ class DryRun:
     """What memfit made shorter than the script has it."""
     longest: tuple[LongestBatch, ...] = ()
     """The loaders whose batches memfit looked through for the one that needs most."""
+
+    resumed: bool = False
+    """Whether the result is of the run that resumed from what the first one had written."""
+
+    @property
+    def lacks_steps(self) -> bool:
+        """Whether the script trains, but its passes over loaders became too short for an optimizer's step."""
+        return bool(self.shortened) and not self.steps and any(u.stage is Stage.TRAINING for u in self.stages)
 
     @property
     def worst_stage(self) -> StageUse | None:

@@ -360,3 +360,5 @@ class ScriptLocation:
     """``file:line``, or empty."""
     function: str = ""
     """The function that contains the line; empty for the script's top level."""
+    stage: str = ""
+    """The stage of a whole run; empty if it is not known."""

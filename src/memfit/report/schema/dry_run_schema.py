@@ -50,6 +50,8 @@ class PeakJson(msgspec.Struct, frozen=True):
     line: str
     function: str
     """The function that contains the line; empty for the script's top level."""
+    stage: str
+    """The stage of a whole run; empty if it is not known."""
 
 
 class OutOfMemoryJson(msgspec.Struct, frozen=True):
@@ -62,6 +64,8 @@ class OutOfMemoryJson(msgspec.Struct, frozen=True):
     line: str
     function: str
     """The function that contains the line; empty for the script's top level."""
+    stage: str
+    """The stage of a whole run; empty if it is not known."""
     requested: int
     free: int
     shortfall: int
@@ -372,8 +376,8 @@ def _size(batch: BatchSize) -> BatchSizeJson:
     return BatchSizeJson(batch.bytes, batch.shape)
 
 
-def _where(place: ScriptLocation) -> tuple[int, str, str, str, str, str]:
-    return place.step, place.phase, place.module, place.op, place.line, place.function
+def _where(place: ScriptLocation) -> tuple[int, str, str, str, str, str, str]:
+    return place.step, place.phase, place.module, place.op, place.line, place.function, place.stage
 
 
 def public_note(note: Note) -> NoteJson:

@@ -74,6 +74,13 @@ def stage_remarks(result: DryRun) -> Iterator[str]:
             )
         if use.leaves >= _LEFT:
             yield _leaves(use)
+    if result.lacks_steps:
+        yield "No training step was completed: the optimizer steps after more batches. Pass more --batches."
+    if result.shortened and result.end.reason == "exception":
+        yield (
+            "Passes over loaders are shorter in this run. If the script counts batches in another way, pass "
+            "more --batches, or --to-end instead of --whole."
+        )
     if result.shortened:
         yield f"{_SHORTENED} {'; '.join(map(_shortened, result.shortened))}."
 

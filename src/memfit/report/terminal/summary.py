@@ -19,6 +19,7 @@ from memfit.records import (
     Provenance,
     ScriptEnd,
     ScriptLocation,
+    Stage,
 )
 from memfit.records.targets import typed
 from memfit.report.escape import escaped
@@ -91,7 +92,7 @@ def verdict(result: DryRun, *, hints: bool = True) -> Text:
         return Text(f"SNAPSHOT   {format_gib(result.peak_reserved)} reserved at most", style="bold")
     if result.verdict in ("fits", "tight"):
         text = Text(result.verdict.upper(), style=f"bold {'green' if result.verdict == 'fits' else 'yellow'}")
-        text.append(" SO FAR" * result.end.stopped)
+        text.append(" SO FAR" * (result.end.stopped or result.lacks_steps))
         text.append(f"{_after_caught(result)}   {_needs(result)}", style="not bold")
         below = f"{_uncertain(result)}{_bound(result, hints=hints)}\n{_covers(result, hints=hints)}"
         return text.append(below, style="not bold default")
@@ -100,7 +101,7 @@ def verdict(result: DryRun, *, hints: bool = True) -> Text:
         failed = result.end.reason in ("exception", "interrupted") or result.end.gave_up
         needs = f"{_needs(result)} up to where it ended" if failed else f"{_needed(result)} without children"
         text.append(f"   {needs}", style="not bold")
-        lines = [f"The script ended with {_ended(result.end)}"] if failed else []
+        lines = [f"The {'resumed ' * result.resumed}script ended with {_ended(result.end)}"] if failed else []
         lines += map(_child, result.children)
         more = _bound(result, hints=hints) + "".join(f"\n{line}" for line in lines)
         return text.append(more, style="not bold default")
@@ -249,7 +250,7 @@ def _failure(result: DryRun, *, hints: bool) -> Text:
         text.append(f"   on a GPU of {total}", style="not bold")
     asked = f"{format_bytes(failure.requested)} requested, {format_bytes(failure.free)} free"
     lines = (
-        f"Ran out in: {_stage(result)}{in_words(failure.place)}",
+        f"Ran out in: {in_words(failure.place)}",
         f"{asked}{_fragmented(result, failure)}.",
         _bound(result, hints=hints).strip(),
         " ".join(_remarks(result, failure, hints=hints)),
@@ -309,10 +310,12 @@ def subject(result: DryRun) -> Text:
 def in_words(place: ScriptLocation) -> str:
     """Return where the script was, in one line; outside modules, with the function."""
     function = f" in {escaped(place.function)}" if place.function and not place.module else ""
-    step = f"step {place.step}" if place.step else ""
+    trains = not place.stage or place.stage.startswith(Stage.TRAINING)  # elsewhere, a step has no meaning
+    step = f"step {place.step}" if place.step and trains else ""
     parts = [
+        place.stage,
         step,
-        place.phase,
+        place.phase if trains or place.module else "",
         escaped(place.module),
         escaped(place.op),
         f"{escaped(short_path(place.line))}{function}",
@@ -321,7 +324,7 @@ def in_words(place: ScriptLocation) -> str:
 
 
 def _peak(result: DryRun) -> Text:
-    return Text(f"Peak in: {_stage(result)}{in_words(result.peak_place)}")
+    return Text(f"Peak in: {in_words(result.peak_place)}")
 
 
 def _below_table(result: DryRun) -> Iterator[Text | str]:
@@ -334,10 +337,6 @@ def _below_table(result: DryRun) -> Iterator[Text | str]:
     if (grown := growth(result)).plain:
         yield grown
     yield from longest_lines(result)
-
-
-def _stage(result: DryRun) -> str:
-    return f"{result.worst_stage.name} · " if result.worst_stage is not None else ""
 
 
 def _table(result: DryRun, width: int) -> Table:
