@@ -72,6 +72,7 @@ def stages_of(marks):
         ("bfwsdbfwsd", "TTTTTTTTTT"),  # an average of the state, in memory
         ("bfwseddt", "TTTTTSSS"),
         ("Bfvlfws", "VVVLTTT"),
+        ("bfbfbfewsbfbfe", "TTTTTTTTTVVVVV"),  # a gradient of the whole pass
         ("fwsdtfws", "TTTSSTTT"),  # without a loader
         ("dtbfws", "--TTTT"),  # before the first forward
         ("bbfwsb", "TTTTTT"),  # batches that the script skips

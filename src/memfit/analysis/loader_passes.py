@@ -31,6 +31,7 @@ class LoaderPasses:
         self._batch: int | None = None  # a mark at which the script asked for what the next forward uses
         self._ahead = False  # the loader has ended, and the script has yet to use batches of it
         self._ended: int | None = None  # the pass that these belong to, until the script reads another
+        self._last: int | None = None  # the pass that has just ended, until a batch or a forward follows
         self.trained: set[int] = set()
         """Passes that had a backward."""
         self.ended: set[int] = set()
@@ -56,13 +57,14 @@ class LoaderPasses:
         self._since_backward[current.number] += 1
         if self._batch is None or self._ahead:
             self._batch = index
-        self._ahead, self._ended = False, None
+        self._ahead, self._ended, self._last = False, None, None
 
     def end(self, loader: int) -> None:
         """Note the end of a loader, which the script has just asked for a batch."""
         ended = self._open.pop(loader, None)
         if ended is not None:
             self.ended.add(ended.number)
+            self._last = ended.number
         self._ahead = ended is not None and ended.reads > 1
         self._ended = ended.number if ended is not None and self._ahead else None
         if not self._ahead:
@@ -71,15 +73,21 @@ class LoaderPasses:
     def forward(self, index: int) -> int:
         """Return where the passage of forward ``index`` begins: at the mark of its batch, if it has one."""
         begin = index if self._batch is None else self._batch
-        self._batch, self._ahead = None, False
+        self._batch, self._ahead, self._last = None, False, None
         for each in itertools.islice(reversed(self._open.values()), 1):
             each.begun = True
         return begin
 
     def backward(self) -> None:
-        """Note a backward. Loaders may be read side by side; one of which more was read was broken off."""
+        """Note a backward.
+
+        Loaders may be read side by side; one of which more was read was broken off. A loss may be summed over
+        a whole pass, whose backward then follows its end.
+        """
         side_by_side = (number for number, count in self._since_backward.items() if count == 1)
         self.trained |= {self.current, *side_by_side}
+        if self._last is not None:
+            self.trained.add(self._last)
         self._since_backward.clear()
 
     def checkpoint(self) -> None:
