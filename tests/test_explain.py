@@ -112,7 +112,7 @@ def test_fragmentation_is_part_of_the_explanation(recorded):
     assert moments["peak reserved"]["all"]["reserved"] == answer["peak"]["reserved"]
     assert moments["peak allocated"]["all"]["allocated"] == answer["peak"]["allocated"]
     assert moments["peak allocated"]["place"] == {
-        key: answer["peak"][key] for key in ("step", "phase", "module", "op", "line", "function")
+        key: answer["peak"][key] for key in ("step", "phase", "module", "op", "line", "function", "stage")
     }
     text = explain(recorded.folder, "run.memfit", "--fragmentation").stdout
     assert "FITS" in text

@@ -9,7 +9,7 @@ import memfit
 from memfit.cli.compare import compare as compare_command
 from memfit.cli.dry_run import dry_run as dry_run_command
 from memfit.cli.plan import plan as plan_command
-from memfit.run.options import RunOptions
+from memfit.run.options import BATCHES, SCAN, SECONDS, RunOptions
 from memfit.run.rank import Rank
 
 SET_BY_MEMFIT = {"finish_late", "objects", "preload", "own_gpu_only", "real_ranks"}
@@ -21,6 +21,8 @@ DEFAULTS = {
 }
 AS_TEXT = {"in_use": "0", "values": ()}
 """Defaults that the command line reads as text, or several times."""
+WITH_OTHERS = {"steps": None, "batches": BATCHES, "seconds": SECONDS, "scan": SCAN}
+"""Defaults of ``memfit dry-run`` that count only beside --whole or --longest, or not beside them."""
 
 
 def defaults_of(function):
@@ -38,6 +40,7 @@ def test_dry_run_takes_every_option_with_its_default():
 def test_every_shared_option_has_the_same_default(function):
     defaults = defaults_of(function)
     expected = DEFAULTS | (AS_TEXT if function in (dry_run_command, compare_command, plan_command) else {})
+    expected |= WITH_OTHERS if function is dry_run_command else {}
     shared = defaults.keys() & expected.keys()
     assert {"steps"} < shared
     assert {name: defaults[name] for name in shared} == {name: expected[name] for name in shared}
