@@ -40,7 +40,7 @@ def _row(script: Path) -> bool:
         print(f"| {script.name} | not run: {error} |", flush=True)
         return False
     training = _training(whole)
-    names = ", ".join(f"{use.stage} {use.times}" for use in whole.stages) or "not told apart"
+    names = ", ".join(f"{use.stage} {use.times}" for use in whole.stages) or "training only"
     print(
         f"| {script.name} | {plain.peak_allocated:,} | {training:,} | {seconds:.0f} | {names} | "
         f"{whole.end.reason} |",

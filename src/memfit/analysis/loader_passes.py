@@ -81,8 +81,8 @@ class LoaderPasses:
     def backward(self) -> None:
         """Note a backward.
 
-        Loaders may be read side by side; one of which more was read was broken off. A loss may be summed over
-        a whole pass, whose backward then follows its end.
+        A script may read loaders side by side, one batch of each. If it has read more batches of one, it left
+        that pass early. It may also sum a loss over a whole pass, and call backward after the pass.
         """
         side_by_side = (number for number, count in self._since_backward.items() if count == 1)
         self.trained |= {self.current, *side_by_side}

@@ -1,6 +1,6 @@
 """The size of a batch, and a few batches of a pass: the largest ones and some of the others.
 
-A pass may have a million batches, of which host memory can hold a few:
+A pass may have a million batches, and host memory holds only a few of them. memfit keeps:
 
     batches of the pass   a b c d e f g h i j k l m n o p ...
     largest               those with the most bytes
@@ -22,7 +22,7 @@ _WITHOUT = str | bytes | int | float | torch.nn.Module | type
 _LARGEST = 4
 _SPREAD = 8
 _SHAPES = 1 << 12
-"""Sizes of which the shapes are kept."""
+"""How many batch sizes keep the shapes of their tensors."""
 _APART = 0.1
 """Share of the distance from the median to the largest batch that a batch between the two keeps from both."""
 

@@ -48,12 +48,12 @@ class LoaderBatchSizes:
 
     def _read(self, original: Callable[..., Any], sampler: Any) -> Any:
         if (created := self._created.get(sampler)) is not None:
-            self.last = replace(created, samples=_length(sampler.sampler))
+            self.last = replace(created, samples=known_length(sampler.sampler))
         return original(sampler)
 
 
-def _length(sampler: Any) -> int | None:
-    """Return how many samples a sampler draws; None if it does not know."""
+def known_length(sampler: Any) -> int | None:
+    """Return how many samples, or batches, a sampler has; None if it does not know."""
     try:
         return len(sampler)
     except (TypeError, NotImplementedError):

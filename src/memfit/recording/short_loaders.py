@@ -13,7 +13,7 @@ from typing import Any
 
 from memfit.ghost.patching.after_import import after_import
 from memfit.recording.hooks import InstalledHooks
-from memfit.recording.loader_batch_size import creator
+from memfit.recording.loader_batch_size import creator, known_length
 from memfit.records import Shortened
 
 _LOADERS, _ACCELERATE = "torch.utils.data.dataloader", "accelerate.data_loader"
@@ -92,7 +92,7 @@ class ShortLoaders:
     def _begin(self, original: Callable[..., Any], loader: Any) -> Any:
         sampler = loader._index_sampler
         if isinstance(sampler, _First):
-            full = _length_of(sampler.all)
+            full = known_length(sampler.all)
             if full is None or full > self.batches:
                 self._note(loader, full)
         return original(loader)
@@ -110,7 +110,7 @@ class ShortLoaders:
         original(prepared)
         sampler = getattr(prepared, "base_dataloader", prepared)._index_sampler
         if isinstance(sampler, _First):
-            full = _length_of(sampler.all)
+            full = known_length(sampler.all)
             if full is not None and full > self.batches:
                 prepared.remainder = 0
 
@@ -125,13 +125,13 @@ def counts_batches(loader: Any, sampler: Any) -> bool:
     """
     kind, plain = type(loader), sys.modules[_LOADERS].DataLoader
     own = all(getattr(kind, name) is not getattr(plain, name) for name in ("__len__", "__iter__"))
-    return own and _length_of(sampler) is None
+    return own and known_length(sampler) is None
 
 
 def _is_endless(loader: Any, sampler: Any) -> bool:
     """Return whether a sampler may never end: then the script itself counts what it takes."""
     is_stream = isinstance(loader.dataset, sys.modules["torch.utils.data"].IterableDataset)
-    return not is_stream and _length_of(sampler) is None
+    return not is_stream and known_length(sampler) is None
 
 
 class _First:
@@ -150,11 +150,3 @@ class _First:
     def all(self) -> Any:
         """The sampler."""
         return self._sampler
-
-
-def _length_of(sampler: Any) -> int | None:
-    """Return how many batches a sampler has; None if it does not know."""
-    try:
-        return len(sampler)
-    except (TypeError, NotImplementedError):
-        return None

@@ -156,7 +156,7 @@ def ranks(result: DryRun, words: PageTexts) -> str:
 
 
 def stages(result: DryRun, words: PageTexts) -> str:
-    """Return the table of a run's stages, as the terminal shows it; empty if they are not told apart."""
+    """Return the table of a run's stages, as the terminal shows it; empty if memfit knows no stages of it."""
     if not result.stages:
         return ""
     unit = unit_for(result.peak_reserved)
