@@ -10,7 +10,7 @@ from rich.console import Console
 
 from memfit.analysis.script_change import TrialResult
 from memfit.planning.allowed import Allowed
-from memfit.planning.plan_runs import PlannedScript
+from memfit.planning.plan_runs import PlannedScript, run_nothing_ahead
 from memfit.planning.search import find_plan
 from memfit.records import (
     Action,
@@ -96,9 +96,9 @@ class CompiledScript:
         return trace_of(history, device=DEVICE, versions={"torch": "2.14.1"}, command=("t.py",), **loader)
 
 
-def find(script, mebibytes, allowed=Allowed(), *, policies=False):  # noqa: B008 - frozen
+def find(script, mebibytes, allowed=Allowed(), *, policies=False, run_ahead=run_nothing_ahead):  # noqa: B008 - frozen
     seconds = lambda operation: operation.flops / 1e9  # noqa: E731
-    planned = PlannedScript(script, script, seconds, lambda size: size, "a rule")
+    planned = PlannedScript(script, script, seconds, lambda size: size, "a rule", run_ahead=run_ahead)
     return find_plan(planned, mebibytes * MIB + OUTSIDE, allowed, policies=policies)
 
 
@@ -257,3 +257,22 @@ def test_a_share_that_is_fast_enough_is_found_although_micro_batches_are_not():
     found = find(CompiledScript(proportional, slower=0.2), 700, Allowed(slowdown=1.15))
     assert found.chosen.settings == {"compilation": {"activation_memory_budget": 0.5}}
     assert found.too_slow is None
+
+
+def test_what_runs_ahead_is_asked_for():
+    script, asked, ahead = CompiledScript(proportional, slower=0.2), [], []
+
+    def run(change, what):
+        asked.append((change, what))
+        return script(change, what)
+
+    def run_ahead(wanted):
+        ahead.append((len(asked), list(wanted)))
+
+    found = find(run, 400, run_ahead=run_ahead)
+    assert found.chosen.settings["compilation"] == {"activation_memory_budget": 0.6}
+    assert all(each in asked for _, wanted in ahead for each in wanted)
+    first, *others = ahead
+    assert len(first[1]) == 3  # the first division, and two eager runs
+    assert all(asked[count] == wanted[0] for count, wanted in others)
+    assert max(len(wanted) for _, wanted in others) == 2

@@ -11,7 +11,7 @@ from memfit.analysis.script_change import ScriptChange, TrialResult, why_it_fail
 from memfit.devices import DEFAULT, find_device
 from memfit.errors import UsageError
 from memfit.planning.allowed import LOW_BIT_STATE, PRECISIONS, Allowed
-from memfit.planning.plan_runs import PlannedScript
+from memfit.planning.plan_runs import PlannedScript, run_nothing_ahead
 from memfit.planning.search import find_plan
 from memfit.planning.seconds import RULE, host_copies, roofline
 from memfit.records import ScriptEnd, ScriptPlan
@@ -22,6 +22,7 @@ from memfit.run.parent import Progress, script_command
 from memfit.run.rank import Rank
 from memfit.run.resolve_options import ghost_settings
 from memfit.strategies.rank_runs import RankRuns, UnfinishedRankError
+from memfit.strategies.runs_ahead import ProgressOfFirst, RunsAhead
 from memfit.strategies.suggestions import unknown_name_error
 from memfit.units import format_bytes, parse_bytes
 
@@ -213,14 +214,17 @@ def plan_on_ghost(
     device = ghost_settings(options).device
     shown = device.total.bytes
     card, job = find_device(options.gpu), options.rank
-    with RankRuns(command, options, shown, on_progress) as ranks:
+    shows = ProgressOfFirst(on_progress)
+    with RankRuns(command, options, shown, shows.show) as ranks:
+        runs = RunsAhead(functools.partial(_run_ranks, ranks, late=False), shows)
         planned = PlannedScript(
-            functools.partial(_run_ranks, ranks, late=False),
+            runs.run,
             functools.partial(_run_ranks, ranks, late=True),
             roofline(card),
             host_copies(card),
             RULE,
             job.world_size,
+            run_nothing_ahead if job.world_size > 1 else runs.make,
         )
         found = find_plan(planned, shown - options.in_use, allowed, policies=policies)
         found = replace(

@@ -329,7 +329,8 @@ def _progress_text(progress: "Progress", steps: int | None, elapsed: float) -> s
 
     seconds = f"{elapsed:.0f} s"
     trying = f"{progress.rank} · " if progress.rank else ""
-    trying += f"trying: {progress.trying} · " if progress.trying else ""
+    others = f" and {progress.beside} more" if progress.beside else ""
+    trying += f"trying: {progress.trying}{others} · " if progress.trying else ""
     if not progress.peak:
         return f"memfit: {trying}{'compiling' if progress.compiling else 'starting'} · {seconds}"
     step = progress.step + 1 if steps is None else f"{min(progress.step + 1, steps)}/{steps}"

@@ -11,6 +11,7 @@ that do not, and around the one that needs least if none fits.
 Whether samples are independent is read from eager runs: graphs do not show it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from memfit.analysis.script_change import ScriptChange, TrialResult, why_it_failed
@@ -102,7 +103,9 @@ class CompiledSearch:
     def policies(self) -> tuple[PlanRun, ...]:
         """Run the policies that people use; those that the script or its model refuses are left out."""
         runs = PlanRuns(self._script, self._budget, tune=self._allowed.allocator, compiled=True)
-        made = [self._run(policy, runs) for policy in standard_policies(self._optimizer)]
+        policies = standard_policies(self._optimizer)
+        self._script.run_ahead(_next(runs, policies))
+        made = [self._run(policy, runs) for policy in policies]
         return tuple(each[1] for each in made if not isinstance(each, str))
 
     # ---- candidates ---------------------------------------------------------------------------------------
@@ -117,7 +120,10 @@ class CompiledSearch:
                 break
             if len(families) > 1:
                 needs, time = _extrapolated(families[-2], last, division.parts)
-                least = self._sample(last, _STEP) if time > last.run.time + _RECOMPUTED else None
+                least = None
+                if time > last.run.time + _RECOMPUTED:
+                    self._run_ahead(last, _STEP, _ALL - _STEP)
+                    least = self._sample(last, _STEP)
                 if self._fits(least):
                     break
                 saved = last.run.needs.bytes - least.needs.bytes if least is not None else 0
@@ -143,9 +149,16 @@ class CompiledSearch:
     def _judge(self, division: PlanChange) -> bool:
         """Find out whether batches must not be divided; return whether a step draws random numbers."""
         steps: list[StepOperations] = []
-        for what, change in (("whole batches", ScriptChange()), (division.words[0], division.change)):
-            eager = replace(change, operations=True, eager=True, micro_batches=1)
-            run = self._script.run(eager, f"{what}, without torch.compile")
+        wanted = [
+            (
+                replace(change, operations=True, eager=True, micro_batches=1),
+                f"{what}, without torch.compile",
+            )
+            for what, change in (("whole batches", ScriptChange()), (division.words[0], division.change))
+        ]
+        self._script.run_ahead([*_next(self._runs, [division]), *wanted])
+        for eager, what in wanted:
+            run = self._script.run(eager, what)
             if isinstance(run, ScriptEnd) or run.operations is None:
                 why = why_it_failed(run) if isinstance(run, ScriptEnd) else _UNSEEN
                 self._undivided = f"{_NOT_EAGER}{why}"
@@ -162,10 +175,10 @@ class CompiledSearch:
         low = max((share for share, run in family.shares.items() if self._runs.fits(run)), default=0)
         high = _ALL
         while self._may_pay(family.run):
-            # Once something fits, the highest: if that fits, or is too slow, the others need not be compiled.
-            share = _ALL - _STEP if high == _ALL and self._best() is not None else _between(low, high)
-            if share in (0, low):
+            share = _next_share(low, high, fits=self._best() is not None)
+            if share == 0:
                 break
+            self._run_ahead(family, share, self._guess_next(family, low, share, high))
             made = self._sample(family, share)
             too_much = made is None or (not self._fits(made) and self._may_pay(made))
             low, high = (low, share) if too_much else (share, high)
@@ -173,9 +186,30 @@ class CompiledSearch:
             for share in _beside_smallest(family):
                 self._sample(family, share)
 
+    def _guess_next(self, family: _Family, low: int, share: int, high: int) -> int:
+        """Return the share that will probably be next, should needs between two shares lie on a line."""
+        if low == 0:
+            return _next_share(share, high, fits=True)
+        below, above = family.shares[low], family.shares.get(high, family.run)
+        between = (share - low) / (high - low)
+        needs = below.needs.bytes + between * (above.needs.bytes - below.needs.bytes)
+        if needs > self._budget:
+            return _next_share(low, share, fits=True)
+        return _next_share(share, high, fits=True)
+
+    def _run_ahead(self, family: _Family, *shares: int) -> None:
+        """Run shares side by side, the first of which will be sampled next; of the others it is a guess."""
+        left = _MOST_RUNS - len(self._runs.tried)
+        new = [share for share in shares if share and share not in family.shares][:left]
+        if new and new[0] == shares[0]:
+            self._script.run_ahead(_next(self._runs, [self._share_of(family, share) for share in new]))
+
+    def _share_of(self, family: _Family, share: int) -> PlanChange:
+        return family.plan | kept_share(share / _ALL, self._optimizer)
+
     def _sample(self, family: _Family, share: int) -> PlanRun | None:
         if share not in family.shares and len(self._runs.tried) < _MOST_RUNS:
-            made = self._try(family.plan | kept_share(share / _ALL, self._optimizer))
+            made = self._try(self._share_of(family, share))
             if made is not None:
                 family.shares[share] = made
         return family.shares.get(share)
@@ -252,6 +286,23 @@ def _extrapolated(first: _Family, second: _Family, parts: int) -> tuple[float, f
     time = (second.run.time - first.run.time) / (other - one)
     needs = second.run.needs.bytes + sample * (1 / parts - 1 / other)
     return needs, second.run.time + time * (parts - other)
+
+
+def _next(runs: PlanRuns, plans: Sequence[PlanChange]) -> list[tuple[ScriptChange, str]]:
+    """Return what plans will be run with if they run next, in their order."""
+    return [runs.next_run(plan, after, operations=True) for after, plan in enumerate(plans)]
+
+
+def _next_share(low: int, high: int, *, fits: bool) -> int:
+    """Return the share to be sampled next between two others; 0 if there is none.
+
+    Once something fits, that is the highest: if it fits, or is too slow, the others need not be compiled.
+
+    >>> _next_share(0, 100, fits=False), _next_share(0, 100, fits=True), _next_share(90, 100, fits=True)
+    (50, 90, 0)
+    """
+    share = _ALL - _STEP if high == _ALL and fits else _between(low, high)
+    return 0 if share == low else share
 
 
 def _between(low: int, high: int) -> int:

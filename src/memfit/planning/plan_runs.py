@@ -24,6 +24,14 @@ class GhostRuns:
         return self.run_late if late else self.run
 
 
+RunAhead = Callable[[Sequence[tuple[ScriptChange, str]]], None]
+"""Makes runs that a search will or may ask for, given the change and the name of each, side by side."""
+
+
+def run_nothing_ahead(_wanted: Sequence[tuple[ScriptChange, str]]) -> None:
+    """Leave every run until the search asks for it."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlannedScript(GhostRuns):
     """A script to be planned for, and what is known about the card."""
@@ -36,6 +44,8 @@ class PlannedScript(GhostRuns):
     """What the times are based on."""
     ranks: int = 1
     """GPUs, with a rank of the job on each."""
+    run_ahead: RunAhead = run_nothing_ahead
+    """What a search lets runs be made with before it asks for them; the answer is the same."""
 
     def is_to_be_sharded(self, plain: TrialResult) -> bool:
         """Return whether there are several GPUs, and the script as written trains on one."""
@@ -82,11 +92,23 @@ class PlanRuns:
             plan: the plan.
             operations: whether the operations of a step are recorded.
         """
+        change, what = self.next_run(plan, operations=operations)
         self.count += 1
-        change = replace(plan.change, conf="") | ScriptChange(operations=operations)
-        what = f"{', '.join(plan.words)} (plan {self.count})"
         result = self._script.finishing(late=plan.late)(change, what)
         return result if isinstance(result, ScriptEnd) else (result, replayed(result))
+
+    def next_run(
+        self, plan: PlanChange, after: int = 0, *, operations: bool = False
+    ) -> tuple[ScriptChange, str]:
+        """Return the change and the name with which ``run`` runs a plan.
+
+        Args:
+            plan: the plan.
+            after: how many others run before it.
+            operations: whether the operations of a step are recorded.
+        """
+        change = replace(plan.change, conf="") | ScriptChange(operations=operations)
+        return change, f"{', '.join(plan.words)} (plan {self.count + after + 1})"
 
     def make(
         self, plan: PlanChange, time: float | Callable[[TrialResult], float], *, operations: bool = False

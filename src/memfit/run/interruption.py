@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import FrameType
 
 _WRITING = "memfit: interrupted; writing what was recorded so far. Press Ctrl-C again to stop without it."
@@ -39,6 +40,11 @@ class Interruption:
             raise KeyboardInterrupt
         self._pressed = time.monotonic()
 
+    def stop(self) -> None:
+        """End the scripts that run as if the user had pressed Ctrl-C, because one of them has failed."""
+        if not self.pressed:
+            self._pressed = time.monotonic()
+
     def exhausted(self, *, writing: bool) -> bool:
         """Return whether the script has used up its time.
 
@@ -55,6 +61,20 @@ class Interruption:
             self._announced = True
             print(_WRITING, file=sys.stderr, flush=True)
         return False
+
+
+_of_main_thread: ContextVar[Interruption | None] = ContextVar("_of_main_thread", default=None)
+"""That of the thread that waits for this one."""
+
+
+@contextmanager
+def shared_with_threads(interruption: Interruption) -> Iterator[None]:
+    """Have scripts end by an interruption that run in threads with a copy of the block's context."""
+    before = _of_main_thread.set(interruption)
+    try:
+        yield
+    finally:
+        _of_main_thread.reset(before)
 
 
 @contextmanager
@@ -77,7 +97,7 @@ def script_handles_ctrl_c(patience: float | None) -> Iterator[Interruption]:
     try:
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     except ValueError:  # not the main thread, where Python allows no signal handlers
-        yield interruption
+        yield _of_main_thread.get() or interruption
         return
     try:
         yield interruption

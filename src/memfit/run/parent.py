@@ -65,6 +65,8 @@ class Progress:
     """Whether torch.compile is compiling the script's code."""
     trying: str = ""
     """Name of the change being tried, if the run is one of several."""
+    beside: int = 0
+    """Runs that are made beside it."""
     forked: bool = False
     """Whether the run goes on from where an earlier run began to train (``standby.py``)."""
     unforked: str = ""

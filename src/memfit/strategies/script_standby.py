@@ -1,6 +1,9 @@
 """Which runs of a script can go on from the standby of an earlier run, without starting the script again."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from threading import Lock
 from types import TracebackType
 from typing import Self
 
@@ -63,6 +66,7 @@ class ScriptStandby:
     def __init__(self) -> None:
         self._standby = Standby()
         self._first: ScriptRun | None = None
+        self._in_use = Lock()
 
     @property
     def declined(self) -> str:
@@ -76,11 +80,17 @@ class ScriptStandby:
         self._first = run
         return self._standby.start
 
-    def fork(self, run: ScriptRun) -> StartScript | None:
-        """Return what starts a run from the standby; None if it cannot go on from there."""
-        if self._first is None or not self._first.can_become(run) or not self._standby.is_ready():
-            return None
-        return self._standby.fork
+    @contextmanager
+    def fork(self, run: ScriptRun) -> Iterator[StartScript | None]:
+        """Yield what starts a run from the standby; None if it cannot go on from there, or another does."""
+        can_go_on = self._first is not None and self._first.can_become(run)
+        if not can_go_on or not self._in_use.acquire(blocking=False):
+            yield None
+            return
+        try:
+            yield self._standby.fork if self._standby.is_ready() else None
+        finally:
+            self._in_use.release()
 
     def __enter__(self) -> Self:
         self._standby.__enter__()

@@ -90,12 +90,13 @@ def run_trial(
         KeyboardInterrupt: the user interrupted the run.
     """
     run = ScriptRun(command, options, ghost, change)
-    if standby is not None and (fork := standby.fork(run)) is not None:
-        result = _run_once(run, lambda progress: on_progress(replace(progress, forked=True)), fork)
-        if isinstance(result, TrialResult):
-            return result
     if standby is None:
         return _run_once(run, on_progress, start_script)
+    with standby.fork(run) as fork:
+        if fork is not None:
+            result = _run_once(run, lambda progress: on_progress(replace(progress, forked=True)), fork)
+            if isinstance(result, TrialResult):
+                return result
     return _run_once(
         run, lambda progress: on_progress(replace(progress, unforked=standby.declined)), standby.whole(run)
     )
