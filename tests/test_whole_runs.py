@@ -35,6 +35,7 @@ def figures(run):
     ("mistake", "worst", "line"),
     [
         (None, "training", UPDATED),
+        ("evaluation", "evaluation", EVALUATED),
         ("saving", "saving", COPIED),
         ("losses", "evaluation", EVALUATED),
     ],
