@@ -98,7 +98,8 @@ def test_the_line_says_up_to_which_length_batches_fit(dry_run):
 @warm
 def test_the_example_fits_for_three_steps_and_runs_out_with_its_longest_batch(dry_run):
     script = EXAMPLE.read_text()
-    run = dry_run(script, "--sentences", "160", options=("--longest", "--memory", "1100MiB"))
+    pages = ("--html", "report.html")
+    run = dry_run(script, "--sentences", "160", options=("--longest", "--memory", "1100MiB", *pages))
     assert dry_run(script, "--sentences", "160", options=("--memory", "1100MiB")).answer["verdict"] == "tight"
     assert run.answer["verdict"] == "out of memory"
     failure, (found,) = run.answer["out_of_memory"], run.answer["longest"]
@@ -106,6 +107,8 @@ def test_the_example_fits_for_three_steps_and_runs_out_with_its_longest_batch(dr
     assert f"Ran out in: step {failure['step']} · backward · layers.1.linear1" in run.out
     assert (found["largest"]["shape"], found["median"]["shape"]) == ([16, 513], [16, 129])
     assert "the largest is 16 x 513 (64.1 KiB), 4.0 times the median of 16 x 129 (16.1 KiB)." in run.out
+    page = (run.folder / "report.html").read_text()
+    assert "the largest is 16 x 513 (64.1 KiB), 4.0 times the median of 16 x 129 (16.1 KiB)." in page
     allocated = found["measured"][0]["allocated"]
     room = (1100 << 20) - (run.answer["peak"]["process"] - run.answer["peak"]["reserved"])
     assert allocated < room, "what the allocator caches makes the run fail, and counts in what would fit"

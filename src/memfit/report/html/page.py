@@ -52,6 +52,7 @@ def page(
         ladder=static_html.ladder(summary),
         ranks=static_html.ranks(summary, words),
         stages=static_html.stages(summary, words),
+        longest=static_html.longest(summary, words),
         advice=static_html.advice(summary, words),
         terms=static_html.terms(summary),
         notes=static_html.notes(summary, words),
@@ -78,6 +79,9 @@ def _without_source(summary: DryRun) -> DryRun:
             for use in summary.stages
         ),
         shortened=tuple(each if each.is_option else replace(each, where="") for each in summary.shortened),
+        longest=tuple(
+            replace(found, scan=replace(found.scan, where="the script")) for found in summary.longest
+        ),
         end=replace(summary.end, where=""),
         notes=tuple(replace(note, where="") for note in summary.notes),
     )

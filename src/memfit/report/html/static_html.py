@@ -10,6 +10,7 @@ from memfit.report.html.page_facts import PageFacts
 from memfit.report.html.payload import Payload
 from memfit.report.html.texts import PageTexts
 from memfit.report.terminal.advice import NONE, heading, needs, outcome
+from memfit.report.terminal.longest_batch import longest_lines
 from memfit.report.terminal.ranks import RANK_HEADINGS, byte_range, listed, rank_place
 from memfit.report.terminal.run_stages import STAGE_HEADINGS, stage_place, stage_remarks
 from memfit.report.terminal.summary import MACHINES, growth, in_words, subject, untried, verdict
@@ -175,6 +176,11 @@ def stages(result: DryRun, words: PageTexts) -> str:
         '<table class="ledger stages"><caption>Stages of the run</caption>'
         f"<thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>{below}"
     )
+
+
+def longest(result: DryRun, words: PageTexts) -> str:
+    """Return what the terminal says about the batches that memfit looked through."""
+    return "".join(f"<p>{_text(words, text.plain.strip())}</p>" for text in longest_lines(result))
 
 
 def shortcuts(found: Payload, words: PageTexts) -> str:
