@@ -8,33 +8,11 @@ from memfit.allocator.timeline import timeline
 from memfit.analysis.explanation import explain_trace
 from memfit.analysis.run_stages import stage_spans, stage_uses
 from memfit.errors import UsageError
-from memfit.records import Action, Category, Mark, MarkKind, Stage, Untrained
+from memfit.records import Action, Category, Mark, MarkKind, Stage
+from support.stage_marks import LETTERS, NAMES, ORDERS
 from support.traces import BASE, freed, trace_of
 
 SIZE = 1 << 21
-LETTERS = {
-    "b": (MarkKind.BATCH, 0),
-    "e": (MarkKind.LOADER_END, 0),
-    "B": (MarkKind.BATCH, 1),
-    "E": (MarkKind.LOADER_END, 1),
-    "f": (MarkKind.FORWARD, 0),
-    "v": (MarkKind.EVALUATION, Untrained.EVALUATES),
-    "m": (MarkKind.EVALUATION, Untrained.EVAL_MODE),
-    "n": (MarkKind.EVALUATION, Untrained.NO_GRADIENTS),
-    "p": (MarkKind.EVALUATION, Untrained.NO_PARAMETERS),
-    "w": (MarkKind.BACKWARD, 0),
-    "s": (MarkKind.TRAINING_STEP, 0),
-    "d": (MarkKind.SAVE, 0),
-    "t": (MarkKind.SAVE, 1),
-    "l": (MarkKind.LOAD, 0),
-}
-NAMES = {
-    "-": Stage.SETUP,
-    "L": Stage.LOADING,
-    "T": Stage.TRAINING,
-    "V": Stage.EVALUATION,
-    "S": Stage.SAVING,
-}
 
 
 def stages_of(marks):
@@ -52,46 +30,7 @@ def stages_of(marks):
     return "".join(found)[1:]
 
 
-@pytest.mark.parametrize(
-    ("marks", "stages"),
-    [
-        ("bfwsbfwse", "TTTTTTTTT"),
-        ("bfwsbfwseBfvBfvEbfws", "TTTTTTTTTVVVVVVVTTTT"),  # two loaders, and a second epoch
-        ("bfwsBfvBfvEbfws", "TTTTVVVVVVVTTTT"),  # in the middle of an epoch
-        ("bfwseBfBfE", "TTTTTVVVVV"),  # neither eval() nor no_grad()
-        ("bfwsBfBfEbfwse", "TTTTVVVVVTTTTT"),
-        ("bfmwsbfmws", "TTTTTTTTTT"),  # trained in eval mode
-        ("fwsfmfmfws", "TTTVVVVTTT"),  # evaluated with gradients, without a loader
-        ("fwsfvfvfws", "TTTVVVVTTT"),
-        ("bfnfwsbfnfws", "TTTTTTTTTTTT"),  # a teacher, before each forward
-        ("bffnwsbffnws", "TTTTTTTTTTTT"),  # after it
-        ("bfwseBfnBfnE", "TTTTTVVVVVVV"),  # the evaluation of an average
-        ("bffwsbffwse", "TTTTTTTTTTT"),  # two forwards for each backward
-        ("lbfws", "LTTTT"),
-        ("bfwsdtbfws", "TTTTSSTTTT"),
-        ("bfwsdbfwsd", "TTTTTTTTTT"),  # an average of the state, in memory
-        ("bfwseddt", "TTTTTSSS"),
-        ("Bfvlfws", "VVVLTTT"),
-        ("bfbfbfewsbfbfe", "TTTTTTTTTVVVVV"),  # a gradient of the whole pass
-        ("fwsdtfws", "TTTSSTTT"),  # without a loader
-        ("dtbfws", "--TTTT"),  # before the first forward
-        ("bbfwsb", "TTTTTT"),  # batches that the script skips
-        ("fnfn", "VVVV"),  # inference
-        ("bffpwsBfmfpBfmfpEbffpws", "TTTTTTVVVVVVVVVVVTTTTTT"),  # with the module of a loss
-        ("bffpwsBfmfpBfm", "TTTTTTVVVVVVVV"),  # memory ran out
-        ("bfwseBfBf", "TTTTTVVVV"),
-        ("bfwsebf", "TTTTTTT"),
-        ("bfBfwsbfBfwseE", "TTTTTTTTTTTTTT"),  # two loaders side by side
-        ("bfwsBfBfbfws", "TTTTVVVVTTTT"),  # an evaluation that is broken off
-        ("bbfwsbfwsbefws", "TTTTTTTTTTTTTT"),  # accelerate reads one batch ahead
-        ("bbfwsBBfvBEfvdtbefws", "TTTTTVVVVVVVVSSTTTTT"),  # and the last after an evaluation
-        ("BBfvBEfvbbbbefwfwfws", "VVVVVVVVTTTTTTTTTTTT"),  # all batches of an update
-        ("bfwseBBfBfBEf", "TTTTTVVVVVVVV"),  # neither eval() nor no_grad()
-        ("bbeffws", "TTTTTTT"),
-        ("bbfwsbeBfvE", "TTTTTTTVVVV"),  # the script has skipped a batch, and is not ahead
-        ("bbfwsbedtfv", "TTTTTTTSSVV"),
-    ],
-)
+@pytest.mark.parametrize(("marks", "stages"), ORDERS)
 def test_stages_follow_from_marks(marks, stages):
     assert stages_of(marks) == stages
 

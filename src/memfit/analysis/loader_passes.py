@@ -49,6 +49,10 @@ class LoaderPasses:
         """Passes that have not ended."""
         return [each.number for each in self._open.values()]
 
+    def begin(self) -> None:
+        """Begin to count marks from 0 again."""
+        self._batch = None if self._batch is None else 0
+
     def read(self, loader: int, index: int) -> None:
         """Note that mark ``index`` asks a loader for a batch."""
         current = self._open.pop(loader, None) or _Pass(next(self._numbers))

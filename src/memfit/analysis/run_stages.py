@@ -114,10 +114,10 @@ def _use(
 
 def _records_gradients(marks: Sequence[Mark]) -> bool:
     """Return whether a forward of an evaluation does."""
-    stages = _stages_of_passages(marks)
+    stages = _stages_of_passages(marks, LoaderPasses())
     return any(
         passage.kind in (None, Untrained.EVAL_MODE) and stages[passage.begin] is Stage.EVALUATION
-        for passage in _passages(marks)[0]
+        for passage in _passages(marks, LoaderPasses())[0]
     )
 
 
@@ -149,9 +149,29 @@ def stage_spans(trace: Trace) -> list[StageSpan]:
     marks = trace.marks
     if not any(map(_is_of_stages, marks)):
         return []
-    begins = [(0, Stage.SETUP), *_stage_begins(marks, ran_out=trace.end.reason == "out of memory")]
+    return spans_between(marks, len(trace.events), ran_out=trace.end.reason == "out of memory")
+
+
+def spans_between(
+    marks: Sequence[Mark],
+    end: int,
+    *,
+    ran_out: bool,
+    stage: Stage = Stage.SETUP,
+    loops: LoaderPasses | None = None,
+) -> list[StageSpan]:
+    """Return the stages between position 0 and a later one, in order. Neighbouring spans differ.
+
+    Args:
+        marks: those between the two.
+        end: the later position.
+        ran_out: whether memory ran out at the end.
+        stage: the one before the first mark.
+        loops: the passes over loaders before the first mark; they go on. None if there are none.
+    """
+    begins = [(0, stage), *_stage_begins(marks, stage, loops or LoaderPasses(), ran_out=ran_out)]
     begins = [next(group) for _, group in itertools.groupby(begins, key=lambda each: each[1])]
-    ends = [position for position, _ in begins[1:]] + [len(trace.events)]
+    ends = [position for position, _ in begins[1:]] + [end]
     return [StageSpan(begin, end, stage) for (begin, stage), end in zip(begins, ends, strict=True)]
 
 
@@ -161,11 +181,12 @@ def _is_of_stages(mark: Mark) -> bool:
     return mark.kind in alone or (mark.kind is MarkKind.SAVE and mark.index > 0)
 
 
-def _stage_begins(marks: Sequence[Mark], *, ran_out: bool) -> Iterator[tuple[int, Stage]]:
+def _stage_begins(
+    marks: Sequence[Mark], passage: Stage, loops: LoaderPasses, *, ran_out: bool
+) -> Iterator[tuple[int, Stage]]:
     """Yield the positions at which stages begin; a stage may begin that is already in force."""
-    stage_of = _stages_of_passages(marks)
+    stage_of = _stages_of_passages(marks, loops)
     writes = _writes(marks, ran_out=ran_out)
-    passage = Stage.SETUP
     for index, mark in enumerate(marks):
         passage = stage_of.get(index, passage)
         if mark.kind is MarkKind.LOAD:
@@ -206,15 +227,15 @@ class _Passage:
     """Whether a backward follows before the next batch."""
 
 
-def _stages_of_passages(marks: Sequence[Mark]) -> dict[int, Stage]:
+def _stages_of_passages(marks: Sequence[Mark], loops: LoaderPasses) -> dict[int, Stage]:
     """Return the stage of each passage, by its first mark."""
-    passages, trained_loops, ended_loops = _passages(marks)
+    passages, ended_loops = _passages(marks, loops)
     found: dict[int, Stage] = {}
     eval_mode_trains = False  # a backward follows before the model is in training mode
     for passage in reversed(passages):
         if passage.kind is None:
             eval_mode_trains = False
-            evaluates = not passage.trains and passage.loop in ended_loops - trained_loops
+            evaluates = not passage.trains and passage.loop in ended_loops - loops.trained
         elif passage.kind == Untrained.EVAL_MODE:
             eval_mode_trains |= passage.trains
             evaluates = not eval_mode_trains
@@ -224,10 +245,10 @@ def _stages_of_passages(marks: Sequence[Mark]) -> dict[int, Stage]:
     return found
 
 
-def _passages(marks: Sequence[Mark]) -> tuple[list[_Passage], set[int], set[int]]:
-    """Return the passages of a run, and which of its passes over loaders had a backward, and which ended."""
+def _passages(marks: Sequence[Mark], loops: LoaderPasses) -> tuple[list[_Passage], set[int]]:
+    """Return the passages of a run, and which of its passes over loaders ended."""
     passages: list[_Passage] = []
-    loops = LoaderPasses()
+    loops.begin()
     for index, mark in enumerate(marks):
         if mark.kind is MarkKind.BATCH:
             loops.read(mark.index, index)
@@ -249,7 +270,7 @@ def _passages(marks: Sequence[Mark]) -> tuple[list[_Passage], set[int], set[int]
     batches = Counter(passage.loop for passage in passages if passage.begin != passage.forward)
     ended = loops.ended | {loop for loop in loops.open if batches[loop] > 1}  # or the script failed in them
     _look_ahead(passages, marks)
-    return passages, loops.trained, ended
+    return passages, ended
 
 
 def _look_ahead(passages: Sequence[_Passage], marks: Sequence[Mark]) -> None:

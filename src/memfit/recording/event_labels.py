@@ -35,6 +35,8 @@ class LabelBook:
         """Label index of each serial."""
         self.marks: list[tuple[int, MarkKind, int]] = []
         """(serial, kind, index): the mark precedes the first event of that serial or a later one."""
+        self.listeners: list[Callable[[MarkKind, int], None]] = []
+        """Each is called with the kind and the index of a mark that has just been added."""
         self._current: dict[int, int] = {}
         self.use(self.intern(Phase.SETUP))
 
@@ -111,6 +113,8 @@ class LabelBook:
     def mark(self, kind: MarkKind, index: int) -> None:
         """Add a mark at this moment."""
         self.marks.append((self.moment(), kind, index))
+        for listener in self.listeners:
+            listener(kind, index)
 
 
 def metadata_of(serial: int) -> str:

@@ -108,7 +108,7 @@ class Recorder:
             on_change=on_change,
             end_now=end_now,
         )
-        self._stages = RunStageMarks(self.book, self.steps, wanted=steps is None and not live)
+        self.stages = RunStageMarks(self.book, self.steps, wanted=steps is None and not live, labelled=labels)
         self._modules = ModuleHooks(
             self.book,
             self._stacks,
@@ -132,7 +132,7 @@ class Recorder:
         _installed.append(self)
         self._hooks.on_removal(lambda: _installed.remove(self))
         self.steps.install(self._hooks)
-        self._stages.install(self._hooks)
+        self.stages.install(self._hooks)
         if self._with_labels:
             self._modules.install(self._hooks)
             autocast_copies.label_autocast_exits(self._hooks, self.book)
@@ -163,7 +163,7 @@ class Recorder:
                 self._record_modules((module,))
             self._owners.record_arguments(self.book.moment(), arguments)
         self.steps.enter_forward()
-        self._stages.enter_root(module)
+        self.stages.enter_root(module)
 
     def _before_backward(self, roots: Iterable[object]) -> None:
         if self._inspects_while_running:

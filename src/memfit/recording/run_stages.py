@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from memfit.ghost.patching.after_import import after_import
 from memfit.recording.event_labels import LabelBook
 from memfit.recording.hooks import InstalledHooks
+from memfit.recording.next_forward import NextForward
 from memfit.recording.training_steps import StepTracker
 from memfit.records import MarkKind, Untrained
 
@@ -31,10 +32,13 @@ class RunStageMarks:
         book: receives the marks.
         steps: knows the optimizers, and ends the script when its time is up.
         wanted: whether to mark anything: a run that is ended after a few steps has one stage.
+        labelled: whether the recorder labels modules, and so calls ``enter_root`` itself.
     """
 
-    def __init__(self, book: LabelBook, steps: StepTracker, *, wanted: bool) -> None:
-        self._book, self._steps, self._wanted = book, steps, wanted
+    def __init__(self, book: LabelBook, steps: StepTracker, *, wanted: bool, labelled: bool) -> None:
+        self._book, self._steps, self._labelled = book, steps, labelled
+        self.wanted = wanted
+        """Whether to mark anything; it may be changed before ``install``."""
         self._number: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of each loader
         self._next_number = itertools.count()
         self._loader_of: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by iterator
@@ -44,7 +48,7 @@ class RunStageMarks:
 
     def install(self, hooks: InstalledHooks) -> None:
         """Hook loaders, and what reads and writes checkpoints."""
-        if not self._wanted:
+        if not self.wanted:
             return
         loaders = sys.modules["torch.utils.data.dataloader"]
         hooks.wrap(loaders.DataLoader, "_get_iterator", self._begin)
@@ -59,21 +63,29 @@ class RunStageMarks:
             hooks.wrap(sys.modules[_SAFETENSORS], "load_file", self._load)
 
         hooks.on_removal(after_import(_SAFETENSORS, hook_safetensors))
+        if not self._labelled:
+            forwards = NextForward(lambda: self._steps.in_backward, self._enter_unlabelled_root)
+            forwards.install(hooks, self._book)
 
-    def enter_root(self, module: torch.nn.Module) -> None:
-        """Mark a forward of an outermost module that may be part of an evaluation."""
-        if not self._wanted:
-            return
+    def enter_root(self, module: torch.nn.Module) -> bool:
+        """Mark a forward of an outermost module that may be part of an evaluation; return whether it may."""
+        if not self.wanted:
+            return False
         gradients = torch.is_grad_enabled()
         if next(module.parameters(), None) is None:
             kind = Untrained.NO_PARAMETERS
         elif gradients and module.training:
-            return
+            return False
         elif module.training or not self._is_trained(module):
             kind = Untrained.NO_GRADIENTS
         else:
             kind = Untrained.EVAL_MODE if gradients else Untrained.EVALUATES
         self._book.mark(MarkKind.EVALUATION, kind)
+        return True
+
+    def _enter_unlabelled_root(self, module: torch.nn.Module) -> bool:
+        self._steps.enter_forward()
+        return self.enter_root(module)
 
     def _is_trained(self, module: torch.nn.Module) -> bool:
         if module in self._trained:

@@ -1,9 +1,11 @@
 """The lines that a watch prints on standard error."""
 
 import math
+from collections.abc import Mapping
 
 from memfit.records import Machine
 from memfit.units import format_bytes
+from memfit.watching.measured_stages import MeasuredPeak
 from memfit.watching.prediction import Prediction, StepMemory
 
 _ORIGINS = {
@@ -34,25 +36,74 @@ def progress(step: int, measured: StepMemory, predicted: StepMemory | None) -> s
     return f"{line} · {format_bytes(predicted.peak)} predicted" + _percent(" · ", more)
 
 
-def differences(measured: StepMemory, predicted: StepMemory, tolerance: float) -> str:
+def differences(
+    peak: MeasuredPeak, allocated: int, predicted: tuple[int, int | None], tolerance: float, of: str
+) -> str:
     """Describe what differs from its prediction by more than a tolerance in percent; empty if nothing does.
 
-    >>> differences(
-    ...     StepMemory(peak=3 << 30, allocated=1 << 30), StepMemory(peak=2 << 30, allocated=1 << 30), 1.0
-    ... )
+    Args:
+        peak: measured bytes, of a step or a stage.
+        allocated: bytes allocated at its end.
+        predicted: the same, the latter None if it is not compared.
+        tolerance: in percent.
+        of: ``step`` or ``stage``.
+
+    >>> differences(MeasuredPeak(3 << 30, 3 << 30), 1 << 30, (2 << 30, 1 << 30), 1.0, "step")
     'peak 3.0 GiB measured, 2.0 GiB predicted, +50.00 %'
-    >>> differences(StepMemory(peak=3 << 30, allocated=1 << 30), StepMemory(peak=3 << 30, allocated=0), 1.0)
+    >>> differences(MeasuredPeak(1 << 30, 3 << 30), 1 << 30, (2 << 30, 0), 1.0, "step")
     'allocated at the end of the step 1.0 GiB measured, 0 B predicted'
     """
-    pairs = (
-        ("peak", measured.peak, predicted.peak),
-        ("allocated at the end of the step", measured.allocated, predicted.allocated),
-    )
+    pairs = [("peak", peak, predicted[0])]
+    if predicted[1] is not None:
+        pairs.append((f"allocated at the end of the {of}", MeasuredPeak(allocated, allocated), predicted[1]))
     return "; ".join(
-        f"{what} {format_bytes(found)} measured, {format_bytes(expected)} predicted{_percent(', ', more)}"
+        f"{what} {bounds(found, expected)} measured, {format_bytes(expected)} predicted{_percent(', ', more)}"
         for what, found, expected in pairs
-        if abs(more := excess(found, expected)) > tolerance
+        if abs(more := excess(found.nearest(expected), expected)) > tolerance
     )
+
+
+def bounds(peak: MeasuredPeak, predicted: int | None) -> str:
+    """Return what is known of a peak; of one that is higher than predicted, how high it is at least.
+
+    >>> bounds(MeasuredPeak(1 << 30, 1 << 30), 0), bounds(MeasuredPeak(1 << 20, 1 << 30), 1 << 21)
+    ('1.0 GiB', 'at most 1.0 GiB')
+    >>> bounds(MeasuredPeak(1 << 20, 1 << 30), 1 << 10)
+    'at least 1.0 MiB'
+    """
+    if peak.low == peak.high:
+        return format_bytes(peak.high)
+    if predicted is not None and peak.low > predicted:
+        return f"at least {format_bytes(peak.low)}"
+    return f"at most {format_bytes(peak.high)}"
+
+
+def stage_table(rows: Mapping[str, tuple[MeasuredPeak | None, int | None]]) -> list[str]:
+    """Return a line for each stage, below headings.
+
+    Args:
+        rows: by name, the measured peak and the predicted one; None where the stage does not occur.
+
+    >>> for line in stage_table({"saving": (MeasuredPeak(3 << 30, 3 << 30), 2 << 30), "loading": (None, 0)}):
+    ...     print(line)
+    stage    predicted  measured
+    saving     2.0 GiB   3.0 GiB  +50.00 %
+    loading        0 B         -
+    """
+    cells = [("stage", "predicted", "measured", "")]
+    for name, (measured, predicted) in rows.items():
+        more = ""
+        if measured is not None and predicted is not None:
+            nearest = measured.nearest(predicted)
+            if measured.low == measured.high or nearest != predicted:
+                more = _percent("", excess(nearest, predicted))
+        shown = "-" if predicted is None else format_bytes(predicted)
+        cells.append((name, shown, "-" if measured is None else bounds(measured, predicted), more))
+    widths = [max(len(row[column]) for row in cells) for column in range(3)]
+    return [
+        f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip()
+        for row in cells
+    ]
 
 
 def _percent(separator: str, more: float) -> str:
@@ -63,7 +114,7 @@ def source(prediction: Prediction, torch: str) -> str:
     """Describe where a prediction comes from, and how its torch version differs from this run's.
 
     >>> from memfit.records import Provenance
-    >>> source(Prediction((), Provenance.EXACT, Machine.GHOST, "2.14.1"), "2.14.1")
+    >>> source(Prediction((), (), Provenance.EXACT, Machine.GHOST, "2.14.1"), "2.14.1")
     'predicted: exact on the ghost'
     """
     made = f"predicted: {prediction.provenance} {_ORIGINS[prediction.machine]}".strip()

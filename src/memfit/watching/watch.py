@@ -11,6 +11,7 @@ import functools
 import os
 import sys
 import threading
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -23,14 +24,14 @@ from memfit.report.escape import escaped
 from memfit.report.terminal.progress_line import Show, progress_line
 from memfit.units import GIB
 from memfit.watching import messages
+from memfit.watching.comparison import Comparison
+from memfit.watching.measured_stages import MeasuredStages
 from memfit.watching.prediction import Prediction, StepMemory
 
 if TYPE_CHECKING:
     from memfit.recording.recorder import Recorder
     from memfit.watching.postmortem import AllocationFailure
 
-TOLERANCE = 1.0
-"""Percentage by which a step may differ from its prediction before memfit reports it."""
 WHOLE_STEPS = 2
 """Training steps after which the recorder drops them: at most this many are in a post-mortem's history."""
 LONGEST = 200_000
@@ -133,9 +134,10 @@ class Watch:
 
     def _reset(self) -> None:
         self._failures = 0
+        self._failed_step = -1  # the steps completed when memory last ran out
         self._step = 0
         self._last: tuple[int, StepMemory] | None = None
-        self._differs = False
+        self._comparison: Comparison | None = None
         self._broken = False
 
     def __enter__(self) -> Self:
@@ -168,6 +170,8 @@ class Watch:
         self._process = os.getpid()
         self._reset()
         until_stop.callback(recorder.remove)
+        if self._prediction is not None:
+            self._comparison = self._compare_with(self._prediction, recorder)
         recorder.install()
         # Not now: it would initialise CUDA, and a process with CUDA initialised cannot fork.
         torch.cuda._lazy_call(functools.partial(self._observe, recorder))  # type: ignore[no-untyped-call]
@@ -211,45 +215,56 @@ class Watch:
         step = recorder.steps.completed
         if step > self._step:
             self._step = step
-            self._compare_safely(step)
+            self._safely(self._compare, step)
             if step % WHOLE_STEPS == 0:
                 recorder.forget()
         elif len(recorder.book.serials) > LONGEST and recorder.book.phase is Phase.INPUT:
             recorder.forget()
 
-    def _compare_safely(self, step: int) -> None:
+    def _compare_with(self, prediction: Prediction, recorder: "Recorder") -> Comparison:
+        """Return the comparison with a prediction, which follows the stages of the run if it has any."""
+        import torch
+
+        if not prediction.stages:
+            return Comparison(prediction, None)
+        stages = MeasuredStages(_current_memory, torch.is_grad_enabled)
+        recorder.stages.wanted = True
+        recorder.book.listeners.append(functools.partial(self._safely, stages.add))
+        return Comparison(prediction, stages)
+
+    def _safely(self, action: Callable[..., None], *args: Any) -> None:
+        """Do something that the script must not notice if it fails."""
         if self._broken or self._is_forked:
             return
         try:
-            self._compare(step)
+            action(*args)
         except Exception as error:  # noqa: BLE001 - for example the writer's; the script must continue
             self._broken = True
             _print_line(f"stopped comparing steps: {type(error).__name__}: {error}")
 
     def _compare(self, step: int) -> None:
-        import torch
-
-        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            return
         measured = _current_memory()
         if not measured.peak:  # the script trains on the CPU, or PyTorch's statistics are off
             return
         self._last = step, measured
-        expected = self._expected(step)
+        differences, expected = [], None
+        if self._comparison is not None:
+            differences = list(self._comparison.step(step, measured))
+            expected = self._comparison.expected
         if self._show is not None:
             self._show(messages.progress(step, measured, expected))
-        if self._prediction is not None and expected is not None and not self._differs:
-            found = messages.differences(measured, expected, TOLERANCE)
-            if found:
-                self._differs = True
-                _print_line(
-                    f"step {step:,}: {found} ({messages.source(self._prediction, torch.__version__)})"
-                )
+        self._print_differences(differences)
         if self._writer is not None:
             self._write_scalars(self._writer, step, {"measured": measured, "predicted": expected})
 
-    def _expected(self, step: int) -> StepMemory | None:
-        return None if self._prediction is None else self._prediction.at(step)
+    def _print_differences(self, found: Iterable[str]) -> None:
+        for line in found:
+            _print_line(f"{line} ({self._source()})")
+
+    def _source(self) -> str:
+        import torch
+
+        return "" if self._prediction is None else messages.source(self._prediction, torch.__version__)
 
     def _write_scalars(self, writer: ScalarWriter, step: int, found: dict[str, StepMemory | None]) -> None:
         for whose, held in found.items():
@@ -265,6 +280,7 @@ class Watch:
             return  # another thread is writing one, for the same shortage
         try:
             self._failures += 1
+            self._failed_step = self._step
             if self._failures <= self._files:
                 for line in write(self._recorder, failure, self._folder):
                     _print_line(line)
@@ -282,24 +298,31 @@ class Watch:
             self._writing.release()
 
     def _print_conclusion(self) -> None:
+        now = _current_memory()
+        compared = None if self._broken else self._comparison
+        if compared is not None:
+            ran_out = self._failed_step == self._step
+            self._print_differences(compared.finish(now, ran_out=ran_out))
         if self._last is None:
             _print_line("no training step that uses a GPU completed while memfit watched.")
             return
         step, measured = self._last
         # The peak may have risen since, also in a step that did not complete.
-        most = StepMemory(max(measured.peak, _current_memory().peak), measured.allocated)
-        line = messages.progress(step, most, self._expected(step))
-        if self._prediction is not None:
-            import torch
-
-            line += f" ({messages.source(self._prediction, torch.__version__)})"
+        most = StepMemory(max(measured.peak, now.peak), measured.allocated)
+        line = messages.progress(step, most, self._comparison.expected if self._comparison else None)
+        if self._comparison is not None:
+            line += f" ({self._source()})"
         _print_line(line.removeprefix("memfit: "))
+        for line in compared.table() if compared is not None else ():
+            _print_line(line)
 
 
 def _current_memory() -> StepMemory:
-    """Return what PyTorch's counters hold now. CUDA must be initialised."""
+    """Return what PyTorch's counters hold now."""
     import torch
 
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return StepMemory(0, 0)
     counted = torch._C._cuda_memoryStats(torch.cuda.current_device())["allocated_bytes"]["all"]
     return StepMemory(counted["peak"], counted["current"])
 

@@ -1,0 +1,109 @@
+"""Compare the memory that a run uses with what was predicted: each training step, and each stage."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from memfit.records import Stage
+from memfit.watching import messages
+from memfit.watching.measured_stages import MeasuredPeak, MeasuredStage, MeasuredStages
+from memfit.watching.prediction import PredictedStep, Prediction, StepMemory, is_compared
+
+TOLERANCE = 1.0
+"""Percentage by which a step or a stage may differ from its prediction before memfit reports it."""
+
+
+class Comparison:
+    """Compares one run with its prediction.
+
+    Args:
+        prediction: of the run.
+        stages: measures the stages of the run; None to compare steps by their number only.
+    """
+
+    def __init__(self, prediction: Prediction, stages: MeasuredStages | None) -> None:
+        self._prediction, self._stages = prediction, stages
+        self._times: Counter[Stage] = Counter()  # stages that have ended
+        self._rows: dict[str, tuple[MeasuredPeak | None, int | None]] = {}
+        self._reported: set[str] = set()
+        self.expected: StepMemory | None = None
+        """The prediction for the last step."""
+
+    def step(self, step: int, measured: StepMemory) -> Iterator[str]:
+        """Yield what differs in a step that has just ended, and in the stages since the one before.
+
+        Each stage is reported once, as are the training steps.
+        """
+        peak = MeasuredPeak(measured.peak, measured.peak)
+        if self._stages is not None:
+            for ended in self._stages.complete_step(measured):
+                yield from self._end(ended)
+            peak = self._stages.current.peak
+        predicted = self._expected(step)
+        self.expected = predicted.memory
+        most = predicted.memory.peak if self._stages is None else predicted.so_far
+        expected = most, predicted.memory.allocated
+        found = messages.differences(peak, measured.allocated, expected, TOLERANCE, "step")
+        yield from self._report("step", f"step {step:,}", found)
+
+    def finish(self, now: StepMemory, *, ran_out: bool) -> Iterator[str]:
+        """Yield what differs in the stages since the last step. The run is over.
+
+        Args:
+            now: what PyTorch's counters hold.
+            ran_out: whether memory has run out since the last step.
+        """
+        if self._stages is not None:
+            *ended, last = self._stages.finish(now, ran_out=ran_out)
+            for each in ended:
+                yield from self._end(each)
+            yield from self._end(last, is_over=True)
+
+    def table(self) -> list[str]:
+        """Return a line for each stage, below headings; none if stages are not compared."""
+        if self._stages is None:
+            return []
+        rows = dict(self._rows)
+        times: Counter[Stage] = Counter()
+        for each in self._prediction.stages:
+            times[each.stage] += 1
+            rows.setdefault(_name(each.stage, times[each.stage]), (None, each.peak))
+        return messages.stage_table(rows)
+
+    def _expected(self, step: int) -> PredictedStep:
+        """Return the prediction for a step that has just ended: by its number in its stage, if it has one."""
+        if self._stages is not None:
+            current = self._stages.current
+            predicted = self._prediction.at_stage(Stage.TRAINING, self._times[Stage.TRAINING] + 1)
+            if current.stage is Stage.TRAINING and predicted is not None:
+                return predicted.steps[min(current.steps, len(predicted.steps)) - 1]
+        return self._prediction.at(step)
+
+    def _end(self, measured: MeasuredStage, *, is_over: bool = False) -> Iterator[str]:
+        """Yield what differs in a stage that has ended, with the run or before it."""
+        stage = measured.stage
+        if not is_compared(stage, measured.steps):
+            return
+        self._times[stage] += 1
+        name = _name(stage, self._times[stage])
+        predicted = self._prediction.at_stage(stage, self._times[stage])
+        before, most = self._rows.get(name, (None, None))
+        peak = measured.peak if before is None else measured.peak.and_of(before)
+        if predicted is None:
+            self._rows[name] = peak, None
+            return
+        self._rows[name] = peak, max(predicted.peak, most or 0)
+        if stage is not Stage.TRAINING:  # of which each step is compared
+            at_end = None if is_over else predicted.allocated
+            expected = predicted.peak, at_end
+            found = messages.differences(measured.peak, measured.allocated, expected, TOLERANCE, "stage")
+            yield from self._report(stage, f"{stage} {self._times[stage]:,}", found)
+
+    def _report(self, kind: str, name: str, found: str) -> Iterator[str]:
+        if found and kind not in self._reported:
+            self._reported.add(kind)
+            yield f"{name}: {found}"
+
+
+def _name(stage: Stage, time: int) -> str:
+    """Return what users call a stage; training after another stage may need more than before it."""
+    return f"{stage}, later" if stage is Stage.TRAINING and time > 1 else stage
