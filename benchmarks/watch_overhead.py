@@ -98,9 +98,16 @@ def main() -> None:
     from engine_overhead import medium, small
 
     import memfit
+    from memfit.records import Machine, Provenance, Stage
+    from memfit.watching.prediction import PredictedStage, PredictedStep, Prediction, StepMemory
+    from memfit.watching.watch import Watch
 
+    step = PredictedStep(StepMemory(1, 1), 1)
+    stages = (PredictedStage(Stage.TRAINING, 1, 1, (step,)),)
+    prediction = Prediction((step,), stages, Provenance.EXACT, Machine.GHOST, "")
     ways = {
         "watch()": memfit.watch,
+        "watch(trace of a whole run)": lambda: Watch(prediction, None, Path(), labels=False, files=3),
         "PyTorch's own history": history,
         "watch(labels=True)": lambda: memfit.watch(labels=True),
     }

@@ -39,6 +39,13 @@ def test_a_run_without_batches_and_evaluations_has_no_stages():
     assert not stage_spans(trace_of([], marks=(Mark(0, MarkKind.FORWARD, 0),)))
 
 
+def test_a_trace_that_starts_in_the_middle_of_a_run_has_no_setup():
+    history = [(Action.EARLIER, BASE, 512), (Action.ALLOC, BASE + 512, 512)]
+    trace = trace_of(history, marks=tuple(Mark(1, *LETTERS[letter]) for letter in "Bfv"))
+    assert [(span.begin, span.stage) for span in stage_spans(trace)] == [(1, Stage.EVALUATION)]
+    assert stage_uses(trace, timeline(trace_of([]))) == ()
+
+
 def with_levels(*, keeps):
     """Return a trace: a batch trained on, an evaluation of two tensors, another batch trained on."""
     first, second, third = (BASE + SIZE * number for number in range(3))

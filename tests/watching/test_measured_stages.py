@@ -14,7 +14,7 @@ STAGES = {letter: stage for letter, stage in NAMES.items() if stage is not Stage
 
 
 class Run:
-    """A run by hand: marks by their letters, between them what is allocated, and "r" where a script resets."""
+    """A run by hand: marks by their letters, what is allocated between them, and "r" for a reset."""
 
     def __init__(self, *, gradients=True):
         self.peak = self.allocated = self.reads = 0

@@ -59,8 +59,10 @@ def stage_uses(trace: Trace, line: Timeline, failure: int | None = None) -> tupl
         failure: the failed allocation that the answer is about; None if there is none.
 
     Returns:
-        Nothing for a run whose marks do not tell stages apart.
+        Nothing for a run whose marks do not tell stages apart, or whose trace starts in the middle of it.
     """
+    if _starts_late(trace):
+        return ()
     spans = stage_spans(trace)
     answered = answered_events(trace, line)
     uses = (
@@ -144,12 +146,18 @@ def _events(trace: Trace, spans: Sequence[StageSpan]) -> tuple[npt.NDArray[np.bo
 def stage_spans(trace: Trace) -> list[StageSpan]:
     """Return the stages of a run, in order; none if its marks do not tell them apart.
 
-    The events before the first mark are the setup, and neighbouring spans differ.
+    The events before the first mark are the setup, unless the trace starts in the middle of the run.
+    Neighbouring spans differ.
     """
     marks = trace.marks
     if not any(map(_is_of_stages, marks)):
         return []
-    return spans_between(marks, len(trace.events), ran_out=trace.end.reason == "out of memory")
+    spans = spans_between(marks, len(trace.events), ran_out=trace.end.reason == "out of memory")
+    return spans[1:] if _starts_late(trace) else spans
+
+
+def _starts_late(trace: Trace) -> bool:
+    return bool(np.any(trace.events.action == Action.EARLIER))
 
 
 def spans_between(

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from memfit.records import Stage
 from memfit.watching import messages
-from memfit.watching.measured_stages import MeasuredPeak, MeasuredStage, MeasuredStages
+from memfit.watching.measured_stages import MeasuredStage, MeasuredStages, PeakBounds
 from memfit.watching.prediction import PredictedStep, Prediction, StepMemory, is_compared
 
 TOLERANCE = 1.0
@@ -23,7 +23,7 @@ class Comparison:
     def __init__(self, prediction: Prediction, stages: MeasuredStages | None) -> None:
         self._prediction, self._stages = prediction, stages
         self._times: Counter[Stage] = Counter()  # stages that have ended
-        self._rows: dict[str, tuple[MeasuredPeak | None, int | None]] = {}
+        self._rows: dict[str, tuple[PeakBounds | None, int | None]] = {}
         self._reported: set[str] = set()
         self.expected: StepMemory | None = None
         """The prediction for the last step."""
@@ -33,7 +33,7 @@ class Comparison:
 
         Each stage is reported once, as are the training steps.
         """
-        peak = MeasuredPeak(measured.peak, measured.peak)
+        peak = PeakBounds(measured.peak, measured.peak)
         if self._stages is not None:
             for ended in self._stages.complete_step(measured):
                 yield from self._end(ended)

@@ -28,7 +28,7 @@ _KEPT = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredPeak:
+class PeakBounds:
     """What is known of the peak of a part of a run. PyTorch counts one peak since the last reset.
 
     If it has risen within the part, it is the part's own. Otherwise the part's is not higher.
@@ -43,9 +43,9 @@ class MeasuredPeak:
         """Return what the counters say of the time between two readings, without a reset."""
         return cls(after.peak if after.peak > before.peak else after.allocated, after.peak)
 
-    def and_of(self, other: "MeasuredPeak") -> "MeasuredPeak":
+    def and_of(self, other: "PeakBounds") -> "PeakBounds":
         """Return what is known of the higher of two peaks."""
-        return MeasuredPeak(max(self.low, other.low), max(self.high, other.high))
+        return PeakBounds(max(self.low, other.low), max(self.high, other.high))
 
     def nearest(self, size: int) -> int:
         """Return the possible peak that is nearest to a number of bytes."""
@@ -57,7 +57,7 @@ class MeasuredStage:
     """The measured memory of a stage, one of the times that the script enters it."""
 
     stage: Stage
-    peak: MeasuredPeak
+    peak: PeakBounds
     allocated: int
     """Bytes allocated at its end."""
     steps: int = 0
@@ -76,14 +76,12 @@ class MeasuredStages:
         self._read, self._records_gradients = read, records_gradients
         self._now = read()
         self._marks: list[Mark] = []
-        self._parts: list[
-            tuple[MeasuredPeak, int]
-        ] = []  # between readings, with what is allocated at the end
+        self._parts: list[tuple[PeakBounds, int]] = []  # between readings, with what is allocated at the end
         self._last: MarkKind | None = None
         self._loader = -1  # the one read last, if it has not ended
         self._loops = LoaderPasses()
         self._may_change = True
-        self.current = MeasuredStage(Stage.SETUP, MeasuredPeak(0, 0), 0)
+        self.current = MeasuredStage(Stage.SETUP, PeakBounds(0, 0), 0)
         """The stage at the end of the last training step."""
 
     def add(self, kind: MarkKind, index: int) -> None:
@@ -143,7 +141,7 @@ class MeasuredStages:
         return kind in (*_CHECKPOINTS, MarkKind.LOADER_END)
 
     def _end_part(self, now: StepMemory) -> None:
-        self._parts.append((MeasuredPeak.between(self._now, now), now.allocated))
+        self._parts.append((PeakBounds.between(self._now, now), now.allocated))
         self._now = now
 
     def _decide(self, *, ran_out: bool) -> list[MeasuredStage]:
@@ -171,6 +169,6 @@ class MeasuredStages:
         begin, end = first[-1].position, last[0].position
         if begin < end:
             peaks, at_ends = zip(*self._parts[begin:end], strict=True)
-            self._parts[begin:end] = [(functools.reduce(MeasuredPeak.and_of, peaks), at_ends[-1])]
+            self._parts[begin:end] = [(functools.reduce(PeakBounds.and_of, peaks), at_ends[-1])]
             last = [replace(mark, position=mark.position - (end - begin - 1)) for mark in last]
         self._marks = first + last

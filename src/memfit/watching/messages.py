@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from memfit.records import Machine
 from memfit.units import format_bytes
-from memfit.watching.measured_stages import MeasuredPeak
+from memfit.watching.measured_stages import PeakBounds
 from memfit.watching.prediction import Prediction, StepMemory
 
 _ORIGINS = {
@@ -37,7 +37,7 @@ def progress(step: int, measured: StepMemory, predicted: StepMemory | None) -> s
 
 
 def differences(
-    peak: MeasuredPeak, allocated: int, predicted: tuple[int, int | None], tolerance: float, of: str
+    peak: PeakBounds, allocated: int, predicted: tuple[int, int | None], tolerance: float, of: str
 ) -> str:
     """Describe what differs from its prediction by more than a tolerance in percent; empty if nothing does.
 
@@ -48,14 +48,14 @@ def differences(
         tolerance: in percent.
         of: ``step`` or ``stage``.
 
-    >>> differences(MeasuredPeak(3 << 30, 3 << 30), 1 << 30, (2 << 30, 1 << 30), 1.0, "step")
+    >>> differences(PeakBounds(3 << 30, 3 << 30), 1 << 30, (2 << 30, 1 << 30), 1.0, "step")
     'peak 3.0 GiB measured, 2.0 GiB predicted, +50.00 %'
-    >>> differences(MeasuredPeak(1 << 30, 3 << 30), 1 << 30, (2 << 30, 0), 1.0, "step")
+    >>> differences(PeakBounds(1 << 30, 3 << 30), 1 << 30, (2 << 30, 0), 1.0, "step")
     'allocated at the end of the step 1.0 GiB measured, 0 B predicted'
     """
     pairs = [("peak", peak, predicted[0])]
     if predicted[1] is not None:
-        pairs.append((f"allocated at the end of the {of}", MeasuredPeak(allocated, allocated), predicted[1]))
+        pairs.append((f"allocated at the end of the {of}", PeakBounds(allocated, allocated), predicted[1]))
     return "; ".join(
         f"{what} {bounds(found, expected)} measured, {format_bytes(expected)} predicted{_percent(', ', more)}"
         for what, found, expected in pairs
@@ -63,12 +63,12 @@ def differences(
     )
 
 
-def bounds(peak: MeasuredPeak, predicted: int | None) -> str:
+def bounds(peak: PeakBounds, predicted: int | None) -> str:
     """Return what is known of a peak; of one that is higher than predicted, how high it is at least.
 
-    >>> bounds(MeasuredPeak(1 << 30, 1 << 30), 0), bounds(MeasuredPeak(1 << 20, 1 << 30), 1 << 21)
+    >>> bounds(PeakBounds(1 << 30, 1 << 30), 0), bounds(PeakBounds(1 << 20, 1 << 30), 1 << 21)
     ('1.0 GiB', 'at most 1.0 GiB')
-    >>> bounds(MeasuredPeak(1 << 20, 1 << 30), 1 << 10)
+    >>> bounds(PeakBounds(1 << 20, 1 << 30), 1 << 10)
     'at least 1.0 MiB'
     """
     if peak.low == peak.high:
@@ -78,13 +78,13 @@ def bounds(peak: MeasuredPeak, predicted: int | None) -> str:
     return f"at most {format_bytes(peak.high)}"
 
 
-def stage_table(rows: Mapping[str, tuple[MeasuredPeak | None, int | None]]) -> list[str]:
+def stage_table(rows: Mapping[str, tuple[PeakBounds | None, int | None]]) -> list[str]:
     """Return a line for each stage, below headings.
 
     Args:
         rows: by name, the measured peak and the predicted one; None where the stage does not occur.
 
-    >>> for line in stage_table({"saving": (MeasuredPeak(3 << 30, 3 << 30), 2 << 30), "loading": (None, 0)}):
+    >>> for line in stage_table({"saving": (PeakBounds(3 << 30, 3 << 30), 2 << 30), "loading": (None, 0)}):
     ...     print(line)
     stage    predicted  measured
     saving     2.0 GiB   3.0 GiB  +50.00 %

@@ -19,6 +19,7 @@ import torch
 from memfit.allocator.timeline import timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import breakdown_at
+from memfit.analysis.run_stages import stage_at
 from memfit.analysis.summary import summarize_attributed
 from memfit.atomic_files import write_bytes
 from memfit.card.find import is_rehearsal
@@ -113,7 +114,8 @@ def write(recorder: Recorder, failure: AllocationFailure, folder: Path) -> Itera
     found = breakdown_at(trace, line, attribution, len(trace.events) - 1)
     rows = [row for row in found.rows[GroupBy.CATEGORY] if row.bytes][:_ROWS]
     most = ", ".join(f"{row.name} {format_bytes(row.bytes)}" for row in rows)
-    place = replace(found.place, line=found.place.line or where)
+    stage = stage_at(trace, len(trace.events) - 1)
+    place = replace(found.place, line=found.place.line or where, stage=stage)
     yield f"out of memory: {shortage}, in {in_words(place)}"
     yield f"{format_bytes(found.allocated)} allocated: {most}".removesuffix(": ")
     name = _write_trace(trace, folder)

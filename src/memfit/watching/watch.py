@@ -57,14 +57,16 @@ def watch(
 
     On a terminal, memfit keeps one line on standard error up to date: the step, the peak that PyTorch reports
     (``torch.cuda.max_memory_allocated()``, whose counters memfit does not reset), the prediction, and the
-    difference. Elsewhere it prints one line at the end. It reports the first difference above 1 %, once.
+    difference. Elsewhere it prints one line at the end. It reports the first difference above 1 %, once. With
+    the trace of a whole run it does so for evaluation, saving and loading, too; a line for each is the last.
 
     When an allocation fails for good, memfit writes a trace (``memfit-oom-1.memfit``, for ``memfit explain``)
     and a report (``.html``) while all tensors are still alive; then the script gets its exception.
 
     Args:
         prediction: the trace of a dry run of the same script (``memfit dry-run -o run.memfit``), or its path.
-            Steps after the last one in the trace are predicted to equal that one.
+            Steps after the last one in the trace are predicted to equal that one. In the trace of a whole run
+            (``--whole``), the same holds for each stage and for the steps in it.
         writer: where scalars go at each step: a ``SummaryWriter`` of TensorBoard.
         folder: where post-mortems are written. memfit never overwrites a file.
         labels: record which line and which module allocates, for the post-mortem. This costs microseconds for
