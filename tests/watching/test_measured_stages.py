@@ -58,6 +58,12 @@ def test_the_middle_of_a_pass_does_not_change_its_stage():
     assert [each.steps for each in found] == [10, 0, 9, 0, 9, 0]
 
 
+def test_passes_go_on_from_one_step_to_the_next():
+    found = Run().go("bbfwsbfwsbefws", "bbfwsbfws", "BBfvBEfvdt", "befws")  # accelerate reads one batch ahead
+    assert [each.stage for each in found] == [STAGES[letter] for letter in "TVST"]
+    assert Run().go("bs", "fws")[-1].stage is Stage.TRAINING  # a batch is read before a step is complete
+
+
 @pytest.mark.parametrize(
     ("evaluation", "reset", "peaks"),
     [
@@ -79,6 +85,7 @@ def test_the_peak_of_a_stage_is_known_where_it_raises_that_of_the_run(evaluation
         ("bfws", True, 0),
         ("bfwfws", True, 0),
         ("fws", True, 0),
+        ("bfwsBfv", False, 1),  # not after a step, whose counters have been read
         ("Bfv", False, 0),
         ("fv", False, 0),  # a text that is generated
         ("Bfm", True, 0),

@@ -128,17 +128,28 @@ def test_a_step_is_compared_by_its_number_in_its_stage():
     epoch = (*STEP, *SECOND_STEP * 5, "e")
     early, _ = compared("bf", 205, "w", 100, "s", *SECOND_STEP * 5)
     assert early == ["step 1: peak 205.0 MiB measured, 200.0 MiB predicted, +2.50 %"]
-    later, table = compared(*epoch, "Bfv", 300, 100, "E", *epoch)
+    later, table = compared(*epoch, *("Bfv", 300, 100, "E", *epoch) * 2)
     assert later == ["evaluation 1: peak 300.0 MiB measured, 150.0 MiB predicted, +100.00 %"]
     assert table[-1] == "saving           130.0 MiB                  -"
     higher, _ = compared(*epoch, "Bfv", 150, 100, "E", "bf", 230, "w", 100, "s")
     assert higher == ["step 7: peak 230.0 MiB measured, 200.0 MiB predicted, +15.00 %"]
 
 
+def test_each_time_of_a_stage_has_its_own_prediction():
+    first, second = ("Bfv", 250, 140, "E"), ("Bfv", 300, 140, "E")
+    more = ("bf", 240, "w", 140, "s")
+    predicted = (*TRAINING, *first, *more, *second, *more)
+    found, _ = compared(*TRAINING, *first, *more * 3, *second, *more * 3, *second, *more, predicted=predicted)
+    assert found == []
+    found, _ = compared(*TRAINING, *second, *more, predicted=predicted)
+    assert found == ["evaluation 1: peak 300.0 MiB measured, 250.0 MiB predicted, +20.00 %"]
+
+
 def test_what_a_stage_leaves_behind_is_compared():
     found, table = compared(*TRAINING, "Bfv", 150, 120, "E", *TRAINING)
     left = "allocated at the end of the stage 120.0 MiB measured, 100.0 MiB predicted, +20.00 %"
     assert found == [f"evaluation 1: {left}"]
+    assert compared(*TRAINING, "Bfv", 150, 120)[0] == []  # the run ended in it
     found, table = compared(*TRAINING, "Bfv", 190, 180, "E", *TRAINING)
     assert found[0].startswith(
         "evaluation 1: peak at least 180.0 MiB measured, 150.0 MiB predicted, +20.00 %;"
