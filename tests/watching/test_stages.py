@@ -128,7 +128,7 @@ def test_a_step_is_compared_by_its_number_in_its_stage():
     epoch = (*STEP, *SECOND_STEP * 5, "e")
     early, _ = compared("bf", 205, "w", 100, "s", *SECOND_STEP * 5)
     assert early == ["step 1: peak 205.0 MiB measured, 200.0 MiB predicted, +2.50 %"]
-    later, table = compared(*epoch, *("Bfv", 300, 100, "E", *epoch) * 2)
+    later, table = compared(*epoch, "Bfv", 300, 100, "E", *epoch, "Bfv", 310, 100, "E", *epoch)
     assert later == ["evaluation 1: peak 300.0 MiB measured, 150.0 MiB predicted, +100.00 %"]
     assert table[-1] == "saving           130.0 MiB                  -"
     higher, _ = compared(*epoch, "Bfv", 150, 100, "E", "bf", 230, "w", 100, "s")
