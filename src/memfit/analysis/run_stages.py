@@ -24,6 +24,7 @@ from memfit.records import (
     Figure,
     Mark,
     MarkKind,
+    Saved,
     Stage,
     StageUse,
     Timeline,
@@ -116,10 +117,9 @@ def _use(
 
 def _records_gradients(marks: Sequence[Mark]) -> bool:
     """Return whether a forward of an evaluation does."""
-    stages = _stages_of_passages(marks, LoaderPasses())
     return any(
-        passage.kind in (None, Untrained.EVAL_MODE) and stages[passage.begin] is Stage.EVALUATION
-        for passage in _passages(marks, LoaderPasses())[0]
+        passage.kind in (None, Untrained.EVAL_MODE) and stage is Stage.EVALUATION
+        for passage, stage in _judged_passages(marks, LoaderPasses())
     )
 
 
@@ -166,7 +166,7 @@ def spans_between(
     *,
     ran_out: bool,
     stage: Stage = Stage.SETUP,
-    loops: LoaderPasses | None = None,
+    passes: LoaderPasses | None = None,
 ) -> list[StageSpan]:
     """Return the stages between position 0 and a later one, in order. Neighbouring spans differ.
 
@@ -175,9 +175,9 @@ def spans_between(
         end: the later position.
         ran_out: whether memory ran out at the end.
         stage: the one before the first mark.
-        loops: the passes over loaders before the first mark; they go on. None if there are none.
+        passes: the passes over loaders before the first mark; they go on. None if there are none.
     """
-    begins = [(0, stage), *_stage_begins(marks, stage, loops or LoaderPasses(), ran_out=ran_out)]
+    begins = [(0, stage), *_stage_begins(marks, stage, passes or LoaderPasses(), ran_out=ran_out)]
     begins = [next(group) for _, group in itertools.groupby(begins, key=lambda each: each[1])]
     ends = [position for position, _ in begins[1:]] + [end]
     return [StageSpan(begin, end, stage) for (begin, stage), end in zip(begins, ends, strict=True)]
@@ -186,14 +186,14 @@ def spans_between(
 def _is_of_stages(mark: Mark) -> bool:
     """Return whether only a run with marks of stages has such a mark."""
     alone = (MarkKind.EVALUATION, MarkKind.BATCH, MarkKind.LOAD)
-    return mark.kind in alone or (mark.kind is MarkKind.SAVE and mark.index > 0)
+    return mark.kind in alone or (mark.kind is MarkKind.SAVE and mark.index == Saved.FILE)
 
 
 def _stage_begins(
-    marks: Sequence[Mark], passage: Stage, loops: LoaderPasses, *, ran_out: bool
+    marks: Sequence[Mark], passage: Stage, passes: LoaderPasses, *, ran_out: bool
 ) -> Iterator[tuple[int, Stage]]:
     """Yield the positions at which stages begin; a stage may begin that is already in force."""
-    stage_of = _stages_of_passages(marks, loops)
+    stage_of = {passage.begin: stage for passage, stage in _judged_passages(marks, passes)}
     writes = _writes(marks, ran_out=ran_out)
     for index, mark in enumerate(marks):
         passage = stage_of.get(index, passage)
@@ -214,7 +214,7 @@ def _writes(marks: Sequence[Mark], *, ran_out: bool) -> list[bool]:
     for mark in reversed(marks):
         if mark.kind in _ENDS_SAVING:
             writes = False
-        elif mark.kind is MarkKind.SAVE and mark.index:
+        elif mark.kind is MarkKind.SAVE and mark.index == Saved.FILE:
             writes = True
         found.append(writes)
     return found[::-1]
@@ -225,7 +225,7 @@ class _Passage:
     begin: int
     """Its first mark, ``forward`` that of its forward."""
     forward: int
-    loop: int
+    of_pass: int
     """The pass over a loader that it is part of; -1 outside of one."""
     kind: int | None = None
     """As in ``Untrained``."""
@@ -235,36 +235,36 @@ class _Passage:
     """Whether a backward follows before the next batch."""
 
 
-def _stages_of_passages(marks: Sequence[Mark], loops: LoaderPasses) -> dict[int, Stage]:
-    """Return the stage of each passage, by its first mark."""
-    passages, ended_loops = _passages(marks, loops)
-    found: dict[int, Stage] = {}
+def _judged_passages(marks: Sequence[Mark], passes: LoaderPasses) -> list[tuple[_Passage, Stage]]:
+    """Return the passages of a run, the last one first, each with its stage."""
+    passages, ended = _passages(marks, passes)
+    found: list[tuple[_Passage, Stage]] = []
     eval_mode_trains = False  # a backward follows before the model is in training mode
     for passage in reversed(passages):
         if passage.kind is None:
             eval_mode_trains = False
-            evaluates = not passage.trains and passage.loop in ended_loops - loops.trained
+            evaluates = not passage.trains and passage.of_pass in ended - passes.trained
         elif passage.kind == Untrained.EVAL_MODE:
             eval_mode_trains |= passage.trains
             evaluates = not eval_mode_trains
         else:
             evaluates = passage.kind == Untrained.EVALUATES or not passage.before_batch
-        found[passage.begin] = Stage.EVALUATION if evaluates else Stage.TRAINING
+        found.append((passage, Stage.EVALUATION if evaluates else Stage.TRAINING))
     return found
 
 
-def _passages(marks: Sequence[Mark], loops: LoaderPasses) -> tuple[list[_Passage], set[int]]:
+def _passages(marks: Sequence[Mark], passes: LoaderPasses) -> tuple[list[_Passage], set[int]]:
     """Return the passages of a run, and which of its passes over loaders ended."""
     passages: list[_Passage] = []
-    loops.begin()
+    passes.begin()
     for index, mark in enumerate(marks):
         if mark.kind is MarkKind.BATCH:
-            loops.read(mark.index, index)
+            passes.read(mark.index, index)
         elif mark.kind is MarkKind.LOADER_END:
-            loops.end(mark.index)
+            passes.end(mark.index)
         elif mark.kind is MarkKind.FORWARD:
-            loop = loops.current
-            passages.append(_Passage(loops.forward(index), index, loop))
+            current = passes.current
+            passages.append(_Passage(passes.forward(index), index, current))
         elif mark.kind is MarkKind.EVALUATION and passages:
             if mark.index != Untrained.NO_PARAMETERS:
                 passages[-1].kind = mark.index
@@ -272,11 +272,11 @@ def _passages(marks: Sequence[Mark], loops: LoaderPasses) -> tuple[list[_Passage
                 passages.pop()
         elif mark.kind is MarkKind.BACKWARD and passages:
             passages[-1].trains = True
-            loops.backward()
+            passes.backward()
         elif mark.kind in (MarkKind.SAVE, MarkKind.LOAD):
-            loops.checkpoint()
-    batches = Counter(passage.loop for passage in passages if passage.begin != passage.forward)
-    ended = loops.ended | {loop for loop in loops.open if batches[loop] > 1}  # or the script failed in them
+            passes.checkpoint()
+    batches = Counter(passage.of_pass for passage in passages if passage.begin != passage.forward)
+    ended = passes.ended | {each for each in passes.open if batches[each] > 1}  # or the script failed in them
     _look_ahead(passages, marks)
     return passages, ended
 

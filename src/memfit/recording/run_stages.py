@@ -1,7 +1,7 @@
 """Mark the moments that separate the stages of a run: batches, evaluations, checkpoints.
 
     for batch in loader:  BATCH ... LOADER_END    module(...)  FORWARD, EVALUATION if it trains nothing
-    torch.load            LOAD                    state_dict   SAVE 0          torch.save   SAVE 1
+    torch.load            LOAD                    state_dict   SAVE state      torch.save   SAVE file
 
 ``analysis/run_stages.py`` makes stages of these.
 """
@@ -20,7 +20,7 @@ from memfit.recording.event_labels import LabelBook
 from memfit.recording.hooks import InstalledHooks
 from memfit.recording.next_forward import NextForward
 from memfit.recording.training_steps import StepTracker
-from memfit.records import MarkKind, Untrained
+from memfit.records import MarkKind, Saved, Untrained
 
 _SAFETENSORS = "safetensors.torch"
 
@@ -43,6 +43,8 @@ class RunStageMarks:
         self._next_number = itertools.count()
         self._loader_of: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by iterator
         self._trained: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._untrained: weakref.WeakKeyDictionary[torch.nn.Module, object] = weakref.WeakKeyDictionary()
+        """Modules without parameters in any optimizer, and the optimizers with the number of their groups."""
         self._making_state = False
         self._reading = False  # a batch: a data set may read its samples from files, or write a cache
 
@@ -90,11 +92,17 @@ class RunStageMarks:
     def _is_trained(self, module: torch.nn.Module) -> bool:
         if module in self._trained:
             return True
+        optimizers = self._steps.optimizers
+        # References, which never equal those of later optimizers, and do not keep these alive.
+        now = tuple((weakref.ref(optimizer), len(optimizer.param_groups)) for optimizer in optimizers)
+        if self._untrained.get(module) == now:
+            return False
+        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
         own = {id(parameter) for parameter in module.parameters()}
-        groups = (group for optimizer in self._steps.optimizers for group in optimizer.param_groups)
         if any(id(parameter) in own for group in groups for parameter in group["params"]):
             self._trained.add(module)
             return True
+        self._untrained[module] = now
         return False
 
     def _begin(self, original: Callable[..., Any], loader: Any) -> Any:
@@ -125,7 +133,7 @@ class RunStageMarks:
         if self._making_state:  # a module's calls its submodules'
             return original(holder, *args, **kwargs)
         self._making_state = True
-        self._book.mark(MarkKind.SAVE, 0)
+        self._book.mark(MarkKind.SAVE, Saved.STATE)
         try:
             return original(holder, *args, **kwargs)
         finally:
@@ -133,7 +141,7 @@ class RunStageMarks:
 
     def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._reading:
-            self._book.mark(MarkKind.SAVE, 1)
+            self._book.mark(MarkKind.SAVE, Saved.FILE)
         return original(*args, **kwargs)
 
     def _load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -35,7 +35,7 @@ from memfit.records.fragmentation import Fragmentation, Hole, PinningBlock, Rese
 from memfit.records.gpus_for import GpusFor
 from memfit.records.job_scaffold import JobObservation, JobScaffold, ObservedJob
 from memfit.records.longest_batch import BatchSize, LoaderScan, LongestBatch, MeasuredBatch
-from memfit.records.marks import Mark, MarkKind, Untrained
+from memfit.records.marks import Mark, MarkKind, Saved, Untrained
 from memfit.records.max_batch import BatchLimit, BatchRun, MaxBatch
 from memfit.records.memory_check import CheckedFigure, CheckVerdict, MemoryBaseline, MemoryCheck
 from memfit.records.provenance import Figure, Note, Provenance, worst
@@ -159,6 +159,7 @@ __all__ = [
     "ReservedMemoryUse",
     "RowChange",
     "RunDifference",
+    "Saved",
     "ScriptEnd",
     "ScriptLocation",
     "ScriptOption",

@@ -38,6 +38,15 @@ class Untrained(IntEnum):
     """It has no parameters: a loss or a metric, which belongs to the forward before it."""
 
 
+class Saved(IntEnum):
+    """What a script makes of its state."""
+
+    STATE = 0
+    """A ``state_dict``, which may stay in memory."""
+    FILE = 1
+    """A file."""
+
+
 @dataclass(frozen=True, slots=True)
 class Mark:
     """A moment between two events: just before ``events[position]``."""
@@ -49,4 +58,4 @@ class Mark:
     for ``SIZE_BOUND`` the note in ``Trace.notes``; for ``EVALUATION`` an ``Untrained``; for ``BATCH`` and
     ``LOADER_END`` the loader, counted in the order in which they were first read; for ``SERVED`` 4 times the
     scan in ``Trace.scans`` plus the batch in its ``served``, or plus 3 for the loader's own next batch; for
-    ``SAVE`` whether a file was written; otherwise the number of earlier marks of this kind."""
+    ``SAVE`` a ``Saved``; otherwise the number of earlier marks of this kind."""

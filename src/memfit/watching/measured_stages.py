@@ -79,7 +79,7 @@ class MeasuredStages:
         self._parts: list[tuple[PeakBounds, int]] = []  # between readings, with what is allocated at the end
         self._last: MarkKind | None = None
         self._loader = -1  # the one read last, if it has not ended
-        self._loops = LoaderPasses()
+        self._passes = LoaderPasses()
         self._may_change = True
         self.current = MeasuredStage(Stage.SETUP, PeakBounds(0, 0), 0)
         """The stage at the end of the last training step."""
@@ -152,7 +152,7 @@ class MeasuredStages:
         stage = self.current.stage
         if not self._may_change and stage is Stage.TRAINING:
             marks = []
-        spans = spans_between(marks, len(parts), ran_out=ran_out, stage=stage, loops=self._loops)
+        spans = spans_between(marks, len(parts), ran_out=ran_out, stage=stage, passes=self._passes)
         for span in spans:
             for peak, allocated in parts[span.begin : span.end]:
                 if span.stage is not self.current.stage:
