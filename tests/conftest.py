@@ -73,8 +73,16 @@ def dry_run(tmp_path, request):
     return run
 
 
+@pytest.fixture
+def warm_scripts():
+    """Run the scripts that memfit's functions start in forks of the warm process."""
+    with warm_process.scripts():
+        yield
+
+
 _RANKS = {"two_ranks", "four_ranks"}
-STARTERS = {"browser", "drive", "dry_run", "memfit", "on_ghost", "record", "rehearse"} | _RANKS
+_ON_GHOST = {"dry_run", "on_ghost", "warm_scripts"}
+STARTERS = {"browser", "drive", "memfit", "record", "rehearse"} | _ON_GHOST | _RANKS
 """Fixtures that start processes."""
 
 

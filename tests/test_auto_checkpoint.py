@@ -7,7 +7,7 @@ from torch import nn
 import memfit
 from memfit.errors import UsageError
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("warm_scripts")]
 
 BUDGET = int(1.2 * 2**30)
 

@@ -7,10 +7,11 @@ import pytest
 import memfit
 from memfit.analysis import strategy_comparison
 from memfit.api import comparison
+from support import warm_process
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.warm]
 
-RANKS, BLOCKS, WIDTH = 4, 8, 256
+RANKS, BLOCKS, WIDTH = 2, 4, 256
 SCRIPT = f"""
     import os
     import torch
@@ -59,7 +60,7 @@ def rows(tmp_path_factory):
     def some(world_size):
         return [one for one in every(world_size) if one.name in NAMES]
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, warm_process.scripts():
         patch.setattr(comparison, "compared_strategies", some)
         return {run.name: run for run in memfit.compare(script, nproc=RANKS, gpu="H100").runs}
 

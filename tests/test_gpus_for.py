@@ -32,7 +32,7 @@ def on(cards, monkeypatch, script):
     return api.gpus_on_ghost(script, (), RunOptions(), Allowed(), lambda _: None)
 
 
-@pytest.mark.process
+@pytest.mark.usefixtures("warm_scripts")
 def test_each_gpu_gets_a_plan_if_the_script_does_not_fit_it(tmp_path, monkeypatch):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
@@ -58,7 +58,7 @@ def test_each_gpu_gets_a_plan_if_the_script_does_not_fit_it(tmp_path, monkeypatc
     assert [each.plan is None for each in public.gpus] == [True, False, False]
 
 
-@pytest.mark.process
+@pytest.mark.usefixtures("warm_scripts")
 def test_a_script_that_runs_on_no_gpu_is_reported_as_such(tmp_path, monkeypatch):
     script = tmp_path / "train.py"
     script.write_text("import torch; torch.ones(1, device='cuda'); raise ValueError('no data')")

@@ -6,11 +6,11 @@ all other bytes are PyTorch's own.
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from support import warm_process
 
 pytestmark = pytest.mark.process
 
@@ -31,15 +31,10 @@ PUBLISHED = {
 @pytest.mark.parametrize("variant", ["non-reentrant", "reentrant"])
 @pytest.mark.parametrize("network", ["residual", "straight"])
 def test_peaks_equal_the_published_ones(network, variant, tmp_path):
-    command = [sys.executable, "-m", "memfit", "dry-run", "--workspaces", "rules", "--json", "answer.json"]
     options = ["--network", network, *["--reentrant"] * (variant == "reentrant")]
-    done = subprocess.run(
-        [*command, SCRIPT, *options],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=tmp_path,
-    )
+    command = ("dry-run", "--workspaces", "rules", "--json", "answer.json", SCRIPT, *options)
+    done = warm_process.memfit(*command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     peaks = dict(re.findall(r"^(plain|checkpointed) +([\d.]+) MiB$", done.stdout, re.MULTILINE))
     assert float(peaks["plain"]) == PUBLISHED[network, "plain"]
     assert float(peaks["checkpointed"]) == PUBLISHED[network, f"checkpointed, {variant}"]

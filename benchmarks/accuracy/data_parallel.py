@@ -19,7 +19,7 @@ from decoder import AdamW, Decoder, Embedding, Linear, Size, cross_entropy
 from torch import nn
 
 SIZE = Size(width=2560, hidden=10240, layers=32, heads=32, context=512)
-STEPS = 25  # five to warm up and twenty timed; all of them count
+STEPS = 25  # of the original: five to warm up and twenty timed; all of them count
 
 
 class DealtOut:
@@ -215,6 +215,7 @@ def main():
     parser.add_argument("mode", choices=("ddp", "zero1", "fsdp"))
     parser.add_argument("--batch", type=int, required=True, help="sequences of each rank")
     parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--steps", type=int, default=STEPS)
     args = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
@@ -223,7 +224,7 @@ def main():
     torch.cuda.synchronize()
     found = {"after_model": torch.cuda.memory_allocated(), "in_model": torch.cuda.max_memory_allocated()}
     optimizer = DealtOut(model.parameters()) if args.mode == "zero1" else AdamW(model.parameters())
-    for _ in range(STEPS):
+    for _ in range(args.steps):
         inputs, targets = (
             torch.randint(SIZE.vocabulary, (args.batch, SIZE.context)).cuda() for _ in range(2)
         )

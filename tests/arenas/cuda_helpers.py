@@ -10,6 +10,7 @@ TOTAL = find_device("A100-80GB").total_bytes
 ghost = load(build())
 
 import torch  # noqa: E402 - the ghost comes first
+import torch._dynamo  # noqa: E402 - before the forks, in which optimizers would import it again
 
 from memfit.arenas import native  # noqa: E402
 

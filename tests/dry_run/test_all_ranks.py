@@ -5,6 +5,8 @@ import pytest
 import memfit
 from memfit.records import JobRank
 
+pytestmark = pytest.mark.warm
+
 UNEVEN = """
     import os, torch
     from torch import distributed as dist

@@ -1,4 +1,4 @@
-"""A script runs and ends as it does under python."""
+"""A script runs and ends as it does under python; a warm process runs those tests that ask how it ended."""
 
 import json
 import os
@@ -63,6 +63,7 @@ def test_files_in_the_working_folder_do_not_shadow_the_standard_library(tmp_path
     assert done.stdout.startswith("ran\n"), done.stderr
 
 
+@pytest.mark.warm
 def test_training_in_a_thread_is_measured(dry_run):
     script = (
         TRAIN
@@ -79,6 +80,7 @@ def test_training_in_a_thread_is_measured(dry_run):
     assert "EnoughStepsReached" not in run.err
 
 
+@pytest.mark.warm
 @pytest.mark.parametrize(
     ("fails", "verdict"),
     [("raise RuntimeError('boom')", "unknown"), ("torch.empty(1 << 40, device='cuda')", "out of memory")],
@@ -112,6 +114,7 @@ def test_threads_that_never_end_do_not_block_the_result(dry_run):
     assert dry_run(script).answer["end"]["reason"] == "steps"
 
 
+@pytest.mark.warm
 def test_a_loop_that_turns_every_exception_into_an_exit_code_still_ends_by_steps(dry_run):
     script = (
         TRAIN
@@ -127,6 +130,7 @@ def test_a_loop_that_turns_every_exception_into_an_exit_code_still_ends_by_steps
     assert run.answer["end"]["reason"] == "steps"
 
 
+@pytest.mark.warm
 def test_an_exception_of_the_script_is_reported_with_its_own_traceback(dry_run):
     script = TRAIN + "    step()\n    raise KeyError('mine')\n"
     run = dry_run(script, options=("-o", "run.memfit"))
@@ -140,6 +144,7 @@ def test_an_exception_of_the_script_is_reported_with_its_own_traceback(dry_run):
     assert (run.folder / "run.memfit").exists()
 
 
+@pytest.mark.warm
 def test_sys_exit_sets_the_exit_code_and_prints_its_message(dry_run):
     script = TRAIN + "    step()\n    import sys; sys.exit({})\n"
     assert dry_run(script.format("0")).code == 0
@@ -153,6 +158,7 @@ def test_sys_exit_sets_the_exit_code_and_prints_its_message(dry_run):
     assert "The script ended with exit code 1: went wrong  script.py:" in failed.out
 
 
+@pytest.mark.warm
 def test_wrong_arguments_after_cuda_was_used_are_incomplete(dry_run):
     run = dry_run("""
         import argparse, torch
@@ -165,6 +171,7 @@ def test_wrong_arguments_after_cuda_was_used_are_incomplete(dry_run):
     assert "FITS" not in run.out
 
 
+@pytest.mark.warm
 def test_a_dry_run_to_the_end_covers_all_steps(dry_run):
     script = TRAIN + "    for _ in range(5): step()\n    torch.ones(1 << 28, device='cuda')\n"
     run = dry_run(script, options=("--to-end",))
@@ -184,6 +191,7 @@ def test_json_on_stdout_is_not_mixed_with_the_scripts_output(dry_run):
     assert "chatter" in run.err
 
 
+@pytest.mark.warm
 def test_a_fork_of_the_script_writes_no_result(dry_run):
     script = (
         TRAIN

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from support import warm_process
+
 pytestmark = pytest.mark.process
 
 
@@ -56,16 +58,10 @@ def test_a_sigterm_to_memfit_ends_the_script_as_well(tmp_path):
         (("script.py",), 3, "without using the GPU"),
     ],
 )
-def test_bad_input_gets_one_error(dry_run, tmp_path, options, code, words):
+def test_bad_input_gets_one_error(tmp_path, options, code, words):
     (tmp_path / "script.py").write_text("import torch\nprint('ran')\n")
     (tmp_path / "notebook.ipynb").touch()
-    done = subprocess.run(
-        [sys.executable, "-m", "memfit", "dry-run", *options],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = warm_process.memfit("dry-run", *options, cwd=tmp_path)
     assert done.returncode == code, done.stderr
     assert words in done.stderr
     assert "Traceback" not in done.stderr

@@ -168,8 +168,9 @@ def test_a_program_that_exits_with_a_message_ends_by_itself_or_runs_out_is_recor
 
 
 def test_a_child_that_outlives_the_script_and_a_fork_that_cannot_use_cuda_are_named(dry_run, tmp_path):
-    (tmp_path / "later.py").write_text("import time\ntime.sleep(20)\nimport torch\n")
-    script = """
+    later = "import os, time\nwhile not os.path.exists('end'): time.sleep(0.1)"
+    (tmp_path / "later.py").write_text(f"{later}\nif False: import torch\n")
+    script = f"""
         import multiprocessing, subprocess, sys, torch
         def use_gpu(): torch.ones(1, device="cuda")
         if __name__ == "__main__":
@@ -177,10 +178,12 @@ def test_a_child_that_outlives_the_script_and_a_fork_that_cannot_use_cuda_are_na
             process = multiprocessing.get_context("fork").Process(target=use_gpu, name="late fork")
             process.start()
             process.join()
-            subprocess.Popen([sys.executable, "later.py"])
-            subprocess.Popen([sys.executable, "-m", "timeit", "-n1", "-r1", "import time; time.sleep(20)"])
+            quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # memfit's end is not theirs
+            subprocess.Popen([sys.executable, "later.py"], **quiet)
+            subprocess.Popen([sys.executable, "-m", "timeit", "-n1", "-r1", {later!r}], **quiet)
     """
     run = dry_run(script, options=("--fail",))
+    (tmp_path / "end").touch()
     assert (run.code, run.answer["verdict"]) == (1, "unknown")
     found = children_of(run)
     assert found.pop("late fork") == (None, "CUDA cannot be used in a fork of a process that has used it")

@@ -6,6 +6,8 @@ from rank_tables import fsdp2
 import memfit
 from memfit.records import GroupBy
 
+pytestmark = pytest.mark.warm
+
 JOIN = """
     import os, torch
     from torch import distributed as dist, nn

@@ -55,7 +55,7 @@ AUTOCAST = """
 """
 
 
-@pytest.mark.process
+@pytest.mark.usefixtures("warm_scripts")
 @pytest.mark.parametrize(
     ("setup", "forward", "optimizer"),
     [
@@ -93,7 +93,7 @@ def test_peaks_equal_those_of_the_script_to_the_byte(setup, forward, optimizer, 
     assert run.terms == expected.terms
 
 
-@pytest.mark.process
+@pytest.mark.usefixtures("warm_scripts")
 def test_precision_applied_on_the_cpu_takes_effect_on_the_gpu():
     def model():
         return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(1024, 1024), nn.GELU())))
@@ -154,7 +154,7 @@ def test_the_users_objects_are_unchanged_and_the_breakdown_adds_up():
     assert "No loss was given" in str(answer)
 
 
-@pytest.mark.process
+@pytest.mark.usefixtures("warm_scripts")
 def test_a_model_that_does_not_fit_reports_its_total_and_fits_another_gpu():
     model = nn.Sequential(*(nn.Linear(16384, 16384, bias=False, device="meta") for _ in range(16)))
     answer = memfit.estimate(model, torch.ones(8, 16384), gpu="RTX-3060")
@@ -168,13 +168,13 @@ def test_a_model_that_does_not_fit_reports_its_total_and_fits_another_gpu():
     assert f"needs {answer.unlimited.in_all.bytes / 2**30:,.2f} GiB; this GPU has" in str(answer)
 
 
-@pytest.mark.process
+@pytest.mark.usefixtures("warm_scripts")
 def test_a_failing_model_is_reported_with_its_error(tmp_path):
     with pytest.raises(TargetError, match=r"model failed on the ghost.*RuntimeError: mat1 and mat2"):
         memfit.estimate(nn.Linear(3, 4), torch.ones(2, 5))
 
 
-@pytest.mark.process
+@pytest.mark.usefixtures("warm_scripts")
 def test_a_model_that_exits_has_failed_and_a_loss_function_error_shows_its_signature():
     class Exiting(nn.Linear):
         def forward(self, *_):

@@ -11,7 +11,7 @@ from memfit.run.parent import script_command
 from memfit.run.resolve_options import ghost_settings
 from memfit.strategies.trial_run import trial_runner
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("warm_scripts")]
 
 SCRIPT = """
     import torch

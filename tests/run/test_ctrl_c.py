@@ -64,7 +64,7 @@ def test_ctrl_c_at_random_moments_leaves_nothing_behind(tmp_path):
     history = [Event(Action.SEGMENT_ALLOC, BASE, 2 << 20), *block]
     write_trace(trace_of(history, segments=[segment(BASE, 2 << 20, "small")]), tmp_path / "run.memfit")
     spans = {name: interrupts.span(name, tmp_path) for name in interrupts.COMMANDS}
-    found = list(interrupts.interruptions(spans, 20, 0, tmp_path))
+    found = list(interrupts.interruptions(spans, 10, 0, tmp_path))
     assert not [one for one in found if one.faults]
 
 

@@ -21,7 +21,7 @@ from memfit.run.standby import StandbyMessage
 from memfit.strategies.script_standby import ScriptStandby
 from memfit.strategies.trial_run import run_trial
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("warm_scripts")]
 
 OPTIONS = RunOptions(memory=NO_LIMIT)
 LATE = replace(OPTIONS, finish_late=True)

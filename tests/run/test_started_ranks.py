@@ -69,6 +69,7 @@ def test_a_rank_of_mp_spawn_is_measured_and_ends_the_script_after_its_steps(dry_
     assert not re.search("^rank|^spawn", stopped.out, re.MULTILINE)
 
 
+@pytest.mark.warm
 def test_a_rank_delivers_what_it_puts_in_a_queue_and_the_others_end_well(dry_run):
     script = f"""{FORKS}
     queue = mp.get_context("fork").Queue()
@@ -81,6 +82,7 @@ def test_a_rank_delivers_what_it_puts_in_a_queue_and_the_others_end_well(dry_run
     assert run.out.splitlines()[1:3] == ["got 1", "exit codes [0, 0, 0]"]
 
 
+@pytest.mark.warm
 def test_the_scripts_own_process_may_be_a_rank_and_need_not_be_the_one_that_runs(dry_run):
     script = f"""{FORKS}
     processes = start(range(1, 3), 3)
@@ -110,6 +112,7 @@ def test_ranks_that_are_commands_of_their_own_are_found(dry_run):
     assert "exit codes [0, 1]" in run.out
 
 
+@pytest.mark.warm
 def test_a_rank_that_raises_is_reported_and_so_is_what_it_held(dry_run):
     script = f"""{FORKS}
     def fail(*args):
@@ -126,9 +129,14 @@ def test_a_rank_that_raises_is_reported_and_so_is_what_it_held(dry_run):
 
 def test_what_the_starting_process_holds_is_said_to_be_left_out(dry_run):
     script = f"""{RANK}
+    def hold(rank, size):
+        address = f"file://{{os.path.abspath('meeting')}}"
+        dist.init_process_group("nccl", init_method=address, rank=rank, world_size=size)
+        torch.ones(1, device=f"cuda:{{rank}}")
+
     if __name__ == "__main__":
         torch.ones(1, device="cuda")
-        mp.spawn(train, args=(1,), nprocs=1)
+        mp.spawn(hold, args=(1,), nprocs=1)
     """
     one = dry_run(script)  # a group of one needs no others: it is an ordinary child
     assert [child["name"] for child in one.answer["children"]] == ["SpawnProcess-1"], one.err
@@ -136,6 +144,7 @@ def test_what_the_starting_process_holds_is_said_to_be_left_out(dry_run):
     assert "The script's own process, which started the ranks, used a GPU, too." in notes(two)
 
 
+@pytest.mark.warm
 def test_without_its_number_or_with_a_wrong_one_the_ranks_are_refused(dry_run):
     script = f"{FORKS}\n    join(start(range(2), int(sys.argv[1])))"
     alone = dry_run(script, "2")

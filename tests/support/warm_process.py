@@ -8,6 +8,7 @@
 
 A dry run of a small script spends nine tenths of its processor time on two Pythons and the import of PyTorch.
 ``verify_on_cpu()`` runs ``memfit verify`` likewise, in forks of a second process, whose PyTorch sees no GPU.
+Within ``scripts()``, memfit's functions run scripts in forks of the warm process.
 
 This is for tests of what memfit computes and says. Tests of processes, of what scripts do before they import
 PyTorch, of its environment variables, and of commands as users write them start ``python -m memfit``;
@@ -16,12 +17,15 @@ test_warm_process.py compares the two.
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import types
+from contextlib import contextmanager
 from pathlib import Path
 
 SECONDS = 120  # after which a run counts as hanging
@@ -43,12 +47,81 @@ def verify_on_cpu(*arguments):
     return _run("verify", ("verify", *arguments), None, {})
 
 
+def run(command, *, cwd=None, env=None, **_options):
+    """Do what ``subprocess.run`` does with the command ``python -m memfit ARGUMENTS``: for benchmarks."""
+    _python, _m, _memfit, *arguments = command
+    return memfit(*arguments, cwd=cwd, **(env or {}))
+
+
 def on_ghost(script, *arguments, **environment):
     """Run a script for which ``memfit.ghost.load.load`` returns the ghost; return as ``memfit`` does.
 
     PyTorch reads PYTORCH_ALLOC_CONF when CUDA is initialised, except for ``backend``.
     """
     return _run("script", (script, *arguments), None, environment)
+
+
+@contextmanager
+def scripts():
+    """Have memfit, called in this process, run its scripts on the ghost in forks of the warm process."""
+    import memfit.run.start_script as module
+
+    before = module.subprocess
+    module.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": _script_process})
+    try:
+        yield
+    finally:
+        module.subprocess = before
+
+
+def _script_process(command, **options):
+    """Do what ``subprocess.Popen`` does with the command and the options of ``start_script``."""
+    from memfit.ghost.build.runtime_library import build
+    from memfit.run.child_settings import read_settings
+
+    start = command.index("-c") + 2
+    settings = read_settings(Path(command[start]).read_text("ascii"))
+    if settings.ghost is None or settings.ghost.build != build():
+        return subprocess.Popen(command, **options)
+    streams = {name: options[name] for name in ("stdin", "stdout", "stderr")}
+    request = {
+        "kind": "script process",
+        "argv": ["-c", *command[start:]],
+        "cwd": str(Path.cwd()),
+        "environment": dict(os.environ),
+        "options": {**streams, "pass_fds": list(options["pass_fds"])},
+    }
+    return _ScriptProcess(request)
+
+
+class _ScriptProcess:
+    """A fork that runs a script: what ``RunningScript`` has."""
+
+    def __init__(self, request):
+        ours, theirs = socket.socketpair()
+        with theirs:
+            files = [1, 2, theirs.fileno(), *request["options"]["pass_fds"]]
+            socket.send_fds(_control("serve"), [b"run"], files)
+        ours.sendall(json.dumps(request).encode() + b"\n")
+        self._lines, self.returncode = ours.makefile("r"), None
+        self._socket = ours
+        self.pid = int(self._lines.readline())
+
+    def poll(self):
+        if self.returncode is None and select.select([self._socket], [], [], 0)[0]:
+            self.wait()
+        return self.returncode
+
+    def wait(self):
+        if self.returncode is None:
+            self.returncode = int(self._lines.readline() or -signal.SIGKILL)
+            self._lines.close()
+            self._socket.close()
+        return self.returncode
+
+    def kill(self):
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
 
 
 def stop():
