@@ -44,11 +44,12 @@ class DryRunOutput:
 def dry_run(tmp_path, request):
     """Return a function that writes a script, runs `memfit dry-run` on it, and reads the JSON.
 
-    With the mark `warm`, and without options for the process, memfit is run in a fork of a warm process.
+    ``environment`` has further variables. With the mark `warm`, and without options for the process, memfit
+    is run in a fork of a warm process.
     """
     is_warm = request.node.get_closest_marker("warm") is not None
 
-    def run(script, *arguments, options=(), json_answer=True, **popen):
+    def run(script, *arguments, options=(), json_answer=True, environment=None, **popen):
         path = tmp_path / "script.py"
         path.write_text(textwrap.dedent(script))
         answer = tmp_path / "answer.json"
@@ -56,7 +57,7 @@ def dry_run(tmp_path, request):
         json_options = ("--json", str(answer)) if json_answer else ()
         command = ("dry-run", *json_options, *options, "--", "script.py", *arguments)
         if is_warm and not popen:
-            done = warm_process.memfit(*command, cwd=tmp_path)
+            done = warm_process.memfit(*command, cwd=tmp_path, **(environment or {}))
         else:
             done = subprocess.run(
                 [sys.executable, "-m", "memfit", *command],
@@ -65,7 +66,7 @@ def dry_run(tmp_path, request):
                 cwd=tmp_path,
                 check=False,
                 timeout=120,
-                **popen,
+                **({"env": os.environ | (environment or {})} | popen),
             )
         found = json.loads(answer.read_text()) if answer.exists() else None
         return DryRunOutput(done.returncode, done.stdout, done.stderr, found, tmp_path)

@@ -78,8 +78,8 @@ def accumulating(script, condition):
 
 
 def followed(script, piece):
-    """Return the script and the environment of a user who follows a piece of advice."""
-    environment = dict(os.environ)
+    """Return the script and the variables of a user who follows a piece of advice."""
+    environment = {}
     for how in piece["how"]:
         if how.startswith("PYTORCH_ALLOC_CONF="):
             environment |= [how.split("=", 1)]
@@ -105,7 +105,7 @@ def test_advice_for_a_peak_in_the_optimizer_gives_the_predicted_peak(dry_run):
     assert run.out.count("training\n") == 1  # trial runs print nothing
     assert "<b>fused optimizer</b>" in (run.folder / "report.html").read_text()
     script, environment = followed(TRAIN, piece)
-    rerun = dry_run(script, *WIDE, env=environment).answer
+    rerun = dry_run(script, *WIDE, environment=environment).answer
     assert rerun["peak"]["process"] == piece["needs"]["bytes"]
     assert run.answer["peak"]["process"] == piece["needs"]["bytes"] + piece["saves"]["bytes"]
 
@@ -119,10 +119,10 @@ def test_a_combination_gives_the_predicted_figures(dry_run):
     assert piece["changes"] == ["offload activations", "fused optimizer"]
     assert "memfit did not try a smaller batch" in run.out
     script, environment = followed(TRAIN, piece)
-    rerun = dry_run(script, *both, options=NO_LIMIT, env=environment).answer
+    rerun = dry_run(script, *both, options=NO_LIMIT, environment=environment).answer
     assert rerun["peak"]["process"] == piece["needs"]["bytes"]
     assert run.answer["in_all"]["bytes"] == piece["needs"]["bytes"] + piece["saves"]["bytes"]
-    then = dry_run(script, *both, options=("--memory", "2150MiB"), env=environment).answer
+    then = dry_run(script, *both, options=("--memory", "2150MiB"), environment=environment).answer
     assert then["verdict"] == "fits"
 
 
@@ -176,9 +176,11 @@ def test_advice_works_for_a_compiled_loop_that_does_not_call_its_model(dry_run):
     script = begin + net + rest.replace("forward", "training_step")
     script = script.replace("while", 'step = torch.compile(model.training_step, backend="eager")\n    while')
     script = script.replace("loss = model(", "loss = step(")
-    environment = os.environ | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     once = ("--steps", "1")
-    (piece, *_) = dry_run(script, *LONG, options=("--advise", *once), env=environment).answer["advice"]
+    (piece, *_) = dry_run(script, *LONG, options=("--advise", *once), environment=environment).answer[
+        "advice"
+    ]
     (how,) = piece["how"]
     line = next(number for number, text in enumerate(script.splitlines(), 1) if "optim." in text)
     assert how == (
@@ -186,7 +188,7 @@ def test_advice_works_for_a_compiled_loop_that_does_not_call_its_model(dry_run):
         f"# after creating Net (optimizer: script.py:{line})"
     )
     script, _ = followed(script, piece)
-    rerun = dry_run(script, *LONG, options=once, env=environment).answer
+    rerun = dry_run(script, *LONG, options=once, environment=environment).answer
     assert rerun["peak"]["process"] == piece["needs"]["bytes"]
 
 

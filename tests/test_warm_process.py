@@ -13,13 +13,20 @@ from support.scripts import TRAIN
 
 pytestmark = pytest.mark.process
 
-CLOCK = re.compile(r"(?<=\[W)\d+ [\d:.]+|^memfit: trying: .*\n", re.MULTILINE)
+CLOCK = re.compile(r"(?<=\[W)\d+ [\d:.]+|^memfit: (?:trying: .*|.* · \d+ s)\n", re.MULTILINE)
 """When PyTorch warned, and lines that a slow run prints."""
 
 THREE_STEPS = textwrap.dedent(TRAIN) + "for number in range(3):\n    step()\n    print('step', number)\n"
 FAILS = (
     THREE_STEPS + "import sys\nprint('at the end', file=sys.stderr)\nraise ValueError(torch.rand(1).item())\n"
 )
+CHECKPOINTS = """
+import torch
+from torch.utils.checkpoint import checkpoint  # which imports Dynamo
+
+model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.ReLU()).cuda()
+checkpoint(model, torch.ones(4096, 512, device="cuda"), use_reentrant=False).sum().backward()
+"""
 
 
 @pytest.mark.parametrize(
@@ -27,11 +34,12 @@ FAILS = (
     [
         (THREE_STEPS, ("--advise",), 0),  # with runs that go on from a standby
         (THREE_STEPS, ("--memory", "514MiB"), 0),
+        (CHECKPOINTS, (), 0),
         (FAILS, ("--to-end",), 3),
         ("import torch\n", (), 3),
         ("print(1 +)\n", (), 3),
     ],
-    ids=["trains", "out of memory", "fails", "no GPU", "not Python"],
+    ids=["trains", "out of memory", "checkpoints", "fails", "no GPU", "not Python"],
 )
 def test_a_fork_does_what_a_new_process_does(script, options, code, tmp_path):
     (tmp_path / "script.py").write_text(script)
