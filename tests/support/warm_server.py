@@ -32,7 +32,7 @@ def serve():
         "memfit.ghost.values.gpu_reads",
         "memfit.recording.recorder",
         "memfit.run.child",
-        "torch._dynamo",  # as checkpointing, DDP, FSDP and plans do, in 2.2 s
+        "sympy",  # of torch._dynamo, which itself must come after memfit's hooks
     ):
         importlib.import_module(module)
     _serve(
