@@ -101,6 +101,39 @@ def test_a_script_that_fails_is_not_resumed(dry_run):
     assert "Cannot resume script.py: its first run did not come to its end. too bad" in run.err
 
 
+def test_a_resumed_run_that_does_not_train_is_named(dry_run):
+    run = dry_run(SCRIPT, options=("--whole", "--resume-with", "--resume"))
+    assert [stage["name"] for stage in run.answer["stages"] if stage["resumed"]] == ["setup", "loading"]
+    assert "The resumed run trained nothing, so its training is unknown" in run.out
+
+
+LEAKS = """
+    import torch
+    from torch.utils.data import DataLoader
+    model = torch.nn.Linear(1 << 10, 1 << 10).cuda()
+    optimizer = torch.optim.SGD(model.parameters())
+    losses = []
+    for x in DataLoader(torch.ones(256, 1 << 10), 1):
+        loss = model(x.cuda().repeat(256, 1)).square().mean()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        losses.append(loss)
+"""
+
+
+def test_where_each_step_leaves_more_behind_the_run_does_not_count_as_whole(dry_run):
+    run = dry_run(LEAKS, options=("--whole", "--memory", "1GiB"))
+    assert "FITS SO FAR" in run.out
+    step = run.answer["growth"]["bytes_per_step"]
+    left = ((1 << 30) - run.answer["peak"]["process"]) // step
+    assert f"memory runs out about {left:,} steps later." in run.out
+    full = dry_run(LEAKS, options=("--to-end", "--memory", "1GiB"))
+    assert abs(full.answer["out_of_memory"]["step"] - (run.answer["steps"] + left)) <= 2
+    early = dry_run(LEAKS, options=("--whole", "--memory", "550MiB"))
+    assert early.answer["verdict"] == "out of memory"
+    assert "No training step was completed" not in early.out
+
+
 ENDLESS = """
     import torch
     from torch.utils.data import DataLoader, IterableDataset

@@ -87,7 +87,7 @@ def test_the_moment_of_a_stage_can_be_explained():
     trace = with_levels(keeps=False)
     assert explain_trace(trace, "evaluation").held.allocated == 3 * SIZE
     assert explain_trace(trace, "training").held.allocated == SIZE
-    with pytest.raises(UsageError, match=r"no saving: only whole runs have stages \(memfit dry-run --whole"):
+    with pytest.raises(UsageError, match="no saving: its stages are setup, training, evaluation"):
         explain_trace(trace, "saving")
     with pytest.raises(UsageError, match=r"one of peak, setup, .*evaluation, saving, or the number"):
         explain_trace(trace, "lunch")

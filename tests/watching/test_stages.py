@@ -94,6 +94,12 @@ def trace(*moments):
 
 def compared(*moments, predicted=PREDICTED):
     """Return what differs in a run by hand, and the table of its stages."""
+    found, comparison = followed(*moments, predicted=predicted)
+    return found, comparison.table()
+
+
+def followed(*moments, predicted):
+    """Return what differs in a run by hand, and its comparison with a predicted one."""
     now = StepMemory(0, 0)
     stages = MeasuredStages(lambda: now, lambda: True)
     comparison = Comparison(Prediction.of(trace(*predicted)), stages)
@@ -108,7 +114,7 @@ def compared(*moments, predicted=PREDICTED):
                 found += comparison.step(steps, now)
             else:
                 stages.add(*LETTERS[letter])
-    return [*found, *comparison.finish(now, ran_out=False)], comparison.table()
+    return [*found, *comparison.finish(now, ran_out=False)], comparison
 
 
 def test_a_longer_run_equals_its_prediction():
@@ -168,3 +174,29 @@ def test_a_stage_that_needs_less_or_is_not_predicted():
         "saving              -  300.0 MiB",
         "evaluation  150.0 MiB          -",
     ]
+
+
+def test_what_needs_less_does_not_silence_what_needs_more():
+    rest = ("Bfv", 150, 100, "E")
+    predicted = (*STEP, *SECOND_STEP, *rest, *STEP, *SECOND_STEP, *rest, *STEP)
+    less, more = ("Bfv", 150, 90, "E"), ("Bfv", 150, 130, "E")
+    found, _ = compared(*STEP, *SECOND_STEP, *less, *STEP, *SECOND_STEP, *more, *STEP, predicted=predicted)
+    at_end = "allocated at the end of the stage"
+    assert found == [
+        f"evaluation 1: {at_end} 90.0 MiB measured, 100.0 MiB predicted, -10.00 %",
+        f"evaluation 2: {at_end} 130.0 MiB measured, 100.0 MiB predicted, +30.00 %",
+    ]
+
+
+def test_what_follows_the_last_training_is_compared_with_what_does_so_in_the_trace():
+    epoch = (*TRAINING, "Bfv", 150, 100, "E", "dt", 130, 100)
+    predicted = (*epoch * 2, "Bfv", 300, 50, "E", "dt", 60, 20)
+    assert compared(*epoch * 4, "Bfv", 300, 50, "E", "dt", 60, 20, predicted=predicted)[0] == []
+    found, _ = compared(*epoch * 4, "Bfv", 400, 50, "E", predicted=predicted)
+    assert found == ["evaluation 5: peak 400.0 MiB measured, 300.0 MiB predicted, +33.33 %"]
+
+
+def test_the_peak_of_the_run_is_compared_with_the_peak_of_all_that_was_run():
+    run = (*TRAINING, "dt", 300, 100)
+    assert followed(*run, predicted=run)[1].expected.peak == 300 * MIB
+    assert followed(*TRAINING, predicted=run)[1].expected.peak == 210 * MIB

@@ -15,7 +15,7 @@ from memfit.analysis.attribution import Numbers
 from memfit.analysis.fold_module_paths import fold_module_paths
 from memfit.analysis.location import least_certain, location_at, phases, steps_at, steps_before
 from memfit.analysis.overall_peak import overall_peak
-from memfit.analysis.run_stages import in_stage
+from memfit.analysis.run_stages import in_stage, stage_spans
 from memfit.errors import UsageError
 from memfit.records import (
     Attribution,
@@ -84,7 +84,12 @@ def peak_event(trace: Trace, line: Timeline, at: str) -> int:
         none = f"no {at} phase"
     elif at in _STAGES:
         within = in_stage(trace, Stage(at))
-        none = f"no {at}: only whole runs have stages (memfit dry-run --whole or --to-end)"
+        stages = ", ".join(dict.fromkeys(span.stage for span in stage_spans(trace)))
+        none = f"no {at}: " + (
+            f"its stages are {stages}. Of a run that resumed, memfit keeps the trace only if it needs more"
+            if stages
+            else "only whole runs have stages (memfit dry-run --whole or --to-end)"
+        )
     else:
         raise UsageError(
             f"--at {at} is not a moment of a run. Use one of {', '.join((*_MOMENTS, *_STAGES))}, or the "

@@ -177,7 +177,19 @@ class DryRun:
     @property
     def lacks_steps(self) -> bool:
         """Whether the script trains, but its passes over loaders became too short for an optimizer's step."""
-        return bool(self.shortened) and not self.steps and any(u.stage is Stage.TRAINING for u in self.stages)
+        failed = self.end.reason in ("exception", "out of memory")
+        trains = any(use.stage is Stage.TRAINING for use in self.stages)
+        return bool(self.shortened) and trains and not self.steps and not failed
+
+    @property
+    def leaks_in_short_passes(self) -> bool:
+        """Whether memory grows from step to step, and the script makes more steps than memfit ran."""
+        return bool(self.shortened) and self.growth.leak
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the script is known to go on with more than what was run."""
+        return self.end.stopped or self.lacks_steps or self.leaks_in_short_passes
 
     @property
     def worst_stage(self) -> StageUse | None:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 from memfit.records import Stage
 from memfit.watching import messages
@@ -23,15 +24,18 @@ class Comparison:
     def __init__(self, prediction: Prediction, stages: MeasuredStages | None) -> None:
         self._prediction, self._stages = prediction, stages
         self._times: Counter[Stage] = Counter()  # stages that have ended
+        self._times_at_end: Counter[Stage] = Counter()  # after the last training step
         self._rows: dict[str, tuple[PeakBounds | None, int | None]] = {}
-        self._reported: set[str] = set()
+        self._reported: set[tuple[str, bool]] = set()
+        """Kinds of what has differed, and whether it was more than predicted."""
         self.expected: StepMemory | None = None
-        """The prediction for the last step."""
+        """The prediction for the last step; once the run is over, its peak is that of all that was run."""
 
     def step(self, step: int, measured: StepMemory) -> Iterator[str]:
         """Yield what differs in a step that has just ended, and in the stages since the one before.
 
-        Each stage is reported once, as are the training steps.
+        Of each stage, and of the training steps, the first is reported that needs more, and the first that
+        needs less.
         """
         peak = PeakBounds(measured.peak, measured.peak)
         if self._stages is not None:
@@ -55,8 +59,8 @@ class Comparison:
         if self._stages is not None:
             *ended, last = self._stages.finish(now, ran_out=ran_out)
             for each in ended:
-                yield from self._end(each)
-            yield from self._end(last, is_over=True)
+                yield from self._end(each, trained=True)
+            yield from self._end(last, trained=True, is_over=True)
 
     def table(self) -> list[str]:
         """Return a line for each stage, below headings; none if stages are not compared."""
@@ -78,14 +82,18 @@ class Comparison:
                 return predicted.steps[min(current.steps, len(predicted.steps)) - 1]
         return self._prediction.at(step)
 
-    def _end(self, measured: MeasuredStage, *, is_over: bool = False) -> Iterator[str]:
-        """Yield what differs in a stage that has ended, with the run or before it."""
+    def _end(self, measured: MeasuredStage, *, trained: bool = False, is_over: bool = False) -> Iterator[str]:
+        """Yield what differs in a stage that has ended: after the last training step, or with the run."""
         stage = measured.stage
         if not is_compared(stage, measured.steps):
             return
         self._times[stage] += 1
         name = _name(stage, self._times[stage])
-        predicted = self._prediction.at_stage(stage, self._times[stage])
+        at_end = trained and stage is not Stage.TRAINING
+        times = self._times_at_end if at_end else self._times
+        if at_end:
+            times[stage] += 1
+        predicted = self._prediction.at_stage(stage, times[stage], trained=at_end)
         before, most = self._rows.get(name, (None, None))
         peak = measured.peak if before is None else measured.peak.and_of(before)
         if predicted is None:
@@ -93,15 +101,18 @@ class Comparison:
             return
         self._rows[name] = peak, max(predicted.peak, most or 0)
         if stage is not Stage.TRAINING:  # of which each step is compared
-            at_end = None if is_over else predicted.allocated
-            expected = predicted.peak, at_end
+            if at_end and self.expected is not None:
+                self.expected = replace(self.expected, peak=max(self.expected.peak, predicted.peak))
+            expected = predicted.peak, None if is_over else predicted.allocated
             found = messages.differences(measured.peak, measured.allocated, expected, TOLERANCE, "stage")
             yield from self._report(stage, f"{stage} {self._times[stage]:,}", found)
 
-    def _report(self, kind: str, name: str, found: str) -> Iterator[str]:
-        if found and kind not in self._reported:
-            self._reported.add(kind)
-            yield f"{name}: {found}"
+    def _report(self, kind: str, name: str, found: list[tuple[float, str]]) -> Iterator[str]:
+        """Yield what differs, unless steps or stages of a kind have differed in that direction before."""
+        which = kind, any(more > 0 for more, _ in found)
+        if found and which not in self._reported:
+            self._reported.add(which)
+            yield f"{name}: {'; '.join(text for _, text in found)}"
 
 
 def _name(stage: Stage, time: int) -> str:

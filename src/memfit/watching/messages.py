@@ -38,8 +38,8 @@ def progress(step: int, measured: StepMemory, predicted: StepMemory | None) -> s
 
 def differences(
     peak: PeakBounds, allocated: int, predicted: tuple[int, int | None], tolerance: float, of: str
-) -> str:
-    """Describe what differs from its prediction by more than a tolerance in percent; empty if nothing does.
+) -> list[tuple[float, str]]:
+    """Describe what differs from its prediction by more than a tolerance, each after the excess in percent.
 
     Args:
         peak: measured bytes, of a step or a stage.
@@ -49,18 +49,20 @@ def differences(
         of: ``step`` or ``stage``.
 
     >>> differences(PeakBounds(3 << 30, 3 << 30), 1 << 30, (2 << 30, 1 << 30), 1.0, "step")
-    'peak 3.0 GiB measured, 2.0 GiB predicted, +50.00 %'
+    [(50.0, 'peak 3.0 GiB measured, 2.0 GiB predicted, +50.00 %')]
     >>> differences(PeakBounds(1 << 30, 3 << 30), 1 << 30, (2 << 30, 0), 1.0, "step")
-    'allocated at the end of the step 1.0 GiB measured, 0 B predicted'
+    [(inf, 'allocated at the end of the step 1.0 GiB measured, 0 B predicted')]
     """
     pairs = [("peak", peak, predicted[0])]
     if predicted[1] is not None:
         pairs.append((f"allocated at the end of the {of}", PeakBounds(allocated, allocated), predicted[1]))
-    return "; ".join(
-        f"{what} {bounds(found, expected)} measured, {format_bytes(expected)} predicted{_percent(', ', more)}"
-        for what, found, expected in pairs
-        if abs(more := excess(found.nearest(expected), expected)) > tolerance
-    )
+    found = []
+    for what, measured, expected in pairs:
+        more = excess(measured.nearest(expected), expected)
+        if abs(more) > tolerance:
+            shown = f"{bounds(measured, expected)} measured, {format_bytes(expected)} predicted"
+            found.append((more, f"{what} {shown}{_percent(', ', more)}"))
+    return found
 
 
 def bounds(peak: PeakBounds, predicted: int | None) -> str:

@@ -82,7 +82,8 @@ class Prediction:
         if not steps:
             raise UsageError(
                 "The trace passed as 'prediction' contains no complete training step. Pass the trace of a "
-                "dry run, made with memfit dry-run -o run.memfit SCRIPT.py."
+                "dry run, made with memfit dry-run -o run.memfit SCRIPT.py; if the script accumulates "
+                "gradients and that was a whole run, with more --batches."
             )
         stages = (_stage(span, level, steps) for span in spans)
         return cls(
@@ -97,12 +98,23 @@ class Prediction:
         """Return the prediction for a step, from 1; steps past the last are predicted to equal it."""
         return self.steps[min(step, len(self.steps)) - 1]
 
-    def at_stage(self, stage: Stage, time: int) -> PredictedStage | None:
-        """Return the prediction for one of the times of a stage, from 1; None if the stage is not predicted.
+    def at_stage(self, stage: Stage, time: int, *, trained: bool = False) -> PredictedStage | None:
+        """Return the prediction for one of the times of a stage; None if the stage is not predicted.
 
         Times past the last are predicted to equal it.
+
+        Args:
+            stage: the stage.
+            time: from 1.
+            trained: whether to count from the end of the last training: what comes then, such as a final test
+                or save, may need something else than the same stage between two epochs.
         """
-        times = [each for each in self.stages if each.stage is stage]
+        last = (
+            max((at for at, each in enumerate(self.stages) if each.stage is Stage.TRAINING), default=-1) + 1
+        )
+        part = self.stages[last:] if trained else self.stages[:last]
+        times = [each for each in part if each.stage is stage]
+        times = times or [each for each in self.stages if each.stage is stage]
         return times[min(time, len(times)) - 1] if times else None
 
 

@@ -76,6 +76,18 @@ def stage_remarks(result: DryRun) -> Iterator[str]:
             yield _leaves(use)
     if result.lacks_steps:
         yield "No training step was completed: the optimizer steps after more batches. Pass more --batches."
+    if result.leaks_in_short_passes and not result.ran_out:
+        left = (result.device.total.bytes - result.peak_process.bytes) // result.growth.bytes_per_step
+        yield (
+            "Memory grows from step to step, and the script makes more steps than were run. Estimated from "
+            f"these, memory runs out about {max(0, left):,} steps later."
+        )
+    resumed = {use.stage for use in result.stages if use.resumed}
+    if resumed and Stage.TRAINING not in resumed:
+        yield (
+            "The resumed run trained nothing, so its training is unknown: have it train on, for example for "
+            "more epochs."
+        )
     if result.shortened and result.end.reason == "exception":
         yield (
             "Passes over loaders are shorter in this run. If the script counts batches in another way, pass "

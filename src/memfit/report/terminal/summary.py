@@ -92,7 +92,7 @@ def verdict(result: DryRun, *, hints: bool = True) -> Text:
         return Text(f"SNAPSHOT   {format_gib(result.peak_reserved)} reserved at most", style="bold")
     if result.verdict in ("fits", "tight"):
         text = Text(result.verdict.upper(), style=f"bold {'green' if result.verdict == 'fits' else 'yellow'}")
-        text.append(" SO FAR" * (result.end.stopped or result.lacks_steps))
+        text.append(" SO FAR" * result.is_partial)
         text.append(f"{_after_caught(result)}   {_needs(result)}", style="not bold")
         below = f"{_uncertain(result)}{_bound(result, hints=hints)}\n{_covers(result, hints=hints)}"
         return text.append(below, style="not bold default")
@@ -331,7 +331,7 @@ def _below_table(result: DryRun) -> Iterator[Text | str]:
     """Yield what the table's rows do not add up to: ranges, memory of the host, growth and batches."""
     if result.range is not None:
         yield range_line(result.range)
-    if (pinned := result.pinned) is not None:
+    if (pinned := result.pinned) is not None and pinned.bytes >= MIB:  # item() pins a number of 4 bytes
         why = f", {pinned.source}" * (pinned.provenance is not Provenance.MEASURED)
         yield Text(f"Pinned host memory: {format_bytes(pinned.bytes)} ({pinned.provenance}{why}).")
     if (grown := growth(result)).plain:
