@@ -134,6 +134,33 @@ def test_where_each_step_leaves_more_behind_the_run_does_not_count_as_whole(dry_
     assert "No training step was completed" not in early.out
 
 
+SAVES_BESIDE = """
+    import threading
+    import torch
+    from torch.utils.data import DataLoader
+    model = torch.nn.Linear(1 << 10, 1 << 10).cuda()
+    optimizer = torch.optim.SGD(model.parameters())
+    for epoch in range(2):
+        for x in DataLoader(torch.ones(64, 1 << 10), 8):
+            loss = model(x.cuda()).sum()
+            if epoch:
+                writer = threading.Thread(target=torch.save, args=(state, "state.pt"))
+                writer.start()
+                writer.join()
+            loss.backward()
+            optimizer.step()
+        state = {name: value.cpu() for name, value in model.state_dict().items()}
+        if SAVES:
+            torch.save(state, "state.pt")
+"""
+
+
+@pytest.mark.parametrize(("saves", "stages"), [(False, []), (True, ["saving"])])
+def test_what_a_thread_writes_while_training_goes_on_is_part_of_training(dry_run, saves, stages):
+    run = dry_run(SAVES_BESIDE.replace("SAVES", str(saves)), options=("--whole",))
+    assert [stage["name"] for stage in run.answer["stages"]] == ["setup", "training", *stages]
+
+
 ENDLESS = """
     import torch
     from torch.utils.data import DataLoader, IterableDataset

@@ -1,6 +1,6 @@
 """Orders of the marks of a run as scripts and frameworks make them, and the stage after each mark."""
 
-from memfit.records import MarkKind, Stage, Untrained
+from memfit.records import MarkKind, Saved, Stage, Untrained
 
 LETTERS = {
     "b": (MarkKind.BATCH, 0),
@@ -14,8 +14,9 @@ LETTERS = {
     "p": (MarkKind.EVALUATION, Untrained.NO_PARAMETERS),
     "w": (MarkKind.BACKWARD, 0),
     "s": (MarkKind.TRAINING_STEP, 0),
-    "d": (MarkKind.SAVE, 0),
-    "t": (MarkKind.SAVE, 1),
+    "d": (MarkKind.SAVE, Saved.STATE),
+    "t": (MarkKind.SAVE, Saved.FILE),
+    "a": (MarkKind.SAVE, Saved.FILE_BESIDE),
     "l": (MarkKind.LOAD, 0),
 }
 NAMES = {
@@ -42,6 +43,9 @@ ORDERS = [
     ("bfwsdtbfws", "TTTTSSTTTT"),
     ("bfwsdbfwsd", "TTTTTTTTTT"),  # an average of the state, in memory
     ("bfwseddt", "TTTTTSSS"),
+    ("bfwsdbfawsbfwse", "TTTTTTTTTTTTTTT"),  # a thread writes what was copied
+    ("bfwsdabfws", "TTTTSSTTTT"),  # at once
+    ("fwsfntfwsfntfws", "TTTVVSTTTVVSTTT"),  # evaluated without a loader, and without eval()
     ("Bfvlfws", "VVVLTTT"),
     ("bfbfbfewsbfbfe", "TTTTTTTTTVVVVV"),  # a gradient of the whole pass
     ("fwsdtfws", "TTTSSTTT"),  # without a loader

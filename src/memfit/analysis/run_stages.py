@@ -186,7 +186,7 @@ def spans_between(
 def _is_of_stages(mark: Mark) -> bool:
     """Return whether only a run with marks of stages has such a mark."""
     alone = (MarkKind.EVALUATION, MarkKind.BATCH, MarkKind.LOAD)
-    return mark.kind in alone or (mark.kind is MarkKind.SAVE and mark.index == Saved.FILE)
+    return mark.kind in alone or (mark.kind is MarkKind.SAVE and mark.index != Saved.STATE)
 
 
 def _stage_begins(
@@ -199,14 +199,19 @@ def _stage_begins(
         passage = stage_of.get(index, passage)
         if mark.kind is MarkKind.LOAD:
             yield mark.position, Stage.LOADING
-        elif mark.kind is MarkKind.SAVE and writes[index] and passage is not Stage.SETUP:
+        elif writes[index] and _is_saving(mark) and passage is not Stage.SETUP:
             yield mark.position, Stage.SAVING
         elif mark.kind in _ENDS_SAVING:
             yield mark.position, passage
 
 
+def _is_saving(mark: Mark) -> bool:
+    """Return whether the thread that trains saves something, if that is written to a file."""
+    return mark.kind is MarkKind.SAVE and mark.index != Saved.FILE_BESIDE
+
+
 def _writes(marks: Sequence[Mark], *, ran_out: bool) -> list[bool]:
-    """Return, for each mark, whether a file is written after it and before the next forward.
+    """Return, for each mark, whether a file is written with it or after it, before the next batch or forward.
 
     A script that ran out of memory with the copy of a state_dict would have written one.
     """
@@ -214,7 +219,7 @@ def _writes(marks: Sequence[Mark], *, ran_out: bool) -> list[bool]:
     for mark in reversed(marks):
         if mark.kind in _ENDS_SAVING:
             writes = False
-        elif mark.kind is MarkKind.SAVE and mark.index == Saved.FILE:
+        elif mark.kind is MarkKind.SAVE and mark.index != Saved.STATE:
             writes = True
         found.append(writes)
     return found[::-1]
@@ -273,7 +278,7 @@ def _passages(marks: Sequence[Mark], passes: LoaderPasses) -> tuple[list[_Passag
         elif mark.kind is MarkKind.BACKWARD and passages:
             passages[-1].trains = True
             passes.backward()
-        elif mark.kind in (MarkKind.SAVE, MarkKind.LOAD):
+        elif mark.kind is MarkKind.LOAD or _is_saving(mark):
             passes.checkpoint()
     batches = Counter(passage.of_pass for passage in passages if passage.begin != passage.forward)
     ended = passes.ended | {each for each in passes.open if batches[each] > 1}  # or the script failed in them
@@ -282,14 +287,16 @@ def _passages(marks: Sequence[Mark], passes: LoaderPasses) -> tuple[list[_Passag
 
 
 def _look_ahead(passages: Sequence[_Passage], marks: Sequence[Mark]) -> None:
-    """Say of each passage whether a backward follows before the next batch, or the end of the loader."""
+    """Say of each passage whether a backward follows before the next batch, checkpoint or end of a loader."""
     follows = False
     last = len(marks)
     for passage in reversed(passages):
         for index in range(last - 1, passage.forward - 1, -1):
             if marks[index].kind is MarkKind.BACKWARD:
                 follows = True
-            elif marks[index].kind in (MarkKind.BATCH, MarkKind.LOADER_END):
+            elif marks[index].kind in (MarkKind.BATCH, MarkKind.LOADER_END) or (
+                marks[index].kind is MarkKind.SAVE and marks[index].index == Saved.FILE
+            ):
                 follows = False
         passage.before_batch = follows
         last = passage.forward

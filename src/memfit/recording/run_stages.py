@@ -8,6 +8,7 @@
 
 import itertools
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -46,6 +47,7 @@ class RunStageMarks:
         self._untrained: weakref.WeakKeyDictionary[torch.nn.Module, object] = weakref.WeakKeyDictionary()
         """Modules without parameters in any optimizer, and the optimizers with the number of their groups."""
         self._making_state = False
+        self._thread = threading.main_thread()  # the last that read a batch
         self._reading = False  # a batch: a data set may read its samples from files, or write a cache
 
     def install(self, hooks: InstalledHooks) -> None:
@@ -117,6 +119,7 @@ class RunStageMarks:
         if loader is None:
             return original(iterator)
         self._steps.end_in_time()
+        self._thread = threading.current_thread()
         number = self._number[loader]
         try:
             # The mark comes first: a pinned batch is made inside.
@@ -141,7 +144,8 @@ class RunStageMarks:
 
     def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._reading:
-            self._book.mark(MarkKind.SAVE, Saved.FILE)
+            beside = threading.current_thread() not in (threading.main_thread(), self._thread)
+            self._book.mark(MarkKind.SAVE, Saved.FILE_BESIDE if beside else Saved.FILE)
         return original(*args, **kwargs)
 
     def _load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

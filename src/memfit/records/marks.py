@@ -45,6 +45,8 @@ class Saved(IntEnum):
     """A ``state_dict``, which may stay in memory."""
     FILE = 1
     """A file."""
+    FILE_BESIDE = 2
+    """A file, in a thread beside the one that trains: a checkpoint that is saved while training goes on."""
 
 
 @dataclass(frozen=True, slots=True)
