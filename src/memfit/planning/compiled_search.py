@@ -198,7 +198,7 @@ class CompiledSearch:
         return _next_share(share, high, fits=True)
 
     def _run_ahead(self, family: _Family, *shares: int) -> None:
-        """Run shares side by side, the first of which will be sampled next; of the others it is a guess."""
+        """Run shares side by side: the search samples the first next, and probably the others after it."""
         left = _MOST_RUNS - len(self._runs.tried)
         new = [share for share in shares if share and share not in family.shares][:left]
         if new and new[0] == shares[0]:

@@ -41,7 +41,7 @@ class Interruption:
         self._pressed = time.monotonic()
 
     def stop(self) -> None:
-        """End the scripts that run as if the user had pressed Ctrl-C, because one of them has failed."""
+        """End all scripts as Ctrl-C does, because one of them has failed."""
         if not self.pressed:
             self._pressed = time.monotonic()
 
@@ -69,7 +69,7 @@ _of_main_thread: ContextVar[Interruption | None] = ContextVar("_of_main_thread",
 
 @contextmanager
 def shared_with_threads(interruption: Interruption) -> Iterator[None]:
-    """Have scripts end by an interruption that run in threads with a copy of the block's context."""
+    """Have an interruption also end scripts in threads that run with a copy of the block's context."""
     before = _of_main_thread.set(interruption)
     try:
         yield

@@ -83,7 +83,13 @@ class Comparison:
         return self._prediction.at(step)
 
     def _end(self, measured: MeasuredStage, *, trained: bool = False, is_over: bool = False) -> Iterator[str]:
-        """Yield what differs in a stage that has ended: after the last training step, or with the run."""
+        """Yield what differs in a stage that has ended.
+
+        Args:
+            measured: the stage.
+            trained: whether it ended after the last training step.
+            is_over: whether it ended with the run, in which the script frees everything.
+        """
         stage = measured.stage
         if not is_compared(stage, measured.steps):
             return
@@ -100,7 +106,7 @@ class Comparison:
             self._rows[name] = peak, None
             return
         self._rows[name] = peak, max(predicted.peak, most or 0)
-        if stage is not Stage.TRAINING:  # of which each step is compared
+        if stage is not Stage.TRAINING:  # step() compares that
             if at_end and self.expected is not None:
                 self.expected = replace(self.expected, peak=max(self.expected.peak, predicted.peak))
             expected = predicted.peak, None if is_over else predicted.allocated
