@@ -19,9 +19,10 @@ from memfit.analysis.script_change import ScriptChange, TrialResult
 from memfit.devices import NO_LIMIT
 from memfit.records import ScriptEnd, Trace
 from memfit.run.options import RunOptions
+from memfit.run.parent import Progress
 from memfit.run.rank import Rank
 from memfit.run.resolve_options import ghost_settings
-from memfit.strategies.script_standby import ScriptStandby
+from memfit.strategies.script_standbys import ScriptStandbys
 from memfit.strategies.trial_run import run_trial
 
 ROOT = Path(__file__).parents[1]
@@ -55,36 +56,36 @@ class Runs:
         self._command = (script,)
         self._options = RunOptions(memory=NO_LIMIT, gpu="H100", rank=ranks)
 
-    def run(self, standby: ScriptStandby | None, *, late: bool) -> tuple[TrialResult, float, bool]:
-        """Run the script; return the result, its seconds, and whether the run was forked.
+    def run(self, standbys: ScriptStandbys | None, *, late: bool) -> tuple[TrialResult, float, Progress]:
+        """Run the script; return the result, its seconds, and its last progress, which says if it was forked.
 
         Raises:
             SystemExit: the script did not complete.
         """
         options = replace(self._options, finish_late=late)
-        forked = []
+        shown: list[Progress] = []
         began = time.monotonic()
         result = run_trial(
             self._command,
             options,
             ghost_settings(options, SHOWN),
             ScriptChange(),
-            lambda progress: forked.append(progress.forked),
-            standby,
+            shown.append,
+            standbys,
         )
         if isinstance(result, ScriptEnd):
             raise SystemExit(f"{self._command[0]}: {result}")
-        return result, time.monotonic() - began, forked[-1]
+        return result, time.monotonic() - began, shown[-1]
 
 
 def row(script: str) -> tuple[list[str], bool]:
     """Run a script; return the cells of its row, and whether its forked runs are as they should be."""
     runs = Runs(script)
-    with ScriptStandby() as standby:
-        first, whole_seconds, _ = runs.run(standby, late=False)
-        again, seconds, is_forked = runs.run(standby, late=False)
-        late, late_seconds, late_is_forked = runs.run(standby, late=True)
-        why = "" if is_forked and late_is_forked else standby.declined or "no moment to fork at"
+    with ScriptStandbys() as standbys:
+        first, whole_seconds, _ = runs.run(standbys, late=False)
+        again, seconds, now = runs.run(standbys, late=False)
+        late, late_seconds, then = runs.run(standbys, late=True)
+        why = "" if now.forked and then.forked else now.unforked or "no moment to fork at"
     whole_late, _, _ = runs.run(None, late=True)
     unlike = difference(late.trace, whole_late.trace), difference(again.trace, first.trace)
     by_itself = difference(runs.run(None, late=True)[0].trace, whole_late.trace) if any(unlike) else ""

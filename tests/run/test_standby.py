@@ -17,8 +17,8 @@ from memfit.devices import NO_LIMIT
 from memfit.run.forked_runs import ForkedScript
 from memfit.run.options import RunOptions
 from memfit.run.resolve_options import ghost_settings
-from memfit.run.standby import StandbyMessage
-from memfit.strategies.script_standby import ScriptStandby
+from memfit.run.side_by_side import side_by_side
+from memfit.strategies.script_standbys import ScriptStandbys
 from memfit.strategies.trial_run import run_trial
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("warm_scripts")]
@@ -46,16 +46,16 @@ def script_of(folder, before="pass", size="1", after=""):
 
 
 class Runs:
-    """Runs of one script with one standby."""
+    """Runs of one script with its standbys."""
 
-    def __init__(self, script, standby):
-        self._script, self._standby = script, standby
-        self.forked = False
-        """Whether the last run was forked."""
+    def __init__(self, script, standbys):
+        self._script, self._standbys = script, standbys
+        self.forked, self.why_whole = False, ""
+        """Whether the last run was forked, and why not."""
 
     def run(self, options=OPTIONS, change=ScriptChange()):  # noqa: B008 - frozen
         ghost = ghost_settings(options, 24 << 30)
-        found = run_trial((self._script,), options, ghost, change, self._note, self._standby)
+        found = run_trial((self._script,), options, ghost, change, self._note, self._standbys)
         assert isinstance(found, TrialResult), found
         return found
 
@@ -65,7 +65,7 @@ class Runs:
         return run_trial((self._script,), options, ghost, change, lambda _: None)
 
     def _note(self, progress):
-        self.forked = progress.forked
+        self.forked, self.why_whole = progress.forked, progress.unforked
 
 
 DRAWN = "1 + random.randrange(1 << 20)"
@@ -93,8 +93,8 @@ RACES_IN_EACH_STEP = """
 def test_a_forked_run_has_the_trace_of_a_whole_run(tmp_path, before, size):
     script = script_of(tmp_path, before, size, RACES_IN_EACH_STEP)
     Path(f"{script}.txt").write_text("".join(f"{1000 * line}\n" for line in range(1, 10)))
-    with ScriptStandby() as standby:
-        runs = Runs(script, standby)
+    with ScriptStandbys() as standbys:
+        runs = Runs(script, standbys)
         early = runs.run().trace
         assert not runs.forked
         for options, whole in ((OPTIONS, early), (LATE, runs.whole(LATE).trace), (OPTIONS, early)):
@@ -118,28 +118,63 @@ def test_a_forked_run_has_the_trace_of_a_whole_run(tmp_path, before, size):
 )
 def test_a_script_with_what_a_fork_lacks_is_run_as_a_whole(tmp_path, before, why):
     end = "\nif 'child' in globals(): child.kill()"
-    with ScriptStandby() as standby:
-        runs = Runs(script_of(tmp_path, before, after=end), standby)
+    with ScriptStandbys() as standbys:
+        runs = Runs(script_of(tmp_path, before, after=end), standbys)
         runs.run()
         runs.run(LATE)
         assert not runs.forked
-        assert why in standby.declined
+        assert why in runs.why_whole
 
 
-def test_a_run_that_begins_otherwise_is_a_whole_run(tmp_path):
-    with ScriptStandby() as standby:
-        runs = Runs(script_of(tmp_path), standby)
-        runs.run(LATE)
-        for options, change in (
-            (OPTIONS, ScriptChange()),  # work before the fork was late
-            (replace(LATE, values="float=2"), ScriptChange()),
-            (replace(LATE, steps=2), ScriptChange()),
-            (LATE, ScriptChange(fused=True)),
-        ):
+def test_a_run_that_begins_otherwise_is_a_whole_run_and_leaves_a_standby_of_its_own(tmp_path):
+    begin_otherwise = (
+        (replace(LATE, values="float=2"), ScriptChange()),
+        (LATE, ScriptChange()),
+        (OPTIONS, ScriptChange()),  # work before the fork is not late
+        (LATE, ScriptChange(fused=True)),
+    )
+    with ScriptStandbys() as standbys:
+        runs = Runs(script_of(tmp_path), standbys)
+        for options, change in begin_otherwise:
             runs.run(options, change)
             assert not runs.forked
-        runs.run(LATE)
-        assert runs.forked
+        for options, change in begin_otherwise:
+            runs.run(options, change)
+            assert runs.forked
+        runs.run(replace(LATE, steps=2))  # a fifth: the standby that was used first makes room
+        assert not runs.forked
+        for (options, change), forked in ((begin_otherwise[-1], True), (begin_otherwise[0], False)):
+            runs.run(options, change)
+            assert runs.forked == forked
+
+
+def test_no_further_standby_is_left_where_memory_is_short(tmp_path, monkeypatch):
+    monkeypatch.setattr("memfit.strategies.script_standbys.most_in_memory", lambda: 2)
+    with ScriptStandbys() as standbys:
+        runs = Runs(script_of(tmp_path), standbys)
+        for options, forked in ((LATE, False), (OPTIONS, False), (OPTIONS, False), (LATE, True)):
+            runs.run(options)
+            assert runs.forked == forked
+
+
+def test_runs_are_forked_side_by_side(tmp_path):
+    """Each waits for the other: in turn, neither would end."""
+    meet = """
+def meet(step):
+    if step == 1:
+        open(f"{__file__}.{os.getpid()}", "w")
+        while os.getpid() != SCRIPT and len(list(Path(__file__).parent.glob("*.py.*"))) < 3:
+            time.sleep(0.02)
+    return 1
+SCRIPT = os.getpid()
+"""
+    script = script_of(tmp_path, f"import time\nfrom pathlib import Path\n{meet}", "meet(step)")
+    with ScriptStandbys() as standbys:
+        runs = Runs(script, standbys)
+        first = runs.run().trace
+        both = side_by_side([Runs(script, standbys).run, Runs(script, standbys).run], 2)
+        assert len(list(tmp_path.glob("*.py.*"))) == 3
+        assert [difference(run.trace, first) for run in both] == ["", ""]
 
 
 BLOCKS = """
@@ -159,8 +194,8 @@ OFFLOADED = PlannedStrategy("offload", (("what", "inputs"), ("min_bytes", 0)))
 
 @pytest.mark.parametrize("strategies", [(CHECKPOINTED,), (CHECKPOINTED, OFFLOADED)])
 def test_strategies_are_applied_in_a_fork_as_when_the_optimizer_was_created(tmp_path, strategies):
-    with ScriptStandby() as standby:
-        runs = Runs(script_of(tmp_path, BLOCKS), standby)
+    with ScriptStandbys() as standbys:
+        runs = Runs(script_of(tmp_path, BLOCKS), standbys)
         first = runs.run(change=ScriptChange(operations=True))
         assert first.operations is not None
         for optimizer in (None, 1):  # the first one's model is a single layer, which is left alone
@@ -184,8 +219,8 @@ def test_a_plan_that_would_have_come_too_late_runs_the_whole_script(tmp_path, be
     change = ScriptChange((CHECKPOINTED,), 1)
     script = script_of(tmp_path, before)
     Path(script).write_text(Path(script).read_text().replace("    model(", f"    {call}"))
-    with ScriptStandby() as standby:
-        runs = Runs(script, standby)
+    with ScriptStandbys() as standbys:
+        runs = Runs(script, standbys)
         runs.run()
         runs.run(change=change)
         assert not runs.forked
@@ -203,8 +238,8 @@ log = open(__file__ + '.steps', 'w', buffering=1)
 log.write('begun\\n')"""
     after = "    log.write(f'{step}\\n')\natexit.register(note, 'begun after')"
     script = script_of(tmp_path, before, after=after)
-    with ScriptStandby() as standby:
-        runs = Runs(script, standby)
+    with ScriptStandbys() as standbys:
+        runs = Runs(script, standbys)
         runs.run()
         log = Path(f"{script}.log")
         assert log.read_text() == "begun before\n"  # memfit ends a script within its third step
@@ -220,8 +255,8 @@ def test_a_fork_that_fails_is_followed_by_a_whole_run(tmp_path):
     before = (
         "import tempfile; folder = tempfile.TemporaryDirectory(); open(folder.name + '/a', 'w').write('8')"
     )
-    with ScriptStandby() as standby:
-        runs = Runs(script_of(tmp_path, before, "int(open(folder.name + '/a').read())"), standby)
+    with ScriptStandbys() as standbys:
+        runs = Runs(script_of(tmp_path, before, "int(open(folder.name + '/a').read())"), standbys)
         early = runs.run().trace
         assert difference(runs.run().trace, early) == ""
         assert not runs.forked
@@ -323,12 +358,10 @@ def test_a_fork_that_takes_too_long_is_killed():
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     ended = []
 
-    def receive(_seconds):
-        if not ended:
-            return StandbyMessage()
-        return StandbyMessage(ended=process.wait())
+    def exit_code(_process, _seconds):
+        return process.wait() if ended else None
 
-    fork = ForkedScript(receive, process.pid, time.monotonic())
+    fork = ForkedScript(process.pid, exit_code, time.monotonic())
     assert fork.poll() is None
     ended.append(True)
     assert fork.wait() == -signal.SIGKILL

@@ -20,7 +20,7 @@ from memfit.run.launchers import check_world_size
 from memfit.run.options import RunOptions
 from memfit.run.parent import PATIENCE, Progress, RecordedRun, run_script, script_command
 from memfit.run.resolve_options import ghost_settings
-from memfit.strategies.script_standby import ScriptRun, ScriptStandby
+from memfit.strategies.script_standbys import ScriptRun, ScriptStandbys
 from memfit.strategies.trial_run import ghost_runs, injected, trial_runner
 from memfit.trace.trace_file import write_trace
 
@@ -85,8 +85,8 @@ def run_on_ghost(  # noqa: PLR0913 - what a dry run is asked for
     if options.rank.world_size == 1:
         check_world_size(os.environ)
     command = script_command(script, arguments, options, output)
-    with ScriptStandby() as standby:
-        return _run_and_ask_again(command, options, output, change, on_progress, standby, advise=advise)
+    with ScriptStandbys() as standbys:
+        return _run_and_ask_again(command, options, output, change, on_progress, standbys, advise=advise)
 
 
 def _run_and_ask_again(
@@ -95,16 +95,16 @@ def _run_and_ask_again(
     output: Path | None,
     change: ScriptChange,
     on_progress: Callable[[Progress], None],
-    standby: ScriptStandby,
+    standbys: ScriptStandbys,
     *,
     advise: bool,
 ) -> FinishedRun:
     """Run a script, and again for what its first run leaves open."""
-    recorded = _recorded(command, options, output, change, on_progress, standby, injects=advise)
+    recorded = _recorded(command, options, output, change, on_progress, standbys, injects=advise)
     result = summarize(recorded.trace)
     unlimited = replace(options, memory=NO_LIMIT)
     total = result.device.total.bytes
-    runs = ghost_runs(command, unlimited, total, on_progress, change, standby)
+    runs = ghost_runs(command, unlimited, total, on_progress, change, standbys)
     if advise:
         advised = find_advice(recorded.trace, result, runs)
         return FinishedRun(recorded.trace, advised, recorded.unsaved)
@@ -123,7 +123,7 @@ def _recorded(
     output: Path | None,
     change: ScriptChange,
     on_progress: Callable[[Progress], None],
-    standby: ScriptStandby,
+    standbys: ScriptStandbys,
     *,
     injects: bool,
 ) -> RecordedRun:
@@ -133,10 +133,11 @@ def _recorded(
         UsageError: the change does not suit the script.
     """
     ghost = ghost_settings(options)
-    start = standby.whole(ScriptRun(command, options, ghost, change))
+    run = ScriptRun(command, options, ghost, change)
     if change == ScriptChange() and not injects:
-        return run_script(command, options, ghost, output, on_progress, PATIENCE, start)
-    with injected(change, options, silent=False) as injection:
+        with standbys.whole(run) as start:
+            return run_script(command, options, ghost, output, on_progress, PATIENCE, start)
+    with injected(change, options, silent=False) as injection, standbys.whole(run) as start:
         changed = command + change.arguments
         recorded = run_script(changed, injection.options, ghost, output, on_progress, PATIENCE, start)
         if why := injection.why_unfit():

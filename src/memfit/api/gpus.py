@@ -17,7 +17,7 @@ from memfit.report.terminal.gpus_for import PrintableGpusFor
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, script_command
 from memfit.run.resolve_options import ghost_settings
-from memfit.strategies.script_standby import ScriptStandby
+from memfit.strategies.script_standbys import ScriptStandbys
 from memfit.strategies.trial_run import ghost_runs
 
 
@@ -91,8 +91,8 @@ def _plans(
     largest = replace(options, gpu=cards[0].name, memory=NO_LIMIT)
     shown = cards[0].total_bytes
     plans: list[ScriptPlan] = []
-    with ScriptStandby() as standby:
-        runs = ghost_runs(command, largest, shown, on_progress, standby=standby)
+    with ScriptStandbys() as standbys:
+        runs = ghost_runs(command, largest, shown, on_progress, standbys=standbys)
         run, run_late = _remembered(runs.run), _remembered(runs.run_late)
         for card in cards:
             device = ghost_settings(replace(options, gpu=card.name)).device

@@ -7,8 +7,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from types import TracebackType
-from typing import Self
+from threading import Lock
 
 import msgspec
 
@@ -18,19 +17,19 @@ from memfit.run.standby import MOST_BYTES, StandbyMessage
 from memfit.run.start_script import RunningScript, settings_file, start_script
 
 _GONE = -signal.SIGKILL
-"""The exit code of a run whose standby has gone."""
+"""The exit code of runs whose standby has gone."""
 _PATIENCE = 10.0
 """Seconds that a fork may take beyond twice the whole run: one that waits for what it lacks never ends."""
-
-
+_INTERVAL = 0.1  # seconds between two looks at whether a run has ended
 _ANSWER = 1.0
 """Seconds that a standby gets to say that it waits: it has had the script's whole run for that."""
 
 
 class Standby:
-    """The standby of a script's first run, from which further runs are forked. Use it as a context manager.
+    """The standby of a script's whole run, from which further runs are forked.
 
-    At its end, or when memfit ends, the standby ends with all that it has started.
+    When it is closed, or memfit ends, the standby ends with all that it has started. Threads may fork runs
+    side by side.
     """
 
     def __init__(self) -> None:
@@ -38,43 +37,54 @@ class Standby:
         self._process = 0
         self._started = 0.0
         self._seconds = 0.0
-        """Duration of the first run."""
+        """Duration of the whole run."""
+        self._ended: dict[int, int] = {}
+        """Exit codes of runs, by their process."""
+        self._listening = Lock()
         self.declined = ""
         """Why the script's process could not be forked."""
 
-    @property
-    def is_new(self) -> bool:
-        """Whether no run has been started that a standby may come from."""
-        return self._channel is None and not self._started
-
     def start(self, command: tuple[str, ...], settings: ChildSettings) -> RunningScript:
-        """Start the first run, which leaves a standby."""
+        """Start the whole run, which leaves a standby."""
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._started = time.monotonic()
         with theirs:
             return start_script(command, msgspec.structs.replace(settings, standby=theirs.fileno()))
 
     def is_ready(self) -> bool:
-        """Return whether the first run has left a standby; call this once that run has ended."""
+        """Return whether the whole run has left a standby; call this once that run has ended."""
         if self._channel is not None and not self._process:
             self._seconds = time.monotonic() - self._started
             message = self._receive(_ANSWER)
             self.declined, self._process = message.declined, message.standby
             if not self._process:
-                self._close()
+                self.close()
         return bool(self._process)
 
     def fork(self, _command: tuple[str, ...], settings: ChildSettings) -> RunningScript:
         """Start another run of the same command, forked from the standby."""
         if self._channel is None:
             raise AssertionError  # is_ready()
-        with suppress(OSError):  # it has gone: the run ends at once
-            self._channel.send(os.fsencode(settings_file(settings)))
+        with self._listening:
+            with suppress(OSError):  # it has gone: the run ends at once
+                self._channel.send(os.fsencode(settings_file(settings)))
+            while (message := self._receive()).ended is not None and message.run:
+                self._ended[message.run] = message.ended
         deadline = time.monotonic() + 2 * self._seconds + _PATIENCE
-        return ForkedScript(self._receive, self._receive().started, deadline)
+        return ForkedScript(message.run, self._exit_code, deadline)
+
+    def _exit_code(self, process: int, seconds: float) -> int | None:
+        """Return the exit code of a run; None if it has not ended in time."""
+        with self._listening:
+            while process not in self._ended:
+                message = self._receive(seconds)
+                if message.ended is None:
+                    return None
+                self._ended[message.run or process] = message.ended
+            return self._ended[process]
 
     def _receive(self, seconds: float | None = None) -> StandbyMessage:
-        """Return the next message: empty if there is none in time, a run's end if the standby has gone."""
+        """Return the next message: empty if none comes in time, an end of no run if the standby has gone."""
         if self._channel is None or not select.select([self._channel], [], [], seconds)[0]:
             return StandbyMessage()
         try:
@@ -83,7 +93,8 @@ class Standby:
             text = b""
         return msgspec.json.decode(text, type=StandbyMessage) if text else StandbyMessage(ended=_GONE)
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """End the standby, with all that it has started."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -93,36 +104,26 @@ class Standby:
                 os.kill(self._process, signal.SIGKILL)
             self._process = 0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._close()
-
 
 class ForkedScript:
     """A run forked from a standby.
 
     Args:
-        receive: returns the standby's next message; waits for it at most the seconds given, None for long.
         process: of the run; 0 if it did not start.
+        exit_code: returns that of a process; None if it does not end within the seconds given.
         deadline: the time (``time.monotonic()``) after which it is killed.
     """
 
-    def __init__(
-        self, receive: Callable[[float | None], StandbyMessage], process: int, deadline: float
-    ) -> None:
+    def __init__(self, process: int, exit_code: Callable[[int, float], int | None], deadline: float) -> None:
         self.pid = process
         self.returncode: int | None = None if process else _GONE
-        self._receive = receive
+        self._exit_code = exit_code
         self._deadline = deadline
 
     def poll(self) -> int | None:
         """Return its exit code; None while it runs."""
         if self.returncode is None:
-            self.returncode = self._receive(0.0).ended
+            self.returncode = self._exit_code(self.pid, 0.0)
         if self.returncode is None and time.monotonic() > self._deadline:
             kill_descendants(self.pid)
             self.kill()
@@ -131,7 +132,7 @@ class ForkedScript:
     def wait(self) -> int:
         """Wait for its end, and return its exit code."""
         while self.returncode is None:
-            self.returncode = self._receive(None).ended
+            self.returncode = self._exit_code(self.pid, _INTERVAL)
         return self.returncode
 
     def kill(self) -> None:

@@ -17,8 +17,13 @@ _INTERVAL = 0.1  # seconds between two looks at whether the user has pressed Ctr
 
 def most_side_by_side() -> int:
     """Return how many scripts can run side by side if each takes as much memory as the largest so far."""
+    return max(1, min(len(os.sched_getaffinity(0)), most_in_memory()))
+
+
+def most_in_memory() -> int:
+    """Return how many more scripts there is memory for if each takes as much as the largest so far."""
     largest = 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss  # Linux counts in KiB
-    return max(1, min(len(os.sched_getaffinity(0)), _available_memory() // max(largest, 1)))
+    return _available_memory() // max(largest, 1)
 
 
 def _available_memory() -> int:

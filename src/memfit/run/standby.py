@@ -5,7 +5,9 @@
     imports, data, model
     fork ───────────────────> waits <──── settings ────── wants another run
     first forward, ...        fork ──> first forward, ... ──> trace
-    trace                     waits <──── closes ──────── is done
+    trace                     waits <──── settings ────── wants one beside it
+                              fork ──> first forward, ... ──> trace
+                              waits <──── closes ──────── is done
 
 The script is forked at the last moment at which a fork has all that the script has: before it starts threads
 or processes, and before GPU work could finish late. The standby is no child of the script, which would meet
@@ -46,10 +48,10 @@ class StandbyMessage(msgspec.Struct, omit_defaults=True):
     """Why there is no standby."""
     standby: int = 0
     """The standby's process, which waits."""
-    started: int = 0
-    """The process of the run that it has started."""
+    run: int = 0
+    """The process of a run that it has started."""
     ended: int | None = None
-    """The exit code of that process; negative for a signal, as in ``subprocess``."""
+    """The exit code of that process, as in ``subprocess``; None when it has started."""
 
 
 class StandbyFork:
@@ -157,29 +159,27 @@ class StandbyFork:
             os.dup2(nothing, stream)
         os.close(nothing)
         self._send(StandbyMessage(standby=os.getpid()))
-        while path := self._receive():
+        running: set[int] = set()
+        while path := self._receive(running):
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             process = self._forked()
             if process == 0:
                 self._channel.close()
                 return path
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-            self._send(StandbyMessage(started=process))
-            self._send(StandbyMessage(ended=self._wait(process)))
+            running.add(process)
+            self._send(StandbyMessage(run=process))
+        kill_descendants(os.getpid())
         os._exit(0)
 
-    def _wait(self, process: int) -> int:
-        """Return the exit code of a run; if memfit goes, leave, and take the run along."""
-        while True:
-            found, status = os.waitpid(process, os.WNOHANG)
-            if found:
-                return os.waitstatus_to_exitcode(status)
-            if select.select([self._channel], [], [], _INTERVAL)[0]:
-                kill_descendants(os.getpid())
-                os._exit(0)
-
-    def _receive(self) -> str:
-        """Return the next path from memfit; empty if memfit is done, or has gone."""
+    def _receive(self, running: set[int]) -> str:
+        """Return the next path from memfit, empty if memfit is done or has gone; report the runs that end."""
+        while not select.select([self._channel], [], [], _INTERVAL if running else None)[0]:
+            for process in tuple(running):
+                found, status = os.waitpid(process, os.WNOHANG)
+                if found:
+                    running.remove(process)
+                    self._send(StandbyMessage(run=process, ended=os.waitstatus_to_exitcode(status)))
         try:
             return self._channel.recv(MOST_BYTES).decode(errors="surrogateescape")
         except ConnectionResetError:

@@ -22,7 +22,7 @@ from memfit.records import ScriptEnd, ScriptLocation
 from memfit.run.options import RunOptions
 from memfit.run.parent import Progress
 from memfit.run.rank import Rank
-from memfit.strategies.script_standby import ScriptStandby
+from memfit.strategies.script_standbys import ScriptStandbys
 from memfit.strategies.trial_run import trial_runner
 
 
@@ -78,7 +78,7 @@ class RankRuns:
     ) -> None:
         self._command, self._options, self._shown_memory = command, options, shown_memory
         self._on_progress = on_progress
-        self._standbys: dict[int, ScriptStandby] = {}
+        self._standbys: dict[int, ScriptStandbys] = {}
         self._ranks: dict[str, tuple[Rank, ...]] = {}
         """By sharding: the ranks that may need most. First comes the rank that needed most as written."""
         self.count = 0
@@ -190,14 +190,14 @@ class RankRuns:
     def _once(self, change: ScriptChange, what: str, rank: Rank, *, late: bool) -> TrialResult | ScriptEnd:
         options = replace(self._options, rank=rank, memory=NO_LIMIT, finish_late=late)
         if rank.rank not in self._standbys:
-            self._standbys[rank.rank] = ScriptStandby().__enter__()
+            self._standbys[rank.rank] = ScriptStandbys().__enter__()
         several = rank.world_size > 1
 
         def show(now: Progress) -> None:
             self._on_progress(replace(now, rank=str(rank) if several else ""))
 
-        standby = self._standbys[rank.rank]
-        run = trial_runner(self._command, options, self._shown_memory, show, standby=standby)
+        standbys = self._standbys[rank.rank]
+        run = trial_runner(self._command, options, self._shown_memory, show, standbys=standbys)
         found = run(change, what)
         return replace(found, late=late) if isinstance(found, TrialResult) else found
 
@@ -207,8 +207,8 @@ class RankRuns:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for standby in self._standbys.values():
-            standby.__exit__(kind, error, trace)
+        for standbys in self._standbys.values():
+            standbys.__exit__(kind, error, trace)
 
 
 def _process(run: RankRun) -> int:

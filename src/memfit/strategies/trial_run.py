@@ -18,7 +18,7 @@ from memfit.run.parent import Progress, run_script
 from memfit.run.resolve_options import ghost_settings
 from memfit.run.start_script import StartScript, start_script
 from memfit.strategies.inject_plan import InjectionReport, Intervention
-from memfit.strategies.script_standby import ScriptRun, ScriptStandby
+from memfit.strategies.script_standbys import ScriptRun, ScriptStandbys
 
 _INJECTOR = "memfit.strategies.inject_plan"
 _NOTHING = ScriptChange()
@@ -31,12 +31,12 @@ def trial_runner(
     shown_memory: int,
     on_progress: Callable[[Progress], None],
     always: ScriptChange = _NOTHING,
-    standby: ScriptStandby | None = None,
+    standbys: ScriptStandbys | None = None,
 ) -> RunTrial:
     """Return the function with which searches run a script under a change.
 
     PyTorch reports ``shown_memory`` bytes to the script, however much ``options.memory`` is. The change
-    ``always`` is made in every run. If there is a ``standby``, a run goes on from there if it can.
+    ``always`` is made in every run. A run goes on from one of ``standbys`` if it can.
     """
     ghost = ghost_settings(options, shown_memory)
 
@@ -44,7 +44,7 @@ def trial_runner(
         def show(progress: Progress) -> None:
             on_progress(replace(progress, trying=what))
 
-        return run_trial(command, options, ghost, always | change, show, standby)
+        return run_trial(command, options, ghost, always | change, show, standbys)
 
     return run
 
@@ -55,12 +55,12 @@ def ghost_runs(
     shown_memory: int,
     on_progress: Callable[[Progress], None],
     always: ScriptChange = _NOTHING,
-    standby: ScriptStandby | None = None,
+    standbys: ScriptStandbys | None = None,
 ) -> GhostRuns:
     """Return two of the functions that ``trial_runner`` returns, one with GPU work that finishes late."""
     ways = (options, replace(options, finish_late=True))
     return GhostRuns(
-        *(trial_runner(command, way, shown_memory, on_progress, always, standby) for way in ways)
+        *(trial_runner(command, way, shown_memory, on_progress, always, standbys) for way in ways)
     )
 
 
@@ -70,7 +70,7 @@ def run_trial(
     ghost: GhostSettings,
     change: ScriptChange,
     on_progress: Callable[[Progress], None],
-    standby: ScriptStandby | None = None,
+    standbys: ScriptStandbys | None = None,
 ) -> TrialResult | ScriptEnd:
     """Run a script with a change, without input and with its output hidden; it may fail.
 
@@ -80,7 +80,7 @@ def run_trial(
         ghost: what ``ghost_settings(options)`` returned.
         change: the change to inject.
         on_progress: as for ``run_script``.
-        standby: of an earlier run of the script. Should the run go on from there, and not complete, the whole
+        standbys: of earlier runs of the script. Should the run go on from one, and not complete, the whole
             script is run.
 
     Returns:
@@ -90,16 +90,16 @@ def run_trial(
         KeyboardInterrupt: the user interrupted the run.
     """
     run = ScriptRun(command, options, ghost, change)
-    if standby is None:
+    if standbys is None:
         return _run_once(run, on_progress, start_script)
-    with standby.fork(run) as fork:
+    with standbys.fork(run) as fork:
         if fork is not None:
             result = _run_once(run, lambda progress: on_progress(replace(progress, forked=True)), fork)
             if isinstance(result, TrialResult):
                 return result
-    return _run_once(
-        run, lambda progress: on_progress(replace(progress, unforked=standby.declined)), standby.whole(run)
-    )
+    why = standbys.declined(run)
+    with standbys.whole(run) as start:
+        return _run_once(run, lambda progress: on_progress(replace(progress, unforked=why)), start)
 
 
 def _run_once(

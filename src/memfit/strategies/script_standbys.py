@@ -1,0 +1,162 @@
+"""Which runs of a script can go on from the standby of an earlier run, without starting the script again."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from threading import Lock
+from types import TracebackType
+from typing import Self
+
+from memfit.analysis.script_change import ScriptChange
+from memfit.run.child_settings import GhostSettings
+from memfit.run.forked_runs import Standby
+from memfit.run.options import RunOptions
+from memfit.run.side_by_side import most_in_memory
+from memfit.run.start_script import StartScript, start_script
+
+_LATE_STRATEGIES = ("checkpointing", "compilation", "offload", "optimizer_state")
+"""Strategies that change nothing before a model is called."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptRun:
+    """A run of a script, as far as its beginning may depend on it."""
+
+    command: tuple[str, ...]
+    """The script's ``sys.argv``, without what ``change`` adds to it."""
+    options: RunOptions
+    ghost: GhostSettings
+    change: ScriptChange
+
+    def can_become(self, other: "ScriptRun") -> bool:
+        """Return whether another run would have begun as this one has, and can go on from there."""
+        return (
+            self.command == other.command
+            and _without_the_rest(self.options) == _without_the_rest(other.options)
+            and self._shown() == other._shown()
+            and self.ghost.device.total.bytes <= other.ghost.device.total.bytes
+            and self.options.finish_late <= other.options.finish_late
+            and self._can_change_to(other.change)
+        )
+
+    def _can_change_to(self, other: ScriptChange) -> bool:
+        """Return whether what another change adds can be added when the script begins to train."""
+        same = replace(other, operations=self.change.operations) == self.change
+        added = replace(self.change, strategies=other.strategies, optimizer=other.optimizer)
+        can_be_added = (
+            not self.change.strategies
+            and all(each.field in _LATE_STRATEGIES for each in other.strategies)
+            and replace(added, operations=other.operations) == other
+        )
+        return (same or can_be_added) and other.operations <= self.change.operations
+
+    def _shown(self) -> int:
+        """Return the bytes of memory that the script sees."""
+        shown = self.ghost.shown_memory
+        return self.ghost.device.total.bytes if shown is None else shown
+
+
+def _without_the_rest(options: RunOptions) -> RunOptions:
+    """Return the options that what a script does until it trains depends on."""
+    return replace(options, memory=None, finish_late=False, preload=None, objects="", stdout_to_stderr=False)
+
+
+_MOST = 4
+"""Standbys at most: each is a process with what the script holds in memory when it begins to train."""
+_SPARE = 3
+"""Runs that must fit into memory for another standby: itself, and two side by side."""
+
+
+@dataclass(slots=True)
+class _Left:
+    """The standby that a whole run leaves."""
+
+    run: ScriptRun
+    standby: Standby = field(default_factory=Standby)
+    users: int = 1
+    """Runs that go on: the whole run, then its forks."""
+    has_ended: bool = False
+    """Whether the whole run has."""
+
+
+class ScriptStandbys:
+    """The standbys that whole runs of a script leave, for runs that begin alike. Use it as a context manager.
+
+    Threads may make runs side by side.
+    """
+
+    def __init__(self) -> None:
+        self._left: list[_Left] = []
+        """Those that were used last come last."""
+        self._lock = Lock()
+
+    def declined(self, run: ScriptRun) -> str:
+        """Return why a run that this one could have gone on from left no standby; empty if there is none."""
+        left = self._for(run)
+        return "" if left is None else left.standby.declined
+
+    @contextmanager
+    def whole(self, run: ScriptRun) -> Iterator[StartScript]:
+        """Yield what starts a run of the whole script; it leaves a standby unless another run like it did."""
+        with self._lock:
+            left = self._add(run)
+        if left is None:
+            yield start_script
+            return
+        try:
+            yield left.standby.start
+        finally:
+            left.has_ended = True
+            self._leave(left)
+
+    @contextmanager
+    def fork(self, run: ScriptRun) -> Iterator[StartScript | None]:
+        """Yield what starts a run from a standby; None if there is none for it."""
+        with self._lock:
+            left = self._for(run)
+            if left is not None and left.has_ended and left.standby.is_ready():
+                left.users += 1
+                self._left.remove(left)
+                self._left.append(left)
+            else:
+                left = None
+        if left is None:
+            yield None
+            return
+        try:
+            yield left.standby.fork
+        finally:
+            self._leave(left)
+
+    def _for(self, run: ScriptRun) -> _Left | None:
+        """Return the standby from which a run can go on, even if there is none yet, or it was declined."""
+        return next((left for left in self._left if left.run.can_become(run)), None)
+
+    def _add(self, run: ScriptRun) -> _Left | None:
+        """Add the standby of a run that is to begin; return None if it is to leave none."""
+        if run.options.real_ranks or self._for(run) is not None:  # ranks must fork at the same moment
+            return None
+        if self._left and most_in_memory() < _SPARE:
+            return None
+        unused = [left for left in self._left if left.users == 0]
+        if len(self._left) >= _MOST:
+            if not unused:
+                return None
+            unused[0].standby.close()
+            self._left.remove(unused[0])
+        new = _Left(run)
+        self._left.append(new)
+        return new
+
+    def _leave(self, left: _Left) -> None:
+        with self._lock:
+            left.users -= 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for left in self._left:
+            left.standby.close()
