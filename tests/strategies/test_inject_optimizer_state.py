@@ -9,7 +9,7 @@ import memfit
 from memfit.errors import UsageError
 from memfit.recording.hooks import InstalledHooks
 from memfit.strategies import inject_plan
-from memfit.strategies.inject_plan import InjectionReport, Intervention
+from memfit.strategies.intervention import InjectionReport, Intervention
 from memfit.strategies.mechanisms.offloaded_state import OffloadedState
 from memfit.strategies.mechanisms.own_step import own_step
 from memfit.strategies.optimized_models import OptimizedModels

@@ -20,7 +20,7 @@ from memfit.records import LoaderBatchSize, ScriptEnd
 from memfit.run.options import RunOptions
 from memfit.run.parent import RecordedRun
 from memfit.strategies import inject_plan, trial_run
-from memfit.strategies.inject_plan import InjectionReport, Intervention
+from memfit.strategies.intervention import InjectionReport, Intervention
 from memfit.strategies.mechanisms.wrap_forward import wrappers
 from memfit.strategies.optimized_models import OptimizedModels
 from support.traces import trace_of

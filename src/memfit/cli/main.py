@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError
 
-from memfit.cli import check, compare, dry_run, gpus, job, max_batch, plan, record, verify
+from memfit.cli import check, compare, dry_run, gpus, job, max_batch, plan, record, train, verify
 from memfit.cli.allocator import allocator
 from memfit.cli.diff import diff
 from memfit.cli.doctor import doctor
@@ -39,6 +39,7 @@ app.command(record.record, usage=record.USAGE)
 app.command(compare.compare, usage=compare.USAGE)
 app.command(check.check, usage=check.USAGE)
 app.command(plan.plan, usage=plan.USAGE)
+app.command(train.train, usage=train.USAGE)
 app.command(verify.verify, usage=verify.USAGE)
 app.command(job.job, usage=job.USAGE)
 app.command(max_batch.max_batch, name="max-batch", usage=max_batch.USAGE)

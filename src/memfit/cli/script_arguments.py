@@ -12,7 +12,18 @@ from memfit.errors import UnknownDeviceError, UsageError
 from memfit.records.targets import JOBS, LIBRARY_MODELS
 from memfit.run.launchers import LAUNCHERS
 
-_RUN_A_SCRIPT = ("dry-run", "record", "compare", "plan", "max-batch", "check", "gpus", "verify", "job")
+_RUN_A_SCRIPT = (
+    "dry-run",
+    "record",
+    "compare",
+    "plan",
+    "max-batch",
+    "check",
+    "gpus",
+    "verify",
+    "train",
+    "job",
+)
 _PYTHON = re.compile(r"python[0-9.]*")
 _LIBRARY_MODEL = re.compile(r"(hf|timm|torchvision):.")
 _JOB = re.compile(r".+\.py:[^/:]+")

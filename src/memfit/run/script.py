@@ -92,19 +92,21 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return type(error).__name__ == "OutOfMemoryError" or str(error).startswith("CUDA error: out of memory")
 
 
-def print_as_python_does(error: BaseException) -> None:
-    """Print what Python would print for a script that raised, with a traceback that begins in the script."""
+def print_as_python_does(error: BaseException, caller: str) -> None:
+    """Print what Python would print for a script that raised, with a traceback that begins in the script.
+
+    Args:
+        error: what it raised.
+        caller: the file of memfit's that ran the script.
+    """
     if isinstance(error, SystemExit):
         if error.code is not None and not isinstance(error.code, int):
             print(error.code, file=sys.stderr)
         return
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename in _OURS:
+    while trace is not None and trace.tb_frame.f_code.co_filename in (caller, __file__):
         trace = trace.tb_next
     sys.excepthook(type(error), error.with_traceback(trace), trace)
-
-
-_OURS = {__file__, str(Path(__file__).with_name("script_process.py"))}
 
 
 def _summary(error: BaseException) -> str:

@@ -255,7 +255,7 @@ class ScriptProcess:
         self._last_error = error  # its frames keep the script's objects alive for the recorder
         end = end_of(error)
         if end.reason in ("end", "exception") and not printed:
-            print_as_python_does(error)
+            print_as_python_does(error, __file__)
         if end.reason == "exception" and (hint := self._backend.hint()):
             print(f"memfit: {hint}", file=sys.stderr)
         return end

@@ -32,10 +32,14 @@ class OptimizerStateInjector:
     Args:
         settings: what to apply.
         report: called with why they do not suit the script, whenever that changes; empty if they do.
+        strict: whether settings that do not suit the script raise a ``UsageError`` in it: it must not go on,
+            because its updates would be others.
     """
 
-    def __init__(self, settings: OptimizerState, report: Callable[[str], None]) -> None:
-        self.settings, self._report = settings, report
+    def __init__(
+        self, settings: OptimizerState, report: Callable[[str], None], *, strict: bool = False
+    ) -> None:
+        self.settings, self._report, self._strict = settings, report, strict
         self._refusal = ""
         self._optimizers: list[weakref.ref[Any]] = []
         """All of the script."""
@@ -98,6 +102,8 @@ class OptimizerStateInjector:
         """Report why the settings do not suit the script; the first reason stays."""
         self._refusal = self._refusal or why
         self._report(self._refusal)
+        if self._strict:
+            raise UsageError(why)
 
     def _called(self, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
         self.apply()

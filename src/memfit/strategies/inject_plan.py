@@ -23,6 +23,7 @@ from memfit.ghost.patching.after_import import after_import
 from memfit.recording.loader_batch_size import creator
 from memfit.records import LoaderBatchSize
 from memfit.run.output import silence
+from memfit.strategies.intervention import InjectionReport, Intervention
 from memfit.strategies.optimized_models import OptimizedModels, listed, parameters_in
 from memfit.user_frame import innermost_line, user_line
 
@@ -36,48 +37,6 @@ if TYPE_CHECKING:
 _ENGINE = "memfit.train.engine"
 
 
-class Intervention(msgspec.Struct, frozen=True):
-    """The change to make to a script: passed as JSON in a file."""
-
-    plan: dict[str, Any]
-    """The settings of a ``Plan``, by its fields."""
-    optimizer: int | None
-    """Only models of this optimizer, counted from 0 as they are created, get the plan; None for all."""
-    fused: bool
-    """Whether optimizers use ``fused=True`` unless the script chooses an implementation."""
-    loader: LoaderBatchSize | None
-    """The batch size that loaders created at its line get; None to leave them alone."""
-    report: str
-    """The file that receives an ``InjectionReport``."""
-    silent: bool = True
-    """Whether the script gets no input, and its output is hidden."""
-    operations: str = ""
-    """The file that receives the ``StepOperations`` of a training step; empty to record none."""
-    micro_batches: int = 1
-    """Of so many calls of ``optimizer.step``, only the last makes an update."""
-    eager: bool = False
-    """Whether ``torch.compile`` does nothing."""
-    late: bool = False
-    """Whether GPU work finishes late: collectives cannot settle between two micro-batches."""
-
-
-class InjectionReport(msgspec.Struct, frozen=True):
-    """What became of a plan: written as JSON whenever it changes."""
-
-    models: tuple[str, ...] = ()
-    """The models with the plan: the class of each, and its optimizer's line."""
-    refusals: tuple[str, ...] = ()
-    """Why the plan was not applied to a model."""
-    uncalled: tuple[str, ...] = ()
-    """Sharded models that the script has not called, by class."""
-    shares: tuple[int, ...] = ()
-    """As in ``TrialResult``."""
-    unfit_optimizer: str = ""
-    """Why the plan was not applied to an optimizer as it should have been; empty if it was."""
-    cannot_accumulate: str = ""
-    """Why gradients cannot be accumulated over micro-batches; empty if they can."""
-
-
 def install(path: str) -> None:
     """Inject the change in a file: as soon as the script imports torch.
 
@@ -85,11 +44,21 @@ def install(path: str) -> None:
         path: of an ``Intervention`` as JSON.
     """
     change = msgspec.json.decode(Path(path).read_bytes(), type=Intervention)
+    inject(change, _writer(Path(change.report)))
+
+
+def inject(change: Intervention, on_report: Callable[[InjectionReport], None]) -> None:
+    """Inject a change into the script of this process: as soon as it imports torch.
+
+    Args:
+        change: the change.
+        on_report: called with what became of it, whenever that changes.
+    """
     if change.silent:  # a user who has answered the script's prompts once is not asked again
         silence()
     if change.eager:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # PyTorch's own switch
-    after_import("torch", functools.partial(_intervene, change))
+    after_import("torch", functools.partial(_intervene, change, on_report))
 
 
 def install_now(path: str, called: Any) -> None:
@@ -108,13 +77,13 @@ def install_now(path: str, called: Any) -> None:
         injected.become(change, called)
 
 
-def _intervene(change: Intervention) -> None:
+def _intervene(change: Intervention, on_report: Callable[[InjectionReport], None]) -> None:
     import torch
 
     from memfit.recording.hooks import InstalledHooks
 
     hooks, recording = InstalledHooks(), InstalledHooks()
-    report, models = _ReportFile(Path(change.report)), OptimizedModels()
+    report, models = _Report(on_report), OptimizedModels()
     _injected.append(_Injected(report, bool(change.plan), models, recording))
     models.learn_names(hooks)
     if not change.plan:
@@ -143,29 +112,42 @@ def _intervene(change: Intervention) -> None:
         hooks.wrap(torch.utils.data.DataLoader, "__init__", functools.partial(_resized, change.loader))
 
 
-class _ReportFile:
-    """The file that receives what became of a change."""
+class _Report:
+    """What became of a change so far.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    Args:
+        on_change: called with it, whenever it changes.
+    """
+
+    def __init__(self, on_change: Callable[[InjectionReport], None]) -> None:
+        self._on_change = on_change
         self._report = InjectionReport()
 
     def move(self, path: Path) -> None:
-        """Report to another file from now on."""
-        self._path = path
+        """Report to a file from now on."""
+        self._on_change = _writer(path)
         self.update()
 
     def update(self, **fields: Any) -> None:
         """Replace fields of the report."""
         self._report = msgspec.structs.replace(self._report, **fields)
-        self._path.write_bytes(msgspec.json.encode(self._report))
+        self._on_change(self._report)
+
+
+def _writer(path: Path) -> Callable[[InjectionReport], None]:
+    """Return what writes reports to a file, each in place of the one before."""
+
+    def write(report: InjectionReport) -> None:
+        path.write_bytes(msgspec.json.encode(report))
+
+    return write
 
 
 @dataclass(frozen=True, slots=True)
 class _Injected:
     """A change that was injected into this process."""
 
-    report: _ReportFile
+    report: _Report
     has_plan: bool
     models: OptimizedModels
     recording: "InstalledHooks"
@@ -197,7 +179,7 @@ _injected: list[_Injected] = []
 class _PlanInjector:
     """Applies a plan to each model whose parameters an optimizer takes, and completes the script's plans."""
 
-    def __init__(self, change: Intervention, report: _ReportFile, models: OptimizedModels) -> None:
+    def __init__(self, change: Intervention, report: _Report, models: OptimizedModels) -> None:
         from memfit.strategies.accumulation import Accumulation
         from memfit.strategies.configuration import configure
 
@@ -213,7 +195,9 @@ class _PlanInjector:
             from memfit.strategies import inject_optimizer_state
 
             self._state = inject_optimizer_state.OptimizerStateInjector(
-                plan.optimizer_state, lambda why: report.update(unfit_optimizer=why)
+                plan.optimizer_state,
+                lambda why: report.update(unfit_optimizer=why),
+                strict=change.strict,
             )
         self._models, self._names = models, models.names
         self._planned: list[tuple[weakref.ref[Any], str]] = []

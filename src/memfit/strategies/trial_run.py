@@ -17,7 +17,7 @@ from memfit.run.options import RunOptions
 from memfit.run.parent import Progress, run_script
 from memfit.run.resolve_options import ghost_settings
 from memfit.run.start_script import StartScript, start_script
-from memfit.strategies.inject_plan import InjectionReport, Intervention
+from memfit.strategies.intervention import InjectionReport, Intervention
 from memfit.strategies.script_standbys import ScriptRun, ScriptStandbys
 
 _INJECTOR = "memfit.strategies.inject_plan"

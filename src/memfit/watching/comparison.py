@@ -7,7 +7,7 @@ from dataclasses import replace
 from memfit.records import Stage
 from memfit.watching import messages
 from memfit.watching.measured_stages import MeasuredStage, MeasuredStages, PeakBounds
-from memfit.watching.prediction import PredictedStep, Prediction, StepMemory, is_compared
+from memfit.watching.prediction import PlannedPeak, PredictedStep, Prediction, StepMemory, is_compared
 
 TOLERANCE = 1.0
 """Percentage by which a step or a stage may differ from its prediction before memfit reports it."""
@@ -119,6 +119,38 @@ class Comparison:
         if found and which not in self._reported:
             self._reported.add(which)
             yield f"{name}: {'; '.join(text for _, text in found)}"
+
+
+class PeakComparison:
+    """Compares the peak of a run with the one that its plan predicts for its first steps.
+
+    Args:
+        planned: the prediction.
+    """
+
+    def __init__(self, planned: PlannedPeak) -> None:
+        self._planned = planned
+        self._reported = False
+        self.expected: StepMemory | None = None
+        """The prediction, with what is measured for what it does not say."""
+
+    def step(self, step: int, measured: StepMemory) -> Iterator[str]:
+        """Yield what differs: the first step whose peak is more than predicted."""
+        self.expected = StepMemory(self._planned.allocated, measured.allocated)
+        if not self._reported and messages.excess(measured.peak, self._planned.allocated) > TOLERANCE:
+            self._reported = True
+            peak = PeakBounds(measured.peak, measured.peak)
+            predicted = self._planned.allocated, None
+            found = messages.differences(peak, measured.allocated, predicted, TOLERANCE, "step")
+            yield f"step {step:,}: {'; '.join(text for _, text in found)}"
+
+    def finish(self, _now: StepMemory, *, ran_out: bool) -> Iterator[str]:  # noqa: ARG002 - as Comparison
+        """Yield nothing: the last line has the peak."""
+        yield from ()
+
+    def table(self) -> list[str]:
+        """Return no lines: a plan predicts no stages."""
+        return []
 
 
 def _name(stage: Stage, time: int) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from memfit.records import Machine
 from memfit.units import format_bytes
 from memfit.watching.measured_stages import PeakBounds
-from memfit.watching.prediction import Prediction, StepMemory
+from memfit.watching.prediction import PlannedPeak, Prediction, StepMemory
 
 _ORIGINS = {
     Machine.GHOST: "on the ghost",
@@ -112,13 +112,15 @@ def _percent(separator: str, more: float) -> str:
     return f"{separator}{more:+.2f} %" if math.isfinite(more) else ""
 
 
-def source(prediction: Prediction, torch: str) -> str:
+def source(prediction: Prediction | PlannedPeak, torch: str) -> str:
     """Describe where a prediction comes from, and how its torch version differs from this run's.
 
     >>> from memfit.records import Provenance
     >>> source(Prediction((), (), Provenance.EXACT, Machine.GHOST, "2.14.1"), "2.14.1")
     'predicted: exact on the ghost'
     """
+    if isinstance(prediction, PlannedPeak):
+        return "predicted by the plan"
     made = f"predicted: {prediction.provenance} {_ORIGINS[prediction.machine]}".strip()
     if prediction.torch in ("", torch):
         return made

@@ -47,6 +47,14 @@ class PredictedStage:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedPeak:
+    """The predicted memory of a run under a plan, of whose steps nothing else is known."""
+
+    allocated: int
+    """Most bytes allocated in its first training steps."""
+
+
+@dataclass(frozen=True, slots=True)
 class Prediction:
     """The predicted memory of a run, step by step."""
 

@@ -24,9 +24,9 @@ from memfit.report.escape import escaped
 from memfit.report.terminal.progress_line import Show, progress_line
 from memfit.units import GIB
 from memfit.watching import messages
-from memfit.watching.comparison import Comparison
+from memfit.watching.comparison import Comparison, PeakComparison
 from memfit.watching.measured_stages import MeasuredStages
-from memfit.watching.prediction import Prediction, StepMemory
+from memfit.watching.prediction import PlannedPeak, Prediction, StepMemory
 
 if TYPE_CHECKING:
     from memfit.recording.recorder import Recorder
@@ -110,7 +110,7 @@ class Watch:
 
     def __init__(
         self,
-        prediction: Prediction | None,
+        prediction: Prediction | PlannedPeak | None,
         writer: ScalarWriter | None,
         folder: Path,
         *,
@@ -139,7 +139,7 @@ class Watch:
         self._failed_step = -1  # the steps completed when memory last ran out
         self._step = 0
         self._last: tuple[int, StepMemory] | None = None
-        self._comparison: Comparison | None = None
+        self._comparison: Comparison | PeakComparison | None = None
         self._broken = False
 
     def __enter__(self) -> Self:
@@ -223,10 +223,14 @@ class Watch:
         elif len(recorder.book.serials) > LONGEST and recorder.book.phase is Phase.INPUT:
             recorder.forget()
 
-    def _compare_with(self, prediction: Prediction, recorder: "Recorder") -> Comparison:
+    def _compare_with(
+        self, prediction: Prediction | PlannedPeak, recorder: "Recorder"
+    ) -> Comparison | PeakComparison:
         """Return the comparison with a prediction, which follows the stages of the run if it has any."""
         import torch
 
+        if isinstance(prediction, PlannedPeak):
+            return PeakComparison(prediction)
         if not prediction.stages:
             return Comparison(prediction, None)
         stages = MeasuredStages(_current_memory, torch.is_grad_enabled)

@@ -1,0 +1,67 @@
+"""``memfit train``."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from memfit.cli.options import expect_script
+from memfit.errors import UsageError
+from memfit.records.targets import JOBS, LIBRARY_MODELS
+
+USAGE = (
+    "Usage: memfit train --plan plan.json SCRIPT.py [ARGS...]\n"
+    "       memfit train --plan plan.json -m MODULE [ARGS...]\n"
+    "       torchrun --nproc-per-node 8 -m memfit train --plan plan.json SCRIPT.py [ARGS...]"
+)
+
+
+def train(
+    *command: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+    plan: Path | None = None,
+    module: Annotated[bool, Parameter(name=["-m", "--module"], negative="")] = False,
+    prediction: Path | None = None,
+) -> int:
+    """Train an unmodified script under a plan.
+
+    memfit applies the plan when the script creates its optimizer, and sets PYTORCH_ALLOC_CONF if the plan
+    does. What takes a change of the script, such as micro-batches in its loop, is named and left out. memfit
+    compares the measured peak with the one that the plan predicts. If memory runs out, memfit writes a
+    post-mortem. Apart from that, the script runs as under python: to its end, with its own output and exit
+    code.
+
+    Args:
+        command: The script and its own arguments.
+        plan: The file that memfit plan -o wrote.
+        module: Run a module, as python -m does.
+        prediction: The trace that memfit dry-run --plan plan.json -o FILE wrote, to compare each step with.
+    """
+    from memfit.planning.plan_file import read_plan
+    from memfit.python_command import python_code
+    from memfit.run.options import RunOptions
+    from memfit.run.parent import script_command
+    from memfit.script_training.process import TrainSettings
+    from memfit.trace.trace_file import read_trace
+
+    expect_script("train", command, {"--plan": plan, "--prediction": prediction})
+    if plan is None:
+        raise UsageError(
+            "No plan given. Run memfit train --plan plan.json SCRIPT.py; memfit plan -o writes one."
+        )
+    if module and command[0] in (JOBS, LIBRARY_MODELS):
+        raise UsageError(
+            "memfit train trains scripts. Train a job in a script of your own: "
+            f'engine = memfit.Engine(make_job(), "{plan}"), and engine.fit(loader).'
+        )
+    read_plan(plan)
+    if prediction is not None:
+        read_trace(prediction)
+    target = script_command(command[0], command[1:], RunOptions(module=module), None)
+    settings = TrainSettings(str(plan), module, "" if prediction is None else str(prediction))
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    code = python_code("memfit.script_training.process")
+    # In place of this process: signals, the exit code and torchrun's bookkeeping are the script's.
+    os.execv(sys.executable, [sys.executable, *flags, "-c", code, settings.to_json(), *target])  # noqa: S606

@@ -1,0 +1,51 @@
+"""What to change about a script that stays as it is, and what became of it: passed as JSON in files."""
+
+from typing import Any
+
+import msgspec
+
+from memfit.records import LoaderBatchSize
+
+
+class Intervention(msgspec.Struct, frozen=True):
+    """The change to make to a script: passed as JSON in a file."""
+
+    plan: dict[str, Any]
+    """The settings of a ``Plan``, by its fields."""
+    optimizer: int | None
+    """Only models of this optimizer, counted from 0 as they are created, get the plan; None for all."""
+    fused: bool
+    """Whether optimizers use ``fused=True`` unless the script chooses an implementation."""
+    loader: LoaderBatchSize | None
+    """The batch size that loaders created at its line get; None to leave them alone."""
+    report: str
+    """The file that receives an ``InjectionReport``."""
+    silent: bool = True
+    """Whether the script gets no input, and its output is hidden."""
+    operations: str = ""
+    """The file that receives the ``StepOperations`` of a training step; empty to record none."""
+    micro_batches: int = 1
+    """Of so many calls of ``optimizer.step``, only the last makes an update."""
+    eager: bool = False
+    """Whether ``torch.compile`` does nothing."""
+    late: bool = False
+    """Whether GPU work finishes late: collectives cannot settle between two micro-batches."""
+    strict: bool = False
+    """Whether the script gets a ``UsageError`` if its updates would not be its own under the plan."""
+
+
+class InjectionReport(msgspec.Struct, frozen=True):
+    """What became of a plan: written as JSON whenever it changes."""
+
+    models: tuple[str, ...] = ()
+    """The models with the plan: the class of each, and its optimizer's line."""
+    refusals: tuple[str, ...] = ()
+    """Why the plan was not applied to a model."""
+    uncalled: tuple[str, ...] = ()
+    """Sharded models that the script has not called, by class."""
+    shares: tuple[int, ...] = ()
+    """As in ``TrialResult``."""
+    unfit_optimizer: str = ""
+    """Why the plan was not applied to an optimizer as it should have been; empty if it was."""
+    cannot_accumulate: str = ""
+    """Why gradients cannot be accumulated over micro-batches; empty if they can."""

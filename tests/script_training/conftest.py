@@ -1,0 +1,63 @@
+"""Train scripts under a plan, on the CPU or in a rehearsal on the ghost."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CPU = Path(__file__).with_name("cpu")
+REHEARSAL = ROOT / "benchmarks/gpu/rehearsal"
+GPU = "A100-80GB"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A process that has trained."""
+
+    code: int
+    out: str
+    err: str
+    digest: str
+    """Of the parameters, at the end."""
+
+
+@pytest.fixture
+def python(tmp_path):
+    """Return a function that runs Python in an empty folder; ``on`` says what stands in for a GPU."""
+
+    def run(*arguments, on="cpu", **environment):
+        digest = tmp_path / "digest"
+        folder = {"cpu": str(CPU), "ghost": str(REHEARSAL)}.get(on)
+        extra = {"MEMFIT_REHEARSAL": GPU} if on == "ghost" else {"MEMFIT_TEST_DIGEST": str(digest)}
+        path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+        done = subprocess.run(
+            [sys.executable, *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=tmp_path,
+            timeout=300,
+            env={**os.environ, "PYTHONPATH": path, **extra, **environment},
+        )
+        found = digest.read_text() if digest.exists() else ""
+        digest.unlink(missing_ok=True)
+        return Trained(done.returncode, done.stdout, done.stderr, found)
+
+    return run
+
+
+@pytest.fixture
+def plan_file(tmp_path):
+    """Return a function that writes a plan file."""
+
+    def write(settings, **fields):
+        path = tmp_path / "plan.json"
+        path.write_text(json.dumps({"plan": settings, **fields}))
+        return path
+
+    return write

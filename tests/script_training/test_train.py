@@ -1,0 +1,196 @@
+"""`memfit train`: an unmodified script trains under a plan as it does without, with less memory."""
+
+import json
+import os
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from memfit.cli.main import exit_code_of
+from memfit.planning.plan_file import read_plan
+from memfit.script_training.carried_out import CarriedOut
+
+pytestmark = pytest.mark.process
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPTS = {
+    "gpt.py": (["--batch-size", "1", "--context", "16", "--steps", "2"], {"checkpointing": {}}),
+    "mlp.py": (  # with dropout
+        ["--epochs", "1", "--hidden", "256"],
+        {
+            "checkpointing": {"regions": [{"modules": ["0", "1", "2"]}, {"modules": ["3", "4"]}]},
+            "optimizer_state": {"step_in_backward": True},
+        },
+    ),
+    "unet.py": (  # with batch normalization, and a loss scaler
+        ["--batch-size", "2", "--size", "32", "--steps", "2"],
+        {"checkpointing": {"regions": [{"modules": [""], "recompute": "tensors"}]}},
+    ),
+    "lstm.py": (
+        ["--steps", "2", "--batch-size", "4", "--length", "8"],
+        {"checkpointing": {"regions": [{"modules": ["lstm"]}]}, "optimizer_state": {"offload": True}},
+    ),
+    "hf_trainer.py": (
+        ["--layers", "2", "--heads", "1", "--sequence-length", "16", "--steps", "3", "--samples", "64"],
+        {"checkpointing": {}, "offload": {"what": "inputs", "min_bytes": 0}},
+    ),
+}
+
+
+def losses(text):
+    return [line for line in text.splitlines() if "loss" in line and "runtime" not in line]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_losses_and_parameters_are_those_of_the_script_alone(python, plan_file, script):
+    arguments, settings = SCRIPTS[script]
+    alone = python(EXAMPLES / script, *arguments)
+    assert alone.code == 0, alone.err
+    plan = plan_file(settings)
+    trained = python("-m", "memfit", "train", "--plan", plan, EXAMPLES / script, *arguments)
+    assert trained.code == 0, trained.err
+    assert "memfit: applied to " in trained.err
+    assert "NOT APPLIED" not in trained.err
+    assert (losses(trained.out), trained.digest) == (losses(alone.out), alone.digest)
+    assert losses(alone.out)
+    assert not alone.digest.startswith("0 ")
+
+
+def test_the_peak_is_that_of_a_dry_run_under_the_plan(python, plan_file, tmp_path):
+    script, arguments = EXAMPLES / "gpt.py", ["--batch-size", "2", "--steps", "3"]
+    plan = plan_file({"checkpointing": {}}, allocator="expandable_segments:True")
+    dry_run = python(
+        *("-m", "memfit", "dry-run", "--plan", plan, "-o", "run.memfit"),
+        *("--json", "run.json", "--", script, *arguments),
+        on="",
+    )
+    assert dry_run.code == 0, dry_run.err
+    predicted = json.loads((tmp_path / "run.json").read_text())["peak"]["allocated"]
+    trained = python(
+        *("-m", "memfit", "train", "--plan", plan, "--prediction", "run.memfit", script, *arguments),
+        on="ghost",
+    )
+    assert trained.code == 0, trained.err
+    assert f"peak allocated {predicted:,} B" in trained.out
+    assert "predicted · +0.00 % (predicted: exact on the ghost)" in trained.err
+    plan_file({"checkpointing": {}}, allocated=predicted - (64 << 20), command=[str(script), *arguments])
+    trained = python("-m", "memfit", "train", "--plan", plan, script, *arguments, on="ghost")
+    (line,) = re.findall(
+        r"memfit: step 2: peak .* measured, .* predicted, (.*) % \(predicted by the plan\)", trained.err
+    )
+    assert float(line) > 1
+
+
+PRINTS = """
+    import os, sys, torch
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4)).to("cuda")
+    optimizer = torch.optim.SGD(model.parameters())
+    print(sys.argv, __name__, __file__, os.environ.get("PYTORCH_ALLOC_CONF"))
+"""
+
+
+@pytest.fixture
+def train(python, tmp_path):
+    """Return a function that trains a script in the test's folder."""
+
+    def run(script, plan, *arguments, **options):
+        (tmp_path / "script.py").write_text(textwrap.dedent(script))
+        return python("-m", "memfit", "train", "--plan", plan, "script.py", *arguments, **options)
+
+    return run
+
+
+def test_a_script_sees_what_it_sees_under_python_but_for_the_allocators_settings(python, train, plan_file):
+    expandable = "expandable_segments:True"
+    plan = plan_file({}, allocator=expandable)
+    trained = train(PRINTS, plan, "--lr", "3", PYTORCH_ALLOC_CONF="backend:native")
+    assert trained.code == 0, trained.err
+    assert trained.out == python("script.py", "--lr", "3", PYTORCH_ALLOC_CONF=expandable).out
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "says"),
+    [
+        ("sys.exit(7)", 7, ""),
+        ("raise ValueError('here')", 1, 'Traceback (most recent call last):\n  File "{script}", line 6'),
+    ],
+)
+def test_a_script_ends_as_under_python(train, plan_file, tmp_path, end, code, says):
+    trained = train(f"{PRINTS}    {end}\n", plan_file({"checkpointing": {"regions": [{"modules": ["no"]}]}}))
+    assert trained.code == code
+    assert says.format(script=tmp_path / "script.py") in trained.err
+    assert re.search("NOT APPLIED: .*'no'", trained.err)
+
+
+def test_what_takes_a_change_of_the_script_is_named(train, plan_file):
+    divided = {"count": 2, "size": 2, "how": "--batch-size 2, now 4", "where": ""}
+    plan = plan_file(
+        {"checkpointing": {}, "sharding": {"mode": "ddp"}},
+        micro_batches=divided | {"arguments": ["--batch-size", "2"]},
+        nproc=2,
+    )
+    trained = train("import sys, torch\nprint(sys.argv)", plan)
+    assert trained.code == 0, trained.err
+    assert "NOT APPLIED, as it takes a change of the script: 2 micro-batches of 2" in trained.err
+    assert "loss = loss / 2" in trained.err
+    assert "change of the script: sharding" in trained.err
+    assert "NOT APPLIED: no optimizer of this process" in trained.err
+    assert trained.out == "['script.py']\n"
+
+
+def test_the_scripts_own_options_divide_its_batches(plan_file, tmp_path):
+    divided = {"count": 2, "size": 2, "how": "", "where": "", "by_option": True}
+    plan = read_plan(plan_file({}, micro_batches=divided | {"arguments": ["--batch-size", "2"]}))
+    assert CarriedOut.of(plan) == CarriedOut({}, ("--batch-size", "2"), ())
+
+
+def test_a_script_whose_updates_would_not_be_its_own_is_ended(python, plan_file):
+    """It clips gradients that were used for updates in the backward."""
+    plan = plan_file({"optimizer_state": {"step_in_backward": True}})
+    script, arguments = EXAMPLES / "lstm.py", ["--steps", "2", "--batch-size", "4", "--length", "8"]
+    trained = python("-m", "memfit", "train", "--plan", plan, script, *arguments)
+    assert trained.code == 1
+    assert "step 0" not in trained.out
+    assert re.search(r"UsageError: step_in_backward: clip_grad_norm_ \(lstm.py:\d+\) uses", trained.err)
+
+
+def test_out_of_memory_leaves_a_post_mortem(train, plan_file, tmp_path):
+    trained = train(
+        """
+        import torch
+        model = torch.nn.Linear(1 << 12, 1 << 12).to("cuda")
+        optimizer = torch.optim.Adam(model.parameters())
+        for step in range(3):
+            x = torch.randn(1 << (12 + 8 * step), 1 << 12, device="cuda")
+            model(x).sum().backward()
+            optimizer.step()
+        """,
+        plan_file({"checkpointing": {"regions": [{"modules": [""]}]}}),
+        on="ghost",
+    )
+    assert trained.code == 1
+    assert "OutOfMemoryError" in trained.err
+    assert (tmp_path / "memfit-oom-1.memfit").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["script.py"], "No plan given"),
+        (["--plan", "none.json", "script.py"], "none.json"),
+        (["--plan", "plan.json", "job.py:make_job"], "memfit.Engine(make_job()"),
+        (["--plan", "plan.json", "none.py"], "none.py"),
+        (["--plan", "plan.json", "--prediction", "plan.json", "script.py"], "plan.json"),
+    ],
+)
+def test_wrong_usage_is_refused_before_the_script_starts(
+    plan_file, tmp_path, arguments, says, monkeypatch, capsys
+):
+    plan_file({})
+    (tmp_path / "script.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "execv", None)
+    assert exit_code_of(["train", *arguments]) == 2
+    assert says in capsys.readouterr().err
