@@ -25,7 +25,7 @@ class Injection:
 
     def __init__(self, folder):
         self.hooks, self.file = InstalledHooks(), folder / "report.json"
-        self.models, self.report_file = OptimizedModels(), inject_plan._ReportFile(self.file)
+        self.models, self.report_file = OptimizedModels(), inject_plan._Report(inject_plan._writer(self.file))
         self.models.learn_names(self.hooks)
 
     def change(self, settings, **more):

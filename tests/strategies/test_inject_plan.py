@@ -38,7 +38,9 @@ def inject(change, hooks):
     """Have optimizers' models get the plan of a change."""
     models = OptimizedModels()
     models.learn_names(hooks)
-    inject_plan._PlanInjector(change, inject_plan._ReportFile(Path(change.report)), models).install(hooks)
+    inject_plan._PlanInjector(
+        change, inject_plan._Report(inject_plan._writer(Path(change.report))), models
+    ).install(hooks)
 
 
 @pytest.fixture
