@@ -1,4 +1,13 @@
-"""The code for ``python -c`` that runs one of memfit's modules in a separate process."""
+"""Commands that run one of memfit's modules in a separate process."""
+
+import subprocess
+import sys
+
+
+def python_command(module: str) -> list[str]:
+    """Return the command that runs a module's ``main`` with this interpreter and its options (``-O``)."""
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [sys.executable, *flags, "-c", python_code(module)]
 
 
 def python_code(module: str) -> str:

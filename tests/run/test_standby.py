@@ -148,6 +148,19 @@ def test_a_run_that_begins_otherwise_is_a_whole_run_and_leaves_a_standby_of_its_
             assert runs.forked == forked
 
 
+def test_a_run_goes_on_from_the_standby_that_is_ready(tmp_path):
+    before = """
+if not os.path.exists(__file__ + '.ran'):
+    open(__file__ + '.ran', 'w').close()
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+"""
+    with ScriptStandbys() as standbys:
+        runs = Runs(script_of(tmp_path, before), standbys)
+        for options, forked in ((LATE, False), (OPTIONS, False), (LATE, True)):  # the first has a thread
+            runs.run(options)
+            assert runs.forked == forked
+
+
 def test_no_further_standby_is_left_where_memory_is_short(tmp_path, monkeypatch):
     monkeypatch.setattr("memfit.strategies.script_standbys.most_in_memory", lambda: 2)
     with ScriptStandbys() as standbys:

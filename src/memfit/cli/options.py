@@ -44,6 +44,23 @@ def expect_script(name: str, command: Sequence[str], files: Mapping[str, str | P
     raise UsageError(f"No script given. Run memfit {name} SCRIPT.py [ARGS...], or use -m MODULE.")
 
 
+def expect_plan(name: str, plan: Path | None) -> Path:
+    """Return the plan that a command needs.
+
+    Args:
+        name: the command's.
+        plan: of its option.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if plan is None:
+        raise UsageError(
+            f"No plan given. Run memfit {name} --plan plan.json SCRIPT.py; memfit plan -o writes one."
+        )
+    return plan
+
+
 def script_file(script: str, *, module: bool) -> dict[str, Path]:
     """Return the file of a script, or of a module in the working folder, named for ``check_outputs``."""
     path = Path(*script.split(".")) if module else Path(script)

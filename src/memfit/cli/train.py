@@ -1,14 +1,13 @@
 """``memfit train``."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
-from memfit.cli.options import expect_script
+from memfit.cli.options import expect_plan, expect_script
 from memfit.errors import UsageError
 from memfit.records.targets import JOBS, LIBRARY_MODELS
 
@@ -40,17 +39,14 @@ def train(
         prediction: The trace that memfit dry-run --plan plan.json -o FILE wrote, to compare each step with.
     """
     from memfit.planning.plan_file import read_plan
-    from memfit.python_command import python_code
+    from memfit.python_command import python_command
     from memfit.run.options import RunOptions
     from memfit.run.parent import script_command
     from memfit.script_training.process import TrainSettings
     from memfit.trace.trace_file import read_trace
 
     expect_script("train", command, {"--plan": plan, "--prediction": prediction})
-    if plan is None:
-        raise UsageError(
-            "No plan given. Run memfit train --plan plan.json SCRIPT.py; memfit plan -o writes one."
-        )
+    plan = expect_plan("train", plan)
     if module and command[0] in (JOBS, LIBRARY_MODELS):
         raise UsageError(
             "memfit train trains scripts. Train a job in a script of your own: "
@@ -61,7 +57,6 @@ def train(
         read_trace(prediction)
     target = script_command(command[0], command[1:], RunOptions(module=module), None)
     settings = TrainSettings(str(plan), module, "" if prediction is None else str(prediction))
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    code = python_code("memfit.script_training.process")
+    process = python_command("memfit.script_training.process")
     # In place of this process: signals, the exit code and torchrun's bookkeeping are the script's.
-    os.execv(sys.executable, [sys.executable, *flags, "-c", code, settings.to_json(), *target])  # noqa: S606
+    os.execv(sys.executable, [*process, settings.to_json(), *target])  # noqa: S606

@@ -7,8 +7,7 @@ from cyclopts import Parameter
 
 from memfit.atomic_files import check_outputs
 from memfit.cli.console import progress, write_verification
-from memfit.cli.options import OUTPUT, expect_script, json_file, script_file
-from memfit.errors import UsageError
+from memfit.cli.options import OUTPUT, expect_plan, expect_script, json_file, script_file
 
 USAGE = (
     "Usage: memfit verify --plan plan.json SCRIPT.py [ARGS...]\n"
@@ -45,10 +44,7 @@ def verify(
     from memfit.records import VerificationVerdict
 
     expect_script("verify", command, {"--json": json, "--plan": plan})
-    if plan is None:
-        raise UsageError(
-            "No plan given. Run memfit verify --plan plan.json SCRIPT.py; memfit plan -o writes one."
-        )
+    plan = expect_plan("verify", plan)
     check_outputs({"--json": json_file(json)}, script_file(command[0], module=module))
     with progress(None, reruns=_RUNS) as show:
         result = api.verify(command[0], command[1:], plan=plan, module=module, on_progress=show)

@@ -1,11 +1,10 @@
 """Start the process that runs a script."""
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Protocol
 
-from memfit.python_command import python_code
+from memfit.python_command import python_command
 from memfit.run.child_settings import ChildSettings, write_settings
 
 
@@ -53,9 +52,8 @@ def start_script(
         hidden: whether the script gets no input, and its output is hidden.
     """
     stream = subprocess.DEVNULL if hidden else None
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return subprocess.Popen(
-        [sys.executable, *flags, "-c", python_code("memfit.run.child"), settings_file(settings), *command],
+        [*python_command("memfit.run.child"), settings_file(settings), *command],
         stdin=stream,
         stdout=stream,
         stderr=stream,

@@ -68,7 +68,7 @@ _SPARE = 3
 
 
 @dataclass(slots=True)
-class _Left:
+class _KeptStandby:
     """The standby that a whole run leaves."""
 
     run: ScriptRun
@@ -78,6 +78,11 @@ class _Left:
     has_ended: bool = False
     """Whether the whole run has."""
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether runs can be forked from it."""
+        return self.has_ended and self.standby.is_ready()
+
 
 class ScriptStandbys:
     """The standbys that whole runs of a script leave, for runs that begin alike. Use it as a context manager.
@@ -86,71 +91,68 @@ class ScriptStandbys:
     """
 
     def __init__(self) -> None:
-        self._left: list[_Left] = []
+        self._kept: list[_KeptStandby] = []
         """Those that were used last come last."""
         self._lock = Lock()
 
     def declined(self, run: ScriptRun) -> str:
         """Return why a run that this one could have gone on from left no standby; empty if there is none."""
-        left = self._for(run)
-        return "" if left is None else left.standby.declined
+        return next((kept.standby.declined for kept in self._all_for(run)), "")
 
     @contextmanager
     def whole(self, run: ScriptRun) -> Iterator[StartScript]:
         """Yield what starts a run of the whole script; it leaves a standby unless another run like it did."""
         with self._lock:
-            left = self._add(run)
-        if left is None:
+            kept = self._add(run)
+        if kept is None:
             yield start_script
             return
         try:
-            yield left.standby.start
+            yield kept.standby.start
         finally:
-            left.has_ended = True
-            self._leave(left)
+            kept.has_ended = True
+            self._release(kept)
 
     @contextmanager
     def fork(self, run: ScriptRun) -> Iterator[StartScript | None]:
         """Yield what starts a run from a standby; None if there is none for it."""
         with self._lock:
-            left = self._for(run)
-            if left is not None and left.has_ended and left.standby.is_ready():
-                left.users += 1
-                self._left.remove(left)
-                self._left.append(left)
-            else:
-                left = None
-        if left is None:
+            kept = next((each for each in self._all_for(run) if each.is_ready), None)
+            if kept is not None:
+                kept.users += 1
+                self._kept.remove(kept)
+                self._kept.append(kept)
+        if kept is None:
             yield None
             return
         try:
-            yield left.standby.fork
+            yield kept.standby.fork
         finally:
-            self._leave(left)
+            self._release(kept)
 
-    def _for(self, run: ScriptRun) -> _Left | None:
-        """Return the standby from which a run can go on, even if there is none yet, or it was declined."""
-        return next((left for left in self._left if left.run.can_become(run)), None)
+    def _all_for(self, run: ScriptRun) -> list[_KeptStandby]:
+        """Return the standbys from which a run can go on; some may not be ready, or were declined."""
+        return [kept for kept in self._kept if kept.run.can_become(run)]
 
-    def _add(self, run: ScriptRun) -> _Left | None:
+    def _add(self, run: ScriptRun) -> _KeptStandby | None:
         """Add the standby of a run that is to begin; return None if it is to leave none."""
-        if run.options.real_ranks or self._for(run) is not None:  # ranks must fork at the same moment
+        if run.options.real_ranks or self._all_for(run):  # ranks must fork at the same moment
             return None
-        if self._left and most_in_memory() < _SPARE:
+        if self._kept and most_in_memory() < _SPARE:
             return None
-        unused = [left for left in self._left if left.users == 0]
-        if len(self._left) >= _MOST:
+        unused = [kept for kept in self._kept if kept.users == 0]
+        if len(self._kept) >= _MOST:
             if not unused:
                 return None
             unused[0].standby.close()
-            self._left.remove(unused[0])
-        new = _Left(run)
-        self._left.append(new)
+            self._kept.remove(unused[0])
+        new = _KeptStandby(run)
+        self._kept.append(new)
         return new
 
-    def _leave(self, left: _Left) -> None:
+    def _release(self, kept: _KeptStandby) -> None:
         with self._lock:
-            left.users -= 1
+            kept.users -= 1
 
     def __enter__(self) -> Self:
         return self
@@ -158,5 +160,5 @@ class ScriptStandbys:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for left in self._left:
-            left.standby.close()
+        for kept in self._kept:
+            kept.standby.close()

@@ -6,7 +6,6 @@ compute the same twice.
 
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from memfit.analysis.script_change import ScriptChange
 from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import TargetError, UsageError
 from memfit.planning.plan_file import PlanFile
-from memfit.python_command import python_code
+from memfit.python_command import python_command
 from memfit.records import Verification, VerificationVerdict
 from memfit.records.targets import typed
 from memfit.run.options import RunOptions
@@ -111,7 +110,11 @@ def _run(
         )
         file.write_bytes(msgspec.json.encode(settings))
         try:
-            _start([*_python(), str(file), *command, *change.arguments], conf, write)
+            _start(
+                [*python_command("memfit.verification.first_update"), str(file), *command, *change.arguments],
+                conf,
+                write,
+            )
         finally:
             os.close(read)
             os.close(write)
@@ -126,11 +129,6 @@ def _run(
             f"memfit ran {typed(command)[0]} {what}{on}: {update.failure}{'' if on else _ON_CPU}"
         )
     return UpdateRun(folder, update)
-
-
-def _python() -> list[str]:
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    return [sys.executable, *flags, "-c", python_code("memfit.verification.first_update")]
 
 
 def _start(command: Sequence[str], conf: str, pipe: int) -> None:
