@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 C_FOLDERS := src tests
 
-.PHONY: demo test test-fast browser docs lint format check clean
+.PHONY: demo test test-fast browser docs guide lint format check clean
 
 demo: $(READY)  # a GPT of GPT-2 small's size runs out of a small card's memory; a plan makes it fit
 	$(BIN)/memfit dry-run --memory 6GiB examples/gpt.py
@@ -31,6 +31,10 @@ browser: $(READY)  # the report's pages in Chromium (on Debian: apt-get install 
 docs: $(READY)  # docs/cli.md and docs/settings.md, from the code
 	$(BIN)/python docs/generate_cli.py
 	$(BIN)/python docs/generate_settings.py
+
+guide: $(READY)  # all pages and the API reference as one site: build/guide/docs/guide/index.html
+	$(BIN)/python -m pip install --quiet -e '.[docs]'
+	$(BIN)/sphinx-build -q -W --keep-going -c docs -b html . build/guide
 
 lint: $(READY)
 	$(BIN)/ruff check .
