@@ -58,6 +58,8 @@ _NAMES_OF_MODULE = {
     "memfit.versions": ("__version__",),
     "memfit.watching.watch": ("watch",),
 }
+_INTEGRATIONS = {"accelerate", "lightning", "mmengine", "transformers"}
+"""Modules that need the extra of their name."""
 _MODULE_OF_NAME = {name: module for module, names in _NAMES_OF_MODULE.items() for name in names}
 __all__ = sorted(_MODULE_OF_NAME)  # noqa: PLE0605 - strings, from the table
 
@@ -86,6 +88,12 @@ if TYPE_CHECKING:  # type checkers cannot read the table; a test checks that the
     from memfit.arenas.open_arena import arena as arena
     from memfit.errors import MemfitError as MemfitError
     from memfit.estimating.synthetic_batch import synthetic_batch as synthetic_batch
+    from memfit.integrations import (
+        accelerate as accelerate,
+        lightning as lightning,
+        mmengine as mmengine,
+        transformers as transformers,
+    )
     from memfit.strategies.accumulation import Accumulation as Accumulation
     from memfit.strategies.apply import (
         apply as apply,
@@ -129,13 +137,15 @@ if TYPE_CHECKING:  # type checkers cannot read the table; a test checks that the
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_INTEGRATIONS})
 
 
 def __getattr__(name: str) -> object:
     # Imported on first use, so that ``import memfit`` and ``memfit --help`` stay fast.
-    if name not in _MODULE_OF_NAME:
-        raise AttributeError(f"module 'memfit' has no attribute {name!r}")
     from importlib import import_module
 
+    if name in _INTEGRATIONS:
+        return import_module(f"memfit.integrations.{name}")
+    if name not in _MODULE_OF_NAME:
+        raise AttributeError(f"module 'memfit' has no attribute {name!r}")
     return getattr(import_module(_MODULE_OF_NAME[name]), name)

@@ -28,7 +28,7 @@ def check(  # noqa: PLR0913 - one parameter an option
     script: str | Path,
     arguments: Sequence[str] = (),
     *,
-    baseline: str | Path = BASELINE,
+    baseline: str | Path | None = BASELINE,
     update: bool = False,
     tolerance: float = TOLERANCE,
     budget: int | None = None,
@@ -44,7 +44,7 @@ def check(  # noqa: PLR0913 - one parameter an option
     Args:
         script: path of the script, or a module's name with ``module=True``.
         arguments: the script's own arguments.
-        baseline: the file of the baseline.
+        baseline: the file of the baseline; None to check only whether the script fits.
         update: write this run to that file. If there is one already, the result compares the two.
         tolerance: share by which each figure may change: each peak, each term of it, and what each module
             holds of each term. A module counts if the peak changed in the same direction.
@@ -69,7 +69,7 @@ def check(  # noqa: PLR0913 - one parameter an option
     True
     """
     options = RunOptions(module=module, steps=steps, gpu=gpu, memory=budget, in_use=in_use, values=values)
-    file = Path(baseline)
+    file = None if baseline is None else Path(baseline)
     return check_on_ghost(
         script, arguments, options, baseline=file, update=update, tolerance=tolerance, on_progress=on_progress
     )
@@ -80,7 +80,7 @@ def check_on_ghost(
     arguments: Sequence[str],
     options: RunOptions,
     *,
-    baseline: Path,
+    baseline: Path | None,
     update: bool,
     tolerance: float,
     on_progress: Callable[[Progress], None],
@@ -100,14 +100,17 @@ def check_on_ghost(
     if before is not None:
         result = check_memory(before, run, found, needs, tolerance, fits=fits)
     else:
-        result = MemoryCheck(CheckVerdict.WRITTEN if fits else CheckVerdict.NO_FIT, tolerance, run, needs)
-    if update and fits:
+        fitting = CheckVerdict.FITS if baseline is None else CheckVerdict.WRITTEN
+        result = MemoryCheck(fitting if fits else CheckVerdict.NO_FIT, tolerance, run, needs)
+    if update and fits and baseline is not None:
         write_bytes(baseline, baseline_file(run))
     return PrintableMemoryCheck.of(result)
 
 
-def _baseline(file: Path, *, update: bool) -> MemoryBaseline | None:
-    """Return the baseline in a file; None if it is to be written, and is not there yet."""
+def _baseline(file: Path | None, *, update: bool) -> MemoryBaseline | None:
+    """Return the baseline in a file; None if it is to be written, and is not there yet, or without a file."""
+    if file is None:
+        return None
     if update:
         check_output(file)
         if not file.exists():

@@ -52,6 +52,7 @@ class CheckVerdict(StrEnum):
     """The outcome of a check."""
 
     WRITTEN = "written"  # there is nothing to compare with: the baseline was written
+    FITS = "fits"  # there is no baseline
     SAME = "same"  # nothing changed by more than the tolerance
     GREW = "grew"
     FELL = "fell"  # something did, and nothing grew

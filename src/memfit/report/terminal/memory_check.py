@@ -54,8 +54,9 @@ def _verdict(check: MemoryCheck) -> str:
     needs, memory = format_gib(check.needs.bytes), format_gib(check.run.memory)
     if check.verdict is CheckVerdict.NO_FIT:
         return f"DOES NOT FIT   needs {needs} ({check.needs.provenance}) of {memory}"
-    if check.verdict is CheckVerdict.WRITTEN:
-        return f"BASELINE   needs {needs} ({check.needs.provenance}) of {memory}"
+    if check.verdict in (CheckVerdict.WRITTEN, CheckVerdict.FITS):
+        what = "FITS" if check.verdict is CheckVerdict.FITS else "BASELINE"
+        return f"{what}   needs {needs} ({check.needs.provenance}) of {memory}"
     if check.verdict is CheckVerdict.SAME:
         return f"MEMORY AS IN THE BASELINE   nothing changed by more than {limit}"
     if check.verdict is CheckVerdict.GREW:

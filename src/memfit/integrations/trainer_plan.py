@@ -1,0 +1,207 @@
+"""A plan, divided between memfit and a trainer that has its own accumulation, precision and clipping.
+
+checkpointing, offload, optimizer_state, compilation    memfit applies them to the model or its optimizer
+accumulation, precision, max_grad_norm                  become settings of the trainer
+sharding                                                "ddp", which trainers do by themselves
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memfit.errors import UsageError
+from memfit.planning.plan_file import read_plan
+from memfit.strategies.accumulation import Accumulation, Remainder
+from memfit.strategies.apply import apply, on_revert
+from memfit.strategies.apply_to_optimizer import apply_to_optimizer
+from memfit.strategies.configuration import Configuration
+from memfit.strategies.plan import Plan
+from memfit.strategies.precision import Dtype, LossScale, Precision
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerPlan:
+    """A plan for a trainer: what memfit applies, and what the trainer is told to do."""
+
+    trainer: str
+    """Its name, for errors."""
+    changes: Plan
+    """What memfit applies to the model, and to its optimizer."""
+    batches_per_update: int = 1
+    """Batches of the loader that make one update; each is a micro-batch."""
+    batch_size: int | None = None
+    """Samples of each of these batches; None if the plan does not say."""
+    dtype: Dtype | None = None
+    """Of autocast; None for the trainer's own setting."""
+    loss_scale: LossScale | None = None
+    """With float16."""
+    max_grad_norm: float | None = None
+
+    @classmethod
+    def of(
+        cls, given: Any, trainer: str, batch_size: int | None = None, *, remainder: Remainder = "step"
+    ) -> "TrainerPlan":
+        """Divide a plan.
+
+        Args:
+            given: as for ``memfit.Engine``: a plan, strategies, a dict, or the path of a file.
+            trainer: its name, for errors.
+            batch_size: samples of the batches that the plan divides; the trainer's loader makes smaller ones.
+
+            remainder: what the trainer does with the last batches of an epoch, see ``Accumulation``.
+
+        Raises:
+            UsageError: the trainer cannot do what the plan says; the message names the setting.
+
+        >>> TrainerPlan.of(Accumulation(batches_per_update=4), "Lightning").batches_per_update
+        4
+        """
+        configuration = Configuration.of(given)
+        plan = configuration.plan
+        if configuration.arena is not None:
+            raise _refusal(trainer, "the settings of the arena", "use memfit.Engine, or leave them out")
+        if plan.sharding is not None and plan.sharding.mode != "ddp":
+            how = (
+                f"choose how {trainer} shards in {trainer}'s own settings, and leave sharding out of the plan"
+            )
+            raise _refusal(trainer, f"sharding {plan.sharding.mode!r}", how)
+        accumulation, size = plan.accumulation, batch_size or _size_in_file(given)
+        steps = 1
+        if accumulation is not None:
+            _expect_feasible(accumulation, trainer, remainder)
+            steps, size = _loader(accumulation, trainer, size)
+        dtype, scale = _autocast(plan.precision, trainer)
+        changes = replace(plan, sharding=None, accumulation=None, precision=None)
+        return cls(trainer, changes, steps, size, dtype, scale, configuration.max_grad_norm)
+
+    def apply_to_model(self, model: nn.Module) -> None:
+        """Apply the plan to a model, before the trainer wraps it.
+
+        Raises:
+            UsageError: a strategy does not suit the model.
+        """
+        apply(model, replace(self.changes, optimizer_state=None))
+
+    def apply_to_optimizer(self, optimizer: Optimizer, models: Iterable[nn.Module]) -> None:
+        """Apply the plan to an optimizer, before its first step; ``memfit.revert`` on a model undoes it.
+
+        Raises:
+            UsageError: a setting does not suit the optimizer.
+        """
+        if self.changes.optimizer_state is None:
+            return
+        models = list(models)
+        undo = apply_to_optimizer(optimizer, models, self.changes.optimizer_state)
+        for model in models[:1]:
+            on_revert(model, undo)
+
+    def scaler_arguments(self) -> dict[str, Any]:
+        """Return the arguments of ``torch.amp.GradScaler`` for the plan's loss scale."""
+        scale = self.loss_scale or LossScale()
+        return {
+            "init_scale": scale.init_scale,
+            "growth_factor": max(scale.growth_factor, 1.0 + 1e-9),  # GradScaler takes no 1.0
+            "backoff_factor": scale.backoff_factor,
+            "growth_interval": scale.growth_interval,
+        }
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the plan's loss scale never changes."""
+        return self.loss_scale is not None and self.loss_scale.mode == "static"
+
+    def hold_static(self, scaler: torch.amp.GradScaler) -> None:
+        """Have the trainer's scaler keep its scale, if that of the plan is static."""
+        if self.is_static and self.loss_scale is not None:
+            scaler.update = partial(scaler.update, self.loss_scale.init_scale)  # type: ignore[method-assign]
+
+    def expect_loader(self, loader: Any) -> None:
+        """Check that a loader makes batches of the size that the plan has, as far as both say one.
+
+        Raises:
+            UsageError: the sizes differ.
+        """
+        size = getattr(loader, "batch_size", None) or getattr(loader, "total_batch_size", None)
+        if self.batch_size is not None and size is not None and size != self.batch_size:
+            raise UsageError(
+                f"The plan makes an update of {self.batches_per_update} batches of {self.batch_size} "
+                f"samples, but the loader's batches have {size}. Create the loader with "
+                f"batch_size={self.batch_size}."
+            )
+
+    def refuse_in_backward(self, setting: str) -> None:
+        """Refuse a trainer's setting that needs all gradients at once, if the plan steps in the backward.
+
+        Raises:
+            UsageError: it does.
+        """
+        state = self.changes.optimizer_state
+        if state is not None and state.step_in_backward:
+            raise UsageError(
+                f"step_in_backward and {setting} cannot be combined: parameters are updated before all "
+                f"gradients are known. Leave out one of the two."
+            )
+
+
+def _refusal(trainer: str, what: str, instead: str) -> UsageError:
+    return UsageError(
+        f"{trainer} cannot do this part of the plan: {what}. To train with {trainer}, {instead}."
+    )
+
+
+def _size_in_file(given: Any) -> int | None:
+    """Return the size of the batches that a plan file divides; None if it does not say."""
+    if not isinstance(given, str | PathLike) or Path(given).suffix != ".json":
+        return None
+    divided = read_plan(Path(given)).micro_batches
+    return None if divided is None else divided.size * divided.count
+
+
+def _expect_feasible(accumulation: Accumulation, trainer: str, remainder: Remainder) -> None:
+    if accumulation.gradient_dtype is not None:
+        what = f"gradient_dtype={accumulation.gradient_dtype!r}"
+        raise _refusal(trainer, what, "leave it out, or use memfit.Engine")
+    if accumulation.remainder not in (None, remainder):
+        what = f"remainder={accumulation.remainder!r}"
+        raise _refusal(trainer, what, f"write remainder={remainder!r}, which is what {trainer} does")
+
+
+def _loader(accumulation: Accumulation, trainer: str, batch_size: int | None) -> tuple[int, int | None]:
+    """Return how many batches of the loader make an update, and their size if it is known."""
+    if accumulation.gathers:
+        return accumulation.steps, accumulation.micro_batch_size
+    batch_size = accumulation.global_batch_size or batch_size
+    if batch_size is None:
+        raise _refusal(
+            trainer,
+            "it divides batches, and the loader makes them",
+            f"create the loader with smaller batches, and write batches_per_update={accumulation.steps} "
+            "(Accumulation) instead",
+        )
+    size = accumulation.micro_batch_size or max(1, batch_size // accumulation.steps)
+    steps = accumulation.parts_per_batch or batch_size // size
+    if size * steps != batch_size:
+        raise UsageError(
+            f"The plan divides a batch of {batch_size} samples into parts that are not equal, as {trainer} "
+            f"needs them. Choose a batch size that {accumulation.parts_per_batch or size} divides."
+        )
+    return steps, size
+
+
+def _autocast(precision: Precision | None, trainer: str) -> tuple[Dtype | None, LossScale | None]:
+    if precision is None:
+        return None, None
+    if not precision.autocast:
+        raise _refusal(
+            trainer,
+            "autocast=False" + ", master_weights=True" * precision.master_weights,
+            "use autocast, or memfit.Engine",
+        )
+    return precision.dtype, precision.loss_scale
