@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 C_FOLDERS := src tests
 
-.PHONY: demo test test-fast browser docs guide lint format check clean
+.PHONY: demo test test-slow test-fast browser docs guide lint format check clean
 
 demo: $(READY)  # a GPT of GPT-2 small's size runs out of a small card's memory; a plan makes it fit
 	$(BIN)/memfit dry-run --memory 6GiB examples/gpt.py
@@ -19,7 +19,11 @@ demo: $(READY)  # a GPT of GPT-2 small's size runs out of a small card's memory;
 
 test: $(READY)
 	$(BIN)/python -m compileall -q src  # or every command compiles memfit where PYTHONDONTWRITEBYTECODE is set
-	$(BIN)/pytest -n 2 --dist loadgroup
+	$(BIN)/pytest -n 2 --dist loadgroup -m "not slow"
+
+test-slow: $(READY)  # what is left out there: similar to other tests, or random, or large
+	$(BIN)/python -m compileall -q src
+	$(BIN)/pytest -n 2 --dist loadgroup -m slow
 
 test-fast: $(READY)  # the tests that start no process
 	$(BIN)/pytest -n 2 -m "not process"

@@ -110,6 +110,7 @@ def test_advice_for_a_peak_in_the_optimizer_gives_the_predicted_peak(dry_run):
     assert run.answer["peak"]["process"] == piece["needs"]["bytes"] + piece["saves"]["bytes"]
 
 
+@pytest.mark.slow
 def test_a_combination_gives_the_predicted_figures(dry_run):
     """Offloading moves the peak to the optimizer. memfit does not know the batch size here."""
     both = ("1024", "2048")
@@ -145,6 +146,7 @@ def test_the_scripts_own_options_are_found_and_tried(dry_run):
     assert "memfit plan, given --gpu or --budget, finds the fastest mix" in run.out
 
 
+@pytest.mark.slow
 def test_without_an_option_the_batch_size_of_the_loader_is_tried(dry_run):
     run = dry_run(LOADED, *LONG, options=("--advise", "--memory", "2GiB"))
     piece = run.answer["advice"][0]
@@ -156,6 +158,7 @@ def test_without_an_option_the_batch_size_of_the_loader_is_tried(dry_run):
     assert rerun["peak"]["process"] == piece["needs"]["bytes"]
 
 
+@pytest.mark.slow
 def test_a_script_that_cannot_accumulate_gets_a_smaller_batch(dry_run):
     two = TRAIN_WITH_OPTIONS.replace("optimizer.step()", "optimizer.step(); other.step()").replace(
         "optimizer = ", "other = torch.optim.SGD([nn.Parameter(torch.ones(1).cuda())])\n    optimizer = "
@@ -170,6 +173,7 @@ def test_a_script_that_cannot_accumulate_gets_a_smaller_batch(dry_run):
     assert rerun["peak"]["process"] == piece["needs"]["bytes"]
 
 
+@pytest.mark.slow
 def test_advice_works_for_a_compiled_loop_that_does_not_call_its_model(dry_run):
     """The advice is for the model, and applies to the compiled one."""
     begin, net, rest = TRAIN.partition("class Net")
@@ -203,6 +207,7 @@ def asking(dry_run, script):
     return run
 
 
+@pytest.mark.slow
 def test_a_fork_of_a_script_has_its_answers(dry_run):
     run = asking(dry_run, "")
     assert run.answer["advice"]

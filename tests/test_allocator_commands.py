@@ -44,6 +44,7 @@ def settings(done):
     return {row["setting"]: row for row in json.loads(done.stdout)["settings"]}
 
 
+@pytest.mark.slow
 def test_a_dry_run_under_a_setting_equals_its_replay(trace, tmp_path):
     predicted = settings(memfit("allocator", trace, "--json", "-"))[CONF]
     done = dry_run(tmp_path, conf=CONF)

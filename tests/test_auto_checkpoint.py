@@ -44,6 +44,7 @@ def test_a_model_fits_the_budget_afterwards_and_computes_the_same(network):
         memfit.revert(model)
 
 
+@pytest.mark.slow
 def test_below_what_a_plan_reaches_the_model_is_unchanged_and_the_smallest_is_named(network):
     model, inputs = network
     with pytest.raises(UsageError, match=r"budget='530MiB': no plan fits\. The smallest needs .* MiB"):

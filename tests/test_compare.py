@@ -70,6 +70,7 @@ def allocated(row):
     return row.peak.allocated.most
 
 
+@pytest.mark.slow
 def test_ddp_adds_its_buckets(rows):
     assert allocated(rows["DDP"]) - allocated(rows["as written"]) == PARAMETERS
 

@@ -18,6 +18,8 @@ EXAMPLES = Path(__file__).parents[1] / "examples" / "distributed"
 FORKED_RANKS = Path(__file__).parent / "support" / "forked_ranks.py"
 WITH_MEMFIT = {"digits.py"}
 """Tested in test_training_examples.py."""
+SAMPLE = {"ddp.py", "fsdp2.py", "mp_spawn.py"}
+"""The scripts that CI runs on the ghost; `make test-slow` runs the others."""
 SCRIPTS = sorted({path.name for path in EXAMPLES.glob("*.py")} - WITH_MEMFIT)
 RANKS_ON_THE_GHOST = {"pipeline.py": 7}
 """Script -> the rank to run, if not 0: only the last stage of a pipeline needs no shapes from a later one."""
@@ -64,22 +66,27 @@ def losses_in(text):
     return [float(loss) for loss in re.findall(r"loss ([\d.]+)", text)]
 
 
+@pytest.mark.slow
 def test_two_ranks_run_every_script_on_a_cpu(losses):
     assert len(losses) == 11
     assert {script: len(each) for script, each in losses.items()} == dict.fromkeys(SCRIPTS, 3)
 
 
+@pytest.mark.slow
 def test_torchrun_runs_a_script_alike(losses, tmp_path):
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     assert losses_in(run(tmp_path, *launch, EXAMPLES / "ddp.py", attempts=4)) == losses["ddp.py"]
 
 
+@pytest.mark.slow
 def test_shardings_of_one_model_train_alike(losses):
     assert losses["ddp.py"] == losses["zero1.py"] == losses["hsdp.py"] == losses["mp_spawn.py"]
     assert losses["fsdp2.py"] == pytest.approx(losses["ddp.py"], rel=0.01)  # it computes in bfloat16
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "script", [pytest.param(each, marks=[pytest.mark.slow] * (each not in SAMPLE)) for each in SCRIPTS]
+)
 def test_a_rank_of_eight_runs_on_the_ghost(script, tmp_path):
     rank = RANKS_ON_THE_GHOST.get(script, 0)
     nproc = "2" if script == STARTS_ITS_RANKS else "8"  # it starts as many processes

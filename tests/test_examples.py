@@ -37,44 +37,50 @@ class Example:
     """Training steps until its own end; None where it has no optimizer to count by."""
     options: tuple[str, ...] = ("--gpu", "A100-80GB")
     """Options of `memfit dry-run`."""
+    slow: bool = False
+
+    @property
+    def name(self) -> str:
+        """The script and its arguments."""
+        return " ".join((self.script, *self.arguments))
 
 
 TO_THE_END = [
-    Example("accumulation.py", ("--steps", "3")),
+    Example("accumulation.py", ("--steps", "3"), slow=True),
     Example("amp_gradscaler.py", ("--steps", "3")),
     Example("checkpointed.py", ("--steps", "3")),
-    Example("compiled_gpt.py"),
+    Example("compiled_gpt.py", slow=True),
     Example("compiled_graphs.py", steps=5),
-    Example("compiled_resnet.py", steps=4),
+    Example("compiled_resnet.py", steps=4, slow=True),
     Example("ctc.py", ("--steps", "3")),
     Example("cuda_graph.py", steps=10),
     Example("gan.py", ("--steps", "3")),
-    Example("generate.py", steps=None),
+    Example("generate.py", steps=None, slow=True),
     Example("gpt.py", ("--steps", "3")),
     Example("gpt.py", ("--steps", "3", "--dtype", "bfloat16"), options=("--gpu", "RTX-3060")),
-    Example("gpt_chunked_head.py", ("--steps", "3")),
+    Example("gpt_chunked_head.py", ("--steps", "3"), slow=True),
     Example("gru.py", ("--steps", "3")),
-    Example("hf_trainer.py", ("--steps", "3")),
-    Example("inference.py", steps=None),
+    Example("hf_trainer.py", ("--steps", "3"), slow=True),
+    Example("inference.py", steps=None, slow=True),
     Example("linear1024.py", steps=2),
-    Example("llama7b.py", options=("--memory", "160GiB")),
+    Example("llama7b.py", options=("--memory", "160GiB"), slow=True),
     Example("longest_batch.py", ("--sentences", "160"), steps=10),
-    Example("lora.py", ("--steps", "3")),
-    Example("lora.py", ("--steps", "3", "--four-bit")),
+    Example("lora.py", ("--steps", "3"), slow=True),
+    Example("lora.py", ("--steps", "3", "--four-bit"), slow=True),
     Example("lstm.py", ("--steps", "3")),
     Example("manual_sgd.py", steps=None),
-    Example("masked.py"),
+    Example("masked.py", slow=True),
     Example("mem_pool.py", steps=8),
-    Example("mlp.py", ("--epochs", "1"), steps=11),
+    Example("mlp.py", ("--epochs", "1"), steps=11, slow=True),
     Example("resnet50.py", ("--images", "96")),
-    Example("resnet50.py", ("--images", "96", "--channels-last", "--workers", "0")),
-    Example("retinanet.py", ("--steps", "3")),
-    Example("small_checkpointed.py", steps=None),
+    Example("resnet50.py", ("--images", "96", "--channels-last", "--workers", "0"), slow=True),
+    Example("retinanet.py", ("--steps", "3"), slow=True),
+    Example("small_checkpointed.py", steps=None, slow=True),
     Example("svd.py", ("--steps", "3")),
     Example("triton_kernel.py"),
     Example("two_linear.py", steps=None),
     Example("unet.py", ("--steps", "3")),
-    Example("vit_l16.py", ("--steps", "3")),
+    Example("vit_l16.py", ("--steps", "3"), slow=True),
     Example("whole_run.py", ("--samples", "64", "--eval-samples", "1024")),
 ]
 
@@ -136,7 +142,10 @@ def test_every_example_is_in_the_table():
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("example", TO_THE_END, ids=lambda e: " ".join((e.script, *e.arguments)))
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(each, marks=[pytest.mark.slow] * each.slow, id=each.name) for each in TO_THE_END],
+)
 def test_peaks_equal_those_the_script_prints_with_labels_and_without(example, tmp_path):
     trace, script = tmp_path / "run.memfit", EXAMPLES / example.script
     start = dry_run if example.script in IN_A_NEW_PYTHON else warm_dry_run
@@ -193,6 +202,7 @@ def without_former_requests(segment):
     return replace(segment, blocks=tuple(blocks))
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize(
     "script",
@@ -226,6 +236,7 @@ def test_out_of_memory_is_a_result_with_its_line_and_phase(tmp_path):
     assert failure["shortfall"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_7b_model_built_on_the_cpu_costs_little_host_memory(tmp_path):
     run = dry_run(tmp_path, "--gpu", "A100-80GB", EXAMPLES / "llama7b.py")

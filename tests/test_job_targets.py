@@ -98,6 +98,7 @@ def test_the_gradients_under_the_plan_are_the_same_for_a_batch_of_another_size(p
     assert done.stdout.startswith("VERIFIED   the gradients of all 34 parameters are equal "), done.stdout
 
 
+@pytest.mark.slow
 def test_the_largest_batch_of_a_job_is_found(job):
     done = memfit(
         "max-batch", "--budget", "1GiB", "--json", "-", "--multiple", 1024, f"{job}/job.py:make_job"

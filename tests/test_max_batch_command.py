@@ -58,6 +58,7 @@ def test_a_dry_run_fits_with_the_largest_batch_and_runs_out_with_the_next(tmp_pa
         )
 
 
+@pytest.mark.slow
 def test_the_loader_or_a_named_option_sets_it_where_no_option_is_recognised(tmp_path):
     script = script_in(tmp_path, option="--rows")
     expected = largest("--option", "--rows", script, "--rows", "2")

@@ -26,6 +26,7 @@ def benchmark():
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "rank"), [("data_parallel:static_graph", "1/2"), ("fsdp2:three_dimensions", "5/8")]
 )

@@ -66,6 +66,7 @@ def test_the_plan_is_printed_with_what_it_needs_and_costs(planned):
     assert 1.0 < found["bound"] <= found["time"] < 1.4
 
 
+@pytest.mark.slow
 def test_a_limit_of_time_refuses_what_is_slower_and_the_page_shows_it(planned, tmp_path):
     script, plan, _ = planned
     page, unwritten = tmp_path / "plan.html", tmp_path / "plan.json"
@@ -109,6 +110,7 @@ def test_a_plan_for_another_model_is_refused_by_name(planned, tmp_path):
     assert "'layers.0'" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_compiled_function_that_is_never_called_does_not_count(tmp_path):
     """As in bitsandbytes, which transformers' Trainer imports."""
     script = tmp_path / "train.py"

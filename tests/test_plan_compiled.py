@@ -53,6 +53,7 @@ def peak(result):
     return json.loads(result.stdout)["peak"]
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_compiled_script_is_carried_out_by_memfit_and_by_the_script(tmp_path):
     script, plan = tmp_path / "train.py", tmp_path / "plan.json"
     script.write_text(textwrap.dedent(SCRIPT))

@@ -51,6 +51,7 @@ def planned(script, plan, *options, budget=BUDGET):
     return done.stdout, json.loads(plan.read_text())
 
 
+@pytest.mark.slow
 def test_a_loop_that_accumulates_needs_what_the_plan_for_the_plain_loop_says(script, tmp_path):
     plan = tmp_path / "plan.json"
     printed, found = planned(script, plan, script)
@@ -74,6 +75,7 @@ def test_a_loop_that_accumulates_needs_what_the_plan_for_the_plain_loop_says(scr
         assert own["peak"][figure] == ours["peak"][figure]
 
 
+@pytest.mark.slow
 def test_bitwise_recomputes_instead(script, tmp_path):
     printed, found = planned(script, tmp_path / "plan.json", "--bitwise", script)
     assert found["micro_batches"] is None

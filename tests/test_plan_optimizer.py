@@ -63,6 +63,7 @@ def verified(plan, script, *arguments):
     return found["verdict"], found["equality"]
 
 
+@pytest.mark.slow
 def test_a_budget_below_what_the_optimizer_needs_is_kept_bit_for_bit(script, tmp_path):
     file, found, printed = planned(tmp_path, script, "--bitwise", "--budget", "1.25GiB")
     assert found["plan"] == {"optimizer_state": {"step_in_backward": True}}
@@ -77,6 +78,7 @@ def test_a_budget_below_what_the_optimizer_needs_is_kept_bit_for_bit(script, tmp
     assert verified(file, script) == ("verified", "bit for bit")
 
 
+@pytest.mark.slow
 def test_a_script_that_clips_gradients_gets_another_plan_and_the_reason(script, tmp_path):
     clips = ("--clip",)
     file, found, printed = planned(tmp_path, script, "--bitwise", "--budget", "1.2GiB", arguments=clips)

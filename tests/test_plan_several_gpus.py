@@ -98,6 +98,7 @@ def test_a_script_for_one_gpu_is_sharded_as_far_as_it_must_be_and_needs_what_the
     assert "shards the model over several GPUs" in gradients.stderr
 
 
+@pytest.mark.slow
 def test_a_script_for_several_gpus_is_planned_for_every_rank(tmp_path):
     script, plan = written(tmp_path, ON_SEVERAL, 32768, 256), tmp_path / "plan.json"
     text, found = planned(script, 2200, plan)

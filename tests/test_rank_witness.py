@@ -8,6 +8,7 @@ import pytest
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_each_rank_holds_what_it_holds_beside_real_ones(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))

@@ -29,6 +29,7 @@ def run(*command):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_accumulated_batches_of_digits_reach_the_same_accuracy():
     """As MindSpore's tutorial does with LeNet-5 and MNIST, which reaches 96.31 %."""
     printed = run(EXAMPLES / "digits.py", "--device", "cpu")
@@ -39,6 +40,7 @@ def test_accumulated_batches_of_digits_reach_the_same_accuracy():
     assert abs(whole - accumulated) <= 2 / UNSEEN  # sums in another order may flip a digit
 
 
+@pytest.mark.slow
 def test_two_ranks_with_three_micro_batches_train_as_one_process_with_six():
     script = EXAMPLES / "distributed" / "digits.py"
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

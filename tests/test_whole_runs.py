@@ -121,6 +121,7 @@ LEAKS = """
 """
 
 
+@pytest.mark.slow
 def test_where_each_step_leaves_more_behind_the_run_does_not_count_as_whole(dry_run):
     run = dry_run(LEAKS, options=("--whole", "--memory", "1GiB"))
     assert "FITS SO FAR" in run.out
@@ -189,6 +190,7 @@ def test_a_script_without_an_end_is_ended_in_time_and_says_so(dry_run):
     assert run.answer["steps"] >= 3
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_whole_run_and_leaves_nothing_behind(tmp_path):
     (tmp_path / "script.py").write_text(re.sub("^    ", "", ENDLESS, flags=re.MULTILINE))
     folder = tmp_path / "temporary"

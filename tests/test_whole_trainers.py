@@ -76,6 +76,7 @@ def line_of(script, text):
     return f"script.py:{number}"
 
 
+@pytest.mark.slow
 def test_a_trainer_of_transformers_evaluates_and_saves(dry_run):
     small = ["--layers", "1", "--heads", "1", "--sequence-length", "64", "--batch-size", "2", "--evaluate"]
     full = (*small, "--samples", "6", "--steps", "6")
@@ -88,6 +89,7 @@ def test_a_trainer_of_transformers_evaluates_and_saves(dry_run):
     assert "TrainingArguments.max_steps 6 of 20" in run.out
 
 
+@pytest.mark.slow
 def test_a_fit_of_lightning_validates_and_saves(dry_run):
     run = shortened(dry_run, LIGHTNING, ("4096", "50"), ("96", "2"))
     # It validates two batches before it trains.

@@ -14,7 +14,7 @@ from watched import CONFS, run
 
 from memfit.allocator import caching_allocator
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 DRIVER = Path(__file__).parents[2] / "benchmarks" / "allocator" / "drive.py"
 GIB = 1 << 30

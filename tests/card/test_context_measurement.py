@@ -35,6 +35,7 @@ def report(tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_the_table_shows_each_stage_and_the_effect_of_each_change(memfit):
     run = memfit("doctor", "--context")
     assert run.code == 0, run.err
@@ -50,6 +51,7 @@ def test_the_table_shows_each_stage_and_the_effect_of_each_change(memfit):
     assert "Kept" not in run.err
 
 
+@pytest.mark.slow
 def test_with_several_gpus_nccl_is_measured_beside_what_dry_runs_assume(memfit):
     run = memfit("doctor", "--context", card="H100", MEMFIT_REHEARSAL_GPUS="2")
     assert run.code == 0, run.err
@@ -109,6 +111,7 @@ def test_a_rehearsal_among_the_kept_files_is_ignored(report):
     assert kept_context(find_device("A100-80GB"), TORCH) is None
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_dry_run_uses_the_kept_context(report, tmp_path, monkeypatch):
     keep_context(report)

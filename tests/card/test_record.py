@@ -31,6 +31,7 @@ def test_a_recording_equals_the_dry_run_and_is_marked_as_a_rehearsal(record, dry
     assert run.answer["versions"]["cudnn"].isdecimal()
 
 
+@pytest.mark.slow
 def test_a_recording_patches_neither_gpu_reads_nor_host_memory(record):
     # On the bare ghost a loss reads 0.0; dry-run would return 1.0 and leave large CPU tensors unfilled.
     script = STEPS + "    print('loss', torch.ones(1, device='cuda').exp().item())\n"
@@ -41,6 +42,7 @@ def test_a_recording_patches_neither_gpu_reads_nor_host_memory(record):
     assert run.answer["notes"] == []
 
 
+@pytest.mark.slow
 def test_to_end_lets_the_script_finish(record):
     run = record(STEPS + "    print('the end')\n", "--to-end")
     assert run.answer["steps"] == 5
@@ -48,6 +50,7 @@ def test_to_end_lets_the_script_finish(record):
     assert "the end" in run.out
 
 
+@pytest.mark.slow
 def test_the_default_trace_is_kept_and_never_overwritten(record, tmp_path):
     first = record(STEPS)
     trace = tmp_path / "run.memfit"

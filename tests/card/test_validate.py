@@ -22,6 +22,7 @@ from support.traces import Event, trace_of
 
 pytestmark = [
     pytest.mark.process,
+    pytest.mark.slow,
     pytest.mark.xdist_group("validate"),
 ]  # on one worker: the tests share a rehearsal
 

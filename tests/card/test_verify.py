@@ -18,6 +18,7 @@ from support.scripts import TRAIN
 PLAN = {"checkpointing": {"modules": ["0"]}}
 
 
+@pytest.mark.slow
 def test_the_peak_on_a_card_is_compared_with_that_of_the_plan(memfit, dry_run, tmp_path):
     script = textwrap.dedent(TRAIN) + "for _ in range(5): step()\n"
     plan = {"plan": PLAN, "command": ["script.py"]}

@@ -102,6 +102,7 @@ def test_a_failure_in_a_thread_is_the_scripts(dry_run, fails, verdict):
     assert "caught the error" not in run.out
 
 
+@pytest.mark.slow
 def test_threads_that_never_end_do_not_block_the_result(dry_run):
     script = (
         TRAIN

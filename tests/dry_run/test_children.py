@@ -1,5 +1,7 @@
 """Processes that the script starts run on the ghost too, and a run that leaves them out does not fit."""
 
+import pytest
+
 from support.scripts import TRAIN
 
 PARENT = """
@@ -39,6 +41,7 @@ def test_a_child_trains_for_as_many_steps_as_the_script_and_ends_well(dry_run):
     assert [child["name"].split()[1:] for child in run.answer["children"]] == [["script.py", "worker"]]
 
 
+@pytest.mark.slow
 def test_spawned_and_forked_processes_are_named(dry_run):
     script = """
         import multiprocessing, torch
@@ -56,6 +59,7 @@ def test_spawned_and_forked_processes_are_named(dry_run):
     assert [child["name"] for child in run.answer["children"]] == ["fork", "spawn"]
 
 
+@pytest.mark.slow
 def test_workers_of_a_loader_do_not_change_the_verdict(dry_run):
     script = """
         import torch
@@ -86,6 +90,7 @@ def children_of(run):
     }
 
 
+@pytest.mark.slow
 def test_a_child_that_memfit_cannot_follow_is_named(dry_run, tmp_path):
     (tmp_path / "worker.py").write_text("import time, torch\ntime.sleep(2)\n")
     script = """
@@ -103,6 +108,7 @@ def test_a_child_that_memfit_cannot_follow_is_named(dry_run, tmp_path):
     assert "which the script started, loads PyTorch where memfit cannot follow it" in run.out
 
 
+@pytest.mark.slow
 def test_a_detached_process_that_memfit_cannot_follow_is_named(dry_run, tmp_path):
     (tmp_path / "worker.py").write_text(
         "import pathlib, time, torch\npathlib.Path('up').touch()\ntime.sleep(3)\n"
@@ -120,6 +126,7 @@ def test_a_detached_process_that_memfit_cannot_follow_is_named(dry_run, tmp_path
     assert [name.partition(" ")[2] for name in children_of(run)] == ["-I worker.py"]
 
 
+@pytest.mark.slow
 def test_children_that_leave_early_are_recorded_with_what_they_held_and_how_they_failed(dry_run):
     script = """
         import multiprocessing, os, signal, sys, torch
@@ -152,6 +159,7 @@ def test_children_that_leave_early_are_recorded_with_what_they_held_and_how_they
     assert "(at least 0.50 GiB), and failed: out of memory: 1,000.0 GiB requested" in run.out
 
 
+@pytest.mark.slow
 def test_a_program_that_exits_with_a_message_ends_by_itself_or_runs_out_is_recorded(dry_run, tmp_path):
     use = "import sys, torch\ntorch.ones(1, device='cuda')\n"
     (tmp_path / "stops.py").write_text(use + "sys.exit('no configuration')\n")

@@ -21,6 +21,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow
 def test_the_peak_of_a_slow_loop_is_that_of_a_fast_one(dry_run):
     peaks = [dry_run(SCRIPT, pause, options=("--to-end",)).answer["peak"] for pause in ("0.3", "0", "0")]
     assert peaks[0] == peaks[1] == peaks[2]

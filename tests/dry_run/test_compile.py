@@ -19,6 +19,7 @@ from memfit.trace.trace_file import read_trace
 
 pytestmark = [
     pytest.mark.process,
+    pytest.mark.slow,
     pytest.mark.timeout(1800),  # the runs of a fixture included
     pytest.mark.xdist_group("compile"),  # on one worker: the tests share runs
 ]

@@ -48,6 +48,7 @@ def test_ranks_that_wait_for_each_other_are_named(dry_run):
     assert "but the ranks 0, 1 wait for each other." in done.err
 
 
+@pytest.mark.slow
 def test_stages_of_a_pipeline_infer_the_shapes_that_their_neighbours_send(dry_run):
     script = f"""{JOIN}
     from torch import nn

@@ -244,6 +244,7 @@ def test_batches_that_the_loader_puts_on_the_gpu_are_left_alone(dry_run):
     assert run.answer["peak"]["allocated"] == dry_run(script).answer["peak"]["allocated"]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_ctrl_c_while_batches_are_drawn_leaves_nothing_behind(tmp_path):
     script = ENDLESS.replace("batch_size=None", "batch_size=None, num_workers=1")

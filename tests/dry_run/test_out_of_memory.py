@@ -253,6 +253,7 @@ def test_assumed_workspaces_leave_the_other_terms_exact(dry_run, source, provena
     assert {provenances[name] for name in ("workspaces", "allocated", "reserved")} == {provenance}
 
 
+@pytest.mark.slow
 def test_the_script_sees_the_visible_devices_only(dry_run):
     script = "import torch; print(torch.cuda.device_count()); torch.ones(1, device='cuda')"
     several = dry_run(script, env={**os.environ, "CUDA_VISIBLE_DEVICES": "0,1"})

@@ -73,7 +73,7 @@ def test_the_other_ranks_send_what_this_one_sends(dry_run):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("rank", [0, 1023])
+@pytest.mark.parametrize("rank", [0, pytest.param(1023, marks=pytest.mark.slow)])
 def test_fsdp_holds_its_share_of_parameters_gradients_and_state_to_the_byte_of_padding(rank):
     row = fsdp2.compared(8, 128, rank)
     assert row.failure == ""
@@ -98,6 +98,7 @@ def test_a_script_that_does_not_wait_for_its_last_collective_ends(dry_run):
     assert (run.code, run.out.splitlines()[0]) == (0, "ended")
 
 
+@pytest.mark.slow
 def test_ranks_without_rows_hold_the_padding(dry_run):
     script = SHARDED.replace("rows, layers = 4096, 3", "rows, layers = 10, 1")
     found = [terms(run_as(dry_run, script, 8, rank=rank).answer)["parameters"] for rank in (0, 7)]
@@ -123,6 +124,7 @@ def test_ranks_agree_with_this_one_that_inputs_are_used_up(dry_run):
     assert done.out.splitlines()[0] == "1 torch.Size([1024, 1024]) cpu", done.err
 
 
+@pytest.mark.slow
 def test_a_rank_saves_and_loads_its_shards_alone(dry_run):
     script = f"""{SHARDED}
     from torch.distributed import checkpoint

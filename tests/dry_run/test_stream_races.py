@@ -51,6 +51,7 @@ def test_where_the_host_waits_for_the_stream_the_bounds_meet(dry_run, wait):
     assert {row["name"]: row["provenance"] for row in answer["terms"]}["reserved"] == "exact"
 
 
+@pytest.mark.slow
 def test_work_that_finishes_at_random_moments_lies_between_the_bounds(dry_run):
     bounds = racing(dry_run).answer["range"]["reserved"]
     found = set()

@@ -49,6 +49,7 @@ def torchrun(tmp_path):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_ranks_exchange_what_is_short_and_the_first_reports_on_all(torchrun, tmp_path):
     script = f"""{JOIN}
@@ -95,6 +96,7 @@ def test_ranks_exchange_what_is_short_and_the_first_reports_on_all(torchrun, tmp
     assert not list(tmp_path.glob("memfit-ranks-*"))
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_stages_of_a_pipeline_infer_their_shapes_from_each_other(torchrun):
     script = f"""{JOIN}

@@ -39,6 +39,7 @@ def test_without_a_cache_every_tensor_is_rounded_like_cuda_malloc(dry_run):
     assert run.answer["peak"]["reserved"] == run.answer["peak"]["allocated"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("environment", [UNCACHED, POOLED], ids=["uncached", "cudaMallocAsync"])
 def test_out_of_memory_is_reported_with_the_free_bytes(environment, dry_run):
     run = dry_run(FILL, options=("--memory", "4GiB"), **with_environment(**environment))

@@ -47,6 +47,7 @@ def synthesized(run):
     return [note for note in run.answer["notes"] if "weights were not loaded" in note["text"]]
 
 
+@pytest.mark.slow
 def test_weights_synthesized_from_the_configuration_have_the_same_bytes(dry_run, checkpoint):
     with_weights = dry_run(LOAD, str(checkpoint))
     assert not synthesized(with_weights)

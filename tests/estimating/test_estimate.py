@@ -55,6 +55,7 @@ AUTOCAST = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_scripts")
 @pytest.mark.parametrize(
     ("setup", "forward", "optimizer"),

@@ -35,6 +35,7 @@ def pool(device):
         yield pool
 
 
+@pytest.mark.slow
 def test_peaks_equal_those_of_a_separate_process(pool, device):
     code = f"""
 import json, sys

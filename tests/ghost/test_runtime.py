@@ -193,6 +193,7 @@ THREE_STEPS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.warm
 def test_the_stream_ordered_allocator_reports_the_pools_figures(on_ghost):
     out = on_ghost(

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 SCRIPT = '''
 import json, pickle
 import torch
@@ -76,6 +78,7 @@ def told(output):
     return json.loads(next(line for line in output.splitlines() if line.startswith("TOLD"))[4:])
 
 
+@pytest.mark.slow
 def test_a_script_gets_its_own_window_with_its_own_settings(on_ghost, dry_run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     alone = told(on_ghost(SCRIPT))

@@ -217,6 +217,7 @@ def test_storages_of_a_small_model_equal_those_of_a_run():
     assert kinds == ["training", "forward", "backward", "exported"]
 
 
+@pytest.mark.slow
 def test_storages_of_resnet_equal_those_of_a_run():
     torchvision = pytest.importorskip("torchvision")
     model = torchvision.models.resnet18()
@@ -224,6 +225,7 @@ def test_storages_of_resnet_equal_those_of_a_run():
         assert storage_referee.differences(graph.module, graph.inputs) == []
 
 
+@pytest.mark.slow
 def test_storages_of_gpt2_equal_those_of_a_run():
     pytest.importorskip("transformers")
     model = captured_graphs.GPT2(n_layer=2, n_embd=16, n_head=2, vocab_size=50, n_positions=8)

@@ -57,6 +57,7 @@ def names(step):
     return [operation.name for operation in step.forward]
 
 
+@pytest.mark.slow
 def test_kernels_of_graphs_and_operations_beside_them_are_recorded(run):
     result = run(ScriptChange(operations=True), "as written")
     assert isinstance(result, TrialResult)

@@ -56,6 +56,7 @@ def ends(pid):
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_ctrl_c_at_random_moments_leaves_nothing_behind(tmp_path):
     interrupts = load()

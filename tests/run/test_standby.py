@@ -337,6 +337,7 @@ if os.getpid() != SCRIPT:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "to_group"), [(signal.SIGINT, True), (signal.SIGKILL, False)])
 def test_the_end_of_memfit_ends_the_standby_and_its_forks(tmp_path, marked, number, to_group):
     process, mark = marked(HANGS_IN_THE_FORK)
@@ -348,6 +349,7 @@ def test_the_end_of_memfit_ends_the_standby_and_its_forks(tmp_path, marked, numb
     assert wait_until(lambda: not processes(mark))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["raise ValueError('ends here')", "os.kill(os.getpid(), signal.SIGKILL)"])
 def test_a_script_that_dies_takes_its_standby_along(marked, end):
     process, mark = marked(f"import signal\n{end}")
@@ -356,6 +358,7 @@ def test_a_script_that_dies_takes_its_standby_along(marked, end):
     assert wait_until(lambda: not processes(mark))
 
 
+@pytest.mark.slow
 def test_the_output_says_how_the_script_ran_again(dry_run):
     script = textwrap.dedent(TRAIN).replace("BEFORE", "pass").replace("SIZE", "1")
     run = dry_run(script + RACE, options=("--to-end",))

@@ -51,6 +51,7 @@ def notes(run):
     return " ".join(note["text"] for note in run.answer["notes"])
 
 
+@pytest.mark.slow
 def test_a_rank_of_mp_spawn_is_measured_and_ends_the_script_after_its_steps(dry_run):
     script = f"""{RANK}
     if __name__ == "__main__":
@@ -96,6 +97,7 @@ def test_the_scripts_own_process_may_be_a_rank_and_need_not_be_the_one_that_runs
         assert (run.answer["verdict"], run.answer["steps"]) == ("fits", 2)
 
 
+@pytest.mark.slow
 def test_ranks_that_are_commands_of_their_own_are_found(dry_run):
     script = f"""{RANK}
     import subprocess
@@ -127,6 +129,7 @@ def test_a_rank_that_raises_is_reported_and_so_is_what_it_held(dry_run):
     assert "exit codes [0, 1]" in run.out
 
 
+@pytest.mark.slow
 def test_what_the_starting_process_holds_is_said_to_be_left_out(dry_run):
     script = f"""{RANK}
     def hold(rank, size):
@@ -159,6 +162,7 @@ def test_without_its_number_or_with_a_wrong_one_the_ranks_are_refused(dry_run):
     assert "they joined as 0, 1." in absent.err
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_ctrl_c_ends_the_rank_and_shows_what_it_held(tmp_path):
     script = f"""{FORKS}

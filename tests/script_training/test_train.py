@@ -43,7 +43,12 @@ def losses(text):
     return [line for line in text.splitlines() if "loss" in line and "runtime" not in line]
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+SLOW = {"gpt.py", "hf_trainer.py", "lstm.py", "mlp.py"}
+
+
+@pytest.mark.parametrize(
+    "script", [pytest.param(each, marks=[pytest.mark.slow] * (each in SLOW)) for each in SCRIPTS]
+)
 def test_losses_and_parameters_are_those_of_the_script_alone(python, plan_file, script):
     arguments, settings = SCRIPTS[script]
     alone = python(EXAMPLES / script, *arguments)
@@ -102,6 +107,7 @@ def train(python, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_a_script_sees_what_it_sees_under_python_but_for_the_allocators_settings(python, train, plan_file):
     expandable = "expandable_segments:True"
     plan = plan_file({}, allocator=expandable)
@@ -110,6 +116,7 @@ def test_a_script_sees_what_it_sees_under_python_but_for_the_allocators_settings
     assert trained.out == python("script.py", "--lr", "3", PYTORCH_ALLOC_CONF=expandable).out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "code", "says"),
     [

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.process
 PROGRAM = Path(__file__).with_name("chunked_head_ranks.py")
 
 
+@pytest.mark.slow
 def test_data_parallel_and_sharded_models_have_the_gradients_of_one_process(tmp_path):
     ranks = [
         subprocess.Popen(

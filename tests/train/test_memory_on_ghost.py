@@ -24,6 +24,7 @@ def benchmark():
     return module
 
 
+@pytest.mark.slow
 def test_peaks_equal_those_of_the_best_handwritten_loop(benchmark):
     for _, strategy, peaks in benchmark.measure(["gpt"], SAMPLE):
         by_hand = peaks.pop("by hand")["allocated"]

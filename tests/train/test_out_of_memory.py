@@ -124,6 +124,7 @@ def test_memory_that_really_runs_out_does_no_harm(pool, case):
     assert found["reported"] > 1
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_the_less_memory_the_smaller_the_parts(pool):
     """With a limit from the states alone up to the whole step: a reported failure, 4 retries, ..., none."""

@@ -41,6 +41,7 @@ def test_two_processes_cannot_write_the_same_file(tmp_path):
     state_file.save({"version": 1}, tmp_path / "state")
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_killed_run_resumes_bit_for_bit():
     """With 8 kills; python benchmarks/killed.py makes 50."""

@@ -144,6 +144,7 @@ def test_a_post_mortem_names_what_held_the_memory(rehearse, tmp_path, labels):
     assert "Net" in (tmp_path / "memfit-oom-1.html").read_text()
 
 
+@pytest.mark.slow
 def test_post_mortems_of_a_script_that_continues_are_limited_and_numbered(rehearse, tmp_path):
     """No file name is used twice, the number of files is limited, and no memory of failed steps is kept."""
     (tmp_path / "memfit-oom-1.memfit").write_text("mine")

@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from support.scripts import WATCHED
 
 IN_TURN = """
@@ -30,6 +32,7 @@ IN_TURN = """
 """
 
 
+@pytest.mark.slow
 def test_trainings_in_sequence_are_all_watched(rehearse):
     done = rehearse(WATCHED + IN_TURN)
     assert done.returncode == 0, done.stderr
@@ -95,6 +98,7 @@ AGAIN = """
 """
 
 
+@pytest.mark.slow
 def test_watches_survive_restarts_forks_and_interrupts(rehearse):
     done = rehearse(WATCHED + AGAIN)
     assert done.returncode == 0, done.stderr

@@ -56,6 +56,7 @@ training, later  181.6 MiB  at most 701.0 MiB
 """
 
 
+@pytest.mark.slow
 @pytest.mark.warm
 def test_stages_are_compared_with_their_prediction(dry_run, rehearse):
     predicted = dry_run(EXAMPLE, "--epochs", "2", options=("--whole", "-o", "run.memfit"))

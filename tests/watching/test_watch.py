@@ -128,6 +128,7 @@ QUIET = """
 """
 
 
+@pytest.mark.slow
 def test_a_watch_restores_hooks_and_keeps_no_memory(rehearse):
     done = rehearse(WATCHED + QUIET, TERM="xterm", COLUMNS="100", LINES="30")
     assert done.returncode == 0, done.stderr

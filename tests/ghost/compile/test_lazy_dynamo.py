@@ -1,6 +1,9 @@
 """The lazy import of Dynamo: unnoticed by the script, but for the time."""
 
+import pytest
 
+
+@pytest.mark.slow
 def test_dynamo_is_imported_when_it_is_used_and_its_objects_are_stood_for_until_then(dry_run):
     done = dry_run("""
         import gc, sys, torch

@@ -176,6 +176,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 << 20)  # KiB
 """
 
 
+@pytest.mark.slow
 def test_a_large_model_built_on_the_cpu_does_not_fill_host_memory(printed):
     pytest.importorskip("transformers")
     assert printed(BUILD_LLAMA) == ["True", "True"]  # 7 GiB of parameters, on the GPU with what trains them

@@ -153,6 +153,7 @@ for model in (gpt2.cuda().eval(), llama.cuda().eval()):
 """
 
 
+@pytest.mark.slow
 def test_generation_ends_after_the_requested_tokens(on_ghost):
     pytest.importorskip("transformers")
     assert on_ghost(INSTALL_VALUES + GENERATE).splitlines() == ["(3, 17)"] * 8
@@ -290,6 +291,7 @@ print(sorted({note[2].rpartition("/")[2].partition(":")[0] for note in notes}))
     assert on_ghost(INSTALL_VALUES + script) == "['layers.0', 'script.py']\n"
 
 
+@pytest.mark.slow
 def test_an_endless_loop_over_gpu_values_raises_with_its_line(on_ghost):
     script = """
 from memfit.errors import TargetError

@@ -51,6 +51,7 @@ def test_a_batch_weighs_by_its_samples(two_ranks, mode):
     assert_alike(*steps(two_ranks, mode, "float32", "mean_loss", 10))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_four_ranks_train_as_one(four_ranks, mode):
     assert_alike(*steps(four_ranks, mode, "float64", "token_loss", 2), "float64")

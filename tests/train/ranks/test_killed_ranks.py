@@ -21,6 +21,7 @@ def rows(section, arguments):
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_a_job_of_which_a_rank_was_killed_resumes_bit_for_bit():
     """The other rank says which one was killed."""
     (row,) = rows("killed", "2, (('fsdp2', 2),)")
@@ -28,6 +29,7 @@ def test_a_job_of_which_a_rank_was_killed_resumes_bit_for_bit():
     assert row.endswith("equal')")
 
 
+@pytest.mark.slow
 def test_two_machines_train_as_one_with_as_many_ranks_bit_for_bit():
     one, two = rows("nodes", "1, kills=False")
     assert one == "('one machine, 2 ranks', '2', '0', '48', 'yes')"
