@@ -1,13 +1,13 @@
 """Documentation pages that show code and its output: what they show, and whether running it prints the same.
 
-    ```python          a file, if its first line is its name in a comment; otherwise code that runs, block
-    # train.py         after block, in one namespace
-    ```
-    ```text            what the block of Python before it prints
-    ```
-    ```console
-    $ memfit ...       a command, and what it prints; ... stands for lines that are left out
-    ```
+```python          a file, if its first line is its name in a comment; otherwise code that runs, block
+# train.py         after block, in one namespace
+```
+```text            what the block of Python before it prints
+```
+```console
+$ memfit ...       a command, and what it prints; ... stands for lines that are left out
+```
 """
 
 import contextlib
@@ -24,6 +24,9 @@ from support import warm_process
 LEFT_OUT = "..."
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FILE = re.compile(r"# (\S+\.py)\n")
+NUMBER = r"(\d+(?:,\d{3})*(?:\.\d+)?)"
+READ_BY_CUDA = {"CUBLAS_WORKSPACE_CONFIG", "PYTORCH_ALLOC_CONF"}
+"""Variables that PyTorch reads when CUDA is initialised, which in a fork of a warm process is to come."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +65,13 @@ def _command(text):
 def printed_by(command, folder):
     """Run a command of a page in a folder; return the lines that it prints."""
     program, *arguments = command.words
-    if program == "memfit" and not command.environment and arguments[0] not in {"train", "verify"}:
-        done = warm_process.memfit(*arguments, cwd=folder)
+    is_warm = command.environment.keys() <= READ_BY_CUDA and arguments[0] not in {"train", "verify"}
+    if program == "memfit" and is_warm:
+        done = warm_process.memfit(*arguments, cwd=folder, **command.environment)
+    elif program == "cat":
+        return (folder / arguments[0]).read_text().splitlines()
     else:
-        words = {"memfit": ["-m", "memfit"], "torchrun": ["-m", "torch.distributed.run"], "python": []}[program]
+        words = {"memfit": ["-m", "memfit"], "python": []}[program]
         done = subprocess.run(
             [sys.executable, *words, *arguments],
             env=os.environ | {"PYTHONUNBUFFERED": "1"} | command.environment,
@@ -83,7 +89,7 @@ def printed_by(command, folder):
 def sessions(page):
     """Return a page's blocks of code, each with the lines that the page shows below it."""
     found, blocks = [], BLOCK.findall(page)
-    for (kind, text), (next_kind, output) in zip(blocks, [*blocks[1:], ("", "")], strict=True):
+    for (kind, text), (next_kind, output) in zip(blocks, [*blocks, ("", "")][1:], strict=True):
         if kind == "python" and not FILE.match(text):
             found.append((text, output.splitlines() if next_kind == "text" else []))
     return found
@@ -108,13 +114,12 @@ def unfounded_numbers(page):
     Only numbers with a fraction, a separator or a unit of memory or a share count. Sentences that say
     "published" or lead to a source on the web are about other people's figures.
     """
-    shown = set(re.findall(NUMBER, "\n".join(text for _, text in BLOCK.findall(page))))
+    blocks = "\n".join(text for _, text in BLOCK.findall(page))
+    shown = {number.replace(",", "") for number in re.findall(NUMBER, blocks)}
     prose = re.sub(r"`[^`]*`", "", BLOCK.sub("", page))
     prose = re.sub(r"(PyTorch|torch|Python|CUDA) \d+(\.\d+)*", "", prose)
-    sentences = re.split(r"(?<=[.:?|])\s", prose)
+    sentences = re.split(r"(?<=[.?!])\s+|\n(?=[|#-])", prose)
     own = [each for each in sentences if "published" not in each.lower() and "://" not in each]
     figures = re.findall(rf"(?<![\w.]){NUMBER}(?=( ?[KMGT]i?B\b| ?B\b| bytes| ?%| times)?)", "\n".join(own))
-    return [number for number, unit in figures if (unit or "," in number or "." in number) and number not in shown]
-
-
-NUMBER = r"(\d+(?:,\d{3})*(?:\.\d+)?)"
+    counted = [number for number, unit in figures if unit or "," in number or "." in number]
+    return [number for number in counted if number.replace(",", "") not in shown]
