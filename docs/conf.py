@@ -33,6 +33,7 @@ exclude_patterns = [".*", "src", "tests"]
 root_doc = INDEXES[0]
 myst_heading_anchors = 6  # as in the repository, a link may lead to any heading
 autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
 html_theme = "furo"
 nitpicky = True
 # Names of other projects, and classes behind the public ones, which have no page.
@@ -49,7 +50,7 @@ def pages_below() -> dict[str, list[str]]:
     placed = set(INDEXES[:1])
     for index in INDEXES:
         path = ROOT / f"{index}.md"
-        targets = re.findall(r"\]\(([^)\s:#]+)\.md[)#]", path.read_text())
+        targets = re.findall(r"\]\(([^)\s:#]+)\.md\)", path.read_text())
         names = [str((path.parent / each).resolve().relative_to(ROOT)) for each in targets]
         found[index] = [name for name in dict.fromkeys(names) if name not in placed]
         placed.update(found[index])
