@@ -1,7 +1,7 @@
 """Run one test of pytest, as a script on the ghost: ``-m memfit.integrations.pytest_on_ghost ROOT INI NODE``.
 
-Its failure is the script's, so that memfit sees where memory ran out. A test that was skipped did not run:
-that is a failure, too.
+If memory runs out, the script ends with the test's exception, so that memfit sees it. Any other failure is in
+pytest's own output. A test that was skipped did not run: that is a failure, too.
 """
 
 import os
@@ -16,15 +16,18 @@ _NOT_PASSED = 5
 class _Outcome:
     """A plugin that keeps what became of the test."""
 
-    error: BaseException | None = None
+    out_of_memory: BaseException | None = None
     passed = False
 
     def pytest_runtest_makereport(self, item: Any, call: Any) -> None:
-        """Keep the exception of a phase of the test, and whether its call passed."""
-        if call.excinfo is not None:
-            self.error = self.error or call.excinfo.value
-        elif call.when == "call":
-            self.passed = True
+        """Keep whether the test's call passed, and its exception if memory ran out."""
+        from torch import OutOfMemoryError
+
+        if call.excinfo is None:
+            self.passed = self.passed or call.when == "call"
+        elif isinstance(call.excinfo.value, OutOfMemoryError):
+            own = call.excinfo.traceback.cut(path=item.path)  # without pytest's frames
+            self.out_of_memory = call.excinfo.value.with_traceback(own[0]._rawentry)
 
 
 def main() -> None:
@@ -37,8 +40,8 @@ def main() -> None:
     without_workers = ["-p", "no:cacheprovider", *_single_process()]
     outcome = _Outcome()
     code = pytest.main([*configuration, f"--rootdir={root}", *without_workers, node], plugins=[outcome])
-    if outcome.error is not None:
-        raise outcome.error
+    if outcome.out_of_memory is not None:
+        raise outcome.out_of_memory
     if code or not outcome.passed:
         sys.exit(int(code) or _NOT_PASSED)
 

@@ -11,6 +11,7 @@ than the baseline.
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +93,10 @@ class TestOnGhost(pytest.Item):
             result = self._checked()
         finally:
             del os.environ[RUNS_HERE]
-        print(result)
+        shown = replace(result, run=replace(result.run, command=(self.nodeid,)))
+        print(shown)
         if not result.passed:
-            raise GhostTestFailed(f"{result}")
+            raise GhostTestFailed(f"{shown}")
 
     def _checked(self) -> MemoryCheck:
         from memfit import api
@@ -120,7 +122,7 @@ class TestOnGhost(pytest.Item):
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], *args: Any) -> Any:
         """Return memfit's own words, without a traceback through memfit."""
         if isinstance(excinfo.value, GhostTestFailed | MemfitError):
-            return str(excinfo.value)
+            return str(excinfo.value).replace(_MODULE, self.nodeid)
         return super().repr_failure(excinfo, *args)
 
     def reportinfo(self) -> tuple[Path, int | None, str]:

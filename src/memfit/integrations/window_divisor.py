@@ -50,6 +50,7 @@ class WindowDivisor:
         Raises:
             UsageError: the weight is invalid, or only some micro-batches have one.
         """
+        weight = None if weight is None else float(weight)
         if self._window is None:
             self._window = Window(self._planned)
             if weight is not None and _ranks() > 1:
