@@ -19,6 +19,7 @@ import memfit
 import memfit.errors
 
 ROOT = Path(__file__).parents[1]
+TRAINERS = ("accelerate", "lightning", "mmengine", "transformers")
 INDEXES = ("docs/guide/index", "docs/README", "docs/decisions/README", "README", "docs/benchmarks")
 """Pages whose links to other pages make the tree of contents; a page is below the first that links to it."""
 API = "docs/guide/api"
@@ -68,6 +69,7 @@ def api_directives() -> str:
         "Functions": [("function", f"memfit.{value.__name__}") for value in functions],
         "Classes": [("class", f"memfit.{value.__name__}") for value in classes],
         "Results": [("class", f"{value.__module__}.{value.__name__}") for value in dict.fromkeys(results)],
+        "Trainers": [("module", f"memfit.integrations.{name}") for name in TRAINERS],
         "Errors": [("exception", f"{value.__module__}.{value.__name__}") for value in errors],
     }
     return "\n".join(
@@ -86,7 +88,7 @@ def returned_classes(function: Callable[..., object]) -> list[type]:
 
 
 def _directive(kind: str, name: str) -> str:
-    members = "   :members:\n" if kind == "class" else ""
+    members = "   :members:\n" if kind in {"class", "module"} else ""
     return f"```{{eval-rst}}\n.. auto{kind}:: {name}\n{members}```\n"
 
 

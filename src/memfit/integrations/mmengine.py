@@ -1,9 +1,14 @@
 """MMEngine, under a plan: an optimizer wrapper that owns the divisor, and a hook that weighs batches.
 
-custom_imports = dict(imports=["memfit.integrations.mmengine"])
-optim_wrapper = dict(type="PlanOptimWrapper", optimizer=dict(type="AdamW", lr=1e-4),
-                     plan=dict(fp16=dict(loss_scale=512.0), cumulative_iters=4, with_cp=True))
-custom_hooks = [dict(type="BatchWeightHook", weight=count_tokens)]      # only if batches differ
+A configuration file says::
+
+    custom_imports = dict(imports=["memfit.integrations.mmengine"])
+    optim_wrapper = dict(
+        type="PlanOptimWrapper",
+        optimizer=dict(type="AdamW", lr=1e-4),
+        plan=dict(fp16=dict(loss_scale=512.0), cumulative_iters=4, with_cp=True),
+    )
+    custom_hooks = [dict(type="BatchWeightHook", weight=count_tokens)]  # only if batches differ
 """
 
 from collections.abc import Callable, Iterator
