@@ -56,7 +56,7 @@ def main():
     args = parser.parse_args()
 
     torch.manual_seed(0)
-    device = "cuda"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     model = GPT(context=args.context).to(device, getattr(torch, args.dtype))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 

@@ -17,6 +17,7 @@ NEEDS_TORCH = {
     "estimating",
     "ghost",
     "graph",
+    "integrations",
     "recording",
     "run",
     "scaffold",
@@ -92,8 +93,8 @@ def type_checkers_imports():
 
 
 def test_type_checkers_see_the_exported_names():
-    modules = memfit._MODULE_OF_NAME
-    assert sorted(type_checkers_imports()) == [(name, name, modules[name]) for name in memfit.__all__]
+    modules = memfit._MODULE_OF_NAME | dict.fromkeys(memfit._INTEGRATIONS, "memfit.integrations")
+    assert sorted(type_checkers_imports()) == [(name, name, modules[name]) for name in sorted(modules)]
 
 
 @pytest.mark.parametrize("name", sorted({*memfit.__all__} - {"__version__"}))

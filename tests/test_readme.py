@@ -27,11 +27,14 @@ def test_the_readme_shows_what_its_commands_print(tmp_path):
     (tmp_path / "examples").mkdir()
     shutil.copy(ROOT / "examples/gpt.py", tmp_path / "examples")
     runs = list(shown_runs())
-    assert [arguments[0] for arguments, _ in runs] == ["dry-run", "plan", "dry-run", "verify"]
+    assert [arguments[0] for arguments, _ in runs] == ["dry-run", "plan", "dry-run", "verify", "train"]
     for arguments, shown in runs:
         command = [sys.executable, "-m", "memfit", *arguments]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-        printed = [line.rstrip() for line in done.stdout.splitlines()]
+        lines = (
+            done.stderr if arguments[0] == "train" else done.stdout
+        )  # whose standard output is the script's
+        printed = [line.rstrip() for line in lines.splitlines()]
         missing = shown_output.not_printed(shown, printed)
         assert missing == [], f"Copy the new output into README.md:\n{done.stdout}"
 

@@ -13,5 +13,5 @@ arguments = TrainingArguments(
     lr_scheduler_type="constant", save_strategy="no", report_to=[], **memfit.transformers.arguments(PLAN),
 )  # fmt: skip
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-callbacks = [memfit.transformers.PlanCallback(PLAN)]
+callbacks = [memfit.transformers.PlanTrainerCallback(PLAN)]
 Trainer(model, arguments, None, samples(), callbacks=callbacks, optimizers=(optimizer, None)).train()

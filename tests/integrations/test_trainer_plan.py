@@ -49,15 +49,7 @@ def test_parts_that_are_not_equal_are_refused(size):
 
 def test_a_plan_file_says_how_large_batches_are(tmp_path):
     file = tmp_path / "plan.json"
-    divided = {
-        "count": 4,
-        "size": 2,
-        "how": "",
-        "in_loop": [],
-        "by_option": False,
-        "arguments": [],
-        "loader": 0,
-    }
+    divided = {"count": 4, "size": 2, "how": "--batch-size 2, now 8", "where": ""}
     file.write_text(json.dumps({"plan": {"accumulation": {"parts_per_batch": 4}}, "micro_batches": divided}))
     made = TrainerPlan.of(file, "Lightning")
     assert (made.batches_per_update, made.batch_size) == (4, 2)

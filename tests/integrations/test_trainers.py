@@ -62,3 +62,9 @@ def peak(trainer, folder):
 def test_an_example_has_at_most_20_lines_of_code(trainer):
     text = (EXAMPLES / f"with_{trainer}.py").read_text()
     assert sum(bool(line.strip()) for line in text.splitlines()) <= 20
+
+
+@pytest.mark.parametrize("trainer", MORE_THAN_ENGINE)
+def test_the_page_about_trainers_shows_the_examples(trainer):
+    page = (EXAMPLES.parents[1] / "docs/trainers.md").read_text()
+    assert (EXAMPLES / f"with_{trainer}.py").read_text() in page

@@ -11,6 +11,7 @@ from memfit.records import MaxBatch
 from memfit.report.terminal.max_batch import PrintableMaxBatch
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, script_command
+from memfit.run.rank import ALONE, Rank
 from memfit.run.resolve_options import ghost_settings
 from memfit.strategies.trial_run import ghost_runs
 
@@ -25,6 +26,7 @@ def max_batch(  # noqa: PLR0913 - one parameter an option
     module: bool = False,
     gpu: str = DEFAULT,
     in_use: int = 0,
+    rank: Rank = ALONE,
     steps: int | None = STEPS,
     values: str = "",
     on_progress: Callable[[Progress], None] = lambda _: None,
@@ -46,6 +48,7 @@ def max_batch(  # noqa: PLR0913 - one parameter an option
         module: run a module as ``python -m`` does.
         gpu: name of a device in the table (``memfit gpus``).
         in_use: bytes of device memory that other processes hold.
+        rank: of a job on several GPUs: the batch size is that of this rank.
         steps: training steps after which memfit stops each run; None lets it run to its end.
         values: what the ghost returns when the script reads a GPU value, see ``RunOptions.values``.
         on_progress: called about ten times a second.
@@ -58,7 +61,9 @@ def max_batch(  # noqa: PLR0913 - one parameter an option
     >>> max_batch("train.py", budget=8 << 30).largest  # doctest: +SKIP
     17
     """
-    options = RunOptions(module=module, steps=steps, gpu=gpu, memory=budget, in_use=in_use, values=values)
+    options = RunOptions(
+        module=module, steps=steps, gpu=gpu, memory=budget, in_use=in_use, rank=rank, values=values
+    )
     return max_batch_on_ghost(
         script, arguments, options, option=option, multiple=multiple, on_progress=on_progress
     )

@@ -11,7 +11,7 @@ import io
 import sys
 from collections.abc import Sequence
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, Group
 
 from memfit.cli import check, compare, dry_run, gpus, job, max_batch, plan, record, train, verify
 from memfit.cli.allocator import allocator
@@ -27,25 +27,29 @@ from memfit.versions import __version__
 
 _BROKEN_PIPE = 141  # the exit code of a program that SIGPIPE ended
 
+_MORE = Group("More", sort_key=2)
 app = App(
     name="memfit",
+    group_commands=Group("Commands", sort_key=1),
     help="Find out how much GPU memory a training script will use, before you have the GPU.",
     version=__version__,
     result_action="return_value",
     suppress_keyboard_interrupt=False,
 )
-app.command(dry_run.dry_run, name="dry-run", usage=dry_run.USAGE)
-app.command(record.record, usage=record.USAGE)
-app.command(compare.compare, usage=compare.USAGE)
-app.command(check.check, usage=check.USAGE)
-app.command(plan.plan, usage=plan.USAGE)
-app.command(train.train, usage=train.USAGE)
-app.command(verify.verify, usage=verify.USAGE)
-app.command(job.job, usage=job.USAGE)
-app.command(max_batch.max_batch, name="max-batch", usage=max_batch.USAGE)
-app.command(gpus.gpus, usage=gpus.USAGE)
+app.command(dry_run.dry_run, name="dry-run", usage=dry_run.USAGE, sort_key=1)
+app.command(plan.plan, usage=plan.USAGE, sort_key=2)
+app.command(train.train, usage=train.USAGE, sort_key=3)
+app.command(record.record, usage=record.USAGE, group=_MORE)
+app.command(compare.compare, usage=compare.USAGE, group=_MORE)
+app.command(check.check, usage=check.USAGE, group=_MORE)
+app.command(verify.verify, usage=verify.USAGE, group=_MORE)
+app.command(job.job, usage=job.USAGE, group=_MORE)
+app.command(max_batch.max_batch, name="max-batch", usage=max_batch.USAGE, group=_MORE)
+app.command(gpus.gpus, usage=gpus.USAGE, group=_MORE)
 for command in (explain, diff, replay, allocator, pack, doctor):
-    app.command(command)
+    app.command(command, group=_MORE)
+for flag in ("--help", "--version"):
+    app[flag].group = _MORE
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -9,6 +9,7 @@ from memfit.cli.console import progress, write_max_batch
 from memfit.cli.options import GHOST, OUTPUT, TARGET, expect_script, json_file, memory_or_none, script_file
 from memfit.devices import DEFAULT
 from memfit.run.options import STEPS, RunOptions
+from memfit.run.rank import Rank
 
 USAGE = (
     "Usage: memfit max-batch [OPTIONS] SCRIPT.py [ARGS...]\n"
@@ -26,6 +27,9 @@ def max_batch(  # noqa: PLR0913 - one parameter an option
     budget: Annotated[str | None, Parameter(group=TARGET)] = None,
     gpu: Annotated[str, Parameter(group=TARGET)] = DEFAULT,
     in_use: Annotated[str, Parameter(group=TARGET)] = "0",
+    nproc: Annotated[int, Parameter(group=TARGET)] = 1,
+    nnodes: Annotated[int, Parameter(group=TARGET)] = 1,
+    rank: Annotated[int, Parameter(group=TARGET)] = 0,
     option: Annotated[str, Parameter(allow_leading_hyphen=True)] = "",
     multiple: int = 1,
     steps: int = STEPS,
@@ -37,7 +41,8 @@ def max_batch(  # noqa: PLR0913 - one parameter an option
 
     memfit runs the unmodified script on the ghost with one batch size after another, until it fits with one
     and runs out of memory with the next. It sets the batch size through the script's own option, such as
-    --batch-size, or if it has none, where the script creates its DataLoader.
+    --batch-size, or if it has none, where the script creates its DataLoader. With --nproc, the batch size is
+    that of one rank of several, under DDP or FSDP.
 
     Args:
         command: The script and its own arguments.
@@ -46,6 +51,9 @@ def max_batch(  # noqa: PLR0913 - one parameter an option
             with memfit dry-run --memory. By default, the memory of the GPU.
         gpu: The GPU to assume: a name that memfit gpus lists, or a MIG slice such as A100-80GB:1g.10gb.
         in_use: Assume that the desktop or other jobs already use this much GPU memory, for example 1.5GiB.
+        nproc: Run the script as one of this many processes on each machine, as memfit dry-run --nproc does.
+        nnodes: Number of machines.
+        rank: Which of the processes to run, counted from 0 over all machines.
         option: The script's option that sets the batch size, if memfit does not recognise it: --option
             --samples. With a name that ends in =, name and value are one word: --option data.batch=.
         multiple: Look for multiples of this number only.
@@ -65,6 +73,7 @@ def max_batch(  # noqa: PLR0913 - one parameter an option
         gpu=gpu,
         memory=memory_or_none(budget),
         in_use=memory_or_none(in_use) or 0,
+        rank=Rank(rank=rank, nproc=nproc, nnodes=nnodes),
         values=",".join(values),
     )
     with progress(options.steps, reruns=_RUNS) as show:

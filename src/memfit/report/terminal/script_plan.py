@@ -1,5 +1,6 @@
 """A plan for a script, on the terminal: what it needs and costs, and how to train with it."""
 
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.records import Equality, PlanRun, ScriptPlan
-from memfit.records.targets import is_job, typed
+from memfit.records.targets import JOBS, LIBRARY_MODELS, is_job, typed
 from memfit.report.escape import escaped
 from memfit.report.printable import Printable
 from memfit.report.terminal.optimizer_changes import optimizer_changes, optimizer_state
@@ -245,6 +246,14 @@ def _chosen(result: ScriptPlan, chosen: PlanRun) -> Iterator[str]:
 
 
 def _how_to_train(result: ScriptPlan, chosen: PlanRun) -> Iterator[str]:
+    saved = ", saved with -o plan.json"
+    if _trains(result, chosen):
+        by_hand = chosen.divided is not None and not chosen.divided.by_option
+        what = ", micro-batches apart" * by_hand
+        yield f"To train with it{saved}, the script as it is{what}:"
+        saved = ""
+        launcher = f"torchrun --nproc-per-node {result.nproc} -m " * (result.world_size > 1)
+        yield f"    {launcher}memfit train --plan plan.json {escaped(shlex.join(result.command))}"
     if is_job(result.command):
         function = escaped(result.command[1].rpartition(":")[2])
         how = f'engine = memfit.Engine({function}(), "plan.json")  # engine.fit(loader), engine.step(batch)'
@@ -257,7 +266,7 @@ def _how_to_train(result: ScriptPlan, chosen: PlanRun) -> Iterator[str]:
             how = f'memfit.apply(model, "plan.json", optimizer=optimizer)  # before its first step: {models}'
     else:  # it is applied, or changes no model
         return
-    yield "To train with it, saved with -o plan.json, write:"
+    yield f"To train with it in the script{saved}, write:"
     if result.sharded:
         yield from before_sharding()
     yield f"    {how}"
@@ -265,6 +274,15 @@ def _how_to_train(result: ScriptPlan, chosen: PlanRun) -> Iterator[str]:
         yield sharded_optimizer("")
     if result.sharded:
         yield how_to_start(result.nproc)
+
+
+def _trains(result: ScriptPlan, chosen: PlanRun) -> bool:
+    """Return whether ``memfit train`` carries out any of a plan."""
+    if result.sharded or result.command[0] in (JOBS, LIBRARY_MODELS):
+        return False
+    by_option = chosen.divided is not None and chosen.divided.by_option
+    own = chosen.settings.keys() - {"accumulation"}
+    return bool(own or by_option or chosen.fused or chosen.conf)
 
 
 def _how(region: Mapping[str, Any]) -> Iterator[str]:
