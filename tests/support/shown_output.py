@@ -25,7 +25,7 @@ LEFT_OUT = "..."
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FILE = re.compile(r"# (\S+\.py)\n")
 NUMBER = r"(\d+(?:,\d{3})*(?:\.\d+)?)"
-READ_BY_CUDA = {"CUBLAS_WORKSPACE_CONFIG", "PYTORCH_ALLOC_CONF"}
+READ_BY_CUDA = {"CUBLAS_WORKSPACE_CONFIG", "PYTORCH_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING"}
 """Variables that PyTorch reads when CUDA is initialised, which in a fork of a warm process is to come."""
 
 
