@@ -1,5 +1,7 @@
 """A training step recorded operation by operation, on the CPU."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -154,3 +156,19 @@ def test_what_autograd_saves_is_recorded_with_the_operation_whose_backward_reads
     ]
     # A convolution saves its arguments before it runs, sigmoid its result after it.
     assert found == [("convolution", 0, False)] * 2 + [("sigmoid", 1, True)]
+
+
+def test_a_forward_without_a_backward_is_freed():
+    """As that of a generator whose images are detached for the discriminator."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+    recorder = StepOperationRecorder(model)
+    gc.disable()
+    try:
+        recorder.start()
+        images = model(torch.randn(8, 16))
+        end = torch.multiprocessing.reductions.StorageWeakRef(images.untyped_storage())
+        del images
+        assert end.expired()
+    finally:
+        recorder.stop()
+        gc.enable()

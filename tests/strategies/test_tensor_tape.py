@@ -179,6 +179,20 @@ def test_nothing_that_the_backward_does_not_need_stays_after_the_forward():
         gc.enable()
 
 
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_forward_without_a_backward_is_freed(is_kept):
+    """As that of a generator whose images are detached."""
+    x = torch.ones(BIG, requires_grad=True)
+    gc.disable()
+    try:
+        result = run_on_tape(lambda _: is_kept, lambda: (x * 2.0).relu().tanh())
+        end = torch.multiprocessing.reductions.StorageWeakRef(result.untyped_storage())
+        del result
+        assert end.expired()
+    finally:
+        gc.enable()
+
+
 def test_results_that_may_not_be_the_same_again_are_kept():
     x = torch.ones(BIG, requires_grad=True)
 

@@ -127,7 +127,8 @@ class StepOperationRecorder:
             self._calls[self._open[-1]].saves.update(dict.fromkeys(storages))
             for call in self._open:
                 self._calls[call].last_saved = len(self._forward)
-        return tensor
+        # A result refers to the node that is to keep it: without a backward, neither would ever be freed.
+        return tensor if tensor.is_leaf else tensor.detach()
 
     def run(self, operation: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation, and record it."""

@@ -73,7 +73,10 @@ class _Tape:
     def save(self, tensor: torch.Tensor) -> View | Kept:
         """Return what autograd is to keep in place of a tensor."""
         noted = self._noted(tensor) if _is_plain(tensor) else None
-        return Kept(tensor) if noted is None else View(noted, Place.of(tensor))
+        if noted is not None:
+            return View(noted, Place.of(tensor))
+        # A result refers to the node that is to keep it: without a backward, neither would ever be freed.
+        return Kept(tensor if tensor.is_leaf else tensor.detach())
 
     def forget(self) -> None:
         """Forget all storages."""
