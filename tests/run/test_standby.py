@@ -12,61 +12,13 @@ from pathlib import Path
 import pytest
 from forked_runs import difference
 
-from memfit.analysis.script_change import PlannedStrategy, ScriptChange, TrialResult
-from memfit.devices import NO_LIMIT
+from memfit.analysis.script_change import PlannedStrategy, ScriptChange
 from memfit.run.forked_runs import ForkedScript
-from memfit.run.options import RunOptions
-from memfit.run.resolve_options import ghost_settings
 from memfit.run.side_by_side import side_by_side
 from memfit.strategies.script_standbys import ScriptStandbys
-from memfit.strategies.trial_run import run_trial
+from support.standby_runs import LATE, OPTIONS, TRAIN, Runs, script_of
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("warm_scripts")]
-
-OPTIONS = RunOptions(memory=NO_LIMIT)
-LATE = replace(OPTIONS, finish_late=True)
-TRAIN = """
-    import atexit, os, random, sys, threading, torch
-    model = torch.nn.Linear(256, 512).to("cuda")
-    optimizer = torch.optim.AdamW(model.parameters())
-    BEFORE
-    for step in range(3):
-        model(torch.randn(8, 256, device="cuda")).sum().backward()
-        optimizer.step()
-        kept = torch.empty(SIZE, device="cuda")
-"""
-
-
-def script_of(folder, before="pass", size="1", after=""):
-    """Write a script that trains; return its path."""
-    path = folder / "script.py"
-    text = textwrap.dedent(TRAIN).replace("BEFORE", before).replace("SIZE", size)
-    path.write_text(text + after)
-    return str(path)
-
-
-class Runs:
-    """Runs of one script with its standbys."""
-
-    def __init__(self, script, standbys):
-        self._script, self._standbys = script, standbys
-        self.forked, self.why_whole = False, ""
-        """Whether the last run was forked, and why not."""
-
-    def run(self, options=OPTIONS, change=ScriptChange()):  # noqa: B008 - frozen
-        ghost = ghost_settings(options, 24 << 30)
-        found = run_trial((self._script,), options, ghost, change, self._note, self._standbys)
-        assert isinstance(found, TrialResult), found
-        return found
-
-    def whole(self, options=OPTIONS, change=ScriptChange()):  # noqa: B008 - frozen
-        """Run the whole script, whatever the standby."""
-        ghost = ghost_settings(options, 24 << 30)
-        return run_trial((self._script,), options, ghost, change, lambda _: None)
-
-    def _note(self, progress):
-        self.forked, self.why_whole = progress.forked, progress.unforked
-
 
 DRAWN = "1 + random.randrange(1 << 20)"
 READ = "int(numbers.readline())"

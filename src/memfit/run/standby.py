@@ -37,8 +37,13 @@ if TYPE_CHECKING:
 MOST_BYTES = 1 << 16
 """Of one message."""
 _INTERVAL = 0.02  # seconds between two looks at a fork
-_SIGNALS = {signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
-"""What the standby does on a signal: on Ctrl-C, memfit ends it."""
+_SIGNALS = {
+    signal.SIGINT: signal.SIG_IGN,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+    signal.SIGCHLD: signal.SIG_DFL,
+}
+"""What the standby does on a signal: on Ctrl-C, memfit ends it; only it collects the ends of its forks."""
 
 
 class StandbyMessage(msgspec.Struct, omit_defaults=True):
@@ -119,13 +124,21 @@ class StandbyFork:
         ctypes.CDLL(None).fflush(None)
         state = random.getstate()
         with ctrl_c_held():
-            is_standby = self._fork_standby()
+            try:
+                is_standby = self._fork_standby()
+            except OSError as error:  # too many processes, or too little memory
+                self._send(StandbyMessage(declined=f"its process could not be forked ({error.strerror})"))
+                is_standby = False
             if is_standby:
                 _set_handlers(_SIGNALS)
         if not is_standby:
             self._channel.close()
             return
-        path = self._serve()
+        try:
+            path = self._serve()
+        except BaseException:  # noqa: BLE001 - the script might catch it, and go on here
+            kill_descendants(os.getpid())
+            os._exit(1)
         repair(state, files)
         _set_handlers(handlers)
         self._go_on(path, self._called)
@@ -135,7 +148,11 @@ class StandbyFork:
         """Return whether this is the standby, and no longer the script's process."""
         between = self._forked()
         if between == 0:
-            if self._forked():
+            try:
+                standby = self._forked()
+            except OSError:
+                os._exit(1)  # not back into the script: this process is not it
+            if standby:
                 os._exit(0)
             return True
         try:

@@ -1,0 +1,41 @@
+"""Standbys of scripts that stand in their way: nothing goes on as the script that is not the script."""
+
+from pathlib import Path
+
+import pytest
+
+from memfit.strategies.script_standbys import ScriptStandbys
+from support.standby_runs import Runs, script_of
+
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("warm_scripts")]
+
+
+def test_a_standby_collects_the_ends_of_its_forks_itself(tmp_path):
+    ignored = "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)"
+    with ScriptStandbys() as standbys:
+        runs = Runs(script_of(tmp_path, ignored), standbys)
+        for forked in (False, True, True):
+            runs.run()
+            assert runs.forked == forked
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_fork_that_cannot_be_made_leaves_the_script_alone(tmp_path, number):
+    """They are made in the script's process, in that between it and the standby, and in the standby."""
+    before = f"""
+sys.excepthook = lambda *_: open(__file__ + '.raised', 'w')
+def fork(real=os.fork, calls=[]):
+    calls.append(None)
+    if len(calls) == {number}:
+        raise BlockingIOError(11, 'no more processes')
+    return real()
+os.fork = fork
+"""
+    script = script_of(tmp_path, before)
+    with ScriptStandbys() as standbys:
+        runs = Runs(script, standbys)
+        for _ in range(2):
+            runs.run()
+            assert not runs.forked
+        assert ("no more processes" in runs.why_whole) == (number == 1)
+    assert not Path(f"{script}.raised").exists()
