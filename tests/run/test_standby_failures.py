@@ -1,11 +1,13 @@
 """Standbys of scripts that stand in their way: nothing goes on as the script that is not the script."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from memfit.analysis.summary import summarize
 from memfit.strategies.script_standbys import ScriptStandbys
-from support.standby_runs import Runs, script_of
+from support.standby_runs import OPTIONS, Runs, script_of
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("warm_scripts")]
 
@@ -39,3 +41,20 @@ os.fork = fork
             assert not runs.forked
         assert ("no more processes" in runs.why_whole) == (number == 1)
     assert not Path(f"{script}.raised").exists()
+
+
+def test_a_script_that_has_met_the_end_of_memory_starts_anew_with_more(tmp_path):
+    before = """
+def cache(size):
+    try:
+        return torch.empty(size << 30, dtype=torch.uint8, device='cuda')
+    except torch.OutOfMemoryError:
+        return cache(size // 2)
+held = cache(8)"""
+    with ScriptStandbys() as standbys:
+        runs = Runs(script_of(tmp_path, before), standbys)
+        small = runs.run(replace(OPTIONS, memory=6 << 30))
+        large = runs.run()
+        assert not runs.forked
+        assert "memory has run out" in runs.why_whole
+    assert [summarize(each.trace).peak_allocated >> 30 for each in (small, large)] == [4, 8]

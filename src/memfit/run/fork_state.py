@@ -61,6 +61,18 @@ def obstacle() -> str:
     return "" if _unmark_bad_fork() is not None else "this PyTorch cannot use CUDA in a fork"
 
 
+def shortage() -> str:
+    """Return that memory has run out, if so: with more of it, the script would have gone on otherwise."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        for device in range(torch.cuda.device_count()):
+            stats = torch.cuda.memory_stats(device)
+            if stats["num_ooms"] or stats["num_alloc_retries"]:
+                return "GPU memory has run out before the script trained"
+    return ""
+
+
 def open_files(others: Iterable[int]) -> tuple[list[OpenFile], str]:
     """Return this process's files, and why they cannot all be separated; ``others`` are left alone."""
     found = []

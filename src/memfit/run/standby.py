@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from memfit.run.fork_state import obstacle, open_files, repair
+from memfit.run.fork_state import obstacle, open_files, repair, shortage
 from memfit.run.interruption import ctrl_c_held, release_ctrl_c
 from memfit.run.output import flush_output
 from memfit.run.process_tree import kill_descendants
@@ -116,7 +116,7 @@ class StandbyFork:
         handlers = {number: signal.getsignal(number) for number in _SIGNALS}
         if None in handlers.values():
             unsafe = "the script has a signal handler of a library"
-        if why := obstacle() or unsafe:
+        if why := obstacle() or unsafe or shortage():
             self._send(StandbyMessage(declined=why))
             self._channel.close()
             return
