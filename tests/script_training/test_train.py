@@ -88,6 +88,22 @@ def test_the_peak_is_that_of_a_dry_run_under_the_plan(python, plan_file, tmp_pat
     assert float(line) > 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_peak_of_a_whole_training_is_that_of_a_dry_run_under_the_plan(
+    python, plan_file, tmp_path, script
+):
+    arguments, settings = SCRIPTS[script]
+    settings = {name: given for name, given in settings.items() if name != "offload"}  # its copies race
+    command = ["--plan", plan_file(settings), "--", EXAMPLES / script, *arguments]
+    dry_run = python("-m", "memfit", "dry-run", "--to-end", "--json", "run.json", *command, on="")
+    assert dry_run.code == 0, dry_run.err
+    predicted = json.loads((tmp_path / "run.json").read_text())["peak"]["allocated"]
+    trained = python("-m", "memfit", "train", *command, on="ghost")
+    assert trained.code == 0, trained.err
+    assert f"peak allocated {predicted:,} B" in trained.out
+
+
 PRINTS = """
     import os, sys, torch
     model = torch.nn.Sequential(torch.nn.Linear(4, 4)).to("cuda")
