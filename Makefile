@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 C_FOLDERS := src tests
 
-.PHONY: demo test test-slow test-fast browser docs guide lint format check clean
+.PHONY: demo test test-slow test-fast browser docs guide wheel lint format check clean
 
 demo: $(READY)  # a GPT of GPT-2 small's size runs out of a small card's memory; a plan makes it fit
 	$(BIN)/memfit dry-run --memory 6GiB examples/gpt.py
@@ -40,6 +40,13 @@ docs: $(READY)  # docs/cli.md and docs/settings.md, from the code
 guide: $(READY)  # all pages and the API reference as one site: build/guide/docs/guide/index.html
 	$(BIN)/python -m pip install --quiet -e '.[docs]'
 	$(BIN)/sphinx-build -q -W --keep-going -c docs -b html . build/guide
+
+wheel: $(READY)  # built, installed into an environment of its own, and tried
+	rm -rf dist build/wheel
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	$(PYTHON) -m venv build/wheel
+	build/wheel/bin/python -m pip install --quiet --no-compile $(PINS) dist/*.whl
+	cd build/wheel && bin/memfit doctor && bin/memfit dry-run --fail $(CURDIR)/examples/linear1024.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

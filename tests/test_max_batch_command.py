@@ -90,3 +90,22 @@ def test_fail_is_for_a_script_that_fits_with_no_batch(tmp_path):
     done = memfit("max-batch", "--budget", "530MiB", "--fail", script)
     assert done.returncode == 1, done.stderr
     assert done.stdout.startswith("NO BATCH FITS   batch size 1 needs ")
+
+
+@pytest.mark.slow
+def test_the_batch_of_a_rank_is_the_largest_beside_the_buckets_of_ddp(tmp_path):
+    script = script_in(tmp_path)
+    wrapped = "optimizer = torch.optim"
+    script.write_text(
+        script.read_text().replace(
+            wrapped,
+            "torch.distributed.init_process_group()\n"
+            f"network = nn.parallel.DistributedDataParallel(network)\n{wrapped}",
+        )
+    )
+    found = largest("--nproc", "2", script)
+    n = found["largest"]
+    for size, fits in ((n, True), (n + 1, False)):
+        ranks = ("--nproc", "2", "--memory", BUDGET)
+        done = memfit("dry-run", *ranks, "--json", "-", script, "--batch-size", size)
+        assert (json.loads(done.stdout)["verdict"] != "out of memory") == fits
