@@ -65,7 +65,7 @@ def shortage() -> str:
     """Return that memory has run out, if so: with more of it, the script would have gone on otherwise."""
     import torch
 
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         for device in range(torch.cuda.device_count()):
             stats = torch.cuda.memory_stats(device)
             if stats["num_ooms"] or stats["num_alloc_retries"]:
