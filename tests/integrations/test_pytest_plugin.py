@@ -39,10 +39,10 @@ def run(tmp_path):
     """Return a function that runs pytest on tests of ``TESTS`` in a folder of their own."""
     file = tmp_path / "test_memory.py"
 
-    def call(*arguments, tests=TESTS):
+    def call(*arguments, tests=TESTS, folder="."):
         file.write_text(tests)
         command = [sys.executable, "-m", "pytest", "-q", *arguments]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        return subprocess.run(command, cwd=tmp_path / folder, capture_output=True, text=True, check=False)
 
     return call
 
@@ -71,6 +71,14 @@ def test_a_test_that_fails_or_is_skipped_on_the_ghost_does_not_pass(run):
     assert done.returncode == 1
     assert "2 failed" in done.stdout
     assert "assert 1 == 2" in done.stdout
+
+
+def test_the_project_s_own_options_do_not_keep_a_chosen_test_from_running(run, tmp_path):
+    (tmp_path / "pytest.ini").write_text('[pytest]\naddopts = --ff -m "not fits"\n')
+    (tmp_path / "folder").mkdir()
+    tests = TESTS.replace("weight.sum()", "import os\n    assert os.path.basename(os.getcwd()) == 'folder'")
+    done = run("-m", "fits", "-k", "that_fits", "--memfit-update", "..", tests=tests, folder="folder")
+    assert "1 passed" in done.stdout
 
 
 def test_invalid_arguments_of_the_mark_are_named(run):

@@ -4,8 +4,8 @@ If memory runs out, the script ends with the test's exception, so that memfit se
 pytest's own output. A test that was skipped did not run: that is a failure, too.
 """
 
-import os
 import sys
+import tempfile
 from typing import Any
 
 RUNS_HERE = "MEMFIT_TEST_ON_GHOST"
@@ -35,11 +35,13 @@ def main() -> None:
     import pytest
 
     root, ini, node = sys.argv[1:]
-    os.chdir(root)
-    configuration = ["-c", ini] if ini else []
-    without_workers = ["-p", "no:cacheprovider", *_single_process()]
+    configuration = ["-c", f"{root}/{ini}"] if ini else []
     outcome = _Outcome()
-    code = pytest.main([*configuration, f"--rootdir={root}", *without_workers, node], plugins=[outcome])
+    with tempfile.TemporaryDirectory() as cache:
+        # The project's addopts hold here, too; but its -m and -k chose tests already, and the cache is its
+        # own process's.
+        chosen = ["-m", "", "-k", "", "-o", f"cache_dir={cache}", *_single_process(), f"{root}/{node}"]
+        code = pytest.main([*configuration, f"--rootdir={root}", *chosen], plugins=[outcome])
     if outcome.out_of_memory is not None:
         raise outcome.out_of_memory
     if code or not outcome.passed:
