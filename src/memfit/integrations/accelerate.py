@@ -87,13 +87,22 @@ class Accelerator(_Accelerator):
 
     @contextmanager
     def accumulate(self, *models: torch.nn.Module) -> Iterator[None]:
-        """Run one micro-batch; see Accelerate."""
+        """Run one micro-batch; see Accelerate.
+
+        Raises:
+            UsageError: the last micro-batch of a window ran no backward.
+        """
         self._in_accumulate, self._went_backward = True, False
         try:
             with super().accumulate(*models):
                 yield
         finally:
             self._in_accumulate = False
+        if self.sync_gradients and self._divisor.done:
+            raise UsageError(
+                "The last micro-batch of a window ran no accelerator.backward, and so the window was divided "
+                "by too many. To leave one out, call backward(loss, weight=0), and give the others weights."
+            )
 
     def backward(self, loss: torch.Tensor, weight: float | None = None, **arguments: Any) -> None:
         """Run backward from a micro-batch's mean loss.
@@ -104,16 +113,17 @@ class Accelerator(_Accelerator):
             arguments: of ``Tensor.backward``.
 
         Raises:
-            UsageError: a micro-batch runs a second backward, or one outside ``accumulate``.
+            UsageError: a micro-batch of several runs a second backward, or one outside ``accumulate``.
         """
         if self.plan.batches_per_update > 1 and not self._in_accumulate:
             raise UsageError(
                 f"The plan gathers {self.plan.batches_per_update} batches. Write the loop's body inside "
                 "`with accelerator.accumulate(model):`."
             )
-        if self._in_accumulate and self._went_backward:
+        if self.plan.batches_per_update > 1 and self._went_backward:
             raise UsageError(
-                "accelerator.backward was called twice for one micro-batch. Add the losses, and call it once."
+                "accelerator.backward was called twice for one micro-batch. Add the losses, and call it "
+                "once; with two optimizers, leave accumulation out of the plan."
             )
         self._went_backward = True
         root = self._divisor.divided(loss, weight)

@@ -9,6 +9,7 @@ from memfit.errors import UsageError
 from memfit.integrations.extras import needs_extra
 from memfit.integrations.trainer_plan import TrainerPlan
 from memfit.integrations.window_divisor import WindowDivisor
+from memfit.strategies.apply import revert
 
 with needs_extra("lightning"):
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -67,6 +68,7 @@ class PlanCallback(Callback):
         self.plan = TrainerPlan.of(plan, "Lightning", batch_size)
         self._weight_of = weight
         self._weight: float | None = None
+        self._applied = False
         self._divisor = WindowDivisor(self.plan.batches_per_update)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -93,6 +95,13 @@ class PlanCallback(Callback):
         if trainer.gradient_clip_val:
             self.plan.refuse_in_backward("gradient_clip_val")
         self.plan.apply_to_model(pl_module)
+        self._applied = True
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Take the plan off the model, which may be fitted again; its next optimizers are new ones."""
+        if self._applied:
+            revert(pl_module)
+        self._applied = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Apply the plan to the optimizers, and check the loader."""

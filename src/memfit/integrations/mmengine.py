@@ -35,7 +35,8 @@ with needs_extra("mmengine"):
 class PlanOptimWrapper(OptimWrapper):
     """MMEngine's ``OptimWrapper`` and ``AmpOptimWrapper`` in one, which carry out a plan.
 
-    The runner's first call applies the plan to the model and the optimizer. Windows go on from one epoch to
+    The runner's first call applies the plan to the model and the optimizer; in an ``OptimWrapperDict``, the
+    first ``optim_context`` does, to the model that it is given. Windows go on from one epoch to
     the next; the last one of a training run may have fewer batches, as may one inside which a run resumed.
 
     Args:
@@ -67,6 +68,7 @@ class PlanOptimWrapper(OptimWrapper):
         if clip_grad is not None:
             self.plan.refuse_in_backward("clip_grad")
         super().__init__(optimizer, self.plan.batches_per_update, clip_grad)
+        self._applied = False
         self.weight: float | None = None
         """Of the next batch; None if all count the same."""
         self._divisor = WindowDivisor(self.plan.batches_per_update)
@@ -79,9 +81,16 @@ class PlanOptimWrapper(OptimWrapper):
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
         """Apply the plan; MMEngine's runner calls this before the first batch."""
         super().initialize_count_status(model, init_counts, max_counts)
+        self._apply(model)
+
+    def _apply(self, model: nn.Module) -> None:
+        """Apply the plan to the model and the optimizer, once: a runner may train again."""
+        if self._applied:
+            return
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         self.plan.apply_to_model(inner)
         self.plan.apply_to_optimizer(self.optimizer, [inner])
+        self._applied = True
 
     def update_params(
         self,
@@ -89,7 +98,16 @@ class PlanOptimWrapper(OptimWrapper):
         step_kwargs: dict[str, Any] | None = None,
         zero_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Run backward from a batch's mean loss, and update if that fills the window."""
+        """Run backward from a batch's mean loss, and update if that fills the window.
+
+        Raises:
+            UsageError: the plan was not applied, because the forward ran outside ``optim_context``.
+        """
+        if not self._applied:
+            raise UsageError(
+                "The plan is not applied to a model yet. Run the forward inside `with "
+                "optim_wrapper.optim_context(model):`, as MMEngine's train_step does."
+            )
         root = self._divisor.divided(loss, self.weight)
         if root is None:
             self._inner_count += 1
@@ -115,6 +133,7 @@ class PlanOptimWrapper(OptimWrapper):
     @contextmanager
     def optim_context(self, model: nn.Module) -> Iterator[None]:
         """Run a forward under autocast, without synchronization in all batches of a window but the last."""
+        self._apply(model)
         dtype = None if self.plan.dtype in (None, "fp32") else getattr(torch, DTYPES[self.plan.dtype])
         with (
             super().optim_context(model),

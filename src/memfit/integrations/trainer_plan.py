@@ -79,7 +79,10 @@ class TrainerPlan:
             steps, size = _loader(accumulation, trainer, size)
         dtype, scale = _autocast(plan.precision, trainer)
         changes = replace(plan, sharding=None, accumulation=None, precision=None)
-        return cls(trainer, changes, steps, size, dtype, scale, configuration.max_grad_norm)
+        made = cls(trainer, changes, steps, size, dtype, scale, configuration.max_grad_norm)
+        if made.max_grad_norm is not None:
+            made.refuse_in_backward("max_grad_norm")
+        return made
 
     def apply_to_model(self, model: nn.Module) -> None:
         """Apply the plan to a model, before the trainer wraps it.

@@ -13,9 +13,12 @@ import torch
 from memfit.api import estimate as _estimate
 from memfit.devices import DEFAULT
 from memfit.errors import UsageError
+from memfit.estimating.training_step import OptimizerCopy
 from memfit.integrations.extras import needs_extra
 from memfit.integrations.trainer_plan import TrainerPlan
 from memfit.random_state import get_random_state, set_random_state
+from memfit.strategies.apply_to_optimizer import apply_to_optimizer
+from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.precision import LossScale
 
 with needs_extra("transformers"):
@@ -105,7 +108,8 @@ def fits(trainer: Trainer, gpu: str = "", *, memory: int | None = None) -> bool:
 def estimate(trainer: Trainer, gpu: str = "", *, memory: int | None = None) -> "Estimate":
     """Return the GPU memory that a trainer's training would use, as ``memfit.estimate`` does for a model.
 
-    The first batches of its loader, its optimizer, accumulation and autocast are run on the ghost. The
+    The first batches of its loader, its optimizer (as the plan of its ``PlanTrainerCallback`` changes it),
+    accumulation and autocast are run on the ghost. The
     trainer's own calls (evaluation, saving, its callbacks) are not: for these, dry-run the script.
 
     Args:
@@ -139,7 +143,7 @@ def estimate(trainer: Trainer, gpu: str = "", *, memory: int | None = None) -> "
             trainer.model,
             window,
             loss=WindowLoss(trainer.accelerator.mixed_precision, trainer.model_accepts_loss_kwargs),
-            optimizer=trainer.create_optimizer(),
+            optimizer=_planned(trainer),
             memory=memory,
             gpu=gpu or DEFAULT,
         )
@@ -177,6 +181,31 @@ class WindowLoss:
             if batch is not batches[-1]:
                 loss.backward()  # type: ignore[no-untyped-call]
         return loss
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedOptimizer:
+    """Creates, on the ghost, a trainer's optimizer as a plan changes it when training begins."""
+
+    unchanged: OptimizerCopy
+    model: torch.nn.Module
+    state: OptimizerState
+
+    def __call__(self, parameters: Any) -> torch.optim.Optimizer:
+        """Return the optimizer of the model's parameters."""
+        optimizer = self.unchanged.make()
+        apply_to_optimizer(optimizer, [self.model], self.state)
+        return optimizer
+
+
+def _planned(trainer: Trainer) -> "torch.optim.Optimizer | PlannedOptimizer":
+    """Return a trainer's optimizer; if a callback has a plan for it, what creates the planned one."""
+    optimizer: torch.optim.Optimizer = trainer.create_optimizer()
+    for callback in trainer.callback_handler.callbacks:
+        state = callback.plan.changes.optimizer_state if isinstance(callback, PlanTrainerCallback) else None
+        if state is not None:
+            return PlannedOptimizer(OptimizerCopy.of(optimizer), trainer.model, state)
+    return optimizer
 
 
 def _trainer_plan(plan: Any, batch_size: int | None) -> TrainerPlan:
