@@ -36,8 +36,8 @@ class PlanOptimWrapper(OptimWrapper):
     """MMEngine's ``OptimWrapper`` and ``AmpOptimWrapper`` in one, which carry out a plan.
 
     The runner's first call applies the plan to the model and the optimizer; in an ``OptimWrapperDict``, the
-    first ``optim_context`` does, to the model that it is given. Windows go on from one epoch to
-    the next; the last one of a training run may have fewer batches, as may one inside which a run resumed.
+    first ``optim_context`` does, to the model that it is given. Windows go on from one epoch to the next; the
+    last one of a training run may have fewer batches, as may one inside which a run resumed.
 
     Args:
         optimizer: the model's.

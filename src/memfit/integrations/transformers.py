@@ -109,8 +109,8 @@ def estimate(trainer: Trainer, gpu: str = "", *, memory: int | None = None) -> "
     """Return the GPU memory that a trainer's training would use, as ``memfit.estimate`` does for a model.
 
     The first batches of its loader, its optimizer (as the plan of its ``PlanTrainerCallback`` changes it),
-    accumulation and autocast are run on the ghost. The
-    trainer's own calls (evaluation, saving, its callbacks) are not: for these, dry-run the script.
+    accumulation and autocast are run on the ghost. The trainer's own calls (evaluation, saving, its
+    callbacks) are not: for these, dry-run the script.
 
     Args:
         trainer: as for ``fits``.

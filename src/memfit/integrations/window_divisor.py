@@ -60,6 +60,11 @@ class WindowDivisor:
                 "A micro-batch has weight 0, but with several ranks each must run a backward. Leave such "
                 "batches out of the data."
             )
+        if self._window.done and self._window.weighted != (weight is not None):
+            raise UsageError(
+                "In this window some micro-batches have a weight and others do not. Give one to each, or to "
+                "none."
+            )
         return self._window.add(loss, weight)
 
     def close(self, parameters: Iterable[nn.Parameter]) -> None:
