@@ -127,6 +127,7 @@ def test_a_combination_gives_the_predicted_figures(dry_run):
     assert then["verdict"] == "fits"
 
 
+@pytest.mark.slow
 def test_the_scripts_own_options_are_found_and_tried(dry_run):
     """The option for the batch size makes parts of a batch, together with two lines in the loop."""
     run = dry_run(TRAIN_WITH_OPTIONS, options=("--advise", "--memory", "2GiB"))

@@ -19,6 +19,7 @@ def benchmark():
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", ["gan", "amp_gradscaler"])
 def test_saved_tensors_parameters_gradients_and_state_are_equal_to_the_byte(benchmark, example, tmp_path):
     found = benchmark.compare(ROOT / f"examples/{example}.py", tmp_path)

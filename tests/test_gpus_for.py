@@ -32,6 +32,7 @@ def on(cards, monkeypatch, script):
     return api.gpus_on_ghost(script, (), RunOptions(), Allowed(), lambda _: None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_scripts")
 def test_each_gpu_gets_a_plan_if_the_script_does_not_fit_it(tmp_path, monkeypatch):
     script = tmp_path / "train.py"

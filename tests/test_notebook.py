@@ -18,7 +18,7 @@ def cells():
 def test_the_cells_of_the_notebook_run(tmp_path):
     install, *rest = cells()
     assert install.startswith("%pip install")
-    program = "".join(rest) + "print(result.verdict)\n"
+    program = "\n".join([*rest, "print(result.verdict)\n"])
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
     )

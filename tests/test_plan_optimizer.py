@@ -102,6 +102,7 @@ def test_a_script_that_clips_gradients_gets_another_plan_and_the_reason(script, 
     assert f"clip_grad_norm_ (train.py:{line})" in refused.stderr
 
 
+@pytest.mark.slow
 def test_fewer_bits_only_where_they_are_allowed(script, tmp_path):
     _, found, printed = planned(
         tmp_path, script, "--allow", "8bit", "--budget", "1.15GiB", arguments=("--clip",)

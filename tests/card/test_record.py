@@ -12,6 +12,7 @@ STEPS = TRAIN + "    for _ in range(5): step()\n"
 CARD_IS_HERE = os.path.exists("/dev/nvidia0")  # noqa: PTH110 - a device, not a file
 
 
+@pytest.mark.slow
 def test_a_recording_equals_the_dry_run_and_is_marked_as_a_rehearsal(record, dry_run):
     run, predicted = record(STEPS + "    print('the end')\n"), dry_run(STEPS).answer
     assert run.code == 0, run.err

@@ -95,6 +95,7 @@ def test_the_line_says_up_to_which_length_batches_fit(dry_run):
     assert f"up to about 2 x {limited['fits_length']} x 64 would fit." in tight.out
 
 
+@pytest.mark.slow
 @warm
 def test_the_example_fits_for_three_steps_and_runs_out_with_its_longest_batch(dry_run):
     script = EXAMPLE.read_text()

@@ -64,6 +64,7 @@ def test_weights_synthesized_from_the_configuration_have_the_same_bytes(dry_run,
         assert "zero weights in torch.float32." in notes[1]["text"]  # which the script asks for
 
 
+@pytest.mark.slow
 def test_without_a_dtype_in_the_configuration_no_figure_is_exact(dry_run, checkpoint):
     file = checkpoint / "config.json"
     original = file.read_text()

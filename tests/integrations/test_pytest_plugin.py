@@ -57,6 +57,7 @@ def test_a_test_that_does_not_fit_fails_with_what_it_needs_and_where_memory_ran_
     assert 'torch.ones(1 << 28, device="cuda")' in done.stdout
 
 
+@pytest.mark.slow
 def test_a_test_passes_until_it_needs_more_than_its_baseline(run):
     assert "There is no baseline" in run("-k", "that_fits").stdout
     assert run("-k", "that_fits", "--memfit-update").returncode == 0
@@ -73,6 +74,7 @@ def test_a_test_that_fails_or_is_skipped_on_the_ghost_does_not_pass(run):
     assert "assert 1 == 2" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_project_s_own_options_do_not_keep_a_chosen_test_from_running(run, tmp_path):
     (tmp_path / "pytest.ini").write_text('[pytest]\naddopts = --ff -m "not fits"\n')
     (tmp_path / "folder").mkdir()

@@ -80,6 +80,7 @@ def order(epoch=0):
     return torch.randperm(48, generator=torch.Generator().manual_seed(epoch)).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "then"), [("ddp", "fsdp2"), ("zero1", "zero1"), ("fsdp2", "fsdp2")])
 def test_two_ranks_continue_as_four_and_as_one_with_the_samples_that_are_left(
     two, four, mode, then, tmp_path
