@@ -61,10 +61,10 @@ def test_changes_of_the_model_are_what_is_left_of_the_plan():
     assert (made.dtype, made.max_grad_norm) == ("bf16", 1.0)
 
 
-def gradient(divisor, losses, weights=None, *, close=True):
-    """Return the gradient of one parameter after a window of losses, of which each is a factor of it."""
+def gradient(divisor, factors, weights=None, *, close=True):
+    """Return the gradient of a parameter after a window whose losses are the parameter times each factor."""
     parameter = nn.Parameter(torch.ones(()))
-    for index, factor in enumerate(losses):
+    for index, factor in enumerate(factors):
         root = divisor.divided(parameter * factor, None if weights is None else weights[index])
         if root is not None:
             root.backward()

@@ -52,8 +52,8 @@ class Accelerator(_Accelerator):
                     "mixed_precision is the plan's: leave it out, or leave precision out of the plan."
                 )
             arguments["mixed_precision"] = "no" if self.plan.dtype == "fp32" else self.plan.dtype
-        if self.plan.dtype == "fp16":
-            scaling = GradScalerKwargs(**self.plan.scaler_arguments())
+        if self.plan.loss_scale is not None:
+            scaling = GradScalerKwargs(**self.plan.loss_scale.scaler_arguments())
             arguments["kwargs_handlers"] = [*(arguments.get("kwargs_handlers") or ()), scaling]
         super().__init__(**arguments)
         if self.distributed_type in _UNSUPPORTED:

@@ -39,9 +39,9 @@ def arguments(
     found: dict[str, Any] = {"accumulate_grad_batches": made.batches_per_update, "callbacks": [callback]}
     if made.max_grad_norm is not None:
         found["gradient_clip_val"] = made.max_grad_norm
-    if made.dtype == "fp16":
+    if made.loss_scale is not None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        scaler = torch.amp.GradScaler(device, **made.scaler_arguments())
+        scaler = torch.amp.GradScaler(device, **made.loss_scale.scaler_arguments())
         made.hold_static(scaler)
         found["plugins"] = [MixedPrecision("16-mixed", device, scaler)]
     elif made.dtype is not None:

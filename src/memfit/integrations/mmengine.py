@@ -23,7 +23,7 @@ from memfit.errors import UsageError
 from memfit.integrations.extras import needs_extra
 from memfit.integrations.trainer_plan import TrainerPlan
 from memfit.integrations.window_divisor import WindowDivisor
-from memfit.strategies.precision import DTYPES, device_type
+from memfit.strategies.precision import DTYPES, LossScale, device_type
 
 with needs_extra("mmengine"):
     from mmengine.hooks import Hook
@@ -73,8 +73,9 @@ class PlanOptimWrapper(OptimWrapper):
         """Of the next batch; None if all count the same."""
         self._divisor = WindowDivisor(self.plan.batches_per_update)
         self._device = next(each.device.type for group in optimizer.param_groups for each in group["params"])
+        scale = self.plan.loss_scale
         self.loss_scaler = torch.amp.GradScaler(
-            self._device, **self.plan.scaler_arguments(), enabled=self.plan.dtype == "fp16"
+            self._device, **(scale or LossScale()).scaler_arguments(), enabled=scale is not None
         )
         self.plan.hold_static(self.loss_scaler)
 
@@ -151,7 +152,7 @@ class PlanOptimWrapper(OptimWrapper):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the states; a static loss scale stays as set."""
         scale = state_dict.pop("loss_scaler", None)
-        if scale and self.loss_scaler.is_enabled() and not self.plan.is_static:
+        if scale and self.loss_scaler.is_enabled() and not (self.plan.loss_scale or LossScale()).is_static:
             self.loss_scaler.load_state_dict(scale)
         super().load_state_dict(state_dict)
 

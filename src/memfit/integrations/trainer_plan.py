@@ -28,7 +28,7 @@ from memfit.strategies.precision import Dtype, LossScale, Precision
 
 @dataclass(frozen=True, slots=True)
 class TrainerPlan:
-    """A plan for a trainer: what memfit applies, and what the trainer is told to do."""
+    """A plan for a trainer: what memfit applies, and which settings of the trainer carry out the rest."""
 
     trainer: str
     """Its name, for errors."""
@@ -105,24 +105,9 @@ class TrainerPlan:
         for model in models[:1]:
             on_revert(model, undo)
 
-    def scaler_arguments(self) -> dict[str, Any]:
-        """Return the arguments of ``torch.amp.GradScaler`` for the plan's loss scale."""
-        scale = self.loss_scale or LossScale()
-        return {
-            "init_scale": scale.init_scale,
-            "growth_factor": max(scale.growth_factor, 1.0 + 1e-9),  # GradScaler takes no 1.0
-            "backoff_factor": scale.backoff_factor,
-            "growth_interval": scale.growth_interval,
-        }
-
-    @property
-    def is_static(self) -> bool:
-        """Whether the plan's loss scale never changes."""
-        return self.loss_scale is not None and self.loss_scale.mode == "static"
-
     def hold_static(self, scaler: torch.amp.GradScaler) -> None:
         """Have the trainer's scaler keep its scale, if that of the plan is static."""
-        if self.is_static and self.loss_scale is not None:
+        if self.loss_scale is not None and self.loss_scale.is_static:
             scaler.update = partial(scaler.update, self.loss_scale.init_scale)  # type: ignore[method-assign]
 
     def expect_loader(self, loader: Any) -> None:

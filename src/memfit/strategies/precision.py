@@ -49,6 +49,20 @@ class LossScale:
             if not holds:
                 raise UsageError(f"loss_scale: '{name}' must be {what}, not {getattr(self, name)!r}.")
 
+    @property
+    def is_static(self) -> bool:
+        """Whether the scale never changes."""
+        return self.mode == "static"
+
+    def scaler_arguments(self) -> dict[str, Any]:
+        """Return the arguments of ``torch.amp.GradScaler``, which has no static scale: ``update`` sets it."""
+        return {
+            "init_scale": self.init_scale,
+            "growth_factor": max(self.growth_factor, 1.0 + 1e-9),  # GradScaler takes no 1.0
+            "backoff_factor": self.backoff_factor,
+            "growth_interval": self.growth_interval,
+        }
+
     @classmethod
     def of(cls, value: "LossScale | float | str | Mapping[str, Any]") -> "LossScale":
         """Read ``512.``, ``"dynamic"``, or ``dict(init_scale=512., mode="dynamic")``.

@@ -61,18 +61,8 @@ class LossScaler:
     def __init__(self, settings: LossScale | None, device: str, ranks: OneRank) -> None:
         self._settings, self._ranks = settings, ranks
         self._warned = False
-        self._static = settings is not None and settings.mode == "static"
-        self._scaler = (
-            None
-            if settings is None
-            else _GradScaler(
-                device,
-                init_scale=settings.init_scale,
-                growth_factor=max(settings.growth_factor, 1.0 + 1e-9),  # GradScaler takes no 1.0
-                backoff_factor=settings.backoff_factor,
-                growth_interval=settings.growth_interval,
-            )
-        )
+        self._static = settings is not None and settings.is_static
+        self._scaler = None if settings is None else _GradScaler(device, **settings.scaler_arguments())
 
     @property
     def scale(self) -> float | None:
