@@ -3,6 +3,7 @@
 import io
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -335,6 +336,15 @@ def test_the_result_prints_and_is_valid_json():
     assert again.plan == found.chosen.settings
     assert again.needs == found.chosen.needs
     assert len(again.tried) == len(found.tried)
+
+
+def test_what_to_run_and_write_names_the_file_of_the_plan_quoted():
+    found = replace(planned(Script(), 0.7), command=("train.py", "--name", "a b"))
+    text = io.StringIO()
+    print_plan(found, Console(file=text, width=200, highlight=False, markup=False), Path('my "8GiB".json'))
+    assert """memfit train --plan 'my "8GiB".json' train.py --name 'a b'""" in text.getvalue()
+    assert r"""memfit.apply(model, "my \"8GiB\".json")""" in text.getvalue()
+    assert "-o plan.json" not in text.getvalue()
 
 
 def test_log_probabilities_are_named_with_a_plan_if_they_are_much():

@@ -1,6 +1,7 @@
 """What the commands print, and where: results on standard output, progress on standard error."""
 
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -124,15 +125,16 @@ def write_plan(
         write_bytes(path, to_json(plan) + b"\n")
         ranks = f"--nproc {plan.nproc} " * (plan.nproc > 1) + f"--nnodes {plan.nnodes} " * (plan.nnodes > 1)
         ranks += "--all-ranks " * (plan.world_size > 1)
-        print(escaped(f"Plan: {path}  (memfit dry-run {ranks}--plan {path} SCRIPT)"), file=sys.stderr)
+        command = f"memfit dry-run {ranks}--plan {shlex.quote(str(path))} SCRIPT"
+        print(escaped(f"Plan: {path}  ({command})"), file=sys.stderr)
 
     def write_page(path: Path) -> None:
         from memfit.report.html.plan_page import plan_page
 
-        write_bytes(path, plan_page(plan).encode(errors="replace"))
+        write_bytes(path, plan_page(plan, output).encode(errors="replace"))
 
     files: list[Output] = [(output, write_file), (html, write_page)]
-    _write(lambda: to_json(plan), json, lambda console: print_plan(plan, console), files)
+    _write(lambda: to_json(plan), json, lambda console: print_plan(plan, console, output), files)
 
 
 def write_verification(result: "Verification", json: str | None) -> None:

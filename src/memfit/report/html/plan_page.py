@@ -1,6 +1,7 @@
 """Assemble the page of a plan: its chart, every plan that ran, and what to change. It needs no script."""
 
 from html import escape
+from pathlib import Path
 from string import Template
 
 from memfit.records import Provenance, ScriptPlan
@@ -13,11 +14,12 @@ from memfit.report.terminal.script_plan import plan_details, plan_name, plan_ver
 from memfit.units import format_gib
 
 
-def plan_page(result: ScriptPlan) -> str:
+def plan_page(result: ScriptPlan, file: Path | None = None) -> str:
     """Return the page of a plan as one HTML file that works offline, in the light or dark of the system.
 
     Args:
         result: what was found.
+        file: where the plan is written, if it is.
 
     Returns:
         The text of the file.
@@ -42,13 +44,13 @@ def plan_page(result: ScriptPlan) -> str:
             _row(words, number, each, result.budget) for number, each in enumerate(drawn_plans(result))
         ),
         rule=escape(result.rule),
-        details="\n".join(_text(words, line) for line in _lines(result)),
+        details="\n".join(_text(words, line) for line in _lines(result, file)),
         versions=_text(words, " · ".join(f"{name} {version}" for name, version in result.versions.items())),
     )
 
 
-def _lines(result: ScriptPlan) -> list[str]:
-    return "\n".join(plan_details(result)).strip().splitlines() or ["Nothing."]
+def _lines(result: ScriptPlan, file: Path | None) -> list[str]:
+    return "\n".join(plan_details(result, file)).strip().splitlines() or ["Nothing."]
 
 
 def _class(kind: PlanKind) -> str:

@@ -1,9 +1,11 @@
 """A plan for a script, on the terminal: what it needs and costs, and how to train with it."""
 
+import json
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -49,8 +51,14 @@ class PrintableScriptPlan(Printable, ScriptPlan):
         print_plan(self, console)
 
 
-def print_plan(result: ScriptPlan, console: Console) -> None:
-    """Print what a plan needs and costs, and what it changes."""
+def print_plan(result: ScriptPlan, console: Console, file: Path | None = None) -> None:
+    """Print what a plan needs and costs, and what it changes.
+
+    Args:
+        result: the plan.
+        console: the terminal.
+        file: where the plan is written, if it is.
+    """
     parts = [
         escaped(typed(result.command)[0]),
         escaped(result.device.name),
@@ -62,7 +70,7 @@ def print_plan(result: ScriptPlan, console: Console) -> None:
     console.print(_table(result))
     if result.policies:
         console.print()
-    for line in [*(chart_lines(result) if result.policies else ()), *plan_details(result)]:
+    for line in [*(chart_lines(result) if result.policies else ()), *plan_details(result, file)]:
         console.print(Text(line))
 
 
@@ -171,8 +179,13 @@ def plan_name(run: PlanRun) -> str:
     return ", ".join(named) or "as written"
 
 
-def plan_details(result: ScriptPlan) -> Iterator[str]:
-    """Yield what to change in the script, and what else there is to say about the answer."""
+def plan_details(result: ScriptPlan, file: Path | None = None) -> Iterator[str]:
+    """Yield what to change in the script, and what else there is to say about the answer.
+
+    Args:
+        result: the plan.
+        file: where the plan is written, if it is.
+    """
     chosen = result.chosen
     if result.world_size > 1:
         yield from _ranks(result)
@@ -197,7 +210,7 @@ def plan_details(result: ScriptPlan) -> Iterator[str]:
         yield f"\nTimes are assumed: {result.rule}."
         yield "Marked as too slow: the fastest plan found that fits. A higher --max-slowdown permits it."
     if chosen is not None and chosen.changes:
-        yield from _chosen(result, chosen)
+        yield from _chosen(result, chosen, file)
 
 
 def _ranks(result: ScriptPlan) -> Iterator[str]:
@@ -217,7 +230,7 @@ def _ranks(result: ScriptPlan) -> Iterator[str]:
     yield "Of ranks whose allocations were alike as written, one ran under each plan."
 
 
-def _chosen(result: ScriptPlan, chosen: PlanRun) -> Iterator[str]:
+def _chosen(result: ScriptPlan, chosen: PlanRun, file: Path | None) -> Iterator[str]:
     other_kernels = chosen.compiled and chosen.equality is Equality.ROUNDING
     left = result.budget - chosen.needs.bytes
     if left < result.uncertainty:
@@ -242,28 +255,30 @@ def _chosen(result: ScriptPlan, chosen: PlanRun) -> Iterator[str]:
             f"That leaves out what GPUs send each other: about {now} from each in a step{against} (assumed: "
             "rings of NCCL, and no overlap)."
         )
-    yield from _how_to_train(result, chosen)
+    yield from _how_to_train(result, chosen, file)
 
 
-def _how_to_train(result: ScriptPlan, chosen: PlanRun) -> Iterator[str]:
-    saved = ", saved with -o plan.json"
+def _how_to_train(result: ScriptPlan, chosen: PlanRun, file: Path | None) -> Iterator[str]:
+    saved = ", saved with -o plan.json" * (file is None)
+    name = str(file or "plan.json")
+    quoted = escaped(json.dumps(name, ensure_ascii=False))
     if _trains(result, chosen):
         by_hand = chosen.divided is not None and not chosen.divided.by_option
         what = ", micro-batches apart" * by_hand
         yield f"To train with it{saved}, the script as it is{what}:"
         saved = ""
         launcher = f"torchrun --nproc-per-node {result.nproc} -m " * (result.world_size > 1)
-        yield f"    {launcher}memfit train --plan plan.json {escaped(shlex.join(result.command))}"
+        yield f"    {launcher}memfit train --plan {escaped(shlex.join([name, *result.command]))}"
     if is_job(result.command):
         function = escaped(result.command[1].rpartition(":")[2])
-        how = f'engine = memfit.Engine({function}(), "plan.json")  # engine.fit(loader), engine.step(batch)'
+        how = f"engine = memfit.Engine({function}(), {quoted})  # engine.fit(loader), engine.step(batch)"
     elif result.models:
         models = escaped(", ".join(result.models))
-        how = f'memfit.apply(model, "plan.json")  # before the optimizer is created: {models}'
+        how = f"memfit.apply(model, {quoted})  # before the optimizer is created: {models}"
         if result.sharded:
             how = f"model = {how}"
         elif "optimizer_state" in chosen.settings:
-            how = f'memfit.apply(model, "plan.json", optimizer=optimizer)  # before its first step: {models}'
+            how = f"memfit.apply(model, {quoted}, optimizer=optimizer)  # before its first step: {models}"
     else:  # it is applied, or changes no model
         return
     yield f"To train with it in the script{saved}, write:"
