@@ -27,6 +27,17 @@ def test_clipping_and_steps_in_the_backward_are_refused_in_every_trainer(trainer
         TrainerPlan.of({"optimizer_state": {"step_in_backward": True}, "max_grad_norm": 1.0}, trainer)
 
 
+def test_float16_on_a_cpu_is_refused_where_a_trainer_would_train_in_float32(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    plan = {"precision": "fp16"}
+    with pytest.raises(UsageError, match="Accelerate would silently train in float32"):
+        memfit.accelerate.Accelerator(plan, cpu=True)
+    arguments = TrainingArguments(tmp_path, use_cpu=True, **memfit.transformers.arguments(plan))
+    with pytest.raises(UsageError, match="Trainer would silently train in float32"):
+        Trainer(layer()[0], arguments, callbacks=[memfit.transformers.PlanTrainerCallback(plan)])
+
+
 def test_accelerate_trains_two_models_with_two_backwards_if_nothing_is_accumulated():
     accelerator = memfit.accelerate.Accelerator({}, cpu=True)
     (one, steps_one), (two, steps_two) = layer(), layer()

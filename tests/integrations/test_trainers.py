@@ -24,7 +24,7 @@ holds the batches of a whole window."""
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Return, by trainer, the parameters that its example trains on the CPU."""
+    """Return, by dtype and trainer, the parameters that its example trains on the CPU."""
     file = tmp_path_factory.mktemp("cpu") / "trained.pt"
     command = [sys.executable, PROGRAM, file, "engine", *MORE_THAN_ENGINE]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -34,10 +34,20 @@ def trained(tmp_path_factory):
 
 @pytest.mark.parametrize("trainer", MORE_THAN_ENGINE)
 def test_parameters_equal_those_of_the_engine_with_a_partial_window_and_token_weights(trained, trainer):
-    engine, other = trained["engine"], trained[trainer]
-    assert other.keys() == engine.keys()
-    for name, parameter in engine.items():
-        torch.testing.assert_close(other[name], parameter, rtol=0, atol=2.4e-7, msg=name)
+    assert difference(trained["float32"]["engine"], trained["float32"][trainer]) <= 2.4e-7
+
+
+@pytest.mark.parametrize("trainer", MORE_THAN_ENGINE)
+def test_under_autocast_they_are_equal_bit_for_bit_if_windows_are_full(trained, trainer):
+    # Trainer divides by all tokens of a window from the start, so that bfloat16 rounds other gradients.
+    allowed = 1e-4 if trainer == "transformers" else 0.0
+    assert difference(trained["bfloat16"]["engine"], trained["bfloat16"][trainer]) <= allowed
+
+
+def difference(parameters, others):
+    """Return the largest difference of two models' parameters."""
+    assert parameters.keys() == others.keys()
+    return max((parameter - others[name]).abs().max().item() for name, parameter in parameters.items())
 
 
 @pytest.fixture(scope="module")

@@ -61,11 +61,7 @@ class Accelerator(_Accelerator):
                 f"memfit.accelerate.Accelerator does not support {self.distributed_type.value}, which "
                 "divides and steps by itself. Use accelerate's Accelerator, or DDP or FSDP."
             )
-        if self.plan.dtype == "fp16" and self.scaler is None:
-            raise UsageError(
-                f"Accelerate would silently train in float32: it has no fp16 on {self.device.type}. Use bf16 "
-                "in the plan, or memfit.Engine."
-            )
+        self.plan.expect_float16(self.device)
         if self.scaler is not None:
             self.plan.hold_static(self.scaler)
 

@@ -84,6 +84,18 @@ class TrainerPlan:
             made.refuse_in_backward("max_grad_norm")
         return made
 
+    def expect_float16(self, device: torch.device) -> None:
+        """Refuse float16 where Accelerate, or a trainer that uses it, silently trains in float32.
+
+        Raises:
+            UsageError: the plan has float16, and the device is a CPU.
+        """
+        if self.dtype == "fp16" and device.type == "cpu":
+            raise UsageError(
+                f"{self.trainer} would silently train in float32: it has no fp16 on cpu. Use bf16 in the "
+                "plan, or memfit.Engine."
+            )
+
     def apply_to_model(self, model: nn.Module) -> None:
         """Apply the plan to a model, before the trainer wraps it.
 

@@ -79,6 +79,7 @@ class PlanTrainerCallback(TrainerCallback):
                     f"The plan needs {name}={value!r}, but the trainer has {name}={getattr(args, name)!r}. "
                     "Write TrainingArguments(..., **memfit.transformers.arguments(plan))."
                 )
+        self.plan.expect_float16(args.device)
         if args.gradient_checkpointing and self.plan.changes.checkpointing is not None:
             raise UsageError(
                 "Both the plan and the trainer's gradient_checkpointing recompute activations. Leave out one."
