@@ -7,6 +7,7 @@ VENV ?= .venv
 PINS := torch==2.14.1 torchvision==0.29.1
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
+PAGES := $(VENV)/.installed-pages
 C_FOLDERS := src tests
 
 .PHONY: demo test test-slow test-fast browser docs guide wheel lint format check clean
@@ -29,16 +30,14 @@ test-slow: $(READY)  # what is left out there: similar to other tests, or random
 test-fast: $(READY)  # the tests that start no process
 	$(BIN)/pytest -n 2 -m "not process"
 
-browser: $(READY)  # the report's pages in Chromium (on Debian: apt-get install chromium); make test skips them otherwise
-	$(BIN)/python -m pip install --quiet -e '.[browser]'
+browser: $(PAGES)  # the report's pages in Chromium (on Debian: apt-get install chromium); make test skips them otherwise
 	$(BIN)/pytest tests/report/test_html_browser.py tests/report/test_html_views.py
 
 docs: $(READY)  # docs/cli.md and docs/settings.md, from the code
 	$(BIN)/python docs/generate_cli.py
 	$(BIN)/python docs/generate_settings.py
 
-guide: $(READY)  # all pages and the API reference as one site: build/guide/docs/guide/index.html
-	$(BIN)/python -m pip install --quiet -e '.[docs]'
+guide: $(PAGES)  # all pages and the API reference as one site: build/guide/docs/guide/index.html
 	$(BIN)/sphinx-build -q -W --keep-going -c docs -b html . build/guide
 
 wheel: $(READY)  # built, installed into an environment of its own, and tried
@@ -72,4 +71,8 @@ $(READY): pyproject.toml Makefile
 		|| { echo "$(PYTHON) cannot make environments. Install its venv module (on Debian: python3-venv)." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(PINS) -e '.[dev,examples]'
+	@touch $@
+
+$(PAGES): $(READY)  # what builds the guide, and what opens pages in a browser
+	$(BIN)/python -m pip install --quiet -e '.[docs,browser]'
 	@touch $@

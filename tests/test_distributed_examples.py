@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples" / "distributed"
 FORKED_RANKS = Path(__file__).parent / "support" / "forked_ranks.py"
 WITH_MEMFIT = {"digits.py"}
 """Tested in test_training_examples.py."""
-SAMPLE = {"ddp.py", "fsdp2.py", "mp_spawn.py"}
+SAMPLE = {"ddp.py", "fsdp2.py"}
 """The scripts that CI runs on the ghost; `make test-slow` runs the others."""
 SCRIPTS = sorted({path.name for path in EXAMPLES.glob("*.py")} - WITH_MEMFIT)
 RANKS_ON_THE_GHOST = {"pipeline.py": 7}

@@ -291,6 +291,7 @@ def test_each_line_adds_what_a_real_gpu_added(script, real, tmp_path):
     assert {line: added[line] for line in real} == real
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_the_optimizers_temporaries_equal_those_on_a_real_gpu(tmp_path):
     run = dry_run(tmp_path, "--steps", "1000", EXAMPLES / "linear1024.py", CUBLAS_WORKSPACE_CONFIG=":0:0")

@@ -22,6 +22,7 @@ def test_the_job_of_a_script_needs_what_the_script_needs(tmp_path):
     assert "exists, and may be your own work" in again.stderr
 
 
+@pytest.mark.slow
 def test_a_loop_of_a_library_is_refused(tmp_path):
     done = memfit("job", "-o", tmp_path / "job.py", EXAMPLES / "hf_trainer.py")
     assert done.returncode == 3

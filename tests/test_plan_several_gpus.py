@@ -74,6 +74,7 @@ def most_of(ranks):
     return tuple(max(rank["peak"][name]["most"] for rank in ranks) for name in ("allocated", "process"))
 
 
+@pytest.mark.slow
 def test_a_script_for_one_gpu_is_sharded_as_far_as_it_must_be_and_needs_what_the_plan_says(tmp_path):
     script, plan = written(tmp_path, ON_ONE_GPU, 64, 1024), tmp_path / "plan.json"
     text, found = planned(script, 1750, plan)

@@ -51,6 +51,7 @@ def verified(folder, plan, *, seed="", dropout=0.0, run=verify_on_cpu, **more):
     return done.returncode, json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_recomputation_is_verified_bit_for_bit(tmp_path):
     plan = {"checkpointing": {"regions": [{"modules": ["0"]}, {"modules": ["1"], "split_at": ["1"]}]}}
     code, found = verified(tmp_path, plan, dropout=0.5)

@@ -210,6 +210,7 @@ def test_a_fork_of_the_script_writes_no_result(dry_run):
     assert run.answer["steps"] == 2
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_script_and_keeps_the_trace(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

@@ -10,6 +10,7 @@ PARENT = """
 """
 
 
+@pytest.mark.slow
 def test_a_failing_child_that_used_the_gpu_makes_the_run_incomplete_and_is_named(dry_run, tmp_path):
     (tmp_path / "worker.py").write_text(
         "import torch\nx = torch.ones(1 << 28, device='cuda')\nraise RuntimeError('boom')\n"

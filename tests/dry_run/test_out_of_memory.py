@@ -170,6 +170,7 @@ def test_workspaces_that_pytorch_itself_does_without_are_not_errors_that_the_scr
     assert without not in dry_run(script, options=("--notes",)).out
 
 
+@pytest.mark.slow
 def test_an_engine_that_divides_its_batch_fits(dry_run):
     script = """
         import torch, memfit

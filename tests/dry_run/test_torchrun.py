@@ -117,6 +117,7 @@ def test_stages_of_a_pipeline_infer_their_shapes_from_each_other(torchrun):
     assert {"512 64", "(32, 512) 128 512"} <= set(done.stdout.splitlines()), done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_rank_that_fails_is_reported_and_ends_the_others(torchrun):
     script = f"""{JOIN}

@@ -225,6 +225,7 @@ print(answer.run.peak_place.phase, answer.breakdown["parameters"].bytes, answer.
 """
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_classes_and_switches_of_an_interactive_session_are_sent(tmp_path):
     done = subprocess.run(

@@ -106,6 +106,7 @@ def test_a_script_behind_torchrun_runs_as_the_rank_that_is_named(tmp_path):
     assert (twice.returncode, "Two numbers of processes" in twice.stderr) == (2, True)
 
 
+@pytest.mark.slow
 def test_a_script_that_joins_a_group_of_two_is_refused_and_does_not_wait(dry_run):
     script = """
         import os, torch

@@ -157,7 +157,9 @@ CHECKPOINTED = PlannedStrategy("checkpointing", ())
 OFFLOADED = PlannedStrategy("offload", (("what", "inputs"), ("min_bytes", 0)))
 
 
-@pytest.mark.parametrize("strategies", [(CHECKPOINTED,), (CHECKPOINTED, OFFLOADED)])
+@pytest.mark.parametrize(
+    "strategies", [(CHECKPOINTED,), pytest.param((CHECKPOINTED, OFFLOADED), marks=pytest.mark.slow)]
+)
 def test_strategies_are_applied_in_a_fork_as_when_the_optimizer_was_created(tmp_path, strategies):
     with ScriptStandbys() as standbys:
         runs = Runs(script_of(tmp_path, BLOCKS), standbys)

@@ -83,6 +83,7 @@ def test_a_rank_delivers_what_it_puts_in_a_queue_and_the_others_end_well(dry_run
     assert run.out.splitlines()[1:3] == ["got 1", "exit codes [0, 0, 0]"]
 
 
+@pytest.mark.slow
 @pytest.mark.warm
 def test_the_scripts_own_process_may_be_a_rank_and_need_not_be_the_one_that_runs(dry_run):
     script = f"""{FORKS}

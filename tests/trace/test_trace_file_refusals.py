@@ -75,6 +75,7 @@ def test_a_trace_truncated_anywhere_is_refused(file):
         refused(file)
 
 
+@pytest.mark.slow
 def test_changing_any_byte_never_yields_another_trace(file, trace):
     """A changed file is refused, unless the zip format ignores the changed byte."""
     whole = file.read_bytes()

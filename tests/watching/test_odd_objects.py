@@ -1,5 +1,7 @@
 """A post-mortem skips live objects that raise when inspected."""
 
+import pytest
+
 from memfit.allocator.timeline import timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import breakdown_at
@@ -49,6 +51,7 @@ ODD = """
 """
 
 
+@pytest.mark.slow
 def test_a_post_mortem_skips_objects_that_raise(rehearse, tmp_path):
     done = rehearse(WATCHED + ODD)
     assert done.returncode == 0, done.stderr

@@ -104,7 +104,7 @@ def rows_at_the_end(trace):
     return found, {row.name: row.bytes for row in found.rows[GroupBy.CATEGORY] if row.bytes}
 
 
-@pytest.mark.parametrize("labels", [False, True])
+@pytest.mark.parametrize("labels", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_post_mortem_names_what_held_the_memory(rehearse, tmp_path, labels):
     done = rehearse(WATCHED + FAILS.replace("LABELS", str(labels)))
     assert done.returncode == 1

@@ -38,6 +38,7 @@ COMPARED = """
 """
 
 
+@pytest.mark.slow
 def test_steps_are_compared_with_their_prediction(dry_run, rehearse):
     predicted = dry_run(WATCHED + COMPARED, options=("-o", "run.memfit"))
     assert predicted.code == 0
