@@ -110,3 +110,33 @@ def test_the_estimate_of_a_trainer_has_the_optimizer_of_its_plan(tmp_path):
     assert of_state < 4 * model.num_parameters()  # in 32 bits: 8 bytes each
     assert trainer.optimizer is None
     assert "torchao" not in type(trainer.create_optimizer()).__module__
+
+
+@pytest.mark.slow
+def test_trainer_resumes_under_a_plan_as_if_it_had_gone_on(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    class Regression(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+
+        def forward(self, features, labels):
+            return {"loss": (self.layers(features) - labels).square().mean()}
+
+    def trained(checkpoint=None):
+        plan = {"checkpointing": ["layers"], "batches_per_update": 2}
+        settings = memfit.transformers.arguments(plan) | {"report_to": [], "save_steps": 3, "use_cpu": True}
+        arguments = TrainingArguments(str(tmp_path), per_device_train_batch_size=2, **settings)
+        callbacks = [memfit.transformers.PlanTrainerCallback(plan)]
+        trainer = Trainer(Regression(), arguments, None, rows, callbacks=callbacks)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return trainer.model.state_dict(), trainer.state.global_step
+
+    features = torch.randn(14, 4)  # 7 batches, and so windows of 2, 2, 2 and 1 in each epoch
+    rows = [{"features": row, "labels": row.sum().view(1)} for row in features]
+    parameters, steps = trained()
+    resumed, steps_in_all = trained(str(tmp_path / "checkpoint-3"))
+    assert steps == steps_in_all == 12
+    assert all(torch.equal(resumed[name], parameters[name]) for name in parameters)
