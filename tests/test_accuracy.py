@@ -5,6 +5,7 @@ The figures, their sources and the allowed deviations are in benchmarks/accuracy
 """
 
 import importlib.util
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,9 @@ from support import warm_process
 pytestmark = pytest.mark.process
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+RESULTS = (BENCHMARKS / "results" / "accuracy-torch-2.14.1.md").read_text()
+FIGURE = r"(?<![\d.,])\d[\d,]{3,}|\d+\.\d\d(?!\d)"
+"""A large integer, or a number with two decimals."""
 
 
 def load():
@@ -58,6 +62,18 @@ def test_the_figure_equals_that_of_a_real_card(row, runs):
     extra = row.then  # the run that matches the author's; the benchmark shows the other
     result = accuracy.RowResult(row, row.ours(runs, then=bool(extra)), None)
     assert result.met, f"{result.today:.3f} {row.unit}, published {row.theirs:.3f}: {result.difference:+.2f}"
+    if not extra:
+        assert f"| {' | '.join((row.set, *accuracy.cells(result)))} |" in RESULTS
+
+
+def test_every_figure_of_the_readme_s_table_is_one_of_the_results():
+    text = (BENCHMARKS.parent / "README.md").read_text()
+    table = text.partition("| training on a real card |")[2].partition("\n\n")[0]
+    figures = [
+        figure for row in table.splitlines()[2:] for figure in re.findall(FIGURE, row.split("|", 2)[2])
+    ]
+    assert len(figures) >= 14
+    assert [each for each in figures if each not in re.findall(FIGURE, RESULTS)] == []
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.set} {row.what}")
