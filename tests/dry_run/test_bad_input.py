@@ -50,7 +50,7 @@ def test_a_sigterm_to_memfit_ends_the_script_as_well(tmp_path):
         (("--memory", "1MiB", "script.py"), 2, "context"),
         (("-o", "no/such/folder/run.memfit", "script.py"), 2, "does not exist"),
         ((), 2, "No script given. Run memfit dry-run SCRIPT.py"),
-        (("--json", "script.py"), 2, "--json took script.py as the name of the file to write. Write memfit"),
+        (("--json", "script.py"), 2, "--json took script.py as its file. Write memfit"),
         (("--values", "float=blue", "--values", "int=2", "script.py"), 2, "blue"),
         (("--memory", "12", "script.py"), 2, "'12' has no unit, so it means 12 bytes. If you mean GiB,"),
         (("notebook.ipynb",), 2, "jupyter nbconvert --to python notebook.ipynb\n    sed -i "),

@@ -152,6 +152,11 @@ def test_a_script_sees_what_it_sees_under_python_but_for_the_allocators_settings
     [
         ("sys.exit(7)", 7, ""),
         ("raise ValueError('here')", 1, 'Traceback (most recent call last):\n  File "{script}", line 6'),
+        (
+            "import signal; signal.raise_signal(signal.SIGINT)",
+            130,
+            'Traceback (most recent call last):\n  File "{script}", line 6',
+        ),
     ],
 )
 def test_a_script_ends_as_under_python(train, plan_file, tmp_path, end, code, says):

@@ -28,7 +28,7 @@ def expect_script(name: str, command: Sequence[str], files: Mapping[str, str | P
     Args:
         name: the command's.
         command: the script and its arguments.
-        files: by option, the files to write: one may have taken the script.
+        files: by option, its file: one may have taken the script.
 
     Raises:
         UsageError: it has none.
@@ -38,7 +38,7 @@ def expect_script(name: str, command: Sequence[str], files: Mapping[str, str | P
     for option, file in files.items():
         if str(file).endswith(".py"):
             raise UsageError(
-                f"No script given: {option} took {file} as the name of the file to write. Write "
+                f"No script given: {option} took {file} as its file. Write "
                 f"memfit {name} {option} FILE {file}."
             )
     raise UsageError(f"No script given. Run memfit {name} SCRIPT.py [ARGS...], or use -m MODULE.")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from memfit.ctrl_c import INTERRUPTED
 from memfit.ghost.patching.after_import import after_import
 from memfit.planning.plan_file import PlanFile, read_plan
 from memfit.report.escape import escaped
@@ -56,11 +57,11 @@ def main() -> None:
     after_import("torch", _watch(settings, plan, command, carried_out).start)
     try:
         run_as_main(command + carried_out.arguments, module=settings.module)
-    except (SystemExit, KeyboardInterrupt):
+    except SystemExit:
         raise
     except BaseException as error:  # noqa: BLE001 - as Python does
         print_as_python_does(error, __file__)
-        sys.exit(1)
+        sys.exit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
     finally:
         lines.end()
 
