@@ -74,7 +74,7 @@ def test_an_engine_under_the_plan_allocates_what_the_plan_says_to_the_byte(plann
     plan, text = planned
     found = json.loads(plan.read_text())
     assert f"{job}/job.py:make_job · A100-80GB" in text
-    assert 'engine = memfit.Engine(make_job(), "plan.json")' in text
+    assert f'engine = memfit.Engine(make_job(), "{plan}")' in text
     assert found["allocated"] == allocated("--plan", plan, f"{job}/job.py:make_job", *BATCH)
     assert found["allocated"] == allocated(f"{job}/train.py", plan)
     assert found["allocated"] < found["as_written"]["allocated"]
