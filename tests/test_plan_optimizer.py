@@ -69,7 +69,7 @@ def test_a_budget_below_what_the_optimizer_needs_is_kept_bit_for_bit(script, tmp
     assert found["plan"] == {"optimizer_state": {"step_in_backward": True}}
     assert (found["equality"], found["time"]) == ("bit for bit", 1.0)
     assert "recomputed" not in printed  # an update alone allocates more than the budget
-    assert 'memfit.apply(model, "plan.json", optimizer=optimizer)  # before its first step' in printed
+    assert f'memfit.apply(model, "{file}", optimizer=optimizer)  # before its first step' in printed
     under_plan = peak("--plan", file, script)
     assert under_plan["allocated"] == found["allocated"]
     outside = under_plan["process"] - under_plan["reserved"]  # the CUDA context
