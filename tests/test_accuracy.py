@@ -18,7 +18,7 @@ pytestmark = pytest.mark.process
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 RESULTS = (BENCHMARKS / "results" / "accuracy-torch-2.14.1.md").read_text()
-FIGURE = r"(?<![\d.,])\d[\d,]{3,}|\d+\.\d\d(?!\d)"
+NUMBER = r"(?<![\d.,])\d[\d,]{3,}|\d+\.\d\d(?!\d)"
 """A large integer, or a number with two decimals."""
 
 
@@ -70,10 +70,10 @@ def test_every_figure_of_the_readme_s_table_is_one_of_the_results():
     text = (BENCHMARKS.parent / "README.md").read_text()
     table = text.partition("| training on a real card |")[2].partition("\n\n")[0]
     figures = [
-        figure for row in table.splitlines()[2:] for figure in re.findall(FIGURE, row.split("|", 2)[2])
+        figure for row in table.splitlines()[2:] for figure in re.findall(NUMBER, row.split("|", 2)[2])
     ]
     assert len(figures) >= 14
-    assert [each for each in figures if each not in re.findall(FIGURE, RESULTS)] == []
+    assert [each for each in figures if each not in re.findall(NUMBER, RESULTS)] == []
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.set} {row.what}")
