@@ -35,6 +35,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from operator_samples import call, database, describe, first_line, has_backward, samples, signature
+
 from memfit.devices import find_device
 from memfit.ghost.build.runtime_library import build
 from memfit.ghost.device import GhostDevice
@@ -115,19 +117,19 @@ class Trial:
         count = self._compared = 0
         name = op.formatted_name
         kind = str(dtype).removeprefix("torch.")
-        grad = dtype in op.supported_backward_dtypes("cuda") and op.supports_autograd
+        grad = has_backward(op, dtype)
         try:
             where = "creating samples"
             on_cpu = None
             references = References(op, dtype, self._most, grad=grad)
-            for count, sample in enumerate(islice(_samples(op, "cuda:0", dtype, grad), self._most), 1):
+            for count, sample in enumerate(islice(samples(op, "cuda:0", dtype, grad), self._most), 1):
                 where = f"sample {count}"
                 on_cpu = references.like(sample)
                 self._one(op, sample, on_cpu, grad=grad)
             torch.cuda.synchronize()
         except Exception as error:  # noqa: BLE001 - any exception of an operator is its outcome
             gaps = self._gaps()
-            text = f"{where}: {type(error).__name__}: {_first_line(error)}"
+            text = f"{where}: {type(error).__name__}: {first_line(error)}"
             if gaps:
                 return OperatorResult(name, kind, "refused", count, text=f"{', '.join(gaps)} ({text})")
             if self._show:
@@ -145,12 +147,12 @@ class Trial:
 
     def _one(self, op: "OpInfo", sample: "SampleInput", on_cpu: "SampleInput | None", *, grad: bool) -> None:
         before = self._values.last_reads()
-        found = _call(op, sample, backward=grad)
+        found = _described_call(op, sample, backward=grad)
         stand_ins = [read for read in self._values.last_reads() if all(read is not other for other in before)]
         if on_cpu is None:
             return
         try:
-            expected = _call(op, on_cpu, backward=grad)
+            expected = _described_call(op, on_cpu, backward=grad)
         except Exception:  # noqa: BLE001 - some operators have no CPU kernel for some dtypes
             return
         if found == expected:
@@ -164,68 +166,22 @@ class References:
 
     def __init__(self, op: "OpInfo", dtype: "torch.dtype", most: int, *, grad: bool) -> None:
         self._by_signature: dict[str, list[SampleInput]] = {}
-        for sample in islice(_samples(op, "cpu", dtype, grad), 2 * most):
-            self._by_signature.setdefault(_signature(sample), []).append(sample)
+        for sample in islice(samples(op, "cpu", dtype, grad), 2 * most):
+            self._by_signature.setdefault(signature(sample), []).append(sample)
 
     def like(self, sample: "SampleInput") -> "SampleInput | None":
         """Remove and return a CPU sample with the same shapes and arguments; None if there is none."""
-        alike = self._by_signature.get(_signature(sample))
+        alike = self._by_signature.get(signature(sample))
         return alike.pop(0) if alike else None
 
 
-def _signature(sample: "SampleInput") -> str:
-    from torch.utils._pytree import tree_leaves
-
-    arguments = sample.input, sample.args, sample.kwargs
-    return str([(_describe(leaf), _wants_grad(leaf)) for leaf in tree_leaves(arguments)])
-
-
-def _samples(op: "OpInfo", device: str, dtype: "torch.dtype", grad: bool) -> "Iterator[SampleInput]":
-    import torch
-
-    torch.manual_seed(0)
-    random.seed(0)
-    return iter(op.sample_inputs(device, dtype, requires_grad=grad))
-
-
-def _call(op: "OpInfo", sample: "SampleInput", *, backward: bool) -> list[object]:
-    """Call the operator, run a backward from its outputs, and describe outputs and gradients."""
-    import torch
-    from torch.utils._pytree import tree_leaves
-
-    out = op(sample.input, *sample.args, **sample.kwargs)
-    described = [_describe(leaf) for leaf in tree_leaves(out)]
-    inputs = [leaf for leaf in tree_leaves((sample.input, sample.args, sample.kwargs)) if _wants_grad(leaf)]
-    if backward and inputs:
-        processed = tree_leaves(sample.output_process_fn_grad(out))
-        differentiable = [leaf for leaf in processed if _wants_grad(leaf)]
-        if differentiable:
-            sums = [leaf.abs().sum() if leaf.is_complex() else leaf.sum() for leaf in differentiable]
-            grads = torch.autograd.grad(sum(sums), inputs, allow_unused=True)
-            described += [_describe(grad) for grad in grads]
-    return described
-
-
-def _wants_grad(leaf: object) -> bool:
-    import torch
-
-    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
-
-
-def _describe(leaf: object) -> object:
-    import torch
-
-    if not isinstance(leaf, torch.Tensor):
-        plain = isinstance(leaf, bool | int | str | torch.dtype | torch.layout | torch.memory_format | None)
-        return leaf if plain else type(leaf).__name__
-    return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" + (
-        "" if leaf.layout is torch.strided else f" {leaf.layout}"
-    )
+def _described_call(op: "OpInfo", sample: "SampleInput", *, backward: bool) -> list[object]:
+    return [describe(leaf) for leaf in call(op, sample, backward=backward)]
 
 
 def _fails_alike(op: "OpInfo", sample: "SampleInput", error: Exception, *, grad: bool) -> bool:
     try:
-        _call(op, sample, backward=grad)
+        call(op, sample, backward=grad)
     except Exception as other:  # noqa: BLE001
         return type(other) is type(error)
     return False
@@ -234,11 +190,6 @@ def _fails_alike(op: "OpInfo", sample: "SampleInput", error: Exception, *, grad:
 def _no_kernel(error: Exception) -> bool:
     """Return whether PyTorch itself reports that it has no kernel for CUDA."""
     return isinstance(error, NotImplementedError) and str(error).startswith("Could not run 'aten::")
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else ""
 
 
 # ---- Children --------------------------------------------------------------------------------------
@@ -285,7 +236,11 @@ def _in_child(jobs: Sequence[OperatorCase], trial: Any) -> Iterator[OperatorResu
         if code == -signal.SIGALRM:
             how = f"did not finish within {PATIENCE} s"
         yield OperatorResult(
-            _database()[jobs[got].index].formatted_name, jobs[got].dtype, "crashed", 0, text=how
+            database(GPU.compute_capability)[jobs[got].index].formatted_name,
+            jobs[got].dtype,
+            "crashed",
+            0,
+            text=how,
         )
 
 
@@ -298,34 +253,10 @@ def _be_child(jobs: Sequence[OperatorCase], trial: Any, lines: Any) -> None:
     tried = trial()
     for job in jobs:
         signal.alarm(PATIENCE)
-        result = tried.run(_database()[job.index], getattr(torch, job.dtype))
+        result = tried.run(database(GPU.compute_capability)[job.index], getattr(torch, job.dtype))
         signal.alarm(0)
         lines.write(json.dumps(asdict(result)) + "\n")
         lines.flush()
-
-
-def _database() -> "list[OpInfo]":
-    """Import the database without initialising CUDA, which forked children could not do afterwards.
-
-    The import queries the device's capabilities; patched functions return what the ghost will report.
-    """
-    import torch
-    import torch.utils._triton as triton
-
-    patches: dict[tuple[Any, str], Any] = {
-        (triton, "has_triton"): lambda: False,
-        (torch.cuda, "is_available"): lambda: True,
-        (torch.cuda, "get_device_capability"): lambda *_: GPU.compute_capability,
-    }
-    kept = {place: getattr(*place) for place in patches}
-    try:
-        for place, answer in patches.items():
-            setattr(*place, answer)
-        from torch.testing._internal.common_methods_invocations import op_db
-    finally:
-        for place, function in kept.items():
-            setattr(*place, function)
-    return op_db  # type: ignore[no-any-return]
 
 
 # ---- The command -----------------------------------------------------------------------------------
@@ -338,7 +269,7 @@ def choose(names: Sequence[str], dtypes: Sequence[str], sample: int | None, seed
     jobs = [
         OperatorCase(index, dtype)
         for dtype in dtypes
-        for index, op in enumerate(_database())
+        for index, op in enumerate(database(GPU.compute_capability))
         if op.supports_dtype(getattr(torch, dtype), "cuda") and (not names or op.name in names)
     ]
     return jobs if sample is None else random.Random(seed).sample(jobs, min(sample, len(jobs)))  # noqa: S311
