@@ -9,7 +9,7 @@ import pytest
 from memfit.card.find import find_card
 from memfit.errors import MemfitError
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.process]
 STEPS = 8
 JOB = """
     import hashlib, json, os, sys

@@ -11,7 +11,7 @@ from memfit.card.find import find_card
 from memfit.devices import find_device
 from memfit.errors import MemfitError, UnknownDeviceError
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.process]
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

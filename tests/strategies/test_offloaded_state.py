@@ -12,6 +12,7 @@ import torch
 
 from memfit.errors import UsageError
 from memfit.strategies.apply import revert
+from memfit.strategies.mechanisms.host_copies import InOrderCopies
 from memfit.strategies.mechanisms.offloaded_state import BLOCK_BYTES, OffloadedState
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.precision import Precision
@@ -321,3 +322,8 @@ def test_an_update_holds_three_blocks_of_the_state_at_most(peaks):
     assert 0 <= found["offloaded"] - 32 * LAYER - 3 * state - temporaries < LAYER / 100
     # One gradient, the state of two weights, and that of the bias between them.
     assert 0 <= found["offloaded, in backward"] - LAYER - 2 * 2 * LAYER < LAYER / 10
+
+
+def test_host_memory_is_on_the_host_whatever_the_default_device():
+    with torch.device("meta"):
+        assert InOrderCopies(torch.device("cpu"), pin_memory=False).host_memory(8).is_cpu

@@ -134,24 +134,25 @@ class Network:
     seed: int
 
     def build(self, dtype: torch.dtype = torch.float32) -> Net:
-        """Return the network, always with the same parameters."""
+        """Return the network on torch's default device, always with the same parameters."""
         torch.manual_seed(self.seed)
-        return Net(self).to(dtype)
+        return Net(self).to(torch.get_default_device(), dtype)
 
     def batches(
         self, count: int, dtype: torch.dtype = torch.float32
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return batches, the same ones at every call."""
-        generator = torch.Generator().manual_seed(self.seed + 1)
+        """Return batches on torch's default device, the same ones at every call."""
+        device = torch.get_default_device()
+        generator = torch.Generator("cpu").manual_seed(self.seed + 1)
         found = []
         for _ in range(count):
             shape = (self.samples, LENGTH) if self.kind == "tokens" else (self.samples,)
-            labels = torch.randint(CLASSES, shape, generator=generator)
+            labels = torch.randint(CLASSES, shape, generator=generator, device="cpu")
             if self.kind == "tokens":
-                x = torch.randint(CLASSES, shape, generator=generator)
+                x = torch.randint(CLASSES, shape, generator=generator, device="cpu")
             else:
-                x = torch.randn(self.samples, 3, SIDE, SIDE, generator=generator).to(dtype)
-            found.append((x, labels))
+                x = torch.randn(self.samples, 3, SIDE, SIDE, generator=generator, device="cpu").to(dtype)
+            found.append((x.to(device), labels.to(device)))
         return found
 
 

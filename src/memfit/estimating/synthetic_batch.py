@@ -119,11 +119,11 @@ class _Maker:
         height, width = (size, size) if isinstance(size, int) else size
         dtype = next((p.dtype for p in self._model.parameters() if p.is_floating_point()), torch.float32)
         shape = (self._batch_size, channels, height, width)
-        return torch.rand(shape, generator=self._generator).to(dtype)
+        return torch.rand(shape, generator=self._generator, device="cpu").to(dtype)
 
     def classes(self, count: int) -> torch.Tensor:
         """Return one class for each sample."""
-        return torch.randint(count, (self._batch_size,), generator=self._generator)
+        return torch.randint(count, (self._batch_size,), generator=self._generator, device="cpu")
 
     def _tokens(self, count: int) -> torch.Tensor:
         if self._length is None:
@@ -136,7 +136,7 @@ class _Maker:
                     f"length={self._length} is too long for {self._name}: its position embedding {name} "
                     f"supports at most {positions} tokens."
                 )
-        return torch.randint(count, (self._batch_size, self._length), generator=self._generator)
+        return torch.randint(count, (self._batch_size, self._length), generator=self._generator, device="cpu")
 
     def _targets(self, wanted: set[str]) -> dict[str, torch.Tensor]:
         config = self._model.config

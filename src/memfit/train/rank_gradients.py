@@ -158,7 +158,8 @@ class ReplicaGradients(RankGradients):
 
     def _unused(self, held: dict[nn.Parameter, torch.Tensor]) -> list[nn.Parameter]:
         """Return the parameters that have no gradient on any rank."""
-        used = torch.tensor([each in held for each in self._parameters], dtype=torch.float64)
+        held_here = [each in held for each in self._parameters]
+        used = torch.tensor(held_here, dtype=torch.float64, device="cpu")
         used = self.ranks.total_of_hosts(used)
         return [each for each, ranks in zip(self._parameters, used.tolist(), strict=True) if not ranks]
 

@@ -168,8 +168,8 @@ class Ranks(OneRank):
         return error
 
     def _exchange(self, given: list[float], operation: Any) -> list[float]:
-        numbers = torch.zeros(_NUMBERS, dtype=torch.float64)
-        numbers[: len(given)] = torch.tensor(given, dtype=torch.float64)
+        numbers = torch.zeros(_NUMBERS, dtype=torch.float64, device="cpu")
+        numbers[: len(given)] = torch.tensor(given, dtype=torch.float64, device="cpu")
         self.guarded(lambda: torch.distributed.all_reduce(numbers, operation, group=self.control))
         self._exchanges += 1
         return numbers.tolist()

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from memfit import api
+
 CHOICES = """
 import itertools, json
 from torch import nn
@@ -54,3 +56,18 @@ def test_pytorch_chooses_the_first_engine_that_its_settings_allow(on_ghost):
     assert results["default"] == [12_992_528, 25_837_584, 28_787_243]
     assert results["no TF32"] == [409_856, 409_856]  # and 0 for the weight gradient, by atomic additions
     assert results["no TF32, deterministic"] == [409_856, 409_856, 288]
+
+
+POINTWISE = """
+import torch
+layer = torch.nn.Conv2d(3, 4, 1).cuda()
+layer(torch.zeros(6, 3, 6, 6, device="cuda")).sum().backward()
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("gpu", ["H100-80GB", "RTX-5090"])
+def test_pytorch_learns_for_which_architecture_a_plans_kernels_are(gpu, tmp_path):
+    script = tmp_path / "pointwise.py"
+    script.write_text(POINTWISE)
+    assert api.dry_run(script, gpu=gpu).end.exception == ""

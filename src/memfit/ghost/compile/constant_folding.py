@@ -80,4 +80,4 @@ class _OnCpuToo(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(leaf, torch.Tensor) or not leaf.is_cuda:
             return leaf
         known = self._made[leaf] if leaf in self._made else self._known.get(leaf)
-        return None if known is None else torch.full(leaf.shape, known.value, dtype=leaf.dtype)
+        return None if known is None else torch.full(leaf.shape, known.value, dtype=leaf.dtype, device="cpu")

@@ -197,7 +197,7 @@ def _routed(values: AssumedValues, counts: torch.Tensor, ranks: int) -> torch.Te
         ranks: how many there are.
     """
     sent = int(counts.sum())
-    received = torch.zeros(ranks, counts.numel() // ranks, dtype=counts.dtype)
+    received = torch.zeros(ranks, counts.numel() // ranks, dtype=counts.dtype, device="cpu")
     choice = values.choose("count", "routing")
     if choice.value == "upper":
         received[:, 0] = sent

@@ -63,7 +63,7 @@ def even_counts(total: int, like: torch.Tensor) -> torch.Tensor:
     [3, 2, 2]
     """
     classes = like.numel()
-    counts = torch.full((classes,), total // classes)
+    counts = torch.full((classes,), total // classes, device="cpu")
     counts[: total % classes] += 1
     return counts.to(like.dtype).view(like.shape)
 
@@ -80,7 +80,7 @@ def _known(values: AssumedValues, tensor: torch.Tensor) -> Elements | None:
     known = values.known.get(tensor)
     if known is None or known.basis is not Basis.FILLED:
         return None
-    return Elements(torch.full(tensor.shape, int(known.value), dtype=tensor.dtype))
+    return Elements(torch.full(tensor.shape, int(known.value), dtype=tensor.dtype, device="cpu"))
 
 
 def _noting(function: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:

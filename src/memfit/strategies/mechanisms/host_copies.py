@@ -38,7 +38,7 @@ class InOrderCopies:
 
     def host_memory(self, size: int) -> torch.Tensor:
         """Allocate bytes on the host."""
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pin)
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._pin)
 
     def to_host(
         self, on_device: torch.Tensor, on_host: torch.Tensor | None = None
@@ -94,7 +94,7 @@ class SideStreamCopies:
 
     def host_memory(self, size: int) -> torch.Tensor:
         """Allocate pinned memory."""
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def to_host(
         self, on_device: torch.Tensor, on_host: torch.Tensor | None = None

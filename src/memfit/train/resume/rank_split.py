@@ -179,4 +179,4 @@ def _expect_divided_alike(what: str, value: torch.Tensor, parameter: torch.Tenso
 def _empty(like: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
     if is_sharded(like) and tuple(like.shape) == stored.shape:
         return empty_like_on_host(like, stored.dtype)
-    return torch.empty(stored.shape, dtype=stored.dtype)
+    return torch.empty(stored.shape, dtype=stored.dtype, device="cpu")

@@ -15,6 +15,7 @@
 #include "libraries/cudnn.h"
 
 #include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -44,6 +45,7 @@ enum attribute_name {
     ENGINECFG_WORKSPACE_SIZE = 303,
     EXECUTION_PLAN_ENGINE_CONFIG = 401,
     EXECUTION_PLAN_WORKSPACE_SIZE = 402,
+    EXECUTION_PLAN_JSON = 405,
     VARIANT_PACK_WORKSPACE = 1003,
     ENGINE_GLOBAL_INDEX = 1301,
 };
@@ -206,6 +208,22 @@ static int64_t number(const struct backend_descriptor *descriptor, int name)
     }
 }
 
+/* PyTorch 2.14 reads which architecture a plan's kernels are for, to reject some engines there
+ * (plan_errata_exception in Conv_v8.cpp). They are taken to be for the device's own. */
+static int64_t get_text(int name, int64_t wanted, char *values)
+{
+    char text[32];
+    if (name != EXECUTION_PLAN_JSON)
+        return 0;
+    int64_t count =
+        snprintf(text, sizeof text, "{\"smVersion\":%d}", 100 * ghost_spec.major + 10 * ghost_spec.minor);
+    if (values && wanted < count)
+        count = wanted > 0 ? wanted : 0;
+    if (values)
+        memcpy(values, text, (size_t)count);
+    return count;
+}
+
 /* There are no knobs, and numbers are 0 unless they are known. */
 API status cudnnBackendGetAttribute(struct backend_descriptor *descriptor, int name, int type, int64_t wanted,
                                     int64_t *found, void *values)
@@ -217,6 +235,8 @@ API status cudnnBackendGetAttribute(struct backend_descriptor *descriptor, int n
         count = get_notes(descriptor->chosen.numerical_notes, wanted, values);
     } else if (type == TYPE_BEHAVIOR_NOTE) {
         count = get_notes(descriptor->chosen.behavior_notes, wanted, values);
+    } else if (type == TYPE_CHAR) {
+        count = get_text(name, wanted, values);
     } else if (type == TYPE_INT64 || type == TYPE_INT32) {
         count = 1;
         if (values && wanted > 0 && type == TYPE_INT64)
