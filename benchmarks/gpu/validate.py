@@ -13,7 +13,6 @@ second call resumes where the first stopped. Each run is a separate process with
 import argparse
 import importlib.util
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,8 @@ from typing import Any
 
 import msgspec
 from compare import difference
+from rehearse import rehearse
+from result_file import ResultFile, result_name
 from table import markdown
 
 from memfit import __version__, api
@@ -176,28 +177,6 @@ def calibration(seconds: float) -> tuple[ContextReport, dict[str, Any]]:
     return context, msgspec.json.decode(measured.stdout)
 
 
-class ResultFile:
-    """The result file, with every outcome so far."""
-
-    def __init__(self, folder: Path, name: str) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / f"{name}.json"
-        self.content: dict[str, Any] = {}
-        if self.path.exists():
-            self.content = msgspec.json.decode(self.path.read_bytes())
-
-    @property
-    def done(self) -> dict[str, Any]:
-        """The outcomes of finished jobs by name."""
-        found: dict[str, Any] = self.content.setdefault("jobs", {})
-        return found
-
-    def keep(self) -> None:
-        """Write the JSON file and its Markdown table."""
-        api.write_bytes(self.path, msgspec.json.format(msgspec.json.encode(self.content)) + b"\n")
-        api.write_bytes(self.path.with_suffix(".md"), markdown(self.content).encode())
-
-
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
@@ -221,16 +200,8 @@ def main() -> int:
     """Validate; return 1 if a job failed or was not run for lack of time."""
     options = parsed()
     until = time.monotonic() + 60 * options.minutes
-    if options.rehearse and "MEMFIT_REHEARSAL" not in os.environ:
-        try:
-            find_device(options.rehearse)
-        except UnknownDeviceError as error:
-            sys.exit(f"validate.py: {error}")
-        os.environ["MEMFIT_REHEARSAL"] = options.rehearse
-        os.environ["PYTHONPATH"] = os.pathsep.join(
-            filter(None, (str(HERE / "rehearsal"), os.environ.get("PYTHONPATH")))
-        )
-        os.execv(sys.executable, [sys.executable, *sys.argv])  # noqa: S606 - the same command again
+    if options.rehearse:
+        rehearse(options.rehearse)
     chosen = [job for job in jobs() if job.quick or not options.quick]
     if options.only:
         if unknown := set(options.only) - {job.name for job in chosen}:
@@ -246,9 +217,7 @@ def main() -> int:
         sys.exit(f"validate.py: {error} Choose the nearest profile with --gpu NAME.")
     except MemfitError as error:
         sys.exit(f"validate.py: {error}")
-    machine = "rehearsal-" if card.rehearsal else ""
-    name = re.sub(r"[^\w.+-]+", "_", f"{machine}{card.name}-{card.driver or card.cuda}-torch{context.torch}")
-    result = ResultFile(options.out.resolve(), name)
+    result = ResultFile(options.out.resolve(), result_name(card, context.torch), "jobs", markdown)
     today = datetime.now(UTC).date().isoformat()
     result.content |= {
         "machine": context.machine,
