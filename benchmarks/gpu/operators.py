@@ -248,7 +248,13 @@ def _side(
     command += ["--dtype", *options.dtype]
     if total is not None:
         command += ["--total", str(total)]
-    environment = {**os.environ, "PYTHONPATH": _path(HERE.parent)}
+    # Processes that compile the same kernel at once would read each other's unfinished files in PyTorch's cache.
+    environment = {
+        **os.environ,
+        "PYTHONPATH": _path(HERE.parent),
+        "USE_PYTORCH_KERNEL_CACHE": "0",
+        "PYTHONHASHSEED": "0",
+    }
     if name == "ghost":
         environment.pop("MEMFIT_REHEARSAL", None)
     return Side(name, command, environment, path.with_suffix(".log"), until)

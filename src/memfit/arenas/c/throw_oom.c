@@ -25,10 +25,15 @@ typedef struct {
 
 static void *torch_function(const char *name)
 {
-    void *library = dlopen("libc10.so", RTLD_LAZY | RTLD_NOLOAD);
-    void *found = library ? dlsym(library, name) : NULL; /* in it, or in a library that it was linked with */
-    if (library)
-        dlclose(library);
+    /* Up to PyTorch 2.11, the exception's tables are in libc10_cuda.so alone. */
+    static const char *const names[] = {"libc10.so", "libc10_cuda.so"};
+    void *found = NULL;
+    for (size_t i = 0; i < sizeof names / sizeof *names && !found; i++) {
+        void *library = dlopen(names[i], RTLD_LAZY | RTLD_NOLOAD);
+        found = library ? dlsym(library, name) : NULL; /* in it, or in a library that it was linked with */
+        if (library)
+            dlclose(library);
+    }
     return found;
 }
 
