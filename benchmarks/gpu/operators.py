@@ -248,7 +248,7 @@ def _side(
     command += ["--dtype", *options.dtype]
     if total is not None:
         command += ["--total", str(total)]
-    # Processes that compile the same kernel at once would read each other's unfinished files in PyTorch's cache.
+    # Processes that compile the same kernel at once read each other's unfinished files in PyTorch's cache.
     environment = {
         **os.environ,
         "PYTHONPATH": _path(HERE.parent),

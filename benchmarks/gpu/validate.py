@@ -5,8 +5,8 @@
     python benchmarks/gpu/validate.py --rehearse A100-80GB --only linear1024
 
 No network is needed. If memfit is not installed, set PYTHONPATH="$PWD/src" (memfit then needs numpy, msgspec
-and platformdirs in addition to torch). The script writes CARD-DRIVER-TORCH.json and .md after every job, and a
-second call resumes where the first stopped. Each run is a separate process with a time limit. With
+and platformdirs in addition to torch). The script writes CARD-DRIVER-TORCH.json and .md after every job, and
+a second call resumes where the first stopped. Each run is a separate process with a time limit. With
 ``--rehearse`` the ghost stands in for the card too: every difference should be zero; nothing is measured.
 """
 

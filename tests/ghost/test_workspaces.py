@@ -70,7 +70,7 @@ def answer():
 
 def test_every_rule_has_a_source_and_a_subject():
     rules = tomllib.loads(RULES.read_text())
-    for rule in (*rules["convolution"], *rules["recurrent"].values()):
+    for rule in (*rules["convolution"], *rules["recurrent"].values(), rules["dropout"]):
         assert rule["source"]
     for rule in rules["convolution"]:
         assert rule["name"]
@@ -110,9 +110,14 @@ def test_recurrent_sizes_scale_with_dtype_elements_and_directions(answer):
     assert answer(recurrent("LSTM", "work", batch=1)) < answer(recurrent("LSTM", "work"))
 
 
+def test_the_states_of_dropout_are_in_proportion_to_the_threads_of_the_card(answer):
+    h100 = {"kind": "dropout", "multiprocessors": 132, "threads": 2048}
+    assert answer(h100) == 6_488_064
+    assert answer(h100 | {"threads": 1024}) == 3_244_032
+
+
 OTHERS = [
     {"kind": "batch norm", "space": "reserve", "mode": 1, "operations": 0, "x": tensor(8, 64, 56, 56)},
-    {"kind": "dropout", "multiprocessors": 108, "threads": 2048},
     {"kind": "ctc", "probabilities": tensor(50, 16, 20), "longest": 255, "algorithm": 0},
     {"kind": "graph", "operations": 7},
     {"kind": "unknown"},
@@ -126,7 +131,7 @@ def test_operations_without_a_rule_count_0_bytes_and_share_one_note():
     ((provenance, note),) = workspaces.notes()
     assert provenance is Provenance.ASSUMED
     assert "counted as 0 bytes" in note
-    for subject in ("batch normalization", "dropout", "CTC", "attention"):
+    for subject in ("batch normalization", "CTC", "attention"):
         assert subject in note
 
 
