@@ -24,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from memfit.random_state import generator_positions
 from memfit.records.step_operations import ModuleCall, Operation, StepOperations
+from memfit.tensor_storage import storage_of
 
 _SUM = 2
 _RANDOM = torch.Tag.nondeterministic_seeded
@@ -235,7 +236,7 @@ class _Storages:
         """Return the numbers of the tensors among some objects, each once."""
         return tuple(
             dict.fromkeys(
-                self._number(each.untyped_storage())
+                self._number(storage_of(each))
                 for leaf in leaves
                 if isinstance(leaf, torch.Tensor)
                 for each in _plain(leaf)

@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from memfit.strategies.mechanisms.tensors import version_of
+from memfit.tensor_storage import storage_of
 
 
 class Kept:
@@ -38,7 +39,7 @@ class Kept:
                 f"in place after the forward used it (it is at version {version}; expected {self._version}). "
                 "Use an out-of-place operation, or change it after the backward."
             )
-        if tensor.numel() and not tensor.untyped_storage().nbytes():
+        if tensor.numel() and not storage_of(tensor).nbytes():
             raise RuntimeError(
                 f"memfit: the backward needs a tensor of shape {list(tensor.shape)} whose memory was freed "
                 "after the forward, as FSDP frees parameters. Recompute whole modules there, not tensors."

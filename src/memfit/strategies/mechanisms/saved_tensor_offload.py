@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from memfit.strategies.mechanisms.host_copies import HostCopies
 from memfit.strategies.mechanisms.tensors import version_of, without_dispatch_modes
+from memfit.tensor_storage import storage_of
 
 
 class KeptTensor:
@@ -206,7 +207,7 @@ class SavedTensorOffloader:
     def begin_forward(self, model: nn.Module) -> None:
         """Note where the model's parameters and buffers are: they stay on the device."""
         owned = (*model.parameters(), *model.buffers())
-        self._owned = {tensor.untyped_storage().data_ptr() for tensor in owned if _readable(tensor)}
+        self._owned = {storage_of(tensor).data_ptr() for tensor in owned if _readable(tensor)}
         for lane in self._lanes.values():
             if lane is not None:
                 lane.finish_fetches()
@@ -227,7 +228,7 @@ class SavedTensorOffloader:
         lane = self._lane(tensor.device)
         if lane is None or not _readable(tensor) or tensor.is_inference():
             return KeptTensor(tensor)
-        storage = tensor.untyped_storage()
+        storage = storage_of(tensor)
         if storage.nbytes() < self._min_bytes or storage.data_ptr() in self._owned:
             return KeptTensor(tensor)
         # The reference, while it is held, keeps another storage from getting the same address.

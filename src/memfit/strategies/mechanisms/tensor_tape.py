@@ -34,6 +34,7 @@ from memfit.strategies.mechanisms.noted_operations import (
     flat_values,
 )
 from memfit.strategies.mechanisms.triton_launches import triton_launches
+from memfit.tensor_storage import storage_of
 
 _STATISTICS = {
     "native_batch_norm",
@@ -131,23 +132,23 @@ class _Tape:
 
     def _created(self, results: list[Any], passed: list[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return by number the results in new storages that are large enough to be noted."""
-        known = {each.untyped_storage()._cdata for each in passed}
+        known = {storage_of(each)._cdata for each in passed}
         return {
             index: each
             for index, each in enumerate(results)
             if isinstance(each, torch.Tensor)
             and _is_plain(each)
-            and each.untyped_storage().nbytes() >= LEAST_RECOMPUTED
-            and each.untyped_storage()._cdata not in known
-            and each.untyped_storage()._cdata not in self._stored
+            and storage_of(each).nbytes() >= LEAST_RECOMPUTED
+            and storage_of(each)._cdata not in known
+            and storage_of(each)._cdata not in self._stored
         }
 
     def _noted(self, tensor: torch.Tensor) -> Content | None:
-        stored = self._stored.get(tensor.untyped_storage()._cdata)
+        stored = self._stored.get(storage_of(tensor)._cdata)
         return stored.noted if stored is not None else None
 
     def _of(self, tensor: torch.Tensor) -> "_Stored":
-        storage = tensor.untyped_storage()
+        storage = storage_of(tensor)
         address = storage._cdata
         if address not in self._stored:
             # PyTorch keeps a storage's Python object for as long as the storage itself.
