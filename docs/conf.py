@@ -20,7 +20,14 @@ import memfit.errors
 
 ROOT = Path(__file__).parents[1]
 TRAINERS = ("accelerate", "lightning", "mmengine", "transformers")
-INDEXES = ("docs/guide/index", "docs/README", "docs/decisions/README", "README", "docs/benchmarks")
+INDEXES = (
+    "docs/guide/index",
+    "docs/README",
+    "docs/decisions/README",
+    "README",
+    "docs/benchmarks",
+    "docs/accuracy",
+)
 """Pages whose links to other pages make the tree of contents; a page is below the first that links to it."""
 API = "docs/guide/api"
 HOMES = {"Arena": "memfit.arenas.arena", "Watch": "memfit.watching.watch"}
@@ -29,7 +36,13 @@ HOMES = {"Arena": "memfit.arenas.arena", "Watch": "memfit.watching.watch"}
 project = "memfit"
 version = release = memfit.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
-include_patterns = ["*.md", "docs/**.md", "examples/README.md", "benchmarks/results/*.md"]
+include_patterns = [
+    "*.md",
+    "docs/**.md",
+    "examples/README.md",
+    "benchmarks/results/*.md",
+    "benchmarks/gpu/results/*.md",
+]
 exclude_patterns = [".*", "src", "tests"]
 root_doc = INDEXES[0]
 myst_heading_anchors = 6  # as in the repository, a link may lead to any heading
