@@ -9,7 +9,7 @@ The sizes of work space inside cuSOLVER, cuSPARSE, cuFFT, cuDNN and cuBLAS are t
 bytes above those before the call, and the bytes that are left while the results are alive.
 
 No network is needed. PyTorch's database of operators imports expecttest (pip install expecttest). If memfit
-is not installed, set PYTHONPATH=src (memfit then needs numpy, msgspec and platformdirs in addition to torch).
+is not installed, set PYTHONPATH="$PWD/src" (it then needs numpy, msgspec and platformdirs besides torch).
 Both sides run at once, each in processes of its own, which answer one operator after another; a process that
 dies is replaced. The script writes CARD-DRIVER-TORCH-operators.json and .md while it runs. With
 ``--rehearse`` the ghost stands in for the card too: every difference should be zero; nothing is measured.
@@ -18,7 +18,6 @@ dies is replaced. The script writes CARD-DRIVER-TORCH-operators.json and .md whi
 import argparse
 import os
 import queue
-import re
 import subprocess
 import sys
 import threading
@@ -33,9 +32,11 @@ from typing import Any
 
 import msgspec
 from operators_table import compare, markdown
+from rehearse import rehearse
+from result_file import result_name
 
 from memfit import __version__
-from memfit.card.find import Card, find_card
+from memfit.card.find import find_card
 from memfit.devices import find_device
 from memfit.errors import MemfitError, UnknownDeviceError
 from memfit.ghost.build.runtime_library import build
@@ -149,14 +150,12 @@ def main() -> int:
     """Compare; return 1 if a rehearsal shows a difference, or if an operator was not run."""
     begun, options = time.monotonic(), parsed()
     until = begun + options.seconds
-    if options.rehearse and "MEMFIT_REHEARSAL" not in os.environ:
-        os.environ["MEMFIT_REHEARSAL"] = options.rehearse
-        os.environ["PYTHONPATH"] = _path(HERE / "rehearsal")
-        os.execv(sys.executable, [sys.executable, *sys.argv])  # noqa: S606 - the same command again
+    if options.rehearse:
+        rehearse(options.rehearse)
     try:
         card = find_card("compare operators")
         profile = find_device(options.gpu or card.name).name
-        name = _name(card, version("torch"))
+        name = result_name(card, f"{version('torch')}-operators")
         options.out.mkdir(parents=True, exist_ok=True)
         path = options.out.resolve() / f"{name}.json"
         path.with_suffix(".log").write_bytes(b"")
@@ -258,14 +257,6 @@ def _side(
     if name == "ghost":
         environment.pop("MEMFIT_REHEARSAL", None)
     return Side(name, command, environment, path.with_suffix(".log"), until)
-
-
-def _name(card: Card, torch_version: str) -> str:
-    """Return the result file's name, as validate.py names its own."""
-    machine = "rehearsal-" if card.rehearsal else ""
-    return re.sub(
-        r"[^\w.+-]+", "_", f"{machine}{card.name}-{card.driver or card.cuda}-torch{torch_version}-operators"
-    )
 
 
 def _path(folder: Path) -> str:

@@ -5,10 +5,10 @@
     python benchmarks/gpu/plans.py --rehearse H100-80GB --plans FOLDER --out RESULTS --rounds 1
 
 The cases are in plans.toml. Compared: the most memory that PyTorch counted, the time of a step, and the
-losses. Planning needs no GPU, but the same torch; without memfit installed, set PYTHONPATH=src. Each run is a
-process with a time limit; as written and under the plans take turns. The script writes CARD-DRIVER-TORCH.json
-and .md after every run, and a second call leaves out the finished cases. With ``--rehearse`` the ghost stands
-in for the card: the peaks should be equal, and the times mean nothing.
+losses. Planning needs no GPU, but the same torch; without memfit installed, set PYTHONPATH="$PWD/src". Each
+run is a process with a time limit; as written and under the plans take turns. The script writes
+CARD-DRIVER-TORCH.json and .md after every run, and a second call leaves out the finished cases. With
+``--rehearse`` the ghost stands in for the card: the peaks should be equal, and the times mean nothing.
 """
 
 import argparse

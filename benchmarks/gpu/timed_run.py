@@ -16,6 +16,7 @@ from pathlib import Path
 import memfit
 
 _LOSS = re.compile(r"(?<![\w_])loss'?:?\s*'?(\d[-+.\de]*|nan|inf)")
+_FOLDER = re.compile(r"(?<=\s)/(?:[^/\s]+/)+")
 _PEAK = re.compile(r"peak (allocated|reserved) ([\d,]+) B")
 
 
@@ -34,7 +35,7 @@ class TimedRun:
     peaks: dict[str, int]
     """By "allocated" and "reserved": the most bytes, as the script prints them at its end."""
     said: tuple[str, ...]
-    """memfit's own lines."""
+    """memfit's own lines, without the folders of files."""
     error: str
     """The last line of standard error."""
 
@@ -100,6 +101,6 @@ def _read(
         losses=tuple(loss for _, loss in steps),
         steps=tuple(after - before for (before, _), (after, _) in pairwise(steps)),
         peaks={kind: int(size.replace(",", "")) for _, line in lines for kind, size in _PEAK.findall(line)},
-        said=tuple(line.strip() for line in said if line.strip().startswith("memfit:")),
+        said=tuple(_FOLDER.sub("", line.strip()) for line in said if line.strip().startswith("memfit:")),
         error=said[-1].strip() if said else "",
     )

@@ -1,12 +1,13 @@
 """benchmarks/gpu/operators.py in rehearsal, and how it compares an operator's two results."""
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from support.modules_by_path import module_of
 
 GPU = Path(__file__).parents[2] / "benchmarks/gpu"
 SAMPLE = {"peak": 1024, "left": 512, "requested_peak": 600, "requested_left": 8, "requests": 2}
@@ -15,11 +16,7 @@ SAMPLE = {"peak": 1024, "left": 512, "requested_peak": 600, "requested_left": 8,
 @pytest.fixture(scope="module")
 def table():
     """Return the operators_table module, loaded by path: benchmarks are not a package."""
-    spec = importlib.util.spec_from_file_location("gpu_operators_table", GPU / "operators_table.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return module_of(GPU / "operators_table.py")
 
 
 def outcome(table, card, ghost):

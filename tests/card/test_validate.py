@@ -1,6 +1,5 @@
 """benchmarks/gpu/validate.py in rehearsal, and how it compares two traces."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from memfit.records import (
     Phase,
     Provenance,
 )
+from support.modules_by_path import module_of
 from support.traces import Event, trace_of
 
 pytestmark = [
@@ -33,11 +33,7 @@ JOBS = ("linear1024", "attention flash")
 @pytest.fixture(scope="module")
 def compare():
     """Return the compare module, loaded by path: benchmarks are not a package."""
-    spec = importlib.util.spec_from_file_location("gpu_compare", GPU / "compare.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return module_of(GPU / "compare.py")
 
 
 def trace(*events):
