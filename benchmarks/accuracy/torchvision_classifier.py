@@ -1,24 +1,27 @@
-"""Train torchvision's ConvNeXt-Large with SGD on random images."""
+"""Train a classifier of torchvision with SGD, without momentum, on random images."""
 
 import argparse
 
 import torch
+import torchvision
 from torch import nn
-from torchvision.models import convnext_large
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="convnext_large")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--fp16", action="store_true")
     parser.add_argument("--tf32", action="store_true")
+    parser.add_argument("--channels-last", action="store_true")
     args = parser.parse_args()
 
     torch.manual_seed(1234)
     torch.backends.cuda.matmul.allow_tf32 = args.tf32
     torch.backends.cudnn.allow_tf32 = args.tf32
-    model = convnext_large(weights=None).to("cuda")
+    layout = torch.channels_last if args.channels_last else torch.contiguous_format
+    model = getattr(torchvision.models, args.model)(weights=None).to("cuda", memory_format=layout)
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     scaler = torch.amp.GradScaler("cuda", enabled=args.fp16)
@@ -26,7 +29,7 @@ def main():
 
     model.train()
     for _ in range(args.steps):
-        images = torch.randn(args.batch_size, 3, 224, 224).to("cuda", dtype=dtype)
+        images = torch.randn(args.batch_size, 3, 224, 224).to("cuda", dtype=dtype, memory_format=layout)
         targets = torch.randint(1000, (args.batch_size,)).to("cuda")
         optimizer.zero_grad()
         with torch.autocast("cuda", dtype, enabled=args.fp16):
