@@ -1,9 +1,11 @@
 """Compare figures that others published for real cards with the same jobs on the ghost.
 
     python benchmarks/accuracy.py [--sets DE] [--markdown FILE] [--json FILE] [--runs FILE]
+    python benchmarks/accuracy.py --sets J [--markdown FILE] [--chart FILE] [--runs FILE]
 
 Without --markdown the table goes to standard output. benchmarks/accuracy/rows.toml holds the rows, their
-sources and the explanations of differences. --runs caches the results of runs in a file, so that a later call
+sources and the explanations of differences. Set J, the memory of whole cards, runs only by itself: see
+published_cards.py. --runs caches the results of runs in a file, so that a later call
 does not repeat them. Exits with 1 when a row differs by more than rows.toml allows.
 """
 
@@ -15,13 +17,15 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import distributions, version
 from pathlib import Path
 
 HERE = Path(__file__).parent / "accuracy"
+EMPTY: Mapping[str, str] = {}
 MANY = 1000  # larger figures are shown without decimals
 BYTES = {"B": 1, "MiB": 1 << 20, "GiB": 1 << 30, "GB": 10**9}
 
@@ -111,20 +115,29 @@ class Runs:
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
+        self._lock = threading.Lock()
         self._known = json.loads(path.read_text()) if path is not None and path.exists() else {}
 
     def peaks(self, row: Row, run: tuple[str, ...]) -> dict[str, int]:
         """Return the peaks of one run: allocated, reserved and process; bytes."""
-        settings = [f"{name}={value}" for name, value in row.environment.items()]
-        name = " ".join((*settings, *row.options, *run))
+        return self.peaks_of(row.options, run, row.environment)
+
+    def peaks_of(
+        self, options: tuple[str, ...], run: tuple[str, ...], environment: Mapping[str, str] = EMPTY
+    ) -> dict[str, int]:
+        """Return the peaks of a script under options of a dry run; threads may call this side by side."""
+        settings = [f"{name}={value}" for name, value in environment.items()]
+        name = " ".join((*settings, *options, *run))
         if name not in self._known:
-            self._known[name] = dry_run(run, row.options, row.environment)
-            if self._path is not None:
-                self._path.write_text(json.dumps(self._known, indent=1) + "\n")
+            found = dry_run(run, options, environment)
+            with self._lock:
+                self._known[name] = found
+                if self._path is not None:
+                    self._path.write_text(json.dumps(self._known, indent=1) + "\n")
         return self._known[name]
 
 
-def dry_run(run: tuple[str, ...], options: tuple[str, ...], environment: dict[str, str]) -> dict[str, int]:
+def dry_run(run: tuple[str, ...], options: tuple[str, ...], environment: Mapping[str, str]) -> dict[str, int]:
     """Run a script of benchmarks/accuracy/ to completion under `memfit dry-run`.
 
     Returns:
@@ -148,9 +161,10 @@ def dry_run(run: tuple[str, ...], options: tuple[str, ...], environment: dict[st
     printed = re.findall(r"^(\w+) +([\d.]+) MiB$", done.stdout, re.MULTILINE)
     own = {name: int(float(amount) * BYTES["MiB"]) for name, amount in printed}
     names = ("allocated", "reserved", "process")
-    ranges = found["range"] or {name: {"least": found["peak"][name]} for name in names}
-    least = {f"least_{name}": ranges[name]["least"] for name in names}
-    return own | least | {name: found["peak"][name] for name in names}
+    exact = {name: dict.fromkeys(("least", "most"), found["peak"][name]) for name in names}
+    ranges = found["range"] or exact
+    ends = {f"{end}_{name}": ranges[name][end] for name in names for end in ("least", "most")}
+    return own | ends | {name: found["peak"][name] for name in names}
 
 
 def measure(row: Row, runs: Runs) -> RowResult:
@@ -216,7 +230,11 @@ def main() -> None:
     parser.add_argument("--markdown", type=Path, help="write the table to this file")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--runs", type=Path, help="file that caches the results of runs")
+    parser.add_argument("--chart", type=Path, help="draw set J to this file, as SVG")
     options = parser.parse_args()
+    if options.sets == "J":
+        _published_cards(options)
+        return
     chosen, sources = rows(options.sets)
     runs, results = Runs(options.runs), []
     for row in chosen:
@@ -234,6 +252,20 @@ def main() -> None:
         options.json.write_text(json.dumps({"ghost": versions(), "rows": measured}, indent=1) + "\n")
     if missed := [f"{result.row.set} {result.row.what}" for result in results if not result.met]:
         raise SystemExit("These rows differ by more than rows.toml allows: " + "; ".join(missed))
+
+
+def _published_cards(options: argparse.Namespace) -> None:
+    """Run set J."""
+    import published_cards
+
+    results = published_cards.predict(published_cards.read_rows(), Runs(options.runs).peaks_of)
+    text = f"Ghost: {versions()}.\n\n{published_cards.markdown(results)}"
+    if options.markdown:
+        options.markdown.write_text(text)
+    else:
+        print(text)
+    if options.chart:
+        published_cards.chart(results, options.chart)
 
 
 if __name__ == "__main__":

@@ -27,14 +27,17 @@ def main():
     tokens = torch.randint(config.vocab_size, (args.batch_size, 512))
     labels = torch.randint(config.vocab_size, (args.batch_size, 512))
 
-    for _ in range(args.steps):
-        data = {"input_ids": tokens.to("cuda"), "labels": labels.to("cuda")}
+    def step(data):
         with torch.autocast("cuda", torch.float16, enabled=args.fp16):
             outputs = model(**data)
         loss = outputs.loss
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
+        return loss
+
+    for _ in range(args.steps):
+        step({"input_ids": tokens.to("cuda"), "labels": labels.to("cuda")})
 
     print(f"peak allocated {torch.cuda.max_memory_allocated():,} B")
     print(f"peak reserved {torch.cuda.max_memory_reserved():,} B")

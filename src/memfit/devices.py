@@ -61,12 +61,24 @@ class Device:
     """The dtypes with matrix units: none on a GTX 1660, not bf16 on a T4."""
     host_bandwidth: int
     """Bytes/s between host and device, one direction."""
+    nvml_total_bytes: int | None
+    """The total that nvidia-smi and NVML report; None for a slice of a card. What it exceeds ``total_bytes``
+    by, the driver reserves."""
     context_bytes: int
     """Bytes a process holds outside PyTorch's allocator after a training step. Always assumed."""
     sources: Mapping[str, str] = field(hash=False, repr=False)
     """The source of each figure, by field; ``limits`` covers the limits of a multiprocessor or block."""
     approximate: frozenset[str]
     """The keys of ``sources`` whose figure is derived by a rule; their source states the rule."""
+
+    @property
+    def driver_reserved(self) -> int | None:
+        """Bytes that the driver keeps for itself, which no process can use; None for a slice of a card.
+
+        >>> find_device("H100").driver_reserved // 2**20
+        479
+        """
+        return None if self.nvml_total_bytes is None else self.nvml_total_bytes - self.total_bytes
 
     def rate(self, dtype: str) -> float:
         """Return the dense FLOP/s of matrix products in a dtype; that of fp32 if the dtype has no rate.
@@ -280,6 +292,7 @@ def _read(name: str, row: Mapping[str, Any]) -> Device:
         reported_as=row["reported_as"],
         compute_capability=(major, minor),
         total_bytes=row["total_bytes"],
+        nvml_total_bytes=row["nvml_total_mib"] * _MIB,
         multiprocessors=row["multiprocessors"],
         max_threads_per_multiprocessor=limits["threads"],
         max_blocks_per_multiprocessor=limits["blocks"],
@@ -339,6 +352,7 @@ def _slice(
         name=f"{parent.name}:{profile}",
         reported_as=f"{parent.reported_as} MIG {profile}",
         total_bytes=int(gib * _GIB),
+        nvml_total_bytes=None,
         multiprocessors=multiprocessors,
         l2_cache=parent.l2_cache * cache // _MEMORY_SLICES,
         memory_bus_width=parent.memory_bus_width * eighths // _MEMORY_SLICES,

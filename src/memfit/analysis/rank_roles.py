@@ -60,7 +60,7 @@ def role_of(rank: int, result: DryRun) -> RankRole:
         rank=rank,
         also=(),
         peak=result.range
-        or PeakRange(*map(exactly, (result.peak_allocated, result.peak_reserved, needed(result)))),
+        or PeakRange(exactly(result.peak_allocated), exactly(result.peak_reserved), exactly(needed(result))),
         verdict=result.verdict,
         place=result.peak_place,
     )

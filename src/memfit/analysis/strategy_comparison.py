@@ -122,7 +122,9 @@ def compared_run(
     device = replace(device, nccl=trace.device.nccl)
     needs = needed_process(trace, found, device, device.total.bytes)
     peak = found.range or PeakRange(
-        *(ByteRange(size, size) for size in (found.peak_allocated, found.peak_reserved, needs.bytes))
+        ByteRange(found.peak_allocated, found.peak_allocated),
+        ByteRange(found.peak_reserved, found.peak_reserved),
+        ByteRange(needs.bytes, needs.bytes),
     )
     least = peak.process.least if found.range else needs.bytes
     return ComparedRun(

@@ -9,7 +9,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from memfit.records import Action, ByteRange, DryRun, Note, PeakRange, Provenance, Term, Trace, worst
+from memfit.records import (
+    Action,
+    ByteRange,
+    DryRun,
+    Note,
+    PeakRange,
+    Provenance,
+    RangeCause,
+    Term,
+    Trace,
+    worst,
+)
 
 
 def may_race(trace: Trace) -> bool:
@@ -46,7 +57,20 @@ def with_upper_bound(early: DryRun, late: DryRun) -> DryRun:
     if all(finished_late <= at_once for at_once, finished_late in pairs):
         return early
     # The allocator may fit blocks better if some are free later: a figure may be the other way round.
-    process, allocated, reserved = (ByteRange(min(pair), max(pair)) for pair in pairs)
+    known = [found.range for found in (early, late) if found.range is not None]
+    process, allocated, reserved = (
+        ByteRange(min(*pair, *(one.least for one in ends)), max(*pair, *(one.most for one in ends)))
+        for pair, ends in zip(
+            pairs,
+            (
+                [one.process for one in known],
+                [one.allocated for one in known],
+                [one.reserved for one in known],
+            ),
+            strict=True,
+        )
+    )
+    causes = dict.fromkeys((RangeCause.STREAMS, *(cause for one in known for cause in one.causes)))
     text = (
         "Streams race: memory that a side stream or a collective uses is free again when the GPU has done "
         "that work. The figures assume that this is not before the script waits for it, or the step ends."
@@ -59,7 +83,7 @@ def with_upper_bound(early: DryRun, late: DryRun) -> DryRun:
         late,
         terms=tuple(_assumed(term) if term.name in unsure else term for term in late.terms),
         verdict=late.verdict if fits else "may not fit",
-        range=PeakRange(allocated, reserved, process),
+        range=PeakRange(allocated, reserved, process, tuple(causes)),
         notes=(*late.notes, Note(Provenance.ASSUMED, text, sizes=True)),
     )
 

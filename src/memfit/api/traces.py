@@ -9,6 +9,7 @@ from memfit.analysis.allocator_comparison import compare_settings
 from memfit.analysis.attribution import attribute
 from memfit.analysis.explanation import explain_trace
 from memfit.analysis.run_difference import compare_runs
+from memfit.analysis.workspace_range import with_workspace_range
 from memfit.atomic_files import write_bytes
 from memfit.devices import find_device
 from memfit.planning.advice import find_advice
@@ -39,7 +40,7 @@ def summarize(trace: Trace) -> DryRun:
     Raises:
         FileFormatError: the history contradicts itself.
     """
-    return PrintableDryRun.of(summary.summarize(trace))
+    return PrintableDryRun.of(with_workspace_range(trace, summary.summarize(trace)))
 
 
 def explain(target: Trace | str | Path, at: str = "peak", *, fragments: bool = False) -> PrintableExplanation:
@@ -65,7 +66,7 @@ def explain(target: Trace | str | Path, at: str = "peak", *, fragments: bool = F
     """
     trace = target if isinstance(target, Trace) else read(target)
     explanation = explain_trace(trace, at, fragments=fragments)
-    found = explanation.summary
+    found = with_workspace_range(trace, explanation.summary)
     advised = find_advice(trace, found)  # the script is not run: settings of the allocator only
     shown = advised if advised.advice else found
     return PrintableExplanation.of(

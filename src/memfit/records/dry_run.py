@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from memfit.records.longest_batch import LongestBatch
 from memfit.records.provenance import Figure, Note
@@ -75,9 +76,16 @@ class Advice:
     """Whether the run then fits its device by more than ``DryRun.uncertainty``; None without a device."""
 
 
+class RangeCause(StrEnum):
+    """Why a run's peaks are a range."""
+
+    STREAMS = "streams"  # memory that side streams use is free again when the GPU has done that work
+    WORKSPACES = "workspaces"  # cuDNN may choose engines with other workspaces, or with none
+
+
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """A number of bytes that the order of the GPU's work decides, or an exact one: then both are the same."""
+    """A number of bytes that only a card decides, or an exact one: then both are the same."""
 
     least: int
     most: int
@@ -85,11 +93,12 @@ class ByteRange:
 
 @dataclass(frozen=True, slots=True)
 class PeakRange:
-    """The peaks of a run, whose order of work on the GPU is not known."""
+    """The peaks of a run, as far as they are known without a card."""
 
     allocated: ByteRange
     reserved: ByteRange
     process: ByteRange
+    causes: tuple[RangeCause, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +162,9 @@ class DryRun:
     not be rerun, or not with the change to be tried)."""
 
     range: PeakRange | None = None
-    """The peaks if work on side streams is done at once, and as late as possible. The rest of the result is
-    of the late run. None where the two meet."""
+    """The peaks if work on side streams is done at once, and as late as possible (the rest of the result is
+    of the late run), and with and without the workspaces that cuDNN suggests (the rest is with them). None
+    where the two ends meet; for workspaces, where they differ by at most 2 % of the process."""
     rank: JobRank | None = None
     """The rank that the figures are of; None for a script that ran as one process."""
     ranks: tuple[RankRole, ...] = ()

@@ -205,6 +205,9 @@ class DeviceUse:
     machine: Machine = Machine.GHOST
     nccl: Figure | None = None
     """NCCL's communicators; None if the script made none, or if they are part of ``context``."""
+    driver: Figure | None = None
+    """What the driver reserves: no process holds it, and ``total`` does not contain it, but NVML's first
+    version of ``nvmlDeviceGetMemoryInfo`` counts it as used. None if it is unknown."""
     race: bool = False
     """Whether the script dropped a tensor that a collective held, so that the GPU's speed decides until when
     its memory is in use."""
@@ -324,6 +327,8 @@ class Trace:
     """The batch size of the script's loader; None if it used none."""
     rank: JobRank | None = None
     """None for a script that ran as one process."""
+    cudnn_workspaces: tuple[int, ...] = ()
+    """The sizes that execution plans of cuDNN reported for their workspaces, in ascending order. Bytes."""
     pinned: int = 0
     """Most bytes of host memory that PyTorch's allocator pinned."""
     shortened: tuple[Shortened, ...] = ()

@@ -72,6 +72,9 @@ class Backend(Protocol):
     def device(self) -> DeviceUse:
         """Return what the script ran on, and record notes about it. Called after the script has ended."""
 
+    def cudnn_workspaces(self) -> tuple[int, ...]:
+        """Return the sizes that cuDNN's plans reported for their workspaces, in ascending order; bytes."""
+
     def versions(self) -> dict[str, str]:
         """Return further versions that the figures may depend on, by name."""
 
@@ -241,6 +244,10 @@ class GhostBackend:
             race=self._collectives is not None and self._collectives.race,
         )
 
+    def cudnn_workspaces(self) -> tuple[int, ...]:
+        """Return the sizes that cuDNN's plans reported for their workspaces, in ascending order; bytes."""
+        return tuple(sorted(self.ghost.reported_workspaces()))
+
     def versions(self) -> dict[str, str]:
         """Return nothing: the ghost was built for the torch that the trace names."""
         return {}
@@ -360,6 +367,10 @@ class CardBackend:
             in_use=last.others,
             machine=Machine.REHEARSAL if rehearsal else Machine.CARD,
         )
+
+    def cudnn_workspaces(self) -> tuple[int, ...]:
+        """Return nothing: the workspaces are the card's own."""
+        return ()
 
     def versions(self) -> dict[str, str]:
         """Return the versions of the driver and cuDNN, where they are known."""

@@ -47,7 +47,7 @@ def ghost_settings(options: RunOptions, shown_memory: int | None = None) -> Ghos
     return GhostSettings(
         build=build(),
         stands_for=GhostDevice.of(device, total.bytes),
-        device=DeviceUse(device.name, total, context, in_use),
+        device=DeviceUse(device.name, total, context, in_use, driver=_driver(device)),
         visible_devices=visible_devices,
         shown_memory=shown_memory,
     )
@@ -62,6 +62,13 @@ def _check_bytes(**amounts: int | None) -> None:
 def _total(device: Device) -> Figure:
     provenance = Provenance.ASSUMED if "total_bytes" in device.approximate else Provenance.EXACT
     return Figure(device.total_bytes, provenance, device.sources["total_bytes"])
+
+
+def _driver(device: Device) -> Figure | None:
+    if device.driver_reserved is None:
+        return None
+    source = f"NVML's total ({device.sources['nvml_total']}) less CUDA's"
+    return Figure(device.driver_reserved, Provenance.ASSUMED, source)
 
 
 def _visible_devices(variable: str | None) -> int:

@@ -361,6 +361,7 @@ class ScriptProcess:
             loader=self._loader or self._loaders.last,
             children=children,
             rank=traced_rank(job, os.environ),
+            cudnn_workspaces=self._backend.cudnn_workspaces(),
             pinned=pinned_peak(),
             shortened=self._batches.shortened,
             scans=self._batches.scans,

@@ -109,6 +109,7 @@ class _Header(_Signature, kw_only=True):
     options: tuple[ScriptOption, ...] = ()
     loader: LoaderBatchSize | None = None
     rank: JobRank | None = None
+    cudnn_workspaces: tuple[int, ...] = ()
     pinned: int = 0
     shortened: tuple[Shortened, ...] = ()
     scans: tuple[LoaderScan, ...] = ()
@@ -351,6 +352,7 @@ def _faults(trace: Trace) -> Iterator[str]:
         "the rank": (
             [trace.rank.rank if trace.rank else 0], 0, trace.rank.world_size - 1 if trace.rank else 0,
         ),
+        "the size of a workspace": (list(trace.cudnn_workspaces), 0, _MAX_INTEGER),
         "the pinned bytes": ([trace.pinned], 0, _MAX_INTEGER),
         "a scan's number": ([n for scan in trace.scans for n in _numbers(scan)], 0, _MAX_INTEGER),
         "the exit code": ([trace.end.exit_code], -_MAX_INTEGER, _MAX_INTEGER),

@@ -34,6 +34,7 @@ _TABLES = (
     "pools",
     "tensors",
     "shortened",
+    "cudnn_workspaces",
 )
 
 

@@ -3,7 +3,7 @@
 import msgspec
 
 from memfit.records import ComparedRun, Figure, PeakRange, StrategyComparison
-from memfit.report.schema.dry_run_schema import DeviceJson
+from memfit.report.schema.dry_run_schema import DeviceJson, public_device
 from memfit.report.schema.encoding import SCHEMA_VERSION, encode
 
 
@@ -61,7 +61,7 @@ def to_json(result: StrategyComparison) -> bytes:
     device = result.device
     public = StrategyComparisonJson(
         schema=SCHEMA_VERSION,
-        device=DeviceJson(device.name, device.total.bytes, device.in_use, device.machine),
+        device=public_device(device),
         nproc=result.nproc,
         nnodes=result.nnodes,
         distributed=result.distributed,

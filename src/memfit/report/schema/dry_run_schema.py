@@ -7,6 +7,7 @@ import msgspec
 from memfit.records import (
     Advice,
     BatchSize,
+    DeviceUse,
     DryRun,
     Figure,
     JobRank,
@@ -29,6 +30,9 @@ class DeviceJson(msgspec.Struct, frozen=True):
     """Bytes, as cudaMemGetInfo reports them."""
     in_use: int
     """Bytes that other processes use: given for a dry run (--in-use), read at the end of a recording."""
+    driver_reserved: int | None
+    """Bytes that the driver keeps for itself. ``total`` does not contain them; nvidia-smi does not count them
+    as used, but the first version of NVML's nvmlDeviceGetMemoryInfo does. Null if unknown."""
     machine: str
     """``ghost`` (memfit dry-run), ``card`` (memfit record), ``rehearsal`` (memfit record with the ghost in
     place of a GPU: nothing is measured) or ``unknown`` (a snapshot)."""
@@ -260,8 +264,9 @@ class DryRunJson(msgspec.Struct, frozen=True):
     children: tuple[ChildProcessJson, ...]
     """Processes that the script started and that used the GPU, too. The figures do not include them."""
     range: PeakRange | None
-    """The peaks if work on side streams is done at once, and as late as possible; ``peak`` and the rest of
-    the result are of the late run. Null where the two meet."""
+    """The peaks if work on side streams is done at once, and as late as possible (``peak`` and the rest of
+    the result are of the late run), and with and without the workspaces that cuDNN suggests (the rest is with
+    them). Null where the two ends meet; for workspaces, where they differ by at most 2 % of the process."""
     rank: JobRank | None
     """The rank that the figures are of, and the number of ranks. Null for a script run as one process."""
     ranks: tuple[RankJson, ...]
@@ -280,15 +285,19 @@ class DryRunJson(msgspec.Struct, frozen=True):
     those of ``end``, and ``refused``: the script or the change could not be run."""
 
 
+def public_device(device: DeviceUse) -> DeviceJson:
+    """Return the public part of a device's use."""
+    reserved = None if device.driver is None else device.driver.bytes
+    return DeviceJson(device.name, device.total.bytes, device.in_use, reserved, device.machine)
+
+
 def public_dry_run(result: DryRun) -> DryRunJson:
     """Return the public part of a run's result."""
     place = result.peak_place
     return DryRunJson(
         schema=SCHEMA_VERSION,
         verdict=result.verdict,
-        device=DeviceJson(
-            result.device.name, result.device.total.bytes, result.device.in_use, result.device.machine
-        ),
+        device=public_device(result.device),
         steps=result.steps,
         peak=PeakJson(
             result.peak_allocated,

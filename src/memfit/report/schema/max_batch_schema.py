@@ -3,7 +3,7 @@
 import msgspec
 
 from memfit.records import BatchLimit, Figure, MaxBatch
-from memfit.report.schema.dry_run_schema import DeviceJson
+from memfit.report.schema.dry_run_schema import DeviceJson, public_device
 from memfit.report.schema.encoding import SCHEMA_VERSION, encode
 
 
@@ -67,7 +67,7 @@ def to_json(result: MaxBatch) -> bytes:
             as_written=result.as_written,
             multiple=result.multiple,
             budget=result.budget,
-            device=DeviceJson(device.name, device.total.bytes, device.in_use, device.machine),
+            device=public_device(device),
             runs=tuple(
                 BatchRunJson(
                     size=run.size,

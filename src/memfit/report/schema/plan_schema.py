@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from memfit.records import DividedBatches, Equality, Figure, PlanRun, ScriptPlan
-from memfit.report.schema.dry_run_schema import DeviceJson
+from memfit.report.schema.dry_run_schema import DeviceJson, public_device
 from memfit.report.schema.encoding import SCHEMA_VERSION, encode
 
 
@@ -121,7 +121,7 @@ def script_plan_json(result: ScriptPlan) -> ScriptPlanJson:
         bound=result.bound,
         time_rule=result.rule,
         budget=result.budget,
-        device=DeviceJson(device.name, device.total.bytes, device.in_use, device.machine),
+        device=public_device(device),
         nproc=result.nproc,
         nnodes=result.nnodes,
         distributed=result.distributed,

@@ -5,7 +5,7 @@ from itertools import groupby
 from rich.table import Table
 from rich.text import Text
 
-from memfit.records import ByteRange, PeakRange, RankRole
+from memfit.records import ByteRange, PeakRange, RangeCause, RankRole
 from memfit.report.escape import escaped
 from memfit.report.short_path import short_path
 from memfit.units import Unit, unit_for
@@ -50,7 +50,11 @@ def range_line(peak: PeakRange) -> str:
     """Return between which figures the peaks lie."""
     unit = unit_for(peak.reserved.most)
     allocated, reserved = (byte_range(size, unit) for size in (peak.allocated, peak.reserved))
-    return f"Streams race: allocated {allocated}, reserved {reserved}, as the GPU orders its work."
+    peaks = f"allocated {allocated}, reserved {reserved}"
+    if RangeCause.WORKSPACES not in peak.causes:
+        return f"Streams race: {peaks}, as the GPU orders its work."
+    races = "the GPU's order of work, and on " * (RangeCause.STREAMS in peak.causes)
+    return f"A range: {peaks}, depending on {races}the workspaces that cuDNN uses on the card, or none."
 
 
 def listed(ranks: tuple[int, ...]) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from memfit.records import (
@@ -30,7 +29,8 @@ from memfit.report.terminal.longest_batch import longest_lines
 from memfit.report.terminal.notes import note_lines
 from memfit.report.terminal.ranks import range_line, rank_table
 from memfit.report.terminal.run_stages import stage_parts
-from memfit.units import MIB, format_bytes, format_gib, unit_for
+from memfit.report.terminal.term_table import term_table
+from memfit.units import MIB, format_bytes, format_gib
 from memfit.user_frame import innermost_line
 
 MACHINES = {
@@ -40,10 +40,6 @@ MACHINES = {
     Machine.REHEARSAL: "REHEARSAL: memfit's ghost stood in for the GPU. Nothing was measured on a GPU.",
     Machine.CPU: "CPU tensors that were allocated after memfit.arena() was called, as the arena logged them.",
 }
-_BAR = 20  # characters of the longest bar
-_EIGHTHS = " ▏▎▍▌▋▊▉"
-_WITH_BARS, _WITH_SHARES = 80, 56  # terminal columns from which on they are shown
-_TOTALS = {"allocated", "reserved", "process"}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -74,8 +70,8 @@ def print_summary(result: DryRun, console: Console, *, hints: bool = True, notes
     for part in stage_parts(result):
         console.print(part)
     console.print(_peak(result))
-    console.print(_table(result, console.width))
-    for line in _below_table(result):
+    console.print(term_table(result, console.width))
+    for line in _belowterm_table(result):
         console.print(line)
     for line in note_lines(result, full=notes, hints=hints):
         console.print(line)
@@ -327,7 +323,7 @@ def _peak(result: DryRun) -> Text:
     return Text(f"Peak in: {in_words(result.peak_place)}")
 
 
-def _below_table(result: DryRun) -> Iterator[Text | str]:
+def _belowterm_table(result: DryRun) -> Iterator[Text | str]:
     """Yield what the table's rows do not add up to: ranges, memory of the host, growth and batches."""
     if result.range is not None:
         yield range_line(result.range)
@@ -337,39 +333,6 @@ def _below_table(result: DryRun) -> Iterator[Text | str]:
     if (grown := growth(result)).plain:
         yield grown
     yield from longest_lines(result)
-
-
-def _table(result: DryRun, width: int) -> Table:
-    total = max(result.peak_process.bytes, 1)
-    unit = unit_for(result.peak_reserved)
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column()
-    for justify in ("right", "right", "left"):
-        table.add_column(justify="right" if justify == "right" else "left", no_wrap=True)
-    table.add_column(style="dim", no_wrap=True)
-    for term in result.terms:
-        total_row = term.name in _TOTALS
-        if not total_row and unit.rounds_to_zero(term.figure.bytes):
-            continue
-        name = Text(("── " if total_row else "  ") + term.name, style="bold" if total_row else "")
-        share = term.figure.bytes / total
-        table.add_row(
-            name,
-            unit.format(term.figure.bytes),
-            "" if total_row or width < _WITH_SHARES else f"{100 * share:.0f} %",
-            "" if total_row or width < _WITH_BARS else _bar(share),
-            term.figure.provenance,
-        )
-    if result.device.machine is Machine.CPU:
-        return table
-    shown = f"{-(-result.peak_process.bytes // MIB):,} MiB"
-    table.add_row(Text("   in nvidia-smi"), shown, "", "", result.peak_process.provenance)
-    return table
-
-
-def _bar(share: float) -> str:
-    whole, eighths = divmod(round(share * _BAR * 8), 8)
-    return "█" * whole + _EIGHTHS[eighths].strip()
 
 
 def growth(result: DryRun) -> Text:

@@ -1,0 +1,127 @@
+"""What a run needs if its convolutions use no workspaces: the other end of a range.
+
+    the run's requests ──────────────────────> its peaks, with the workspaces that cuDNN suggested
+      less the workspaces of cuDNN's plans ──> replayed: the peaks without them
+
+cuDNN was queried without a GPU. On a card, another version of it may choose engines with larger workspaces,
+or with none. A script requests the same memory for everything else, so the replay is exact.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from memfit.allocator.requests import RequestKind, Requests
+from memfit.analysis.needed_memory import ReplayedRun
+from memfit.errors import MemfitError
+from memfit.records import (
+    Action,
+    ByteRange,
+    Category,
+    DryRun,
+    Note,
+    PeakRange,
+    Provenance,
+    RangeCause,
+    Replay,
+    Trace,
+)
+from memfit.units import format_bytes, format_gib
+
+_NOTABLE = 0.02
+"""Share of the process from which on the two ends are shown."""
+_NAMED = 3
+"""Modules that the note names."""
+
+
+def with_workspace_range(trace: Trace, found: DryRun) -> DryRun:
+    """Return a run's result, as a range if its peaks depend on cuDNN's workspaces by over 2 % of the process.
+
+    Args:
+        trace: the run.
+        found: its summary, from ``summarize``.
+    """
+    of_plans = _workspaces(trace)
+    if found.verdict not in ("fits", "tight") or not of_plans.any():
+        return found
+    bare = _without(trace, found, of_plans)
+    if bare is None:
+        return found
+    outside = found.peak_process.bytes - found.peak_reserved
+    process, allocated, reserved = (
+        ByteRange(min(pair), max(pair))
+        for pair in (
+            (found.peak_process.bytes, bare.peak_reserved + outside),
+            (found.peak_allocated, bare.peak_allocated),
+            (found.peak_reserved, bare.peak_reserved),
+        )
+    )
+    if process.most - process.least <= _NOTABLE * found.peak_process.bytes:
+        return found
+    fits = process.most + found.device.in_use <= found.device.total.bytes
+    return replace(
+        found,
+        verdict=found.verdict if fits else "may not fit",
+        range=PeakRange(allocated, reserved, process, (RangeCause.WORKSPACES,)),
+        notes=(*found.notes, Note(Provenance.SIMULATED, _text(trace, of_plans, process), sizes=True)),
+    )
+
+
+def _workspaces(trace: Trace) -> npt.NDArray[np.bool_]:
+    """Return which events allocated a workspace of one of cuDNN's plans, or failed to."""
+    events = trace.events
+    if not trace.cudnn_workspaces:
+        return np.zeros(len(events), np.bool_)
+    failed = events.action == Action.OOM
+    allocated = (events.action == Action.ALLOC) & np.isin(events.size, trace.cudnn_workspaces)
+    of_libraries = events.category == Category.WORKSPACE
+    of_plans: npt.NDArray[np.bool_] = of_libraries & (failed | allocated)
+    return of_plans
+
+
+def _without(trace: Trace, found: DryRun, of_plans: npt.NDArray[np.bool_]) -> Replay | None:
+    """Return the run replayed without these allocations; None if that has no answer."""
+    try:
+        run = ReplayedRun.of(trace, found)
+    except MemfitError:  # memfit has no model of that allocator
+        return None
+    asked = run.asked
+    of_workspaces = {
+        block
+        for ask, block, event in zip(asked.ask, asked.block, asked.event, strict=True)
+        if ask == RequestKind.MALLOC and event < len(of_plans) and of_plans[event]
+    }
+    bare = Requests(pools=asked.pools, reserved_before=asked.reserved_before)
+    rows = zip(asked.ask, asked.event, asked.block, asked.size, asked.stream, asked.pool, strict=True)
+    for ask, event, block, size, stream, pool in rows:
+        failed = ask == RequestKind.FAILED and of_plans[event]
+        if block not in of_workspaces and not failed:
+            bare.add(RequestKind(ask), event, block, size, stream, pool)
+    done = replace(run, asked=bare).on(found.device.total.bytes)
+    return done if done.fits else None
+
+
+def _text(trace: Trace, of_plans: npt.NDArray[np.bool_], process: ByteRange) -> str:
+    largest = ", ".join(
+        f"{module or 'a convolution outside modules'} ({phase}): {format_bytes(size)}"
+        for module, phase, size in _largest(trace, of_plans)
+    )
+    return (
+        f"The process needs {format_gib(process.least)} to {format_gib(process.most)}, depending on the "
+        "workspaces of convolutions: those that the installed cuDNN suggests for this card, or none. The "
+        f"largest: {largest}. Convolutions of channels_last tensors need smaller ones."
+    )
+
+
+def _largest(trace: Trace, of_plans: npt.NDArray[np.bool_]) -> Iterator[tuple[str, str, int]]:
+    """Yield the modules with the largest workspaces: module, phase, bytes."""
+    most: dict[tuple[str, str], int] = {}
+    events = trace.events
+    for event in np.flatnonzero(of_plans & (events.action == Action.ALLOC)).tolist():
+        label = trace.labels[events.label[event]]
+        place = label.module, str(label.phase)
+        most[place] = max(most.get(place, 0), int(events.size[event]))
+    for (module, phase), size in sorted(most.items(), key=lambda one: -one[1])[:_NAMED]:
+        yield module, phase, size
