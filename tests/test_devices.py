@@ -130,14 +130,15 @@ def test_every_key_of_the_table_is_used():
     used = {"devicequery", *TABLE["source"].values()} | {row["log"] for row in rows if "log" in row}
     used |= {key for row in rows for key in row.get("sources", {}).values()}
     used |= {slices["source"] for slices in TABLE["mig"].values()} | {"slice", "log", "context-like"}
-    used |= {seen["source"] for seen in TABLE["outside"]["seen"] if "://" not in seen["source"]}
+    places = {seen["source"] for seen in TABLE["outside"]["seen"]}
+    used |= {place for place in places if "://" not in place and not place.startswith("memfit doctor")}
     assert used == {"log", *TABLE["sources"], *TABLE["rules"]}
     assert {row["chip"] for row in rows} == set(TABLE["chip"])
     assert {row["link"] for row in rows} == set(TABLE["link"])
     assert {chip["capability"] for chip in TABLE["chip"].values()} == set(TABLE["capability"])
     assert set(TABLE["mig"]) <= set(TABLE["device"])
-    known = """reported_as aliases chip link total_bytes driver multiprocessors l2_cache memory_bus_width
-        memory_clock clock tensor_clock context_like log sources"""
+    known = """reported_as aliases chip link total_bytes nvml_total_mib driver multiprocessors l2_cache
+        memory_bus_width memory_clock clock tensor_clock context_like log sources"""
     assert {key for row in rows for key in row} == set(known.split())
 
 
@@ -343,3 +344,10 @@ def test_cuda_13_supports_every_other_card_and_cuda_12_6_all_but_blackwell():
 def test_reading_the_table_does_not_import_torch():
     program = "import sys, memfit.devices as d; d.all_devices(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_the_driver_reserves_what_nvml_s_total_exceeds_cuda_s_by():
+    reserved = {device.name: device.driver_reserved for device in all_devices()}
+    assert all(GIB / 10 < size < GIB for size in reserved.values()), reserved
+    assert reserved["L40S"] == (46_068 - 45_589) << 20
+    assert find_device("A100-80GB:1g.10gb").driver_reserved is None

@@ -102,7 +102,7 @@ class Observation:
     """An observation of the memory that a process held on a card outside PyTorch's allocator."""
 
     card: str
-    """A name of the table, or another card."""
+    """A name of the table, a driver's name of a card, or another card."""
     what: str
     """``bare`` (after the first tensor), ``after work`` (after a script has computed), or a description."""
     bytes: int
@@ -323,8 +323,9 @@ def _read(name: str, row: Mapping[str, Any]) -> Device:
 def _context(name: str, row: Mapping[str, Any]) -> tuple[int, str]:
     """Return the bytes that a process holds outside PyTorch's allocator after work, and their source."""
     like = row.get("context_like", name)
+    names = {like, _table()["device"][like]["reported_as"]}  # the second in contributed measurements
     seen = max(
-        (seen for seen in observations() if (seen.card, seen.what) == (like, "after work")),
+        (seen for seen in observations() if seen.card in names and seen.what == "after work"),
         key=lambda seen: ([int(part) for part in seen.torch.split(".")], seen.bytes),
     )
     if like == name:

@@ -1,5 +1,6 @@
 """`memfit doctor --context` in rehearsal, and the effect of a kept measurement on later dry runs."""
 
+import tomllib
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from memfit.card.context_measurement import keep_context, kept_context
 from memfit.devices import find_device
 from memfit.ghost.build.torch_install import find_torch
 from memfit.records import ContextReport, ContextStage, Machine, Provenance
+from memfit.report.terminal.context import contribution
 
 MIB = 1 << 20
 TORCH = find_torch().version
@@ -84,6 +86,15 @@ def test_a_kept_measurement_is_the_context_of_that_card_and_torch(report):
     assert kept_context(find_device("H100"), TORCH) is None
     assert kept_context(find_device("A100-80GB:1g.10gb"), TORCH) is None
     assert kept_context(find_device("A100-80GB"), "2.0.0") is None
+
+
+def test_a_measurement_is_contributed_as_lines_of_the_table_of_gpus(report):
+    lines = contribution(replace(report, torch="2.14.1+cu130"))
+    seen = tomllib.loads(f"seen = [\n{lines}\n]")["seen"]
+    same = {"card": "NVIDIA A100-SXM4-80GB", "torch": "2.14.1", "cuda": "13.0", "driver": "580.1"}
+    same["source"] = "memfit doctor --context, 2026-01-02"
+    assert seen == [{**same, "what": "bare", "mib": 300}, {**same, "what": "after work", "mib": 621}]
+    assert find_device(seen[0]["card"]).name == "A100-80GB"
 
 
 def test_the_latest_measurement_is_used(report):

@@ -18,7 +18,8 @@ def doctor(
     Args:
         gaps: List the CUDA functions that PyTorch may call but the ghost does not implement.
         context: Measure, on this machine's GPU, how much memory a process holds outside PyTorch's allocator,
-            and how several settings change that amount. Later dry runs for this GPU use the measured figure.
+            and how several settings change that amount. Later dry runs for this GPU use the measured figure,
+            and memfit prints it as lines that you can contribute.
     """
     if context:
         return _measure_context()
@@ -32,11 +33,13 @@ def doctor(
 
 def _measure_context() -> int:
     from memfit import api
-    from memfit.report.terminal.context import print_context
+    from memfit.report.terminal.context import contribution, print_context
 
     report = api.measure_context()
     with stdout() as console:
         print_context(report, console)
     if saved := api.keep_context(report):
         print(f"Saved for dry runs for this GPU with this PyTorch version: {saved}", file=sys.stderr)
+        print("To share it with other users, send these lines for memfit's devices.toml:", file=sys.stderr)
+        print(contribution(report), file=sys.stderr)
     return 0

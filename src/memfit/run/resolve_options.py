@@ -67,7 +67,7 @@ def _total(device: Device) -> Figure:
 def _driver(device: Device) -> Figure | None:
     if device.driver_reserved is None:
         return None
-    source = f"NVML's total ({device.sources['nvml_total']}) less CUDA's"
+    source = f"NVML's total ({device.sources['nvml_total_bytes']}) less CUDA's"
     return Figure(device.driver_reserved, Provenance.ASSUMED, source)
 
 

@@ -1,5 +1,7 @@
 """The measured CUDA context on the terminal: what each first use adds, and what each change saves."""
 
+import json
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -28,6 +30,29 @@ def print_context(report: ContextReport, console: Console) -> None:
                 "REHEARSAL: memfit's ghost stood in for the GPU. Nothing was measured, and nothing is saved."
             )
         )
+
+
+def contribution(report: ContextReport) -> str:
+    """Return a card's measurement as lines for ``devices.toml``; they name no person and no machine."""
+    source = f"memfit doctor --context, {report.day}"
+    facts = {
+        "torch": report.torch.partition("+")[0],
+        "cuda": report.cuda,
+        "driver": report.driver,
+        "source": source,
+    }
+    card = _quoted(report.card)
+    known = "".join(f", {name} = {_quoted(fact)}" for name, fact in facts.items() if fact)
+    stages = {"bare": report.stages[0], "after work": report.stages[-1]}
+    return "\n".join(
+        f"    {{ card = {card}, what = {_quoted(what)}, mib = {round(stage.outside / MIB)}{known} }},"
+        for what, stage in stages.items()
+    )
+
+
+def _quoted(text: str) -> str:
+    """Return a text as TOML writes it: JSON's escapes are among TOML's."""
+    return json.dumps(text)
 
 
 def _stages(report: ContextReport) -> Table:

@@ -1,0 +1,96 @@
+"""The range between a run with the workspaces that cuDNN suggests and one without."""
+
+from dataclasses import replace
+
+import pytest
+
+from memfit.analysis.stream_races import with_upper_bound
+from memfit.analysis.summary import summarize
+from memfit.analysis.workspace_range import with_workspace_range
+from memfit.records import (
+    Action,
+    ByteRange,
+    Category,
+    DeviceUse,
+    Figure,
+    Label,
+    Phase,
+    Provenance,
+    RangeCause,
+)
+from support.traces import BASE, Event, freed, trace_of
+
+MIB = 1 << 20
+CONTEXT = 100 * MIB
+LABELS = (Label(Phase.FORWARD, "features.3", "", -1), Label(Phase.BACKWARD, "features.3", "", -1))
+
+
+def device(total):
+    return DeviceUse("A100-80GB", Figure(total, Provenance.EXACT), Figure(CONTEXT, Provenance.EXACT), 0)
+
+
+def convolving(workspace, *, total=1 << 40, category=Category.WORKSPACE, reported=None):
+    """Return a trace that holds 400 MiB, and for a moment as much workspace (bytes) as is asked for."""
+    second = BASE + (1 << 32)
+    history = [
+        Event(Action.SEGMENT_ALLOC, BASE, 400 * MIB),
+        Event(Action.ALLOC, BASE, 400 * MIB),
+        Event(Action.SEGMENT_ALLOC, second, workspace),
+        Event(Action.ALLOC, second, workspace, label=1, category=category),
+        *freed(second, workspace),
+    ]
+    sizes = (workspace,) if reported is None else reported
+    return trace_of(history, device=device(total), labels=LABELS, cudnn_workspaces=sizes)
+
+
+def ranged(trace):
+    return with_workspace_range(trace, summarize(trace))
+
+
+def test_the_lower_end_has_no_workspaces():
+    found = ranged(convolving(200 * MIB)).range
+    assert found.reserved == ByteRange(400 * MIB, 600 * MIB)
+    assert found.allocated == ByteRange(400 * MIB, 600 * MIB)
+    assert found.process == ByteRange(500 * MIB, 700 * MIB)
+    assert found.causes == (RangeCause.WORKSPACES,)
+
+
+def test_a_note_names_the_modules_with_the_largest_workspaces():
+    note = ranged(convolving(200 * MIB)).notes[-1]
+    assert "0.49 GiB to 0.68 GiB" in note.text
+    assert "features.3 (backward): 200.0 MiB" in note.text
+    assert note.provenance is Provenance.SIMULATED
+
+
+@pytest.mark.parametrize(("workspace", "is_range"), [(12 * MIB, True), (10 * MIB, False)])
+def test_ends_within_2_percent_of_the_process_are_one_figure(workspace, is_range):
+    trace = convolving(workspace)
+    found = summarize(trace)
+    assert found.peak_process.bytes == CONTEXT + 400 * MIB + workspace
+    assert (with_workspace_range(trace, found) is not found) is is_range
+
+
+def test_only_workspaces_of_cudnn_s_plans_are_left_out():
+    assert ranged(convolving(200 * MIB, category=Category.TEMPORARY)).range is None
+    assert ranged(convolving(200 * MIB, reported=())).range is None
+    assert ranged(convolving(200 * MIB, reported=(7 * MIB,))).range is None
+
+
+def test_the_verdict_is_that_of_the_upper_end():
+    found = ranged(convolving(200 * MIB, total=701 * MIB))
+    assert (found.verdict, found.range.process.most) == ("fits", 700 * MIB)
+    without = ranged(trace_without_room())
+    assert (without.verdict, without.range) == ("unknown", None)
+
+
+def trace_without_room():
+    """Return the trace of a script that failed: its ends are not known."""
+    trace = convolving(200 * MIB)
+    return replace(trace, end=replace(trace.end, reason="exception"))
+
+
+def test_a_range_of_streams_contains_that_of_workspaces():
+    early, late = ranged(convolving(200 * MIB)), summarize(convolving(300 * MIB))
+    found = with_upper_bound(early, late).range
+    assert found.reserved == ByteRange(400 * MIB, 700 * MIB)
+    assert found.causes == (RangeCause.STREAMS, RangeCause.WORKSPACES)

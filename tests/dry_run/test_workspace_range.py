@@ -1,0 +1,48 @@
+"""A run whose convolutions want large workspaces: its peaks are a range, whose lower end is a run without."""
+
+import pytest
+
+pytestmark = pytest.mark.warm
+
+MIB = 1 << 20
+GROUPED = """
+    import torch
+    from torch import nn
+
+    grouped = nn.Conv2d(528, 528, 3, stride=2, padding=1, groups=2)
+    layers = nn.Sequential(nn.Conv2d(32, 528, 1), grouped).cuda()
+    optimizer = torch.optim.SGD(layers.parameters(), 0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.float16):
+            loss = layers(torch.randn(16, 32, 56, 56, device="cuda")).float().mean()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+def test_the_lower_end_is_what_a_run_without_workspaces_reserves(dry_run):
+    answer = dry_run(GROUPED, options=("--gpu", "H100-80GB")).answer
+    bare = dry_run(GROUPED, options=("--gpu", "H100-80GB", "--workspaces", "none")).answer
+    ends = answer["range"]["reserved"]
+    assert answer["range"]["causes"] == ["workspaces"]
+    assert ends == {"least": bare["peak"]["reserved"], "most": answer["peak"]["reserved"]}
+    assert ends["most"] - ends["least"] > 50 * MIB
+    assert bare["range"] is None
+
+
+def test_the_terminal_names_both_ends_and_the_layers(dry_run):
+    run = dry_run(GROUPED, options=("--gpu", "H100-80GB"))
+    assert "needs at most" in run.out
+    assert "depending on the workspaces that cuDNN uses on the card, or none." in run.out
+    assert "The largest: 1 (forward): " in run.out
+
+
+def test_nvidia_smi_and_nvml_s_first_version_differ_by_what_the_driver_reserves(dry_run):
+    run = dry_run("import torch\ntorch.ones(1 << 20, device='cuda')", options=("--gpu", "H100-80GB"))
+    device = run.answer["device"]
+    assert device["driver_reserved"] == 81_559 * MIB - device["total"]
+    rows = {line.strip().split("  ")[0]: line for line in run.out.splitlines() if "MiB" in line}
+    process = run.answer["peak"]["process"]
+    assert f" {-(-process // MIB):,} MiB" in rows["in nvidia-smi"]
+    assert f" {-(-(process + device['driver_reserved']) // MIB):,} MiB" in rows["in NVML's v1"]

@@ -1,0 +1,86 @@
+"""Set J of benchmarks/accuracy.py: how rows of whole cards are compared with the ghost."""
+
+from pathlib import Path
+
+import pytest
+
+from memfit.devices import find_device
+from support import warm_process
+from support.modules_by_path import module_of
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+cards = module_of(BENCHMARKS / "published_cards.py")
+ROWS = cards.read_rows()
+MIB = 1 << 20
+
+
+def result(published, least, reserved, most, *, job="regnet_y_128gf", batch=8):
+    row = cards.CardRow("L40S", job, batch, 8, published)
+    return cards.CardResult(row, reserved, least, most, outside=1000)
+
+
+def test_every_row_has_a_script_and_a_card():
+    assert len(ROWS) == 194
+    for row in ROWS:
+        assert (BENCHMARKS / "accuracy" / row.run[0]).is_file()
+        find_device(cards.CARDS[row.card])
+
+
+def test_the_jobs_run_as_their_author_ran_them():
+    runs = {row.job: row.run[:-2] for row in ROWS}
+    assert runs["bert-fp16"] == ("bert_mlm.py", "--fp16")
+    resnet = ("torchvision_classifier.py", "--model", "resnet50", "--tf32", "--fp16", "--channels-last")
+    assert runs["resnet50"] == resnet
+    assert runs["convnext_large-tf32"][-1] == "--tf32"
+    assert runs["regnet_y_128gf"][-2:] == ("--tf32", "--fp16")
+
+
+def test_a_card_s_own_rows_are_not_used_to_predict_it():
+    for name in ("H100-80GB", "H200", "L40S"):
+        assert cards.OF_THE_ROWS not in cards.context_left_out(find_device(name)).source
+    assert cards.context_left_out(find_device("H200")).bytes == 670 * MIB
+
+
+@pytest.mark.parametrize(
+    ("published", "beyond", "difference"), [(10_900, 100, 600), (11_500, 0, 0), (12_300, 300, -800)]
+)
+def test_a_row_is_compared_with_the_run_and_with_its_range(published, beyond, difference):
+    found = result(published, least=10_000, reserved=10_500, most=11_000)
+    assert (found.beyond, found.difference) == (beyond, difference)
+
+
+def test_claims_count_the_rows_that_meet_them():
+    inside = result(21_500, 20_000, 20_400, 21_000)
+    outside = result(30_000, 20_000, 20_400, 21_000)
+    wide = result(21_500, 15_000, 20_400, 21_000)
+    met = {what: (of, number) for what, of, number in cards.claims([inside, outside, wide])}
+    assert list(met.values()) == [(0, 0), (3, 2), (3, 2), (3, 2), (3, 2)]
+
+
+def test_a_slope_must_be_within_half_a_percent():
+    def series(per_sample):
+        return [
+            result(100 * batch, 0, per_sample * batch, 0, job="bert-fp32", batch=batch)
+            for batch in (1, 8, 16)
+        ]
+
+    assert next(cards.claims(series(100.4)))[1:] == (1, 1)
+    assert next(cards.claims(series(100.6)))[1:] == (1, 0)
+
+
+@pytest.mark.process
+def test_bert_takes_what_it_took_on_the_card(tmp_path):
+    rows = {row.batch: row for row in ROWS if (row.card, row.job) == ("L40S", "bert-fp16")}
+    reserved = {batch: _reserved(rows[batch].run, tmp_path / f"{batch}.json") / MIB for batch in (8, 24)}
+    theirs = rows[24].published - rows[8].published
+    assert reserved[24] - reserved[8] == pytest.approx(theirs, abs=10)
+
+
+def _reserved(run, answer):
+    import json
+
+    script, *arguments = run
+    options = ("--gpu", "L40S", "--steps", "100", "--json", str(answer))
+    command = ("dry-run", *options, "--", str(BENCHMARKS / "accuracy" / script), *arguments)
+    assert warm_process.memfit(*command).returncode == 0
+    return json.loads(answer.read_text())["peak"]["reserved"]
