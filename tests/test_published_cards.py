@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 def result(published, least, reserved, most, *, job="regnet_y_128gf", batch=8):
     row = cards.CardRow("L40S", job, batch, 8, published)
-    return cards.CardResult(row, reserved, least, most, outside=1000)
+    return cards.CardResult(row, reserved, least, most, outside=1000, known_outside=1000)
 
 
 def test_every_row_has_a_script_and_a_card():
