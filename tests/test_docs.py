@@ -27,6 +27,7 @@ FILES = {
 # Files of the reader, of PyTorch and of other projects.
 FOREIGN = {
     "SCRIPT.py",
+    "ConvUtils.h",
     "blocks.py",
     "train.py",
     "c10/cuda/CUDACachingAllocator.h",

@@ -1,0 +1,393 @@
+"""Ask several versions of cuDNN for the workspaces of published jobs, and train on the ghost with each.
+
+    python benchmarks/cudnn_versions.py --folder FOLDER [--versions 9.8.0.87 ...] [--jobs regnet ...]
+        [--markdown FILE] [--json FILE]
+
+Wheels of each version are downloaded into FOLDER and unpacked there: about 1 GB a version. A version is that
+of nvidia-cudnn-cu12; with ``/13`` appended, that of nvidia-cudnn-cu13. Without --versions, they are those of
+``VERSIONS``; the installed cuDNN is always asked, too.
+
+Each job is a row of benchmarks/accuracy/milabench.csv. It is trained for two steps on the ghost, in a process
+of its own, with one cuDNN answering. PyTorch chooses among the engines, so what it reserves follows from the
+answers. Then the fallback engines of every convolution are asked for, too; PyTorch asks for these only if it
+can use no other. The tables show what is reserved, and the largest workspaces: those that were used, and what
+any engine would have used.
+"""
+
+import argparse
+import csv
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent / "accuracy"
+VERSIONS = ("9.8.0.87", "9.10.2.21", "9.13.1.26", "9.16.0.29", "9.19.0.56", "9.28.0.42")
+LIBRARIES = ("nvidia-cublas-cu12==12.8.4.1", "nvidia-cuda-nvrtc-cu12==12.8.93")
+"""What cuDNN for CUDA 12 loads, beside the wheel of cuDNN."""
+CARDS = {"H100": "H100-80GB", "L40S": "L40S"}  # in the CSV file: in memfit
+OUTSIDE = {"H100": 1263, "L40S": 1263}
+"""MiB that the card holds beside PyTorch's allocator: as fitted to published rows of the H100."""
+JOBS = {
+    # in the CSV file: the script's options
+    "regnet_y_128gf": ("--model", "regnet_y_128gf", "--tf32", "--fp16"),
+    "convnext_large-tf32": ("--model", "convnext_large", "--tf32"),
+    "convnext_large-fp32": ("--model", "convnext_large"),
+}
+ROWS = (
+    *(("H100", "regnet_y_128gf", batch) for batch in (64, 128, 136, 184, 192)),
+    *(("L40S", "regnet_y_128gf", batch) for batch in (64, 112)),
+    *((card, job, 64) for job in ("convnext_large-tf32", "convnext_large-fp32") for card in CARDS),
+)
+MIB, FALLBACK, SHOWN = 1 << 20, 2, 4
+HEADER = """# cuDNN's answers by version
+
+Printed by `python benchmarks/cudnn_versions.py --folder FOLDER --markdown FILE`, in MiB. What follows is in
+[docs/accuracy.md](../../docs/accuracy.md)."""
+CAPTIONS = (
+    "Allocated / reserved by PyTorch at the peak of two steps, with each version of cuDNN answering:",
+    "Workspaces of all different convolutions: the sum of those used / the largest / the largest offered:",
+    "The convolutions that use most, without the batch: used / the largest offered by any engine:",
+)
+LINKED = (
+    *("cuModuleGetFunction", "cuModuleLoadData", "cuModuleUnload"),
+    *("cuTensorMapEncodeIm2col", "cuTensorMapEncodeTiled"),
+)
+"""Functions of libcuda.so.1 to which libcudnn_engines_runtime_compiled 9.28 is linked."""
+
+
+@dataclass(frozen=True)
+class Libraries:
+    """A cuDNN and the libraries to load before it."""
+
+    name: str
+    cudnn: str
+    before: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """The workspace of one convolution in one pass; all sizes in bytes."""
+
+    convolution: str
+    used: int
+    """Of the first engine that PyTorch's settings allow."""
+    offered: int
+    """The largest of any engine, fallback engines included."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One job with one cuDNN; sizes in bytes."""
+
+    card: str
+    job: str
+    batch: int
+    libraries: str
+    version: int
+    """As cuDNN reports it: 92400 is 9.24.0."""
+    reserved: int
+    allocated: int
+    error: str
+    workspaces: tuple[Workspace, ...]
+
+
+def main() -> None:
+    """Download, run and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--versions", nargs="*", default=VERSIONS)
+    parser.add_argument("--jobs", nargs="*", default=["regnet", "convnext"], help="beginnings of jobs' names")
+    parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--json", type=Path, help="results so far; they are kept, and added to")
+    args = parser.parse_args()
+    known = json.loads(args.json.read_text()) if args.json and args.json.exists() else []
+    results = [_read_result(entry) for entry in known]
+    done = {(result.card, result.job, result.batch, result.libraries) for result in results}
+    rows = [row for row in ROWS if row[1].startswith(tuple(args.jobs))]
+    no_device = _no_device(args.folder)
+    versions = [_downloaded(version, args.folder, no_device) for version in args.versions]
+    for libraries in [_installed(no_device), *versions]:
+        for card, job, batch in rows:
+            if (card, job, batch, libraries.name) not in done:
+                results.append(_run(libraries, card, job, batch))
+                print(_line(results[-1]), file=sys.stderr, flush=True)
+                if args.json:
+                    args.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+    chosen = [result for result in results if result.job.startswith(tuple(args.jobs))]
+    tables = (_reserved_table(chosen), _sum_table(chosen), _largest_table(chosen))
+    blocks = [HEADER]
+    for caption, table in zip(CAPTIONS, tables, strict=True):
+        blocks += [caption, "\n".join(table)]
+    text = "\n\n".join(blocks) + "\n"
+    args.markdown.write_text(text) if args.markdown else print(text)
+
+
+def _downloaded(version: str, folder: Path, no_device: str) -> Libraries:
+    """Return a version of cuDNN, unpacked in ``folder`` and downloaded if it is not there."""
+    number, _, cuda = version.partition("/")
+    root = folder / (f"{number}-cu{cuda}" if cuda else number)
+    if cuda:
+        before = [_installed(no_device).before[-1]]
+    else:
+        before = [str(_unpack(LIBRARIES, folder / "cuda12", name)) for name in ("libcublasLt", "libnvrtc")]
+    library = _unpack([f"nvidia-cudnn-cu{cuda or 12}=={number}"], root, "libcudnn")
+    return Libraries(version, str(library), (no_device, *before))
+
+
+def _unpack(wheels: Sequence[str], root: Path, name: str) -> Path:
+    """Return the library of that name in wheels unpacked under ``root``; download them if necessary."""
+    if not root.exists():
+        with tempfile.TemporaryDirectory(dir=root.parent) as folder:
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder]
+            subprocess.run([*command, *wheels], check=True)
+            for wheel in Path(folder).glob("*.whl"):
+                zipfile.ZipFile(wheel).extractall(root)
+    return min(root.glob(f"nvidia/*/lib/{name}.so.*"), key=lambda path: len(path.name))
+
+
+def _no_device(folder: Path) -> str:
+    """Build memfit's libcuda.so.1 that reports no device, with the functions that cuDNN 9.28 needs."""
+    from memfit.ghost.build.runtime_library import COMPILE_FLAGS, NO_DEVICE
+    from memfit.native_build import find_compiler, run_compiler
+
+    source, library = folder / "no_device.c", folder / "libnodevice.so"
+    text = NO_DEVICE.read_text(encoding="utf-8")
+    source.write_text(text + "".join(f"NO_DEVICE({name})\n" for name in LINKED if f"({name})" not in text))
+    link = ("-shared", "-Wl,-soname,libcuda.so.1", "-o", str(library))
+    run_compiler(*find_compiler(), *COMPILE_FLAGS, str(source), *link)
+    return str(library)
+
+
+def _installed(no_device: str) -> Libraries:
+    from memfit.ghost.build.runtime_library import build
+    from memfit.ghost.build.torch_install import find_torch
+    from memfit.ghost.cudnn.find_library import find_library
+
+    torch = find_torch().folder
+    found = {}
+    for name in ("libcudnn", "libcublasLt"):
+        soname = next(soname for soname in build().sonames if soname.startswith(f"{name}.so"))
+        found[name] = str(find_library(soname, torch))
+    return Libraries("installed", found["libcudnn"], (no_device, found["libcublasLt"]))
+
+
+def _run(libraries: Libraries, card: str, job: str, batch: int) -> Result:
+    """Train in a new process; return what it reserved and its workspaces."""
+    request = json.dumps({"libraries": asdict(libraries), "card": card, "job": job, "batch": batch})
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import cudnn_versions as c; "
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {**os.environ, "MEMFIT_CUDNN_ANSWERS": cache}
+        command = [sys.executable, "-c", code + "c.train(sys.argv[1])", request]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{job} with batches of {batch} and cuDNN {libraries.name} failed:\n{done.stderr}")
+    return _read_result(json.loads(done.stdout.splitlines()[-1]))
+
+
+def train(request: str) -> None:
+    """Train on the ghost with one cuDNN answering, and print the result as JSON."""
+    asked = json.loads(request)
+    from memfit.devices import find_device
+    from memfit.ghost.build.runtime_library import build
+    from memfit.ghost.cudnn.cache import HeuristicsCache
+    from memfit.ghost.cudnn.client import CudnnClient
+    from memfit.ghost.cudnn.device_properties import device_properties
+    from memfit.ghost.device import GhostDevice
+    from memfit.ghost.load import load
+    from memfit.ghost.workspaces import Workspaces, WorkspaceSource
+
+    ghost, device = load(build()), GhostDevice.of(find_device(CARDS[asked["card"]]))
+    outside = OUTSIDE[asked["card"]] * MIB
+    ghost.configure(device, in_use=outside, context=outside)
+    libraries = asked["libraries"]
+    client = CudnnClient(
+        Path(libraries["cudnn"]),
+        [Path(path) for path in libraries["before"]],
+        # cuDNN 9.28 refuses a description without the bus; its keys are those of libcudnn_graph.
+        {**device_properties(device, build().cuda_version), "memoryBusWidth": device.memory_bus_bits},
+        HeuristicsCache(Path(os.environ["MEMFIT_CUDNN_ANSWERS"]) / "answers.jsonl"),
+    )
+    workspaces = Workspaces.read(WorkspaceSource.CUDNN, lambda: client)
+    questions: dict[bytes, None] = {}
+
+    def answer(question: bytes) -> Sequence[Any]:
+        questions[question] = None
+        return workspaces.answer(question)
+
+    ghost.answer_with(answer)
+    import torch
+
+    _skip_initialization(torch)
+    error = ""
+    sys.argv = ["job", *JOBS[asked["job"]], "--batch-size", str(asked["batch"]), "--steps", "2"]
+    try:
+        with redirect_stdout(sys.stderr):
+            runpy.run_path(str(HERE / "torchvision_classifier.py"), run_name="__main__")
+    except torch.OutOfMemoryError as raised:
+        error = str(raised).partition(".")[0]
+    found = _workspaces(list(questions), workspaces.answer, allow_tf32="--tf32" in sys.argv)
+    result = Result(
+        asked["card"],
+        asked["job"],
+        asked["batch"],
+        libraries["name"],
+        client.version(),
+        torch.cuda.max_memory_reserved(),
+        torch.cuda.max_memory_allocated(),
+        error,
+        tuple(found),
+    )
+    print(json.dumps(asdict(result)))
+
+
+def _skip_initialization(torch: Any) -> None:
+    """Leave parameters as they are allocated: their values count for nothing here, and take a minute."""
+    for name in ("kaiming_uniform_", "kaiming_normal_", "uniform_", "normal_", "trunc_normal_"):
+        setattr(torch.nn.init, name, lambda tensor, *_given, **_named: tensor)
+
+
+def _workspaces(
+    questions: Iterable[bytes], answer: Callable[[bytes], Sequence[Any]], *, allow_tf32: bool
+) -> Iterable[Workspace]:
+    """Yield the workspaces of the convolutions asked about, with their fallback engines."""
+    from memfit.ghost.cudnn.descriptors import ENGINEHEUR_MODE, Convolution, Descriptor, operation_of
+
+    for question in questions:
+        tree = json.loads(question)
+        if tree.get("kind") != "plan":
+            continue
+        import msgspec
+
+        descriptor = msgspec.convert(tree["descriptor"], Descriptor)
+        convolution = operation_of(descriptor)
+        if not isinstance(convolution, Convolution) or descriptor.values(ENGINEHEUR_MODE) == (FALLBACK,):
+            continue
+        attributes = tree["descriptor"]["attributes"]
+        tree["descriptor"]["attributes"] = [
+            [name, kind, [FALLBACK] if name == ENGINEHEUR_MODE else values]
+            for name, kind, values in attributes
+        ]
+        own, fallback = answer(question), answer(json.dumps(tree).encode())
+        yield _workspace(convolution, own, fallback, allow_tf32=allow_tf32)
+
+
+def _workspace(
+    convolution: Any, own: Sequence[Any], fallback: Sequence[Any], *, allow_tf32: bool
+) -> Workspace:
+    # As PyTorch's filterEngineConfigs: tensor cores (note 0) only with TF32 where data are float32 (type 0),
+    # and no engine that converts its inputs (note 1).
+    refused = 0b10 | (convolution.x.data_type == 0 and not allow_tf32)
+    allowed = [config for config in (*own, *fallback) if not config.numerical_notes & refused]
+    image, weight = ("x".join(map(str, sizes)) for sizes in (convolution.x.sizes[1:], convolution.w.sizes))
+    return Workspace(
+        f"{convolution.operation}, {image} by {weight}, stride {convolution.stride[0]}",
+        allowed[0].workspace if allowed else 0,
+        max((config.workspace for config in (*own, *fallback)), default=0),
+    )
+
+
+def _read_result(entry: Mapping[str, Any]) -> Result:
+    spaces = tuple(Workspace(**space) for space in entry["workspaces"])
+    return Result(**{**entry, "workspaces": spaces})
+
+
+def _line(result: Result) -> str:
+    job = f"{result.card} {result.job} {result.batch} {result.libraries}"
+    return f"{job}: allocated / reserved {_reserved(result)} MiB, workspaces {_sums(result)} MiB"
+
+
+def _published() -> dict[tuple[str, str, int], float]:
+    with (HERE / "milabench.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    found: dict[tuple[str, str, int], float] = {}
+    for row in rows:
+        found.setdefault((row["card"], row["job"], int(row["batch"])), float(row["device_mib"]))
+    return found
+
+
+def _keys(results: Iterable[Result]) -> list[tuple[str, str, int]]:
+    return [row for row in ROWS if any(_key(found) == row for found in results)]
+
+
+def _columns(results: Sequence[Result]) -> dict[str, str]:
+    """Return the heading of each cuDNN, by increasing version."""
+    by_version = sorted({(result.version, result.libraries) for result in results})
+    return {
+        libraries: f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+        for version, libraries in by_version
+    }
+
+
+def _table(results: Sequence[Result], extra: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    headings = ["card", "job", "batch", *extra, *_columns(results).values()]
+    middle = "---|" if "convolution" in extra else "--:|" * len(extra)
+    ruler = "|---|---|--:|" + middle + "--:|" * len(_columns(results))
+    lines = ["| " + " | ".join(headings) + " |", ruler]
+    return lines + ["| " + " | ".join(cells) + " |" for cells in rows]
+
+
+def _reserved_table(results: Sequence[Result]) -> list[str]:
+    """Return the MiB that PyTorch had, with those that the published run's device had in use."""
+    published = _published()
+
+    def row(key: tuple[str, str, int]) -> list[str]:
+        return [key[0], key[1], str(key[2]), f"{published[key]:,.0f}", *_cells(results, key, _reserved)]
+
+    return _table(results, ["published, device"], [row(key) for key in _keys(results)])
+
+
+def _sum_table(results: Sequence[Result]) -> list[str]:
+    """Return the MiB of all workspaces used, of the largest, and of the largest that any engine asks for."""
+    rows = [[key[0], key[1], str(key[2]), *_cells(results, key, _sums)] for key in _keys(results)]
+    return _table(results, [], rows)
+
+
+def _largest_table(results: Sequence[Result]) -> list[str]:
+    """Return the MiB used and the most offered for the convolutions that use most with any cuDNN."""
+    rows = []
+    for key in _keys(results):
+        most: dict[str, int] = {}
+        for space in (space for found in results if _key(found) == key for space in found.workspaces):
+            most[space.convolution] = max(most.get(space.convolution, 0), space.used)
+        for convolution in sorted(most, key=lambda name: -most[name])[:SHOWN]:
+            cells = _cells(results, key, lambda found, name=convolution: _use(found, name))
+            rows.append([key[0], key[1], str(key[2]), convolution, *cells])
+    return _table(results, ["convolution"], rows)
+
+
+def _key(result: Result) -> tuple[str, str, int]:
+    return result.card, result.job, result.batch
+
+
+def _cells(results: Sequence[Result], key: tuple[str, str, int], cell: Callable[[Result], str]) -> list[str]:
+    found = {result.libraries: cell(result) for result in results if _key(result) == key}
+    return [found.get(libraries, "") for libraries in _columns(results)]
+
+
+def _reserved(result: Result) -> str:
+    figures = f"{result.allocated / MIB:,.0f} / {result.reserved / MIB:,.0f}"
+    return f"{figures}, out of memory" if result.error else figures
+
+
+def _sums(result: Result) -> str:
+    used = [space.used for space in result.workspaces]
+    offered = [space.offered for space in result.workspaces]
+    return f"{sum(used) / MIB:,.0f} / {max(used) / MIB:,.0f} / {max(offered) / MIB:,.0f}"
+
+
+def _use(result: Result, convolution: str) -> str:
+    space = next((space for space in result.workspaces if space.convolution == convolution), None)
+    return f"{space.used / MIB:,.0f} / {space.offered / MIB:,.0f}" if space else ""
+
+
+if __name__ == "__main__":
+    main()
