@@ -57,11 +57,6 @@ CAPTIONS = (
     "Workspaces of all different convolutions: the sum of those used / the largest / the largest offered:",
     "The convolutions that use most, without the batch: used / the largest offered by any engine:",
 )
-LINKED = (
-    *("cuModuleGetFunction", "cuModuleLoadData", "cuModuleUnload"),
-    *("cuTensorMapEncodeIm2col", "cuTensorMapEncodeTiled"),
-)
-"""Functions of libcuda.so.1 to which libcudnn_engines_runtime_compiled 9.28 is linked."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +97,8 @@ class Result:
 
 def main() -> None:
     """Download, run and print."""
+    from memfit.ghost.build.runtime_library import build
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--versions", nargs="*", default=VERSIONS)
@@ -113,7 +110,7 @@ def main() -> None:
     results = [_read_result(entry) for entry in known]
     done = {(result.card, result.job, result.batch, result.libraries) for result in results}
     rows = [row for row in ROWS if row[1].startswith(tuple(args.jobs))]
-    no_device = _no_device(args.folder)
+    no_device = str(build().no_device)
     versions = [_downloaded(version, args.folder, no_device) for version in args.versions]
     for libraries in [_installed(no_device), *versions]:
         for card, job, batch in rows:
@@ -152,19 +149,6 @@ def _unpack(wheels: Sequence[str], root: Path, name: str) -> Path:
             for wheel in Path(folder).glob("*.whl"):
                 zipfile.ZipFile(wheel).extractall(root)
     return min(root.glob(f"nvidia/*/lib/{name}.so.*"), key=lambda path: len(path.name))
-
-
-def _no_device(folder: Path) -> str:
-    """Build memfit's libcuda.so.1 that reports no device, with the functions that cuDNN 9.28 needs."""
-    from memfit.ghost.build.runtime_library import COMPILE_FLAGS, NO_DEVICE
-    from memfit.native_build import find_compiler, run_compiler
-
-    source, library = folder / "no_device.c", folder / "libnodevice.so"
-    text = NO_DEVICE.read_text(encoding="utf-8")
-    source.write_text(text + "".join(f"NO_DEVICE({name})\n" for name in LINKED if f"({name})" not in text))
-    link = ("-shared", "-Wl,-soname,libcuda.so.1", "-o", str(library))
-    run_compiler(*find_compiler(), *COMPILE_FLAGS, str(source), *link)
-    return str(library)
 
 
 def _installed(no_device: str) -> Libraries:
@@ -212,8 +196,7 @@ def train(request: str) -> None:
     client = CudnnClient(
         Path(libraries["cudnn"]),
         [Path(path) for path in libraries["before"]],
-        # cuDNN 9.28 refuses a description without the bus; its keys are those of libcudnn_graph.
-        {**device_properties(device, build().cuda_version), "memoryBusWidth": device.memory_bus_bits},
+        device_properties(device, build().cuda_version),
         HeuristicsCache(Path(os.environ["MEMFIT_CUDNN_ANSWERS"]) / "answers.jsonl"),
     )
     workspaces = Workspaces.read(WorkspaceSource.CUDNN, lambda: client)

@@ -36,6 +36,7 @@ def device_properties(device: GhostDevice, cuda_version: str) -> Mapping[str, ob
         "l2CacheSize": device.l2_bytes,
         "maxBlockSize": [1024, 1024, 64],
         "memClockRateKHz": device.memory_clock_khz,
+        "memoryBusWidth": device.memory_bus_bits,  # cuDNN 9.28 requires it
         "maxGridSize": [2147483647, 65535, 65535],
         "supportCoopLaunch": 1,
         "pciDeviceId": 0,

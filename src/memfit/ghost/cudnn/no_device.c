@@ -3,8 +3,8 @@
  * finds these functions, and calls none of them in its heuristics. While this library is loaded, no
  * other libcuda.so.1 is.
  *
- * Source: the names that cuDNN 9.24 reports as missing ("Could not load symbol") when a libcuda.so.1 has
- * none of them; server.py reports any that another version misses.
+ * Source: the names that cuDNN 9.24 and 9.28 report as missing ("Could not load symbol") when a libcuda.so.1
+ * has none of them; server.py reports any that another version misses.
  */
 #define NO_DEVICE(function)                                                                                  \
     __attribute__((visibility("default"))) int function(void) { return 100; } /* CUDA_ERROR_NO_DEVICE */
@@ -31,5 +31,10 @@ NO_DEVICE(cuLinkAddData)
 NO_DEVICE(cuLinkComplete)
 NO_DEVICE(cuLinkCreate)
 NO_DEVICE(cuLinkDestroy)
+NO_DEVICE(cuModuleGetFunction)
+NO_DEVICE(cuModuleLoadData)
+NO_DEVICE(cuModuleUnload)
 NO_DEVICE(cuOccupancyMaxPotentialClusterSize)
 NO_DEVICE(cuStreamGetCtx)
+NO_DEVICE(cuTensorMapEncodeIm2col)
+NO_DEVICE(cuTensorMapEncodeTiled)
