@@ -23,8 +23,8 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torch.utils.flop_counter import flop_registry
 
 from memfit.random_state import generator_positions
+from memfit.recording.tensor_storage import storage_of
 from memfit.records.step_operations import ModuleCall, Operation, StepOperations
-from memfit.tensor_storage import storage_of
 
 _SUM = 2
 _RANDOM = torch.Tag.nondeterministic_seeded

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from memfit.recording.tensor_storage import storage_of
 from memfit.strategies.mechanisms.tensors import version_of
-from memfit.tensor_storage import storage_of
 
 
 class Kept:

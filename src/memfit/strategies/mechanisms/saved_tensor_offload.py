@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from memfit.recording.tensor_storage import storage_of
 from memfit.strategies.mechanisms.host_copies import HostCopies
 from memfit.strategies.mechanisms.tensors import version_of, without_dispatch_modes
-from memfit.tensor_storage import storage_of
 
 
 class KeptTensor:

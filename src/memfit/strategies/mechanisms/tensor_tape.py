@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from memfit.random_state import generator_positions
+from memfit.recording.tensor_storage import storage_of
 from memfit.records import LEAST_RECOMPUTED, can_run_again
 from memfit.strategies.mechanisms.noted_operations import (
     Content,
@@ -34,7 +35,6 @@ from memfit.strategies.mechanisms.noted_operations import (
     flat_values,
 )
 from memfit.strategies.mechanisms.triton_launches import triton_launches
-from memfit.tensor_storage import storage_of
 
 _STATISTICS = {
     "native_batch_norm",
