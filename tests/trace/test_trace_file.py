@@ -262,9 +262,7 @@ def test_a_trace_that_is_too_long_is_not_written(tmp_path, trace, monkeypatch):
         write_trace(trace, path)
     monkeypatch.undo()
     monkeypatch.setattr(trace_file, "MAX_HEADER_BYTES", 100)
-    with pytest.raises(
-        UsageError, match=r"the trace take [\d,]+ bytes, but .* at most 100. Run"
-    ):
+    with pytest.raises(UsageError, match=r"the trace take [\d,]+ bytes, but .* at most 100. Run"):
         write_trace(trace, path)
     assert not path.exists()
 
