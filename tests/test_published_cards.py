@@ -68,6 +68,7 @@ def test_a_slope_must_be_within_half_a_percent():
     assert next(cards.claims(series(100.6)))[1:] == (1, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_bert_takes_what_it_took_on_the_card(tmp_path):
     rows = {row.batch: row for row in ROWS if (row.card, row.job) == ("L40S", "bert-fp16")}
