@@ -140,7 +140,7 @@ def main() -> None:
             each.ratios.append(seconds[id(each)] / seconds[id(variants[0])])
     print("| policy | peak MiB | time | 95 % | predicted | gradients |\n|---|--:|--:|--:|--:|---|")
     for each in variants:
-        low, high = _interval(each.ratios)
+        low, high = interval(each.ratios)
         predicted = "" if each.predicted is None else f"{each.predicted:.3f}"
         print(
             f"| {each.name} | {each.peak / MIB:.1f} | {statistics.median(each.ratios):.3f} | "
@@ -358,7 +358,7 @@ def _difference(plain: torch.Tensor, other: torch.Tensor) -> float:
     return float((plain - other).abs().max() / plain.abs().max())
 
 
-def _interval(ratios: list[float]) -> tuple[float, float]:
+def interval(ratios: list[float]) -> tuple[float, float]:
     """Return the order statistics between which the median lies with 95 %."""
     ordered, count = sorted(ratios), len(ratios)
     below = max(math.floor(count / 2 - 0.98 * math.sqrt(count)), 0)

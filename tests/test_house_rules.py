@@ -49,3 +49,46 @@ def test_a_class_name_means_one_thing_in_the_package():
                 homes[node.name.lstrip("_")].append(f"{path.relative_to(ROOT)}: {node.name}")
     assert homes
     assert [places for places in homes.values() if len(places) > 1] == []
+
+
+def test_benchmarks_import_only_names_that_exist():
+    """No other check reads them: mypy is for the package, and most benchmarks take too long for the tests."""
+    missing = [
+        f"{path.relative_to(ROOT)}: {node.module}.{alias.name}"
+        for folder in (ROOT / "benchmarks", ROOT / "benchmarks" / "gpu")
+        for path in sorted(folder.glob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module and (home := _home(node.module, folder))
+        for alias in node.names
+        if not (_home(f"{node.module}.{alias.name}", folder) or alias.name in _names(home))
+    ]
+    assert missing == []
+
+
+def _home(module: str, folder: Path) -> Path | None:
+    """Return the file of a module of the package or beside a benchmark; None for others."""
+    stem = Path(*module.split("."))
+    places = (root / stem for root in (ROOT / "src", folder))
+    files = (file for place in places for file in (place.with_suffix(".py"), place / "__init__.py"))
+    return next(filter(Path.is_file, files), None)
+
+
+def _names(path: Path) -> set[str]:
+    """Return what a module defines or imports at its top level, and what it lists as its own."""
+    tree = ast.parse(path.read_text())
+    names = {
+        node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and path.name == "__init__.py"
+    }
+    for node in tree.body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                names |= {alias.asname or alias.name for alias in aliases}
+            case ast.Assign(targets=targets):
+                names |= {
+                    each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)
+                }
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                names.add(name)
+    return names
