@@ -11,6 +11,8 @@ import pytest
 from memfit.cli.main import exit_code_of
 from memfit.planning.plan_file import read_plan
 from memfit.script_training.carried_out import CarriedOut
+from memfit.script_training.process import PlanLines
+from memfit.strategies.intervention import InjectionReport
 
 pytestmark = pytest.mark.process
 
@@ -186,6 +188,17 @@ def test_the_scripts_own_options_divide_its_batches(plan_file, tmp_path):
     divided = {"count": 2, "size": 2, "how": "", "where": "", "by_option": True}
     plan = read_plan(plan_file({}, micro_batches=divided | {"arguments": ["--batch-size", "2"]}))
     assert CarriedOut.of(plan) == CarriedOut({}, ("--batch-size", "2"), ())
+
+
+def test_a_plan_made_for_another_model_is_applied_and_named(plan_file, capsys):
+    """A plan for the whole model, whatever its parts are called, can be applied to any."""
+    plan = read_plan(plan_file({"checkpointing": {}}, models=["UNet (optimizer: unet.py:9)"]))
+    for model in ("UNet (optimizer: other.py:1)", "GPT (optimizer: gpt.py:61)"):
+        PlanLines("plan.json", plan, CarriedOut.of(plan)).report(InjectionReport(models=(model,)))
+    assert capsys.readouterr().err.splitlines() == [
+        "memfit: applied to UNet (optimizer: other.py:1)",
+        "memfit: applied to GPT (optimizer: gpt.py:61); it was made for UNet (optimizer: unet.py:9)",
+    ]
 
 
 def test_a_script_whose_updates_would_not_be_its_own_is_ended(python, plan_file):

@@ -40,6 +40,8 @@ class PlanFile:
     """Ranks on each machine that it was made for."""
     nnodes: int = 1
     """Machines that it was made for."""
+    models: tuple[str, ...] = ()
+    """The models that it was made for: the class of each, and its optimizer's line."""
 
     @property
     def world_size(self) -> int:
@@ -61,6 +63,10 @@ class PlanFile:
     def allocated_for(self, command: tuple[str, ...]) -> int | None:
         """Return the most bytes allocated for a command; None if the plan was made for another."""
         return self.allocated if command == self.command else None
+
+    def made_for(self, model: str) -> bool:
+        """Whether a model of this class was planned for; True if the file names no models."""
+        return not self.models or _class(model) in map(_class, self.models)
 
     @property
     def change(self) -> ScriptChange:
@@ -116,6 +122,7 @@ _OPTIONAL: Mapping[str, tuple[str, Any]] = {
     "allocated": ("allocated", int | None),
     "nproc": ("nproc", int),
     "nnodes": ("nnodes", int),
+    "models": ("models", tuple[str, ...]),
 }
 """By field of ``PlanFile``: its name in the file, and its type."""
 
@@ -134,6 +141,10 @@ def _optional(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
             except msgspec.ValidationError as error:
                 raise FileFormatError(f"Cannot read a plan from {path}: '{name}': {error}.") from None
     return values
+
+
+def _class(model: str) -> str:
+    return model.partition(" (")[0]
 
 
 def _frozen(value: Any) -> Any:

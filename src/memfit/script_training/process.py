@@ -102,7 +102,8 @@ class PlanLines:
         """Say what has changed: a model has got the plan, or was refused it."""
         self._last = report
         for model in report.models:
-            self._say(f"applied to {model}")
+            other = "" if self._plan.made_for(model) else f"; it was made for {', '.join(self._plan.models)}"
+            self._say(f"applied to {model}{other}")
         for why in report.refusals:
             self._say(f"NOT APPLIED: {why}")
 
