@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import warnings
 
 import pytest
 import torch
@@ -318,6 +319,18 @@ def test_an_operation_that_is_not_there_is_named():
     memfit.apply(model, whole(save_ops="aten.addmm.default:7"))
     with pytest.warns(UserWarning, match="did not run 1 of the 1 operations"):
         train(model)
+
+
+def test_equal_blocks_that_do_not_run_an_operation_are_warned_about_once():
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8)) for _ in range(3)))
+    region = memfit.Region(("0", "1", "2"), save_ops=("aten.tanh.default:0",), recompute="tensors")
+    memfit.apply(model, memfit.Checkpointing(regions=(region,)))
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        model(torch.ones(2, 8))
+    assert [str(each.message).partition(":")[2][:43] for each in shown] == [
+        " Sequential did not run 1 of the 1 operatio"
+    ]
 
 
 def test_copies_of_a_model_are_recomputed_too():

@@ -125,8 +125,9 @@ class CheckpointedForward(WrappedForward):
             return
         self._is_known = True
         if missing := not_run(self.settings.save_ops, seen):
+            # By class: Python shows equal warnings once, and a network has many equal blocks.
             warn_user(
-                f"checkpointing: {self.settings.name or 'the model'} did not run {len(missing)} of the "
+                f"checkpointing: {type(self.module).__name__} did not run {len(missing)} of the "
                 f"{len(self.settings.save_ops)} operations whose results it is to keep: "
                 f"{', '.join(missing)}. What it does not keep is recomputed. The plan may be for another "
                 "model, device or PyTorch."
