@@ -2,14 +2,14 @@
 
     python benchmarks/planning_cpu.py [--network gpt] [--budgets 410,330,213] [--rounds 15]
 
-The planner gets the seconds of each operation as measured on this machine, when it runs again, and budgets in
-MiB: by default shares of the plain peak. A choice that needs more when it runs is made again for less, as
-``memfit plan`` does: the recorder on the CPU does not see the scratch memory of operations. All variants take
-turns, one step each, on one thread. The peak is that of PyTorch's CPU allocator, over what is allocated
-between steps (parameters, gradients, inputs). Times are processor time, relative to the plain step of the
-same round: the median, and the interval that covers the true median with 95 %. Gradients of every variant are
-compared with those of the plain step; where a step draws random numbers, they are the same draws, but for
-micro-batches.
+The planner gets the seconds of each operation as measured on this machine, when it runs again, those of a
+plain step in as many micro-batches, and budgets in MiB: by default shares of the plain peak. A choice that
+needs more when it runs is made again for less, as ``memfit plan`` does: the recorder on the CPU does not see
+the scratch memory of operations. All variants take turns, one step each, on one thread. The peak is that of
+PyTorch's CPU allocator, over what is allocated between steps (parameters, gradients, inputs). Times are
+processor time, relative to the plain step of the same round: the median, and the interval that covers the
+true median with 95 %. Gradients of every variant are compared with those of the plain step; where a step
+draws random numbers, they are the same draws, but for micro-batches.
 
 Peers: checkpointing of every block and of every second one; PyTorch's selective checkpointing that keeps
 matrix products; its ``activation_memory_budget`` for compiled graphs (aot_eager), one share in a run, because
@@ -24,7 +24,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -249,14 +249,13 @@ def _planned(network: Network, steps: dict[int, StepOperations], budgets: list[i
     dependent = why_dependent(steps[1], steps[PARTS[1]]) if PARTS[1] in steps else "one sample"
     if dependent:
         print(f"No micro-batches: {dependent}.")
-    plain = sum(map(_measured, (*steps[1].forward, *steps[1].backward)))
+    plain = _step_seconds(network, choosers)
     plans: dict[tuple[int, int], tuple[Variant, float]] = {}
     for budget in budgets:
         for parts in PARTS[:1] if dependent else choosers:
-            step = sum(map(_measured, (*steps[parts].forward, *steps[parts].backward)))
             found = _fitting(network, choosers[parts], budget * MIB, parts)
             if found is not None:
-                plans[budget, parts] = found[0], parts * (step + found[1].seconds) / plain
+                plans[budget, parts] = found[0], (plain[parts] + parts * found[1].seconds) / plain[1]
         if (budget, 1) not in plans:
             smallest = math.ceil(choosers[1].smallest.peak / MIB)
             print(f"{budget} MiB: no plan bit for bit; the smallest is predicted to need {smallest} MiB")
@@ -319,6 +318,16 @@ def _seconds_again(network: Network, plain: StepOperations) -> Callable[[Operati
     return lambda operation: operation.seconds * max(factors.get(operation.name, 1.0), 1.0)
 
 
+def _step_seconds(network: Network, divided: Iterable[int]) -> dict[int, float]:
+    """Return the seconds of a plain step by its micro-batches: Python's own are no operation's."""
+    variants = {parts: _variant(network, "none", parts=parts) for parts in divided}
+    seconds: dict[int, list[float]] = {parts: [] for parts in variants}
+    for _ in range(1 + _RECORDINGS):
+        for parts, each in variants.items():
+            seconds[parts].append(each.step())
+    return {parts: statistics.median(taken[1:]) for parts, taken in seconds.items()}
+
+
 def _by_name(operations: tuple[Operation, ...]) -> Counter[str]:
     seconds: Counter[str] = Counter()
     for each in operations:
@@ -346,10 +355,6 @@ def _dispatch_seconds(network: Network, step: StepOperations) -> float:
             taken.append(time.process_time() - started)
     plain, asked = map(statistics.median, seconds)
     return max(asked - plain, 0.0) / len(step.forward)
-
-
-def _measured(operation: Operation) -> float:
-    return operation.seconds
 
 
 def _difference(plain: torch.Tensor, other: torch.Tensor) -> float:
