@@ -9,8 +9,10 @@ from memfit import api
 from memfit.card.context_measurement import keep_context, kept_context
 from memfit.devices import find_device
 from memfit.ghost.build.torch_install import find_torch
-from memfit.records import ContextReport, ContextStage, Machine, Provenance
+from memfit.records import ContextReport, ContextStage, ContextTrial, Machine, Provenance
 from memfit.report.terminal.context import contribution
+from memfit.run.options import RunOptions
+from memfit.run.resolve_options import ghost_settings
 
 MIB = 1 << 20
 TORCH = find_torch().version
@@ -86,6 +88,25 @@ def test_a_kept_measurement_is_the_context_of_that_card_and_torch(report):
     assert kept_context(find_device("H100"), TORCH) is None
     assert kept_context(find_device("A100-80GB:1g.10gb"), TORCH) is None
     assert kept_context(find_device("A100-80GB"), "2.0.0") is None
+
+
+def test_a_kept_measurement_with_every_kernel_loaded_is_for_dry_runs_with_that_setting(report):
+    card = find_device("A100-80GB")
+    keep_context(report)
+    assert kept_context(card, TORCH, eager=True) is None
+    stages = (ContextStage("first backward", 20 * MIB, 26 * MIB, 1_926 * MIB),)
+    keep_context(replace(report, trials=(ContextTrial("CUDA_MODULE_LOADING=EAGER", "", stages),)))
+    assert kept_context(card, TORCH, eager=True).bytes == 1_900 * MIB
+    assert kept_context(card, TORCH).bytes == 621 * MIB
+
+
+@pytest.mark.parametrize(("value", "more"), [("EAGER", 1_250 * MIB), ("LAZY", 0), ("DEFAULT", 0)])
+def test_loading_every_kernel_adds_what_it_added_on_a_card(monkeypatch, value, more):
+    monkeypatch.setenv("CUDA_MODULE_LOADING", value)
+    context = ghost_settings(RunOptions(gpu="RTX-3060")).device.context
+    assert context.bytes == find_device("RTX-3060").context_bytes + more
+    assert context.provenance is Provenance.ASSUMED
+    assert ("CUDA_MODULE_LOADING" in context.source) is bool(more)
 
 
 def test_a_measurement_is_contributed_as_lines_of_the_table_of_gpus(report):

@@ -19,13 +19,14 @@ import msgspec
 from memfit.atomic_files import write_bytes
 from memfit.card.context_probe import Probed, Settings
 from memfit.card.find import find_card
+from memfit.card.module_loading import SETTING
 from memfit.card.nccl_measurement import measure_nccl
 from memfit.devices import Device, find_device
 from memfit.errors import FileFormatError, TargetError, UnknownDeviceError
 from memfit.input_files import read_input
 from memfit.native_build import cache_folder
 from memfit.python_command import python_code
-from memfit.records import ContextReport, ContextTrial, Figure, Machine, Provenance
+from memfit.records import ContextReport, ContextStage, ContextTrial, Figure, Machine, Provenance
 
 _TIMEOUT = 180  # seconds for one process; the first on a machine may compile kernels
 _LAST_LINES = 5
@@ -44,7 +45,7 @@ class _ContextChange:
 
 CHANGES = (
     _ContextChange(
-        "CUDA_MODULE_LOADING=EAGER",
+        SETTING,
         "CUDA loads every kernel at once; PyTorch sets LAZY unless this variable is already set",
         {"CUDA_MODULE_LOADING": "EAGER"},
     ),
@@ -109,23 +110,35 @@ def keep_context(report: ContextReport) -> Path | None:
     return path
 
 
-def kept_context(device: Device, torch_version: str) -> Figure | None:
+def kept_context(device: Device, torch_version: str, *, eager: bool = False) -> Figure | None:
     """Return the context measured for a device with this torch; None without such a measurement.
 
     Args:
         device: a whole card. A measurement of the card never applies to a slice of it.
         torch_version: as ``torch.__version__``.
+        eager: as measured when CUDA loads every kernel at once.
     """
     reports = [report for path in sorted(_folder().glob("*.json")) if (report := _read(path))]
-    matching = [report for report in reports if report.torch == torch_version and _is(report.card, device)]
+    matching = [
+        report
+        for report in reports
+        if report.torch == torch_version and _is(report.card, device) and _stages(report, eager=eager)
+    ]
     if not matching:
         return None
     latest = max(matching, key=lambda report: report.day)
+    last = _stages(latest, eager=eager)[-1]
     source = (
         f"memfit doctor --context, {latest.day}, {latest.card}, driver {latest.driver or 'unknown'}, "
-        f"torch {latest.torch}: after the {latest.stages[-1].what}"
+        f"torch {latest.torch}: after the {last.what}{f', {SETTING}' * eager}"
     )
-    return Figure(latest.stages[-1].outside, Provenance.MEASURED, source)
+    return Figure(last.outside, Provenance.MEASURED, source)
+
+
+def _stages(report: ContextReport, *, eager: bool) -> tuple[ContextStage, ...]:
+    if not eager:
+        return report.stages
+    return next((trial.stages for trial in report.trials if trial.what == SETTING), ())
 
 
 def _is(name: str, device: Device) -> bool:

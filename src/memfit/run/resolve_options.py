@@ -4,6 +4,7 @@ import itertools
 import os
 
 from memfit.card.context_measurement import kept_context
+from memfit.card.module_loading import eager_loading, is_eager
 from memfit.devices import Device, find_device
 from memfit.errors import UsageError
 from memfit.ghost.build.runtime_library import build
@@ -35,9 +36,7 @@ def ghost_settings(options: RunOptions, shown_memory: int | None = None) -> Ghos
         )
     device = find_device(options.gpu)
     total = Figure(memory, Provenance.EXACT, "--memory") if memory is not None else _total(device)
-    context = kept_context(device, find_torch().version) or Figure(
-        device.context_bytes, Provenance.ASSUMED, device.sources["context_bytes"]
-    )
+    context = _context(device)
     if context.bytes + in_use >= total.bytes:
         raise UsageError(
             f"The GPU has no memory left for the script: of its {format_bytes(total.bytes)}, the CUDA "
@@ -62,6 +61,16 @@ def _check_bytes(**amounts: int | None) -> None:
 def _total(device: Device) -> Figure:
     provenance = Provenance.ASSUMED if "total_bytes" in device.approximate else Provenance.EXACT
     return Figure(device.total_bytes, provenance, device.sources["total_bytes"])
+
+
+def _context(device: Device) -> Figure:
+    eager = is_eager(os.environ)
+    kept = kept_context(device, find_torch().version, eager=eager)
+    if kept is not None:
+        return kept
+    more, why = eager_loading() if eager else (0, "")
+    source = "; ".join(filter(None, (device.sources["context_bytes"], why)))
+    return Figure(device.context_bytes + more, Provenance.ASSUMED, source)
 
 
 def _driver(device: Device) -> Figure | None:
