@@ -19,11 +19,22 @@ GROUPED = """
         loss.backward()
         optimizer.step()
 """
+TIMED = """
+    import torch
+    from torch import nn
+
+    torch.backends.cudnn.benchmark = True
+    grouped = nn.Conv2d(128, 128, 3, padding=1, groups=2)
+    layers = nn.Sequential(nn.Conv2d(64, 128, 3, padding=1), grouped).cuda()
+    for _ in range(3):
+        layers(torch.randn(16, 64, 56, 56, device="cuda")).mean().backward()
+"""
 
 
-def test_the_lower_end_is_what_a_run_without_workspaces_reserves(dry_run):
-    answer = dry_run(GROUPED, options=("--gpu", "H100-80GB")).answer
-    bare = dry_run(GROUPED, options=("--gpu", "H100-80GB", "--workspaces", "none")).answer
+@pytest.mark.parametrize("script", [GROUPED, TIMED])
+def test_the_lower_end_is_what_a_run_without_workspaces_reserves(dry_run, script):
+    answer = dry_run(script, options=("--gpu", "H100-80GB")).answer
+    bare = dry_run(script, options=("--gpu", "H100-80GB", "--workspaces", "none")).answer
     ends = answer["range"]["reserved"]
     assert answer["range"]["causes"] == ["workspaces"]
     assert ends == {"least": bare["peak"]["reserved"], "most": answer["peak"]["reserved"]}

@@ -129,7 +129,7 @@ def with_op(label: Label, function: TorchFunction) -> Label:
 
 
 def mark_workspaces(
-    events: Events, serials: npt.NDArray[np.int32], uses: list[WorkspaceUse]
+    events: Events, serials: npt.NDArray[np.int32], uses: list[WorkspaceUse], reported: set[int]
 ) -> tuple[int, npt.NDArray[np.int64]]:
     """Mark library workspaces, in place: allocations with an address, size and label of the ghost's log.
 
@@ -137,8 +137,14 @@ def mark_workspaces(
 
     A library is called right after its memory was allocated, on the same thread and with no hook in between.
     A thread that was never stamped has no label in the history and label 0 in the ghost's log. With
-    ``torch.backends.cudnn.benchmark``, PyTorch times all engines with one allocation, as large as the largest
-    of them needs, or half of that as often as it takes to fit.
+    ``torch.backends.cudnn.benchmark``, PyTorch times engines with one allocation, as large as the largest of
+    all needs, timed or not, or half of that as often as it takes to fit.
+
+    Args:
+        events: with their categories.
+        serials: of the events.
+        uses: the ghost's log.
+        reported: the sizes in bytes that cuDNN's execution plans have reported.
 
     Returns:
         The number of workspaces that were not found, and the positions of those that a graph has saved.
@@ -155,7 +161,8 @@ def mark_workspaces(
             allocated[place].append(position)
     missed, saved = 0, []
     for place, sizes in used.items():
-        found = _holding(sizes, {position: int(events.size[position]) for position in allocated[place]})
+        there = {position: int(events.size[position]) for position in allocated[place]}
+        found = _holding(sizes, reported, there)
         missed += 0 if found else len(sizes)
         for position in found:
             if events.category[position] in _OF_GRAPHS:
@@ -192,15 +199,20 @@ def mark_failed_workspaces(
     events.category[failed[carried_on]] = Category.WORKSPACE
 
 
-def _holding(used: set[int], allocated: dict[int, int]) -> list[int]:
+def _holding(used: set[int], reported: set[int], allocated: dict[int, int]) -> list[int]:
     """Return which allocations held workspaces.
 
     Args:
         used: sizes of the workspaces at one address, under one label.
+        reported: sizes that cuDNN's plans have reported.
         allocated: the size of each allocation there, by its position.
     """
-    found = [position for position, size in allocated.items() if size in used]
     larger = [position for position, size in allocated.items() if size > max(used)]
-    if larger and max(used) not in (allocated[position] for position in found):
+    found = [
+        position
+        for position, size in allocated.items()
+        if size in used or (position in larger and size in reported)
+    ]
+    if larger and all(allocated[position] < max(used) for position in found):
         found.append(min(larger, key=lambda position: (allocated[position], position)))
     return found

@@ -288,10 +288,10 @@ class Recorder:
         autocast_copies.name_copies(events, self.book)
         events = infer_forwards(events, self.book)
         labels, tensors = short_names(tuple(self.book.labels), tuple(self._owners.tensors))
-        missed, saved = mark_workspaces(events, serials, self._workspace_uses())
+        reported = self._ghost.reported_workspaces() if self._ghost is not None else set()
+        missed, saved = mark_workspaces(events, serials, self._workspace_uses(), reported)
         if self._ghost is not None:
-            reported, ran_without = self._ghost.reported_workspaces(), self._ghost.plans_without_workspace()
-            mark_failed_workspaces(events, serials, reported, ran_without)
+            mark_failed_workspaces(events, serials, reported, self._ghost.plans_without_workspace())
         if missed:
             text = (
                 "library workspaces were not found in the allocator history, so they count as other memory."
