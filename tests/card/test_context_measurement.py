@@ -1,12 +1,16 @@
 """`memfit doctor --context` in rehearsal, and the effect of a kept measurement on later dry runs."""
 
+import os
+import subprocess
 import tomllib
 from dataclasses import replace
 
 import pytest
 
 from memfit import api
+from memfit.card import context_measurement
 from memfit.card.context_measurement import keep_context, kept_context
+from memfit.card.context_probe import Settings
 from memfit.devices import find_device
 from memfit.ghost.build.torch_install import find_torch
 from memfit.records import ContextReport, ContextStage, ContextTrial, Machine, Provenance
@@ -107,6 +111,23 @@ def test_loading_every_kernel_adds_what_it_added_on_a_card(monkeypatch, value, m
     assert context.bytes == find_device("RTX-3060").context_bytes + more
     assert context.provenance is Provenance.ASSUMED
     assert ("CUDA_MODULE_LOADING" in context.source) is bool(more)
+
+
+def test_the_plain_measurement_is_without_the_settings_that_are_tried(monkeypatch):
+    seen = []
+
+    def run(command, *, env, **_others):
+        seen.append(env)
+        return subprocess.CompletedProcess(command, 1, stdout="", stderr="no GPU")
+
+    monkeypatch.setattr(context_measurement.subprocess, "run", run)
+    for name, value in (("CUDA_MODULE_LOADING", "EAGER"), ("CUBLAS_WORKSPACE_CONFIG", ":0:0")):
+        monkeypatch.setenv(name, value)
+    for environment in ({}, {"CUDA_MODULE_LOADING": "EAGER"}):
+        assert context_measurement._probe(environment, Settings()) == "no GPU"
+    assert [env.get("CUDA_MODULE_LOADING") for env in seen] == [None, "EAGER"]
+    assert not any("CUBLAS_WORKSPACE_CONFIG" in env for env in seen)
+    assert seen[0]["PATH"] == os.environ["PATH"]
 
 
 def test_a_measurement_is_contributed_as_lines_of_the_table_of_gpus(report):

@@ -162,7 +162,13 @@ def _read(path: Path) -> ContextReport | None:
 
 
 def _probe(environment: Mapping[str, str], settings: Settings) -> Probed | str:
-    """Run the probe in a fresh process; return its measurement, or the last lines of its error."""
+    """Run the probe in a fresh process; return its measurement, or the last lines of its error.
+
+    The user's own values of the variables that are tried do not reach it: ``EAGER`` would otherwise count
+    in the measurement without it, too.
+    """
+    tried = {name for change in CHANGES for name in change.environment}
+    plain = {name: value for name, value in os.environ.items() if name not in tried}
     try:
         done = subprocess.run(
             [
@@ -175,7 +181,7 @@ def _probe(environment: Mapping[str, str], settings: Settings) -> Probed | str:
             text=True,
             check=False,
             timeout=_TIMEOUT,
-            env={**os.environ, **environment},
+            env={**plain, **environment},
         )
     except subprocess.TimeoutExpired:
         return f"no answer within {_TIMEOUT} s"
