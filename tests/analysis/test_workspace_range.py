@@ -18,6 +18,7 @@ from memfit.records import (
     Provenance,
     RangeCause,
 )
+from memfit.report.terminal.summary import verdict as printed_verdict
 from support.traces import BASE, Event, freed, trace_of
 
 MIB = 1 << 20
@@ -81,6 +82,28 @@ def test_the_verdict_is_that_of_the_upper_end():
     assert (found.verdict, found.range.process.most) == ("fits", 700 * MIB)
     without = ranged(trace_without_room())
     assert (without.verdict, without.range) == ("unknown", None)
+
+
+@pytest.mark.parametrize(("total", "verdict"), [(700 * MIB, "tight"), (720 * MIB, "fits")])
+def test_the_verdict_is_that_of_the_run_without_workspaces_if_it_needs_more(total, verdict):
+    # Both tensors are put where the workspace was; without it, each takes a segment of its own.
+    second, assumed = BASE + (1 << 32), Figure(CONTEXT, Provenance.ASSUMED)
+    history = [
+        Event(Action.SEGMENT_ALLOC, BASE, 400 * MIB),
+        Event(Action.ALLOC, BASE, 400 * MIB),
+        Event(Action.SEGMENT_ALLOC, second, 100 * MIB),
+        Event(Action.ALLOC, second, 100 * MIB, label=1, category=Category.WORKSPACE),
+        *freed(second, 100 * MIB),
+        Event(Action.ALLOC, second, 90 * MIB),
+        *freed(second, 90 * MIB),
+        Event(Action.ALLOC, second, 100 * MIB),
+    ]
+    on = replace(device(total), context=assumed)
+    trace = trace_of(history, device=on, labels=LABELS, cudnn_workspaces=(100 * MIB,))
+    assert summarize(trace).verdict == "fits"
+    found = ranged(trace)
+    assert (found.verdict, found.range.process) == (verdict, ByteRange(600 * MIB, 690 * MIB))
+    assert "needs at most 0.67 GiB" in printed_verdict(found).plain
 
 
 def trace_without_room():

@@ -60,10 +60,11 @@ def with_workspace_range(trace: Trace, found: DryRun) -> DryRun:
     )
     if process.most - process.least <= _NOTABLE * found.peak_process.bytes:
         return found
-    fits = process.most + found.device.in_use <= found.device.total.bytes
+    left = found.device.total.bytes - found.device.in_use - process.most
+    is_larger_without = process.most > found.peak_process.bytes  # blocks of workspaces are not there to reuse
     return replace(
         found,
-        verdict=found.verdict if fits else "may not fit",
+        verdict="tight" if is_larger_without and left < found.uncertainty else found.verdict,
         range=PeakRange(allocated, reserved, process, (RangeCause.WORKSPACES,)),
         notes=(*found.notes, Note(Provenance.SIMULATED, _text(trace, of_plans, process), sizes=True)),
     )

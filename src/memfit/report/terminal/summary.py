@@ -191,15 +191,20 @@ def _needs(result: DryRun) -> str:
     if result.caught:  # its attempts fill the GPU, whatever its size
         cached = result.peak_reserved - result.peak_allocated
         return f"{_needed(result).replace('needs', 'takes', 1)}   {format_gib(cached)} of it only cached"
-    left = result.device.total.bytes - result.peak_process.bytes - result.device.in_use
+    left = result.device.total.bytes - _most(result) - result.device.in_use
     at_least = " at least" if result.bound or result.range else ""
     return f"{_needed(result)}   leaves{at_least} {format_gib(left)}"
 
 
 def _needed(result: DryRun) -> str:
-    needed = result.peak_process.bytes + result.device.in_use
+    needed = _most(result) + result.device.in_use
     at_most = " at most" if result.bound or result.range else ""
     return f"needs{at_most} {format_gib(needed)} of {format_gib(result.device.total.bytes)}"
+
+
+def _most(result: DryRun) -> int:
+    """Return the process's bytes, at the upper end if they are a range."""
+    return result.peak_process.bytes if result.range is None else result.range.process.most
 
 
 def _bound(result: DryRun, *, hints: bool) -> str:
