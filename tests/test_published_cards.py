@@ -66,6 +66,29 @@ def test_a_slope_must_be_within_half_a_percent():
 
     assert next(cards.claims(series(100.4)))[1:] == (1, 1)
     assert next(cards.claims(series(100.6)))[1:] == (1, 0)
+    assert [of for _, of, _ in cards.claims(series(100.4))][1:3] == [0, 0]  # no contiguous convolutions
+
+
+def test_a_slope_leaves_out_one_sample():
+    some = [result(published, 0, 0, 0, batch=batch) for batch, published in ((1, 900), (8, 800), (16, 1_600))]
+    assert cards.slope(some, lambda one: one.row.published) == pytest.approx(100)
+
+
+def test_a_prediction_adds_a_context_and_what_the_driver_reserves():
+    row = next(row for row in ROWS if row.card == "H200")
+    peaks = {"reserved": 9 * MIB, "least_reserved": 8 * MIB, "most_reserved": 9 * MIB}
+    (found,) = cards.predict([row], lambda _options, _run: peaks)
+    card = find_device("H200")
+    assert found.outside == pytest.approx(670 + card.driver_reserved / MIB)
+    assert found.known_outside == pytest.approx((card.context_bytes + card.driver_reserved) / MIB)
+    assert (found.least, found.reserved, found.most) == (8, 9, 9)
+
+
+def test_a_row_is_in_the_range_within_a_fifth_of_the_context():
+    unsure = 0.2 * find_device("L40S").context_bytes / MIB
+    for more, met in ((unsure - 1, 1), (unsure + 1, 0)):
+        found = result(22_000 + more, 20_000, 20_400, 21_000)
+        assert list(cards.claims([found]))[1][1:] == (1, met)
 
 
 @pytest.mark.slow
