@@ -24,7 +24,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -244,12 +244,13 @@ def _planned(network: Network, steps: dict[int, StepOperations], budgets: list[i
     """Yield the plans for each budget: bit for bit, and with micro-batches if samples are independent."""
     started = time.monotonic()
     dispatch = _dispatch_seconds(network, steps[1])
-    again = _seconds_again(network, steps[1])
+    again = _seconds_again(network, steps[1], dispatch)
     choosers = {parts: CheckpointChooser(step, again, dispatch=dispatch) for parts, step in steps.items()}
     dependent = why_dependent(steps[1], steps[PARTS[1]]) if PARTS[1] in steps else "one sample"
     if dependent:
         print(f"No micro-batches: {dependent}.")
-    plain = _step_seconds(network, choosers)
+    divided = [_variant(network, "none", parts=parts) for parts in choosers]
+    plain = dict(zip(choosers, _step_seconds(divided), strict=True))
     plans: dict[tuple[int, int], tuple[Variant, float]] = {}
     for budget in budgets:
         for parts in PARTS[:1] if dependent else choosers:
@@ -302,30 +303,36 @@ def _fastest(plain: Variant, parts: int) -> StepOperations:
     return replace(recorded[0], forward=least(forward), backward=least(backward))
 
 
-def _seconds_again(network: Network, plain: StepOperations) -> Callable[[Operation], float]:
+def _seconds_again(network: Network, plain: StepOperations, dispatch: float) -> Callable[[Operation], float]:
     """Return how long an operation takes when it runs again in the backward.
 
-    That is its time in the forward, times how much longer all operations of its name took when all ran again.
+    That is its time in the forward, times how much longer all operations of its name took when all ran again,
+    and its share of what that step took beyond its operations: Python's own time.
     """
     whole = memfit.Checkpointing(regions=(memfit.Region("", recompute="tensors"),))
-    recomputed = _fastest(_variant(network, "recomputed", whole), 1)
+    variant = _variant(network, "recomputed", whole)
+    recomputed = _fastest(variant, 1)
+    as_written, with_all = _step_seconds([_variant(network, "none"), variant])
+    operations = sum(map(_seconds, recomputed.backward)) - sum(map(_seconds, plain.backward))
+    more_steps = len(recomputed.backward) - len(plain.backward)
+    python = max(with_all - as_written - operations - dispatch * len(plain.forward), 0.0) / more_steps
     forward, backward, more = (
         _by_name(each) for each in (plain.forward, plain.backward, recomputed.backward)
     )
     factors = {
         name: (more[name] - backward[name]) / seconds for name, seconds in forward.items() if seconds > 0
     }
-    return lambda operation: operation.seconds * max(factors.get(operation.name, 1.0), 1.0)
+    return lambda operation: operation.seconds * max(factors.get(operation.name, 1.0), 1.0) + python
 
 
-def _step_seconds(network: Network, divided: Iterable[int]) -> dict[int, float]:
-    """Return the seconds of a plain step by its micro-batches: Python's own are no operation's."""
-    variants = {parts: _variant(network, "none", parts=parts) for parts in divided}
-    seconds: dict[int, list[float]] = {parts: [] for parts in variants}
-    for _ in range(1 + _RECORDINGS):
-        for parts, each in variants.items():
-            seconds[parts].append(each.step())
-    return {parts: statistics.median(taken[1:]) for parts, taken in seconds.items()}
+def _step_seconds(variants: list[Variant]) -> list[float]:
+    """Return the median seconds of each variant's step, with Python's own, which are no operation's."""
+    seconds = [[each.step() for each in variants] for _ in range(1 + _RECORDINGS)]
+    return [statistics.median(taken) for taken in zip(*seconds[1:], strict=True)]
+
+
+def _seconds(operation: Operation) -> float:
+    return operation.seconds
 
 
 def _by_name(operations: tuple[Operation, ...]) -> Counter[str]:
