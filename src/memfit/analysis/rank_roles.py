@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TypeVar
 
-from memfit.records import ByteRange, DryRun, PeakRange, RankRole
+from memfit.records import DryRun, PeakRange, RankRole
 
 Held = TypeVar("Held")
 
@@ -52,15 +52,10 @@ def find_held(nproc: int, nnodes: int, run: Callable[[int], Held]) -> dict[int, 
 
 def role_of(rank: int, result: DryRun) -> RankRole:
     """Return what a rank holds, from its run."""
-
-    def exactly(size: int) -> ByteRange:
-        return ByteRange(size, size)
-
     return RankRole(
         rank=rank,
         also=(),
-        peak=result.range
-        or PeakRange(exactly(result.peak_allocated), exactly(result.peak_reserved), exactly(needed(result))),
+        peak=result.range or PeakRange.exactly(result.peak_allocated, result.peak_reserved, needed(result)),
         verdict=result.verdict,
         place=result.peak_place,
     )

@@ -121,11 +121,7 @@ def compared_run(
         trace = trace if found.range is None else after
     device = replace(device, nccl=trace.device.nccl)
     needs = needed_process(trace, found, device, device.total.bytes)
-    peak = found.range or PeakRange(
-        ByteRange(found.peak_allocated, found.peak_allocated),
-        ByteRange(found.peak_reserved, found.peak_reserved),
-        ByteRange(needs.bytes, needs.bytes),
-    )
+    peak = found.range or PeakRange.exactly(found.peak_allocated, found.peak_reserved, needs.bytes)
     least = peak.process.least if found.range else needs.bytes
     return ComparedRun(
         name=of.name,

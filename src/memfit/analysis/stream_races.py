@@ -5,13 +5,13 @@ the ghost it is done at once, which gives the least that a run can need. A secon
 stream is done only when the host waits for it, gives the most.
 """
 
+import operator
 from dataclasses import replace
 
 import numpy as np
 
 from memfit.records import (
     Action,
-    ByteRange,
     DryRun,
     Note,
     PeakRange,
@@ -49,41 +49,28 @@ def with_upper_bound(early: DryRun, late: DryRun) -> DryRun:
         late: the run whose work is done late, with as much memory as it wants; its device is that of
             ``early``.
     """
-    pairs = (
-        (early.peak_process.bytes, late.peak_process.bytes),
-        (early.peak_allocated, late.peak_allocated),
-        (early.peak_reserved, late.peak_reserved),
+    at_once, finished_late = (
+        (found.peak_allocated, found.peak_reserved, found.peak_process.bytes) for found in (early, late)
     )
-    if all(finished_late <= at_once for at_once, finished_late in pairs):
+    if all(map(operator.le, finished_late, at_once)):
         return early
     # The allocator may fit blocks better if some are free later: a figure may be the other way round.
     known = [found.range for found in (early, late) if found.range is not None]
-    process, allocated, reserved = (
-        ByteRange(min(*pair, *(one.least for one in ends)), max(*pair, *(one.most for one in ends)))
-        for pair, ends in zip(
-            pairs,
-            (
-                [one.process for one in known],
-                [one.allocated for one in known],
-                [one.reserved for one in known],
-            ),
-            strict=True,
-        )
-    )
-    causes = dict.fromkeys((RangeCause.STREAMS, *(cause for one in known for cause in one.causes)))
+    racing = replace(PeakRange.exactly(*at_once), causes=(RangeCause.STREAMS,))
+    either = PeakRange.around(racing, PeakRange.exactly(*finished_late), *known)
     text = (
         "Streams race: memory that a side stream or a collective uses is free again when the GPU has done "
         "that work. The figures assume that this is not before the script waits for it, or the step ends."
     )
-    fits = process.most + late.device.in_use <= late.device.total.bytes
+    fits = either.process.most + late.device.in_use <= late.device.total.bytes
     unsure = {"cached, not allocated", "reserved", "process"}
-    if allocated.most > allocated.least:
+    if either.allocated.most > either.allocated.least:
         unsure |= {term.name for term in late.terms} - {"CUDA context", "NCCL"}
     return replace(
         late,
         terms=tuple(_assumed(term) if term.name in unsure else term for term in late.terms),
         verdict=late.verdict if fits else "may not fit",
-        range=PeakRange(allocated, reserved, process, tuple(causes)),
+        range=either,
         notes=(*late.notes, Note(Provenance.ASSUMED, text, sizes=True)),
     )
 

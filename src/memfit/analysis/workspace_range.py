@@ -50,14 +50,10 @@ def with_workspace_range(trace: Trace, found: DryRun) -> DryRun:
     if bare is None:
         return found
     outside = found.peak_process.bytes - found.peak_reserved
-    process, allocated, reserved = (
-        ByteRange(min(pair), max(pair))
-        for pair in (
-            (found.peak_process.bytes, bare.peak_reserved + outside),
-            (found.peak_allocated, bare.peak_allocated),
-            (found.peak_reserved, bare.peak_reserved),
-        )
-    )
+    asked = PeakRange.exactly(found.peak_allocated, found.peak_reserved, found.peak_process.bytes)
+    without = PeakRange.exactly(bare.peak_allocated, bare.peak_reserved, bare.peak_reserved + outside)
+    either = replace(PeakRange.around(asked, without), causes=(RangeCause.WORKSPACES,))
+    process = either.process
     if process.most - process.least <= _NOTABLE * found.peak_process.bytes:
         return found
     left = found.device.total.bytes - found.device.in_use - process.most
@@ -65,7 +61,7 @@ def with_workspace_range(trace: Trace, found: DryRun) -> DryRun:
     return replace(
         found,
         verdict="tight" if is_larger_without and left < found.uncertainty else found.verdict,
-        range=PeakRange(allocated, reserved, process, (RangeCause.WORKSPACES,)),
+        range=either,
         notes=(*found.notes, Note(Provenance.SIMULATED, _text(trace, of_plans, process), sizes=True)),
     )
 

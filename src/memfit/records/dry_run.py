@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Self
 
 from memfit.records.longest_batch import LongestBatch
 from memfit.records.provenance import Figure, Note
@@ -99,6 +100,28 @@ class PeakRange:
     reserved: ByteRange
     process: ByteRange
     causes: tuple[RangeCause, ...] = ()
+
+    @classmethod
+    def exactly(cls, allocated: int, reserved: int, process: int) -> Self:
+        """Return peaks that are known to the byte."""
+        return cls(
+            ByteRange(allocated, allocated), ByteRange(reserved, reserved), ByteRange(process, process)
+        )
+
+    @classmethod
+    def around(cls, *ranges: Self) -> Self:
+        """Return the smallest range that contains others, with their causes.
+
+        >>> around = PeakRange.around(PeakRange.exactly(1, 2, 3), PeakRange.exactly(1, 4, 5))
+        >>> around.allocated, around.process
+        (ByteRange(least=1, most=1), ByteRange(least=3, most=5))
+        """
+        allocated, reserved, process = (
+            ByteRange(min(each.least for each in ends), max(each.most for each in ends))
+            for ends in zip(*((one.allocated, one.reserved, one.process) for one in ranges), strict=True)
+        )
+        causes = dict.fromkeys(cause for one in ranges for cause in one.causes)
+        return cls(allocated, reserved, process, tuple(causes))
 
 
 @dataclass(frozen=True, slots=True)
