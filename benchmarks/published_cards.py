@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import linear_regression, median
 
+from memfit.analysis.summary import CONTEXT_SPREAD
 from memfit.devices import Device, Observation, find_device, observations
 
 ROWS = Path(__file__).parent / "accuracy" / "milabench.csv"
@@ -26,8 +27,6 @@ CONTIGUOUS = ("regnet_y_128gf", "convnext_large-fp32", "convnext_large-tf32", "c
 SLOPE, WIDTH = 0.005, 0.10
 SHARE, LEAST = 0.02, 300
 """A row is met within the larger of this share of it and so many MiB."""
-SPREAD = 0.2
-"""The uncertainty of an assumed context, as a share of it: ``_CONTEXT_SPREAD`` of a dry run's summary."""
 OF_THE_ROWS = "mila-iqia"
 HEADINGS = (
     *("job", "card", "rows", "MiB per sample, published", "ghost", ""),
@@ -203,7 +202,7 @@ def claims(results: Sequence[CardResult]) -> Iterator[tuple[str, int, int]]:
     ]
     yield "transformers and channels_last: MiB per sample within 0.5 %", len(series), len(near)
     rows = [one for one in results if one.row.job in CONTIGUOUS]
-    unsure = {card: SPREAD * find_device(name).context_bytes / MIB for card, name in CARDS.items()}
+    unsure = {card: CONTEXT_SPREAD * find_device(name).context_bytes / MIB for card, name in CARDS.items()}
     inside = [one for one in rows if one.known_beyond <= unsure[one.row.card]]
     what = "contiguous convolutions: in the range, give or take the uncertainty of the card's own context"
     yield what, len(rows), len(inside)

@@ -47,7 +47,7 @@ from memfit.units import format_bytes
 
 _NOTABLE = 0.01
 """Share of the allocated bytes from which on a note names the line of what the script holds."""
-_CONTEXT_SPREAD = 0.2
+CONTEXT_SPREAD = 0.2
 """How much larger a context may be than is assumed, as a share of it: the most by which three cards exceeded
 what was assumed before their own figures were used, 670 MiB where an H200 held 797 (docs/accuracy.md)."""
 
@@ -140,7 +140,7 @@ def _deciding_event(trace: Trace, line: Timeline, peak: int) -> int:
 
 def _uncertainty(context: Figure) -> int:
     """Return by how many bytes the context may exceed its figure."""
-    return round(_CONTEXT_SPREAD * context.bytes) if context.provenance is Provenance.ASSUMED else 0
+    return round(CONTEXT_SPREAD * context.bytes) if context.provenance is Provenance.ASSUMED else 0
 
 
 def _verdict(trace: Trace, failed: OutOfMemory | None, needed: int, *, is_bound: bool) -> str:
