@@ -22,6 +22,33 @@ for _ in range(4):
 """
 
 
+TOKENS = """
+import argparse, torch
+from torch import nn
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch-size", type=int, default=8)
+batch = parser.parse_args().batch_size
+model = nn.Sequential(nn.Embedding(512, 256), nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 512)).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(4):
+    text = torch.randint(512, (batch, 513)).to("cuda")
+    logits = model(text[:, :-1])
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_what_the_ghost_computes_of_small_integers_is_no_operation_of_the_step(tmp_path):
+    """A batch of 8 has 4,104 tokens, too many to know; with half the samples, the ghost knows each."""
+    script = tmp_path / "tokens.py"
+    script.write_text(TOKENS)
+    plan = api.plan(script, budget=618 << 20)
+    assert plan.undivided == ""
+    assert "2 micro-batches of 4  <- chosen" in str(plan)
+
+
 def test_no_step_of_a_grad_scaler_is_skipped_while_its_operations_are_recorded(tmp_path):
     script = tmp_path / "scaled.py"
     script.write_text(SCALED)

@@ -9,8 +9,8 @@ from unittest import mock
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from memfit.dispatch_modes import without_dispatch_modes
 from memfit.strategies.mechanisms import offloaded_state
-from memfit.strategies.mechanisms.tensors import without_dispatch_modes
 from memfit.train import optimizer_update
 
 

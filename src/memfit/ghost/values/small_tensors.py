@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from memfit.dispatch_modes import without_dispatch_modes
 from memfit.ghost.values.assumed_values import AssumedValues
 from memfit.ghost.values.known_values import Basis, Elements, Known, Routing, is_plain, storage_id
 
@@ -90,7 +91,8 @@ def _noting(function: Callable[..., Any], note: Callable[..., None]) -> Callable
     def call(*args: Any, **options: Any) -> Any:
         result = function(*args, **options)
         if not torch.compiler.is_compiling():
-            note(result, *args, **options)
+            with without_dispatch_modes():
+                note(result, *args, **options)
         return result
 
     return call

@@ -22,6 +22,7 @@ import torch
 from torch.jit._builtins import _find_builtin, _register_builtin
 from torch.utils._device import _device_constructors
 
+from memfit.dispatch_modes import without_dispatch_modes
 from memfit.ghost.ffi import Ghost
 from memfit.ghost.patching.before_call import before
 from memfit.ghost.values.assumed_values import AssumedValues
@@ -183,7 +184,11 @@ def _copies_answered(values: AssumedValues, ghost: Ghost) -> Callable[..., torch
     return arrived
 
 
-def _answer_copies(arrived: Callable[..., torch.Tensor]) -> None:
+def _answer_copies(answered: Callable[..., torch.Tensor]) -> None:
+    def arrived(source: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+        with without_dispatch_modes():
+            return answered(source, copy)
+
     def wrap(name: str) -> None:
         method = getattr(torch.Tensor, name)
 

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from memfit.strategies.mechanisms.tensors import version_of, without_dispatch_modes
+from memfit.dispatch_modes import without_dispatch_modes
+from memfit.strategies.mechanisms.tensors import version_of
 from memfit.user_frame import warn_user
 
 Slot = tuple[int, str]

@@ -19,6 +19,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from memfit.dispatch_modes import without_dispatch_modes
 from memfit.errors import UsageError
 from memfit.random_state import GlobalDraws
 from memfit.strategies.mechanisms.buffer_snapshots import BufferTracker
@@ -26,7 +27,7 @@ from memfit.strategies.mechanisms.recompute_check import OperationComparer, Oper
 from memfit.strategies.mechanisms.recompute_in_parts import run_in_parts
 from memfit.strategies.mechanisms.selective_checkpointing import keeper, not_run, selective_contexts
 from memfit.strategies.mechanisms.tensor_tape import run_on_tape
-from memfit.strategies.mechanisms.tensors import tensors_in, version_of, without_dispatch_modes
+from memfit.strategies.mechanisms.tensors import tensors_in, version_of
 from memfit.strategies.mechanisms.wrap_forward import Forward, WrappedForward
 from memfit.user_frame import warn_user
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memfit.dispatch_modes import without_dispatch_modes
 from memfit.errors import DivergenceError
-from memfit.strategies.mechanisms.tensors import without_dispatch_modes
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Not compared: checkpointing detaches more often in one of the two runs; autograd clones what is about to be

@@ -17,9 +17,10 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from memfit.dispatch_modes import without_dispatch_modes
 from memfit.recording.tensor_storage import storage_of
 from memfit.strategies.mechanisms.host_copies import HostCopies
-from memfit.strategies.mechanisms.tensors import version_of, without_dispatch_modes
+from memfit.strategies.mechanisms.tensors import version_of
 
 
 class KeptTensor:

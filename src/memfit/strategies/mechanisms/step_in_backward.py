@@ -13,10 +13,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from memfit.dispatch_modes import without_dispatch_modes
 from memfit.errors import UsageError
 from memfit.strategies.mechanisms.offloaded_state import OffloadedState
 from memfit.strategies.mechanisms.partial_step import expect_independent, step_only
-from memfit.strategies.mechanisms.tensors import without_dispatch_modes
 
 
 def raise_usage_error(why: str) -> None:

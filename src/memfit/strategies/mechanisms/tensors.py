@@ -1,12 +1,9 @@
 """Tensors inside objects, their versions, and copies that share no memory."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 
 def tensors_in(value: object, depth: int = 4) -> list[torch.Tensor]:
@@ -27,15 +24,6 @@ def tensors_in(value: object, depth: int = 4) -> list[torch.Tensor]:
 def version_of(value: object) -> int:
     """Return autograd's count of writes to a tensor; 0 for anything that has no count."""
     return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
-
-
-def without_dispatch_modes() -> AbstractContextManager[Any]:
-    """Return a context in which no dispatch mode sees operations.
-
-    Checkpointed regions compare operations, or count them to keep some results. memfit's own bookkeeping
-    differs between a forward and its recomputation, so they must not see it.
-    """
-    return _disable_current_modes()
 
 
 def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
