@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from memfit import api
 from support import shown_output
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +38,16 @@ def test_the_readme_shows_what_its_commands_print(tmp_path):
         printed = [line.rstrip() for line in lines.splitlines()]
         missing = shown_output.not_printed(shown, printed)
         assert missing == [], f"Copy the new output into README.md:\n{done.stdout}"
+
+
+@pytest.mark.process
+def test_what_the_readme_says_of_a_plan_without_bitwise_is_what_such_a_plan_is():
+    (said,) = re.findall(
+        r"Without `--bitwise`, memfit would halve the batches: ([\d.]+) times the time", README
+    )
+    plan = api.plan(ROOT / "examples/gpt.py", budget=5 << 30)
+    assert "2 micro-batches of 2  <- chosen" in str(plan)
+    assert f"{plan.chosen.time:.2f}" == said
 
 
 def test_the_readme_is_about_a_hundred_lines():
