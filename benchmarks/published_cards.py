@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import linear_regression, median
 
-from memfit.analysis.summary import CONTEXT_SPREAD
 from memfit.devices import Device, Observation, find_device, observations
 
 ROWS = Path(__file__).parent / "accuracy" / "milabench.csv"
@@ -202,7 +201,8 @@ def claims(results: Sequence[CardResult]) -> Iterator[tuple[str, int, int]]:
     ]
     yield "transformers and channels_last: MiB per sample within 0.5 %", len(series), len(near)
     rows = [one for one in results if one.row.job in CONTIGUOUS]
-    unsure = {card: CONTEXT_SPREAD * find_device(name).context_bytes / MIB for card, name in CARDS.items()}
+    devices = {card: find_device(name) for card, name in CARDS.items()}
+    unsure = {card: each.context_spread * each.context_bytes / MIB for card, each in devices.items()}
     inside = [one for one in rows if one.known_beyond <= unsure[one.row.card]]
     what = "contiguous convolutions: in the range, give or take the uncertainty of the card's own context"
     yield what, len(rows), len(inside)

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from memfit.devices import (
     DEFAULT,
+    OBSERVED_SPREAD,
+    SCALED_SPREAD,
     Device,
     _key,
     _table,
@@ -351,3 +353,20 @@ def test_the_driver_reserves_what_nvml_s_total_exceeds_cuda_s_by():
     assert all(GIB / 10 < size < GIB for size in reserved.values()), reserved
     assert reserved["L40S"] == (46_068 - 45_589) << 20
     assert find_device("A100-80GB:1g.10gb").driver_reserved is None
+
+
+def test_a_context_scaled_from_another_card_of_its_generation_is_within_the_stated_share():
+    """Each card with a figure of its own, as it would be if that were scaled from another such card."""
+    observed = [device for device in all_devices() if "context_bytes" not in device.approximate]
+    missed = {
+        (device.name, other.name): device.context_bytes
+        * other.multiprocessors
+        / (other.context_bytes * device.multiprocessors)
+        - 1
+        for device in observed
+        for other in observed
+        if device.compute_capability == other.compute_capability and device is not other
+    }
+    assert 0.4 < max(missed.values()) <= SCALED_SPREAD, missed
+    assert find_device("RTX 3060").context_spread == SCALED_SPREAD
+    assert find_device("H100").context_spread == OBSERVED_SPREAD

@@ -28,6 +28,7 @@ from memfit.records import (
     Action,
     Attribution,
     Category,
+    DeviceUse,
     DryRun,
     Figure,
     GroupBy,
@@ -47,9 +48,6 @@ from memfit.units import format_bytes
 
 _NOTABLE = 0.01
 """Share of the allocated bytes from which on a note names the line of what the script holds."""
-CONTEXT_SPREAD = 0.2
-"""How much larger a context may be than is assumed, as a share of it: the most by which three cards exceeded
-what was assumed before their own figures were used, 670 MiB where an H200 held 797 (docs/accuracy.md)."""
 
 
 def summarize(trace: Trace) -> DryRun:
@@ -101,7 +99,7 @@ def summarize_attributed(trace: Trace, line: Timeline, attribution: Attribution)
         notes=(*trace.notes, *_notes(trace, line, steps), *_held_by_script(attribution, peak, allocated)),
         versions=trace.versions,
         command=trace.command,
-        uncertainty=_uncertainty(context),
+        uncertainty=_uncertainty(trace.device),
         caught=len(caught_failures(trace)),
         children=trace.children,
         bounds=bounds,
@@ -138,9 +136,10 @@ def _deciding_event(trace: Trace, line: Timeline, peak: int) -> int:
     return max(peak, highest(line.reserved, answered_events(trace, line)))
 
 
-def _uncertainty(context: Figure) -> int:
+def _uncertainty(device: DeviceUse) -> int:
     """Return by how many bytes the context may exceed its figure."""
-    return round(CONTEXT_SPREAD * context.bytes) if context.provenance is Provenance.ASSUMED else 0
+    is_assumed = device.context.provenance is Provenance.ASSUMED
+    return round(device.context_spread * device.context.bytes) if is_assumed else 0
 
 
 def _verdict(trace: Trace, failed: OutOfMemory | None, needed: int, *, is_bound: bool) -> str:
@@ -155,7 +154,7 @@ def _verdict(trace: Trace, failed: OutOfMemory | None, needed: int, *, is_bound:
     left = device.total.bytes - device.in_use - needed
     if left < 0 and device.nccl is not None:  # NCCL asked last, and not PyTorch
         return "does not fit"
-    return "tight" if left < _uncertainty(device.context) else "fits"
+    return "tight" if left < _uncertainty(device) else "fits"
 
 
 def _by_category(

@@ -108,7 +108,8 @@ def _text(trace: Trace, of_plans: npt.NDArray[np.bool_], process: ByteRange) -> 
     return (
         f"The process needs {format_gib(process.least)} to {format_gib(process.most)}, depending on the "
         "workspaces of convolutions: those that the installed cuDNN suggests for this card, or none. The "
-        f"largest: {largest}. Convolutions of channels_last tensors mostly need smaller ones."
+        f"largest: {largest}. What may need less, as another dry run shows: channels_last tensors, and "
+        "torch.backends.cudnn.benchmark = False (True times engines in the largest workspace)."
     )
 
 

@@ -1,6 +1,7 @@
 """Whether CUDA loads kernels on first use or all at once, and what the second adds to a process's memory."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from memfit.devices import observations
 
@@ -29,11 +30,10 @@ def eager_loading() -> tuple[int, str]:
     >>> eager_loading()[0] >> 20
     1250
     """
-    (eager,) = (seen for seen in observations() if seen.what == _ALL_AT_ONCE)
-    same = (eager.card, eager.torch, eager.driver, eager.source)
-    (lazy,) = (
+    eager = next(seen for seen in observations() if seen.what == _ALL_AT_ONCE)
+    lazy = next(
         seen
         for seen in observations()
-        if (seen.card, seen.torch, seen.driver, seen.source) == same and seen.what == "after work"
+        if replace(seen, bytes=0) == replace(eager, bytes=0, what="after work")
     )
     return eager.bytes - lazy.bytes, f"{eager}, less the same without"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING
 
+from memfit.devices import OBSERVED_SPREAD
 from memfit.records.longest_batch import LoaderScan  # noqa: TC001 - as below
 from memfit.records.marks import Mark  # noqa: TC001 - msgspec asks for the types of fields
 from memfit.records.provenance import Figure, Note, worst
@@ -208,6 +209,8 @@ class DeviceUse:
     driver: Figure | None = None
     """What the driver reserves: no process holds it, and ``total`` does not contain it, but NVML's first
     version of ``nvmlDeviceGetMemoryInfo`` counts it as used. None if it is unknown."""
+    context_spread: float = OBSERVED_SPREAD
+    """How much larger an assumed context may be, as a share of it."""
     race: bool = False
     """Whether the script dropped a tensor that a collective held, so that the GPU's speed decides until when
     its memory is in use."""

@@ -46,7 +46,11 @@ def ghost_settings(options: RunOptions, shown_memory: int | None = None) -> Ghos
     return GhostSettings(
         build=build(),
         stands_for=GhostDevice.of(device, total.bytes),
-        device=DeviceUse(device.name, total, context, in_use, driver=_driver(device)),
+        device=DeviceUse(
+            *(device.name, total, context, in_use),
+            driver=_driver(device),
+            context_spread=device.context_spread,
+        ),
         visible_devices=visible_devices,
         shown_memory=shown_memory,
     )

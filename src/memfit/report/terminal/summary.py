@@ -191,20 +191,32 @@ def _needs(result: DryRun) -> str:
     if result.caught:  # its attempts fill the GPU, whatever its size
         cached = result.peak_reserved - result.peak_allocated
         return f"{_needed(result).replace('needs', 'takes', 1)}   {format_gib(cached)} of it only cached"
-    left = result.device.total.bytes - _most(result) - result.device.in_use
-    at_least = " at least" if result.bound or result.range else ""
-    return f"{_needed(result)}   leaves{at_least} {format_gib(left)}"
+    room = result.device.total.bytes - result.device.in_use
+    least, most = _ends(result)
+    left = f"at least {format_gib(room - most)}" if result.bound else _span(room - most, room - least)
+    return f"{_needed(result)}   leaves {left}"
 
 
 def _needed(result: DryRun) -> str:
-    needed = _most(result) + result.device.in_use
-    at_most = " at most" if result.bound or result.range else ""
-    return f"needs{at_most} {format_gib(needed)} of {format_gib(result.device.total.bytes)}"
+    least, most = (end + result.device.in_use for end in _ends(result))
+    needed = f"at most {format_gib(most)}" if result.bound else _span(least, most)
+    return f"needs {needed} of {format_gib(result.device.total.bytes)}"
 
 
-def _most(result: DryRun) -> int:
-    """Return the process's bytes, at the upper end if they are a range."""
-    return result.peak_process.bytes if result.range is None else result.range.process.most
+def _ends(result: DryRun) -> tuple[int, int]:
+    """Return the process's bytes, least and most: the same if they are no range."""
+    process = result.peak_process.bytes
+    return (
+        (process, process)
+        if result.range is None
+        else (result.range.process.least, result.range.process.most)
+    )
+
+
+def _span(least: int, most: int) -> str:
+    """Return "1.50 to 1.75 GiB"; one figure where both read alike."""
+    low, high = format_gib(least), format_gib(most)
+    return high if low == high else f"{low.split()[0]} to {high}"
 
 
 def _bound(result: DryRun, *, hints: bool) -> str:
@@ -229,9 +241,8 @@ def _failure(result: DryRun, *, hints: bool) -> Text:
     )
     failure = result.out_of_memory
     if failure is None and result.range is not None:
-        least, most = format_gib(result.range.process.least), format_gib(result.range.process.most)
         has = format_gib(result.device.total.bytes - result.device.in_use)
-        return text.append(f"   needs {least} to {most}; this GPU has {has}", style="not bold")
+        return text.append(f"   needs {_span(*_ends(result))}; this GPU has {has}", style="not bold")
     if failure is None and result.end.reason != "out of memory":
         why = "NCCL takes the memory that is missing after PyTorch has reserved its own."
         return text.append(f"   {_needed(result)}\n{why}", style="not bold")
