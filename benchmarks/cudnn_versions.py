@@ -35,8 +35,8 @@ LIBRARIES = ("nvidia-cublas-cu12==12.8.4.1", "nvidia-cuda-nvrtc-cu12==12.8.93")
 """What cuDNN for CUDA 12 loads, beside the wheel of cuDNN."""
 CARDS = {"H100": "H100-80GB", "L40S": "L40S"}  # in the CSV file: in memfit
 OUTSIDE = {"H100": 1263, "L40S": 1263}
-"""MiB that the card holds beside PyTorch's allocator, as NVML's first version reports it for an H100. The driver's
-479 are in it, which CUDA's total lacks: on a card that is full, PyTorch could reserve so much more."""
+"""MiB that the card holds beside PyTorch's allocator, as NVML's first version reports it for an H100.
+The driver's 479 are in it, which CUDA's total lacks: on a full card, PyTorch could reserve so much more."""
 JOBS = {
     # in the CSV file: the script's options
     "regnet_y_128gf": ("--model", "regnet_y_128gf", "--tf32", "--fp16"),
