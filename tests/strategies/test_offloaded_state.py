@@ -162,7 +162,10 @@ def test_on_a_cpu_offload_warns_once_and_does_nothing(settings, monkeypatch):
     assert same(engine.model, trained(engine_of(net(), None), range(2)))
 
 
-@pytest.mark.parametrize("kind", ["several dtypes", pytest.param("quantised", marks=pytest.mark.process)])
+@pytest.mark.parametrize(
+    "kind",
+    ["several dtypes", pytest.param("quantised", marks=[pytest.mark.process, pytest.mark.slow])],
+)
 def test_a_state_of_several_dtypes_is_saved_and_loaded(kind, tmp_path):
     if kind == "quantised":
         pytest.importorskip("torchao")
