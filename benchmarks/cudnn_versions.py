@@ -34,9 +34,6 @@ VERSIONS = ("9.8.0.87", "9.10.2.21", "9.13.1.26", "9.16.0.29", "9.19.0.56", "9.2
 LIBRARIES = ("nvidia-cublas-cu12==12.8.4.1", "nvidia-cuda-nvrtc-cu12==12.8.93")
 """What cuDNN for CUDA 12 loads, beside the wheel of cuDNN."""
 CARDS = {"H100": "H100-80GB", "L40S": "L40S"}  # in the CSV file: in memfit
-OUTSIDE = {"H100": 1263, "L40S": 1263}
-"""MiB that the card holds beside PyTorch's allocator, as NVML's first version reports it for an H100.
-The driver's 479 are in it, which CUDA's total lacks: on a full card, PyTorch could reserve so much more."""
 JOBS = {
     # in the CSV file: the script's options
     "regnet_y_128gf": ("--model", "regnet_y_128gf", "--tf32", "--fp16"),
@@ -190,9 +187,9 @@ def train(request: str) -> None:
     from memfit.ghost.load import load
     from memfit.ghost.workspaces import Workspaces, WorkspaceSource
 
-    ghost, device = load(build()), GhostDevice.of(find_device(CARDS[asked["card"]]))
-    outside = OUTSIDE[asked["card"]] * MIB
-    ghost.configure(device, in_use=outside, context=outside)
+    card = find_device(CARDS[asked["card"]])
+    ghost, device = load(build()), GhostDevice.of(card)
+    ghost.configure(device, in_use=card.context_bytes, context=card.context_bytes)
     libraries = asked["libraries"]
     client = CudnnClient(
         Path(libraries["cudnn"]),
