@@ -3,8 +3,6 @@
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch.utils._python_dispatch import _disable_current_modes
-
 
 def without_dispatch_modes() -> AbstractContextManager[Any]:
     """Return a context in which no dispatch mode sees operations.
@@ -12,4 +10,6 @@ def without_dispatch_modes() -> AbstractContextManager[Any]:
     The recorder of a step notes all of them, and checkpointed regions compare or count them. memfit's own
     bookkeeping is no part of the script's step, and differs between a forward and its recomputation.
     """
+    from torch.utils._python_dispatch import _disable_current_modes
+
     return _disable_current_modes()
