@@ -71,7 +71,7 @@ def print_summary(result: DryRun, console: Console, *, hints: bool = True, notes
         console.print(part)
     console.print(_peak(result))
     console.print(term_table(result, console.width))
-    for line in _belowterm_table(result):
+    for line in _below_table(result):
         console.print(line)
     for line in note_lines(result, full=notes, hints=hints):
         console.print(line)
@@ -339,7 +339,7 @@ def _peak(result: DryRun) -> Text:
     return Text(f"Peak in: {in_words(result.peak_place)}")
 
 
-def _belowterm_table(result: DryRun) -> Iterator[Text | str]:
+def _below_table(result: DryRun) -> Iterator[Text | str]:
     """Yield what the table's rows do not add up to: ranges, memory of the host, growth and batches."""
     if result.range is not None:
         yield range_line(result.range)
