@@ -32,8 +32,8 @@ def _versions(result: Mapping[str, Any]) -> str:
 
 def _context(context: Mapping[str, Any]) -> list[str]:
     rows = [
-        f"| {stage['what']} | {_mib(stage['allocated'])} | {_mib(stage['reserved'])} "
-        f"| {_mib(stage['process'])} | {_mib(outside)} |"
+        f"| {stage['what']} | {mib(stage['allocated'])} | {mib(stage['reserved'])} "
+        f"| {mib(stage['process'])} | {mib(outside)} |"
         for stage, (_, outside) in zip(context["stages"], context["outside"], strict=True)
     ]
     return [
@@ -71,7 +71,7 @@ def _jobs(jobs: Mapping[str, Mapping[str, Any]]) -> list[str]:
             continue
         card, ghost, differs = job["card"], job["ghost"], job["difference"]
         cells = [
-            f"{_mib(card[figure])} | {_difference(ghost[figure], card[figure])}"
+            f"{mib(card[figure])} | {difference(ghost[figure], card[figure])}"
             for figure in ("allocated", "reserved", "process")
         ]
         events = "identical" if differs["identical"] else f"{differs['card_events']:,}, different"
@@ -96,11 +96,13 @@ def _details(name: str, differs: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _mib(amount: int) -> str:
+def mib(amount: int) -> str:
+    """Format bytes as MiB."""
     return f"{amount / MIB:,.1f}"
 
 
-def _difference(ours: int, theirs: int) -> str:
+def difference(ours: int, theirs: int) -> str:
+    """Format the ghost's figure minus the card's, in MiB and percent."""
     if ours == theirs:
         return "0"
     share = f", {100 * (ours - theirs) / theirs:+.1f} %" if theirs else ""
