@@ -1,7 +1,7 @@
 """Set J of accuracy.py: memory that NVML reported for three cards, against the same jobs on the ghost.
 
     accuracy/milabench.csv ──> rows ──> a dry run per card, job and batch size ──> PyTorch's reserved bytes
-                                          + context of that card, from observations other than these rows
+                                          + the context of another card of its chip: the card is left out
                                           + what its driver reserves
                                           = the card's figure, as NVML's first memory call counts it
 
@@ -17,16 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import linear_regression, median
 
-from memfit.devices import Device, Observation, find_device, observations
+from memfit.devices import Device, find_device
 
 ROWS = Path(__file__).parent / "accuracy" / "milabench.csv"
 MIB = 1 << 20
 CARDS = {"H100": "H100-80GB", "H200": "H200", "L40S": "L40S"}
+SAME_CHIP = {"H100": "H200", "H200": "H100-80GB", "L40S": "RTX 4090"}
+"""The card whose context, by multiprocessors, predicts this one's."""
 CONTIGUOUS = ("regnet_y_128gf", "convnext_large-fp32", "convnext_large-tf32", "convnext_large-fp16")
 SLOPE, WIDTH = 0.005, 0.10
 SHARE, LEAST = 0.02, 300
 """A row is met within the larger of this share of it and so many MiB."""
-OF_THE_ROWS = "mila-iqia"
 HEADINGS = (
     *("job", "card", "rows", "MiB per sample, published", "ghost", ""),
     *("published less reserved: least", "median", "most", "assumed outside", "farthest from the range"),
@@ -67,9 +68,9 @@ class CardResult:
     """By PyTorch, without workspaces if that is less."""
     most: float
     outside: float
-    """What is assumed for the card outside PyTorch, without using its rows: context and driver."""
+    """What is assumed for the card outside PyTorch: the context of another card, and the driver's part."""
     known_outside: float
-    """The same, its rows used."""
+    """The same with the context that a dry run assumes for this card."""
 
     @property
     def difference(self) -> float:
@@ -112,7 +113,7 @@ def predict(rows: Sequence[CardRow], peaks: Peaks) -> tuple[CardResult, ...]:
         done = pool.map(lambda key: peaks(("--gpu", CARDS[key[0]]), key[1]), wanted)
         found = dict(zip(wanted, done, strict=True))
     devices = {card: find_device(name) for card, name in CARDS.items()}
-    contexts = {card: context_left_out(device).bytes for card, device in devices.items()}
+    contexts = {card: context_of_same_chip(card) for card in CARDS}
     return tuple(
         CardResult(
             row,
@@ -132,16 +133,10 @@ def outside(device: Device, context: int) -> float:
     return (context + (device.driver_reserved or 0)) / MIB
 
 
-def context_left_out(device: Device) -> Observation:
-    """Return the observation of a card's context that a dry run would use without these rows."""
-    return max(
-        (
-            seen
-            for seen in observations()
-            if (seen.card, seen.what) == (device.name, "after work") and OF_THE_ROWS not in seen.source
-        ),
-        key=lambda seen: ([int(part) for part in seen.torch.split(".")], seen.bytes),
-    )
+def context_of_same_chip(card: str) -> int:
+    """Return the context in bytes that a dry run would assume for a card of which nothing was observed."""
+    device, other = find_device(CARDS[card]), find_device(SAME_CHIP[card])
+    return int(other.context_bytes * device.multiprocessors / other.multiprocessors)
 
 
 def by_series(results: Iterable[CardResult]) -> dict[tuple[str, str], list[CardResult]]:
@@ -169,6 +164,12 @@ def markdown(results: Sequence[CardResult]) -> str:
         "|---|--:|--:|",
         *(f"| {what} | {of} | {met} |" for what, of, met in claims(results)),
         "",
+        "The context by the rows of transformers and channels_last. MiB:",
+        "",
+        "| card | published less reserved, the most | less the driver's | assumed | by another card |",
+        "|---|--:|--:|--:|--:|",
+        *(_context(card, results) for card in CARDS),
+        "",
         "Rows of contiguous convolutions outside the range, with the card's own context. MiB, the card's:",
         "",
         "| job | card | batch | published | range | outside, its uncertainty taken off |",
@@ -181,6 +182,17 @@ def markdown(results: Sequence[CardResult]) -> str:
         ),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _context(card: str, results: Iterable[CardResult]) -> str:
+    some = [one for one in results if one.row.card == card and one.row.job not in CONTIGUOUS]
+    most = max((one.row.published - one.reserved for one in some), default=0)
+    device = find_device(CARDS[card])
+    driver, assumed = (device.driver_reserved or 0) / MIB, device.context_bytes / MIB
+    other = context_of_same_chip(card) / MIB
+    return (
+        f"| {card} | {most:,.0f} | {most - driver:,.0f} | {assumed:,.0f} | {other:,.0f}, {SAME_CHIP[card]} |"
+    )
 
 
 def _line(job: str, card: str, some: Sequence[CardResult]) -> str:
@@ -229,7 +241,7 @@ def claims(results: Sequence[CardResult]) -> Iterator[tuple[str, int, int]]:
     narrow = [one for one in rows if one.most - one.least <= WIDTH * (one.most + one.outside)]
     yield "contiguous convolutions: range at most 10 % wide", len(rows), len(narrow)
     met = [one for one in results if one.beyond <= one.limit]
-    yield "the card within the larger of 2 % and 300 MiB of the range", len(results), len(met)
+    yield "the card, left out, within the larger of 2 % and 300 MiB of the range", len(results), len(met)
     met = [one for one in results if abs(one.difference) <= one.limit]
     yield "the same of the figure with workspaces", len(results), len(met)
 

@@ -106,6 +106,30 @@ def test_the_verdict_is_that_of_the_run_without_workspaces_if_it_needs_more(tota
     assert "needs 0.59 to 0.67 GiB of" in printed_verdict(found).plain
 
 
+def test_a_workspace_that_found_no_memory_is_left_out_too():
+    # Its failure released a cached segment of 300 MiB. Without it, the next tensor takes a part of that.
+    addresses = [BASE + (i << 32) for i in range(4)]
+    kept, cached, fallback, tensor = addresses
+    history = [
+        Event(Action.SEGMENT_ALLOC, kept, 400 * MIB),
+        Event(Action.ALLOC, kept, 400 * MIB),
+        Event(Action.SEGMENT_ALLOC, cached, 300 * MIB),
+        Event(Action.ALLOC, cached, 300 * MIB),
+        *freed(cached, 300 * MIB),
+        Event(Action.SEGMENT_FREE, cached, 300 * MIB),
+        Event(Action.OOM, 600 * MIB, 700 * MIB, label=1, category=Category.WORKSPACE),
+        Event(Action.SEGMENT_ALLOC, fallback, 200 * MIB),
+        Event(Action.ALLOC, fallback, 200 * MIB, label=1, category=Category.WORKSPACE),
+        *freed(fallback, 200 * MIB),
+        Event(Action.SEGMENT_ALLOC, tensor, 250 * MIB),
+        Event(Action.ALLOC, tensor, 250 * MIB),
+        Event(Action.ALLOC, fallback, 100 * MIB),
+    ]
+    on = device(1000 * MIB + CONTEXT)
+    found = ranged(trace_of(history, device=on, labels=LABELS, cudnn_workspaces=(200 * MIB, 700 * MIB)))
+    assert found.range.reserved == ByteRange(800 * MIB, 850 * MIB)
+
+
 def trace_without_room():
     """Return the trace of a script that failed: its ends are not known."""
     trace = convolving(200 * MIB)

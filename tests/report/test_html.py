@@ -20,6 +20,7 @@ from memfit.records import (
     PeakRange,
     Phase,
     Provenance,
+    RangeCause,
     RankRole,
     ScriptEnd,
 )
@@ -67,6 +68,15 @@ def test_the_ranks_of_a_job_are_a_table_of_their_own():
     assert "Every rank; the rest of this page is about rank 3" in text
     rows = re.findall(r'<th scope="row">([^<]*)</th><td>fits</td><td data-bytes="(\d+)">([^<]*)<', text)
     assert rows == [("3", f"{7 * GIB}", "7.00 GiB"), ("0-2, 4-7", f"{6 * GIB}", "6.00 GiB")]
+
+
+def test_a_range_of_peaks_is_the_first_note():
+    one = run()
+    peaks = [PeakRange.exactly(2 * GIB, 2 * GIB, 3 * GIB), PeakRange.exactly(3 * GIB, 4 * GIB, 5 * GIB)]
+    found = replace(PeakRange.around(*peaks), causes=(RangeCause.WORKSPACES,))
+    words = "A range: allocated 2.00-3.00 GiB, reserved 2.00-4.00 GiB, depending on the workspaces"
+    assert words in report(one, peaks=found)
+    assert words not in report(one)
 
 
 def test_advice_reads_as_on_the_terminal():

@@ -20,9 +20,11 @@ CUDNN = Note(Provenance.SIMULATED, "The sizes are those of cuDNN 9.", sizes=True
 ASSUMPTION = "1 assumption; --notes lists it."
 
 
-def shown(answer, *notes, full=False, hints=True, bounds=()):
+def shown(answer, *notes, full=False, hints=True, bounds=(), terms=()):
     console = Console(file=io.StringIO(), width=200, highlight=False, markup=False)
-    for line in note_lines(replace(answer, notes=notes, bounds=bounds), full=full, hints=hints):
+    unsourced = tuple(replace(term, figure=replace(term.figure, source="")) for term in answer.terms)
+    run = replace(answer, notes=notes, bounds=bounds, terms=terms or unsourced)
+    for line in note_lines(run, full=full, hints=hints):
         console.print(line)
     return console.file.getvalue().splitlines()
 
@@ -43,6 +45,20 @@ def test_notes_without_a_known_effect_on_figures_are_counted(answer, notes, line
 
 def test_a_run_without_notes_says_nothing(answer):
     assert shown(answer) == shown(answer, full=True) == []
+
+
+def test_the_full_list_begins_with_the_sources_of_what_is_outside_the_allocator(answer):
+    context = Term("CUDA context", Figure(758 << 20, Provenance.ASSUMED, "observed on an H100"))
+    process = Term("process", Figure(1, Provenance.ASSUMED, "reserved + CUDA context"))
+    driver = Figure(480 << 20, Provenance.ASSUMED, "NVML's total less CUDA's")
+    some, terms = replace(answer, device=replace(answer.device, driver=driver)), (context, process)
+    assert shown(some, ONE, terms=terms) == ["1 assumption; --notes lists it."]
+    heading, first, second, *_, last = shown(some, ONE, terms=terms, full=True)
+    assert heading == "Outside PyTorch's allocator:"
+    assert first == "  assumed    CUDA context: observed on an H100"
+    reserved = "480.0 MiB that the driver reserves, which nvidia-smi omits"
+    assert second == f"  assumed    in NVML's v1: {reserved}: NVML's total less CUDA's"
+    assert ONE.text in last
 
 
 @pytest.mark.parametrize(("held", "in_full"), [(0, False), (74, False), (75, True)])

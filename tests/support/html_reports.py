@@ -130,10 +130,11 @@ def evil():
     )
 
 
-def report(trace, *, advice=None, in_all=None, untried=None, ranks=(), **options):
+def report(trace, *, advice=None, in_all=None, untried=None, ranks=(), peaks=None, **options):
     """Return the HTML page of a trace."""
     line = timeline(trace)
-    found = replace(summarize(trace), advice=advice, in_all=in_all, untried=untried, ranks=ranks)
+    summary = summarize(trace)
+    found = replace(summary, advice=advice, in_all=in_all, untried=untried, ranks=ranks, range=peaks)
     return page(trace, line, attribute(trace, line), found, **options)
 
 

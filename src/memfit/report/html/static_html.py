@@ -11,7 +11,7 @@ from memfit.report.html.payload import Payload
 from memfit.report.html.texts import PageTexts
 from memfit.report.terminal.advice import NONE, heading, needs, outcome
 from memfit.report.terminal.longest_batch import longest_lines
-from memfit.report.terminal.ranks import RANK_HEADINGS, byte_range, listed, rank_place
+from memfit.report.terminal.ranks import RANK_HEADINGS, byte_range, listed, range_line, rank_place
 from memfit.report.terminal.run_stages import STAGE_HEADINGS, stage_place, stage_remarks
 from memfit.report.terminal.summary import MACHINES, growth, in_words, subject, untried, verdict
 from memfit.units import GIB, MIB, format_bytes, format_gib, unit_for
@@ -284,6 +284,8 @@ def notes(result: DryRun, words: PageTexts) -> str:
         + "</li>"
         for (provenance, text), where in places.items()
     ]
+    if result.range is not None:
+        items.insert(0, f'<li class="long">{escape(range_line(result.range))}</li>')
     machine = MACHINES.get(result.device.machine)
     if machine is not None:
         items.append(f"<li>{escape(machine)}</li>")

@@ -13,6 +13,8 @@ from rich.text import Text
 from memfit.records import DryRun, Note, Provenance
 from memfit.report.escape import escaped
 from memfit.report.short_path import short_path
+from memfit.report.terminal.term_table import TOTALS
+from memfit.units import format_bytes
 
 _SHARE = 0.01
 """A note is shown in full if more than this share of the process at its peak may depend on it."""
@@ -98,6 +100,7 @@ def _count(notes: list[Note], *, more: bool, hints: bool) -> str:
 
 
 def _all_lines(result: DryRun) -> Iterator[Text]:
+    yield from _outside_lines(result)
     notes = _folded(result.notes)
     groups: dict[str, list[Note]] = {
         "Notes that the figures depend on:": [note for note in notes if note.sizes],
@@ -111,6 +114,19 @@ def _all_lines(result: DryRun) -> Iterator[Text]:
             yield Text(heading)
         for note in members:
             yield Text(f"  {note.provenance:<{_WIDTH}}  {escaped(note.text)}{_in_places(notes[note])}")
+
+
+def _outside_lines(result: DryRun) -> Iterator[Text]:
+    """Yield the sources of what is outside PyTorch's allocator, as far as they are given."""
+    figures = {term.name: term.figure for term in result.terms if term.name not in TOTALS}
+    if (driver := result.device.driver) is not None:
+        more = f"{format_bytes(driver.bytes)} that the driver reserves, which nvidia-smi omits"
+        figures["in NVML's v1"] = replace(driver, source=f"{more}: {driver.source}")
+    sourced = {name: figure for name, figure in figures.items() if figure.bytes and figure.source}
+    if sourced:
+        yield Text("Outside PyTorch's allocator:")
+    for name, figure in sourced.items():
+        yield Text(f"  {figure.provenance:<{_WIDTH}}  {name}: {escaped(figure.source)}")
 
 
 def _in_places(notes: list[Note]) -> str:

@@ -41,9 +41,8 @@ def rank_place(role: RankRole) -> str:
 
 def byte_range(size: ByteRange, unit: Unit) -> str:
     """Return bytes on the scale of a table."""
-    if size.least == size.most:
-        return unit.format(size.most)
-    return f"{unit.format(size.least).split()[0]}-{unit.format(size.most)}"
+    least, most = unit.format(size.least), unit.format(size.most)
+    return most if least == most else f"{least.split()[0]}-{most}"
 
 
 def range_line(peak: PeakRange) -> str:

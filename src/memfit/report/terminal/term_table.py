@@ -13,7 +13,7 @@ from memfit.units import MIB, unit_for
 _BAR = 20  # characters of the longest bar
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _WITH_BARS, _WITH_SHARES = 80, 56  # terminal columns from which on they are shown
-_TOTALS = {"allocated", "reserved", "process"}
+TOTALS = {"allocated", "reserved", "process"}
 
 
 def term_table(result: DryRun, width: int) -> Table:
@@ -31,7 +31,7 @@ def term_table(result: DryRun, width: int) -> Table:
         table.add_column(justify="right" if justify == "right" else "left", no_wrap=True)
     table.add_column(style="dim", no_wrap=True)
     for term in result.terms:
-        total_row = term.name in _TOTALS
+        total_row = term.name in TOTALS
         if not total_row and unit.rounds_to_zero(term.figure.bytes):
             continue
         name = Text(("── " if total_row else "  ") + term.name, style="bold" if total_row else "")
