@@ -6,7 +6,7 @@ import pytest
 
 from memfit.analysis.stream_races import with_upper_bound
 from memfit.analysis.summary import summarize
-from memfit.analysis.workspace_range import with_workspace_range
+from memfit.analysis.workspace_range import needed_without_workspaces, with_workspace_range
 from memfit.records import (
     Action,
     ByteRange,
@@ -128,6 +128,27 @@ def test_a_workspace_that_found_no_memory_is_left_out_too():
     on = device(1000 * MIB + CONTEXT)
     found = ranged(trace_of(history, device=on, labels=LABELS, cudnn_workspaces=(200 * MIB, 700 * MIB)))
     assert found.range.reserved == ByteRange(800 * MIB, 850 * MIB)
+
+
+@pytest.mark.parametrize(("workspace", "least"), [(200 * MIB, 520 * MIB), (8 * MIB, None)])
+def test_a_run_that_does_not_fit_needs_less_without_workspaces(workspace, least):
+    # Without any, it needs 400 MiB and the context; but it failed on a GPU of 518 MiB.
+    trace = convolving(workspace)
+    needs = Figure(CONTEXT + 400 * MIB + workspace, Provenance.SIMULATED)
+    short = device(518 * MIB)
+    found = needed_without_workspaces(trace, summarize(trace), short, needs)
+    assert (found and found.bytes) == least
+    large = device(CONTEXT)
+    bare = needed_without_workspaces(
+        convolving(200 * MIB), summarize(trace), large, Figure(700 * MIB, Provenance.EXACT)
+    )
+    assert bare.bytes == CONTEXT + 400 * MIB
+
+
+def test_a_run_without_convolutions_needs_nothing_else_without_workspaces():
+    trace = convolving(200 * MIB, reported=())
+    needs = Figure(700 * MIB, Provenance.EXACT)
+    assert needed_without_workspaces(trace, summarize(trace), device(500 * MIB), needs) is None
 
 
 def trace_without_room():

@@ -90,6 +90,19 @@ def test_a_need_that_rounds_to_the_size_of_the_gpu_is_shown_in_mib(answer):
     assert printed(failed).startswith("OUT OF MEMORY   needs 81,922 MiB; this GPU has 81,920 MiB")
 
 
+def test_both_ends_of_what_is_needed_are_shown_if_convolutions_decide_it(answer):
+    failure = OutOfMemory(answer.peak_place, 3 * GIB, GIB, 2 * GIB)
+    needs, least = Figure(99 * GIB, Provenance.SIMULATED), Figure(90 * GIB, Provenance.SIMULATED)
+    failed = replace(answer, verdict="out of memory", out_of_memory=failure, in_all=needs)
+    assert "convolutions" not in printed(failed)
+    either = replace(failed, in_all_without_workspaces=least)
+    assert printed(either).startswith("OUT OF MEMORY   needs 91.00 to 100.00 GiB; this GPU has 80.00 GiB")
+    assert "How much is enough depends on the workspaces of convolutions" in printed(either, 300)
+    near = replace(least, bytes=80 * GIB + (2 << 20) - answer.device.in_use)
+    first = printed(replace(failed, in_all_without_workspaces=near)).splitlines()[0]
+    assert first == "OUT OF MEMORY   needs 81,922 to 102,400 MiB; this GPU has 81,920 MiB"
+
+
 def test_outside_modules_the_place_names_the_function(answer):
     place = replace(answer.peak_place, module="", op="", function="evaluate")
     failure = OutOfMemory(place, 3 * GIB, GIB, 2 * GIB)

@@ -7,6 +7,7 @@ from memfit.analysis.needed_memory import needed_process
 from memfit.analysis.overall_peak import failed_allocations
 from memfit.analysis.script_change import RunTrial, ScriptChange, TrialResult
 from memfit.analysis.summary import summarize
+from memfit.analysis.workspace_range import needed_without_workspaces
 from memfit.ctrl_c import INTERRUPTED
 from memfit.devices import NO_LIMIT
 from memfit.records import DryRun, ScriptEnd
@@ -34,8 +35,9 @@ def find_total(found: DryRun, run: RunTrial) -> DryRun:
         run: reruns the script with unlimited memory.
 
     Returns:
-        The summary with ``in_all`` and what the rerun measured of the longest batches, or with ``untried`` if
-        the rerun did not complete; unchanged if it fits or the user interrupted it.
+        The summary with ``in_all``, also without workspaces, and what the rerun measured of the longest
+        batches, or with ``untried`` if the rerun did not complete; unchanged if it fits or the user
+        interrupted it.
     """
     if not needs_more(found):
         return found
@@ -47,8 +49,15 @@ def find_total(found: DryRun, run: RunTrial) -> DryRun:
         return replace(found, untried=unlimited)
     total = summarize(unlimited.trace)
     in_all = needed_process(unlimited.trace, total, found.device, found.device.total.bytes, fails=True)
+    least = needed_without_workspaces(unlimited.trace, total, found.device, in_all)
     # What it reserves beyond what it allocates will be missing on this device, too.
     allocated = total.peak_allocated / max(in_all.bytes - found.device.outside.bytes, 1)
     room = int(room_on(found.device) * min(allocated, 1.0))
     longest = tuple(within(each, room) for each in total.longest)
-    return replace(found, in_all=in_all, bounds=total.bounds or found.bounds, longest=longest)
+    return replace(
+        found,
+        in_all=in_all,
+        in_all_without_workspaces=least,
+        bounds=total.bounds or found.bounds,
+        longest=longest,
+    )

@@ -14,18 +14,19 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.allocator.requests import RequestKind, Requests
-from memfit.analysis.needed_memory import ReplayedRun
+from memfit.analysis.needed_memory import ReplayedRun, process_bytes
 from memfit.errors import MemfitError
 from memfit.records import (
     Action,
     ByteRange,
     Category,
+    DeviceUse,
     DryRun,
+    Figure,
     Note,
     PeakRange,
     Provenance,
     RangeCause,
-    Replay,
     Trace,
 )
 from memfit.units import format_bytes, format_gib
@@ -46,8 +47,11 @@ def with_workspace_range(trace: Trace, found: DryRun) -> DryRun:
     of_plans = _workspaces(trace)
     if found.verdict not in ("fits", "tight") or not of_plans.any():
         return found
-    bare = _without(trace, found, of_plans)
-    if bare is None:
+    without_workspaces = _without(trace, found, of_plans)
+    if without_workspaces is None:
+        return found
+    bare = without_workspaces.on(found.device.total.bytes)
+    if not bare.fits:
         return found
     outside = found.peak_process.bytes - found.peak_reserved
     asked = PeakRange.exactly(found.peak_allocated, found.peak_reserved, found.peak_process.bytes)
@@ -66,6 +70,27 @@ def with_workspace_range(trace: Trace, found: DryRun) -> DryRun:
     )
 
 
+def needed_without_workspaces(trace: Trace, found: DryRun, device: DeviceUse, needs: Figure) -> Figure | None:
+    """Return what a run that does not fit needs if its convolutions use no workspaces.
+
+    Args:
+        trace: of the run, on a GPU that is large enough.
+        found: its summary.
+        device: the GPU that is too small.
+        needs: what the run needs with them.
+
+    Returns:
+        The bytes of the process on the smallest GPU that is enough, and larger than ``device``. None if they
+        are at most 2 % less than with workspaces.
+    """
+    of_plans = _workspaces(trace)
+    run = _without(trace, found, of_plans) if of_plans.any() else None
+    if run is None:
+        return None
+    least = process_bytes(run.needs(device.total.bytes, fails=True), device)
+    return least if needs.bytes - least.bytes > _NOTABLE * needs.bytes else None
+
+
 def _workspaces(trace: Trace) -> npt.NDArray[np.bool_]:
     """Return which events allocated a workspace of one of cuDNN's plans, or failed to."""
     events = trace.events
@@ -78,8 +103,8 @@ def _workspaces(trace: Trace) -> npt.NDArray[np.bool_]:
     return of_plans
 
 
-def _without(trace: Trace, found: DryRun, of_plans: npt.NDArray[np.bool_]) -> Replay | None:
-    """Return the run replayed without these allocations; None if that has no answer."""
+def _without(trace: Trace, found: DryRun, of_plans: npt.NDArray[np.bool_]) -> ReplayedRun | None:
+    """Return the run without these allocations, to be replayed; None if memfit cannot replay it."""
     try:
         run = ReplayedRun.of(trace, found)
     except MemfitError:  # memfit has no model of that allocator
@@ -96,8 +121,7 @@ def _without(trace: Trace, found: DryRun, of_plans: npt.NDArray[np.bool_]) -> Re
         failed = ask == RequestKind.FAILED and of_plans[event]
         if block not in of_workspaces and not failed:
             bare.add(RequestKind(ask), event, block, size, stream, pool)
-    done = replace(run, asked=bare).on(found.device.total.bytes)
-    return done if done.fits else None
+    return replace(run, asked=bare)
 
 
 def _text(trace: Trace, of_plans: npt.NDArray[np.bool_], process: ByteRange) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.analysis.needed_memory import needed_process
+from memfit.analysis.workspace_range import needed_without_workspaces
 from memfit.api.ghost_runs import FinishedRun, run_on_ghost
 from memfit.api.traces import summarize, write_html
 from memfit.card.find import find_card
@@ -269,6 +270,6 @@ def _run_module(  # noqa: PLR0913 - one parameter an option
     found = summarize(trace)
     if beyond is None:
         return found
-    return dataclasses.replace(
-        found, in_all=needed_process(trace, found, beyond, beyond.total.bytes, fails=True)
-    )
+    in_all = needed_process(trace, found, beyond, beyond.total.bytes, fails=True)
+    least = needed_without_workspaces(trace, found, beyond, in_all)
+    return dataclasses.replace(found, in_all=in_all, in_all_without_workspaces=least)

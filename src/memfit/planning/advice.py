@@ -6,6 +6,7 @@ from dataclasses import replace
 from memfit.allocator.config import AllocatorConfig
 from memfit.analysis.script_change import TrialResult, ran_to_completion
 from memfit.analysis.total_needs import needs_more, run_unlimited
+from memfit.analysis.workspace_range import needed_without_workspaces
 from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import MemfitError, UsageError
 from memfit.planning.batch_size_search import fixed_bytes
@@ -57,7 +58,10 @@ def _advised(trace: Trace, answer: DryRun, script: GhostRuns | None) -> Iterator
     run = replayed(first)
     search = QuickSearch(run, script, answer)
     bounds = run.found.bounds if answer.ran_out else ()
-    answer = replace(answer, in_all=search.unchanged.run.needs, bounds=bounds or answer.bounds)
+    needs, least = search.unchanged.run.needs, None
+    if answer.ran_out:
+        least = needed_without_workspaces(first.trace, run.found, answer.device, needs)
+    answer = replace(answer, in_all=needs, in_all_without_workspaces=least, bounds=bounds or answer.bounds)
     yield answer
     for best in search.best():
         yield replace(

@@ -52,6 +52,9 @@ class Estimate(Printable):
     def show(self, console: Console) -> None:
         """Print the summary."""
         whole = replace(
-            self.run, in_all=self.unlimited.in_all, bounds=self.unlimited.bounds or self.run.bounds
+            self.run,
+            in_all=self.unlimited.in_all,
+            in_all_without_workspaces=self.unlimited.in_all_without_workspaces,
+            bounds=self.unlimited.bounds or self.run.bounds,
         )
         print_summary(whole, console, hints=False)

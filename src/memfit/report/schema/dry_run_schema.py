@@ -261,6 +261,9 @@ class DryRunJson(msgspec.Struct, frozen=True):
     in_all: Figure | None
     """Bytes of the process at its peak on this device; if the run does not fit, on the smallest device on
     which it does. Savings count from it. Null if unknown."""
+    in_all_without_workspaces: Figure | None
+    """The same if convolutions use no workspaces; null for a run that fits, and where that is at most 2 %
+    less. Where memory is short, PyTorch takes engines with smaller ones."""
     children: tuple[ChildProcessJson, ...]
     """Processes that the script started and that used the GPU, too. The figures do not include them."""
     range: PeakRange | None
@@ -321,6 +324,7 @@ def public_dry_run(result: DryRun) -> DryRunJson:
         caught=result.caught,
         upper_bound=None if result.bound is None else SizeBoundJson(*astuple(result.bound)),
         in_all=result.in_all,
+        in_all_without_workspaces=result.in_all_without_workspaces,
         children=tuple(ChildProcessJson(c.name, c.peak, c.exception) for c in result.children),
         range=result.range,
         rank=result.rank,

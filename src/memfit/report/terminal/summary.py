@@ -4,7 +4,7 @@ Text from a trace is printed with its control characters escaped, so that a modu
 colour the terminal nor move its cursor.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -213,9 +213,13 @@ def _ends(result: DryRun) -> tuple[int, int]:
     )
 
 
-def _span(least: int, most: int) -> str:
+def _in_mib(amount: int) -> str:
+    return f"{amount / MIB:,.0f} MiB"
+
+
+def _span(least: int, most: int, shown: Callable[[int], str] = format_gib) -> str:
     """Return "1.50 to 1.75 GiB"; one figure where both read alike."""
-    low, high = format_gib(least), format_gib(most)
+    low, high = shown(least), shown(most)
     return high if low == high else f"{low.split()[0]} to {high}"
 
 
@@ -251,10 +255,11 @@ def _failure(result: DryRun, *, hints: bool) -> Text:
         return text.append(f"   {escaped(_first_line(result.end.exception))}{where}", style="not bold")
     total = format_gib(result.device.total.bytes)
     if result.in_all is not None:
-        needs = result.in_all.bytes + result.device.in_use
-        needed = format_gib(needs)
-        if needed == total:
-            needed, total = (f"{size / MIB:,.0f} MiB" for size in (needs, result.device.total.bytes))
+        bare = None if result.bound else result.in_all_without_workspaces
+        most = result.in_all.bytes + result.device.in_use
+        least = most if bare is None else bare.bytes + result.device.in_use
+        shown = _in_mib if total in (format_gib(least), format_gib(most)) else format_gib
+        needed, total = _span(least, most, shown), shown(result.device.total.bytes)
         text.append(
             f"   needs {'at most ' * bool(result.bound)}{needed}; this GPU has {total}", style="not bold"
         )
@@ -288,6 +293,11 @@ def _remarks(result: DryRun, failure: OutOfMemory, *, hints: bool) -> Iterator[s
         yield (
             "The device had free memory, but the process reached its limit: the script or "
             "PYTORCH_ALLOC_CONF sets a memory fraction."
+        )
+    if result.in_all_without_workspaces is not None:
+        yield (
+            "How much is enough depends on the workspaces of convolutions: where memory is short, PyTorch "
+            "takes engines with smaller ones. A dry run with that memory tells."
         )
     if result.in_all is None and result.untried is not None:
         end = result.untried
