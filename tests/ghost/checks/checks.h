@@ -71,6 +71,14 @@ status ncclBroadcast(const void *, void *, size_t, int, int, void *, void *);
 status ncclSend(const void *, size_t, int, int, void *, void *),
     ncclRecv(void *, size_t, int, int, void *, void *);
 
+status cusolverDnSgeqrf_bufferSize(void *, int, int, void *, int, int *);
+status cusolverDnDgeqrf_bufferSize(void *, int, int, void *, int, int *);
+status cusolverDnSorgqr_bufferSize(void *, int, int, int, const void *, int, const void *, int *);
+status cusolverDnDorgqr_bufferSize(void *, int, int, int, const void *, int, const void *, int *);
+status cusolverDnSgesvdj_bufferSize(void *, int, int, int, int, const void *, int, const void *, const void *,
+                                    int, const void *, int, int *, void *);
+status cusolverDnXsyevBatched_bufferSize(void *, void *, int, int, int64_t, int, const void *, int64_t, int,
+                                         const void *, int, size_t *, size_t *, int64_t);
 status cusolverDnSsyevd_bufferSize(void *, int, int, int, const void *, int, const void *, int *);
 status cusolverDnXsyevd_bufferSize(void *, void *, int, int, int64_t, int, const void *, int64_t, int,
                                    const void *, int, size_t *, size_t *);
@@ -141,8 +149,9 @@ static inline int read_back(void *from, size_t size)
                                     each(question_bounds) each(graph_questions) each(graph_choices)          \
                                         each(workspace_log) each(recurrent_weights) each(gaps_are_recorded)  \
                                             each(running_processes) each(solver_workspaces)                  \
-                                                each(sparse_products) each(allocation_log) each(threads)     \
-                                                    each(forks) each(kernel_architectures)
+                                                each(measured_solver_workspaces) each(transform_work_areas)  \
+                                                    each(sparse_products) each(allocation_log) each(threads) \
+                                                        each(forks) each(kernel_architectures)
 
 #define DECLARED(name) void name(void);
 EACH_CHECK(DECLARED)

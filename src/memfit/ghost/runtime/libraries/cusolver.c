@@ -3,8 +3,8 @@
  * The factorizations themselves are generated stubs: they write on the device, `devInfo` included, which
  * PyTorch reads as 0, success. PyTorch allocates the workspace that these functions report.
  *
- * NVIDIA documents no sizes. The ones here are what LAPACK documents for the routine of the same name, and
- * are recorded as assumed. They are all in the functions under "Workspace".
+ * NVIDIA documents no sizes. The ones here were measured on one H100, or are what LAPACK documents for the
+ * routine of the same name; both are recorded as assumed. They are all in the functions under "Workspace".
  */
 #include "core/ghost.h"
 
@@ -15,7 +15,13 @@ OPAQUE(cusolverDnCreateSyevjInfo, cusolverDnDestroySyevjInfo)
 
 /* ---- Workspace, in elements of the matrix ---------------------------------------------------- */
 
-/* Source: the LWORK of the routine's reference documentation, LAPACK 3.12 (netlib.org/lapack), for
+/* Source, of geqrf, orgqr, syevd, and of gesvdj of tall matrices: formulas through sizes measured on an H100
+ * with CUDA 13.0, for 256 and 1024 columns in float32 and float64 (benchmarks/gpu/results, decision 65). A
+ * geqrf of 5 columns takes as much as one of 256. Up to 64 columns orgqr takes one block, and syevBatched one
+ * matrix each. That syevd fails beyond 25,000 columns (NVIDIA/CUDALibrarySamples issue 246), where 3.4 n^2
+ * elements reach 2^31, gives its third coefficient. The Jacobi methods were as given here.
+ *
+ * Of the others: the LWORK of the routine's reference documentation, LAPACK 3.12 (netlib.org/lapack), for
  * its best performance, with blocks of BLOCK columns. LAPACK factorizes in place where a GPU's
  * blocked code keeps a panel (getrf, potrf), which is counted as one block of columns; its Jacobi
  * methods work in place where a parallel one keeps a copy of the matrix and its rotations. */
@@ -24,21 +30,29 @@ OPAQUE(cusolverDnCreateSyevjInfo, cusolverDnDestroySyevjInfo)
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-static int64_t panel(int64_t columns) { return BLOCK * columns; } /* geqrf orgqr sytrf; getrf potrf */
+static int64_t panel(int64_t columns) { return BLOCK * columns; } /* sytrf; getrf potrf */
+static int64_t geqrf(int64_t n, int64_t width) { return most(3 << 18, 1536 * n) + 128 / width; }
+static int64_t orgqr(int64_t n) { return n <= 64 ? panel(n) : 384 * n + 16640; }
 static int64_t apply_q(int side, int64_t m, int64_t n) { return panel(side == 0 ? n : m); } /* 0: left */
 static int64_t gesvd(int64_t m, int64_t n) { return 3 * least(m, n) + panel(m + n); }
-static int64_t syevd(int64_t n) { return 1 + 6 * n + 2 * n * n; }
+static int64_t syevd(int64_t n) { return 17 * n * n / 5 + 724 * n + 50600; }
+static int64_t syev_batched(int64_t n, int64_t batch) { return batch * (n <= 64 ? n * n : syevd(n)); }
 static int64_t geev(int64_t n) { return (2 + BLOCK) * n + n * n; } /* including a copy of the matrix */
 static int64_t jacobi(int64_t m, int64_t n, int64_t batch)
 {
     return batch * (m * n + least(m, n) * n + m + n);
 }
 
+static int64_t gesvdj(int64_t m, int64_t n) { return most(jacobi(m, n, 1), m > n ? (3 << 18) + 3 * n : 0); }
+
 /* ---- The answers ------------------------------------------------------------------------------ */
 
 enum { INVALID_SIZE = 3 }; /* cusolver_common.h, CUSOLVER_STATUS_INVALID_VALUE */
 
-static void assumed(void) { ghost_assumed("cuSOLVER workspace, as large as LAPACK documents"); }
+static void assumed(void)
+{
+    ghost_assumed("cuSOLVER workspace, as large as on an H100, or as LAPACK documents");
+}
 
 /* In elements, as an int; a larger size is refused, as the library does. */
 static status in_elements(int *out, int64_t elements)
@@ -61,7 +75,7 @@ static status in_bytes(size_t *on_device, size_t *on_host, int64_t elements, int
 
 /* The routines that exist once per type: S, D, C and Z. LAPACK names them or and sy for
  * real matrices, un and he for complex ones. */
-#define ROUTINES(T, q, sy)                                                                                   \
+#define ROUTINES(T, q, sy, width)                                                                            \
     API status cusolverDn##T##potrf_bufferSize(void *handle, int uplo, int n, void *a, int lda, int *size)   \
     {                                                                                                        \
         return in_elements(size, panel(n));                                                                  \
@@ -72,12 +86,12 @@ static status in_bytes(size_t *on_device, size_t *on_host, int64_t elements, int
     }                                                                                                        \
     API status cusolverDn##T##geqrf_bufferSize(void *handle, int m, int n, void *a, int lda, int *size)      \
     {                                                                                                        \
-        return in_elements(size, panel(n));                                                                  \
+        return in_elements(size, geqrf(n, width));                                                           \
     }                                                                                                        \
     API status cusolverDn##T##q##gqr_bufferSize(void *handle, int m, int n, int k, const void *a, int lda,   \
                                                 const void *tau, int *size)                                  \
     {                                                                                                        \
-        return in_elements(size, panel(n));                                                                  \
+        return in_elements(size, orgqr(n));                                                                  \
     }                                                                                                        \
     API status cusolverDn##T##q##mqr_bufferSize(void *handle, int side, int operation, int m, int n, int k,  \
                                                 const void *a, int lda, const void *tau, const void *c,      \
@@ -97,7 +111,7 @@ static status in_bytes(size_t *on_device, size_t *on_host, int64_t elements, int
                                                 const void *a, int lda, const void *s, const void *u,        \
                                                 int ldu, const void *v, int ldv, int *size, void *settings)  \
     {                                                                                                        \
-        return in_elements(size, jacobi(m, n, 1));                                                           \
+        return in_elements(size, gesvdj(m, n));                                                              \
     }                                                                                                        \
     API status cusolverDn##T##gesvdjBatched_bufferSize(                                                      \
         void *handle, int vectors, int m, int n, const void *a, int lda, const void *s, const void *u,       \
@@ -129,10 +143,10 @@ static status in_bytes(size_t *on_device, size_t *on_host, int64_t elements, int
         return in_elements(size, jacobi(n, n, batch));                                                       \
     }
 
-ROUTINES(S, or, sy)
-ROUTINES(D, or, sy)
-ROUTINES(C, un, he)
-ROUTINES(Z, un, he)
+ROUTINES(S, or, sy, 4)
+ROUTINES(D, or, sy, 8)
+ROUTINES(C, un, he, 8)
+ROUTINES(Z, un, he, 16)
 
 /* The routines that take the type as an argument. */
 
@@ -147,7 +161,7 @@ API status cusolverDnXgeqrf_bufferSize(void *handle, void *settings, int64_t m, 
                                        const void *a, int64_t lda, int tau_type, const void *tau,
                                        int compute_type, size_t *on_device, size_t *on_host)
 {
-    return in_bytes(on_device, on_host, panel(n), a_type);
+    return in_bytes(on_device, on_host, geqrf(n, (int64_t)data_type_width(a_type)), a_type);
 }
 
 API status cusolverDnXsytrs_bufferSize(void *handle, int uplo, int64_t n, int64_t columns, int a_type,
@@ -169,7 +183,7 @@ API status cusolverDnXsyevBatched_bufferSize(void *handle, void *settings, int v
                                              const void *w, int compute_type, size_t *on_device,
                                              size_t *on_host, int64_t batch)
 {
-    return in_bytes(on_device, on_host, jacobi(n, n, batch), a_type);
+    return in_bytes(on_device, on_host, syev_batched(n, batch), a_type);
 }
 
 API status cusolverDnXgeev_bufferSize(void *handle, void *settings, int left, int right, int64_t n,
