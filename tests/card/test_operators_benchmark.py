@@ -62,3 +62,16 @@ def test_a_rehearsal_of_operators_shows_no_difference_and_is_marked_as_one(tmp_p
     assert svd["requested_peak"] > svd["requested_left"] > 3 * 256 * 4
     assert result["ghost"]["float32 nonzero"]["samples"][0]["reads"]
     assert file.with_suffix(".md").read_text().startswith("# REHEARSAL, nothing was measured: operators on")
+
+
+def test_the_rows_of_a_stored_table_are_read():
+    today = module_of(GPU / "operators_today.py")
+    (table,) = (GPU / "results").glob("*-operators.md")
+    profile, rows = today.read_table(table.read_text(encoding="utf-8"))
+    assert profile == "H100-80GB"
+    assert len(rows) == 202
+    found = {row.name: row for row in rows}
+    stft = found["larger fft stft float32 4x100000"]
+    assert (stft.card, stft.ghost) == (14_447_556, 20_878_724)
+    coalesce = found["larger sparse coo coalesce float32 20000"]  # one figure for both sides
+    assert coalesce.card == coalesce.ghost == 14_080_000
