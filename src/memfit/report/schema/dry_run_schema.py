@@ -6,12 +6,10 @@ import msgspec
 
 from memfit.records import (
     Advice,
-    BatchSize,
     DeviceUse,
     DryRun,
     Figure,
     JobRank,
-    LongestBatch,
     Note,
     OutOfMemory,
     PeakRange,
@@ -20,6 +18,7 @@ from memfit.records import (
     StageUse,
 )
 from memfit.report.schema.encoding import SCHEMA_VERSION, encode
+from memfit.report.schema.longest_batch_schema import LongestBatchJson, public_longest_batch
 
 
 class DeviceJson(msgspec.Struct, frozen=True):
@@ -184,47 +183,6 @@ class ShortenedJson(msgspec.Struct, frozen=True):
     """Null for a loader that does not know its length, or an option that is no limit."""
 
 
-class BatchSizeJson(msgspec.Struct, frozen=True):
-    """The size of a batch, all its tensors together, and the shape of the tensor that differs."""
-
-    bytes: int
-    shape: tuple[int, ...]
-
-
-class MeasuredBatchJson(msgspec.Struct, frozen=True):
-    """What a training step with a batch allocated at most; without training, what a forward did."""
-
-    batch: BatchSizeJson
-    allocated: int
-
-
-class LongestBatchJson(msgspec.Struct, frozen=True):
-    """The batches of a loader by size, and what they need."""
-
-    where: str
-    """``file:line`` that created the loader."""
-    seen: int
-    of: int | None
-    """Batches of the pass; null for a loader that does not know its length."""
-    ended: str
-    """``pass`` (all batches were seen), ``time``, ``gpu`` (the loader itself puts batches on the GPU: only
-    one was seen), or the exception that ended the pass."""
-    largest: BatchSizeJson
-    median: BatchSizeJson
-    measured: tuple[MeasuredBatchJson, ...]
-    """Exact, the largest batch first; empty if none is larger than the median, or no step was complete."""
-    fixed: int | None
-    """Estimated: bytes allocated at the peak that do not depend on the batch. Null without two sizes."""
-    per_byte: float | None
-    """Estimated: bytes allocated at the peak for each byte of the batch."""
-    off: int
-    """Bytes by which what was measured is off the straight line of the two; 0 if only two were measured."""
-    fits_bytes: int | None
-    """Estimated: the largest batch that fits the device, by the line; null if it is not known."""
-    fits_length: int | None
-    """Estimated: the same as the length of the only dimension that differs; null if several do."""
-
-
 class DryRunJson(msgspec.Struct, frozen=True):
     """What ``memfit dry-run --json`` and ``memfit record --json`` write."""
 
@@ -332,7 +290,7 @@ def public_dry_run(result: DryRun) -> DryRunJson:
         pinned=result.pinned,
         stages=tuple(map(_stage, result.stages)),
         shortened=tuple(ShortenedJson(each.where, each.to, each.of) for each in result.shortened),
-        longest=tuple(map(_longest, result.longest)),
+        longest=tuple(map(public_longest_batch, result.longest)),
         untried=None if result.untried is None else ScriptEndJson(*astuple(result.untried)),
     )
 
@@ -365,28 +323,6 @@ def _stage(use: StageUse) -> StageJson:
         use.gradients,
         use.resumed,
     )
-
-
-def _longest(found: LongestBatch) -> LongestBatchJson:
-    scan = found.scan
-    return LongestBatchJson(
-        where=scan.where,
-        seen=scan.seen,
-        of=scan.of,
-        ended=scan.ended,
-        largest=_size(scan.largest),
-        median=_size(scan.median),
-        measured=tuple(MeasuredBatchJson(_size(each.batch), each.allocated) for each in found.measured),
-        fixed=found.fixed,
-        per_byte=found.per_byte,
-        off=found.off,
-        fits_bytes=found.fits_bytes,
-        fits_length=found.fits_length,
-    )
-
-
-def _size(batch: BatchSize) -> BatchSizeJson:
-    return BatchSizeJson(batch.bytes, batch.shape)
 
 
 def _where(place: ScriptLocation) -> tuple[int, str, str, str, str, str, str]:
