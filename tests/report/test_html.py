@@ -79,6 +79,14 @@ def test_a_range_of_peaks_is_the_first_note():
     assert words not in report(one)
 
 
+def test_the_page_gives_the_sources_of_what_is_outside_the_allocator():
+    device = replace(run().device, driver=Figure(480 * MIB, Provenance.ASSUMED, "NVML's total less CUDA's"))
+    page = Elements(report(run(device=device))).text
+    assert "CUDA context: a table" in page
+    assert "in NVML's v1: 480.0 MiB that the driver reserves, which nvidia-smi omits: NVML's total" in page
+    assert "in NVML's v1" not in Elements(report(run())).text
+
+
 def test_advice_reads_as_on_the_terminal():
     needs = Figure(7 * GIB, Provenance.EXACT)
     second = replace(

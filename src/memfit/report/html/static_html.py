@@ -11,6 +11,7 @@ from memfit.report.html.payload import Payload
 from memfit.report.html.texts import PageTexts
 from memfit.report.terminal.advice import NONE, heading, needs, outcome
 from memfit.report.terminal.longest_batch import longest_lines
+from memfit.report.terminal.notes import outside_sources
 from memfit.report.terminal.ranks import RANK_HEADINGS, byte_range, listed, range_line, rank_place
 from memfit.report.terminal.run_stages import STAGE_HEADINGS, stage_place, stage_remarks
 from memfit.report.terminal.summary import MACHINES, growth, in_words, subject, untried, verdict
@@ -272,13 +273,18 @@ def thinned(facts: PageFacts) -> dict[str, str]:
 
 
 def notes(result: DryRun, words: PageTexts) -> str:
-    """Return each note once, with every place it refers to."""
+    """Return the sources of what is outside PyTorch's allocator, and each note once, with all its places."""
     places: dict[tuple[str, str], list[str]] = {}
     for note in result.notes:
         where = places.setdefault((note.provenance, note.text), [])
         if note.where:
             where.append(note.where)
     items = [
+        f'<li class="long"><span class="provenance">{escape(figure.provenance)}</span> '
+        f"{escape(name)}: {_text(words, figure.source)}</li>"
+        for name, figure in outside_sources(result).items()
+    ]
+    items += [
         f'<li class="long"><span class="provenance">{escape(provenance)}</span> {_text(words, text)} '
         + "".join(f"<code>{_text(words, one)}</code> " for one in where)
         + "</li>"

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from rich.text import Text
 
-from memfit.records import DryRun, Note, Provenance
+from memfit.records import DryRun, Figure, Note, Provenance
 from memfit.report.escape import escaped
 from memfit.report.short_path import short_path
 from memfit.report.terminal.term_table import TOTALS
@@ -116,13 +116,17 @@ def _all_lines(result: DryRun) -> Iterator[Text]:
             yield Text(f"  {note.provenance:<{_WIDTH}}  {escaped(note.text)}{_in_places(notes[note])}")
 
 
-def _outside_lines(result: DryRun) -> Iterator[Text]:
-    """Yield the sources of what is outside PyTorch's allocator, as far as they are given."""
+def outside_sources(result: DryRun) -> dict[str, Figure]:
+    """Return what is outside PyTorch's allocator, as far as its source is given."""
     figures = {term.name: term.figure for term in result.terms if term.name not in TOTALS}
     if (driver := result.device.driver) is not None:
         more = f"{format_bytes(driver.bytes)} that the driver reserves, which nvidia-smi omits"
         figures["in NVML's v1"] = replace(driver, source=f"{more}: {driver.source}")
-    sourced = {name: figure for name, figure in figures.items() if figure.bytes and figure.source}
+    return {name: figure for name, figure in figures.items() if figure.bytes and figure.source}
+
+
+def _outside_lines(result: DryRun) -> Iterator[Text]:
+    sourced = outside_sources(result)
     if sourced:
         yield Text("Outside PyTorch's allocator:")
     for name, figure in sourced.items():
