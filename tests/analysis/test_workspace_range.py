@@ -61,6 +61,31 @@ def test_a_note_names_the_modules_with_the_largest_workspaces():
     assert "0.49 GiB to 0.68 GiB" in note.text
     assert "features.3 (backward): 200.0 MiB" in note.text
     assert note.provenance is Provenance.SIMULATED
+    assert "if the script does not have them" in note.text  # it may train in channels_last already
+
+
+def test_the_note_names_the_three_modules_with_the_largest_workspaces_that_were_allocated():
+    modules, second = ("a", "b", "c", "d"), BASE + (1 << 32)
+    sizes = [(0, 20), (1, 30), (2, 40), (3, 50), (3, 10)]
+    history = [Event(Action.SEGMENT_ALLOC, BASE, 400 * MIB), Event(Action.ALLOC, BASE, 400 * MIB)]
+    history += [Event(Action.SEGMENT_ALLOC, second, 50 * MIB)]
+    for label, size in sizes:
+        history.append(Event(Action.ALLOC, second, size * MIB, label=label, category=Category.WORKSPACE))
+        history += freed(second, size * MIB)
+    history.append(Event(Action.OOM, 60 * MIB, 700 * MIB, label=0, category=Category.WORKSPACE))
+    labels = tuple(Label(Phase.FORWARD, module, "", -1) for module in modules)
+    reported = tuple(size * MIB for size in (10, 20, 30, 40, 50, 700))
+    trace = trace_of(history, device=device(1 << 40), labels=labels, cudnn_workspaces=reported)
+    note = ranged(trace).notes[-1]
+    named = "The largest: d (forward): 50.0 MiB, c (forward): 40.0 MiB, b (forward): 30.0 MiB. "
+    assert named in note.text
+    assert note.sizes
+
+
+def test_a_tight_run_has_a_range_too():
+    assumed = replace(device(701 * MIB), context=Figure(CONTEXT, Provenance.ASSUMED))
+    found = ranged(replace(convolving(200 * MIB), device=assumed))
+    assert (found.verdict, found.range.process) == ("tight", ByteRange(500 * MIB, 700 * MIB))
 
 
 @pytest.mark.parametrize(("workspace", "is_range"), [(12 * MIB, True), (10 * MIB, False)])
@@ -84,8 +109,10 @@ def test_the_verdict_is_that_of_the_upper_end():
     assert (without.verdict, without.range) == ("unknown", None)
 
 
-@pytest.mark.parametrize(("total", "verdict"), [(700 * MIB, "tight"), (720 * MIB, "fits")])
-def test_the_verdict_is_that_of_the_run_without_workspaces_if_it_needs_more(total, verdict):
+@pytest.mark.parametrize(
+    ("total", "in_use", "verdict"), [(700, 0, "tight"), (720, 0, "fits"), (725, 25, "tight")]
+)
+def test_the_verdict_is_that_of_the_run_without_workspaces_if_it_needs_more(total, in_use, verdict):
     # Both tensors are put where the workspace was; without it, each takes a segment of its own.
     second, assumed = BASE + (1 << 32), Figure(CONTEXT, Provenance.ASSUMED)
     history = [
@@ -98,12 +125,13 @@ def test_the_verdict_is_that_of_the_run_without_workspaces_if_it_needs_more(tota
         *freed(second, 90 * MIB),
         Event(Action.ALLOC, second, 100 * MIB),
     ]
-    on = replace(device(total), context=assumed)
+    on = replace(device(total * MIB), context=assumed, in_use=in_use * MIB)
     trace = trace_of(history, device=on, labels=LABELS, cudnn_workspaces=(100 * MIB,))
     assert summarize(trace).verdict == "fits"
     found = ranged(trace)
     assert (found.verdict, found.range.process) == (verdict, ByteRange(600 * MIB, 690 * MIB))
-    assert "needs 0.59 to 0.67 GiB of" in printed_verdict(found).plain
+    least, most = (f"{(mib + in_use) / 1024:.2f}" for mib in (600, 690))
+    assert f"needs {least} to {most} GiB of" in printed_verdict(found).plain
 
 
 def test_a_workspace_that_found_no_memory_is_left_out_too():

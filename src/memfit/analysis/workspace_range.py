@@ -132,8 +132,9 @@ def _text(trace: Trace, of_plans: npt.NDArray[np.bool_], process: ByteRange) -> 
     return (
         f"The process needs {format_gib(process.least)} to {format_gib(process.most)}, depending on the "
         "workspaces of convolutions: those that the installed cuDNN suggests for this card, or none. The "
-        f"largest: {largest}. What may need less, as another dry run shows: channels_last tensors, and "
-        "torch.backends.cudnn.benchmark = False (True times engines in the largest workspace)."
+        f"largest: {largest}. What may need less, if the script does not have them: channels_last tensors, "
+        "and torch.backends.cudnn.benchmark = False (the default; True times engines in the largest "
+        "workspace). Another dry run shows by how much."
     )
 
 
