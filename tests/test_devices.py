@@ -7,11 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memfit import devices
 from memfit.devices import (
     DEFAULT,
     OBSERVED_SPREAD,
     SCALED_SPREAD,
     Device,
+    Observation,
     _key,
     _table,
     all_devices,
@@ -340,6 +342,14 @@ def test_cuda_13_supports_every_other_card_and_cuda_12_6_all_but_blackwell():
     refused = {device.name for device in all_devices() if refusal(device, CUDA_12_6, "2.14.1+cu126")}
     assert refused == {"RTX 5090", "B200"}
     assert "CUDA 12.8 or later" in str(refusal(find_device("B200"), CUDA_12_6, "2.14.1+cu126"))
+
+
+def test_a_contributed_measurement_names_the_card_as_its_driver_does(monkeypatch):
+    newer = Observation("NVIDIA L40S", "after work", 400 << 20, "9.0", "13.0", "600.1", "an issue")
+    known = devices.observations()
+    monkeypatch.setattr(devices, "observations", lambda: (*known, newer))
+    (l40s,) = (device for device in devices.all_devices.__wrapped__() if device.name == "L40S")
+    assert (l40s.context_bytes, l40s.sources["context_bytes"]) == (newer.bytes, str(newer))
 
 
 @pytest.mark.process
