@@ -53,11 +53,14 @@ def test_the_terminal_names_both_ends_and_the_layers(dry_run):
     assert "The largest: 1 (forward): " in run.out
 
 
-def test_nvidia_smi_and_nvml_s_first_version_differ_by_what_the_driver_reserves(dry_run):
-    run = dry_run("import torch\ntorch.ones(1 << 20, device='cuda')", options=("--gpu", "H100-80GB"))
+@pytest.mark.parametrize("others", [0, 2048])
+def test_nvidia_smi_and_nvml_s_first_version_differ_by_the_driver_and_other_processes(dry_run, others):
+    options = ("--gpu", "H100-80GB", "--in-use", f"{others}MiB")
+    run = dry_run("import torch\ntorch.ones(1 << 20, device='cuda')", options=options)
     device = run.answer["device"]
     assert device["driver_reserved"] == 81_559 * MIB - device["total"]
     rows = {line.strip().split("  ")[0]: line for line in run.out.splitlines() if "MiB" in line}
     process = run.answer["peak"]["process"]
     assert f" {-(-process // MIB):,} MiB" in rows["in nvidia-smi"]
-    assert f" {-(-(process + device['driver_reserved']) // MIB):,} MiB" in rows["in NVML's v1"]
+    card = process + device["driver_reserved"] + others * MIB
+    assert f" {-(-card // MIB):,} MiB" in rows["in NVML's v1"]

@@ -1,7 +1,7 @@
 """The table of what makes up a run's peak, with totals, and what nvidia-smi would show.
 
-NVML counts in two ways. The first version of ``nvmlDeviceGetMemoryInfo`` counts what the driver reserves as
-used; the second version, which nvidia-smi uses, does not.
+nvidia-smi lists a process. The first version of ``nvmlDeviceGetMemoryInfo`` counts all that is used on the
+card: by this process, by others, and by the driver. The second version leaves the driver's part out.
 """
 
 from rich.table import Table
@@ -48,7 +48,8 @@ def term_table(result: DryRun, width: int) -> Table:
     shown = f"{-(-result.peak_process.bytes // MIB):,} MiB"
     table.add_row(Text("   in nvidia-smi"), shown, "", "", result.peak_process.provenance)
     if (driver := result.device.driver) is not None:
-        shown = f"{-(-(result.peak_process.bytes + driver.bytes) // MIB):,} MiB"
+        whole_card = result.peak_process.bytes + driver.bytes + result.device.in_use
+        shown = f"{-(-whole_card // MIB):,} MiB"
         sure = worst(result.peak_process.provenance, driver.provenance)
         table.add_row(Text("   in NVML's v1"), shown, "", "", sure)
     return table
