@@ -162,6 +162,7 @@ def test_operations_without_a_rule_count_0_bytes_and_share_one_note():
     ((provenance, note),) = workspaces.notes()
     assert provenance is Provenance.ASSUMED
     assert "counted as 0 bytes" in note
+    assert "tens of MiB" in note
     for subject in ("batch normalization", "CTC", "attention"):
         assert subject in note
 
@@ -250,6 +251,7 @@ def test_cudnn_is_not_queried_if_another_source_was_chosen(source):
     ((provenance, note),) = notes_of(workspaces)
     assert provenance is Provenance.ASSUMED
     assert ("as requested" in note) == (source is WorkspaceSource.NONE)
+    assert ("hundreds of MiB" in note) == (source is WorkspaceSource.NONE)
 
 
 def test_without_an_answer_from_cudnn_the_rules_apply_and_the_reason_is_noted_once():

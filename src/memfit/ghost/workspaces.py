@@ -257,8 +257,9 @@ class Workspaces:
             chosen = self._source is WorkspaceSource.NONE
             reason = "as requested" if chosen else "no sizes are published"
             subjects = ", ".join(unknown)
+            scale = "hundreds" if _SUBJECTS[Convolution] in unknown else "tens"
             text = f"cuDNN's workspaces for {subjects} are counted as 0 bytes ({reason}); on a card they can"
-            yield Provenance.ASSUMED, f"{text} take tens of MiB."
+            yield Provenance.ASSUMED, f"{text} take {scale} of MiB."
 
     def _notes_on_cudnn(self, answers: list[_WorkspaceAnswer]) -> Iterator[tuple[Provenance, str]]:
         for version in sorted({answer.version for answer in answers if answer.version}):
