@@ -40,7 +40,7 @@ def row(job: ValidationJob, result: Mapping[str, Any]) -> str:
                 steps=STEPS,
             )
     except MemfitError as error:
-        return f"| {job.name} | failed: {str(error).splitlines()[0]}" + " |" * len(HEADINGS)
+        return f"| {job.name} | failed: {str(error).splitlines()[0]}" + " |" * (len(HEADINGS) - 1)
     now = {"allocated": run.peak_allocated, "reserved": run.peak_reserved}
     cells = (
         f"{mib(card[name])} | {difference(before[name], card[name])} | {difference(now[name], card[name])}"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from memfit.card.nvml import Usage
-from memfit.card.outside_allocator import BY_CARD, BY_GROWTH, BY_PROCESS, Reading, _reading
+from memfit.card.nvml import Nvml, Usage
+from memfit.card.outside_allocator import BY_CARD, BY_GROWTH, BY_PROCESS, OutsideMeter, Reading, _reading
 
 MIB = 1 << 20
 IDLE = Usage(600 * MIB, {})  # what the driver keeps for itself
@@ -57,3 +57,15 @@ def test_the_bytes_of_other_processes_are_the_remainder():
 
 def test_a_reading_below_what_pytorch_reserved_is_not_negative():
     assert Reading(100, 200, 0, BY_GROWTH).outside == 0
+
+
+def test_a_meter_keeps_the_largest_reading(monkeypatch):
+    import torch
+
+    taken = iter((500 * MIB, 700 * MIB, 600 * MIB))
+    monkeypatch.setattr(Nvml, "open", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000 * MIB - next(taken), 1000 * MIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 100 * MIB)
+    meter = OutsideMeter()
+    assert [meter.read().outside for _ in range(3)] == [400 * MIB, 600 * MIB, 500 * MIB]
+    assert meter.figure().bytes == 600 * MIB
