@@ -20,8 +20,8 @@ CUDNN = Note(Provenance.SIMULATED, "The sizes are those of cuDNN 9.", sizes=True
 ASSUMPTION = "1 assumption; --notes lists it."
 
 
-def shown(answer, *notes, full=False, hints=True, bounds=(), terms=()):
-    console = Console(file=io.StringIO(), width=200, highlight=False, markup=False)
+def shown(answer, *notes, full=False, hints=True, bounds=(), terms=(), width=200):
+    console = Console(file=io.StringIO(), width=width, highlight=False, markup=False)
     unsourced = tuple(replace(term, figure=replace(term.figure, source="")) for term in answer.terms)
     run = replace(answer, notes=notes, bounds=bounds, terms=terms or unsourced)
     for line in note_lines(run, full=full, hints=hints):
@@ -59,6 +59,13 @@ def test_the_full_list_begins_with_the_sources_of_what_is_outside_the_allocator(
     reserved = "480.0 MiB that the driver reserves, which nvidia-smi omits"
     assert second == f"  assumed    in NVML's v1: {reserved}: NVML's total less CUDA's"
     assert ONE.text in last
+
+
+@pytest.mark.parametrize(("length", "is_whole"), [(2_000, True), (2_001, False)])
+@pytest.mark.parametrize("full", [True, False])
+def test_a_note_is_printed_whole_unless_it_is_very_long(answer, full, length, is_whole):
+    long = replace(CUDNN, text="x" * length, workspaces=False)
+    assert any("x" * length in line for line in shown(answer, long, full=full, width=3_000)) is is_whole
 
 
 @pytest.mark.parametrize(("held", "in_full"), [(0, False), (74, False), (75, True)])

@@ -20,6 +20,8 @@ _SHARE = 0.01
 """A note is shown in full if more than this share of the process at its peak may depend on it."""
 _MOST = 8
 """Notes shown in full; of those whose effect is known, the largest."""
+_LONGEST = 2_000
+"""Characters of a note that is printed whole: ``escaped`` would cut three layers with long names."""
 _WIDTH = max(map(len, Provenance))
 _NUMBER = re.compile(r"(?<=\s)[0-9][0-9,]*(?=\s)")
 
@@ -40,7 +42,7 @@ def note_lines(result: DryRun, *, full: bool, hints: bool) -> Iterator[Text]:
     worth_showing = [note for note in notes if effects[note] > _SHARE * result.peak_process.bytes]
     shown = sorted(worth_showing, key=effects.__getitem__, reverse=True)[:_MOST]
     for note in shown:
-        yield Text(f"note ({note.provenance}): {escaped(note.text)}{_in_places(notes[note])}")
+        yield Text(f"note ({note.provenance}): {_escaped(note.text)}{_in_places(notes[note])}")
     rest = [note for note in notes if note not in shown]
     if rest:
         yield Text(_count(rest, more=bool(shown), hints=hints), style="dim")
@@ -113,7 +115,7 @@ def _all_lines(result: DryRun) -> Iterator[Text]:
         if members:
             yield Text(heading)
         for note in members:
-            yield Text(f"  {note.provenance:<{_WIDTH}}  {escaped(note.text)}{_in_places(notes[note])}")
+            yield Text(f"  {note.provenance:<{_WIDTH}}  {_escaped(note.text)}{_in_places(notes[note])}")
 
 
 def outside_sources(result: DryRun) -> dict[str, Figure]:
@@ -130,7 +132,11 @@ def _outside_lines(result: DryRun) -> Iterator[Text]:
     if sourced:
         yield Text("Outside PyTorch's allocator:")
     for name, figure in sourced.items():
-        yield Text(f"  {figure.provenance:<{_WIDTH}}  {name}: {escaped(figure.source)}")
+        yield Text(f"  {figure.provenance:<{_WIDTH}}  {name}: {_escaped(figure.source)}")
+
+
+def _escaped(text: str) -> str:
+    return escaped(text, whole=len(text) <= _LONGEST)
 
 
 def _in_places(notes: list[Note]) -> str:
