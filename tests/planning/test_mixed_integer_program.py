@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from memfit.planning.mixed_integer_program import INFINITY, MixedIntegerProgram
+from memfit.planning.mixed_integer_program import INFINITY, MixedIntegerProgram, solver
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -47,3 +47,7 @@ def test_nothing_is_printed(capfd):
     program.column(cost=1.0, integral=True)
     program.minimize()
     assert capfd.readouterr() == ("", "")
+
+
+def test_one_thread_solves_so_that_every_machine_finds_the_same_plan():
+    assert solver().getOptionValue("threads")[1] == 1

@@ -92,25 +92,27 @@ class MixedIntegerProgram:
         matrix.start_ = np.cumsum([0, *(len(terms) for terms, _, _ in self._rows)])
         matrix.index_ = np.array([column for terms, _, _ in self._rows for column in terms])
         matrix.value_ = np.array([factor for terms, _, _ in self._rows for factor in terms.values()])
-        solver = _solver()
-        solver.setOptionValue("mip_rel_gap", gap)
-        solver.setOptionValue("mip_abs_gap", cost_gap)
-        solver.setOptionValue("time_limit", seconds)
-        solver.passModel(program)
-        solver.run()
-        values = tuple(solver.getSolution().col_value)
-        info = solver.getInfo()
-        if solver.getModelStatus() not in _SOLVED or info.objective_function_value == INFINITY or not values:
+        highs = solver()
+        highs.setOptionValue("mip_rel_gap", gap)
+        highs.setOptionValue("mip_abs_gap", cost_gap)
+        highs.setOptionValue("time_limit", seconds)
+        highs.passModel(program)
+        highs.run()
+        values = tuple(highs.getSolution().col_value)
+        info = highs.getInfo()
+        if highs.getModelStatus() not in _SOLVED or info.objective_function_value == INFINITY or not values:
             return None
         bound = info.mip_dual_bound if any(self._integral) else info.objective_function_value
         return Solution(values, float(info.objective_function_value), float(bound))
 
 
-def _solver() -> Any:
+def solver() -> Any:
+    """Return HiGHS, silent and on one thread: with more, its choice among equal solutions varies by machine."""
     with _quiet_stdout():  # the first solver of a process prints HiGHS's version
-        solver = highspy.Highs()  # type: ignore[no-untyped-call]
-        solver.setOptionValue("output_flag", False)
-    return solver
+        highs = highspy.Highs()  # type: ignore[no-untyped-call]
+        highs.setOptionValue("output_flag", False)
+        highs.setOptionValue("threads", 1)
+    return highs
 
 
 @contextmanager
