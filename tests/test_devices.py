@@ -365,6 +365,16 @@ def test_the_driver_reserves_what_nvml_s_total_exceeds_cuda_s_by():
     assert find_device("A100-80GB:1g.10gb").driver_reserved is None
 
 
+def test_observations_of_one_card_are_within_the_stated_share_of_each_other():
+    """With any software since PyTorch 2."""
+    after_work: dict[str, list[int]] = {}
+    for seen in observations():
+        if seen.what == "after work" and not seen.torch.startswith("1"):
+            after_work.setdefault(seen.card, []).append(seen.bytes)
+    missed = {card: max(sizes) / min(sizes) - 1 for card, sizes in after_work.items()}
+    assert 0.2 < max(missed.values()) <= OBSERVED_SPREAD, missed
+
+
 def test_a_context_scaled_from_another_card_of_its_generation_is_within_the_stated_share():
     """Each card with a figure of its own, as it would be if that were scaled from another such card."""
     observed = [device for device in all_devices() if "context_bytes" not in device.approximate]

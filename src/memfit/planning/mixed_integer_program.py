@@ -107,7 +107,7 @@ class MixedIntegerProgram:
 
 
 def solver() -> Any:
-    """Return HiGHS, silent and on one thread: with more, its choice among equal solutions varies by machine."""
+    """Return HiGHS, silent and on one thread: with more, which of equal solutions it finds varies."""
     with _quiet_stdout():  # the first solver of a process prints HiGHS's version
         highs = highspy.Highs()  # type: ignore[no-untyped-call]
         highs.setOptionValue("output_flag", False)
