@@ -163,8 +163,7 @@ def test_a_run_that_does_not_fit_needs_less_without_workspaces(workspace, least)
     # Without any, it needs 400 MiB and the context; but it failed on a GPU of 518 MiB.
     trace = convolving(workspace)
     needs = Figure(CONTEXT + 400 * MIB + workspace, Provenance.SIMULATED)
-    short = device(518 * MIB)
-    found = needed_without_workspaces(trace, summarize(trace), short, needs)
+    found = needed_without_workspaces(trace, summarize(trace), device(0), needs, 518 * MIB)
     assert (found and found.bytes) == least
     large = device(CONTEXT)
     bare = needed_without_workspaces(

@@ -1,8 +1,11 @@
 """A run whose convolutions want large workspaces: its peaks are a range, whose lower end is a run without."""
 
 import re
+import textwrap
 
 import pytest
+
+from memfit import api
 
 pytestmark = pytest.mark.warm
 
@@ -51,6 +54,29 @@ def test_the_terminal_names_both_ends_and_the_layers(dry_run):
     )
     assert "depending on the workspaces that cuDNN uses on the card, or none." in run.out
     assert "The largest: 1 (forward): " in run.out
+
+
+def test_a_run_that_does_not_fit_shows_what_is_enough_without_workspaces(dry_run):
+    def under(memory):
+        return dry_run(GROUPED, options=("--gpu", "H100-80GB", "--memory", f"{memory >> 20}MiB"))
+
+    fits = dry_run(GROUPED, options=("--gpu", "H100-80GB")).answer["range"]["process"]
+    short = under(fits["least"] - 100 * MIB)
+    least, most = short.answer["in_all_without_workspaces"]["bytes"], short.answer["in_all"]["bytes"]
+    assert fits["least"] - 100 * MIB < least < 0.98 * most
+    assert under(most + MIB).answer["verdict"] in ("fits", "tight")
+    assert re.search(r"needs [\d.,]+ to [\d.,]+ [GM]iB; this GPU has", short.out)
+    assert "How much is enough depends on the workspaces of convolutions" in short.out
+
+
+def test_a_plan_names_what_the_script_needs_without_workspaces(dry_run, tmp_path):
+    fits = dry_run(GROUPED, options=("--gpu", "H100-80GB")).answer["range"]["process"]
+    script = tmp_path / "grouped.py"
+    script.write_text(textwrap.dedent(GROUPED))
+    plan = api.plan(script, gpu="H100-80GB", budget=(fits["least"] + fits["most"]) // 2)
+    assert plan.as_written.needs.bytes > plan.budget
+    assert 0 < plan.without_workspaces <= fits["least"]
+    assert api.plan(script, gpu="H100-80GB", budget=2 * fits["most"]).without_workspaces == 0
 
 
 @pytest.mark.parametrize("others", [0, 2048])

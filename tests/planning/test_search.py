@@ -356,6 +356,15 @@ def test_log_probabilities_are_named_with_a_plan_if_they_are_much():
     assert "memfit.ChunkedHead" not in str(PrintableScriptPlan.of(fits))
 
 
+def test_a_script_that_may_fit_with_smaller_workspaces_is_said_to():
+    found = planned(Script(), 0.7)
+    words = "without the workspaces of convolutions"
+    assert found.without_workspaces == 0
+    assert words not in str(PrintableScriptPlan.of(found))
+    assert words in str(PrintableScriptPlan.of(replace(found, without_workspaces=found.budget)))
+    assert words not in str(PrintableScriptPlan.of(replace(found, without_workspaces=found.budget + 1)))
+
+
 def test_what_an_update_alone_allocates_is_not_to_be_recomputed():
     script = Script()
 

@@ -49,7 +49,7 @@ def find_total(found: DryRun, run: RunTrial) -> DryRun:
         return replace(found, untried=unlimited)
     total = summarize(unlimited.trace)
     in_all = needed_process(unlimited.trace, total, found.device, found.device.total.bytes, fails=True)
-    least = needed_without_workspaces(unlimited.trace, total, found.device, in_all)
+    least = needed_without_workspaces(unlimited.trace, total, found.device, in_all, found.device.total.bytes)
     # What it reserves beyond what it allocates will be missing on this device, too.
     allocated = total.peak_allocated / max(in_all.bytes - found.device.outside.bytes, 1)
     room = int(room_on(found.device) * min(allocated, 1.0))

@@ -70,24 +70,27 @@ def with_workspace_range(trace: Trace, found: DryRun) -> DryRun:
     )
 
 
-def needed_without_workspaces(trace: Trace, found: DryRun, device: DeviceUse, needs: Figure) -> Figure | None:
-    """Return what a run that does not fit needs if its convolutions use no workspaces.
+def needed_without_workspaces(
+    trace: Trace, found: DryRun, device: DeviceUse, needs: Figure, fails_at: int = 0
+) -> Figure | None:
+    """Return what a run needs if its convolutions use no workspaces.
 
     Args:
         trace: of the run, on a GPU that is large enough.
         found: its summary.
-        device: the GPU that is too small.
+        device: what the process holds outside PyTorch's allocator.
         needs: what the run needs with them.
+        fails_at: bytes of a GPU on which it is known not to fit.
 
     Returns:
-        The bytes of the process on the smallest GPU that is enough, and larger than ``device``. None if they
-        are at most 2 % less than with workspaces.
+        The bytes of the process on the smallest GPU that is enough. None if they are at most 2 % less than
+        with workspaces.
     """
     of_plans = _workspaces(trace)
     run = _without(trace, found, of_plans) if of_plans.any() else None
     if run is None:
         return None
-    least = process_bytes(run.needs(device.total.bytes, fails=True), device)
+    least = process_bytes(run.needs(fails_at, fails=True), device)
     return least if needs.bytes - least.bytes > _NOTABLE * needs.bytes else None
 
 

@@ -271,5 +271,5 @@ def _run_module(  # noqa: PLR0913 - one parameter an option
     if beyond is None:
         return found
     in_all = needed_process(trace, found, beyond, beyond.total.bytes, fails=True)
-    least = needed_without_workspaces(trace, found, beyond, in_all)
+    least = needed_without_workspaces(trace, found, beyond, in_all, beyond.total.bytes)
     return dataclasses.replace(found, in_all=in_all, in_all_without_workspaces=least)

@@ -60,7 +60,9 @@ def _advised(trace: Trace, answer: DryRun, script: GhostRuns | None) -> Iterator
     bounds = run.found.bounds if answer.ran_out else ()
     needs, least = search.unchanged.run.needs, None
     if answer.ran_out:
-        least = needed_without_workspaces(first.trace, run.found, answer.device, needs)
+        least = needed_without_workspaces(
+            first.trace, run.found, answer.device, needs, answer.device.total.bytes
+        )
     answer = replace(answer, in_all=needs, in_all_without_workspaces=least, bounds=bounds or answer.bounds)
     yield answer
     for best in search.best():

@@ -5,6 +5,7 @@ from math import isfinite
 
 from memfit.analysis.script_change import TrialResult
 from memfit.analysis.summary import summarize
+from memfit.analysis.workspace_range import needed_without_workspaces
 from memfit.planning.logits import log_probabilities
 from memfit.planning.plan_runs import PlannedScript
 from memfit.records import PlanRun, ScriptPlan
@@ -46,7 +47,10 @@ def answer(  # noqa: PLR0913 - what a search has found
         undivided: the same.
         slowdown: of ``Allowed``.
     """
-    trace, operations = plain.trace, plain.operations
+    trace, operations, found = plain.trace, plain.operations, summarize(plain.trace)
+    needs, bare = as_written.needs, None
+    if needs.bytes > budget:
+        bare = needed_without_workspaces(trace, found, trace.device, needs)
     too_slow = chosen if chosen is not None and chosen.time > slowdown else None
     chosen = None if too_slow is not None else chosen
     return ScriptPlan(
@@ -63,7 +67,8 @@ def answer(  # noqa: PLR0913 - what a search has found
         command=trace.command,
         versions=trace.versions,
         reason=reason,
-        uncertainty=summarize(trace).uncertainty,
+        uncertainty=found.uncertainty,
+        without_workspaces=0 if bare is None else bare.bytes,
         undivided=undivided,
         log_probabilities=0 if operations is None else log_probabilities(operations),
         max_slowdown=slowdown if isfinite(slowdown) else None,

@@ -160,6 +160,9 @@ class ScriptPlan:
     """Why batches are not divided into micro-batches, as a clause; empty if they may be, or need not."""
     log_probabilities: int = 0
     """Bytes of the cross-entropy's log-probabilities in the script as written; 0 if that is not known."""
+    without_workspaces: int = 0
+    """Bytes that the script as written needs if its convolutions use no workspaces, as in ``DryRun``; 0 if it
+    fits, or if they matter little."""
     max_slowdown: float | None = None
     """How many times as long as the script as written a step may take at most; None for any time."""
     too_slow: PlanRun | None = None

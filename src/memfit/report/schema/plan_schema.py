@@ -94,6 +94,9 @@ class ScriptPlanJson(msgspec.Struct, frozen=True):
     """Why batches are not divided into micro-batches; empty if they may be, or need not."""
     log_probabilities: int
     """Bytes of the cross-entropy's log-probabilities in the script as written; 0 if that is not known."""
+    without_workspaces: int
+    """Bytes that the script as written needs if its convolutions use no workspaces; 0 if it fits, or if
+    that is at most 2 % less."""
     dropped: tuple[str, ...]
     """Plans that could not run, each with the reason."""
     command: tuple[str, ...]
@@ -138,6 +141,7 @@ def script_plan_json(result: ScriptPlan) -> ScriptPlanJson:
         reason=result.reason,
         undivided=result.undivided,
         log_probabilities=result.log_probabilities,
+        without_workspaces=result.without_workspaces,
         dropped=result.dropped,
         command=result.command,
         versions=dict(result.versions),

@@ -203,6 +203,12 @@ def plan_details(result: ScriptPlan, file: Path | None = None) -> Iterator[str]:
             "and the logits and their gradient as much each. memfit.ChunkedHead in the model makes them "
             "slice by slice."
         )
+    if 0 < result.without_workspaces <= result.budget:
+        yield (
+            f"\nAs written, the script needs {format_gib(result.without_workspaces)} without the workspaces "
+            "of convolutions. Where memory is short, PyTorch takes engines with smaller ones, which may "
+            "round differently: it may fit without a plan. memfit dry-run --memory tells."
+        )
     if result.dropped:
         count = len(result.dropped)
         yield f"\n{count} plan{'s' * (count != 1)} could not be run. {escaped(result.dropped[0])}"
