@@ -122,7 +122,7 @@ _SUBJECTS: Mapping[type, str] = {
 _FROM_CUDNN = (
     "The workspace sizes of convolutions are those that cuDNN {version} chooses for this card. cuDNN was "
     "queried without a GPU; on an H100, it chose other engines for some convolutions, and eight scripts "
-    "allocated up to 1.5 % more (docs/accuracy.md)."
+    "allocated up to 1.6 % and reserved up to 23 % more than predicted (docs/accuracy.md)."
 )
 _NOT_TIMED = (
     "With torch.backends.cudnn.benchmark, PyTorch times cuDNN's engines on a card and takes the fastest. "
@@ -252,7 +252,7 @@ class Workspaces:
             elif not answer.version:
                 unknown[_SUBJECTS[type(answer.operation)]] = None
         for (name, source), size in most.items():
-            yield Provenance.ASSUMED, f"{name} is assumed to take at most {size:,} bytes. Source: {source}."
+            yield Provenance.ASSUMED, f"{name} is assumed; the largest is {size:,} bytes. Source: {source}."
         if unknown:
             chosen = self._source is WorkspaceSource.NONE
             reason = "as requested" if chosen else "no sizes are published"
