@@ -55,6 +55,10 @@ def test_each_gpu_gets_a_plan_if_the_script_does_not_fit_it(tmp_path, monkeypatc
     fewer = replace(found, plans=(replace(found.plans[0], chosen=None, smallest=planned), *found.plans[1:]))
     assert str(fewer).startswith("RUNS ON 1 OF 4 GPUS as written, and on 1 more with a plan")
     assert "does not fit" in str(fewer)
+    assert "may fit as written" not in str(found)
+    bare = replace(found.plans[0], without_workspaces=found.plans[0].budget)
+    may_fit = str(replace(found, plans=(bare, *found.plans[1:])))
+    assert "GTX 1660: the script may fit as written. Where memory is short" in may_fit
     public = msgspec.json.decode(to_json(fewer), type=GpusForJson)
     assert [each.plan is None for each in public.gpus] == [True, False, False]
 

@@ -189,6 +189,11 @@ class ScriptPlan:
         return self.nproc * self.nnodes
 
     @property
+    def may_fit_as_written(self) -> bool:
+        """Whether the script may fit if PyTorch takes engines with smaller workspaces for convolutions."""
+        return 0 < self.without_workspaces <= self.budget
+
+    @property
     def sharded(self) -> bool:
         """Whether a script for one GPU is to train on several."""
         return self.world_size > 1 and not self.distributed

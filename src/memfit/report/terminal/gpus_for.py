@@ -35,6 +35,13 @@ def print_gpus_for(result: GpusFor, console: Console) -> None:
     console.print(_table(result))
     for reason, names in _by_reason(result).items():
         console.print(Text(f"\n{', '.join(names)}: {reason}"))
+    if may_fit := [plan.device.name for plan in result.plans if plan.may_fit_as_written]:
+        console.print(
+            Text(
+                f"\n{', '.join(may_fit)}: the script may fit as written. Where memory is short, PyTorch "
+                "takes engines with smaller workspaces for convolutions. memfit dry-run --gpu NAME tells."
+            )
+        )
     for line in (
         "The CUDA context, which is assumed, is included. ~ What is left is less than its uncertainty.",
         f"The plan for one of them: memfit plan --gpu NAME {escaped(' '.join(typed(result.command)))}",

@@ -203,7 +203,7 @@ def plan_details(result: ScriptPlan, file: Path | None = None) -> Iterator[str]:
             "and the logits and their gradient as much each. memfit.ChunkedHead in the model makes them "
             "slice by slice."
         )
-    if 0 < result.without_workspaces <= result.budget:
+    if result.may_fit_as_written:
         yield (
             f"\nAs written, the script needs {format_gib(result.without_workspaces)} without the workspaces "
             "of convolutions. Where memory is short, PyTorch takes engines with smaller ones, which may "
