@@ -3,6 +3,7 @@
 import random
 from itertools import product
 
+import highspy
 import pytest
 
 from memfit.planning.mixed_integer_program import INFINITY, MixedIntegerProgram, solver
@@ -51,3 +52,19 @@ def test_nothing_is_printed(capfd):
 
 def test_one_thread_solves_so_that_every_machine_finds_the_same_plan():
     assert solver().getOptionValue("threads")[1] == 1
+
+
+def test_other_solvers_of_the_process_may_use_more_threads():
+    def on_two_threads():
+        other = solver()
+        other.setOptionValue("threads", 2)
+        other.addVar(0.0, 5.0)
+        other.changeColIntegrality(0, highspy.HighsVarType.kInteger)
+        other.changeColCost(0, -1.0)
+        return other.run(), other.getInfo().objective_function_value
+
+    program = MixedIntegerProgram()
+    program.row({program.column(cost=1.0, integral=True, upper=9.0): 1.0}, 2.5, INFINITY)
+    for _ in range(2):
+        assert on_two_threads() == (highspy.HighsStatus.kOk, -5.0)
+        assert program.minimize().objective == 3.0

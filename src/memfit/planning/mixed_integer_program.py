@@ -97,7 +97,8 @@ class MixedIntegerProgram:
         highs.setOptionValue("mip_abs_gap", cost_gap)
         highs.setOptionValue("time_limit", seconds)
         highs.passModel(program)
-        highs.run()
+        with _own_threads():
+            highs.run()
         values = tuple(highs.getSolution().col_value)
         info = highs.getInfo()
         if highs.getModelStatus() not in _SOLVED or info.objective_function_value == INFINITY or not values:
@@ -113,6 +114,16 @@ def solver() -> Any:
         highs.setOptionValue("output_flag", False)
         highs.setOptionValue("threads", 1)
     return highs
+
+
+@contextmanager
+def _own_threads() -> "Iterator[None]":
+    """Stop HiGHS's threads before and after: those of an earlier solver with more make it refuse to run."""
+    highspy.Highs.resetGlobalScheduler(True)
+    try:
+        yield
+    finally:
+        highspy.Highs.resetGlobalScheduler(True)
 
 
 @contextmanager
