@@ -43,7 +43,7 @@ static size_t bluestein_length(size_t n)
     return found;
 }
 
-/* The work area in elements of the complex type. Source: 51 transforms of one to three dimensions, measured on
+/* The work area in elements of the complex type. Source: 49 transforms of one to three dimensions, measured on
  * an H100 with CUDA 13.0 (benchmarks/gpu/results, decision 65). Transforms of one kernel in each dimension need
  * none: short ones of the factors 2 to 7, and complex ones of prime length. Others, and all from complex to
  * real numbers, write their data there once. Bluestein's algorithm needs its convolution besides. NVIDIA
