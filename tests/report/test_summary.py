@@ -98,6 +98,8 @@ def test_both_ends_of_what_is_needed_are_shown_if_convolutions_decide_it(answer)
     either = replace(failed, in_all_without_workspaces=least)
     assert printed(either).startswith("OUT OF MEMORY   needs 91.00 to 100.00 GiB; this GPU has 80.00 GiB")
     assert "How much is enough depends on the workspaces of convolutions" in printed(either, 300)
+    bounded = replace(either, bounds=(SizeBound("nonzero", "train.py:3", 9),))
+    assert printed(bounded).startswith("OUT OF MEMORY   needs at most 100.00 GiB; this GPU has 80.00 GiB")
     near = replace(least, bytes=80 * GIB + (2 << 20) - answer.device.in_use)
     first = printed(replace(failed, in_all_without_workspaces=near)).splitlines()[0]
     assert first == "OUT OF MEMORY   needs 81,922 to 102,400 MiB; this GPU has 81,920 MiB"
