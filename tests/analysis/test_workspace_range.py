@@ -172,6 +172,14 @@ def test_a_run_that_does_not_fit_needs_less_without_workspaces(workspace, least)
     assert bare.bytes == CONTEXT + 400 * MIB
 
 
+@pytest.mark.parametrize(("workspace", "is_notable"), [(11 * MIB, True), (10 * MIB, False)])
+def test_workspaces_of_at_most_2_percent_are_not_told_apart(workspace, is_notable):
+    trace = convolving(workspace)
+    needs = Figure(CONTEXT + 400 * MIB + workspace, Provenance.SIMULATED)
+    found = needed_without_workspaces(trace, summarize(trace), device(CONTEXT), needs)
+    assert (found is not None) is is_notable
+
+
 def test_a_run_without_convolutions_needs_nothing_else_without_workspaces():
     trace = convolving(200 * MIB, reported=())
     needs = Figure(700 * MIB, Provenance.EXACT)

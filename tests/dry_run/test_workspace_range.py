@@ -64,6 +64,8 @@ def test_a_run_that_does_not_fit_shows_what_is_enough_without_workspaces(dry_run
     short = under(fits["least"] - 100 * MIB)
     least, most = short.answer["in_all_without_workspaces"]["bytes"], short.answer["in_all"]["bytes"]
     assert fits["least"] - 100 * MIB < least < 0.98 * most
+    options = ("--gpu", "H100-80GB", "--memory", f"{(fits['least'] >> 20) - 100}MiB", "--advise")
+    assert dry_run(GROUPED, options=options).answer["in_all_without_workspaces"]["bytes"] == least
     assert under(most + MIB).answer["verdict"] in ("fits", "tight")
     assert re.search(r"needs [\d.,]+ to [\d.,]+ [GM]iB; this GPU has", short.out)
     assert "How much is enough depends on the workspaces of convolutions" in short.out

@@ -102,7 +102,7 @@ def test_both_ends_of_what_is_needed_are_shown_if_convolutions_decide_it(answer)
     assert printed(bounded).startswith("OUT OF MEMORY   needs at most 100.00 GiB; this GPU has 80.00 GiB")
     near = replace(least, bytes=80 * GIB + (2 << 20) - answer.device.in_use)
     first = printed(replace(failed, in_all_without_workspaces=near)).splitlines()[0]
-    assert first == "OUT OF MEMORY   needs 81,922 to 102,400 MiB; this GPU has 81,920 MiB"
+    assert first == "OUT OF MEMORY   needs up to 100.00 GiB; this GPU has 80.00 GiB"
 
 
 def test_outside_modules_the_place_names_the_function(answer):

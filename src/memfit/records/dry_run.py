@@ -171,7 +171,8 @@ class DryRun:
     """Bytes of the process at its peak, if known: on this device, or on the smallest device on which the run
     fits (PyTorch releases what it caches there). The baseline of the advice."""
     in_all_without_workspaces: Figure | None = None
-    """The same if convolutions use no workspaces, of a run that does not fit; None if at most 2 % less."""
+    """The same if convolutions use no workspaces, of a run that does not fit; more than the memory on which
+    it failed. None if that is at most 2 % less."""
     uncertainty: int = 0
     """Bytes that the process may need beyond ``peak_process``, because terms of it are assumed."""
     caught: int = 0

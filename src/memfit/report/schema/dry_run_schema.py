@@ -220,8 +220,9 @@ class DryRunJson(msgspec.Struct, frozen=True):
     """Bytes of the process at its peak on this device; if the run does not fit, on the smallest device on
     which it does. Savings count from it. Null if unknown."""
     in_all_without_workspaces: Figure | None
-    """The same if convolutions use no workspaces; null for a run that fits, and where that is at most 2 %
-    less. Where memory is short, PyTorch takes engines with smaller ones."""
+    """The same if convolutions use no workspaces, and more than the memory on which the run failed; null for
+    a run that fits, and where that is at most 2 % less. Where memory is short, PyTorch takes engines with
+    smaller ones."""
     children: tuple[ChildProcessJson, ...]
     """Processes that the script started and that used the GPU, too. The figures do not include them."""
     range: PeakRange | None

@@ -204,10 +204,11 @@ def plan_details(result: ScriptPlan, file: Path | None = None) -> Iterator[str]:
             "slice by slice."
         )
     if result.may_fit_as_written:
+        least = format_gib(result.without_workspaces)
         yield (
-            f"\nAs written, the script needs {format_gib(result.without_workspaces)} without the workspaces "
-            "of convolutions. Where memory is short, PyTorch takes engines with smaller ones, which may "
-            "round differently: it may fit without a plan. memfit dry-run --memory tells."
+            f"\nOn the smallest GPU, the script as written needs {least} without the workspaces of "
+            "convolutions. Where memory is short, PyTorch takes engines with smaller ones, which may round "
+            "differently: it may fit without a plan. memfit dry-run --memory tells."
         )
     if result.dropped:
         count = len(result.dropped)

@@ -258,8 +258,13 @@ def _failure(result: DryRun, *, hints: bool) -> Text:
         bare = None if result.bound else result.in_all_without_workspaces
         most = result.in_all.bytes + result.device.in_use
         least = most if bare is None else bare.bytes + result.device.in_use
-        shown = _in_mib if total in (format_gib(least), format_gib(most)) else format_gib
-        needed, total = _span(least, most, shown), shown(result.device.total.bytes)
+        shown = _in_mib if total == format_gib(most) else format_gib
+        needed = (
+            f"up to {shown(most)}"
+            if total == format_gib(least) != format_gib(most)
+            else _span(least, most, shown)
+        )
+        total = shown(result.device.total.bytes)
         text.append(
             f"   needs {'at most ' * bool(result.bound)}{needed}; this GPU has {total}", style="not bold"
         )
@@ -294,10 +299,10 @@ def _remarks(result: DryRun, failure: OutOfMemory, *, hints: bool) -> Iterator[s
             "The device had free memory, but the process reached its limit: the script or "
             "PYTORCH_ALLOC_CONF sets a memory fraction."
         )
-    if result.in_all_without_workspaces is not None:
+    if result.in_all_without_workspaces is not None and not result.bound:
         yield (
             "How much is enough depends on the workspaces of convolutions: where memory is short, PyTorch "
-            "takes engines with smaller ones. A dry run with that memory tells."
+            "takes engines with smaller ones. A dry run with more memory tells."
         )
     if result.in_all is None and result.untried is not None:
         end = result.untried

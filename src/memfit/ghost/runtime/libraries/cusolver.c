@@ -31,7 +31,10 @@ static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 static int64_t panel(int64_t columns) { return BLOCK * columns; } /* sytrf; getrf potrf */
-static int64_t geqrf(int64_t n, int64_t width) { return most(3 << 18, 1536 * n) + 128 / width; }
+static int64_t geqrf(int64_t m, int64_t n, int64_t width)
+{
+    return most(most(3 << 18, panel(n)), 1536 * least(m, n)) + 128 / width; /* wide ones were not measured */
+}
 static int64_t orgqr(int64_t n) { return n <= 64 ? panel(n) : 384 * n + 16640; }
 static int64_t apply_q(int side, int64_t m, int64_t n) { return panel(side == 0 ? n : m); } /* 0: left */
 static int64_t gesvd(int64_t m, int64_t n) { return 3 * least(m, n) + panel(m + n); }
@@ -86,7 +89,7 @@ static status in_bytes(size_t *on_device, size_t *on_host, int64_t elements, int
     }                                                                                                        \
     API status cusolverDn##T##geqrf_bufferSize(void *handle, int m, int n, void *a, int lda, int *size)      \
     {                                                                                                        \
-        return in_elements(size, geqrf(n, width));                                                           \
+        return in_elements(size, geqrf(m, n, width));                                                        \
     }                                                                                                        \
     API status cusolverDn##T##q##gqr_bufferSize(void *handle, int m, int n, int k, const void *a, int lda,   \
                                                 const void *tau, int *size)                                  \
@@ -161,7 +164,7 @@ API status cusolverDnXgeqrf_bufferSize(void *handle, void *settings, int64_t m, 
                                        const void *a, int64_t lda, int tau_type, const void *tau,
                                        int compute_type, size_t *on_device, size_t *on_host)
 {
-    return in_bytes(on_device, on_host, geqrf(n, (int64_t)data_type_width(a_type)), a_type);
+    return in_bytes(on_device, on_host, geqrf(m, n, (int64_t)data_type_width(a_type)), a_type);
 }
 
 API status cusolverDnXsytrs_bufferSize(void *handle, int uplo, int64_t n, int64_t columns, int a_type,
