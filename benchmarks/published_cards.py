@@ -134,7 +134,7 @@ def outside(device: Device, context: int) -> float:
 
 
 def context_of_same_chip(card: str) -> int:
-    """Return the context in bytes that a dry run would assume for a card of which nothing was observed."""
+    """Return the bytes of context that a dry run would assume for a card without observations."""
     device, other = find_device(CARDS[card]), find_device(SAME_CHIP[card])
     return int(other.context_bytes * device.multiprocessors / other.multiprocessors)
 

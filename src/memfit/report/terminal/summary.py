@@ -253,23 +253,7 @@ def _failure(result: DryRun, *, hints: bool) -> Text:
     if failure is None:  # the script raised the error itself
         where = f"  {escaped(short_path(result.end.where))}" if result.end.where else ""
         return text.append(f"   {escaped(_first_line(result.end.exception))}{where}", style="not bold")
-    total = format_gib(result.device.total.bytes)
-    if result.in_all is not None:
-        bare = None if result.bound else result.in_all_without_workspaces
-        most = result.in_all.bytes + result.device.in_use
-        least = most if bare is None else bare.bytes + result.device.in_use
-        shown = _in_mib if total == format_gib(most) else format_gib
-        needed = (
-            f"up to {shown(most)}"
-            if total == format_gib(least) != format_gib(most)
-            else _span(least, most, shown)
-        )
-        total = shown(result.device.total.bytes)
-        text.append(
-            f"   needs {'at most ' * bool(result.bound)}{needed}; this GPU has {total}", style="not bold"
-        )
-    else:
-        text.append(f"   on a GPU of {total}", style="not bold")
+    text.append(f"   {_shortage(result)}", style="not bold")
     asked = f"{format_bytes(failure.requested)} requested, {format_bytes(failure.free)} free"
     lines = (
         f"Ran out in: {in_words(failure.place)}",
@@ -278,6 +262,24 @@ def _failure(result: DryRun, *, hints: bool) -> Text:
         " ".join(_remarks(result, failure, hints=hints)),
     )
     return text.append("".join(f"\n{line}" for line in lines if line), style="not bold default")
+
+
+def _shortage(result: DryRun) -> str:
+    """Return what the run needs in all, if that is known, beside what the GPU has."""
+    has, others, bare = result.device.total.bytes, result.device.in_use, result.in_all_without_workspaces
+    if result.in_all is None:
+        return f"on a GPU of {format_gib(has)}"
+    most = result.in_all.bytes + others
+    shown = _in_mib if format_gib(most) == format_gib(has) else format_gib
+    if result.bound:
+        needed = f"at most {shown(most)}"
+    elif bare is None:
+        needed = shown(most)
+    elif shown(bare.bytes + others) == shown(has):  # the GPU on which it failed is the lower end
+        needed = f"up to {shown(most)}"
+    else:
+        needed = _span(bare.bytes + others, most, shown)
+    return f"needs {needed}; this GPU has {shown(has)}"
 
 
 def _fragmented(result: DryRun, failure: OutOfMemory) -> str:
