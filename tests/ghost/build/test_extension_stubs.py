@@ -10,6 +10,8 @@ from memfit.ghost.build.nvidia_names import nvidia_library
 from memfit.ghost.build.runtime_library import build
 from memfit.native_build import find_compiler
 
+pytestmark = pytest.mark.process
+
 SOURCE = """
 int cudaMalloc(void **pointer, unsigned long size);
 int nvjpegCreateSimple(void **handle);
@@ -179,7 +181,7 @@ def test_missing_driver_functions_share_one_note(dry_run):
     run = dry_run(script)
     assert "found 1 None" in run.out
     (text,) = [note["text"] for note in run.answer["notes"] if "cuMadeUp" in note["text"]]
-    assert "functions that the ghost does not have (2 in total, the first was cuMadeUp)" in text
+    assert "functions that the ghost does not have (2 in total; the first was cuMadeUp)" in text
 
 
 def test_an_imported_extension_module_gets_stubs_too(on_ghost, workshop):
