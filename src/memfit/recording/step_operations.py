@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torch.utils.flop_counter import flop_registry
 
 from memfit.random_state import generator_positions
+from memfit.recording.dispatched_operations import DispatchedOperations
 from memfit.recording.tensor_storage import storage_of
 from memfit.records.step_operations import ModuleCall, Operation, StepOperations
 
@@ -71,7 +70,7 @@ class StepOperationRecorder:
             ):
                 self._hooks.callback(handle.remove)
         self._hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._saved, lambda kept: kept))
-        self._hooks.enter_context(_Dispatched(self))
+        self._hooks.enter_context(DispatchedOperations(self.run))
         self._memory.start()
 
     def stop(self) -> StepOperations:
@@ -173,19 +172,6 @@ class StepOperationRecorder:
         number = node._sequence_nr() if node is not None else sys.maxsize
         source = bisect_right(self._sequence, number)
         return source if source < len(self._sequence) else -1
-
-
-class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Has a recorder run the operations that checkpointing sees."""
-
-    def __init__(self, recorder: StepOperationRecorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._recorder = recorder
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in SAC_IGNORED_OPS:
-            return func(*args, **(kwargs or {}))
-        return self._recorder.run(func, args, kwargs or {})
 
 
 class _OpenCall:

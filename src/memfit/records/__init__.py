@@ -48,8 +48,10 @@ from memfit.records.step_operations import (
     LEAST_RECOMPUTED,
     ModuleCall,
     Operation,
+    OperationCounts,
     StepOperations,
     can_run_again,
+    is_counted,
 )
 from memfit.records.strategy_comparison import ComparedRun, StrategyComparison
 from memfit.records.trace import (
@@ -146,6 +148,7 @@ __all__ = [
     "Note",
     "ObservedJob",
     "Operation",
+    "OperationCounts",
     "OptionPurpose",
     "OutOfMemory",
     "PeakRange",
@@ -184,5 +187,6 @@ __all__ = [
     "VerificationVerdict",
     "can_run_again",
     "equality_of",
+    "is_counted",
     "worst",
 ]

@@ -1,6 +1,7 @@
 """One training step, operation by operation: what a planner needs to know about it."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 LEAST_RECOMPUTED = 1 << 14
 """Bytes: where tensors are recomputed one by one, smaller results are kept."""
@@ -93,11 +94,33 @@ class StepOperations:
     known."""
 
 
+@dataclass(frozen=True, slots=True)
+class OperationCounts:
+    """How many operations a training step runs, up to its update."""
+
+    forward: int
+    """In the calls of the model."""
+    recomputed: int
+    """Of these again, for the backward."""
+    backward: int
+    """Besides, in the backward."""
+    again: Mapping[str, int] = field(default_factory=dict)
+    """By name: how many of those recomputed have results that the plan keeps. There should be none."""
+
+
+def is_counted(name: str) -> bool:
+    """Return whether ``OperationCounts`` count an operation: PyTorch's checkpoints allocate empty tensors.
+
+    >>> is_counted("aten.mm.default"), is_counted("aten.empty.memory_format")
+    (True, False)
+    """
+    return not name.partition(".")[2].startswith(_NOT_THE_SAME)
+
+
 def can_run_again(name: str) -> bool:
     """Return whether an operation makes the same from the same arguments, and no other process takes part.
 
     >>> can_run_again("aten.relu.default"), can_run_again("aten.empty_like.default")
     (True, False)
     """
-    space, _, rest = name.partition(".")
-    return space not in _COLLECTIVES and not rest.startswith(_NOT_THE_SAME)
+    return name.partition(".")[0] not in _COLLECTIVES and is_counted(name)

@@ -182,6 +182,7 @@ class _PlanInjector:
     def __init__(self, change: Intervention, report: _Report, models: OptimizedModels) -> None:
         from memfit.strategies.accumulation import Accumulation
         from memfit.strategies.configuration import configure
+        from memfit.strategies.mechanisms.operation_counter import OperationCounter
 
         self._settings = change.plan
         self._optimizer, self._created = change.optimizer, len(models.all)
@@ -199,6 +200,7 @@ class _PlanInjector:
                 lambda why: report.update(unfit_optimizer=why),
                 strict=change.strict,
             )
+        self._counter = OperationCounter(lambda counts: report.update(operations=counts))
         self._models, self._names = models, models.names
         self._planned: list[tuple[weakref.ref[Any], str]] = []
         self._refusals: list[str] = []
@@ -219,6 +221,7 @@ class _PlanInjector:
 
         from memfit.strategies import apply
 
+        self._counter.install()
         hooks.wrap(torch.optim.Optimizer, "__init__", self._optimized)
         hooks.wrap(apply, "apply_to_model", self._applied)
         hooks.wrap(apply, "apply_for_engine", self._applied_for_engine)
@@ -274,8 +277,7 @@ class _PlanInjector:
             return
         finally:
             self._applying = False
-        self._planned.append((weakref.ref(model), f"{name} (optimizer: {optimized_at})"))
-        self._report()
+        self._has_plan(model, f"{name} (optimizer: {optimized_at})")
 
     def _applied_for_engine(self, original: Callable[..., Any], model: Any, plan: "Plan") -> Any:
         """Have an engine of the script's carry out what its plan leaves to us."""
@@ -316,7 +318,11 @@ class _PlanInjector:
 
     def _planned_by_script(self, model: Any) -> None:
         name = f"{self._names.full_name(model)} (plan: {innermost_line(user_line())})"
+        self._has_plan(model, name)
+
+    def _has_plan(self, model: Any, name: str) -> None:
         self._planned.append((weakref.ref(model), name))
+        self._counter.watch(model)
         self._report()
 
     def _completed(self, plan: "Plan") -> "Plan | None":

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from memfit.records import LoaderBatchSize
+from memfit.records import LoaderBatchSize, OperationCounts
 
 
 class Intervention(msgspec.Struct, frozen=True):
@@ -47,5 +47,7 @@ class InjectionReport(msgspec.Struct, frozen=True):
     """As in ``TrialResult``."""
     unfit_optimizer: str = ""
     """Why the plan was not applied to an optimizer as it should have been; empty if it was."""
+    operations: OperationCounts | None = None
+    """Of the first update of the planned models, once it is made."""
     cannot_accumulate: str = ""
     """Why gradients cannot be accumulated over micro-batches; empty if they can."""
