@@ -77,6 +77,7 @@ from memfit.records.trace import (
     Trace,
 )
 from memfit.records.verification import (
+    CountedOperations,
     GradientDifference,
     MeasuredPeak,
     Verification,
@@ -107,6 +108,7 @@ __all__ = [
     "ContextReport",
     "ContextStage",
     "ContextTrial",
+    "CountedOperations",
     "Dataflow",
     "DeviceUse",
     "DividedBatches",

@@ -8,6 +8,7 @@ from typing import Any
 from memfit.records.dry_run import Term
 from memfit.records.provenance import Figure
 from memfit.records.script_options import LoaderBatchSize
+from memfit.records.step_operations import OperationCounts
 from memfit.records.trace import DeviceUse, ScriptLocation
 
 
@@ -112,6 +113,8 @@ class PlanRun:
     """Most bytes that PyTorch's allocator had allocated: exact; simulated if ``conf`` is set."""
     rank: int | None = None
     """The rank that needs that; None for a script of one process."""
+    operations: OperationCounts | None = None
+    """Of the first step; None if they were not counted, as where the plan changes no model."""
 
     @property
     def changes(self) -> bool:

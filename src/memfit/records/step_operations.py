@@ -1,7 +1,6 @@
 """One training step, operation by operation: what a planner needs to know about it."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 LEAST_RECOMPUTED = 1 << 14
 """Bytes: where tensors are recomputed one by one, smaller results are kept."""
@@ -102,10 +101,16 @@ class OperationCounts:
     """In the calls of the model."""
     recomputed: int
     """Of these again, for the backward."""
-    backward: int
-    """Besides, in the backward."""
-    again: Mapping[str, int] = field(default_factory=dict)
-    """By name: how many of those recomputed have results that the plan keeps. There should be none."""
+    backward: int | None = None
+    """Besides, in the backward; None if they are not counted."""
+
+    def __str__(self) -> str:
+        """Return what is recomputed, for the user."""
+        return f"{self.recomputed} of {self.forward} operations"
+
+    def recomputes_as(self, other: "OperationCounts") -> bool:
+        """Return whether another step runs and recomputes as many operations."""
+        return (self.forward, self.recomputed) == (other.forward, other.recomputed)
 
 
 def is_counted(name: str) -> bool:

@@ -21,7 +21,7 @@ import msgspec
 from memfit.errors import UsageError
 from memfit.ghost.patching.after_import import after_import
 from memfit.recording.loader_batch_size import creator
-from memfit.records import LoaderBatchSize
+from memfit.records import LoaderBatchSize, OperationCounts
 from memfit.run.output import silence
 from memfit.strategies.intervention import InjectionReport, Intervention
 from memfit.strategies.optimized_models import OptimizedModels, listed, parameters_in
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from memfit.recording.hooks import InstalledHooks
     from memfit.strategies.inject_optimizer_state import OptimizerStateInjector
     from memfit.strategies.inject_sharding import ShardingInjector
+    from memfit.strategies.mechanisms.operation_counter import OperationCounter
     from memfit.strategies.plan import Plan
 
 
@@ -88,6 +89,10 @@ def _intervene(change: Intervention, on_report: Callable[[InjectionReport], None
     models.learn_names(hooks)
     if not change.plan:
         models.note_optimizers(hooks)
+        if change.counts_backward:
+            counter = _counter(change, report)
+            counter.install(hooks)
+            models.on_found = counter.watch
     else:
         try:
             _PlanInjector(change, report, models).install(hooks)
@@ -110,6 +115,15 @@ def _intervene(change: Intervention, on_report: Callable[[InjectionReport], None
         ScriptOperations(Path(change.operations)).install(recording)
     if change.loader is not None:
         hooks.wrap(torch.utils.data.DataLoader, "__init__", functools.partial(_resized, change.loader))
+
+
+def _counter(change: Intervention, report: "_Report") -> "OperationCounter":
+    from memfit.strategies.mechanisms.operation_counter import OperationCounter
+
+    def counted(counts: OperationCounts, again: dict[str, int]) -> None:
+        report.update(operations=counts, again=again)
+
+    return OperationCounter(counted, in_backward=change.counts_backward)
 
 
 class _Report:
@@ -182,7 +196,6 @@ class _PlanInjector:
     def __init__(self, change: Intervention, report: _Report, models: OptimizedModels) -> None:
         from memfit.strategies.accumulation import Accumulation
         from memfit.strategies.configuration import configure
-        from memfit.strategies.mechanisms.operation_counter import OperationCounter
 
         self._settings = change.plan
         self._optimizer, self._created = change.optimizer, len(models.all)
@@ -200,7 +213,7 @@ class _PlanInjector:
                 lambda why: report.update(unfit_optimizer=why),
                 strict=change.strict,
             )
-        self._counter = OperationCounter(lambda counts: report.update(operations=counts))
+        self._counter = _counter(change, report)
         self._models, self._names = models, models.names
         self._planned: list[tuple[weakref.ref[Any], str]] = []
         self._refusals: list[str] = []
@@ -221,7 +234,7 @@ class _PlanInjector:
 
         from memfit.strategies import apply
 
-        self._counter.install()
+        self._counter.install(hooks)
         hooks.wrap(torch.optim.Optimizer, "__init__", self._optimized)
         hooks.wrap(apply, "apply_to_model", self._applied)
         hooks.wrap(apply, "apply_for_engine", self._applied_for_engine)

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.records import Equality, GradientDifference
+from memfit.strategies.intervention import InjectionReport
 from memfit.verification.first_update import FirstUpdate
 
 BOUNDS = {"float64": 1e-12, "float32": 1e-5, "tf32": 1e-2, "float16": 1e-2, "bfloat16": 5e-2}
@@ -25,6 +26,8 @@ class UpdateRun:
 
     folder: Path
     update: FirstUpdate
+    report: InjectionReport = InjectionReport()  # noqa: RUF009 - frozen
+    """What became of the change, and what the update ran."""
 
 
 def difference(one: UpdateRun, other: UpdateRun, *, parts: int = 1) -> GradientDifference:

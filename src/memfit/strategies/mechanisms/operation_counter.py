@@ -8,12 +8,13 @@ loss.backward()             backward
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch._C._dynamo import eval_frame as _eval_frame
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -40,35 +41,44 @@ def recomputing(others: Callable[[], Mapping[Any, int]] = dict) -> Iterator[None
         others: returns how often each operation may run of which results are kept: as often as the forward
             calls it otherwise.
     """
-    _running.recomputations.append(Counter())
+    counter, is_outermost, ran = _counting, not _running.recomputations, Counter[Any]()
+    _running.recomputations.append(ran)
     try:
-        yield
+        with counter.counting_recomputation() if counter is not None and is_outermost else nullcontext():
+            yield
     finally:
-        ran = _running.recomputations.pop()
-        if _counting is not None:
-            _counting.end(ran, others())
+        _running.recomputations.pop()
+        if counter is not None:
+            counter.end(ran, others())
 
 
 class OperationCounter:
     """Counts from the first call of a planned model to the first update, unless ``torch.compile`` compiles.
 
     Args:
-        on_counted: called with the counts at the first update.
+        on_counted: called at the first update with the counts, and, by operation, how often its results were
+            kept and it was recomputed all the same.
+        in_backward: whether operations of the backward are counted besides those that are recomputed for it.
+            Autograd then adds up gradients out of place, as under every dispatch mode, which takes memory.
     """
 
-    def __init__(self, on_counted: Callable[[OperationCounts], None]) -> None:
-        self._on_counted = on_counted
+    def __init__(
+        self, on_counted: Callable[[OperationCounts, dict[str, int]], None], *, in_backward: bool
+    ) -> None:
+        self._on_counted, self._in_backward = on_counted, in_backward
         self._hooks = InstalledHooks()
-        self._mode = ExitStack()
+        self._mode = OperationsBesideGraphs(self._run)
+        self._modes = ExitStack()
         self._parameters: set[int] = set()
-        self.called = 0
-        """Planned models that are being called."""
+        self._is_compiled = False
+        self._called = 0  # planned models that are being called
         self._forward = self._recomputed = self._backward = 0
         self._again: Counter[str] = Counter()
 
-    def install(self) -> None:
+    def install(self, hooks: InstalledHooks) -> None:
         """Hook updates, and compilations: a compiler must not see hooks, and decides what a graph keeps."""
-        before_compilations(self._hooks, self._give_up)
+        before_compilations(self._hooks, self._compiles)
+        hooks.on_removal(self._give_up)
         self._updates = register_optimizer_step_pre_hook(self._update)
 
     def watch(self, model: nn.Module) -> None:
@@ -79,14 +89,34 @@ class OperationCounter:
         self._hooks.on_removal(model.register_forward_hook(_leave, always_call=True).remove)
         _watched[model] = self
 
-    def start(self) -> None:
-        """Begin to count, unless it has begun."""
+    def enter(self) -> None:
+        """Begin to count a forward."""
         global _counting  # noqa: PLW0603 - the one that counts in this process
-        if _counting is None:
+        if _counting in (None, self):
+            if not self._called and not (self._in_backward and _counting is self):
+                self._modes.enter_context(self._mode)
+            self._called += 1
             _counting = self
-            self._mode.enter_context(OperationsBesideGraphs(self.run))
 
-    def run(self, operation: Any, args: Any, kwargs: Any) -> Any:
+    def leave(self) -> None:
+        """Stop counting it."""
+        if _counting is self and self._called:
+            self._called -= 1
+            if self._is_compiled:
+                self._give_up()
+            elif not self._called and not self._in_backward:
+                self._modes.close()
+
+    def counting_recomputation(self) -> AbstractContextManager[object]:
+        """Return the context of a recomputation that is in no other one."""
+        return nullcontext() if self._in_backward else self._mode
+
+    def end(self, ran: Mapping[Any, int], others: Mapping[Any, int]) -> None:
+        """Note which kept results a recomputation that has ended made again."""
+        for operation, count in others.items():
+            self._again[str(operation)] += max(ran[operation] - count, 0)
+
+    def _run(self, operation: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation, and count it."""
         if is_counted(str(operation)):
             if _running.recomputations:
@@ -96,13 +126,8 @@ class OperationCounter:
             elif _in_backward():
                 self._backward += 1
             else:
-                self._forward += self.called > 0
+                self._forward += self._called > 0
         return operation(*args, **kwargs)
-
-    def end(self, ran: Mapping[Any, int], others: Mapping[Any, int]) -> None:
-        """Note which kept results a recomputation that has ended made again."""
-        for operation, count in others.items():
-            self._again[str(operation)] += max(ran[operation] - count, 0)
 
     def _update(self, optimizer: Optimizer, *_: Any) -> None:
         if _counting is not self or _in_backward():
@@ -111,8 +136,14 @@ class OperationCounter:
         if not (self._recomputed or self._parameters & updated):
             return  # another model's, such as a discriminator's
         self._stop()
+        backward = self._backward if self._in_backward else None
         again = {name: count for name, count in self._again.items() if count}
-        self._on_counted(OperationCounts(self._forward, self._recomputed, self._backward, again))
+        self._on_counted(OperationCounts(self._forward, self._recomputed, backward), again)
+
+    def _compiles(self) -> None:
+        self._is_compiled = True
+        if not self._called:  # otherwise its hooks and its mode are around what is compiled
+            self._give_up()
 
     def _give_up(self) -> None:
         self._updates.remove()
@@ -122,7 +153,7 @@ class OperationCounter:
         global _counting  # noqa: PLW0603
         if _counting is self:
             _counting = None
-            self._mode.close()
+            self._modes.close()
         self._hooks.remove()
 
 
@@ -132,13 +163,17 @@ _watched: WeakKeyDictionary[nn.Module, OperationCounter] = WeakKeyDictionary()
 
 def _enter(model: nn.Module, *_: Any) -> None:
     if (counter := _counter_of(model)) is not None:
-        counter.start()
-        counter.called += 1
+        counter.enter()
 
 
 def _leave(model: nn.Module, *_: Any) -> None:
     if (counter := _counter_of(model)) is not None:
-        counter.called -= 1
+        counter.leave()
+
+
+_SKIPPED = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
+for _hook in (_enter, _leave):  # PyTorch calls them, perhaps where it compiles what the model calls
+    _eval_frame.set_code_exec_strategy(_hook.__code__, _SKIPPED)
 
 
 def _counter_of(model: nn.Module) -> OperationCounter | None:

@@ -70,7 +70,7 @@ class KeptResults:
         result = operation(*args, **kwargs)
         number = self.seen[operation]
         if self._is_kept(operation) and not _is_in_place_or_view(operation):
-            self._results[operation, number] = tree_map_only(torch.Tensor, self._held, result)
+            self._results[operation, number] = _map(torch.Tensor, self._held, result)
         return result
 
     def _held(self, tensor: torch.Tensor) -> "_Held":
@@ -103,7 +103,7 @@ class _Recomputation:
         # True outside of a backward, too: when something else reads what autograd saved.
         stays = torch._C._autograd._get_current_graph_task_keep_graph()
         held = self._results[call] if stays else self._results.pop(call)
-        return tree_map_only(_Held, _Held.tensor, held)
+        return _map(_Held, _Held.tensor, held)
 
 
 def compiled_contexts(operations: Sequence[str]) -> tuple[Any, Any]:
@@ -165,6 +165,11 @@ def _kept_calls(operations: Sequence[str]) -> tuple[set[Any], set[tuple[Any, int
         for each in operation_overloads(name)
     }
     return every, calls
+
+
+def _map(kind: type, function: Callable[[Any], Any], results: Any) -> Any:
+    """Return results with the function's value in place of each object of a kind; most are one object."""
+    return function(results) if isinstance(results, kind) else tree_map_only(kind, function, results)
 
 
 def _hooks_of_the_script() -> "_Hooks | None":
