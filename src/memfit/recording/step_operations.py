@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from memfit.random_state import generator_positions
 from memfit.recording.dispatched_operations import DispatchedOperations
+from memfit.recording.mixed_sizes import mixed_sizes
 from memfit.recording.tensor_storage import storage_of
 from memfit.records.step_operations import ModuleCall, Operation, StepOperations
 
@@ -57,6 +58,7 @@ class StepOperationRecorder:
         self._saved_at: list[int] = []
         self._saved_by: list[int] = []
         self._sequence: list[int] = []  # autograd's number after each operation of the forward
+        self._held: tuple[tuple[int, int], ...] = ()
         self._hooks = ExitStack()
 
     def start(self) -> None:
@@ -69,6 +71,7 @@ class StepOperationRecorder:
                 module.register_forward_hook(self._leave, always_call=True),
             ):
                 self._hooks.callback(handle.remove)
+        self._held = self._storages.held_by(self._model)
         self._hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._saved, lambda kept: kept))
         self._hooks.enter_context(DispatchedOperations(self.run))
         self._memory.start()
@@ -84,6 +87,7 @@ class StepOperationRecorder:
             tuple(self._saved_storages),
             tuple(self._saved_at),
             tuple(self._saved_by),
+            self._held,
         )
 
     @property
@@ -160,6 +164,7 @@ class StepOperationRecorder:
                 seconds=seconds,
                 allocated=self._memory.highest(),
                 sums=_sums(operation, args, kwargs),
+                mixed=mixed_sizes(operation, args),
             )
         )
         if not in_backward:
@@ -217,6 +222,21 @@ class _Storages:
             if number >= seen:
                 self.alive_bytes -= self.bytes[number]
                 self.bytes[number] = 0
+
+    def held_by(self, model: nn.Module) -> tuple[tuple[int, int], ...]:
+        """Return the storages of buffers, and of tensors that are attributes of modules, with their bytes."""
+        held = [
+            each
+            for module in model.modules()
+            for each in (*module._buffers.values(), *tree_leaves([*vars(module).values()]))
+            if isinstance(each, torch.Tensor) and not isinstance(each, nn.Parameter)
+        ]
+        return tuple(
+            (number, storage_of(plain).nbytes())
+            for each in held
+            for plain in _plain(each)
+            for number in self.of([plain])
+        )
 
     def of(self, leaves: list[Any]) -> tuple[int, ...]:
         """Return the numbers of the tensors among some objects, each once."""

@@ -32,6 +32,7 @@ from memfit.records.dry_run import (
     Term,
 )
 from memfit.records.explanation import Explanation
+from memfit.records.fed_samples import FedSamples, FedTensor
 from memfit.records.fragmentation import Fragmentation, Hole, PinningBlock, ReservedBytes, ReservedMemoryUse
 from memfit.records.gpus_for import GpusFor
 from memfit.records.job_scaffold import JobObservation, JobScaffold, ObservedJob
@@ -118,6 +119,8 @@ __all__ = [
     "Events",
     "Explanation",
     "FailedMalloc",
+    "FedSamples",
+    "FedTensor",
     "Figure",
     "Fragmentation",
     "Frame",

@@ -20,6 +20,7 @@ import msgspec
 
 from memfit.errors import UsageError
 from memfit.ghost.patching.after_import import after_import
+from memfit.random_state import seed_generators
 from memfit.recording.loader_batch_size import creator
 from memfit.records import LoaderBatchSize, OperationCounts
 from memfit.run.output import silence
@@ -112,6 +113,7 @@ def _intervene(change: Intervention, on_report: Callable[[InjectionReport], None
     if change.operations:
         from memfit.recording.script_operations import ScriptOperations
 
+        seed_generators()  # a script that seeds none must draw the same samples in each run
         ScriptOperations(Path(change.operations)).install(recording)
     if change.loader is not None:
         hooks.wrap(torch.utils.data.DataLoader, "__init__", functools.partial(_resized, change.loader))

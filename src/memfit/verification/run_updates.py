@@ -68,12 +68,13 @@ def verify_plan(
 
         plain, planned = run("as written"), run("under the plan", plan.change, plan.allocator)
         apart = difference(plain, planned, parts=plan.change.micro_batches)
+        parts = plan.micro_batches.count if plan.micro_batches is not None else 1
         bound = bound_of(plan.equality, plain.update.arithmetic)
         verdict, reason, repeated = VerificationVerdict.VERIFIED, "", None
-        if not keeps_promise(plain, planned, apart, bound):
+        if not keeps_promise(plain, planned, apart, bound, parts=parts):
             again = run("as written, again")
             repeated = difference(plain, again)
-            reason = why_not_comparable(plain, again, planned, repeated, bound)
+            reason = why_not_comparable(plain, again, planned, repeated, bound, parts=parts)
             verdict = VerificationVerdict.NOT_COMPARABLE if reason else VerificationVerdict.DIFFERS
         operations = counted(
             planned.report.operations,
