@@ -47,7 +47,7 @@ class WrappedForward:
         """Return the original forward; ``inspect.signature`` reads it too."""
         if self.inner is not None:
             return self.inner
-        return partial(type(self.module).forward, self.module)
+        return partial(type(self.module).forward, self.module)  # which every version of torch.compile traces
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``around`` with the original forward."""
