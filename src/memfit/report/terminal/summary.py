@@ -188,23 +188,39 @@ def _first_line(text: str) -> str:
 
 
 def _needs(result: DryRun) -> str:
-    if result.caught:  # its attempts fill the GPU, whatever its size
-        cached = result.peak_reserved - result.peak_allocated
-        return f"{_needed(result).replace('needs', 'takes', 1)}   {format_gib(cached)} of it only cached"
+    """Return what the run needs, what it takes on this GPU if that is more, and what it leaves."""
     room = result.device.total.bytes - result.device.in_use
     least, most = _ends(result)
+    if result.caught:  # its attempts fill the GPU, whatever its size
+        cached = result.peak_reserved - result.peak_allocated
+        return f"takes {_of_gpu(result, least, most)}   {format_gib(cached)} of it only cached"
     left = f"at least {format_gib(room - most)}" if result.bound else _span(room - most, room - least)
-    return f"{_needed(result)}   leaves {left}"
+    takes = f", takes {_amount(result, least, most)}" * (
+        _needed(result) != f"needs {_of_gpu(result, least, most)}"
+    )
+    return f"{_needed(result)}{takes}   leaves {left}"
 
 
 def _needed(result: DryRun) -> str:
-    least, most = (end + result.device.in_use for end in _ends(result))
-    needed = f"at most {format_gib(most)}" if result.bound else _span(least, most)
-    return f"needs {needed} of {format_gib(result.device.total.bytes)}"
+    if result.needs is None:
+        return f"needs {_of_gpu(result, *_ends(result))}"
+    some = (each.bytes for each in (result.needs, result.needs_without_workspaces) if each is not None)
+    least, *_, most = sorted((*some, result.needs.bytes))
+    return f"needs {_of_gpu(result, least, most)}"
+
+
+def _of_gpu(result: DryRun, least: int, most: int) -> str:
+    return f"{_amount(result, least, most)} of {format_gib(result.device.total.bytes)}"
+
+
+def _amount(result: DryRun, least: int, most: int) -> str:
+    """Return between which figures the process and others are."""
+    least, most = (end + result.device.in_use for end in (least, most))
+    return f"at most {format_gib(most)}" if result.bound else _span(least, most)
 
 
 def _ends(result: DryRun) -> tuple[int, int]:
-    """Return the process's bytes, least and most: the same if they are no range."""
+    """Return the process's bytes on this GPU, least and most: the same if they are no range."""
     process = result.peak_process.bytes
     return (
         (process, process)
@@ -266,10 +282,10 @@ def _failure(result: DryRun, *, hints: bool) -> Text:
 
 def _shortage(result: DryRun) -> str:
     """Return what the run needs in all, if that is known, beside what the GPU has."""
-    has, others, bare = result.device.total.bytes, result.device.in_use, result.in_all_without_workspaces
-    if result.in_all is None:
+    has, others, bare = result.device.total.bytes, result.device.in_use, result.needs_without_workspaces
+    if result.needs is None:
         return f"on a GPU of {format_gib(has)}"
-    most = result.in_all.bytes + others
+    most = result.needs.bytes + others
     shown = _in_mib if format_gib(most) == format_gib(has) else format_gib
     if result.bound:
         needed = f"at most {shown(most)}"
@@ -285,8 +301,8 @@ def _shortage(result: DryRun) -> str:
 def _fragmented(result: DryRun, failure: OutOfMemory) -> str:
     """Return that PyTorch had as much memory as is missing, but not for this request; empty if it had not."""
     missing = failure.shortfall
-    if result.in_all is not None:  # requests that would have followed may need more
-        missing = max(missing, result.in_all.bytes + result.device.in_use - result.device.total.bytes)
+    if result.needs is not None:  # requests that would have followed may need more
+        missing = max(missing, result.needs.bytes + result.device.in_use - result.device.total.bytes)
     if not failure.shortfall or failure.cached < missing:
         return ""
     more = format_bytes(failure.cached)
@@ -301,12 +317,12 @@ def _remarks(result: DryRun, failure: OutOfMemory, *, hints: bool) -> Iterator[s
             "The device had free memory, but the process reached its limit: the script or "
             "PYTORCH_ALLOC_CONF sets a memory fraction."
         )
-    if result.in_all_without_workspaces is not None and not result.bound:
+    if result.needs_without_workspaces is not None and not result.bound:
         yield (
             "How much is enough depends on the workspaces of convolutions: where memory is short, PyTorch "
             "takes engines with smaller ones. A dry run with more memory tells."
         )
-    if result.in_all is None and result.untried is not None:
+    if result.needs is None and result.untried is not None:
         end = result.untried
         why = "a second run, with unlimited memory, did not complete."
         why = escaped(_first_line(end.exception)) if end.reason == "refused" else why
