@@ -34,6 +34,7 @@ SUPPORTED = re.search(r"^VERSIONS \?= (.+)$", (ROOT / "Makefile").read_text(), r
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
+@pytest.mark.recorded
 def test_the_supported_versions_are_the_recorded_ones_and_memfit_refuses_older_ones():
     recorded = json.loads(torch_versions.GOLDEN.read_text())
     assert {name.partition("+")[0] for name in recorded} == {*SUPPORTED}

@@ -18,7 +18,7 @@ TRAINERS = ("accelerate", "lightning", "mmengine", "transformers")
 
 def tests(python: str) -> Outcome:
     """Run the tests that start no process."""
-    return run_tests(python, "not process and not slow", "tests")
+    return run_tests(python, "not process and not slow and not recorded", "tests")
 
 
 def strategies(python: str) -> Outcome:
