@@ -1,7 +1,6 @@
 """Plan for a script or a live model: the fastest way under a budget, found and proven on the ghost."""
 
 import functools
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from memfit.run.resolve_options import ghost_settings
 from memfit.strategies.rank_runs import RankRuns, UnfinishedRankError
 from memfit.strategies.runs_ahead import ProgressOfFirst, RunsAhead
 from memfit.strategies.suggestions import unknown_name_error
+from memfit.temporary_folders import TemporaryFolder
 from memfit.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -144,12 +144,13 @@ def auto_checkpoint(  # noqa: PLR0913 - one parameter an option
     amount = parse_bytes(budget) if isinstance(budget, str) else budget
     step = training_step(model, inputs, loss, optimizer or functools.partial(SGD, lr=0.1), STEPS)
     options = RunOptions(module=True, gpu=gpu, memory=amount, values=values)
-    with tempfile.NamedTemporaryFile(prefix="memfit-", suffix=".job") as file:
-        Path(file.name).write_bytes(pack(step).data)
+    with TemporaryFolder() as folder:
+        file = Path(folder) / "model.job"
+        file.write_bytes(pack(step).data)
         script = "memfit.estimating.training_script"
         found = plan_on_ghost(
             script,
-            [file.name],
+            [str(file)],
             options,
             on_progress,
             Allowed(allocator=False, rounding=False, optimizer=False),  # what applies to the model alone

@@ -21,7 +21,7 @@ from memfit.cli.explain import explain
 from memfit.cli.pack import pack
 from memfit.cli.replay import replay
 from memfit.cli.script_arguments import separate_script
-from memfit.ctrl_c import INTERRUPTED, CtrlCRaises
+from memfit.ctrl_c import INTERRUPTED, SignalsRaise
 from memfit.errors import MemfitError, UsageError
 from memfit.versions import __version__
 
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def exit_code_of(tokens: list[str]) -> int:
     """Run a command and return its exit code."""
     try:
-        with CtrlCRaises():
+        with SignalsRaise():
             return _run(tokens)
     except KeyboardInterrupt as interruption:
         when = str(interruption) or "there was no result yet"

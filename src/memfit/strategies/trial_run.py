@@ -1,6 +1,5 @@
 """Run a script once more with a strategy injected, to measure what the change would do."""
 
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from memfit.run.resolve_options import ghost_settings
 from memfit.run.start_script import StartScript, start_script
 from memfit.strategies.intervention import InjectionReport, Intervention
 from memfit.strategies.script_standbys import ScriptRun, ScriptStandbys
+from memfit.temporary_folders import TemporaryFolder
 
 _INJECTOR = "memfit.strategies.inject_plan"
 _NOTHING = ScriptChange()
@@ -157,7 +157,7 @@ def injected(change: ScriptChange, options: RunOptions, *, silent: bool = True) 
         options: with which the script would run alone.
         silent: whether the script gets no input, and its output is hidden.
     """
-    with tempfile.TemporaryDirectory(prefix="memfit-") as name:
+    with TemporaryFolder() as name:
         folder = Path(name)
         plan = {one.field: dict(one.settings) for one in change.strategies}
         operations = str(folder / _OPERATIONS) if change.operations else ""
