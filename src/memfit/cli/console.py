@@ -242,7 +242,7 @@ def exit_code(result: "DryRun", *, fail: bool) -> int:
     """Return the exit code of a run."""
     if "interrupted" in (result.end.reason, result.untried.reason if result.untried else ""):
         return INTERRUPTED
-    if result.end.reason == "exception" or result.end.gave_up:
+    if result.verdict == "unknown" or result.end.reason == "exception" or result.end.gave_up:
         return TargetError.exit_code
     return 1 if fail and result.verdict != "fits" else 0
 

@@ -3,8 +3,8 @@
 Each command calls functions of ``memfit.api`` and prints what they return. Results go to standard output;
 progress and errors go to standard error.
 Exit codes: 0 measured; 1 does not fit (with ``--fail``), or needs more than the baseline (``check``), or
-differs (``verify``); 2 wrong
-usage; 3 the script could not be run, or a result could not be written.
+differs (``verify``); 2 wrong usage; 3 the script could not be run, or not all of it was measured
+(INCOMPLETE), or a result could not be written; 128 + N ended by signal N, of which 130 is Ctrl-C.
 """
 
 import io
