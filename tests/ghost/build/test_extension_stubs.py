@@ -27,6 +27,8 @@ int of_a_sibling(void) { return cudaHelper(); }
 EMPTY = "int nvjpegCreateSimple(void **h) { return 0; } const char *nvjpegGetErrorString(int e) { return 0; }"
 MODULE = "void *PyInit_extension(void) { return 0; }"  # Python loads it and reports "initialization failed"
 
+pytestmark = pytest.mark.process
+
 
 class Workshop:
     """Compiles libraries as their authors would, against NVIDIA libraries that are deleted afterwards."""
@@ -179,7 +181,7 @@ def test_missing_driver_functions_share_one_note(dry_run):
     run = dry_run(script)
     assert "found 1 None" in run.out
     (text,) = [note["text"] for note in run.answer["notes"] if "cuMadeUp" in note["text"]]
-    assert "functions that the ghost does not have (2 in total, the first was cuMadeUp)" in text
+    assert "functions that the ghost does not have (2 in total; the first was cuMadeUp)" in text
 
 
 def test_an_imported_extension_module_gets_stubs_too(on_ghost, workshop):
