@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import msgspec
 from memfit.analysis.script_change import PlannedRegion, PlannedStrategy, ScriptChange
 from memfit.errors import FileFormatError
 from memfit.input_files import read_input
-from memfit.records import DividedBatches, Equality, equality_of
+from memfit.records import SCHEMA_VERSION, DividedBatches, Equality, equality_of
 
 _MAX_FILE = 16 << 20  # bytes; a plan of 1,000 modules has less than one MiB
 
@@ -42,6 +42,8 @@ class PlanFile:
     """Machines that it was made for."""
     models: tuple[str, ...] = ()
     """The models that it was made for: the class of each, and its optimizer's line."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Of memfit, PyTorch and others that it was made with."""
 
     @property
     def world_size(self) -> int:
@@ -93,7 +95,7 @@ def read_plan(path: Path) -> PlanFile:
     """Read a plan file: JSON with ``plan``; what else counts in it is ``allocator`` and ``optimizer``.
 
     Raises:
-        FileFormatError: there is no such file, or it holds no plan.
+        FileFormatError: there is no such file, it holds no plan, or its schema is unknown.
     """
     content = read_input(path, _MAX_FILE)
     try:
@@ -104,6 +106,12 @@ def read_plan(path: Path) -> PlanFile:
     if not isinstance(settings, dict) or not all(isinstance(each, dict) for each in settings.values()):
         raise FileFormatError(
             f"Cannot read a plan from {path}: it has no settings under 'plan'. Write one with "
+            f"memfit plan -o {path} SCRIPT.py."
+        )
+    if (schema := found.get("schema", SCHEMA_VERSION)) != SCHEMA_VERSION:
+        raise FileFormatError(
+            f"Cannot read a plan from {path}: its schema is {schema!r:.40}, and this memfit reads "
+            f"schema {SCHEMA_VERSION}. Install the memfit that wrote it, or make the plan again: "
             f"memfit plan -o {path} SCRIPT.py."
         )
     allocator, optimizer = found.get("allocator", ""), found.get("optimizer")
@@ -123,6 +131,7 @@ _OPTIONAL: Mapping[str, tuple[str, Any]] = {
     "nproc": ("nproc", int),
     "nnodes": ("nnodes", int),
     "models": ("models", tuple[str, ...]),
+    "versions": ("versions", dict[str, str]),
 }
 """By field of ``PlanFile``: its name in the file, and its type."""
 
@@ -134,10 +143,10 @@ def _optional(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
         FileFormatError: a value has the wrong type.
     """
     values = {}
-    for field, (name, kind) in _OPTIONAL.items():
+    for of, (name, kind) in _OPTIONAL.items():
         if name in found:
             try:
-                values[field] = msgspec.convert(found[name], kind)
+                values[of] = msgspec.convert(found[name], kind)
             except msgspec.ValidationError as error:
                 raise FileFormatError(f"Cannot read a plan from {path}: '{name}': {error}.") from None
     return values
