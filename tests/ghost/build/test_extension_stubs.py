@@ -10,6 +10,8 @@ from memfit.ghost.build.nvidia_names import nvidia_library
 from memfit.ghost.build.runtime_library import build
 from memfit.native_build import find_compiler
 
+pytestmark = pytest.mark.process
+
 SOURCE = """
 int cudaMalloc(void **pointer, unsigned long size);
 int nvjpegCreateSimple(void **handle);
@@ -26,8 +28,6 @@ int of_a_sibling(void) { return cudaHelper(); }
 """
 EMPTY = "int nvjpegCreateSimple(void **h) { return 0; } const char *nvjpegGetErrorString(int e) { return 0; }"
 MODULE = "void *PyInit_extension(void) { return 0; }"  # Python loads it and reports "initialization failed"
-
-pytestmark = pytest.mark.process
 
 
 class Workshop:

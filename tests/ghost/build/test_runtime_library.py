@@ -16,9 +16,9 @@ from memfit.ghost.build.runtime_library import build, read_gaps
 from memfit.ghost.build.torch_install import find_torch, scan_imports
 from memfit.native_build import find_compiler
 
-pytestmark = pytest.mark.process
-
 TORCH = find_torch()
+
+pytestmark = pytest.mark.process
 
 
 @pytest.fixture
