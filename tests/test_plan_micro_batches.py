@@ -89,3 +89,22 @@ def test_batches_whose_statistics_count_are_not_divided_and_the_reason_is_named(
     assert found["micro_batches"] is None
     assert "batch_norm" in found["undivided"]
     assert "Batches are not divided into micro-batches: in aten." in printed
+
+
+@pytest.mark.parametrize("norm", ["LayerNorm", "BatchNorm1d"])
+def test_advice_divides_batches_where_a_plan_does_and_refuses_with_its_reason(script, tmp_path, norm):
+    arguments = [script, "--norm", norm]
+    _, found = planned(script, tmp_path / "plan.json", *arguments, budget="1.2GiB")
+    advised = memfit("dry-run", "--advise", "--memory", "1.2GiB", "--json", "-", *arguments)
+    assert advised.returncode == 0, advised.stderr
+    answer = json.loads(advised.stdout)
+    pieces = {" + ".join(piece["changes"]): piece["costs"] for piece in answer["advice"]}
+    divided = [name for name in pieces if "micro-batches" in name]
+    remarks = [each for each in answer["advice_remarks"] if each.startswith("Batches are not divided")]
+    assert bool(divided) == (found["micro_batches"] is not None) == (norm == "LayerNorm")
+    if divided:
+        assert "two recorded steps show no samples that depend on each other" in pieces[divided[0]]
+        assert remarks == []
+    else:
+        assert any("batch size" in name for name in pieces)
+        assert remarks == [f"Batches are not divided into micro-batches: {found['undivided']}."]
