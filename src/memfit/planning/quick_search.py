@@ -27,6 +27,7 @@ from memfit.planning.changes import (
     low_precisions,
 )
 from memfit.planning.plan_runs import GhostRuns, PlanRuns
+from memfit.planning.same_samples import samples_of_parts
 from memfit.planning.sample_independence import why_dependent, why_no_mean
 from memfit.records import CallRates, DryRun, Phase, PlanRun, ScriptEnd, StepOperations
 
@@ -200,7 +201,10 @@ class QuickSearch:
             whole = self._recorded(PlanChange(), "whole batches")
             half = None if whole is None else self._recorded(self._divisions[0], "smaller batches")
             if whole is not None and half is not None:
-                self.undivided = why_dependent(whole, half) or why_no_mean(half)
+                samples = samples_of_parts(whole, half, self._divisions[0].parts)
+                self.undivided = why_dependent(whole, half) or why_no_mean(half) or samples.why
+                if not self.undivided and not samples.seen:
+                    self.undivided = None
         return bool(self.undivided)
 
     def _recorded(self, plan: PlanChange, what: str) -> StepOperations | None:

@@ -31,6 +31,7 @@ from memfit.planning.mixed_integer_program import INFINITY
 from memfit.planning.optimizer_changes import steps_in_backward
 from memfit.planning.plan_runs import PlannedScript, PlanRuns, all_replayed
 from memfit.planning.policies import standard_policies
+from memfit.planning.same_samples import samples_of_parts, with_samples
 from memfit.planning.sample_independence import why_dependent, why_no_mean
 from memfit.planning.shardings import (
     OFFLOADED_SHARDS,
@@ -252,12 +253,16 @@ class _PlanSearch:
         else:
             fault = "" if last.plan.parts > 1 else why_dependent(last.operations, made[0].operations)
             fault = fault or why_no_mean(made[0].operations)
+            samples = samples_of_parts(whole.operations, made[0].operations, plan.parts)
+            fault = fault or samples.why
         if fault or isinstance(made, ScriptEnd) or made[0].operations is None:
             self._divisions, self._undivided = [], fault
             if not isinstance(made, ScriptEnd):
                 self._runs.tried.pop()
             return []
-        return [replace(self._bases.base(plan, made[0].operations, made[1]), copies=whole.copies)]
+        plan = with_samples(plan, samples)
+        run = self._runs.tried[-1] = replace(made[1], divided=plan.divided)
+        return [replace(self._bases.base(plan, made[0].operations, run), copies=whole.copies)]
 
     def _try(self, base: Base, choice: CheckpointChoice) -> None:
         """Run a plan, and correct the model of its base."""

@@ -19,6 +19,7 @@ from memfit.records.targets import typed
 from memfit.report.escape import escaped
 from memfit.script_training.carried_out import CarriedOut
 from memfit.strategies.intervention import InjectionReport
+from memfit.strategies.trial_run import why_again
 
 CONF = "PYTORCH_ALLOC_CONF"
 FLAG = "--as-far-as-it-goes"
@@ -88,6 +89,12 @@ class PlanOutcome:
                 self._say(f"applied to {model}; it was made for {', '.join(self._plan.models)}")
             else:
                 self._miss(f"NOT APPLIED to {model}: it was made for {', '.join(self._plan.models)}")
+        if report.operations is not None:
+            planned = self._plan.operations
+            same = planned is not None and report.operations.recomputes_as(planned)
+            self._say(f"recomputed {report.operations}{', as planned' * same}")
+        if report.again:
+            self._say(f"NOT AS PLANNED: {why_again(report.again)}")
         for model, why in zip(report.refused, report.refusals, strict=True):
             if not model or self._plan.made_for(model):
                 self._miss(f"NOT APPLIED{f' to {model}' if model else ''}: {why}")

@@ -1,6 +1,6 @@
 """Run a script once more with a strategy injected, to measure what the change would do."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -121,7 +121,21 @@ def _run_once(
         if not ran_to_completion(trace.end):
             return trace.end
         report = injection.report()
-        return TrialResult(trace, report.models, report.shares, injection.operations())
+        if report.again:
+            return ScriptEnd("refused", 0, why_again(report.again))
+        return TrialResult(
+            trace, report.models, report.shares, injection.operations(), counts=report.operations
+        )
+
+
+def why_again(again: Mapping[str, int]) -> str:
+    """Return what is wrong if kept results are recomputed, as a clause.
+
+    >>> why_again({"aten.addmm.default": 36})
+    'the recomputation runs again what the plan keeps: aten.addmm.default (36 times)'
+    """
+    named = ", ".join(f"{name} ({count} times)" for name, count in again.items())
+    return f"the recomputation runs again what the plan keeps: {named}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +163,16 @@ class Injection:
 
 
 @contextmanager
-def injected(change: ScriptChange, options: RunOptions, *, silent: bool = True) -> Iterator[Injection]:
+def injected(
+    change: ScriptChange, options: RunOptions, *, silent: bool = True, counts_backward: bool = False
+) -> Iterator[Injection]:
     """Prepare the injection of a change; the script's own options in it are left to the caller.
 
     Args:
         change: the change.
         options: with which the script would run alone.
         silent: whether the script gets no input, and its output is hidden.
+        counts_backward: whether the operations of the backward are counted, too, which takes memory.
     """
     with TemporaryFolder() as name:
         folder = Path(name)
@@ -171,6 +188,7 @@ def injected(change: ScriptChange, options: RunOptions, *, silent: bool = True) 
             operations,
             change.micro_batches,
             change.eager,
+            counts_backward,
             options.finish_late,
         )
         file = folder / "change.json"
