@@ -134,16 +134,34 @@ def learning_rates(rank, ranks):
 
 def same_data(rank, ranks):
     """Return the warnings about loaders that every rank reads whole, and about those that are divided."""
-    from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+    from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
+
+    class Shares(Dataset):
+        """The samples of some names; what it does not hold as an attribute, it does not show."""
+
+        def __init__(self, **attributes):
+            vars(self).update(attributes)
+
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return data[index]
 
     data, other = TensorDataset(*samples(8, 0)), TensorDataset(*samples(8, rank))
+    names = [f"{each}.png" for each in range(8)]
     loaders = {
         "same": DataLoader(data, batch_size=4),
         "same, shuffled": DataLoader(data, batch_size=4, shuffle=True),
         "same subset": DataLoader(Subset(data, range(4)), batch_size=4),
-        "unknown": DataLoader([data[each] for each in range(rank, 8, ranks)], batch_size=4),
+        "same names": DataLoader(Shares(names=names[:4]), batch_size=4),
+        "unknown": DataLoader(Shares(), batch_size=4),
         "sampler": DataLoader(data, batch_size=4, sampler=DistributedSampler(data)),
         "own subset": DataLoader(Subset(data, range(rank, 8, ranks)), batch_size=4),
+        "own samples": DataLoader([data[each] for each in range(rank, 8, ranks)], batch_size=4),
+        "own names": DataLoader(Shares(names=names[rank::ranks]), batch_size=4),
+        "own part": DataLoader(Shares(of=Shares(array=other[:][0].numpy())), batch_size=4),
+        "own key": DataLoader(Shares(of={"shard": f"{rank} of {ranks}"}), batch_size=4),
         "own tensors": DataLoader(other, batch_size=4),
         "own length": DataLoader([data[each] for each in range(4 + rank)], batch_size=4),
         "one reads all": DataLoader(data, batch_size=4) if rank else [samples(4, 0)] * 2,

@@ -83,7 +83,7 @@ def test_the_scheduler_steps_once_per_update_on_every_rank(two_ranks):
 def test_every_rank_on_the_same_data_is_a_warning_and_own_slices_are_not(two_ranks):
     for texts in two_ranks.run("same_data", module=CASES):
         warned = {name for name, text in texts.items() if text}
-        assert warned == {"same", "same, shuffled", "same subset", "unknown"}
+        assert warned == {"same", "same, shuffled", "same subset", "same names", "unknown"}
         assert texts["same"].startswith(
             "The loaders of the 2 ranks seem to have the same data: memfit found no difference between their "
             "datasets, and a SequentialSampler does not divide them."

@@ -1,17 +1,23 @@
 """Samplers at the beginning of an epoch: each draws a new order, or divides the data among ranks."""
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 from hashlib import blake2b
+from itertools import chain, islice
 from typing import Any
 
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Subset, TensorDataset
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from memfit.train.ranks import OneRank
 from memfit.user_frame import warn_user
 
 _DIGEST_BYTES = 6  # exact in a float64
 _ENDS = 16
-"""Indices at each end of a subset."""
+"""Entries at each end of a sequence, and numbers of a row."""
+_MOST = 1000
+"""Values that a dataset shows."""
 _DIVIDES = -1.0
 """In place of a digest, of a loader that divides the data, or of which memfit cannot tell."""
 
@@ -48,14 +54,32 @@ def begin_epoch(loader: Iterable[Any], epoch: int, ranks: OneRank) -> None:
 
 def _digest(dataset: Any) -> float:
     """Return a number that differs where a dataset shows its share of the data without loading a sample."""
-    return float(int.from_bytes(blake2b(repr(_shown(dataset)).encode(), digest_size=_DIGEST_BYTES).digest()))
+    shown = repr((len(dataset), list(_shown(dataset))))
+    return float(int.from_bytes(blake2b(shown.encode(), digest_size=_DIGEST_BYTES).digest()))
 
 
-def _shown(dataset: Any) -> Any:
-    """Return the length of a dataset, and some of its indices, or the first and last rows of its tensors."""
-    if isinstance(dataset, Subset):
-        ends = list(dataset.indices[:_ENDS]), list(dataset.indices[-_ENDS:])
-        return len(dataset), ends, _shown(dataset.dataset)
-    if isinstance(dataset, TensorDataset):
-        return [(each.shape, each[:1].tolist(), each[-1:].tolist()) for each in dataset.tensors]
-    return len(dataset)
+def _shown(dataset: Any) -> Iterator[Any]:
+    """Yield what a dataset's attributes hold: files, indices, arrays, or what those of its parts hold."""
+    values = deque([dataset])
+    for _ in range(_MOST):
+        if not values:
+            return
+        value = values.popleft()
+        yield type(value).__qualname__
+        if isinstance(value, int | float | range | None):
+            yield value
+        elif isinstance(value, str | bytes | list | tuple):
+            yield len(value)
+            ends = value[:_ENDS], value[-_ENDS:]
+            if isinstance(value, str | bytes):
+                yield ends
+            else:
+                values.extend(chain(*ends))
+        elif isinstance(value, dict):
+            values.extend(islice(value.values(), _ENDS))
+        elif isinstance(value, torch.Tensor | np.ndarray):
+            yield value.shape
+            if value.ndim and str(getattr(value, "device", "cpu")) == "cpu":  # numpy has it since 2.0
+                yield [rows.flatten()[:_ENDS].tolist() for rows in (value[:1], value[-1:])]
+        else:
+            values.extend(getattr(value, "__dict__", {}).values())
