@@ -68,6 +68,10 @@ class PlanFile:
         """Return the most bytes allocated for a command; None if the plan was made for another."""
         return self.allocated if command == self.command else None
 
+    def operations_under(self, torch: str) -> OperationCounts | None:
+        """Return the planned operations; None if the plan was made with another version of PyTorch."""
+        return self.operations if self.versions.get("torch", torch) == torch else None
+
     def made_for(self, model: str) -> bool:
         """Whether a model of this class was planned for; True if the file names no models."""
         return not self.models or _class(model) in map(_class, self.models)

@@ -80,7 +80,7 @@ def verify_plan(
         operations = counted(
             planned.report.operations,
             plain.report.operations,
-            plan.operations,
+            plan.operations_under(plain.update.torch),
         )
         if verdict is VerificationVerdict.VERIFIED:
             reason = why_other_operations(
