@@ -6,6 +6,7 @@ from math import isfinite
 from memfit.analysis.script_change import TrialResult
 from memfit.analysis.summary import summarize
 from memfit.analysis.workspace_range import needed_without_workspaces
+from memfit.planning.floor import Floor
 from memfit.planning.logits import log_probabilities
 from memfit.planning.plan_runs import PlannedScript
 from memfit.records import PlanRun, ScriptPlan
@@ -73,6 +74,19 @@ def answer(  # noqa: PLR0913 - what a search has found
         log_probabilities=0 if operations is None else log_probabilities(operations),
         max_slowdown=slowdown if isfinite(slowdown) else None,
         too_slow=too_slow,
+    )
+
+
+def too_high(floor: Floor) -> str:
+    """Return why no plan can fit, given the floor of all plans."""
+    held = ", ".join(
+        f"{term.name} {format_gib(term.figure.bytes)}"
+        for term in floor.terms
+        if term.figure.bytes >= _MUCH * floor.needs.bytes
+    )
+    return (
+        f"Whatever a plan changes, there exist at one time: {held}. That is {format_gib(floor.needs.bytes)} "
+        f"({floor.needs.provenance}), more than the budget, so no plan can fit."
     )
 
 

@@ -150,8 +150,8 @@ class CheckpointChooser:
         return None if choice is None else replace(choice, bound=max(0.0, min(bound, choice.seconds)))
 
     @cached_property
-    def smallest(self) -> CheckpointChoice:
-        """The fastest of the choices with the smallest predicted peak."""
+    def least(self) -> CheckpointChoice:
+        """A choice with the smallest predicted peak; there may be faster ones."""
         small = [self._choice(self._uniform.smallest), *map(self._tensor_choice, self._tensors)]
         found = self._program.minimize(
             self._budget,
@@ -161,8 +161,12 @@ class CheckpointChooser:
         )
         if found is not None and found.values:
             small.append(self._choice(self._selection(found)))
-        least = min(small, key=lambda each: each.peak)
-        return self.choose(int(least.peak * (1 + _TOLERANCE)), _LESS) or least
+        return min(small, key=lambda each: each.peak)
+
+    @cached_property
+    def smallest(self) -> CheckpointChoice:
+        """The fastest of the choices with the smallest predicted peak."""
+        return self.choose(int(self.least.peak * (1 + _TOLERANCE)), _LESS) or self.least
 
     def _selection(self, found: Solution) -> Selection:
         return {

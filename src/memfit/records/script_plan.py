@@ -152,6 +152,9 @@ class ScriptPlan:
     versions: Mapping[str, str]
     reason: str = ""
     """Why there is no plan."""
+    floor: Figure | None = None
+    """Bytes of the process below which no change that memfit may make brings the script, if that is more than
+    the budget: no plan can fit."""
     policies: tuple[PlanRun, ...] = ()
     """Policies of checkpointing that people use, if they were to be run."""
     uncertainty: int = 0

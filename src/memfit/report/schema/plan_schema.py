@@ -88,6 +88,9 @@ class ScriptPlanJson(msgspec.Struct, frozen=True):
     """Models that got the plan: the class of each, and the line that creates its optimizer."""
     optimizer: int | None
     """Which optimizer of the script they have, counted from 0: the plan is for no other models."""
+    floor: Figure | None
+    """Bytes of the process below which no change that memfit may make brings the script, if that is more than
+    the budget: no plan can fit."""
     reason: str
     """Why no plan was found; otherwise empty."""
     undivided: str
@@ -138,6 +141,7 @@ def script_plan_json(result: ScriptPlan) -> ScriptPlanJson:
         policies=tuple(map(_run, result.policies)),
         models=result.models,
         optimizer=result.optimizer,
+        floor=result.floor,
         reason=result.reason,
         undivided=result.undivided,
         log_probabilities=result.log_probabilities,

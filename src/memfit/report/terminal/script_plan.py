@@ -118,12 +118,19 @@ def plan_verdict(result: ScriptPlan) -> str:
             f"PLAN FOUND   needs {needs} of {budget} instead of {written}; a step takes "
             f"{result.chosen.time:.2f} times as long"
         )
+    return _no_plan(result, written, budget, before)
+
+
+def _no_plan(result: ScriptPlan, written: str, budget: str, before: str) -> str:
     if result.too_slow is not None and result.max_slowdown is not None:
         needs = format_gib(result.too_slow.needs.bytes)
         return (
             f"NO PLAN FITS   within {result.max_slowdown:g} times the time; one that needs {needs} of "
             f"{budget} instead of {written} takes {result.too_slow.time:.3f}"
         )
+    if result.floor is not None:
+        least = format_gib(result.floor.bytes)
+        return f"NO PLAN FITS   every plan needs at least {least} of {budget}; {before} {written}"
     if result.smallest is not None:
         needs = format_gib(result.smallest.needs.bytes)
         return f"NO PLAN FITS   the smallest needs {needs} of {budget}; {before} {written}"
