@@ -1,6 +1,7 @@
 """What the searches for a plan answer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import isfinite
 
 from memfit.analysis.script_change import TrialResult
@@ -14,9 +15,45 @@ from memfit.units import format_gib
 
 _IN_MODEL = {"precision", "checkpointing", "compilation", "optimizer_state", "sharding"}
 """Settings that ``memfit.apply`` carries out."""
+_NOT_YET = "The time for the search was over before a plan fitted. Those that memfit has not run yet may fit."
+OnFound = Callable[[ScriptPlan], None]
 _TOTALS = ("allocated", "cached, not allocated", "reserved", "process")
 _MUCH = 0.02
 """Share of a peak from which what holds it is named."""
+
+
+class OutOfTimeError(Exception):
+    """The time for a search is over: raised where a run reports its progress."""
+
+
+class FastestSoFar:
+    """The fastest plan that a search has found so far.
+
+    Args:
+        slowdown: of ``Allowed``.
+        on_found: called with the answer whenever there is a faster one.
+    """
+
+    def __init__(self, slowdown: float, on_found: OnFound) -> None:
+        self.run: PlanRun | None = None
+        self._slowdown, self._on_found = slowdown, on_found
+
+    def offer(self, run: PlanRun, answer: Callable[[PlanRun], ScriptPlan]) -> None:
+        """Take a plan that fits, if it is faster than those before and fast enough.
+
+        Args:
+            run: the plan.
+            answer: returns the search's answer with a plan chosen.
+        """
+        if run.time <= self._slowdown and (self.run is None or run.time < self.run.time):
+            self.run = run
+            self._on_found(answer(run))
+
+
+def out_of_time(found: ScriptPlan) -> ScriptPlan:
+    """Return the answer of a search that has run out of time."""
+    reason = "" if found.chosen is not None else _NOT_YET
+    return replace(found, bound=0.0, reason=reason, out_of_time=True)
 
 
 def answer(  # noqa: PLR0913 - what a search has found

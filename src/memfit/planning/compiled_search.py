@@ -16,9 +16,10 @@ from dataclasses import dataclass, field, replace
 
 from memfit.analysis.script_change import ScriptChange, TrialResult, why_it_failed
 from memfit.planning.allowed import Allowed
-from memfit.planning.answers import answer, too_small
+from memfit.planning.answers import FastestSoFar, OnFound, answer, too_high, too_small
 from memfit.planning.batches import divisions, why_indivisible
 from memfit.planning.changes import PlanChange, kept_share
+from memfit.planning.floor import Floor, Floors, floor_of_updates
 from memfit.planning.plan_runs import PlannedScript, PlanRuns, all_replayed
 from memfit.planning.policies import standard_policies
 from memfit.planning.sample_independence import why_dependent
@@ -66,12 +67,16 @@ class CompiledSearch:
         plain: its run as written, with what a step of it runs.
         budget: bytes of the process.
         allowed: what the plan may change.
+        on_found: as for ``find_plan``.
     """
 
-    def __init__(self, script: PlannedScript, plain: TrialResult, budget: int, allowed: Allowed) -> None:
+    def __init__(
+        self, script: PlannedScript, plain: TrialResult, budget: int, allowed: Allowed, on_found: OnFound
+    ) -> None:
         self._script, self._plain, self._budget, self._allowed = script, plain, budget, allowed
         self._runs = PlanRuns(script, budget, tune=allowed.allocator, compiled=True)
         self._optimizer = plain.operations.optimizer if plain.operations is not None else None
+        self._fastest = FastestSoFar(allowed.slowdown, on_found)
         self._models: tuple[str, ...] = ()
         self._dropped: list[str] = []
         self._undivided = ""
@@ -79,12 +84,15 @@ class CompiledSearch:
     def plan(self) -> ScriptPlan:
         """Return the fastest plan found, or why there is none."""
         plain = all_replayed(self._plain)
-        as_written = self._runs.needs(plain, PlanChange(), 1.0, tune=False)
+        self._as_written = as_written = self._runs.needs(plain, PlanChange(), 1.0, tune=False)
         if self._runs.fits(as_written):
             return self._answer(as_written, chosen=as_written)
         tuned = self._runs.needs(plain, PlanChange(), 1.0)
         if tuned.conf:
             self._runs.tried.append(tuned)
+        if (floor := self._floor()).needs.bytes > self._budget:
+            found = self._answer(as_written, smallest=tuned, reason=too_high(floor))
+            return replace(found, floor=floor.needs)
         if self._allowed.precisions or self._allowed.low_bit_state:
             self._dropped.append(_NO_PRECISIONS)
         if self._allowed.rounding and not self._runs.fits(tuned):
@@ -99,6 +107,17 @@ class CompiledSearch:
         smallest = min([*self._runs.tried, tuned], key=lambda run: run.needs.bytes)
         reason = too_small(smallest, _WAYS) if self._allowed.rounding else _BITWISE
         return self._answer(as_written, smallest=smallest, reason=reason)
+
+    def _floor(self) -> Floor:
+        """Return the floor of all plans: none changes the optimizer."""
+        ways = (Floors(self._plain, 1).under(PlanChange()), floor_of_updates(self._plain))
+        return max(ways, key=lambda floor: floor.needs.bytes)
+
+    def so_far(self) -> ScriptPlan:
+        """Return the answer of a search that is to end at once."""
+        smallest = min(self._runs.tried, key=lambda run: run.needs.bytes, default=None)
+        chosen = self._fastest.run
+        return self._answer(self._as_written, chosen=chosen, smallest=smallest if chosen is None else None)
 
     def policies(self) -> tuple[PlanRun, ...]:
         """Run the policies that people use; those that the script or its model refuses are left out."""
@@ -234,6 +253,8 @@ class CompiledSearch:
             self._dropped.append(f"With {', '.join(plan.words)}, {made.rstrip('.')}.")
             return None
         self._models = made[0].models or self._models
+        if self._runs.fits(made[1]):
+            self._fastest.offer(made[1], lambda run: self._answer(self._as_written, chosen=run))
         return made[1]
 
     def _run(self, plan: PlanChange, runs: PlanRuns) -> tuple[TrialResult, PlanRun] | str:

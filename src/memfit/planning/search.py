@@ -20,7 +20,15 @@ from itertools import chain
 from memfit.analysis.script_change import ScriptChange, TrialResult, why_it_failed
 from memfit.errors import TargetError, UsageError
 from memfit.planning.allowed import Allowed
-from memfit.planning.answers import answer, too_high, too_small
+from memfit.planning.answers import (
+    FastestSoFar,
+    OnFound,
+    OutOfTimeError,
+    answer,
+    out_of_time,
+    too_high,
+    too_small,
+)
 from memfit.planning.bases import Base, Bases
 from memfit.planning.bracket import WORTH
 from memfit.planning.changes import PlanChange, recomputation
@@ -44,6 +52,7 @@ _UNRECORDED = (
     "memfit saw no training step to plan: no optimizer stepped twice, the script calls no module of its "
     "model, or torch.compile uses another compiler than Inductor."
 )
+_TOO_LATE = "The time for the search was over before the script had run once, as written. Allow more time."
 _MOST_RUNS = 16
 """Plans that run on the ghost at most."""
 
@@ -54,6 +63,7 @@ def find_plan(
     allowed: Allowed = Allowed(),  # noqa: B008 - frozen
     *,
     policies: bool = False,
+    on_found: OnFound = lambda _: None,
 ) -> ScriptPlan:
     """Return the fastest plan of a script under a budget.
 
@@ -62,12 +72,16 @@ def find_plan(
         budget: bytes of the process, the CUDA context included.
         allowed: what the plan may change.
         policies: whether the policies that people use are run, too.
+        on_found: called with the answer so far whenever there is a plan that fits, and a faster one.
 
     Raises:
-        TargetError: the script as written cannot be run, or cannot be trained on several GPUs.
+        TargetError: the script as written cannot be run, or not in time; or not be trained on several GPUs.
         UsageError: it is compiled, and trains on one GPU of several.
     """
-    plain = script.run(ScriptChange(operations=True), "as written, operation by operation")
+    try:
+        plain = script.run(ScriptChange(operations=True), "as written, operation by operation")
+    except OutOfTimeError:
+        raise TargetError(_TOO_LATE) from None
     if isinstance(plain, ScriptEnd):
         raise TargetError(f"memfit cannot plan for the script: {why_it_failed(plain)}")
     compiled = plain.operations is not None and plain.operations.compiled
@@ -76,13 +90,25 @@ def find_plan(
             "memfit cannot plan how to train a compiled script on several GPUs. memfit compare --nproc shows "
             "what it needs with DDP, ZeRO-1 and FSDP2."
         )
-    search = (CompiledSearch if compiled else _PlanSearch)(script, plain, budget, allowed)
-    found = search.plan()
-    return replace(found, policies=search.policies()) if policies else found
+    search = (CompiledSearch if compiled else _PlanSearch)(script, plain, budget, allowed, on_found)
+    try:
+        found = search.plan()
+    except OutOfTimeError:
+        return out_of_time(search.so_far())
+    if found.chosen is not None:
+        on_found(found)
+    try:
+        return replace(found, policies=search.policies()) if policies else found
+    except OutOfTimeError:
+        return found
 
 
 class _PlanSearch:
-    def __init__(self, script: PlannedScript, plain: TrialResult, budget: int, allowed: Allowed) -> None:
+    def __init__(
+        self, script: PlannedScript, plain: TrialResult, budget: int, allowed: Allowed, on_found: OnFound
+    ) -> None:
+        self._fastest = FastestSoFar(allowed.slowdown, on_found)
+        self._as_written: PlanRun | None = None
         self._script, self._plain, self._budget, self._allowed = script, plain, budget, allowed
         self._runs = PlanRuns(script, budget, tune=allowed.allocator)
         self._optimizer = plain.operations.optimizer if plain.operations is not None else None
@@ -96,17 +122,17 @@ class _PlanSearch:
         plain = all_replayed(self._plain)
         if self._script.is_to_be_sharded(self._plain):
             return self._plan_shardings()
-        as_written = self._runs.needs(plain, PlanChange(), 1.0, tune=False)
+        self._as_written = as_written = self._runs.needs(plain, PlanChange(), 1.0, tune=False)
         if self._runs.fits(as_written):
-            return self._answer(as_written, chosen=as_written)
+            return self._answer(chosen=as_written)
         tuned = self._runs.needs(plain, PlanChange(), 1.0)
         if tuned.conf:
             self._runs.tried.append(tuned)
         if self._runs.fits(tuned):
-            return self._answer(as_written, chosen=tuned)
+            return self._answer(chosen=tuned)
         if self._plain.operations is None:
-            return self._answer(as_written, smallest=tuned, reason=_UNRECORDED)
-        return self._combine(as_written, [self._bases.base(PlanChange(), self._plain, tuned)])
+            return self._answer(smallest=tuned, reason=_UNRECORDED)
+        return self._combine([self._bases.base(PlanChange(), self._plain, tuned)])
 
     def _plan_shardings(self) -> ScriptPlan:
         """Train a script for one GPU on several: with what moves least, if that is enough."""
@@ -114,14 +140,15 @@ class _PlanSearch:
         self._bases.models, self._bases.dropped = found.models, found.dropped
         if found.as_written is None:
             raise TargetError(f"memfit cannot plan for {self._script.ranks} GPUs. {found.dropped[0]}")
+        self._as_written = found.as_written
         if found.chosen is not None or found.least is None:
-            return self._answer(found.as_written, chosen=found.chosen)
+            return self._answer(chosen=found.chosen)
         least, result, run = found.least
         if result.operations is None or self._plain.operations is None:
-            return self._answer(found.as_written, smallest=run, reason=_UNRECORDED)
+            return self._answer(smallest=run, reason=_UNRECORDED)
         start = self._bases.base(least, result, run)
         offloaded = self._offloaded_shards(found.as_written) if self._allowed.rounding else ()
-        return self._combine(found.as_written, chain([start], offloaded))
+        return self._combine(chain([start], offloaded))
 
     def _offloaded_shards(self, as_written: PlanRun) -> Iterator[Base]:
         """Yield the script with its shards on the host, if it can be run so."""
@@ -133,7 +160,7 @@ class _PlanSearch:
             self._bases.models = made[0].models
             yield replace(self._bases.base(OFFLOADED_SHARDS, *made), copies=copies)
 
-    def _combine(self, as_written: PlanRun, starts: Iterable[Base]) -> ScriptPlan:
+    def _combine(self, starts: Iterable[Base]) -> ScriptPlan:
         """Change more about what does not fit; the next start is made if nothing fits with those before."""
         bases: list[Base] = []
         for start in starts:
@@ -144,7 +171,7 @@ class _PlanSearch:
                 bases += added
             if self._chosen is not None:
                 break
-        ran = [as_written, *(base.run for base in bases)]
+        ran = [base.run for base in bases]
         if self._chosen is None and any(map(self._may_fit, bases)):
             bases = [base for base in bases if self._may_fit(base)]
             if not self._refusal:
@@ -152,9 +179,9 @@ class _PlanSearch:
             self._chosen = self._try_the_rest(bases)
         if self._chosen is None:
             smallest = min([*ran, *self._runs.tried], key=lambda run: run.needs.bytes)
-            return self._no_plan(as_written, smallest)
+            return self._no_plan(smallest)
         bound = min(base.run.time + base.plan.parts * self._least(base) / self._step for base in bases)
-        return self._answer(as_written, chosen=self._chosen, bound=min(bound, self._chosen.time))
+        return self._answer(chosen=self._chosen, bound=min(bound, self._chosen.time))
 
     def _try_the_rest(self, bases: list[Base]) -> PlanRun | None:
         """Return a plan that fits, if one does, of bases in which recomputation alone is not enough."""
@@ -174,6 +201,8 @@ class _PlanSearch:
         while True:
             fitting = [run for run in (self._chosen, *map(self._best, bases)) if run is not None]
             best = min(fitting, key=lambda run: run.time, default=None)
+            if best is not None:
+                self._fastest.offer(best, lambda run: self._answer(chosen=run))
             if self._is_exhausted:
                 return best
             worth = [base for base in bases if best is None or self._may_be_taken(base)]
@@ -256,6 +285,12 @@ class _PlanSearch:
         self._bases.models = made[0].models
         return made[1]
 
+    def so_far(self) -> ScriptPlan:
+        """Return the answer of a search that is to end at once."""
+        smallest = min(self._runs.tried, key=lambda run: run.needs.bytes, default=None)
+        chosen = self._fastest.run
+        return self._answer(chosen=chosen, smallest=smallest if chosen is None else None)
+
     def policies(self) -> tuple[PlanRun, ...]:
         """Run the policies that people use; those that the script or its model refuses are left out."""
         if not self._step:
@@ -269,15 +304,13 @@ class _PlanSearch:
 
     # ---- the answer ---------------------------------------------------------------------------------------
 
-    def _no_plan(self, as_written: PlanRun, smallest: PlanRun) -> ScriptPlan:
+    def _no_plan(self, smallest: PlanRun) -> ScriptPlan:
         """Answer that no plan fits: because none can, or because none that ran does."""
         floor = self._bases.floor()
         if floor is not None and floor.needs.bytes > self._budget:
-            return replace(
-                self._answer(as_written, smallest=smallest, reason=too_high(floor)), floor=floor.needs
-            )
+            return replace(self._answer(smallest=smallest, reason=too_high(floor)), floor=floor.needs)
         reason = self._refusal or self._too_small(smallest)
-        return self._answer(as_written, smallest=smallest, reason=reason)
+        return self._answer(smallest=smallest, reason=reason)
 
     def _too_small(self, smallest: PlanRun) -> str:
         ways = ["shards the model"] * ("sharding" in smallest.settings)
@@ -289,13 +322,15 @@ class _PlanSearch:
 
     def _answer(
         self,
-        as_written: PlanRun,
         *,
         chosen: PlanRun | None = None,
         smallest: PlanRun | None = None,
         bound: float = 1.0,
         reason: str = "",
     ) -> ScriptPlan:
+        as_written = self._as_written
+        if as_written is None:
+            raise TargetError(_TOO_LATE)
         found = answer(
             self._script,
             self._plain,

@@ -155,6 +155,8 @@ class ScriptPlan:
     floor: Figure | None = None
     """Bytes of the process below which no change that memfit may make brings the script, if that is more than
     the budget: no plan can fit."""
+    out_of_time: bool = False
+    """Whether the time for the search was over before it ended: a faster plan may exist, or one that fits."""
     policies: tuple[PlanRun, ...] = ()
     """Policies of checkpointing that people use, if they were to be run."""
     uncertainty: int = 0

@@ -91,6 +91,8 @@ class ScriptPlanJson(msgspec.Struct, frozen=True):
     floor: Figure | None
     """Bytes of the process below which no change that memfit may make brings the script, if that is more than
     the budget: no plan can fit."""
+    out_of_time: bool
+    """Whether the time for the search was over before it ended: a faster plan may exist, or one that fits."""
     reason: str
     """Why no plan was found; otherwise empty."""
     undivided: str
@@ -142,6 +144,7 @@ def script_plan_json(result: ScriptPlan) -> ScriptPlanJson:
         models=result.models,
         optimizer=result.optimizer,
         floor=result.floor,
+        out_of_time=result.out_of_time,
         reason=result.reason,
         undivided=result.undivided,
         log_probabilities=result.log_probabilities,

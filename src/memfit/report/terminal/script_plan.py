@@ -128,6 +128,9 @@ def _no_plan(result: ScriptPlan, written: str, budget: str, before: str) -> str:
             f"NO PLAN FITS   within {result.max_slowdown:g} times the time; one that needs {needs} of "
             f"{budget} instead of {written} takes {result.too_slow.time:.3f}"
         )
+    if result.out_of_time:
+        smallest = format_gib((result.smallest or result.as_written).needs.bytes)
+        return f"NO PLAN FOUND IN TIME   the smallest so far needs {smallest} of {budget}; {before} {written}"
     if result.floor is not None:
         least = format_gib(result.floor.bytes)
         return f"NO PLAN FITS   every plan needs at least {least} of {budget}; {before} {written}"
@@ -259,6 +262,8 @@ def _chosen(result: ScriptPlan, chosen: PlanRun, file: Path | None) -> Iterator[
     elif chosen is not result.as_written:
         yield f"\nCompared with DDP on {result.world_size:,} GPUs: {equal[0].lower()}{equal[1:]}"
     yield from _changes(chosen)
+    if result.out_of_time:
+        yield "The time for the search was over before it ended: there may be a faster plan."
     if chosen.time > 1 or chosen.settings:
         bound = f"; no plan of this kind takes less than {result.bound:.3f}" if result.bound else ""
         yield f"Time: {chosen.time:.3f} times the script as written{bound} (assumed: {result.rule})."
