@@ -63,6 +63,36 @@ def test_recomputation_is_verified_bit_for_bit(tmp_path):
     assert verified(tmp_path, plan, dropout=0.5, run=verify_alone) == (code, found)
 
 
+KEEPS = {"checkpointing": {"regions": [{"modules": ["0", "1"], "save_ops": ["aten.addmm.default:0"]}]}}
+
+
+def test_operations_are_counted_and_compared_with_the_plan(tmp_path):
+    """Of each block, the weight is transposed again, and nothing else: its backward needs the product."""
+    counts = {"forward": 12, "recomputed": 4}
+    code, found = verified(tmp_path, KEEPS, operations=counts)
+    assert (code, found["verdict"]) == (0, "verified")
+    operations = found["operations"]
+    assert operations["planned"] == {**counts, "backward": None}
+    assert operations["under_plan"]["forward"] == operations["as_written"]["forward"] == 9
+    assert operations["under_plan"]["recomputed"] == 2
+    assert operations["as_written"]["recomputed"] == 0
+    assert operations["under_plan"]["backward"] == operations["as_written"]["backward"] > 9
+
+
+def test_a_plan_that_runs_again_what_it_keeps_is_not_verified(tmp_path):
+    """As with PyTorch before 2.13, whose checkpoints asked again in the recomputation what they keep."""
+    broken = (
+        "import contextlib, memfit.strategies.mechanisms.selective_checkpointing as broken; "
+        "broken.KeptResults.recomputation = lambda _: contextlib.nullcontext()"
+    )
+    code, found = verified(tmp_path, KEEPS, seed=broken)
+    assert (code, found["verdict"]) == (1, "other operations")
+    assert found["reason"] == (
+        "The recomputation runs again what the plan keeps: aten.addmm.default (2 times)."
+    )
+    assert found["planned"]["equal"] == 6
+
+
 def test_a_plan_that_computes_something_else_differs(tmp_path):
     plan = {"checkpointing": {"modules": ["1"], "preserve_rng_state": False}}
     code, found = verified(tmp_path, plan, dropout=0.5)

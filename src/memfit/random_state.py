@@ -89,6 +89,14 @@ class NumpyGenerator:
 PYTHON, NUMPY = PythonGenerator(), NumpyGenerator()
 
 
+def seed_generators() -> None:
+    """Seed the global generators: runs of a script that seeds none draw the same."""
+    import torch
+
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(0)
+
+
 @contextmanager
 def preserve_python_state() -> Iterator[None]:
     """Restore Python's global generator after the context: for imports that draw, such as rich's."""

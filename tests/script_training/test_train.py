@@ -10,6 +10,7 @@ import pytest
 
 from memfit.cli.main import exit_code_of
 from memfit.planning.plan_file import read_plan
+from memfit.records import OperationCounts
 from memfit.script_training.carried_out import CarriedOut
 from memfit.script_training.process import PlanLines
 from memfit.strategies.intervention import InjectionReport
@@ -188,6 +189,19 @@ def test_the_scripts_own_options_divide_its_batches(plan_file, tmp_path):
     divided = {"count": 2, "size": 2, "how": "", "where": "", "by_option": True}
     plan = read_plan(plan_file({}, micro_batches=divided | {"arguments": ["--batch-size", "2"]}))
     assert CarriedOut.of(plan) == CarriedOut({}, ("--batch-size", "2"), ())
+
+
+def test_the_first_step_s_operations_are_counted(plan_file, capsys):
+    plan = read_plan(plan_file({"checkpointing": {}}, operations={"forward": 168, "recomputed": 24}))
+    lines = PlanLines("plan.json", plan, CarriedOut.of(plan))
+    lines.report(InjectionReport(("Net",), operations=OperationCounts(168, 24)))
+    lines.report(InjectionReport(("Net",), operations=OperationCounts(168, 60), again={"aten.mm": 36}))
+    assert capsys.readouterr().err.splitlines() == [
+        "memfit: applied to Net",
+        "memfit: recomputed 24 of 168 operations, as planned",
+        "memfit: recomputed 60 of 168 operations",
+        "memfit: NOT AS PLANNED: the recomputation runs again what the plan keeps: aten.mm (36 times)",
+    ]
 
 
 def test_a_plan_made_for_another_model_is_applied_and_named(plan_file, capsys):

@@ -206,6 +206,11 @@ def test_a_sharding_that_does_not_suit_is_named_rather_than_the_failure_that_fol
     assert rerun(ScriptEnd("exception", 1), refused, DDP).exception == refused.refusals[0]
 
 
+def test_a_plan_that_runs_again_what_it_keeps_is_refused(rerun):
+    found = rerun(ScriptEnd("end", 0), InjectionReport(("Net",), again={"aten.mm.default": 4}))
+    assert found.exception == "the recomputation runs again what the plan keeps: aten.mm.default (4 times)"
+
+
 def test_a_completed_run_reports_the_share_of_each_rank(rerun):
     assert rerun(ScriptEnd("end", 0), InjectionReport(("Net",), shares=(3, 2)), DDP).shares == (3, 2)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from memfit.records import Equality
+from memfit.records import Equality, FedTensor
 from memfit.verification.compare_gradients import (
     UpdateRun,
     bound_of,
@@ -17,14 +17,20 @@ from memfit.verification.compare_gradients import (
 )
 from memfit.verification.first_update import FirstUpdate, SavedGradient
 
-OTHER = ((("other",),),)
+
+def fed(*rows):
+    """Return the input of a call whose rows have these digests."""
+    return FedTensor("int64", (len(rows),), (rows,))
+
+
+ROW, OTHER = (fed("row"),), (fed("other"),)
 
 
 @pytest.fixture
 def run(tmp_path):
     """Return a function that writes gradients, and returns the run that has them."""
 
-    def written(inputs=((("row",),),), arithmetic="float32", **gradients):
+    def written(inputs=ROW, arithmetic="float32", **gradients):
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()
         saved = []
@@ -89,17 +95,18 @@ def test_lower_precision_may_differ_by_more():
 @pytest.mark.parametrize(
     ("calls", "same"),
     [
-        ([("a", "b")], True),
-        ([("a",), ("b",)], True),
-        ([("b",), ("a",)], False),
-        ([("a",)], False),
-        ([("a", "b"), ("a", "b")], True),  # positions, or a mask, for each of two micro-batches
+        ([fed("a", "b")], True),
+        ([fed("a"), fed("b")], True),
+        ([fed("b"), fed("a")], False),
+        ([fed("a")], False),
+        ([fed("a", "b"), fed("a", "b")], True),  # positions, or a mask, for each of two micro-batches
+        ([fed("a", "c"), fed("a", "c")], False),
         ([], False),
     ],
 )
 def test_inputs_are_the_same_in_parts_of_a_batch_or_in_each_call(run, calls, same):
-    whole, other = run(inputs=((("a", "b"),),)), run(inputs=(tuple(calls),) if calls else ())
-    assert same_inputs(whole, other) is same
+    parts = 1 if calls == [fed("a", "b")] else 2
+    assert same_inputs(run(inputs=(fed("a", "b"),)), run(inputs=tuple(calls)), parts) is same
 
 
 def test_runs_that_cannot_tell_are_not_comparable(run):
@@ -107,8 +114,8 @@ def test_runs_that_cannot_tell_are_not_comparable(run):
     for again, under, why in (
         (run(a=[3.0]), planned, "does not compute the same gradients twice"),
         (run(a=[1.0], inputs=OTHER), planned, "other inputs each time"),
-        (plain, run(a=[2.0], inputs=OTHER), "draws smaller batches in another way"),
-        (plain, run(a=[2.0], inputs=((("a", "b", "c"), ("d",)),)), "sees 4 rows of input instead of"),
+        (plain, run(a=[2.0], inputs=OTHER), "it draws smaller batches in another way"),
+        (plain, run(a=[2.0], inputs=(fed("a", "b"), fed("c"))), "sees 3 numbers of input instead of 1"),
         (run(a=[1.0]), planned, ""),
     ):
         found = why_not_comparable(plain, again, under, difference(plain, again), 0.0)

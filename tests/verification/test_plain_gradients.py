@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from memfit.random_state import seed_generators
 from memfit.recording.hooks import InstalledHooks
-from memfit.verification.plain_gradients import leave_gradients_alone, seed, switch_dropout_off
+from memfit.verification.plain_gradients import leave_gradients_alone, switch_dropout_off
 
 
 @pytest.fixture
@@ -70,7 +71,7 @@ def test_every_global_generator_is_seeded():
         random.seed()
         np.random.seed()  # noqa: NPY002 - the global generator
         torch.seed()
-        seed()
+        seed_generators()
         numbers = np.random.get_state()[1].tolist()  # noqa: NPY002
         states.append((random.getstate(), numbers, torch.get_rng_state().tolist()))
     assert states[0] == states[1]

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memfit.records import LoaderBatchSize, ScriptEnd, StepOperations, Trace
+from memfit.records import LoaderBatchSize, OperationCounts, ScriptEnd, StepOperations, Trace
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -102,6 +102,8 @@ class TrialResult:
     """Of a training step, if they were to be recorded."""
     late: bool = False
     """Whether GPU work on side streams finished late."""
+    counts: OperationCounts | None = None
+    """Of what the first step ran in models with strategies; None if it was not counted."""
     others: tuple["TrialResult", ...] = ()
     """Of the same change: other ranks that may need more, and runs in which GPU work finishes late."""
 

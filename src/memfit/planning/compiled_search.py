@@ -22,6 +22,7 @@ from memfit.planning.changes import PlanChange, kept_share
 from memfit.planning.floor import Floor, Floors, floor_of_updates
 from memfit.planning.plan_runs import PlannedScript, PlanRuns, all_replayed
 from memfit.planning.policies import standard_policies
+from memfit.planning.same_samples import SampleComparison, samples_of_parts, with_samples
 from memfit.planning.sample_independence import why_dependent
 from memfit.planning.seconds import step_seconds
 from memfit.records import PlanRun, ScriptEnd, ScriptPlan, StepOperations
@@ -80,6 +81,7 @@ class CompiledSearch:
         self._models: tuple[str, ...] = ()
         self._dropped: list[str] = []
         self._undivided = ""
+        self._samples = SampleComparison()
 
     def plan(self) -> ScriptPlan:
         """Return the fastest plan found, or why there is none."""
@@ -163,7 +165,8 @@ class CompiledSearch:
             self._undivided = why_indivisible(trace)
             return []
         draws = self._judge(ways[0])
-        return [] if self._undivided else divisions(trace, draws=draws)
+        found = [] if self._undivided else divisions(trace, draws=draws)
+        return [with_samples(each, self._samples) for each in found]
 
     def _judge(self, division: PlanChange) -> bool:
         """Find out whether batches must not be divided; return whether a step draws random numbers."""
@@ -184,7 +187,8 @@ class CompiledSearch:
                 return False
             steps.append(run.operations)
         whole, half = steps
-        self._undivided = why_dependent(whole, half)
+        self._samples = samples_of_parts(whole, half, division.parts)
+        self._undivided = why_dependent(whole, half) or self._samples.why
         return any(each.random for each in whole.forward)
 
     def _sample_shares(self, family: _Family) -> None:

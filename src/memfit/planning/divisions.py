@@ -17,6 +17,7 @@ from memfit.planning.batch_size_search import least_with_smaller_batches
 from memfit.planning.batches import divisions, why_indivisible
 from memfit.planning.optimizer_changes import saved_of_state, steps_in_backward
 from memfit.planning.plan_runs import PlanRuns
+from memfit.planning.same_samples import SampleComparison, samples_of_parts, with_samples
 from memfit.planning.sample_independence import why_dependent, why_no_mean
 from memfit.records import PlanRun, ScriptEnd
 from memfit.units import format_gib
@@ -83,24 +84,27 @@ class Divisions:
             lambda result: max(self._bases.relative(plan, result, whole.copies), last.run.time),
             operations=True,
         )
-        operations = None
+        operations, samples = None, SampleComparison()
         if isinstance(made, ScriptEnd):
             fault = why_it_failed(made)
         elif (operations := made[0].operations) is None:
             fault = f"memfit saw no two updates of {plan.parts} batches each (the script ends before)"
         else:
             fault = "" if self._are_independent else why_dependent(whole.operations, operations)
-            fault = fault or why_no_mean(operations)
+            samples = samples_of_parts(whole.operations, operations, plan.parts)
+            fault = fault or why_no_mean(operations) or samples.why
         if fault or isinstance(made, ScriptEnd) or operations is None:
-            self.left, self._ways, self._indivisible = [], [], fault
-            self.why_no_more = fault
+            self._ways = [way for way in self._ways if way.parts < division.parts]
+            self.left, self._indivisible, self.why_no_more = [], fault, fault
             if self._bases.floors is not None and not self._are_independent:
                 self._bases.floors.parts = 1
             if not isinstance(made, ScriptEnd):
                 self._runs.tried.pop()
             return []
         self._are_independent = True
-        base = replace(self._bases.base(plan, *made), copies=whole.copies)
+        plan = with_samples(plan, samples)
+        run = self._runs.tried[-1] = replace(made[1], divided=plan.divided)
+        base = replace(self._bases.base(plan, made[0], run), copies=whole.copies)
         if whole.plan.settings.get("optimizer_state") is None:
             self._alone.setdefault(plan.parts, base.run)
         self._end_if_hopeless(base, last)

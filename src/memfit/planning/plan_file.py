@@ -11,7 +11,7 @@ import msgspec
 from memfit.analysis.script_change import PlannedRegion, PlannedStrategy, ScriptChange
 from memfit.errors import FileFormatError
 from memfit.input_files import read_input
-from memfit.records import DividedBatches, Equality, equality_of
+from memfit.records import DividedBatches, Equality, OperationCounts, equality_of
 
 _MAX_FILE = 16 << 20  # bytes; a plan of 1,000 modules has less than one MiB
 
@@ -36,6 +36,8 @@ class PlanFile:
     """What the file says that training under it computes; None if it does not say."""
     allocated: int | None = None
     """Most bytes allocated under it on the ghost; None if the file does not say."""
+    operations: OperationCounts | None = None
+    """Of the first step under it on the ghost; None if the file does not say."""
     nproc: int = 1
     """Ranks on each machine that it was made for."""
     nnodes: int = 1
@@ -120,6 +122,7 @@ _OPTIONAL: Mapping[str, tuple[str, Any]] = {
     "command": ("command", tuple[str, ...]),
     "promised": ("equality", Equality | None),
     "allocated": ("allocated", int | None),
+    "operations": ("operations", OperationCounts | None),
     "nproc": ("nproc", int),
     "nnodes": ("nnodes", int),
     "models": ("models", tuple[str, ...]),

@@ -127,6 +127,7 @@ class PlanRuns:
         done = self.needs(
             [run, *map(replayed, result.others)], plan, time(result) if callable(time) else time
         )
+        done = replace(done, operations=result.counts)
         self.tried.append(done)
         return result, done
 

@@ -81,14 +81,14 @@ def why_dependent(whole: StepOperations, half: StepOperations) -> str:
     if [each.name for each in whole.forward[:end]] != [each.name for each in half.forward[:end]]:
         return "with half the samples, the step runs other operations"
     kinds: dict[int, _Kind] = {}
+    held = _grown(whole, half)
     for call in whole.calls:
         if call.parent < 0:
             kinds |= dict.fromkeys(call.reads, _Kind.SAMPLES)
     for number, (operation, smaller) in enumerate(zip(whole.forward[:end], half.forward[:end], strict=True)):
-        for storage, other in zip(operation.reads, smaller.reads, strict=False):
-            if storage not in kinds:  # it existed before, or the backward created it
-                grows = _growth(whole.storages[storage], half.storages[other]) == _HALF
-                kinds[storage] = _Kind.SAMPLES if grows else _Kind.CONSTANT
+        _learn_kinds(kinds, operation, smaller, whole, half)
+        if fault := _combined(operation, smaller, held):
+            return f"{_place(operation, whole)}, {fault}"
         created = [whole.storages[storage] for storage in operation.creates]
         growth = [_growth(*each) for each in zip(created, _created(smaller, half), strict=False)]
         found, fault = _results(operation, [kinds[storage] for storage in operation.reads], growth, created)
@@ -100,6 +100,36 @@ def why_dependent(whole: StepOperations, half: StepOperations) -> str:
         if _Kind.SUM in [kinds[storage] for storage in operation.reads]:
             kinds |= dict.fromkeys(operation.writes, _Kind.SUM)
     return ""
+
+
+def _grown(whole: StepOperations, half: StepOperations) -> set[int]:
+    """Return the storages in which modules hold something of each sample from one step to the next."""
+    return {
+        storage
+        for (storage, size), (_, smaller) in zip(whole.held, half.held, strict=False)
+        if _growth(size, smaller) == _HALF
+    }
+
+
+def _combined(operation: Operation, smaller: Operation, held: set[int]) -> str:
+    """Return why an operation combines samples of one batch or several, though its results grow with them."""
+    if held.intersection(operation.reads):
+        return "the model goes on from what an earlier step has left in it"
+    return "samples are combined with each other" * (operation.mixed != smaller.mixed)
+
+
+def _learn_kinds(
+    kinds: dict[int, _Kind],
+    operation: Operation,
+    smaller: Operation,
+    whole: StepOperations,
+    half: StepOperations,
+) -> None:
+    """Learn what storages hold that an operation reads and that existed before, or the backward created."""
+    for storage, other in zip(operation.reads, smaller.reads, strict=False):
+        if storage not in kinds:
+            grows = _growth(whole.storages[storage], half.storages[other]) == _HALF
+            kinds[storage] = _Kind.SAMPLES if grows else _Kind.CONSTANT
 
 
 def why_no_mean(step: StepOperations) -> str:

@@ -15,17 +15,32 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from memfit.ghost.compile.kernel_work import KERNELS
 from memfit.ghost.patching.after_import import after_import
+from memfit.recording.dispatched_operations import OperationsBesideGraphs
 from memfit.recording.hooks import InstalledHooks
 from memfit.records.step_operations import Operation, StepOperations
 
 _SOMETHING = 0
 """The storage that stands for what kernels create: which tensors those are is not known."""
+
+
+def before_compilations(hooks: InstalledHooks, call: Callable[[], None]) -> None:
+    """Call a function whenever ``torch.compile`` begins to compile, not where it decorates a function."""
+
+    def watch() -> None:
+        from torch._dynamo.callback import CompilationCallbackHandler
+
+        hooks.wrap(CompilationCallbackHandler, "run_start_callbacks", started)
+
+    def started(original: Callable[..., None], *args: Any) -> None:
+        call()
+        original(*args)
+
+    hooks.on_removal(after_import("torch._dynamo.callback", watch))
 
 
 class CompiledStepRecorder:
@@ -37,7 +52,7 @@ class CompiledStepRecorder:
 
     def __init__(self, on_compile: Callable[[], None]) -> None:
         self._on_compile = on_compile
-        self._mode = _BesideGraphs(self)
+        self._mode = OperationsBesideGraphs(self.run)
         self._is_recording = False
         self._in_graph = 0
         self._kernels: list[Operation] = []
@@ -45,7 +60,7 @@ class CompiledStepRecorder:
 
     def install(self, hooks: InstalledHooks) -> None:
         """Hook compilations and graphs, as soon as the script imports the compiler."""
-        hooks.on_removal(after_import("torch._dynamo.callback", lambda: self._watch_compilations(hooks)))
+        before_compilations(hooks, self._on_compile)
         hooks.on_removal(after_import("torch._inductor.output_code", lambda: self._watch_graphs(hooks)))
 
     def start(self) -> None:
@@ -84,16 +99,6 @@ class CompiledStepRecorder:
             )
         return result
 
-    def _watch_compilations(self, hooks: InstalledHooks) -> None:
-        """Have ``on_compile`` called; libraries decorate functions that the script may never call."""
-        from torch._dynamo.callback import CompilationCallbackHandler
-
-        def compile_something(original: Callable[..., None], *args: Any) -> None:
-            self._on_compile()
-            original(*args)
-
-        hooks.wrap(CompilationCallbackHandler, "run_start_callbacks", compile_something)
-
     def _watch_graphs(self, hooks: InstalledHooks) -> None:
         from torch._inductor.output_code import CompiledFxGraph
 
@@ -119,24 +124,3 @@ class CompiledStepRecorder:
     def _add(self, name: str, flops: int, moved: int, dtype: str) -> None:
         creates = (_SOMETHING,) if flops or moved else ()
         self._kernels.append(Operation(name, -1, -1, (), creates, (), flops, moved, dtype, False, 0.0, 0))
-
-
-class _BesideGraphs(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Has a recorder run the operations. ``torch.compile`` does not compile under other modes."""
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Return that it is none of the script's: what is called under it may be compiled."""
-        return True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return the same; newer versions of PyTorch ask for it."""
-        return True
-
-    def __init__(self, recorder: CompiledStepRecorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._recorder = recorder
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._recorder.run(func, args, kwargs or {})

@@ -11,7 +11,7 @@ hooks of modules would be compiled with them. Calls of modules are therefore hoo
 compiler also keeps the ``Module.__call__`` that it found when it was imported.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memfit.recording.compiled_step import CompiledStepRecorder
+from memfit.recording.fed_samples import FedSampleRecorder
 from memfit.recording.hooks import InstalledHooks
 from memfit.recording.module_names import ModuleNames
 from memfit.recording.step_operations import StepOperationRecorder
@@ -49,6 +50,10 @@ class ScriptOperations:
         """What torch.compile must not see."""
         self._compiled = CompiledStepRecorder(self._expect_compiled)
         self._is_compiled = False
+        self._samples = FedSampleRecorder()
+        self._is_inside = False
+        self._kept: tuple[StepOperations, list[int | None]] | None = None
+        """The step whose backward needs most so far, and the optimizers of the model's parameters."""
         self._stepping: torch.optim.Optimizer | None = None
         """The optimizer that made the first step."""
 
@@ -61,6 +66,7 @@ class ScriptOperations:
         hooks.on_removal(self._eager.remove)
         hooks.add(register_optimizer_step_post_hook(self._after_step))
         self._compiled.install(hooks)
+        self._samples.install(hooks)
 
     def _expect_compiled(self) -> None:
         self._eager.remove()
@@ -88,6 +94,12 @@ class ScriptOperations:
                 _, _, path = self._names.full_name(module).partition(".")
                 self._model, self._recorder = module, StepOperationRecorder(module, path)
                 self._recorder.start()
+            if not self._is_inside and self._recorder is not None:
+                self._is_inside = True
+                try:
+                    return self._samples.call(lambda: original(module, *args, **kwargs), (args, kwargs))
+                finally:
+                    self._is_inside = False
         return original(module, *args, **kwargs)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -95,10 +107,13 @@ class ScriptOperations:
             self._eager.wrap(torch.nn.Module, "__call__", self._called)
         self._stepped = True
         self._finish()
+        if self._kept is not None:
+            self._write(*self._kept)
+        self._samples.update()
         if self._compiled.is_recording and optimizer is self._stepping:
             step = self._compiled.stop()
             if step is not None:
-                numbers = (self._optimizers.get(id(each)) for each in optimizer.param_groups[0]["params"])
+                numbers = [self._optimizers.get(id(each)) for each in optimizer.param_groups[0]["params"]]
                 self._write(step, numbers)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -110,14 +125,17 @@ class ScriptOperations:
         if self._recorder is None or self._model is None:
             return
         step, self._recorder = self._recorder.stop(), None
-        numbers = (self._optimizers.get(id(each)) for each in self._model.parameters())
+        numbers = [self._optimizers.get(id(each)) for each in self._model.parameters()]
         saved = {storage for call in step.calls for storage in call.saves}
         most = sum(step.storages[storage] for storage in saved)
         if most >= self._most:
-            self._most = most
-            self._write(step, numbers)
+            self._most, self._kept = most, (step, numbers)
 
-    def _write(self, step: StepOperations, numbers: Iterable[int | None]) -> None:
+    def _write(self, step: StepOperations, numbers: list[int | None]) -> None:
         """Leave a step in the file, with the first of some optimizers that is known."""
-        step = replace(step, optimizer=next((each for each in numbers if each is not None), None))
+        step = replace(
+            step,
+            optimizer=next((each for each in numbers if each is not None), None),
+            samples=self._samples.found(),
+        )
         self._file.write_bytes(msgspec.json.encode(step))

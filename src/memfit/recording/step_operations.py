@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torch.utils.flop_counter import flop_registry
 
 from memfit.random_state import generator_positions
+from memfit.recording.dispatched_operations import DispatchedOperations
+from memfit.recording.mixed_sizes import mixed_sizes
 from memfit.recording.tensor_storage import storage_of
 from memfit.records.step_operations import ModuleCall, Operation, StepOperations
 
@@ -58,6 +58,7 @@ class StepOperationRecorder:
         self._saved_at: list[int] = []
         self._saved_by: list[int] = []
         self._sequence: list[int] = []  # autograd's number after each operation of the forward
+        self._held: tuple[tuple[int, int], ...] = ()
         self._hooks = ExitStack()
 
     def start(self) -> None:
@@ -70,8 +71,9 @@ class StepOperationRecorder:
                 module.register_forward_hook(self._leave, always_call=True),
             ):
                 self._hooks.callback(handle.remove)
+        self._held = self._storages.held_by(self._model)
         self._hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._saved, lambda kept: kept))
-        self._hooks.enter_context(_Dispatched(self))
+        self._hooks.enter_context(DispatchedOperations(self.run))
         self._memory.start()
 
     def stop(self) -> StepOperations:
@@ -85,6 +87,7 @@ class StepOperationRecorder:
             tuple(self._saved_storages),
             tuple(self._saved_at),
             tuple(self._saved_by),
+            self._held,
         )
 
     @property
@@ -161,6 +164,7 @@ class StepOperationRecorder:
                 seconds=seconds,
                 allocated=self._memory.highest(),
                 sums=_sums(operation, args, kwargs),
+                mixed=mixed_sizes(operation, args),
             )
         )
         if not in_backward:
@@ -173,19 +177,6 @@ class StepOperationRecorder:
         number = node._sequence_nr() if node is not None else sys.maxsize
         source = bisect_right(self._sequence, number)
         return source if source < len(self._sequence) else -1
-
-
-class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Has a recorder run the operations that checkpointing sees."""
-
-    def __init__(self, recorder: StepOperationRecorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._recorder = recorder
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in SAC_IGNORED_OPS:
-            return func(*args, **(kwargs or {}))
-        return self._recorder.run(func, args, kwargs or {})
 
 
 class _OpenCall:
@@ -231,6 +222,21 @@ class _Storages:
             if number >= seen:
                 self.alive_bytes -= self.bytes[number]
                 self.bytes[number] = 0
+
+    def held_by(self, model: nn.Module) -> tuple[tuple[int, int], ...]:
+        """Return the storages of buffers, and of tensors that are attributes of modules, with their bytes."""
+        held = [
+            each
+            for module in model.modules()
+            for each in (*module._buffers.values(), *tree_leaves([*vars(module).values()]))
+            if isinstance(each, torch.Tensor) and not isinstance(each, nn.Parameter)
+        ]
+        return tuple(
+            (number, storage_of(plain).nbytes())
+            for each in held
+            for plain in _plain(each)
+            for number in self.of([plain])
+        )
 
     def of(self, leaves: list[Any]) -> tuple[int, ...]:
         """Return the numbers of the tensors among some objects, each once."""

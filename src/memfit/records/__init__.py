@@ -32,6 +32,7 @@ from memfit.records.dry_run import (
     Term,
 )
 from memfit.records.explanation import Explanation
+from memfit.records.fed_samples import FedSamples, FedTensor
 from memfit.records.fragmentation import Fragmentation, Hole, PinningBlock, ReservedBytes, ReservedMemoryUse
 from memfit.records.gpus_for import GpusFor
 from memfit.records.job_scaffold import JobObservation, JobScaffold, ObservedJob
@@ -48,8 +49,10 @@ from memfit.records.step_operations import (
     LEAST_RECOMPUTED,
     ModuleCall,
     Operation,
+    OperationCounts,
     StepOperations,
     can_run_again,
+    is_counted,
 )
 from memfit.records.strategy_comparison import ComparedRun, StrategyComparison
 from memfit.records.trace import (
@@ -75,6 +78,7 @@ from memfit.records.trace import (
     Trace,
 )
 from memfit.records.verification import (
+    CountedOperations,
     GradientDifference,
     MeasuredPeak,
     Verification,
@@ -105,6 +109,7 @@ __all__ = [
     "ContextReport",
     "ContextStage",
     "ContextTrial",
+    "CountedOperations",
     "Dataflow",
     "DeviceUse",
     "DividedBatches",
@@ -114,6 +119,8 @@ __all__ = [
     "Events",
     "Explanation",
     "FailedMalloc",
+    "FedSamples",
+    "FedTensor",
     "Figure",
     "Fragmentation",
     "Frame",
@@ -146,6 +153,7 @@ __all__ = [
     "Note",
     "ObservedJob",
     "Operation",
+    "OperationCounts",
     "OptionPurpose",
     "OutOfMemory",
     "PeakRange",
@@ -184,5 +192,6 @@ __all__ = [
     "VerificationVerdict",
     "can_run_again",
     "equality_of",
+    "is_counted",
     "worst",
 ]

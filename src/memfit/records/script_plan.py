@@ -8,6 +8,7 @@ from typing import Any
 from memfit.records.dry_run import Term
 from memfit.records.provenance import Figure
 from memfit.records.script_options import LoaderBatchSize
+from memfit.records.step_operations import OperationCounts
 from memfit.records.trace import DeviceUse, ScriptLocation
 
 
@@ -64,6 +65,8 @@ class DividedBatches:
     """The loader to be created with this size."""
     draws: bool = False
     """Whether the step draws random numbers: other ones than for the whole batch."""
+    assumed: bool = False
+    """Whether memfit did not see that the parts have the samples of the batch: the GPU makes them."""
     by_option: bool = False
     """Whether the script's own options sum the gradients, too: nothing is to be changed in its loop."""
     by_engine: bool = False
@@ -112,6 +115,8 @@ class PlanRun:
     """Most bytes that PyTorch's allocator had allocated: exact; simulated if ``conf`` is set."""
     rank: int | None = None
     """The rank that needs that; None for a script of one process."""
+    operations: OperationCounts | None = None
+    """Of the first step; None if they were not counted, as where the plan changes no model."""
 
     @property
     def changes(self) -> bool:

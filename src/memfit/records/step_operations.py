@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from memfit.records.fed_samples import FedSamples
+
 LEAST_RECOMPUTED = 1 << 14
 """Bytes: where tensors are recomputed one by one, smaller results are kept."""
 _NOT_THE_SAME = ("empty", "new_empty")
@@ -41,6 +43,9 @@ class Operation:
     """The most bytes allocated while it ran, counted from the beginning of the step."""
     sums: bool = False
     """Whether it is a loss that is summed over samples: ``reduction="sum"``."""
+    mixed: tuple[int, ...] = ()
+    """Sizes of the dimensions along which it combines elements, of operations that keep their sizes: the
+    sequences of an attention, the classes of a softmax, the time of a recurrent network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +90,45 @@ class StepOperations:
     """For each of these, how many operations of ``forward`` had run."""
     saved_by: tuple[int, ...] = ()
     """For each of these, the operation in ``forward`` whose backward reads it."""
+    held: tuple[tuple[int, int], ...] = ()
+    """Storages that the model's modules held when the step began, parameters apart, and their bytes."""
     optimizer: int | None = None
     """Which optimizer of the script has the model's parameters, counted from 0 as they were created."""
+    samples: FedSamples | None = None
+    """What the script fed its models until the end of the step; None if that was not recorded."""
     compiled: bool = False
     """Whether torch.compile compiles the script's code. Then ``forward`` has what the GPU runs from one
     update to the next: Inductor's kernels, and operations outside of graphs. Modules and storages are not
     known."""
+
+
+@dataclass(frozen=True, slots=True)
+class OperationCounts:
+    """How many operations a training step runs, up to its update."""
+
+    forward: int
+    """In the calls of the model."""
+    recomputed: int
+    """Of these again, for the backward."""
+    backward: int | None = None
+    """Besides, in the backward; None if they are not counted."""
+
+    def __str__(self) -> str:
+        """Return what is recomputed, for the user."""
+        return f"{self.recomputed} of {self.forward} operations"
+
+    def recomputes_as(self, other: "OperationCounts") -> bool:
+        """Return whether another step runs and recomputes as many operations."""
+        return (self.forward, self.recomputed) == (other.forward, other.recomputed)
+
+
+def is_counted(name: str) -> bool:
+    """Return whether ``OperationCounts`` count an operation: PyTorch's checkpoints allocate empty tensors.
+
+    >>> is_counted("aten.mm.default"), is_counted("aten.empty.memory_format")
+    (True, False)
+    """
+    return not name.partition(".")[2].startswith(_NOT_THE_SAME)
 
 
 def can_run_again(name: str) -> bool:
@@ -99,5 +137,4 @@ def can_run_again(name: str) -> bool:
     >>> can_run_again("aten.relu.default"), can_run_again("aten.empty_like.default")
     (True, False)
     """
-    space, _, rest = name.partition(".")
-    return space not in _COLLECTIVES and not rest.startswith(_NOT_THE_SAME)
+    return name.partition(".")[0] not in _COLLECTIVES and is_counted(name)

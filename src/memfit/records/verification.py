@@ -6,6 +6,7 @@ from enum import StrEnum
 
 from memfit.records.provenance import Figure
 from memfit.records.script_plan import Equality
+from memfit.records.step_operations import OperationCounts
 
 
 class VerificationVerdict(StrEnum):
@@ -16,6 +17,8 @@ class VerificationVerdict(StrEnum):
     """By more than the plan promises."""
     NOT_COMPARABLE = "not comparable"
     """The runs cannot tell."""
+    OTHER_OPERATIONS = "other operations"
+    """The gradients are those that the plan promises, but the update runs other operations than planned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,17 @@ class GradientDifference:
     """The largest difference, relative to the largest gradient of the same parameter."""
     parameter: str
     """The parameter with that; empty if all are equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class CountedOperations:
+    """The operations of a script's first update, as the dispatcher saw them."""
+
+    under_plan: OperationCounts
+    as_written: OperationCounts | None
+    """None if they were not counted: the script compiles its model, or calls its submodules."""
+    planned: OperationCounts | None
+    """On the ghost, with a GPU's kernels; None if the plan file does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +64,7 @@ class Verification:
 
     verdict: VerificationVerdict
     reason: str
-    """Why the runs are not comparable, or differ, as a sentence; otherwise empty."""
+    """Why the runs are not comparable, or which operations are not the planned ones; otherwise empty."""
     equality: Equality
     """What the plan promises."""
     planned: GradientDifference
@@ -67,6 +81,8 @@ class Verification:
     """Bytes allocated at most until the update, as written and under the plan, as measured; None on a CPU."""
     measured: MeasuredPeak | None
     """Of training under the plan; None on a CPU, or if the plan is not verified."""
+    operations: CountedOperations | None
+    """None if those of the update under the plan were not counted, as where it changes no model."""
     command: tuple[str, ...]
     dropout: bool
     """Whether the script's dropout was on. Micro-batches draw other numbers than the whole batch."""

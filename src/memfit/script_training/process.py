@@ -19,6 +19,7 @@ from memfit.run.script import print_as_python_does, run_as_main
 from memfit.script_training.carried_out import CarriedOut
 from memfit.strategies.inject_plan import inject
 from memfit.strategies.intervention import InjectionReport, Intervention
+from memfit.strategies.trial_run import why_again
 from memfit.watching.prediction import PlannedPeak
 from memfit.watching.watch import Watch, watch
 
@@ -104,6 +105,12 @@ class PlanLines:
         for model in report.models:
             other = "" if self._plan.made_for(model) else f"; it was made for {', '.join(self._plan.models)}"
             self._say(f"applied to {model}{other}")
+        if report.operations is not None:
+            planned = self._plan.operations
+            same = planned is not None and report.operations.recomputes_as(planned)
+            self._say(f"recomputed {report.operations}{', as planned' * same}")
+        if report.again:
+            self._say(f"NOT AS PLANNED: {why_again(report.again)}")
         for why in report.refusals:
             self._say(f"NOT APPLIED: {why}")
 

@@ -20,8 +20,9 @@ import msgspec
 
 from memfit.errors import UsageError
 from memfit.ghost.patching.after_import import after_import
+from memfit.random_state import seed_generators
 from memfit.recording.loader_batch_size import creator
-from memfit.records import LoaderBatchSize
+from memfit.records import LoaderBatchSize, OperationCounts
 from memfit.run.output import silence
 from memfit.strategies.intervention import InjectionReport, Intervention
 from memfit.strategies.optimized_models import OptimizedModels, listed, parameters_in
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from memfit.recording.hooks import InstalledHooks
     from memfit.strategies.inject_optimizer_state import OptimizerStateInjector
     from memfit.strategies.inject_sharding import ShardingInjector
+    from memfit.strategies.mechanisms.operation_counter import OperationCounter
     from memfit.strategies.plan import Plan
 
 
@@ -88,6 +90,10 @@ def _intervene(change: Intervention, on_report: Callable[[InjectionReport], None
     models.learn_names(hooks)
     if not change.plan:
         models.note_optimizers(hooks)
+        if change.counts_backward:
+            counter = _counter(change, report)
+            counter.install(hooks)
+            models.on_found = counter.watch
     else:
         try:
             _PlanInjector(change, report, models).install(hooks)
@@ -107,9 +113,19 @@ def _intervene(change: Intervention, on_report: Callable[[InjectionReport], None
     if change.operations:
         from memfit.recording.script_operations import ScriptOperations
 
+        seed_generators()  # a script that seeds none must draw the same samples in each run
         ScriptOperations(Path(change.operations)).install(recording)
     if change.loader is not None:
         hooks.wrap(torch.utils.data.DataLoader, "__init__", functools.partial(_resized, change.loader))
+
+
+def _counter(change: Intervention, report: "_Report") -> "OperationCounter":
+    from memfit.strategies.mechanisms.operation_counter import OperationCounter
+
+    def counted(counts: OperationCounts, again: dict[str, int]) -> None:
+        report.update(operations=counts, again=again)
+
+    return OperationCounter(counted, in_backward=change.counts_backward)
 
 
 class _Report:
@@ -199,6 +215,7 @@ class _PlanInjector:
                 lambda why: report.update(unfit_optimizer=why),
                 strict=change.strict,
             )
+        self._counter = _counter(change, report)
         self._models, self._names = models, models.names
         self._planned: list[tuple[weakref.ref[Any], str]] = []
         self._refusals: list[str] = []
@@ -219,6 +236,7 @@ class _PlanInjector:
 
         from memfit.strategies import apply
 
+        self._counter.install(hooks)
         hooks.wrap(torch.optim.Optimizer, "__init__", self._optimized)
         hooks.wrap(apply, "apply_to_model", self._applied)
         hooks.wrap(apply, "apply_for_engine", self._applied_for_engine)
@@ -274,8 +292,7 @@ class _PlanInjector:
             return
         finally:
             self._applying = False
-        self._planned.append((weakref.ref(model), f"{name} (optimizer: {optimized_at})"))
-        self._report()
+        self._has_plan(model, f"{name} (optimizer: {optimized_at})")
 
     def _applied_for_engine(self, original: Callable[..., Any], model: Any, plan: "Plan") -> Any:
         """Have an engine of the script's carry out what its plan leaves to us."""
@@ -316,7 +333,11 @@ class _PlanInjector:
 
     def _planned_by_script(self, model: Any) -> None:
         name = f"{self._names.full_name(model)} (plan: {innermost_line(user_line())})"
+        self._has_plan(model, name)
+
+    def _has_plan(self, model: Any, name: str) -> None:
         self._planned.append((weakref.ref(model), name))
+        self._counter.watch(model)
         self._report()
 
     def _completed(self, plan: "Plan") -> "Plan | None":

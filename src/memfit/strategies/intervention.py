@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from memfit.records import LoaderBatchSize
+from memfit.records import LoaderBatchSize, OperationCounts
 
 
 class Intervention(msgspec.Struct, frozen=True):
@@ -28,6 +28,8 @@ class Intervention(msgspec.Struct, frozen=True):
     """Of so many calls of ``optimizer.step``, only the last makes an update."""
     eager: bool = False
     """Whether ``torch.compile`` does nothing."""
+    counts_backward: bool = False
+    """Whether the backward's operations are counted, too, which takes memory."""
     late: bool = False
     """Whether GPU work finishes late: collectives cannot settle between two micro-batches."""
     strict: bool = False
@@ -47,5 +49,9 @@ class InjectionReport(msgspec.Struct, frozen=True):
     """As in ``TrialResult``."""
     unfit_optimizer: str = ""
     """Why the plan was not applied to an optimizer as it should have been; empty if it was."""
+    operations: OperationCounts | None = None
+    """Of the first update of the planned models, once it is made."""
+    again: dict[str, int] = {}
+    """By operation: how often its results were kept, and it was recomputed all the same."""
     cannot_accumulate: str = ""
     """Why gradients cannot be accumulated over micro-batches; empty if they can."""

@@ -33,6 +33,8 @@ class OptimizedModels:
         self.found: list[OptimizedModel] = []
         self.all: list[weakref.ref[Any]] = []
         """Every optimizer that has been created."""
+        self.on_found: Callable[[Any], None] = lambda _: None
+        """Called with each model that an optimizer takes."""
         self.are_final = True
         """Whether no module was put into another, or copied, since the last optimizer was created."""
 
@@ -72,6 +74,8 @@ class OptimizedModels:
         line = innermost_line(user_line(sys._getframe(2)))
         models = self.taken_by(parameters_in(entries))
         self.found += [OptimizedModel(len(self.all), weakref.ref(model), line) for model in models]
+        for model in models:
+            self.on_found(model)
         self.all.append(weakref.ref(optimizer))
         self.are_final = True
         original(optimizer, entries, *args, **kwargs)

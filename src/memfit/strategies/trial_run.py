@@ -1,7 +1,7 @@
 """Run a script once more with a strategy injected, to measure what the change would do."""
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -129,7 +129,20 @@ def _run_once(
         if not ran_to_completion(trace.end):
             return trace.end, False
         report = injection.report()
-        return TrialResult(trace, report.models, report.shares, injection.operations()), True
+        if report.again:
+            return ScriptEnd("refused", 0, why_again(report.again)), True
+        operations = injection.operations()
+        return TrialResult(trace, report.models, report.shares, operations, counts=report.operations), True
+
+
+def why_again(again: Mapping[str, int]) -> str:
+    """Return what is wrong if kept results are recomputed, as a clause.
+
+    >>> why_again({"aten.addmm.default": 36})
+    'the recomputation runs again what the plan keeps: aten.addmm.default (36 times)'
+    """
+    named = ", ".join(f"{name} ({count} times)" for name, count in again.items())
+    return f"the recomputation runs again what the plan keeps: {named}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,13 +170,16 @@ class Injection:
 
 
 @contextmanager
-def injected(change: ScriptChange, options: RunOptions, *, silent: bool = True) -> Iterator[Injection]:
+def injected(
+    change: ScriptChange, options: RunOptions, *, silent: bool = True, counts_backward: bool = False
+) -> Iterator[Injection]:
     """Prepare the injection of a change; the script's own options in it are left to the caller.
 
     Args:
         change: the change.
         options: with which the script would run alone.
         silent: whether the script gets no input, and its output is hidden.
+        counts_backward: whether the operations of the backward are counted, too, which takes memory.
     """
     with tempfile.TemporaryDirectory(prefix="memfit-") as name:
         folder = Path(name)
@@ -179,6 +195,7 @@ def injected(change: ScriptChange, options: RunOptions, *, silent: bool = True) 
             operations,
             change.micro_batches,
             change.eager,
+            counts_backward,
             options.finish_late,
         )
         file = folder / "change.json"

@@ -1,13 +1,14 @@
 """Compare the gradients that runs of a script have written, and judge a plan by them."""
 
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from memfit.records import Equality, GradientDifference
+from memfit.planning.same_samples import elements, other_rows
+from memfit.records import Equality, FedTensor, GradientDifference
+from memfit.strategies.intervention import InjectionReport
 from memfit.verification.first_update import FirstUpdate
 
 BOUNDS = {"float64": 1e-12, "float32": 1e-5, "tf32": 1e-2, "float16": 1e-2, "bfloat16": 5e-2}
@@ -25,6 +26,8 @@ class UpdateRun:
 
     folder: Path
     update: FirstUpdate
+    report: InjectionReport = InjectionReport()  # noqa: RUF009 - frozen
+    """What became of the change, and what the update ran."""
 
 
 def difference(one: UpdateRun, other: UpdateRun, *, parts: int = 1) -> GradientDifference:
@@ -81,33 +84,37 @@ def bound_of(equality: Equality, arithmetic: str) -> float:
     return 0.0 if equality is Equality.BITWISE else BOUNDS.get(arithmetic, BOUNDS["bfloat16"])
 
 
-def keeps_promise(plain: UpdateRun, planned: UpdateRun, apart: GradientDifference, bound: float) -> bool:
+def keeps_promise(
+    plain: UpdateRun, planned: UpdateRun, apart: GradientDifference, bound: float, *, parts: int = 1
+) -> bool:
     """Return whether two runs with the same inputs have gradients that differ by no more than a bound.
 
     Gradients that are missing or not finite are never within it.
     """
     within = apart.largest <= bound and np.isfinite(apart.largest)
-    return bool(plain.update.gradients) and same_inputs(plain, planned) and bool(within)
+    return bool(plain.update.gradients) and same_inputs(plain, planned, parts) and bool(within)
 
 
-def same_inputs(one: UpdateRun, other: UpdateRun) -> bool:
+def same_inputs(one: UpdateRun, other: UpdateRun, parts: int = 1) -> bool:
     """Return whether two runs passed their models the same rows, in the same order.
 
-    Batches may come in parts. What has no row for each sample, such as a mask, is the same in each call.
+    Args:
+        one: a run.
+        other: another one.
+        parts: in how many the batches of the other run come.
     """
-    return len(one.update.inputs) == len(other.update.inputs) and all(
-        [*chain(*mine)] == [*chain(*others)] or set(mine) == set(others)
-        for mine, others in zip(one.update.inputs, other.update.inputs, strict=True)
-    )
-
-
-def _rows(run: UpdateRun) -> int:
-    """Return how many rows of their first input the models were passed."""
-    return sum(map(len, run.update.inputs[0])) if run.update.inputs else 0
+    mine, others = one.update.inputs, other.update.inputs
+    return not mine if not others else not isinstance(other_rows(mine, others, parts), FedTensor)
 
 
 def why_not_comparable(
-    plain: UpdateRun, again: UpdateRun, planned: UpdateRun, repeats: GradientDifference, bound: float
+    plain: UpdateRun,
+    again: UpdateRun,
+    planned: UpdateRun,
+    repeats: GradientDifference,
+    bound: float,
+    *,
+    parts: int = 1,
 ) -> str:
     """Return why runs do not tell whether a plan keeps its promise; empty if they do.
 
@@ -117,6 +124,7 @@ def why_not_comparable(
         planned: the script under the plan.
         repeats: by how much ``again`` differs.
         bound: the largest difference that the plan may make.
+        parts: micro-batches of a batch under the plan.
     """
     if not plain.update.gradients:
         return "No parameter has a gradient when the optimizer makes its first update."
@@ -125,16 +133,16 @@ def why_not_comparable(
             "The script gives its model other inputs each time it runs, although memfit seeds Python's, "
             "NumPy's and PyTorch's global generators. Seed what draws them."
         )
-    if not same_inputs(plain, planned):
-        before, after = _rows(plain), _rows(planned)
+    if not same_inputs(plain, planned, parts):
+        before, after = elements(plain.update.inputs), elements(planned.update.inputs)
         if before != after:
             return (
-                f"Under the plan, an update sees {after} rows of input instead of {before}: the plan is for "
-                "batches of another size. Run the script with the batch size that it was made for."
+                f"Under the plan, an update sees {after:,} numbers of input instead of {before:,}: the plan "
+                "is for batches of another size. Run the script with the batch size that it was made for."
             )
         return (
-            "Under the plan, the script gives its model other inputs, because it draws smaller batches in "
-            "another way. Read the data with a DataLoader and a seed, or compare with memfit.Engine."
+            "Under the plan, the script gives its model other inputs: it draws smaller batches in another "
+            "way, or cuts its data by the batch size."
         )
     if repeats.largest > bound:
         return (

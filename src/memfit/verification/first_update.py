@@ -4,7 +4,6 @@ It runs the script until each of its optimizers is about to make its first updat
 they get, and ends the script.
 """
 
-import hashlib
 import os
 import sys
 from functools import partial
@@ -14,6 +13,7 @@ from typing import Any
 import msgspec
 
 from memfit.ghost.patching.after_import import after_import
+from memfit.records import FedTensor
 from memfit.run.parent_pipe import end_with_parent
 from memfit.run.script import end_of, run_as_main
 
@@ -52,8 +52,8 @@ class FirstUpdate(msgspec.Struct, frozen=True):
     """What a script's first update showed."""
 
     gradients: tuple[SavedGradient, ...] = ()
-    inputs: tuple[tuple[tuple[str, ...], ...], ...] = ()
-    """By tensor that the models were passed, and by call: a digest of each of its rows."""
+    inputs: tuple[FedTensor, ...] = ()
+    """What the models were passed, in order."""
     arithmetic: str = ""
     peak: int | None = None
     device: str = "CPU"
@@ -112,11 +112,12 @@ def _watch(settings: UpdateSettings) -> None:
     import torch
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+    from memfit.random_state import seed_generators
     from memfit.recording.hooks import InstalledHooks
     from memfit.verification import plain_gradients
 
     hooks = InstalledHooks()
-    plain_gradients.seed()
+    seed_generators()
     plain_gradients.leave_gradients_alone(hooks)
     if not settings.dropout:
         plain_gradients.switch_dropout_off(hooks)
@@ -141,7 +142,7 @@ class WatchedUpdate:
         self._names: dict[int, str] = {}
         self._models: list[Any] = []
         self._gradients: list[SavedGradient] = []
-        self._inputs: list[list[tuple[str, ...]]] = []
+        self._inputs: list[FedTensor] = []
         self._arithmetic: set[str] = set()
         self._freed: dict[int, Any] = {}
         """By parameter: its gradient, if the plan frees gradients in the backward."""
@@ -190,11 +191,10 @@ class WatchedUpdate:
         import torch
         from torch.utils._pytree import tree_leaves
 
+        from memfit.recording.fed_samples import fed_tensor
+
         tensors = [each for each in tree_leaves(passed) if isinstance(each, torch.Tensor) and each.ndim]
-        for number, tensor in enumerate(tensors):
-            if number == len(self._inputs):
-                self._inputs.append([])
-            self._inputs[number].append(tuple(map(_digest, tensor.detach().cpu().contiguous())))
+        self._inputs += map(fed_tensor, tensors)
 
     def _note_arithmetic(self, model: Any) -> None:
         import torch
@@ -261,7 +261,7 @@ class WatchedUpdate:
             self._settings,
             FirstUpdate(
                 tuple(self._gradients),
-                tuple(map(tuple, self._inputs)),
+                tuple(self._inputs),
                 max(self._arithmetic, key=_coarseness, default="float32"),
                 torch.cuda.max_memory_allocated() if on_gpu else None,
                 torch.cuda.get_device_name() if on_gpu else "CPU",
@@ -286,9 +286,3 @@ def _multiplies_in_tf32(model: Any) -> bool:
     return torch.get_float32_matmul_precision() != "highest" or (
         torch.backends.cudnn.allow_tf32 and any(isinstance(each, by_cudnn) for each in model.modules())
     )
-
-
-def _digest(row: Any) -> str:
-    import torch
-
-    return hashlib.sha256(row.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]

@@ -4,10 +4,8 @@ Clipping and loss scaling act on what a batch sums up to, but a loop that knows 
 after each of them. Micro-batches draw other numbers in dropout than the whole batch does.
 """
 
-import random
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn import functional
 from torch.nn.utils import clip_grad
@@ -20,12 +18,6 @@ _POSITION = {"training": 2, "dropout_p": 4}
 
 Source: torch/nn/functional.py, PyTorch 2.14.1.
 """
-
-
-def seed() -> None:
-    """Seed the global generators: runs of a script that seeds none draw the same."""
-    for seed_generator in (random.seed, np.random.seed, torch.manual_seed):
-        seed_generator(0)
 
 
 def leave_gradients_alone(hooks: InstalledHooks) -> None:

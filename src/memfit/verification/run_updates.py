@@ -29,6 +29,7 @@ from memfit.verification.compare_gradients import (
     keeps_promise,
     why_not_comparable,
 )
+from memfit.verification.compare_operations import counted, why_other_operations
 from memfit.verification.first_update import UpdateSettings, read_update
 
 _ON_CPU = "\nTo compute on the CPU instead, write: CUDA_VISIBLE_DEVICES= memfit verify ..."
@@ -67,13 +68,27 @@ def verify_plan(
 
         plain, planned = run("as written"), run("under the plan", plan.change, plan.allocator)
         apart = difference(plain, planned, parts=plan.change.micro_batches)
+        parts = plan.micro_batches.count if plan.micro_batches is not None else 1
         bound = bound_of(plan.equality, plain.update.arithmetic)
         verdict, reason, repeated = VerificationVerdict.VERIFIED, "", None
-        if not keeps_promise(plain, planned, apart, bound):
+        if not keeps_promise(plain, planned, apart, bound, parts=parts):
             again = run("as written, again")
             repeated = difference(plain, again)
-            reason = why_not_comparable(plain, again, planned, repeated, bound)
+            reason = why_not_comparable(plain, again, planned, repeated, bound, parts=parts)
             verdict = VerificationVerdict.NOT_COMPARABLE if reason else VerificationVerdict.DIFFERS
+        operations = counted(
+            planned.report.operations,
+            plain.report.operations,
+            plan.operations,
+        )
+        if verdict is VerificationVerdict.VERIFIED:
+            reason = why_other_operations(
+                operations,
+                planned.report.again,
+                is_same=command == plan.command and not on_cpu,
+                is_checkpointing=plan.settings.keys() == {"checkpointing"} and not plan.micro_batches,
+            )
+            verdict = VerificationVerdict.OTHER_OPERATIONS if reason else verdict
         peaks = (plain.update.peak, planned.update.peak)
     return Verification(
         verdict=verdict,
@@ -85,6 +100,7 @@ def verify_plan(
         arithmetic=plain.update.arithmetic,
         device=plain.update.device,
         measured=None,
+        operations=operations,
         peaks=None if peaks[0] is None or peaks[1] is None else (peaks[0], peaks[1]),
         command=command,
         planned_for=plan.command,
@@ -98,7 +114,7 @@ def _run(
 ) -> UpdateRun:
     """Run the script under a change until its first update; the file of the change is not in the settings."""
     folder = Path(settings.folder)
-    with injected(change, RunOptions(module=settings.module)) as injection:
+    with injected(change, RunOptions(module=settings.module), counts_backward=True) as injection:
         _, intervention = injection.options.preload or ("", "")
         read, write = os.pipe()
         file = folder / "settings.json"
@@ -118,7 +134,7 @@ def _run(
         finally:
             os.close(read)
             os.close(write)
-        update = read_update(folder)
+        update, report = read_update(folder), injection.report()
         why = injection.why_unfit()
     if why:
         raise UsageError(f"The plan does not suit {command[0]}: {why}")
@@ -128,7 +144,7 @@ def _run(
         raise TargetError(
             f"memfit ran {typed(command)[0]} {what}{on}: {update.failure}{'' if on else _ON_CPU}"
         )
-    return UpdateRun(folder, update)
+    return UpdateRun(folder, update, report)
 
 
 def _start(command: Sequence[str], conf: str, pipe: int) -> None:

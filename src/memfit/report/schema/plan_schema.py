@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from memfit.records import DividedBatches, Equality, Figure, PlanRun, ScriptPlan
+from memfit.records import DividedBatches, Equality, Figure, OperationCounts, PlanRun, ScriptPlan
 from memfit.report.schema.dry_run_schema import DeviceJson, public_device
 from memfit.report.schema.encoding import SCHEMA_VERSION, encode
 
@@ -52,6 +52,8 @@ class ScriptPlanJson(msgspec.Struct, frozen=True):
     """Bytes of the process under the chosen plan."""
     allocated: int | None
     """Most bytes that PyTorch's allocator had allocated under it; exact."""
+    operations: OperationCounts | None
+    """Operations of the first step under it; null if they were not counted."""
     time: float | None
     """Of a step under the chosen plan, relative to the script as written; assumed."""
     bound: float
@@ -125,6 +127,7 @@ def script_plan_json(result: ScriptPlan) -> ScriptPlanJson:
         equality=None if chosen is None else chosen.equality,
         needs=None if chosen is None else chosen.needs,
         allocated=None if chosen is None else chosen.allocated,
+        operations=None if chosen is None else chosen.operations,
         time=None if chosen is None else chosen.time,
         bound=result.bound,
         time_rule=result.rule,

@@ -4,7 +4,14 @@ import math
 
 import msgspec
 
-from memfit.records import Equality, GradientDifference, MeasuredPeak, Verification, VerificationVerdict
+from memfit.records import (
+    CountedOperations,
+    Equality,
+    GradientDifference,
+    MeasuredPeak,
+    Verification,
+    VerificationVerdict,
+)
 from memfit.report.schema.encoding import SCHEMA_VERSION, encode
 
 
@@ -27,7 +34,7 @@ class VerificationJson(msgspec.Struct, frozen=True):
     schema: int
     verdict: VerificationVerdict
     reason: str
-    """Why the runs are not comparable; otherwise empty."""
+    """Why the runs are not comparable, or which operations are not the planned ones; otherwise empty."""
     equality: Equality
     """What the plan promises."""
     bound: float | None
@@ -46,6 +53,8 @@ class VerificationJson(msgspec.Struct, frozen=True):
     """Bytes allocated at most until the update, as written and under the plan, as measured; null on a CPU."""
     measured: MeasuredPeak | None
     """The peak of three steps under the plan on a GPU; null on a CPU, or if the plan is not verified."""
+    operations: CountedOperations | None
+    """Operations of the first update; null if they were not counted."""
     command: tuple[str, ...]
     planned_for: tuple[str, ...]
     """The command that the plan was made for."""
@@ -68,6 +77,7 @@ def to_json(result: Verification) -> bytes:
             device=result.device,
             peaks=result.peaks,
             measured=result.measured,
+            operations=result.operations,
             command=result.command,
             planned_for=result.planned_for,
             versions=dict(result.versions),

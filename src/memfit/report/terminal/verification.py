@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from memfit.records import (
+    CountedOperations,
     Equality,
     GradientDifference,
     MeasuredPeak,
@@ -24,6 +25,7 @@ _VERDICTS = {
     VerificationVerdict.VERIFIED: "VERIFIED",
     VerificationVerdict.DIFFERS: "DIFFERS",
     VerificationVerdict.NOT_COMPARABLE: "NOT COMPARABLE",
+    VerificationVerdict.OTHER_OPERATIONS: "NOT VERIFIED",
 }
 
 
@@ -52,7 +54,7 @@ def print_verification(result: Verification, console: Console) -> None:
 
 def _finding(result: Verification) -> str:
     planned = result.planned
-    if result.verdict is VerificationVerdict.NOT_COMPARABLE:
+    if result.reason:
         return escaped(result.reason)
     if planned.equal == planned.parameters:
         return f"the gradients of all {planned.parameters} parameters are equal bit for bit"
@@ -88,7 +90,29 @@ def _measured(peak: MeasuredPeak) -> Iterator[str]:
         )
 
 
+def _operations(found: CountedOperations, *, on_cpu: bool) -> Iterator[str]:
+    ran, planned, plain = found.under_plan, found.planned, found.as_written
+    if planned is None or ran.recomputes_as(planned):
+        yield f"Recomputed {ran}{'' if planned is None else ', as planned'}."
+    else:
+        yield f"Recomputed {ran}{' on the CPU, with other kernels' * on_cpu}; the plan recomputes {planned}."
+    if plain is not None and plain.forward == ran.forward:  # not in micro-batches
+        same = "as many" if ran.backward == plain.backward else plain.backward
+        yield f"The backward ran {ran.backward} others, as written {same}."
+
+
 def _details(result: Verification) -> Iterator[str]:
+    yield from _gradients(result)
+    if result.operations is not None:
+        yield from _operations(result.operations, on_cpu=result.device == "CPU")
+    yield from _peaks(result)
+    if not result.dropout:
+        yield "Dropout was off: micro-batches draw other numbers than the whole batch."
+    if result.planned_for and result.planned_for != result.command:
+        yield f"The plan was made for: {escaped(shlex.join(result.planned_for))}"
+
+
+def _gradients(result: Verification) -> Iterator[str]:
     if result.planned.equal < result.planned.parameters:
         yield f"Difference under the plan: {_apart(result.planned)}."
     if result.equality is Equality.ROUNDING:
@@ -100,6 +124,9 @@ def _details(result: Verification) -> Iterator[str]:
         yield "As written, two runs give the same gradients bit for bit."
     elif result.repeated is not None:
         yield f"Difference of two runs as written: {_apart(result.repeated)}."
+
+
+def _peaks(result: Verification) -> Iterator[str]:
     if result.peaks is None and result.measured is None:
         yield "Peaks of GPU memory are not measured on a CPU; memfit dry-run --plan shows them."
     elif result.peaks is not None:
@@ -107,7 +134,3 @@ def _details(result: Verification) -> Iterator[str]:
         yield f"Allocated at most until the update: {after} instead of {before} (measured)."
     if result.measured is not None:
         yield from _measured(result.measured)
-    if not result.dropout:
-        yield "Dropout was off: micro-batches draw other numbers than the whole batch."
-    if result.planned_for and result.planned_for != result.command:
-        yield f"The plan was made for: {escaped(shlex.join(result.planned_for))}"

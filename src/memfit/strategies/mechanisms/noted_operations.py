@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from memfit.recording.tensor_storage import storage_of
+from memfit.strategies.mechanisms.operation_counter import recomputing
 from memfit.strategies.mechanisms.tensors import version_of
 
 
@@ -95,8 +96,9 @@ class Place(NamedTuple):
 
     def tensor(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Return the tensor at this place."""
-        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return empty.set_(storage, self.offset, self.size, self.stride)
+        with _unseen():
+            empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+            return empty.set_(storage, self.offset, self.size, self.stride)
 
 
 class View(NamedTuple):
@@ -188,11 +190,24 @@ class Step:
         del noted
         for index, (content, place) in before.items():
             if content() is not None:  # something else needs it unchanged
-                arguments[index] = place.tensor(arguments[index].untyped_storage().clone())
+                arguments[index] = place.tensor(copied(arguments[index]))
         args, kwargs = self._layout.put_together(arguments)
-        with torch.enable_grad():  # as in the forward: oneDNN's LSTM makes its workspace only then
+        # With gradients, as in the forward: oneDNN's LSTM makes its workspace only then.
+        with recomputing(), torch.enable_grad():
             results = flat_values(self._operation(*args, **kwargs))
         for made, tensors in ((self.creates, results), (self.changes, arguments)):
             for index, reference in made.items():
                 if (still := reference()) is not None:
                     still.hold(tensors[index].untyped_storage())
+
+
+def copied(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """Return a copy of a tensor's storage."""
+    with _unseen():
+        copy: torch.UntypedStorage = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
+        return copy
+
+
+def _unseen() -> Any:
+    """Return a context in which no dispatch mode sees operations on plain tensors."""
+    return torch._C._DisableTorchDispatch()

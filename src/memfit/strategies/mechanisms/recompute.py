@@ -23,9 +23,15 @@ from memfit.dispatch_modes import without_dispatch_modes
 from memfit.errors import UsageError
 from memfit.random_state import GlobalDraws
 from memfit.strategies.mechanisms.buffer_snapshots import BufferTracker
+from memfit.strategies.mechanisms.operation_counter import recomputing
 from memfit.strategies.mechanisms.recompute_check import OperationComparer, OperationRecorder
 from memfit.strategies.mechanisms.recompute_in_parts import run_in_parts
-from memfit.strategies.mechanisms.selective_checkpointing import keeper, not_run, selective_contexts
+from memfit.strategies.mechanisms.selective_checkpointing import (
+    KeptResults,
+    compiled_contexts,
+    keeper,
+    not_run,
+)
 from memfit.strategies.mechanisms.tensor_tape import run_on_tape
 from memfit.strategies.mechanisms.tensors import tensors_in, version_of
 from memfit.strategies.mechanisms.wrap_forward import Forward, WrappedForward
@@ -70,7 +76,7 @@ class CheckpointedForward(WrappedForward):
             # once.
             contexts: dict[str, Any] = {}
             if settings.save_ops:
-                contexts["context_fn"] = partial(selective_contexts, settings.save_ops)
+                contexts["context_fn"] = partial(compiled_contexts, settings.save_ops)
             return checkpoint(
                 forward,
                 *args,
@@ -160,8 +166,7 @@ class CheckpointedCall:
         # torch's checkpoint restores the CPU's generator itself.
         others = (*region.generators, torch.default_generator) if settings.split_at else region.generators
         self._draws = GlobalDraws.start(others) if settings.preserve_rng_state else None
-        self._seen: Counter[Any] = Counter()  # operations of the forward
-        self._saving, self._saved = selective_contexts(settings.save_ops, self._seen)
+        self._kept = KeptResults(settings.save_ops) if settings.save_ops else None
         self._recorder = OperationRecorder() if settings.check else None
         self._parameters: tuple[tuple[str, nn.Parameter, int], ...] = ()
         """The region's, with their versions after its forward."""
@@ -175,7 +180,8 @@ class CheckpointedCall:
             # With the very objects that were passed: a list that the forward appends to is the caller's.
             (args, kwargs), self._passed = self._passed, None
             result = self._first(leaves, args, kwargs)
-            self._region.expect_run(self._seen)
+            if self._kept is not None:
+                self._region.expect_run(self._kept.seen)
         else:
             args, kwargs = tree_unflatten(leaves, self._spec)
             self._expect_unchanged_parameters()
@@ -255,7 +261,8 @@ class CheckpointedCall:
         if reentrant:
             self._expect_no_hidden_tensors("is passed", leaves, lambda each: each.requires_grad)
         attributes = self._attributes() if reentrant else {}
-        with self._saving, self._recorder or nullcontext():
+        keeping = nullcontext() if self._kept is None else self._kept.forward()
+        with keeping, self._recorder or nullcontext():
             result = self._forward(*args, **kwargs)
         if reentrant:
             self._warn_of_attributes(attributes)
@@ -298,10 +305,12 @@ class CheckpointedCall:
         )
 
     def _recompute_contexts(self) -> list[Context]:
-        contexts: list[Context] = [self._buffers.restored()]
+        others = dict if self._kept is None else self._kept.others
+        contexts: list[Context] = [self._buffers.restored(), recomputing(others)]
         if self._draws is not None:
             contexts.append(self._draws.replay())
-        contexts.append(self._saved)
+        if self._kept is not None:
+            contexts.append(self._kept.recomputation())
         if self._recorder is not None:
             contexts.append(OperationComparer(self._name, self._recorder.fingerprints))
         return contexts

@@ -3,46 +3,131 @@
 aten.mm             every call of every overload of aten.mm
 aten.mm.default     every call of this overload
 aten.mm.default:2   its third call in the region, counted from 0
+
+Eager regions do not use PyTorch's ``create_selective_checkpoint_contexts``: before 2.13, it asks again in the
+recomputation whether a call is kept, and no version of it runs a region's backward twice.
 """
 
 import difflib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from memfit.errors import UsageError
+from memfit.recording.dispatched_operations import OperationsBesideGraphs
+from memfit.strategies.mechanisms.noted_operations import Kept
+
+_Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
-def selective_contexts(operations: Sequence[str], seen: "Counter[Any] | None" = None) -> tuple[Any, Any]:
-    """Return the contexts for the forward and the recomputation of one call, which keep the results.
+class KeptResults:
+    """The results that one call of a region keeps from its forward for its recomputations.
 
-    A module-level function of plain strings: torch.compile calls it by name while it traces.
+    A result is released as a recomputation takes it, unless the backward retains its graph. A later
+    recomputation, of another part of the region's graph, runs the operation again.
 
     Args:
         operations: whose results are kept.
-        seen: receives how often the forward ran each operation.
     """
-    if not operations:
-        return nullcontext(), nullcontext()
-    saving, saved = create_selective_checkpoint_contexts(
-        _policy(keeper(operations, Counter() if seen is None else seen))
-    )  # type: ignore[no-untyped-call]
-    # Kept results pass through saved-tensor hooks like other saved tensors, so that offloading sees them.
-    # checkpoint() has a parameter of this name that does nothing else (torch/utils/checkpoint.py, 2.14);
-    # versions without it ignore the attribute.
-    saving.respect_saved_tensors_hooks = True
-    return saving, saved
+
+    def __init__(self, operations: Sequence[str]) -> None:
+        self.seen: Counter[Any] = Counter()
+        """How often the forward ran each operation."""
+        self._operations = operations
+        self._is_kept = keeper(operations, self.seen)
+        self._results: dict[tuple[Any, int], Any] = {}
+        # Read before the checkpoint adds its own: offloading sees kept results as it sees saved tensors.
+        self._hooks = _hooks_of_the_script()
+
+    def forward(self) -> OperationsBesideGraphs:
+        """Return the context for the forward: it keeps results."""
+        return OperationsBesideGraphs(self._keep)
+
+    def recomputation(self) -> OperationsBesideGraphs:
+        """Return the context for one recomputation: kept results stand in for their operations."""
+        return OperationsBesideGraphs(_Recomputation(self._results).run)
+
+    def others(self) -> dict[Any, int]:
+        """Return, by operation of which results are to be kept, how often the forward called it otherwise."""
+        every, calls = _kept_calls(self._operations)
+        return {
+            operation: sum((operation, number) not in calls for number in range(self.seen[operation]))
+            * (operation not in every)
+            for operation in every | {each for each, _ in calls}
+            if not _is_in_place_or_view(operation)
+        }
+
+    def _keep(self, operation: Any, args: Any, kwargs: Any) -> Any:
+        result = operation(*args, **kwargs)
+        number = self.seen[operation]
+        if self._is_kept(operation) and not _is_in_place_or_view(operation):
+            self._results[operation, number] = _map(torch.Tensor, self._held, result)
+        return result
+
+    def _held(self, tensor: torch.Tensor) -> "_Held":
+        return _Held(_alias(tensor), self._hooks)
+
+
+class _Held:
+    """A tensor that is kept, perhaps by the script's saved-tensor hooks."""
+
+    def __init__(self, tensor: torch.Tensor, hooks: "_Hooks | None") -> None:
+        self._unpack: Callable[[Any], torch.Tensor]
+        pack, self._unpack = (Kept, Kept.tensor) if hooks is None else hooks
+        self._packed = pack(tensor)
+
+    def tensor(self) -> torch.Tensor:
+        """Return a tensor of its own for autograd, which adds a history to it."""
+        return _alias(self._unpack(self._packed))
+
+
+class _Recomputation:
+    def __init__(self, results: dict[tuple[Any, int], Any]) -> None:
+        self._results = results
+        self._seen: Counter[Any] = Counter()
+
+    def run(self, operation: Any, args: Any, kwargs: Any) -> Any:
+        call = operation, self._seen[operation]
+        self._seen[operation] += 1
+        if call not in self._results:
+            return operation(*args, **kwargs)
+        # True outside of a backward, too: when something else reads what autograd saved.
+        stays = torch._C._autograd._get_current_graph_task_keep_graph()
+        held = self._results[call] if stays else self._results.pop(call)
+        return _map(_Held, _Held.tensor, held)
+
+
+def compiled_contexts(operations: Sequence[str]) -> tuple[Any, Any]:
+    """Return PyTorch's contexts for a region that torch.compile traces: it reads them as marks in its graph.
+
+    A module-level function of plain strings: torch.compile calls it by name.
+
+    Args:
+        operations: whose results are kept.
+    """
+    is_kept = keeper(operations, Counter())
+
+    def decide(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if is_kept(operation) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(decide)  # type: ignore[no-untyped-call]
+    return contexts
 
 
 def not_run(operations: Sequence[str], seen: "Counter[Any]") -> list[str]:
     """Return the names of calls, such as ``aten.mm.default:2``, that a forward did not make.
 
     Args:
-        operations: as for ``selective_contexts``.
+        operations: as for ``KeptResults``.
         seen: how often the forward ran each operation.
     """
     return [
@@ -57,16 +142,10 @@ def keeper(operations: Sequence[str], seen: "Counter[Any]") -> Callable[[Any], b
     """Return the function that is asked, for each call of an operation, whether its results are kept.
 
     Args:
-        operations: as for ``selective_contexts``.
+        operations: as for ``KeptResults``.
         seen: receives how often it was asked.
     """
-    every = {each for name in operations if ":" not in name for each in operation_overloads(name)}
-    calls = {
-        (each, int(name.partition(":")[2]))
-        for name in operations
-        if ":" in name
-        for each in operation_overloads(name)
-    }
+    every, calls = _kept_calls(operations)
 
     def is_kept(operation: Any) -> bool:
         call = (operation, seen[operation])
@@ -76,13 +155,49 @@ def keeper(operations: Sequence[str], seen: "Counter[Any]") -> Callable[[Any], b
     return is_kept
 
 
-def _policy(is_kept: Callable[[Any], bool]) -> Callable[..., CheckpointPolicy]:
-    """Return what decides for one call of a region, which PyTorch asks in the forward only."""
+def _kept_calls(operations: Sequence[str]) -> tuple[set[Any], set[tuple[Any, int]]]:
+    """Return the operations of which every result is kept, and the single calls."""
+    every = {each for name in operations if ":" not in name for each in operation_overloads(name)}
+    calls = {
+        (each, int(name.partition(":")[2]))
+        for name in operations
+        if ":" in name
+        for each in operation_overloads(name)
+    }
+    return every, calls
 
-    def decide(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if is_kept(operation) else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return decide
+def _map(kind: type, function: Callable[[Any], Any], results: Any) -> Any:
+    """Return results with the function's value in place of each object of a kind; most are one object."""
+    return function(results) if isinstance(results, kind) else tree_map_only(kind, function, results)
+
+
+def _hooks_of_the_script() -> "_Hooks | None":
+    """Return the saved-tensor hooks outside of PyTorch's checkpoints, as a pair; None without any.
+
+    Source: ``_current_user_saved_tensors_hooks`` in torch/utils/checkpoint.py, PyTorch 2.14.1. Before 2.14, a
+    checkpoint inside of another does not know the hooks around both.
+    """
+    hooks: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    while hooks is not None and hooks[0].__module__ == checkpoint.__module__:
+        hooks = getattr(hooks[0], "_user_hooks", None)
+    return hooks
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Return another tensor of the same storage and version, without a history.
+
+    Source: ``_detach_helper`` in torch/utils/checkpoint.py, PyTorch 2.14.1: below autograd, views share their
+    version only with this guard.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+@cache
+def _is_in_place_or_view(operation: Any) -> bool:
+    """Whether an operation's results are memory of its arguments, which a recomputation must write again."""
+    return bool(operation.is_view or operation._schema.is_mutable)
 
 
 def operation_overloads(operation: str) -> list[torch._ops.OpOverload]:

@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from memfit.random_state import generator_positions
+from memfit.recording.dispatched_operations import DispatchedOperations
 from memfit.recording.tensor_storage import storage_of
 from memfit.records import LEAST_RECOMPUTED, can_run_again
 from memfit.strategies.mechanisms.noted_operations import (
@@ -32,6 +31,7 @@ from memfit.strategies.mechanisms.noted_operations import (
     Place,
     Step,
     View,
+    copied,
     flat_values,
 )
 from memfit.strategies.mechanisms.triton_launches import triton_launches
@@ -60,7 +60,11 @@ def run_on_tape(is_kept: Callable[[Any], bool], forward: Callable[[], Any]) -> A
     """
     tape = _Tape(is_kept)
     try:
-        with saved_tensors_hooks(tape.save, _read), _DispatchedToTape(tape), triton_launches(tape.may_write):
+        with (
+            saved_tensors_hooks(tape.save, _read),
+            DispatchedOperations(tape.run),
+            triton_launches(tape.may_write),
+        ):
             return forward()
     finally:
         tape.forget()  # nothing but what autograd saved is to hold notes
@@ -178,7 +182,7 @@ class _Tape:
         if content is None and is_read:
             content = Content(None)
         if content is not None:  # noted operations need it, or this one will
-            content.hold(tensor.untyped_storage().clone())  # type: ignore[no-untyped-call]
+            content.hold(copied(tensor))
             stored.kept = None
         return content
 
@@ -194,19 +198,6 @@ class _Stored:
         """What it holds, if that is not kept."""
         self.kept: weakref.ref[Content] | None = None
         """What it holds, if that is kept and noted operations read it."""
-
-
-class _DispatchedToTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Has a tape run the operations that checkpointing sees."""
-
-    def __init__(self, tape: _Tape) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._tape = tape
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in SAC_IGNORED_OPS:
-            return func(*args, **(kwargs or {}))
-        return self._tape.run(func, args, kwargs or {})
 
 
 def _read(saved: View | Kept) -> torch.Tensor:

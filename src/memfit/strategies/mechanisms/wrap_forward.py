@@ -8,6 +8,7 @@ forward, and ``inspect.signature`` sees the original's arguments.
 
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -46,8 +47,7 @@ class WrappedForward:
         """Return the original forward; ``inspect.signature`` reads it too."""
         if self.inner is not None:
             return self.inner
-        forward: Forward = type(self.module).forward.__get__(self.module)
-        return forward
+        return partial(type(self.module).forward, self.module)  # which every version of torch.compile traces
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``around`` with the original forward."""

@@ -1,0 +1,161 @@
+"""Record what a script feeds its model: digests of what it copies to the GPU, and of parts that it passes on.
+
+    loader ── indices drawn ──> batch on the CPU ── to("cuda") ──> model(batch)
+    corpus ── to("cuda") ──> corpus[i:i + 35] ──> model(part)
+
+The ghost computes nothing, but what a script copies to the GPU has contents, and views of a copy are parts of
+these. A tensor that the GPU makes of them, or draws by itself, has none that memfit knows.
+"""
+
+import hashlib
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils._pytree import tree_leaves
+
+from memfit.dispatch_modes import without_dispatch_modes
+from memfit.ghost.patching.after_import import after_import
+from memfit.recording.hooks import InstalledHooks
+from memfit.recording.tensor_storage import storage_of
+from memfit.records import FedSamples, FedTensor
+
+_DIMENSIONS = 2
+_MOST_ROWS = 4096
+"""A dimension with more has one digest."""
+_MOST_TENSORS = 64
+_MOST_BYTES = 1 << 27
+"""Of contents that are looked at."""
+_MOST_INDICES = 1 << 16
+
+
+def fed_tensor(tensor: torch.Tensor) -> FedTensor:
+    """Return the digests of a tensor's rows.
+
+    >>> whole, part = torch.arange(6).reshape(2, 3), torch.arange(3).reshape(1, 3)
+    >>> fed_tensor(whole).rows[0][:1] == fed_tensor(part).rows[0]
+    True
+    """
+    rows = []
+    for dimension in range(min(tensor.ndim, _DIMENSIONS)):
+        along = tensor.detach().cpu().resolve_conj().movedim(dimension, 0)
+        # A copy: of a dimension with one element, a view may have any stride.
+        content = along.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy()
+        size = len(along) if len(along) <= _MOST_ROWS else 1
+        rows.append(tuple(map(_digest, content.reshape(size, -1) if size else content)))
+    return FedTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tuple(rows))
+
+
+def _digest(row: npt.NDArray[np.uint8]) -> str:
+    return hashlib.blake2b(row.tobytes(), digest_size=8).hexdigest()
+
+
+class FedSampleRecorder:
+    """Records from ``install`` on; calls of the model are for its user to pass on."""
+
+    def __init__(self) -> None:
+        self._sources: dict[int, tuple[Any, torch.Tensor, int]] = {}
+        """By storage on the GPU: what ends with it; what was copied there, and its version then."""
+        self._copied: list[FedTensor] = []
+        self._passed: list[FedTensor] = []
+        self._left = _MOST_BYTES
+        self._drawn: list[list[str]] = []
+        self._returned: tuple[dict[int, Any], dict[int, Any]] = {}, {}
+        """Storages that the model returned before the last update, and since."""
+        self._carried = False
+        self._in_model = 0
+
+    def install(self, hooks: InstalledHooks) -> None:
+        """Hook copies to the GPU, and loaders."""
+        for owner, names in ((torch.Tensor, ("to", "cuda", "copy_")), (torch, ("tensor", "as_tensor"))):
+            for name in names:
+                hooks.wrap(owner, name, self._copy)
+        hooks.wrap(torch.nn.Module, "_apply", self._move_model)
+        loaders = "torch.utils.data.dataloader"
+        hooks.on_removal(after_import(loaders, lambda: self._follow_loaders(hooks, sys.modules[loaders])))
+
+    def found(self) -> FedSamples:
+        """Return what has been recorded."""
+        drawn = tuple(tuple(each) for each in self._drawn if each)
+        return FedSamples(tuple(self._copied), tuple(self._passed), drawn, self._carried)
+
+    def call(self, call: Callable[[], Any], passed: Any) -> Any:
+        """Call the model, with what it is passed."""
+        with without_dispatch_modes():
+            for leaf in tree_leaves(passed):
+                if isinstance(leaf, torch.Tensor) and leaf.is_cuda and leaf.layout is torch.strided:
+                    self._pass(leaf)
+        result = call()
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+                storage = storage_of(leaf)
+                self._returned[1][storage._cdata] = weakref.ref(storage)
+        return result
+
+    def update(self) -> None:
+        """Note that the script makes an update."""
+        self._returned = self._returned[1], {}
+
+    def _pass(self, tensor: torch.Tensor) -> None:
+        storage = storage_of(tensor)
+        before = self._returned[0].get(storage._cdata)
+        self._carried |= before is not None and before() is storage
+        source = self._sources.get(storage._cdata)
+        if source is None or tensor.numel() == source[1].numel():
+            return
+        _, content, version = source
+        if content._version == version and content.dtype == tensor.dtype:
+            start = content.storage_offset() + tensor.storage_offset()
+            self._passed += self._read(content.as_strided(tensor.shape, tensor.stride(), start))
+
+    def _copy(self, original: Callable[..., Any], given: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(given, *args, **kwargs)
+        source = args[0] if original.__name__ == "copy_" and args else given
+        if not isinstance(result, torch.Tensor) or not result.is_cuda or result.layout is not torch.strided:
+            return result
+        if self._in_model or isinstance(source, torch.nn.Parameter) or not result.ndim:
+            return result
+        with without_dispatch_modes(), torch.no_grad():
+            if not isinstance(source, torch.Tensor):
+                source = torch.as_tensor(source, dtype=result.dtype, device="cpu")
+            if source.device.type == "cpu" and source.shape == result.shape:
+                self._copied += self._read(source)
+                self._remember(result, source.detach().to(result.dtype).contiguous())
+        return result
+
+    def _remember(self, copy: torch.Tensor, source: torch.Tensor) -> None:
+        storage = storage_of(copy)
+        if copy.is_contiguous() and storage.nbytes() == copy.nbytes and not source.is_inference():
+            address = storage._cdata
+            end = weakref.ref(storage, lambda _: self._sources.pop(address, None))
+            self._sources[address] = end, source, source._version
+
+    def _read(self, tensor: torch.Tensor) -> Iterator[FedTensor]:
+        """Yield the digests of a tensor, unless enough has been read."""
+        if len(self._copied) + len(self._passed) < _MOST_TENSORS and tensor.nbytes <= self._left:
+            self._left -= tensor.nbytes
+            yield fed_tensor(tensor)
+
+    def _move_model(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        self._in_model += 1
+        try:
+            return original(model, *args, **kwargs)
+        finally:
+            self._in_model -= 1
+
+    def _follow_loaders(self, hooks: InstalledHooks, loaders: Any) -> None:
+        hooks.wrap(loaders._BaseDataLoaderIter, "_next_index", self._draw)
+
+    def _draw(self, original: Callable[..., Any], iterator: Any) -> Any:
+        index = original(iterator)
+        drawn = iterator.__dict__.setdefault("_memfit_drawn", [])
+        if not drawn:
+            self._drawn.append(drawn)
+        some = index if isinstance(index, list | tuple) else [index]
+        if len(drawn) < _MOST_INDICES:  # None: of an iterable data set
+            drawn += [str(each) for each in some if each is not None]
+        return index
