@@ -1,6 +1,6 @@
 """What the searches for a plan answer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import isfinite
 
@@ -26,28 +26,32 @@ class OutOfTimeError(Exception):
     """The time for a search is over: raised where a run reports its progress."""
 
 
-class FastestSoFar:
-    """The fastest plan that a search has found so far.
+class BestSoFar:
+    """The plan that a search would answer with so far: the fastest that is not tight, if it has any.
 
     Args:
+        budget: bytes of the process.
+        target: within which a plan is not tight.
         slowdown: of ``Allowed``.
-        on_found: called with the answer whenever there is a faster one.
+        on_found: called with the answer whenever there is a better one.
     """
 
-    def __init__(self, slowdown: float, on_found: OnFound) -> None:
+    def __init__(self, budget: int, target: int, slowdown: float, on_found: OnFound) -> None:
         self.run: PlanRun | None = None
-        self._slowdown, self._on_found = slowdown, on_found
+        self._budget, self._target, self._slowdown, self._on_found = budget, target, slowdown, on_found
 
-    def offer(self, run: PlanRun, answer: Callable[[PlanRun], ScriptPlan]) -> None:
-        """Take a plan that fits, if it is faster than those before and fast enough.
+    def offer(self, runs: Iterable[PlanRun], answer: Callable[[PlanRun], ScriptPlan]) -> None:
+        """Take the best of some plans, if it fits, is fast enough, and is better than those before.
 
         Args:
-            run: the plan.
+            runs: the plans, those before included.
             answer: returns the search's answer with a plan chosen.
         """
-        if run.time <= self._slowdown and (self.run is None or run.time < self.run.time):
-            self.run = run
-            self._on_found(answer(run))
+        fitting = [run for run in runs if run.needs.bytes <= self._budget and run.time <= self._slowdown]
+        best = min(fitting, key=lambda run: (run.needs.bytes > self._target, run.time), default=None)
+        if best is not None and best is not self.run:
+            self.run = best
+            self._on_found(answer(best))
 
 
 def out_of_time(found: ScriptPlan) -> ScriptPlan:

@@ -56,7 +56,7 @@ class Bases:
         script: the script.
         plain: its run as written.
         runs: which make the bases.
-        budget: bytes of the process.
+        budget: bytes of the process that no plan may need more of.
         allowed: what a plan may change.
     """
 
@@ -92,7 +92,7 @@ class Bases:
             operations = named_as_in(self._plain.operations, operations)
         chooser = CheckpointChooser(operations, self._script.seconds)
         made = Base(
-            plan, operations, run, floor_of_updates(result), Bracket(chooser, self._budget, run, self.step)
+            plan, operations, run, floor_of_updates(result), Bracket(chooser, self._runs, run, self.step)
         )
         self._made.append(made)
         return made
@@ -160,7 +160,7 @@ class Bases:
             chosen: as for ``roots``.
         """
         optimizer = None if self._plain.operations is None else self._plain.operations.optimizer
-        changes = OptimizerChanges(start.run, self._allowed, self._budget, self._copies_of_state)
+        changes = OptimizerChanges(start.run, self._allowed, self._runs.budget, self._copies_of_state)
         while change := changes.next(self._runs.tried, chosen()):
             plan = least.plan | change.plan(optimizer)
             made = self._lower(least, plan) if self.can_fit(plan) else None
@@ -173,7 +173,7 @@ class Bases:
     def _fused(self, base: Base) -> Base:
         """Return a base with fused optimizers, whose updates need no temporaries, if that may make it fit."""
         update = base.update.needs.bytes
-        needs_most = base.run.place.phase is Phase.OPTIMIZER or update > self._budget
+        needs_most = base.run.place.phase is Phase.OPTIMIZER or update > self._runs.budget
         without = update - base.update.bytes_of(CATEGORY_NAMES[Category.TEMPORARY])
         if not (self._allowed.rounding and needs_most and without <= self._budget):
             return base
@@ -211,7 +211,7 @@ class Bases:
     def offloading(self, base: Base) -> Base:
         """Return a base in which the inputs of what is recomputed wait on the host."""
         chooser = CheckpointChooser(base.operations, self._script.seconds, self._script.copy)
-        bracket = Bracket(chooser, self._budget, base.run, self.step)
+        bracket = Bracket(chooser, self._runs, base.run, self.step)
         return replace(base, bracket=bracket, offload=True)
 
 

@@ -33,7 +33,7 @@ class Divisions:
         plain: the script as written.
         runs: of the search.
         bases: of the search.
-        budget: bytes of the process.
+        budget: bytes of the process that no plan may need more of.
         allowed: what a plan may change.
     """
 
@@ -65,7 +65,7 @@ class Divisions:
         self.why_no_more = self._indivisible
         for number, way in enumerate(self._ways):
             alone = self._alone.get(way.parts)
-            if alone is None or alone.needs.bytes - saved_of_state(root.plan, alone) <= self._budget:
+            if alone is None or alone.needs.bytes - saved_of_state(root.plan, alone) <= self._runs.budget:
                 self.left = self._ways[number:]
                 return
         self.left = self._ways[-1:]

@@ -57,7 +57,7 @@ class PlanRuns:
 
     Args:
         script: the script.
-        budget: bytes of the process.
+        budget: bytes of the process within which a run fits.
         tune: whether runs that do not fit may get expandable segments.
         compiled: whether ``torch.compile`` compiles the script's code.
         gpu: bytes of a GPU: a run that fits it needs what PyTorch takes there, its cache included; 0 if they
@@ -73,7 +73,9 @@ class PlanRuns:
         compiled: bool = False,
         gpu: int | None = None,
     ) -> None:
-        self._script, self._budget, self._tune, self._compiled = script, budget, tune, compiled
+        self._script, self._tune, self._compiled = script, tune, compiled
+        self.budget = budget
+        """Bytes of the process within which a run fits."""
         self._gpu = gpu
         self.count = 0
         """How many runs were begun."""
@@ -81,7 +83,7 @@ class PlanRuns:
 
     def fits(self, run: PlanRun) -> bool:
         """Return whether a run fits the budget."""
-        return run.needs.bytes <= self._budget
+        return run.needs.bytes <= self.budget
 
     def run(
         self, plan: PlanChange, *, operations: bool = False
@@ -150,7 +152,7 @@ class PlanRuns:
             fails: whether it is known that a run does not fit the GPU.
         """
         most = max((self._needs(run, plan, time, fails=fails) for run in runs), key=_bytes)
-        if tune and self._tune and most.needs.bytes > self._budget:
+        if tune and self._tune and most.needs.bytes > self.budget:
             expandable = expandable_segments(runs[0].trace)
             if expandable is not None:
                 tuned = self.needs(runs, plan | expandable, time, tune=False)

@@ -10,6 +10,9 @@
 
 A model predicts allocated bytes of one step; what counts is what the process needs. Each run shows by how
 much they differ, and the next choice is made with that. No plan is returned that has not run.
+
+Where the CUDA context is assumed, plans are looked for that leave free what it may be larger by. If none is
+found, the fastest that fits is tight: from what has run by then, the search goes on for the whole budget.
 """
 
 import functools
@@ -21,7 +24,7 @@ from memfit.analysis.script_change import ScriptChange, TrialResult, why_it_fail
 from memfit.errors import TargetError, UsageError
 from memfit.planning.allowed import Allowed
 from memfit.planning.answers import (
-    FastestSoFar,
+    BestSoFar,
     OnFound,
     OutOfTimeError,
     answer,
@@ -72,7 +75,7 @@ def find_plan(
         budget: bytes of the process, the CUDA context included.
         allowed: what the plan may change.
         policies: whether the policies that people use are run, too.
-        on_found: called with the answer so far whenever there is a plan that fits, and a faster one.
+        on_found: called with the answer so far whenever there is a plan that fits, and a better one.
 
     Raises:
         TargetError: the script as written cannot be run, or not in time; or not be trained on several GPUs.
@@ -107,10 +110,12 @@ class _PlanSearch:
     def __init__(
         self, script: PlannedScript, plain: TrialResult, budget: int, allowed: Allowed, on_found: OnFound
     ) -> None:
-        self._fastest = FastestSoFar(allowed.slowdown, on_found)
+        self._written = all_replayed(plain)
+        target = budget - self._written[0].found.uncertainty
+        self._best_so_far = BestSoFar(budget, target, allowed.slowdown, on_found)
         self._as_written: PlanRun | None = None
         self._script, self._plain, self._budget, self._allowed = script, plain, budget, allowed
-        self._runs = PlanRuns(script, budget, tune=allowed.allocator)
+        self._runs = PlanRuns(script, target, tune=allowed.allocator)
         self._optimizer = plain.operations.optimizer if plain.operations is not None else None
         self._refusal = ""  # why nothing can be recomputed
         self._chosen: PlanRun | None = None  # the fastest so far that fits
@@ -119,19 +124,18 @@ class _PlanSearch:
         self._step = self._bases.step
 
     def plan(self) -> ScriptPlan:
-        plain = all_replayed(self._plain)
         if self._script.is_to_be_sharded(self._plain):
             return self._plan_shardings()
-        self._as_written = as_written = self._runs.needs(plain, PlanChange(), 1.0, tune=False)
+        self._as_written = as_written = self._runs.needs(self._written, PlanChange(), 1.0, tune=False)
         if self._runs.fits(as_written):
             return self._answer(chosen=as_written)
-        tuned = self._runs.needs(plain, PlanChange(), 1.0)
+        tuned = self._runs.needs(self._written, PlanChange(), 1.0)
         if tuned.conf:
             self._runs.tried.append(tuned)
         if self._runs.fits(tuned):
             return self._answer(chosen=tuned)
         if self._plain.operations is None:
-            return self._answer(smallest=tuned, reason=_UNRECORDED)
+            return self._unplanned(tuned)
         return self._combine([self._bases.base(PlanChange(), self._plain, tuned)])
 
     def _plan_shardings(self) -> ScriptPlan:
@@ -145,7 +149,7 @@ class _PlanSearch:
             return self._answer(chosen=found.chosen)
         least, result, run = found.least
         if result.operations is None or self._plain.operations is None:
-            return self._answer(smallest=run, reason=_UNRECORDED)
+            return self._unplanned(run)
         start = self._bases.base(least, result, run)
         offloaded = self._offloaded_shards(found.as_written) if self._allowed.rounding else ()
         return self._combine(chain([start], offloaded))
@@ -162,6 +166,9 @@ class _PlanSearch:
 
     def _combine(self, starts: Iterable[Base]) -> ScriptPlan:
         """Change more about what does not fit; the next start is made if nothing fits with those before."""
+        floor = self._bases.floor()
+        if floor is not None and floor.needs.bytes > self._runs.budget:
+            self._runs.budget = self._budget  # every plan is tight
         bases: list[Base] = []
         for start in starts:
             for root in self._bases.roots(start, lambda: self._chosen):
@@ -171,17 +178,20 @@ class _PlanSearch:
                 bases += added
             if self._chosen is not None:
                 break
-        ran = [base.run for base in bases]
-        if self._chosen is None and any(map(self._may_fit, bases)):
-            bases = [base for base in bases if self._may_fit(base)]
+        if self._chosen is None and (rest := [base for base in bases if self._may_fit(base)]):
             if not self._refusal:
-                bases = [self._bases.offloading(base) for base in bases]
-            self._chosen = self._try_the_rest(bases)
-        if self._chosen is None:
-            smallest = min([*ran, *self._runs.tried], key=lambda run: run.needs.bytes)
-            return self._no_plan(smallest)
+                bases += (rest := [self._bases.offloading(base) for base in rest])
+            self._chosen = self._try_the_rest(rest)
+        found = self._chosen
+        if found is None or found.time > self._allowed.slowdown:
+            tight = self._tight(bases)
+            if tight is not None and (found is None or tight.time <= self._allowed.slowdown):
+                return self._answer(chosen=tight, bound=0.0)
+        if found is None:
+            ran = [*(base.run for base in bases), *self._runs.tried]
+            return self._no_plan(min(ran, key=lambda run: run.needs.bytes))
         bound = min(base.run.time + base.plan.parts * self._least(base) / self._step for base in bases)
-        return self._answer(chosen=self._chosen, bound=min(bound, self._chosen.time))
+        return self._answer(chosen=found, bound=min(bound, found.time))
 
     def _try_the_rest(self, bases: list[Base]) -> PlanRun | None:
         """Return a plan that fits, if one does, of bases in which recomputation alone is not enough."""
@@ -196,24 +206,32 @@ class _PlanSearch:
                 return found
         return self._every_block(bases)
 
+    def _tight(self, bases: list[Base]) -> PlanRun | None:
+        """Return the fastest plan that fits the whole budget, if one does; search bases once more for it."""
+        if self._runs.budget == self._budget:
+            return None
+        self._runs.budget = self._budget
+        self._divisions.left = []
+        self._chosen = min(filter(self._runs.fits, self._ran), key=lambda run: run.time, default=None)
+        return self._search(bases) if bases else self._chosen
+
     def _search(self, bases: list[Base]) -> PlanRun | None:
         """Return the fastest plan that fits, if one does; bases are added while they may pay."""
         while True:
             fitting = [run for run in (self._chosen, *map(self._best, bases)) if run is not None]
             best = min(fitting, key=lambda run: run.time, default=None)
-            if best is not None:
-                self._fastest.offer(best, lambda run: self._answer(chosen=run))
+            self._offer()
             if self._is_exhausted:
                 return best
             worth = [base for base in bases if best is None or self._may_be_taken(base)]
             worth = [base for base in worth if self._may_fit(base)]
             found = [] if self._refusal else [each for base in worth if (each := self._proposal(base))]
-            fits = [each for each in found if each[0].bracket.needs(each[1]) <= self._budget]
+            fits = [each for each in found if each[0].bracket.needs(each[1]) <= self._runs.budget]
             likely = min(fits, key=lambda each: self._time(*each), default=None)
             times = [run.time for run in fitting] + [self._time(*each) for each in fits]
             last = bases[-1]
             pays = last.run.time < min(times, default=float("inf")) - WORTH
-            if self._divisions.left and self._may_fit(last) and pays:
+            if self._divisions.left and last.update.needs.bytes <= self._budget and pays:
                 bases.extend(self._divisions.make(bases[0], last))
                 continue
             smallest = min(found, key=lambda each: each[0].bracket.needs(each[1]), default=None)
@@ -225,12 +243,21 @@ class _PlanSearch:
                 return best
 
     @property
+    def _ran(self) -> list[PlanRun]:
+        """The script as written, and every plan that ran."""
+        return [run for run in (self._as_written, *self._runs.tried) if run is not None]
+
+    def _offer(self) -> None:
+        """Offer what has run as the answer so far."""
+        self._best_so_far.offer(self._ran, lambda run: self._answer(chosen=run, bound=0.0))
+
+    @property
     def _is_exhausted(self) -> bool:
         return self._runs.count >= _MOST_RUNS
 
     def _may_fit(self, base: Base) -> bool:
         """Return whether a base may fit, whatever is recomputed in it."""
-        return base.update.needs.bytes <= self._budget and self._bases.can_fit(base.plan)
+        return base.update.needs.bytes <= self._runs.budget and self._bases.can_fit(base.plan)
 
     def _best(self, base: Base) -> PlanRun | None:
         """Return the fastest run of a base that fits."""
@@ -287,8 +314,9 @@ class _PlanSearch:
 
     def so_far(self) -> ScriptPlan:
         """Return the answer of a search that is to end at once."""
+        self._offer()
         smallest = min(self._runs.tried, key=lambda run: run.needs.bytes, default=None)
-        chosen = self._fastest.run
+        chosen = self._best_so_far.run
         return self._answer(chosen=chosen, smallest=smallest if chosen is None else None)
 
     def policies(self) -> tuple[PlanRun, ...]:
@@ -303,6 +331,12 @@ class _PlanSearch:
         return tuple(runs.tried)
 
     # ---- the answer ---------------------------------------------------------------------------------------
+
+    def _unplanned(self, smallest: PlanRun) -> ScriptPlan:
+        """Answer that memfit saw no step to plan: with what has run and is tight, if anything is."""
+        if (tight := self._tight([])) is not None:
+            return self._answer(chosen=tight)
+        return self._answer(smallest=smallest, reason=_UNRECORDED)
 
     def _no_plan(self, smallest: PlanRun) -> ScriptPlan:
         """Answer that no plan fits: because none can, or because none that ran does."""

@@ -57,7 +57,8 @@ class ScriptPlanJson(msgspec.Struct, frozen=True):
     time: float | None
     """Of a step under the chosen plan, relative to the script as written; assumed."""
     bound: float
-    """No plan of this kind that fits takes less time; 0 if no bound is known."""
+    """No plan of this kind that fits takes less time, tight ones apart unless the chosen one is; 0 if no bound is
+    known."""
     time_rule: str
     """What the times are based on."""
     budget: int
@@ -95,6 +96,8 @@ class ScriptPlanJson(msgspec.Struct, frozen=True):
     the budget: no plan can fit."""
     out_of_time: bool
     """Whether the time for the search was over before it ended: a faster plan may exist, or one that fits."""
+    is_tight: bool
+    """Whether the chosen plan leaves less than the assumed CUDA context may be too small by."""
     reason: str
     """Why no plan was found; otherwise empty."""
     undivided: str
@@ -148,6 +151,7 @@ def script_plan_json(result: ScriptPlan) -> ScriptPlanJson:
         optimizer=result.optimizer,
         floor=result.floor,
         out_of_time=result.out_of_time,
+        is_tight=result.is_tight,
         reason=result.reason,
         undivided=result.undivided,
         log_probabilities=result.log_probabilities,
