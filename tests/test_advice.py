@@ -122,7 +122,7 @@ def test_a_combination_gives_the_predicted_figures(dry_run):
     script, environment = followed(TRAIN, piece)
     rerun = dry_run(script, *both, options=NO_LIMIT, environment=environment).answer
     assert rerun["peak"]["process"] == piece["needs"]["bytes"]
-    assert run.answer["in_all"]["bytes"] == piece["needs"]["bytes"] + piece["saves"]["bytes"]
+    assert run.answer["needs"]["bytes"] == piece["needs"]["bytes"] + piece["saves"]["bytes"]
     then = dry_run(script, *both, options=("--memory", "2150MiB"), environment=environment).answer
     assert then["verdict"] == "fits"
 
@@ -212,7 +212,7 @@ def asking(dry_run, script):
 def test_a_fork_of_a_script_has_its_answers(dry_run):
     run = asking(dry_run, "")
     assert run.answer["advice"]
-    assert run.answer["in_all"]
+    assert run.answer["needs"]
 
 
 def test_a_script_that_cannot_be_rerun_unattended_is_reported(dry_run):
@@ -220,7 +220,7 @@ def test_a_script_that_cannot_be_rerun_unattended_is_reported(dry_run):
         dry_run, "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
     )
     assert run.code == 0
-    assert (run.answer["advice"], run.answer["in_all"]) == ([], None)
+    assert (run.answer["advice"], run.answer["needs"]) == ([], None)
     assert "script.py failed before it used the GPU: EOFError" in run.answer["untried"]["exception"]
     assert "No advice: when memfit ran the script without input, script.py failed" in run.out
     assert "in total is unknown: when memfit ran the script without input, script.py failed" in run.out

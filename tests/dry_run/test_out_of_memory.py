@@ -29,7 +29,7 @@ def test_out_of_memory_is_a_result(dry_run):
     assert failure["shortfall"] > 0
     assert failure["shortfall"] <= failure["requested"] + (2 << 20)
     assert "OUT OF MEMORY" in run.out
-    needed = run.answer["in_all"]["bytes"]
+    needed = run.answer["needs"]["bytes"]
     assert needed > 1200 << 20
     assert dry_run(script, options=("--memory", str(needed))).answer["out_of_memory"] is None
     assert dry_run(script, options=("--memory", str(needed - (2 << 20)))).answer["verdict"] == "out of memory"
@@ -83,7 +83,7 @@ def test_a_script_that_cannot_run_again_says_that_its_total_is_unknown(dry_run):
     """
     run = dry_run(script)
     assert run.answer["verdict"] == "out of memory"
-    assert run.answer["in_all"] is None
+    assert run.answer["needs"] is None
     assert "FileExistsError" in run.answer["untried"]["exception"]
     text = "How much memory the script needs in total is unknown: when memfit ran the script without input, "
     assert f"{text}script.py failed before it used the GPU: FileExistsError" in run.out
@@ -100,11 +100,11 @@ def test_a_script_that_sizes_itself_by_its_gpu_does_so_with_unlimited_memory_too
     """
     run = dry_run(script, options=("--memory", "3000MiB"))
     context = 512 << 20
-    in_all = run.answer["in_all"]["bytes"]
+    needs = run.answer["needs"]["bytes"]
     assert run.answer["verdict"] == "out of memory"
-    assert 0 <= in_all - (context + ((3000 << 20) - context) // 2 + (2 << 30)) <= 4 << 20
+    assert 0 <= needs - (context + ((3000 << 20) - context) // 2 + (2 << 30)) <= 4 << 20
     limited = script.replace("free, total", "torch.cuda.set_per_process_memory_fraction(0.5); free, total")
-    assert dry_run(limited, options=("--memory", "3000MiB")).answer["in_all"]["bytes"] > in_all
+    assert dry_run(limited, options=("--memory", "3000MiB")).answer["needs"]["bytes"] > needs
 
 
 def test_a_script_that_leaves_by_os_exit_has_a_result(dry_run):

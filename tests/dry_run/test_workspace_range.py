@@ -50,7 +50,9 @@ def test_the_lower_end_is_what_a_run_without_workspaces_reserves(dry_run, script
 def test_the_terminal_names_both_ends_and_the_layers(dry_run):
     run = dry_run(GROUPED, options=("--gpu", "H100-80GB"))
     assert re.search(
-        r"needs (0\.\d\d) to (?!\1)0\.\d\d GiB of 79\.18 GiB   leaves (78\.\d\d) to (?!\2)", run.out
+        r"needs (0\.\d\d) to (?!\1)0\.\d\d GiB of 79\.18 GiB, takes (0\.\d\d) to (?!\2)0\.\d\d GiB   "
+        r"leaves (78\.\d\d) to (?!\3)",
+        run.out,
     )
     assert "depending on the workspaces that cuDNN uses on the card, or none." in run.out
     assert "The largest: 1 (forward): " in run.out
@@ -62,10 +64,10 @@ def test_a_run_that_does_not_fit_shows_what_is_enough_without_workspaces(dry_run
 
     fits = dry_run(GROUPED, options=("--gpu", "H100-80GB")).answer["range"]["process"]
     short = under(fits["least"] - 100 * MIB)
-    least, most = short.answer["in_all_without_workspaces"]["bytes"], short.answer["in_all"]["bytes"]
+    least, most = short.answer["needs_without_workspaces"]["bytes"], short.answer["needs"]["bytes"]
     assert fits["least"] - 100 * MIB < least < 0.98 * most
     options = ("--gpu", "H100-80GB", "--memory", f"{(fits['least'] >> 20) - 100}MiB", "--advise")
-    assert dry_run(GROUPED, options=options).answer["in_all_without_workspaces"]["bytes"] == least
+    assert dry_run(GROUPED, options=options).answer["needs_without_workspaces"]["bytes"] == least
     assert under(most + MIB).answer["verdict"] in ("fits", "tight")
     assert re.search(r"needs [\d.,]+ to [\d.,]+ [GM]iB; this GPU has", short.out)
     assert "How much is enough depends on the workspaces of convolutions" in short.out

@@ -165,8 +165,8 @@ def test_a_model_that_does_not_fit_reports_its_total_and_fits_another_gpu():
     assert answer.breakdown["parameters"].bytes == 16 * 4 * 16384**2
     assert answer.breakdown["gradients"].bytes == 0  # neither loss nor optimizer: inference
     assert answer.total.bytes > 16 * 4 * 16384**2
-    assert answer.run.device.total.bytes < answer.unlimited.in_all.bytes <= answer.total.bytes
-    assert f"needs {answer.unlimited.in_all.bytes / 2**30:,.2f} GiB; this GPU has" in str(answer)
+    assert answer.run.device.total.bytes < answer.unlimited.needs.bytes <= answer.total.bytes
+    assert f"needs {answer.unlimited.needs.bytes / 2**30:,.2f} GiB; this GPU has" in str(answer)
 
 
 @pytest.mark.usefixtures("warm_scripts")

@@ -118,9 +118,9 @@ def test_an_out_of_memory_run_shows_the_total_it_needs():
     failed = [Event(Action.OOM, 1000, 5 * GIB)]
     trace = trace_of([Event(Action.SEGMENT_ALLOC, BASE, 20 * MIB), *failed], device=small)
     trace = replace(trace, end=ScriptEnd("out of memory", 1))
-    in_all = Figure(3 * GIB, Provenance.EXACT)
+    needs = Figure(3 * GIB, Provenance.EXACT)
     for advice in ((), (CHECKPOINT,)):
-        text = Elements(report(trace, advice=advice, in_all=in_all)).text
+        text = Elements(report(trace, advice=advice, needs=needs)).text
         assert "needs 3.00 GiB; this GPU has 0.25 GiB" in text
         assert "Unchanged, the run needs" not in text
     assert "3.00 GiB; this GPU" not in Elements(report(trace)).text

@@ -78,7 +78,7 @@ def test_out_of_memory_shows_where_and_how_much(answer):
     where = "step 2 · forward · layers.3.mlp · MmBackward0 · /somewhere/train.py:12"
     assert second == f"Ran out in: {where}"
     assert third == "3.0 GiB requested, 1.0 GiB free."
-    first, *_ = printed(replace(failed, in_all=Figure(90 * GIB, Provenance.SIMULATED))).splitlines()
+    first, *_ = printed(replace(failed, needs=Figure(90 * GIB, Provenance.SIMULATED))).splitlines()
     assert first == "OUT OF MEMORY   needs 91.00 GiB; this GPU has 80.00 GiB"
     assert "Steady" not in printed(failed)
 
@@ -86,22 +86,22 @@ def test_out_of_memory_shows_where_and_how_much(answer):
 def test_a_need_that_rounds_to_the_size_of_the_gpu_is_shown_in_mib(answer):
     failure = OutOfMemory(answer.peak_place, 3 * GIB, GIB, 2 * GIB)
     needs = Figure(80 * GIB + (2 << 20) - answer.device.in_use, Provenance.SIMULATED)
-    failed = replace(answer, verdict="out of memory", out_of_memory=failure, in_all=needs)
+    failed = replace(answer, verdict="out of memory", out_of_memory=failure, needs=needs)
     assert printed(failed).startswith("OUT OF MEMORY   needs 81,922 MiB; this GPU has 81,920 MiB")
 
 
 def test_both_ends_of_what_is_needed_are_shown_if_convolutions_decide_it(answer):
     failure = OutOfMemory(answer.peak_place, 3 * GIB, GIB, 2 * GIB)
     needs, least = Figure(99 * GIB, Provenance.SIMULATED), Figure(90 * GIB, Provenance.SIMULATED)
-    failed = replace(answer, verdict="out of memory", out_of_memory=failure, in_all=needs)
+    failed = replace(answer, verdict="out of memory", out_of_memory=failure, needs=needs)
     assert "convolutions" not in printed(failed)
-    either = replace(failed, in_all_without_workspaces=least)
+    either = replace(failed, needs_without_workspaces=least)
     assert printed(either).startswith("OUT OF MEMORY   needs 91.00 to 100.00 GiB; this GPU has 80.00 GiB")
     assert "How much is enough depends on the workspaces of convolutions" in printed(either, 300)
     bounded = replace(either, bounds=(SizeBound("nonzero", "train.py:3", 9),))
     assert printed(bounded).startswith("OUT OF MEMORY   needs at most 100.00 GiB; this GPU has 80.00 GiB")
     near = replace(least, bytes=80 * GIB + (2 << 20) - answer.device.in_use)
-    first = printed(replace(failed, in_all_without_workspaces=near)).splitlines()[0]
+    first = printed(replace(failed, needs_without_workspaces=near)).splitlines()[0]
     assert first == "OUT OF MEMORY   needs up to 100.00 GiB; this GPU has 80.00 GiB"
 
 
@@ -124,7 +124,7 @@ def test_cached_memory_that_would_be_enough_is_named_as_fragmented(answer, cache
 def test_fragmentation_is_named_only_if_it_holds_all_that_is_missing(answer, needed, says):
     failure = OutOfMemory(answer.peak_place, 3 * GIB, 2 * GIB, GIB, cached=2 * GIB)
     needs = Figure(needed, Provenance.SIMULATED)
-    failed = replace(answer, verdict="out of memory", out_of_memory=failure, in_all=needs)
+    failed = replace(answer, verdict="out of memory", out_of_memory=failure, needs=needs)
     failed = replace(failed, device=replace(answer.device, in_use=0))
     assert ("(fragmentation)" in printed(failed, 300)) == says
 
@@ -140,7 +140,7 @@ def test_an_upper_bound_names_the_size_it_rests_on(answer):
     )
     failure = OutOfMemory(answer.peak_place, 3 * GIB, GIB, 2 * GIB)
     failed = replace(
-        answer, bounds=(bound,), out_of_memory=failure, verdict="may not fit", in_all=answer.peak_process
+        answer, bounds=(bound,), out_of_memory=failure, verdict="may not fit", needs=answer.peak_process
     )
     text = printed(failed)
     assert text.startswith("MAY NOT FIT   needs at most 8.50 GiB; this GPU has 80.00 GiB")

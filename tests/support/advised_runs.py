@@ -41,6 +41,7 @@ def trace(  # noqa: PLR0913 - each test sets one or two
     category=Category.ACTIVATION,
     cached=0,
     released=False,
+    fragmented=False,
     oom=False,
     end=STEPS,
     total=80 << 10,
@@ -51,7 +52,7 @@ def trace(  # noqa: PLR0913 - each test sets one or two
     """Return a run that holds ``size`` MiB at its peak.
 
     Before the peak, the allocator has ``cached`` MiB in blocks too small for it; it keeps them, or releases
-    them if ``released``.
+    them if ``released``, and cannot release them if they are ``fragmented``: a block of 2 MiB stays there.
     """
     history, segments = [], []
     for index, mib in enumerate((cached, size)):
@@ -61,6 +62,8 @@ def trace(  # noqa: PLR0913 - each test sets one or two
             history.append(Event(Action.SEGMENT_ALLOC, address, block, label=phase))
             history.append(Event(Action.ALLOC, address, block, label=phase, category=category))
             history += freed(address, block, label=phase) if index == 0 else []
+        if fragmented and index == 0:
+            history.append(Event(Action.ALLOC, address, 2 * MIB, label=phase, category=category))
         if released and index == 0:
             history.append(Event(Action.SEGMENT_FREE, address, block, label=phase))
             segments.clear()

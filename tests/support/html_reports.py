@@ -130,11 +130,11 @@ def evil():
     )
 
 
-def report(trace, *, advice=None, in_all=None, untried=None, ranks=(), peaks=None, **options):
+def report(trace, *, advice=None, needs=None, untried=None, ranks=(), peaks=None, **options):
     """Return the HTML page of a trace."""
     line = timeline(trace)
     summary = summarize(trace)
-    found = replace(summary, advice=advice, in_all=in_all, untried=untried, ranks=ranks, range=peaks)
+    found = replace(summary, advice=advice, needs=needs, untried=untried, ranks=ranks, range=peaks)
     return page(trace, line, attribute(trace, line), found, **options)
 
 

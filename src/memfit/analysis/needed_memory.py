@@ -1,6 +1,6 @@
 """How much memory a run needs: what it takes on a GPU, or the smallest GPU on which it fits, by replay."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from memfit.allocator.config import environment_settings, script_settings
@@ -52,29 +52,38 @@ class ReplayedRun:
             version=torch_version(self.trace),
         )
 
-    def needs(self, gpu: int | None = None, *, fails: bool = False) -> Figure:
-        """Return the bytes that PyTorch reserves at its peak, on a GPU or on the smallest that is enough.
+    def needs(self, fails_at: int = 0) -> Figure:
+        """Return the bytes that PyTorch reserves at its peak on the smallest GPU on which the run fits.
 
-        With less memory PyTorch releases what it caches, so the smallest GPU may have less than the run takes
-        with unlimited memory.
+        With less memory PyTorch releases what it caches, so it takes less there than on a larger GPU. Where
+        GPU work finishes late, it is what the run takes with unlimited memory: an upper bound.
 
         Args:
-            gpu: bytes of the GPU; 0 if they are unknown, and then its memory counts as unlimited. None for
-                the smallest.
-            fails: whether the run is known not to fit it.
+            fails_at: bytes of a GPU on which the run is known not to fit.
         """
-        done = None if gpu is None or fails else self.on(gpu) if gpu else self.unlimited
-        if done is not None and done.fits:
-            return Figure(done.most_taken - self.taken, self._provenance(done))
-        smallest = smallest_capacity(
+        if self.late:
+            return self._reserved(self.unlimited, self.unlimited.most_taken)
+        smallest = self._smallest()
+        if smallest > fails_at:
+            done, fraction = self.on(smallest), setting_config(self._setting).per_process_memory_fraction
+            return self._reserved(done, done.most_taken if fraction is None else smallest)
+        # The replay would fit, but the run itself did not: it may do other things where memory is short.
+        return Figure(self._smallest(fails_at) - self.taken, worst(self._sure, Provenance.SIMULATED))
+
+    def _smallest(self, fails_at: int = 0) -> int:
+        return smallest_capacity(
             self.asked,
             self._setting,
             taken=self.taken,
             version=torch_version(self.trace),
-            fails_at=gpu or 0,
+            fails_at=fails_at,
             exhaustive=0,
         )
-        return Figure(smallest - self.taken, worst(self._sure, Provenance.SIMULATED))
+
+    def _reserved(self, done: Replay, gpu: int) -> Figure:
+        """Return what a GPU has for PyTorch; that is as certain as the run if it did the same."""
+        seen = not self.conf and done.peak_reserved == self.found.peak_reserved
+        return Figure(gpu - self.taken, self._sure if seen else worst(self._sure, Provenance.SIMULATED))
 
     @property
     def _setting(self) -> AllocatorSetting:
@@ -90,11 +99,6 @@ class ReplayedRun:
     def _sure(self) -> Provenance:
         return least_certain(note for note in self.trace.notes if note.sizes)
 
-    def _provenance(self, done: Replay) -> Provenance:
-        """Return how certain a replay is: it may be what the run itself did, or what memfit's model does."""
-        seen = not self.conf and done.peak_reserved == self.found.peak_reserved
-        return self._sure if seen else worst(self._sure, Provenance.SIMULATED)
-
 
 def process_bytes(reserved: Figure, device: DeviceUse) -> Figure:
     """Return the bytes of a process in which PyTorch has so many reserved."""
@@ -102,20 +106,32 @@ def process_bytes(reserved: Figure, device: DeviceUse) -> Figure:
     return Figure(reserved.bytes + outside.bytes, worst(reserved.provenance, outside.provenance))
 
 
-def needed_process(
-    trace: Trace, found: DryRun, device: DeviceUse, gpu: int | None = None, *, fails: bool = False
-) -> Figure:
-    """Return the bytes of the process of a run, on a GPU or on the smallest that is enough.
+def needed_process(trace: Trace, found: DryRun, device: DeviceUse, *, fails_at: int = 0) -> Figure:
+    """Return the bytes of the process of a run on the smallest GPU on which it fits.
 
     Args:
         trace: of the run, on a GPU that is large enough.
         found: its summary.
         device: what the process holds outside PyTorch's allocator.
-        gpu: as for ``ReplayedRun.needs``.
-        fails: the same.
+        fails_at: bytes of a GPU on which the run is known not to fit.
     """
     try:
-        reserved = ReplayedRun.of(trace, found).needs(gpu, fails=fails)
+        reserved = ReplayedRun.of(trace, found).needs(fails_at)
     except MemfitError:  # memfit has no model of that allocator
         return found.peak_process
-    return process_bytes(reserved, device)
+    needs = process_bytes(reserved, device)
+    return needs if fails_at else min(needs, found.peak_process, key=lambda figure: figure.bytes)
+
+
+def with_needs(trace: Trace, found: DryRun) -> DryRun:
+    """Return a run's result with what it needs, if it fits its GPU; the verdict follows what it needs.
+
+    Args:
+        trace: the run.
+        found: its summary. Where its peaks are a range, what it needs without workspaces is found, too.
+    """
+    if found.verdict not in ("fits", "tight") or found.caught:  # a script that runs out adapts to its GPU
+        return found
+    needs = needed_process(trace, found, found.device)
+    left = found.device.total.bytes - found.device.in_use - needs.bytes
+    return replace(found, needs=needs, verdict="tight" if left < found.uncertainty else "fits")

@@ -52,10 +52,11 @@ def find_held(nproc: int, nnodes: int, run: Callable[[int], Held]) -> dict[int, 
 
 def role_of(rank: int, result: DryRun) -> RankRole:
     """Return what a rank holds, from its run."""
+    process = needed(result) if result.ran_out else result.peak_process.bytes
     return RankRole(
         rank=rank,
         also=(),
-        peak=result.range or PeakRange.exactly(result.peak_allocated, result.peak_reserved, needed(result)),
+        peak=result.range or PeakRange.exactly(result.peak_allocated, result.peak_reserved, process),
         verdict=result.verdict,
         place=result.peak_place,
     )
@@ -68,7 +69,7 @@ def weight(result: DryRun) -> tuple[bool, int]:
 
 def needed(result: DryRun) -> int:
     """Return the bytes that a rank's process needs, as far as they are known."""
-    return (result.in_all or result.peak_process).bytes
+    return (result.needs or result.peak_process).bytes
 
 
 def ranks_by_role(ranks: Iterable[tuple[int, RankRole]]) -> tuple[RankRole, ...]:

@@ -120,7 +120,7 @@ def compared_run(
         found = with_upper_bound(found, summarize(after))
         trace = trace if found.range is None else after
     device = replace(device, nccl=trace.device.nccl)
-    needs = needed_process(trace, found, device, device.total.bytes)
+    needs = needed_process(trace, found, device)
     peak = found.range or PeakRange.exactly(found.peak_allocated, found.peak_reserved, needs.bytes)
     least = peak.process.least if found.range else needs.bytes
     return ComparedRun(

@@ -70,6 +70,8 @@ def with_upper_bound(early: DryRun, late: DryRun) -> DryRun:
         late,
         terms=tuple(_assumed(term) if term.name in unsure else term for term in late.terms),
         verdict=late.verdict if fits else "may not fit",
+        needs=None,
+        needs_without_workspaces=None,
         range=either,
         notes=(*late.notes, Note(Provenance.ASSUMED, text, sizes=True)),
     )

@@ -35,7 +35,7 @@ def find_total(found: DryRun, run: RunTrial) -> DryRun:
         run: reruns the script with unlimited memory.
 
     Returns:
-        The summary with ``in_all``, also without workspaces, and what the rerun measured of the longest
+        The summary with ``needs``, also without workspaces, and what the rerun measured of the longest
         batches, or with ``untried`` if the rerun did not complete; unchanged if it fits or the user
         interrupted it.
     """
@@ -48,16 +48,16 @@ def find_total(found: DryRun, run: RunTrial) -> DryRun:
     if not isinstance(unlimited, TrialResult):
         return replace(found, untried=unlimited)
     total = summarize(unlimited.trace)
-    in_all = needed_process(unlimited.trace, total, found.device, found.device.total.bytes, fails=True)
-    least = needed_without_workspaces(unlimited.trace, total, found.device, in_all, found.device.total.bytes)
+    needs = needed_process(unlimited.trace, total, found.device, fails_at=found.device.total.bytes)
+    least = needed_without_workspaces(unlimited.trace, total, found.device, needs, found.device.total.bytes)
     # What it reserves beyond what it allocates will be missing on this device, too.
-    allocated = total.peak_allocated / max(in_all.bytes - found.device.outside.bytes, 1)
+    allocated = total.peak_allocated / max(needs.bytes - found.device.outside.bytes, 1)
     room = int(room_on(found.device) * min(allocated, 1.0))
     longest = tuple(within(each, room) for each in total.longest)
     return replace(
         found,
-        in_all=in_all,
-        in_all_without_workspaces=least,
+        needs=needs,
+        needs_without_workspaces=least,
         bounds=total.bounds or found.bounds,
         longest=longest,
     )

@@ -42,7 +42,7 @@ def with_workspace_range(trace: Trace, found: DryRun) -> DryRun:
 
     Args:
         trace: the run.
-        found: its summary, from ``summarize``.
+        found: its summary, with what it needs.
     """
     of_plans = _workspaces(trace)
     if found.verdict not in ("fits", "tight") or not of_plans.any():
@@ -60,12 +60,14 @@ def with_workspace_range(trace: Trace, found: DryRun) -> DryRun:
     process = either.process
     if process.most - process.least <= _NOTABLE * found.peak_process.bytes:
         return found
-    left = found.device.total.bytes - found.device.in_use - process.most
-    is_larger_without = process.most > found.peak_process.bytes  # blocks of workspaces are not there to reuse
+    needs, least = found.needs or found.peak_process, process_bytes(without_workspaces.needs(), found.device)
+    # Without workspaces a run may need more: their blocks are not there to reuse.
+    left = found.device.total.bytes - found.device.in_use - max(needs.bytes, least.bytes)
     return replace(
         found,
-        verdict="tight" if is_larger_without and left < found.uncertainty else found.verdict,
+        verdict="tight" if left < found.uncertainty else found.verdict,
         range=either,
+        needs_without_workspaces=least if least.bytes != needs.bytes else None,
         notes=(*found.notes, Note(Provenance.SIMULATED, _text(trace, of_plans, process), sizes=True)),
     )
 
@@ -90,7 +92,7 @@ def needed_without_workspaces(
     run = _without(trace, found, of_plans) if of_plans.any() else None
     if run is None:
         return None
-    least = process_bytes(run.needs(fails_at, fails=True), device)
+    least = process_bytes(run.needs(fails_at), device)
     return least if needs.bytes - least.bytes > _NOTABLE * needs.bytes else None
 
 
@@ -133,7 +135,7 @@ def _text(trace: Trace, of_plans: npt.NDArray[np.bool_], process: ByteRange) -> 
         for module, phase, size in _largest(trace, of_plans)
     )
     return (
-        f"The process needs {format_gib(process.least)} to {format_gib(process.most)}, depending on the "
+        f"The process takes {format_gib(process.least)} to {format_gib(process.most)}, depending on the "
         "workspaces of convolutions: those that the installed cuDNN suggests for this card, or none. The "
         f"largest: {largest}. What may need less, if the script does not have them: channels_last tensors, "
         "and torch.backends.cudnn.benchmark = False (the default; True times engines in the largest "

@@ -91,7 +91,7 @@ def check_on_ghost(
     before = _baseline(baseline, update=update)
     done = run_on_ghost(script, arguments, options, output=None, advise=False, on_progress=on_progress)
     trace, found, fits = done.trace, done.result, not done.result.ran_out
-    needs = found.in_all or found.peak_process
+    needs = found.needs or found.peak_process
     if not fits:
         trace = _unlimited(done, options, on_progress)
         found = summarize(trace)

@@ -53,7 +53,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     """Run an unmodified script on the ghost, and return the GPU memory it would use.
 
     A script that runs out of memory is run once more with unlimited memory, without input and with its output
-    hidden, to find what it needs in total (``in_all``).
+    hidden, to find what it needs in total (``needs``).
 
     Args:
         script: path of the script, or a module's name with ``module=True``.
@@ -261,7 +261,7 @@ def _run_module(  # noqa: PLR0913 - one parameter an option
 ) -> DryRun:
     """Run a module once on the ghost, with the options of ``estimate``.
 
-    If ``beyond`` is a GPU that is too small, the result says what the model needs (``in_all``).
+    If ``beyond`` is a GPU that is too small, the result says what the model needs (``needs``).
     """
     options = RunOptions(module=True, steps=steps, gpu=gpu, memory=memory, in_use=in_use, values=values)
     command = script_command(module, arguments, options, None)
@@ -270,6 +270,6 @@ def _run_module(  # noqa: PLR0913 - one parameter an option
     found = summarize(trace)
     if beyond is None:
         return found
-    in_all = needed_process(trace, found, beyond, beyond.total.bytes, fails=True)
-    least = needed_without_workspaces(trace, found, beyond, in_all, beyond.total.bytes)
-    return dataclasses.replace(found, in_all=in_all, in_all_without_workspaces=least)
+    needs = needed_process(trace, found, beyond, fails_at=beyond.total.bytes)
+    least = needed_without_workspaces(trace, found, beyond, needs, beyond.total.bytes)
+    return dataclasses.replace(found, needs=needs, needs_without_workspaces=least)

@@ -8,6 +8,7 @@ from memfit.analysis import summary
 from memfit.analysis.allocator_comparison import compare_settings
 from memfit.analysis.attribution import attribute
 from memfit.analysis.explanation import explain_trace
+from memfit.analysis.needed_memory import with_needs
 from memfit.analysis.run_difference import compare_runs
 from memfit.analysis.workspace_range import with_workspace_range
 from memfit.atomic_files import write_bytes
@@ -40,7 +41,11 @@ def summarize(trace: Trace) -> DryRun:
     Raises:
         FileFormatError: the history contradicts itself.
     """
-    return PrintableDryRun.of(with_workspace_range(trace, summary.summarize(trace)))
+    return PrintableDryRun.of(_with_needs(trace, summary.summarize(trace)))
+
+
+def _with_needs(trace: Trace, found: DryRun) -> DryRun:
+    return with_workspace_range(trace, with_needs(trace, found))
 
 
 def explain(target: Trace | str | Path, at: str = "peak", *, fragments: bool = False) -> PrintableExplanation:
@@ -66,7 +71,7 @@ def explain(target: Trace | str | Path, at: str = "peak", *, fragments: bool = F
     """
     trace = target if isinstance(target, Trace) else read(target)
     explanation = explain_trace(trace, at, fragments=fragments)
-    found = with_workspace_range(trace, explanation.summary)
+    found = _with_needs(trace, explanation.summary)
     advised = find_advice(trace, found)  # the script is not run: settings of the allocator only
     shown = advised if advised.advice else found
     return PrintableExplanation.of(

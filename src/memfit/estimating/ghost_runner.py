@@ -26,7 +26,7 @@ class GhostRunner:
     def __call__(self, gpu: str, memory: int | None, *, beyond: DeviceUse | None = None) -> DryRun:
         """Run on a GPU, by name, with so many bytes; None for that GPU's own memory.
 
-        If ``beyond`` is a GPU that is too small, the result says what the model needs (``in_all``).
+        If ``beyond`` is a GPU that is too small, the result says what the model needs (``needs``).
 
         Raises:
             TargetError: the model, the loss or the optimizer failed on the ghost.

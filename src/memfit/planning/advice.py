@@ -27,7 +27,7 @@ def find_advice(trace: Trace, found: DryRun, script: GhostRuns | None = None) ->
             tried: a trace from elsewhere names a script that the user did not ask memfit to run.
 
     Returns:
-        The summary with ``advice``, ``advice_remarks``, ``in_all`` and ``untried``; with what was found so
+        The summary with ``advice``, ``advice_remarks``, ``needs`` and ``untried``; with what was found so
         far if the user interrupts.
     """
     answer = replace(found, advice=())
@@ -63,7 +63,7 @@ def _advised(trace: Trace, answer: DryRun, script: GhostRuns | None) -> Iterator
         least = needed_without_workspaces(
             first.trace, run.found, answer.device, needs, answer.device.total.bytes
         )
-    answer = replace(answer, in_all=needs, in_all_without_workspaces=least, bounds=bounds or answer.bounds)
+    answer = replace(answer, needs=needs, needs_without_workspaces=least, bounds=bounds or answer.bounds)
     yield answer
     for best in search.best():
         yield replace(

@@ -130,11 +130,7 @@ def _measured(script: BudgetedScript, change: ScriptChange, size: int) -> tuple[
         if not fits or not may_race(trace):
             break
     found = summarize(trace)
-    needs = needed_process(
-        trace, found, trace.device, None if fits else script.device.total.bytes, fails=not fits
-    )
-    if fits:  # on a GPU a little smaller PyTorch may release its cache at a worse moment, and run out
-        needs = min(needs, found.peak_process, key=lambda figure: figure.bytes)
+    needs = needed_process(trace, found, trace.device, fails_at=0 if fits else script.device.total.bytes)
     run = BatchRun(
         size=size,
         fits=fits,

@@ -60,8 +60,6 @@ class PlanRuns:
         budget: bytes of the process within which a run fits.
         tune: whether runs that do not fit may get expandable segments.
         compiled: whether ``torch.compile`` compiles the script's code.
-        gpu: bytes of a GPU: a run that fits it needs what PyTorch takes there, its cache included; 0 if they
-            are unknown. By default every run needs the smallest GPU on which it fits.
     """
 
     def __init__(
@@ -71,12 +69,10 @@ class PlanRuns:
         *,
         tune: bool,
         compiled: bool = False,
-        gpu: int | None = None,
     ) -> None:
         self._script, self._tune, self._compiled = script, tune, compiled
         self.budget = budget
         """Bytes of the process within which a run fits."""
-        self._gpu = gpu
         self.count = 0
         """How many runs were begun."""
         self.tried: list[PlanRun] = []
@@ -140,7 +136,7 @@ class PlanRuns:
         time: float,
         *,
         tune: bool = True,
-        fails: bool = False,
+        fails_at: int = 0,
     ) -> PlanRun:
         """Return what a plan needs: the most of its runs.
 
@@ -149,9 +145,9 @@ class PlanRuns:
             plan: the plan under which they ran; settings of the allocator in it are applied.
             time: of a step, relative to the script as written.
             tune: whether they may get expandable segments if all fit only with them.
-            fails: whether it is known that a run does not fit the GPU.
+            fails_at: bytes of a GPU on which a run is known not to fit.
         """
-        most = max((self._needs(run, plan, time, fails=fails) for run in runs), key=_bytes)
+        most = max((self._needs(run, plan, time, fails_at) for run in runs), key=_bytes)
         if tune and self._tune and most.needs.bytes > self.budget:
             expandable = expandable_segments(runs[0].trace)
             if expandable is not None:
@@ -159,10 +155,10 @@ class PlanRuns:
                 return min(most, tuned, key=_bytes)
         return most
 
-    def _needs(self, run: ReplayedRun, plan: PlanChange, time: float, *, fails: bool) -> PlanRun:
+    def _needs(self, run: ReplayedRun, plan: PlanChange, time: float, fails_at: int) -> PlanRun:
         conf = plan.change.conf
         under = replace(run, conf=conf)
-        reserved = under.needs(0 if run.late else self._gpu, fails=fails)  # a dry run's upper bound
+        reserved = under.needs(fails_at)
         rank = run.trace.rank
         return PlanRun(
             plan.settings,

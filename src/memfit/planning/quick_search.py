@@ -89,7 +89,7 @@ class QuickSearch:
         room = max(device.total.bytes - found.uncertainty, 0)  # a fit that may fail is not enough
         self._has_room, self._can_run, self._gpu = bool(room), script is not None, device.total.bytes
         self._budget = room - device.in_use
-        self._runs = PlanRuns(script or GhostRuns(_never, _never), self._budget, tune=False, gpu=self._gpu)
+        self._runs = PlanRuns(script or GhostRuns(_never, _never), self._budget, tune=False)
         self._settings = expandable_segments(trace)
         self._setting, self._options = batch_setting(trace), trace.options
         self._batches = (*divisions(trace, draws=False), *smaller_batches(trace))
@@ -228,7 +228,7 @@ class QuickSearch:
         attempts = []
         for one in sets:
             plan = _together(one)
-            done = self._runs.needs([run], plan, _UNTIMED, fails=fails and one is made)
+            done = self._runs.needs([run], plan, _UNTIMED, fails_at=self._gpu if fails and one is made else 0)
             attempts.append(Attempt(one, done, models, self._runs.fits(done) if self._has_room else None))
             self._known[plan.change] = attempts[-1]
         return attempts[0]

@@ -70,9 +70,9 @@ class Advice:
     """``file:line`` to be changed, if known; otherwise empty."""
     costs: str
     saves: Figure
-    """Bytes of the process at its peak, compared with ``DryRun.in_all``."""
+    """Bytes of the process at its peak, compared with ``DryRun.needs``."""
     needs: Figure
-    """Bytes of the process at its peak with these changes, found as ``DryRun.in_all`` is."""
+    """Bytes of the process at its peak with these changes, found as ``DryRun.needs`` is."""
     fits: bool | None
     """Whether the run then fits its device by more than ``DryRun.uncertainty``; None without a device."""
 
@@ -167,14 +167,14 @@ class DryRun:
     already, what lowers its peak. Each entry is an alternative. None if the caller did not ask."""
     advice_remarks: tuple[str, ...] = ()
     """Sentences about the advice, such as what a sample of a batch takes."""
-    in_all: Figure | None = None
-    """Bytes of the process at its peak, if known: on this device, or on the smallest device on which the run
-    fits (PyTorch releases what it caches there). The baseline of the advice."""
-    in_all_without_workspaces: Figure | None = None
-    """The same if convolutions use no workspaces, of a run that does not fit; more than the memory on which
+    needs: Figure | None = None
+    """Bytes of the process at its peak on the smallest device of this kind on which the run fits: PyTorch
+    releases there what it caches on a larger one. None if that is not known. The baseline of the advice."""
+    needs_without_workspaces: Figure | None = None
+    """The same if convolutions use no workspaces; of a run that does not fit, more than the memory on which
     it failed. None if that is at most 2 % less."""
     uncertainty: int = 0
-    """Bytes that the process may need beyond ``peak_process``, because terms of it are assumed."""
+    """Bytes that the process may need besides, because terms of it are assumed."""
     caught: int = 0
     """Out-of-memory errors that the script caught before it completed a training step. The peaks are those
     after the last one; ``out_of_memory`` describes the first."""

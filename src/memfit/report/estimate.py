@@ -27,7 +27,7 @@ class Estimate(Printable):
     def total(self) -> Figure:
         """Bytes of the process at its peak, the CUDA context included.
 
-        They are those with unlimited memory if the model does not fit; ``unlimited.in_all`` is the memory of
+        They are those with unlimited memory if the model does not fit; ``unlimited.needs`` is the memory of
         the smallest GPU on which it fits.
         """
         return self.unlimited.peak_process
@@ -53,8 +53,8 @@ class Estimate(Printable):
         """Print the summary."""
         whole = replace(
             self.run,
-            in_all=self.unlimited.in_all,
-            in_all_without_workspaces=self.unlimited.in_all_without_workspaces,
+            needs=self.unlimited.needs,
+            needs_without_workspaces=self.unlimited.needs_without_workspaces,
             bounds=self.unlimited.bounds or self.run.bounds,
         )
         print_summary(whole, console, hints=False)

@@ -213,16 +213,16 @@ class DryRunJson(msgspec.Struct, frozen=True):
     """Out-of-memory errors that the script caught before it completed a training step. The peaks are those
     after the last one; ``out_of_memory`` describes the first."""
     upper_bound: SizeBoundJson | None
-    """Not null if ``peak``, ``terms`` and ``in_all`` are upper bounds, because sizes that depend on GPU
+    """Not null if ``peak``, ``terms`` and ``needs`` are upper bounds, because sizes that depend on GPU
     values are assumed to be the largest possible: the operator that most of the peak follows from. For
-    ``out of memory`` and ``does not fit``, only ``in_all`` is an upper bound."""
-    in_all: Figure | None
-    """Bytes of the process at its peak on this device; if the run does not fit, on the smallest device on
-    which it does. Savings count from it. Null if unknown."""
-    in_all_without_workspaces: Figure | None
-    """The same if convolutions use no workspaces, and more than the memory on which the run failed; null for
-    a run that fits, and where that is at most 2 % less. Where memory is short, PyTorch takes engines with
-    smaller ones."""
+    ``out of memory`` and ``does not fit``, only ``needs`` is an upper bound."""
+    needs: Figure | None
+    """Bytes of the process at its peak on the smallest device of this kind on which the run fits; ``peak`` is
+    on this device, where PyTorch may cache more. Savings count from it. Null if unknown."""
+    needs_without_workspaces: Figure | None
+    """The same if convolutions use no workspaces; of a run that does not fit, more than the memory on which
+    it failed. Null where ``range`` is null, or where that is at most 2 % less. Where memory is short, PyTorch
+    takes engines with smaller ones."""
     children: tuple[ChildProcessJson, ...]
     """Processes that the script started and that used the GPU, too. The figures do not include them."""
     range: PeakRange | None
@@ -282,8 +282,8 @@ def public_dry_run(result: DryRun) -> DryRunJson:
         uncertainty=result.uncertainty,
         caught=result.caught,
         upper_bound=None if result.bound is None else SizeBoundJson(*astuple(result.bound)),
-        in_all=result.in_all,
-        in_all_without_workspaces=result.in_all_without_workspaces,
+        needs=result.needs,
+        needs_without_workspaces=result.needs_without_workspaces,
         children=tuple(ChildProcessJson(c.name, c.peak, c.exception) for c in result.children),
         range=result.range,
         rank=result.rank,

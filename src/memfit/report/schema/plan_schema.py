@@ -57,8 +57,8 @@ class ScriptPlanJson(msgspec.Struct, frozen=True):
     time: float | None
     """Of a step under the chosen plan, relative to the script as written; assumed."""
     bound: float
-    """No plan of this kind that fits takes less time, tight ones apart unless the chosen one is; 0 if no bound is
-    known."""
+    """No plan of this kind that fits takes less time; tight ones may, unless the chosen one is tight. 0 if no
+    bound is known."""
     time_rule: str
     """What the times are based on."""
     budget: int

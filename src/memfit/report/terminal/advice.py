@@ -15,17 +15,11 @@ NONE = "No change was found that saves at least 1 %."
 def heading(result: DryRun) -> str:
     """Describe what the advice achieves, and the total it starts from if the summary does not show that."""
     total = ""
-    if result.in_all is not None and result.caught:
-        amount = format_bytes(result.in_all.bytes)
+    if result.needs is not None and result.caught:
+        amount = format_bytes(result.needs.bytes)
         total = (
             f"The script handles its out-of-memory errors. To run without one, it {needs(result)} {amount}. "
         )
-    elif (
-        result.out_of_memory is None
-        and result.in_all is not None
-        and result.in_all.bytes != result.peak_process.bytes
-    ):
-        total = f"Unchanged, the run {needs(result)} {format_bytes(result.in_all.bytes)}. "
     return f"{total}{_achieved(result)}"
 
 

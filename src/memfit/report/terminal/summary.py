@@ -4,7 +4,7 @@ Text from a trace is printed with its control characters escaped, so that a modu
 colour the terminal nor move its cursor.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -26,6 +26,7 @@ from memfit.report.printable import Printable
 from memfit.report.short_path import short_path
 from memfit.report.terminal.advice import advice_lines, steps_in_words
 from memfit.report.terminal.longest_batch import longest_lines
+from memfit.report.terminal.needs import needed, needs_and_takes, shortage, span, taken
 from memfit.report.terminal.notes import note_lines
 from memfit.report.terminal.ranks import range_line, rank_table
 from memfit.report.terminal.run_stages import stage_parts
@@ -89,13 +90,17 @@ def verdict(result: DryRun, *, hints: bool = True) -> Text:
     if result.verdict in ("fits", "tight"):
         text = Text(result.verdict.upper(), style=f"bold {'green' if result.verdict == 'fits' else 'yellow'}")
         text.append(" SO FAR" * result.is_partial)
-        text.append(f"{_after_caught(result)}   {_needs(result)}", style="not bold")
+        text.append(f"{_after_caught(result)}   {needs_and_takes(result)}", style="not bold")
         below = f"{_uncertain(result)}{_bound(result, hints=hints)}\n{_covers(result, hints=hints)}"
         return text.append(below, style="not bold default")
     if result.verdict == "unknown":
         text = Text("INCOMPLETE", style="bold yellow")
         failed = result.end.reason in ("exception", "interrupted") or result.end.gave_up
-        needs = f"{_needs(result)} up to where it ended" if failed else f"{_needed(result)} without children"
+        needs = (
+            f"{needs_and_takes(result)} up to where it ended"
+            if failed
+            else f"{needed(result)} without children"
+        )
         text.append(f"   {needs}", style="not bold")
         lines = [f"The {'resumed ' * result.resumed}script ended with {_ended(result.end)}"] if failed else []
         lines += map(_child, result.children)
@@ -187,42 +192,6 @@ def _first_line(text: str) -> str:
     return f"{first} ..." if lines[count:] else first
 
 
-def _needs(result: DryRun) -> str:
-    if result.caught:  # its attempts fill the GPU, whatever its size
-        cached = result.peak_reserved - result.peak_allocated
-        return f"{_needed(result).replace('needs', 'takes', 1)}   {format_gib(cached)} of it only cached"
-    room = result.device.total.bytes - result.device.in_use
-    least, most = _ends(result)
-    left = f"at least {format_gib(room - most)}" if result.bound else _span(room - most, room - least)
-    return f"{_needed(result)}   leaves {left}"
-
-
-def _needed(result: DryRun) -> str:
-    least, most = (end + result.device.in_use for end in _ends(result))
-    needed = f"at most {format_gib(most)}" if result.bound else _span(least, most)
-    return f"needs {needed} of {format_gib(result.device.total.bytes)}"
-
-
-def _ends(result: DryRun) -> tuple[int, int]:
-    """Return the process's bytes, least and most: the same if they are no range."""
-    process = result.peak_process.bytes
-    return (
-        (process, process)
-        if result.range is None
-        else (result.range.process.least, result.range.process.most)
-    )
-
-
-def _in_mib(amount: int) -> str:
-    return f"{amount / MIB:,.0f} MiB"
-
-
-def _span(least: int, most: int, shown: Callable[[int], str] = format_gib) -> str:
-    """Return "1.50 to 1.75 GiB"; one figure where both read alike."""
-    low, high = shown(least), shown(most)
-    return high if low == high else f"{low.split()[0]} to {high}"
-
-
 def _bound(result: DryRun, *, hints: bool) -> str:
     """Return, on a line of its own, which size makes the figures upper bounds; empty if they are none."""
     if result.bound is None:
@@ -246,14 +215,14 @@ def _failure(result: DryRun, *, hints: bool) -> Text:
     failure = result.out_of_memory
     if failure is None and result.range is not None:
         has = format_gib(result.device.total.bytes - result.device.in_use)
-        return text.append(f"   needs {_span(*_ends(result))}; this GPU has {has}", style="not bold")
+        return text.append(f"   needs {span(*taken(result))}; this GPU has {has}", style="not bold")
     if failure is None and result.end.reason != "out of memory":
         why = "NCCL takes the memory that is missing after PyTorch has reserved its own."
-        return text.append(f"   {_needed(result)}\n{why}", style="not bold")
+        return text.append(f"   {needed(result)}\n{why}", style="not bold")
     if failure is None:  # the script raised the error itself
         where = f"  {escaped(short_path(result.end.where))}" if result.end.where else ""
         return text.append(f"   {escaped(_first_line(result.end.exception))}{where}", style="not bold")
-    text.append(f"   {_shortage(result)}", style="not bold")
+    text.append(f"   {shortage(result)}", style="not bold")
     asked = f"{format_bytes(failure.requested)} requested, {format_bytes(failure.free)} free"
     lines = (
         f"Ran out in: {in_words(failure.place)}",
@@ -264,29 +233,11 @@ def _failure(result: DryRun, *, hints: bool) -> Text:
     return text.append("".join(f"\n{line}" for line in lines if line), style="not bold default")
 
 
-def _shortage(result: DryRun) -> str:
-    """Return what the run needs in all, if that is known, beside what the GPU has."""
-    has, others, bare = result.device.total.bytes, result.device.in_use, result.in_all_without_workspaces
-    if result.in_all is None:
-        return f"on a GPU of {format_gib(has)}"
-    most = result.in_all.bytes + others
-    shown = _in_mib if format_gib(most) == format_gib(has) else format_gib
-    if result.bound:
-        needed = f"at most {shown(most)}"
-    elif bare is None:
-        needed = shown(most)
-    elif shown(bare.bytes + others) == shown(has):  # the GPU on which it failed is the lower end
-        needed = f"up to {shown(most)}"
-    else:
-        needed = _span(bare.bytes + others, most, shown)
-    return f"needs {needed}; this GPU has {shown(has)}"
-
-
 def _fragmented(result: DryRun, failure: OutOfMemory) -> str:
     """Return that PyTorch had as much memory as is missing, but not for this request; empty if it had not."""
     missing = failure.shortfall
-    if result.in_all is not None:  # requests that would have followed may need more
-        missing = max(missing, result.in_all.bytes + result.device.in_use - result.device.total.bytes)
+    if result.needs is not None:  # requests that would have followed may need more
+        missing = max(missing, result.needs.bytes + result.device.in_use - result.device.total.bytes)
     if not failure.shortfall or failure.cached < missing:
         return ""
     more = format_bytes(failure.cached)
@@ -301,12 +252,12 @@ def _remarks(result: DryRun, failure: OutOfMemory, *, hints: bool) -> Iterator[s
             "The device had free memory, but the process reached its limit: the script or "
             "PYTORCH_ALLOC_CONF sets a memory fraction."
         )
-    if result.in_all_without_workspaces is not None and not result.bound:
+    if result.needs_without_workspaces is not None and not result.bound:
         yield (
             "How much is enough depends on the workspaces of convolutions: where memory is short, PyTorch "
             "takes engines with smaller ones. A dry run with more memory tells."
         )
-    if result.in_all is None and result.untried is not None:
+    if result.needs is None and result.untried is not None:
         end = result.untried
         why = "a second run, with unlimited memory, did not complete."
         why = escaped(_first_line(end.exception)) if end.reason == "refused" else why
