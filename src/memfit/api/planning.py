@@ -161,11 +161,9 @@ def auto_checkpoint(  # noqa: PLR0913 - one parameter an option
         )
     found = replace(found, command=(type(model).__name__,), models=())
     if found.chosen is None:
-        smallest = found.smallest or found.as_written
-        raise UsageError(
-            f"budget={budget!r}: no plan fits. The smallest needs {format_bytes(smallest.needs.bytes)}: "
-            f"{found.reason}"
-        )
+        smallest = format_bytes((found.smallest or found.as_written).needs.bytes)
+        needs = f"The smallest needs {smallest}: " if found.floor is None else ""
+        raise UsageError(f"budget={budget!r}: no plan fits. {needs}{found.reason}")
     if found.chosen.changes:
         apply(model, found.chosen.settings)
     return found

@@ -188,8 +188,7 @@ class _PlanSearch:
             if tight is not None and (found is None or tight.time <= self._allowed.slowdown):
                 return self._answer(chosen=tight, bound=0.0)
         if found is None:
-            ran = [*(base.run for base in bases), *self._runs.tried]
-            return self._no_plan(min(ran, key=lambda run: run.needs.bytes))
+            return self._no_plan(min(self._ran, key=lambda run: run.needs.bytes))
         bound = min(base.run.time + base.plan.parts * self._least(base) / self._step for base in bases)
         return self._answer(chosen=found, bound=min(bound, found.time))
 
