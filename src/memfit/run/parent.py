@@ -73,6 +73,9 @@ class Progress:
     """Why the run does not, if it could have."""
     rank: str = ""
     """The rank being run, if memfit runs several."""
+    fits: float | None = None
+    """The time of a step under the fastest plan so far that fits, relative to the script as written; None if
+    none does, or none is looked for."""
 
 
 class _ChildMessage(msgspec.Struct):
