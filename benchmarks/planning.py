@@ -3,8 +3,9 @@
     python benchmarks/planning.py [--budgets 0.9,0.8,0.7] ["SCRIPT ARGUMENTS" ...]
 
 Budgets are shares of what each script needs as written, the CUDA context apart. Checked: no plan needs
-more than its budget, a smaller budget never needs more memory or costs less time, and no plan is below the
-bound of its program. By default, the scripts are examples and the networks of planning_cpu.py.
+more than its budget, a smaller budget never needs more memory or costs less time, no plan is below the
+bound of its program, and nothing that ran needs less than the floor of another budget's answer. By default,
+the scripts are examples and the networks of planning_cpu.py.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import time
 from pathlib import Path
 
 from memfit import MemfitError, api
+from memfit.records import ScriptPlan
 from memfit.report.terminal.script_plan import plan_name
 
 EXAMPLES = "gpt", "resnet50", "vit_l16", "unet", "lstm", "retinanet", "amp_gradscaler", "hf_trainer"
@@ -53,6 +55,7 @@ def rows(command: str, shares: list[float]) -> list[str]:
         return [f"{name} was not planned"]
     outside = 512 << 20  # of the default card
     broken, slowest, least = [], 0.0, written.needs.bytes
+    floor, ran = 0, written.needs.bytes
     for share in shares:
         budget = int(share * (written.needs.bytes - outside)) + outside
         started = time.monotonic()
@@ -63,17 +66,12 @@ def rows(command: str, shares: list[float]) -> list[str]:
             broken.append(f"{name} at {share:.0%}: {error}")
             continue
         seconds = time.monotonic() - started
-        runs, chosen = len(found.tried) + 1, found.chosen or found.smallest
-        where = f"{budget / 2**30:.2f} GiB"
-        if found.chosen is None:
-            least = "" if chosen is None else f"at least {chosen.needs.bytes / 2**30:.2f}"
-            print(f"| {name} | {where} | {least} | no plan | | {runs} | {seconds:.0f} | |", flush=True)
+        print(f"| {name} | {budget / 2**30:.2f} GiB | {row(found, seconds)} |", flush=True)
+        ran = min([ran, *(run.needs.bytes for run in found.tried)])
+        floor = max(floor, 0 if found.floor is None else found.floor.bytes)
+        chosen = found.chosen
+        if chosen is None:
             continue
-        print(
-            f"| {name} | {where} | {chosen.needs.bytes / 2**30:.2f} | {chosen.time:.3f} | "
-            f"{found.bound:.3f} | {runs} | {seconds:.0f} | {plan_name(chosen)} |",
-            flush=True,
-        )
         if chosen.needs.bytes > budget:
             broken.append(f"{name} at {share:.0%} needs more than its budget")
         if chosen.needs.bytes > least:
@@ -84,7 +82,20 @@ def rows(command: str, shares: list[float]) -> list[str]:
         if found.bound > chosen.time + 1e-9:
             broken.append(f"{name} at {share:.0%} is faster than its bound")
         slowest = max(slowest, chosen.time)
+    if ran < floor:
+        broken.append(f"{name} has run with less than its floor")
     return broken
+
+
+def row(found: ScriptPlan, seconds: float) -> str:
+    """Return what a row says of an answer."""
+    needs = found.floor or (found.chosen or found.smallest).needs
+    least = "" if found.chosen is not None else "at least " if found.floor is not None else "smallest "
+    columns = [f"{least}{needs.bytes / 2**30:.2f}", "no plan", "", len(found.tried) + 1, f"{seconds:.0f}", ""]
+    if found.chosen is not None:
+        columns[1:3] = f"{found.chosen.time:.3f}", f"{found.bound:.3f}"
+        columns[-1] = plan_name(found.chosen)
+    return " | ".join(map(str, columns))
 
 
 if __name__ == "__main__":

@@ -26,8 +26,10 @@ Options of memfit come before the script; whatever follows the script is passed 
 | 0 | the command succeeded |
 | 1 | `--fail` was given, and the result does not fit; `check`: memory grew, or the script does not fit |
 | 2 | wrong usage, or a file that cannot be read |
-| 3 | the script failed or could not be run, a C compiler is missing, or a result cannot be written |
-| 130 | interrupted (Ctrl-C) |
+| 3 | INCOMPLETE; the script failed or could not run; a C compiler is missing; a result cannot be written; \
+`train`: NOT APPLIED |
+| 130 | interrupted (Ctrl-C), whatever was measured until then |
+| 129, 143 | ended by SIGHUP (the terminal was closed) or by SIGTERM |
 
 `--json` writes documented JSON: [dry-run and record](dry-run.schema.json), [explain](explain.schema.json),
 [compare](compare.schema.json), [diff](diff.schema.json), [replay and allocator](replay.schema.json),

@@ -37,16 +37,20 @@ def test_a_model_fits_the_budget_afterwards_and_computes_the_same(network):
         assert str(found).startswith("PLAN FOUND   needs ")
         estimate = memfit.estimate(model, inputs, optimizer=torch.optim.AdamW)
         assert estimate.run.peak_allocated + found.device.context.bytes <= found.chosen.needs.bytes
-        with pytest.warns(UserWarning, match="did not run .*attention"):  # a GPU's, in the plan
-            after = gradients(model, small)
-        assert all(map(torch.equal, plain, after))
+        assert all(map(torch.equal, plain, gradients(model, small)))
     finally:
         memfit.revert(model)
 
 
 @pytest.mark.slow
-def test_below_what_a_plan_reaches_the_model_is_unchanged_and_the_smallest_is_named(network):
+@pytest.mark.parametrize(
+    ("budget", "why"),
+    [("530MiB", "Whatever a plan changes, there exist"), ("620MiB", r"The smallest needs .* MiB")],
+)
+def test_below_what_a_plan_reaches_the_model_is_unchanged_and_the_error_says_what_is_needed(
+    network, budget, why
+):
     model, inputs = network
-    with pytest.raises(UsageError, match=r"budget='530MiB': no plan fits\. The smallest needs .* MiB"):
-        memfit.auto_checkpoint(model, inputs, "530MiB")
+    with pytest.raises(UsageError, match=rf"budget='{budget}': no plan fits\. {why}"):
+        memfit.auto_checkpoint(model, inputs, budget)
     assert not any("forward" in vars(module) for module in model.modules())

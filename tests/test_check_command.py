@@ -139,3 +139,18 @@ def test_a_tolerance_is_a_percentage(folder):
     done = check(folder, "--tolerance", "0.01", "train.py")
     assert done.returncode == 2
     assert "Write it like 1% or 0.5%." in done.stderr
+
+
+def test_a_script_whose_processes_use_the_gpu_is_not_checked(tmp_path):
+    """Its own figures are not all that it needs: dry-run says INCOMPLETE, with the same exit code."""
+    (tmp_path / "worker.py").write_text("import torch\ntorch.ones(1 << 28, device='cuda')\n")
+    (tmp_path / "train.py").write_text(
+        "import subprocess, sys, torch\ntorch.ones(1, device='cuda')\n"
+        "subprocess.run([sys.executable, 'worker.py'], check=True)\n"
+    )
+    done = check(tmp_path, "--update", "train.py")
+    assert done.returncode == 3
+    assert "it started other processes that use the GPU, whose memory is not included: " in done.stderr
+    assert "worker.py. Check them by themselves." in done.stderr
+    assert not (tmp_path / "memfit-baseline.json").exists()
+    assert warm_process.memfit("dry-run", "train.py", cwd=tmp_path).returncode == 3

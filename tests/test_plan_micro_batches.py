@@ -89,3 +89,66 @@ def test_batches_whose_statistics_count_are_not_divided_and_the_reason_is_named(
     assert found["micro_batches"] is None
     assert "batch_norm" in found["undivided"]
     assert "Batches are not divided into micro-batches: in aten." in printed
+
+
+@pytest.mark.parametrize("norm", ["LayerNorm", "BatchNorm1d"])
+def test_advice_divides_batches_where_a_plan_does_and_refuses_with_its_reason(script, tmp_path, norm):
+    arguments = [script, "--norm", norm]
+    _, found = planned(script, tmp_path / "plan.json", *arguments, budget="1.2GiB")
+    advised = memfit("dry-run", "--advise", "--memory", "1.2GiB", "--json", "-", *arguments)
+    assert advised.returncode == 0, advised.stderr
+    answer = json.loads(advised.stdout)
+    pieces = {" + ".join(piece["changes"]): piece["costs"] for piece in answer["advice"]}
+    divided = [name for name in pieces if "micro-batches" in name]
+    remarks = [each for each in answer["advice_remarks"] if each.startswith("Batches are not divided")]
+    assert bool(divided) == (found["micro_batches"] is not None) == (norm == "LayerNorm")
+    if divided:
+        assert "two recorded steps show no samples that depend on each other" in pieces[divided[0]]
+        assert remarks == []
+    else:
+        assert any("batch size" in name for name in pieces)
+        assert remarks == [f"Batches are not divided into micro-batches: {found['undivided']}."]
+
+
+CUT_OR_DRAWN = """
+    import argparse
+    import torch
+    from torch import nn
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch-size", type=int, default=64)
+    size = parser.parse_args().batch_size
+    layers = (nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(8))
+    model = nn.Sequential(nn.Embedding(100, 512), *layers).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    columns = torch.arange(1 << 16).remainder(100).reshape(size, -1).t().contiguous()
+    for at in range(0, 640, 128):
+        x, y = {fed}
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+        optimizer.step()
+"""
+
+
+def advised(tmp_path, fed):
+    """Return the answer about a language model that is fed so."""
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(CUT_OR_DRAWN).format(fed=fed))
+    done = memfit("dry-run", "--advise", "--memory", "900MiB", "--json", "-", script)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_advice_does_not_divide_batches_whose_size_cuts_a_corpus(tmp_path):
+    answer = advised(tmp_path, "columns[at : at + 128].cuda(), columns[at + 1 : at + 129].cuda()")
+    assert [piece["changes"] for piece in answer["advice"] if "micro" in str(piece["changes"])] == []
+    assert "batch size 32 instead of 64" in str(answer["advice"])
+    (why,) = (each for each in answer["advice_remarks"] if each.startswith("Batches are not divided"))
+    assert "the parts of a batch have other rows than the whole batch" in why
+
+
+def test_advice_assumes_that_batches_made_on_the_gpu_can_be_divided(tmp_path):
+    """Two recorded steps do not show which samples the parts have."""
+    answer = advised(tmp_path, "torch.randint(100, (2, 128, size), device='cuda')")
+    (costs,) = (piece["costs"] for piece in answer["advice"] if "micro" in str(piece["changes"]))
+    assert "(assumed: the loss is a mean over samples that do not depend on each other)" in costs

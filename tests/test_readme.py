@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,14 @@ def test_what_the_readme_says_of_a_plan_without_bitwise_is_what_such_a_plan_is()
     plan = api.plan(ROOT / "examples/gpt.py", budget=5 << 30)
     assert "2 micro-batches of 2  <- chosen" in str(plan)
     assert f"{plan.chosen.time:.2f}" == said
+
+
+def test_the_readme_says_with_which_option_its_six_peaks_were_run():
+    rows = tomllib.loads((ROOT / "benchmarks/accuracy/rows.toml").read_text())["row"]
+    exact = [row for row in rows if row["source"] == "checkpointing" and row["within"] == 0]
+    (shown,) = re.findall(r"^\| two small networks: six peaks.*$", README, re.MULTILINE)
+    assert len(exact) == 6
+    assert {f"`{' '.join(row['options'])}`" for row in exact} == set(re.findall("`.*?`", shown))
 
 
 def test_the_readme_is_about_a_hundred_lines():

@@ -6,6 +6,7 @@ import sys
 import textwrap
 
 import pytest
+import torch
 
 from memfit.cli.main import exit_code_of
 from support.warm_process import verify_on_cpu
@@ -77,6 +78,15 @@ def test_operations_are_counted_and_compared_with_the_plan(tmp_path):
     assert operations["under_plan"]["recomputed"] == 2
     assert operations["as_written"]["recomputed"] == 0
     assert operations["under_plan"]["backward"] == operations["as_written"]["backward"] > 9
+
+
+@pytest.mark.parametrize(("version", "is_compared"), [(torch.__version__, True), ("2.9.0+cu128", False)])
+def test_operations_are_compared_only_with_a_plan_of_the_same_pytorch(tmp_path, version, is_compared):
+    """Another version may run other operations for the same module."""
+    counts = {"forward": 12, "recomputed": 4}
+    code, found = verified(tmp_path, KEEPS, operations=counts, versions={"torch": str(version)})
+    assert (code, found["verdict"]) == (0, "verified")
+    assert found["operations"]["planned"] == ({**counts, "backward": None} if is_compared else None)
 
 
 def test_a_plan_that_runs_again_what_it_keeps_is_not_verified(tmp_path):

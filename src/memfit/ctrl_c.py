@@ -1,7 +1,7 @@
-"""What Ctrl-C does in the command's own process.
+"""What Ctrl-C does in the command's own process, and what SIGTERM and SIGHUP do.
 
 import, parse     nothing exists yet: end at once
-the command       raise KeyboardInterrupt, which removes temporary files on its way to main()
+the command       raise KeyboardInterrupt or SystemExit, which removes temporary files on its way to main()
 exit              everything is written: end at once
 
 Without this, Python prints a traceback for a Ctrl-C before main() and after it. This module imports next to
@@ -32,41 +32,50 @@ def ctrl_c_ends_at_once() -> None:
         signal.signal(signal.SIGINT, _end)
 
 
-class CtrlCRaises:
-    """Makes Ctrl-C raise ``KeyboardInterrupt`` inside a block, if it ends the process at once outside.
+class SignalsRaise:
+    """Makes signals raise inside a block, so that it removes its temporary files and ends its processes.
 
-    Python reports an exception in a finaliser and goes on. There, ``KeyboardInterrupt`` is raised once more.
-    A library may raise an error of its own in its place: NumPy says that two arrays have no common dtype if
-    Ctrl-C stops their comparison. An error that leaves the block after Ctrl-C becomes ``KeyboardInterrupt``.
+    Ctrl-C raises ``KeyboardInterrupt`` if it ends the process at once outside; a scheduler's SIGTERM and a
+    closed terminal's SIGHUP raise ``SystemExit``. A signal that the process ignores stays ignored: SIGHUP
+    under ``nohup``.
+
+    Python reports an exception in a finaliser and goes on. There, the signal is sent once more. A library may
+    raise an error of its own in its place: NumPy says that two arrays have no common dtype if Ctrl-C stops
+    their comparison. An error that leaves the block after a signal becomes that signal's exception.
     """
 
     def __enter__(self) -> None:
         """Begin the block."""
-        self._ended = signal.getsignal(signal.SIGINT) is _end
+        replaced = {signal.SIGINT: _end, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+        self._before = {each: old for each, old in replaced.items() if signal.getsignal(each) == old}
         self._report = sys.unraisablehook
-        self._pressed = False
-        if self._ended:
-            sys.unraisablehook = self._raise_again
-            signal.signal(signal.SIGINT, self._raise)
+        self._received: int | None = None
+        sys.unraisablehook = self._send_again
+        for each in self._before:
+            signal.signal(each, self._raise)
 
     def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
         """End the block."""
-        if self._ended:
-            signal.signal(signal.SIGINT, _end)
-            sys.unraisablehook = self._report
-        if self._pressed and isinstance(error, Exception):
-            raise KeyboardInterrupt from error
+        for each, old in self._before.items():
+            signal.signal(each, old)
+        sys.unraisablehook = self._report
+        if self._received is not None and isinstance(error, Exception):
+            raise _exception(self._received) from error
 
-    def _raise(self, number: int, frame: "FrameType | None") -> None:
-        self._pressed = True
-        signal.default_int_handler(number, frame)
+    def _raise(self, number: int, _frame: "FrameType | None") -> None:
+        self._received = number
+        raise _exception(number)
 
-    def _raise_again(self, ignored: "sys.UnraisableHookArgs") -> None:
-        if isinstance(ignored.exc_value, KeyboardInterrupt):
+    def _send_again(self, ignored: "sys.UnraisableHookArgs") -> None:
+        if self._received is not None and isinstance(ignored.exc_value, KeyboardInterrupt | SystemExit):
             import threading
 
             # From another thread: raised here, it would be ignored as well.
             main = threading.main_thread().ident
-            threading.Timer(0.001, signal.pthread_kill, (main, signal.SIGINT)).start()
+            threading.Timer(0.001, signal.pthread_kill, (main, self._received)).start()
         else:
             self._report(ignored)
+
+
+def _exception(number: int) -> BaseException:
+    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)

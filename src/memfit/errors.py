@@ -2,7 +2,8 @@
 
     MemfitError                    exit code
      ├─ UsageError                     2      the command, an option or a name is invalid
-     │   └─ UnknownDeviceError         2      no such GPU in the table; suggests similar names
+     │   ├─ UnknownDeviceError         2      no such GPU in the table; suggests similar names
+     │   └─ AmbiguousBatchError        2      a batch may hold as many samples as columns; asks for functions
      ├─ FileFormatError                2      a trace or snapshot cannot be read or is not trustworthy
      ├─ OutputError                    3      a result could not be written: the disk is full
      ├─ TornUpdateError                3      out of memory inside an optimizer's step
@@ -31,6 +32,10 @@ class UsageError(MemfitError, ValueError):
 
 class UnknownDeviceError(UsageError):
     """No GPU of that name is in the table; the message suggests similar names."""
+
+
+class AmbiguousBatchError(UsageError):
+    """A batch of a training run may have another number of samples, or be divided otherwise."""
 
 
 class FileFormatError(MemfitError, ValueError):

@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -37,10 +38,59 @@ Signature = tuple[Any, Sequence[Any]]
 _SHOWN_LINES = 20
 
 
-def cache_folder(kind: str = "ghost") -> Path:
-    """Return the cache folder of a kind of file, in ``$MEMFIT_CACHE`` or the user's cache folder."""
+_SAID = "MEMFIT_CACHE_FALLBACK"
+"""The environment variable that says that the user knows of the fallback; processes of scripts inherit it."""
+
+
+def cache_folder(kind: str, entry: str = "") -> Path:
+    """Return the cache folder of a kind of file, in ``$MEMFIT_CACHE`` or the user's cache folder.
+
+    If that cannot be written, it is one in the temporary folder, and the first process says so.
+
+    Args:
+        kind: the folder's name.
+        entry: what is looked for: a folder that has it need not be writable.
+
+    Raises:
+        UnsuitableEnvironmentError: neither can be written.
+    """
     chosen = os.environ.get("MEMFIT_CACHE")
-    return (Path(chosen) if chosen else platformdirs.user_cache_path("memfit")) / kind
+    cache = Path(chosen) if chosen else platformdirs.user_cache_path("memfit")
+    if (entry and (cache / kind / entry).exists()) or _can_write(cache / kind):
+        return cache / kind
+    own = _own_folder(Path(tempfile.gettempdir()) / f"memfit-cache-{os.getuid()}")
+    if own is None or not _can_write(own / kind):
+        raise UnsuitableEnvironmentError(
+            f"Cannot write to memfit's cache folder {cache}, nor to the temporary folder in its place. "
+            "Set MEMFIT_CACHE to a writable folder."
+        )
+    if os.environ.get(_SAID) != str(own):
+        os.environ[_SAID] = str(own)
+        print(
+            f"memfit: cannot write to the cache folder {cache}, so {own} is used. To keep the cache "
+            "elsewhere, set MEMFIT_CACHE to a writable folder.",
+            file=sys.stderr,
+        )
+    return own / kind
+
+
+def _can_write(folder: Path) -> bool:
+    """Make a folder if need be, and return whether files can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK | os.X_OK)
+
+
+def _own_folder(path: Path) -> Path | None:
+    """Make a folder that only this user can write to, for libraries; None if others made it, or can write."""
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        status = path.lstat()  # of a link, which has all permissions
+    except OSError:
+        return None
+    return path if status.st_uid == os.getuid() and not status.st_mode & 0o022 else None
 
 
 def find_compiler() -> tuple[str, ...]:
@@ -123,11 +173,11 @@ class NativeLibrary:
         digest = hashlib.sha256(repr((COMPILE_FLAGS, os.uname().machine)).encode())
         for source in (*shared_headers(), *sorted(self.sources.glob("*.[ch]"))):
             digest.update(source.name.encode() + b"\0" + source.read_bytes())
-        path = cache_folder(self._kind) / f"{digest.hexdigest()[:16]}.so"
+        name = f"{digest.hexdigest()[:16]}.so"
+        path = cache_folder(self._kind, name) / name
         if path.exists():
             with suppress(OSError, AttributeError):  # a cache cleaner may have truncated it
                 return self.open(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             compile_library(self.sources, Path(folder) / path.name).replace(path)
         return self.open(path)

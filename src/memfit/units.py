@@ -1,4 +1,4 @@
-"""Parse and format byte counts; everywhere else in memfit a byte count is an int.
+"""Parse and format byte counts; everywhere else in memfit a byte count is an int. And parse durations.
 
 >>> parse_bytes("12GiB")
 12884901888
@@ -47,6 +47,25 @@ def parse_bytes(text: str) -> int:
     if amount > _LARGEST:
         raise UsageError(f"{text!r} is more memory than any device has. Write an amount like 12GiB.")
     return amount
+
+
+_SECONDS = {"": 1, "s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600}
+
+
+def parse_seconds(text: str) -> float:
+    """Parse a duration: ``2min``, ``90s``, ``1.5h`` or a plain number of seconds.
+
+    Raises:
+        UsageError: the text is not a duration, or no time at all.
+
+    >>> parse_seconds("1.5 min"), parse_seconds("20")
+    (90.0, 20.0)
+    """
+    match = _QUANTITY.fullmatch(text)
+    factor = _SECONDS.get(match[2].lower()) if match else None
+    if match is None or factor is None or not float(match[1]):
+        raise UsageError(f"{text!r} is not a duration. Write it like 2min, 90s or 1.5h.")
+    return float(match[1]) * factor
 
 
 @dataclass(frozen=True, slots=True)

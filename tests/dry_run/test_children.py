@@ -39,6 +39,7 @@ def test_a_child_trains_for_as_many_steps_as_the_script_and_ends_well(dry_run):
     )
     run = dry_run(script)
     assert run.out.startswith("0\n")
+    assert (run.code, run.answer["verdict"]) == (3, "unknown")
     assert [child["name"].split()[1:] for child in run.answer["children"]] == [["script.py", "worker"]]
 
 
@@ -102,7 +103,7 @@ def test_a_child_that_memfit_cannot_follow_is_named(dry_run, tmp_path):
         torch.ones(1, device="cuda")
     """
     run = dry_run(script, options=("--fail",))
-    assert (run.code, run.answer["verdict"]) == (1, "unknown")
+    assert (run.code, run.answer["verdict"]) == (3, "unknown")
     names = sorted(name.partition(" ")[2] for name in children_of(run))  # process IDs may have begun anew
     assert names == ["-I worker.py", "worker.py"]
     assert set(children_of(run).values()) == {(None, "")}
@@ -193,7 +194,7 @@ def test_a_child_that_outlives_the_script_and_a_fork_that_cannot_use_cuda_are_na
     """
     run = dry_run(script, options=("--fail",))
     (tmp_path / "end").touch()
-    assert (run.code, run.answer["verdict"]) == (1, "unknown")
+    assert (run.code, run.answer["verdict"]) == (3, "unknown")
     found = children_of(run)
     assert found.pop("late fork") == (None, "CUDA cannot be used in a fork of a process that has used it")
     why = "it still ran when the script ended, and may use the GPU later"

@@ -55,6 +55,29 @@ def test_a_plan_file_says_how_large_batches_are(tmp_path):
     assert (made.batches_per_update, made.batch_size) == (4, 2)
 
 
+def test_a_plan_whose_allocator_settings_are_not_set_is_refused_with_what_to_set(tmp_path, monkeypatch):
+    file = tmp_path / "plan.json"
+    conf = "expandable_segments:True,max_split_size_mb:128"
+    file.write_text(json.dumps({"plan": {}, "allocator": conf}))
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    for given in ("", "expandable_segments:True"):
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", given)
+        with pytest.raises(UsageError, match=f"Set PYTORCH_ALLOC_CONF={conf} in front of the command"):
+            TrainerPlan.of(file, "Lightning")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", f"backend:native,{conf}")
+    assert TrainerPlan.of(file, "Lightning").changes == memfit.Plan()
+
+
+def test_a_plan_for_a_fused_optimizer_refuses_another(tmp_path):
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps({"plan": {}, "fused": True}))
+    model = nn.Linear(2, 2)
+    made = TrainerPlan.of(file, "Lightning")
+    with pytest.raises(UsageError, match="Create AdamW with fused=True"):
+        made.apply_to_optimizer(torch.optim.AdamW(model.parameters()), [model])
+    made.apply_to_optimizer(torch.optim.AdamW(model.parameters(), fused=True), [model])
+
+
 def test_changes_of_the_model_are_what_is_left_of_the_plan():
     made = plan(batches_per_update=2, precision="bf16", checkpointing=["0"], max_grad_norm=1.0)
     assert made.changes == memfit.Plan(checkpointing=memfit.Checkpointing(["0"]))

@@ -29,7 +29,7 @@ from support.traces import BASE, trace_of
 
 MIB = 1 << 20
 OUTSIDE = 100 * MIB
-DEVICE = DeviceUse("A100-80GB", Figure(1 << 40, Provenance.EXACT), Figure(OUTSIDE, Provenance.ASSUMED), 0)
+DEVICE = DeviceUse("A100-80GB", Figure(1 << 40, Provenance.EXACT), Figure(OUTSIDE, Provenance.MEASURED), 0)
 PLAIN = 1000
 """MiB of the script as written."""
 SAMPLES = 128
@@ -66,6 +66,7 @@ class CompiledScript:
         self.broken, self.blocks = broken, blocks
         self.eager = {SAMPLES: eager(SAMPLES), SAMPLES // 2: half or eager(SAMPLES // 2)}
         self.ran = []
+        self.device = DEVICE
 
     def __call__(self, change, _what):
         assert change.operations
@@ -93,7 +94,9 @@ class CompiledScript:
         size = round(mebibytes) * MIB
         history = [(Action.SEGMENT_ALLOC, BASE, size), (Action.ALLOC, BASE, size)]
         loader = {"loader": LoaderBatchSize(SAMPLES, "t.py:7")} if self.divisible else {}
-        return trace_of(history, device=DEVICE, versions={"torch": "2.14.1"}, command=("t.py",), **loader)
+        return trace_of(
+            history, device=self.device, versions={"torch": "2.14.1"}, command=("t.py",), **loader
+        )
 
 
 def find(script, mebibytes, allowed=Allowed(), *, policies=False, run_ahead=run_nothing_ahead):  # noqa: B008 - frozen
@@ -276,3 +279,21 @@ def test_what_runs_ahead_is_asked_for():
     assert len(first[1]) == 3  # the first division, and two eager runs
     assert all(asked[count] == wanted[0] for count, wanted in others)
     assert max(len(wanted) for _, wanted in others) == 2
+
+
+def test_a_share_that_leaves_the_uncertainty_of_the_context_free_is_preferred_to_a_higher_one():
+    script = CompiledScript(proportional, divisible=False)
+    script.device = replace(DEVICE, context=replace(DEVICE.context, provenance=Provenance.ASSUMED))
+    found = find(script, 780)  # 0.6 needs 760, 0.5 needs 700; the context may be 21 MiB larger
+    assert found.chosen.settings == {"compilation": {"activation_memory_budget": 0.5}}
+    assert not found.is_tight
+
+
+def test_the_highest_share_that_ran_and_fits_is_chosen_if_each_is_tight():
+    script = CompiledScript(lambda share: 800 if share < 1 else PLAIN, divisible=False)
+    script.device = replace(DEVICE, context=replace(DEVICE.context, provenance=Provenance.ASSUMED))
+    found = find(script, 810)
+    assert found.is_tight
+    assert found.chosen.time == min(run.time for run in found.tried if run.needs.bytes <= found.budget)
+    assert found.chosen.settings["compilation"]["activation_memory_budget"] > 0.5  # once 0.5 to 0.1 had run
+    assert "PLAN FOUND, TIGHT   needs" in printed(found)

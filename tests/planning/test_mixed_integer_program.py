@@ -1,11 +1,13 @@
 """Mixed-integer programs solved by HiGHS."""
 
 import random
+import time
 from itertools import product
 
 import highspy
 import pytest
 
+from memfit.planning import mixed_integer_program
 from memfit.planning.mixed_integer_program import INFINITY, MixedIntegerProgram, solver
 
 
@@ -68,3 +70,47 @@ def test_other_solvers_of_the_process_may_use_more_threads():
     for _ in range(2):
         assert on_two_threads() == (highspy.HighsStatus.kOk, -5.0)
         assert program.minimize().objective == 3.0
+
+
+def hard(columns=40):
+    """Return a program that takes a search: a knapsack in three dimensions."""
+    draw = random.Random(1)  # noqa: S311 - no secret
+    program = MixedIntegerProgram()
+    items = [program.column(cost=draw.randint(90, 110), integral=True) for _ in range(columns)]
+    for _ in range(3):
+        program.row({each: draw.randint(50, 100) for each in items}, 1000.5, INFINITY)
+    return program
+
+
+def test_work_is_limited_and_the_best_solution_so_far_is_kept():
+    program = hard()
+    best = program.minimize()
+    none, some = program.minimize(effort=0), program.minimize(effort=10 / 30_000)
+    assert (none.values, none.objective) == ((), INFINITY)
+    assert some.values
+    assert some.bound <= best.bound <= best.objective <= some.objective
+    assert some.bound < best.bound
+
+
+def test_a_slow_machine_finds_the_same_solution(monkeypatch):
+    effort = 30 / 30_000
+    program = hard()
+    quick = program.minimize(effort=effort)
+    assert quick.bound < quick.objective  # the limit was reached
+    assert solver().getOptionValue("time_limit")[1] == INFINITY
+    limit = mixed_integer_program._limit
+
+    def slow(highs, *arguments):
+        highs.cbMipInterrupt.subscribe(lambda _: time.sleep(0.01))
+        limit(highs, *arguments)
+
+    monkeypatch.setattr(mixed_integer_program, "_limit", slow)
+    assert program.minimize(effort=effort) == quick
+
+
+def test_no_solution_is_looked_for_that_is_no_better_than_a_known_one():
+    program = hard()
+    best = program.minimize()
+    found = program.minimize(known=best.objective, gap=0.1)
+    assert 0.9 * best.objective <= found.bound <= best.bound
+    assert found.bound < best.bound

@@ -7,7 +7,7 @@ import pytest
 from memfit.analysis.script_change import PlannedRegion
 from memfit.errors import FileFormatError, UsageError
 from memfit.planning.plan_file import read_plan
-from memfit.records import Equality
+from memfit.records import SCHEMA_VERSION, Equality
 from memfit.strategies.configuration import configure
 
 SETTINGS = {"checkpointing": {"regions": [{"modules": ["0"], "save_ops": ["aten.addmm.default:1"]}]}}
@@ -46,6 +46,14 @@ def test_a_plan_is_read_as_settings_and_as_strategies_to_inject(written):
 def test_a_file_without_a_plan_is_refused_with_the_command_that_writes_one(written, content):
     with pytest.raises(FileFormatError, match=r"Cannot read a plan from .*plan\.json"):
         read_plan(written(content))
+
+
+@pytest.mark.parametrize("schema", [0, SCHEMA_VERSION + 1, "1", None])
+def test_a_plan_of_another_schema_is_refused_with_what_to_do(written, schema):
+    says = rf"plan\.json: its schema is {schema!r}, and this memfit reads schema 1\..*memfit plan -o .*plan"
+    with pytest.raises(FileFormatError, match=says):
+        read_plan(written({"schema": schema, "plan": SETTINGS}))
+    assert read_plan(written({"schema": SCHEMA_VERSION, "plan": SETTINGS})).settings == SETTINGS
 
 
 def test_what_a_plan_promises_is_what_its_file_says_or_follows_from_its_settings(written):

@@ -16,7 +16,7 @@ from memfit.planning.allowed import Allowed
 from memfit.planning.choose import CheckpointChooser
 from memfit.planning.plan_runs import PlannedScript
 from memfit.planning.search import find_plan
-from memfit.records import Label, LoaderBatchSize, Phase, ScriptEnd
+from memfit.records import Action, Label, LoaderBatchSize, Phase, ScriptEnd
 from memfit.report.schema.plan_schema import ScriptPlanJson, to_json
 from memfit.report.terminal.plan_chart import chart_lines
 from memfit.report.terminal.script_plan import PrintableScriptPlan, print_plan
@@ -33,6 +33,7 @@ from support.planned_script import (
     planned,
     work,
 )
+from support.traces import BASE, Event, events_of, freed
 
 
 def test_a_script_that_fits_needs_no_plan():
@@ -117,20 +118,33 @@ def test_inputs_are_offloaded_only_where_recomputation_is_not_enough():
     assert less.chosen.time > enough.chosen.time
 
 
-def test_what_is_predicted_to_need_a_little_more_than_the_smallest_is_run_too():
+def test_where_no_plan_may_fit_only_the_one_predicted_to_need_least_is_run():
     script = Script(blocks=24)
     recomputed, offloaded = (
-        -(-chooser.smallest.peak // MIB) for chooser in (script.chooser, script.offloading)
+        chooser.smallest.peak / script.chooser.plain_peak for chooser in (script.chooser, script.offloading)
     )
-    script.more = lambda run: -50 if run else offloaded - 2 - recomputed
-    found = planned(script, 0.01)
-    assert "offload" in found.smallest.settings
-    assert found.smallest.allocated == (offloaded - 50) * MIB
+    assert offloaded < recomputed / 1.1
+    found = planned(script, offloaded / 1.2)
+    assert found.chosen is None
+    assert len(script.changes) == 1
+    assert found.smallest.settings["offload"] == {"what": "inputs"}
+    assert "None of these plans fits" in found.reason
+    assert found.floor is None
+    assert "NO PLAN FITS   the smallest needs" in str(PrintableScriptPlan.of(found))
+
+
+@pytest.mark.parametrize("over", [1.02, 1.2])
+def test_a_plan_that_needs_less_than_predicted_may_fit(over):
+    script = Script(more=lambda _: -80)
+    least = script.offloading.smallest.peak / script.chooser.plain_peak
+    found = planned(script, least / over)
+    assert found.chosen.needs.bytes <= found.budget
 
 
 def test_a_model_in_which_nothing_can_be_saved_is_not_run_again():
     script = Script()
-    script.step = replace(script.step, calls=script.step.calls[:1])
+    forward = tuple(replace(each, call=0) for each in script.step.forward)
+    script.step = replace(script.step, calls=script.step.calls[:1], forward=forward)
     found = planned(script, 0.5)
     assert (found.chosen, script.changes) == (None, [])
     assert found.smallest.needs == found.as_written.needs
@@ -221,6 +235,44 @@ def test_batches_are_divided_no_further_than_needed():
     assert script.divided == [2, 4]
 
 
+class Undiminished(BatchedScript):
+    """A script that needs 0.9 of what it does as written whatever its batches are, and has a plan of its own.
+
+    Args:
+        more: MiB that divided batches need beside the rest, by the number of parts.
+    """
+
+    def __init__(self, more):
+        super().__init__()
+        self.more_in_parts = more
+
+    def __call__(self, change, what):
+        if change.strategies:
+            return ScriptEnd("refused", 0, "it has a plan")
+        result = super().__call__(change, what)
+        if change.loader is None:
+            return result
+        more = self.more_in_parts(change.micro_batches)
+        return replace(result, trace=needing(round(0.9 * self.plain + more)))
+
+
+def test_a_division_that_needs_no_less_than_the_one_before_is_the_last():
+    script = Undiminished(more=lambda _: 0)
+    found = planned(script, 0.6)
+    assert script.divided == [2, 4]
+    assert "smaller parts would need at least" in found.undivided
+
+
+def test_divisions_end_where_the_line_through_two_of_them_does_not_reach_the_budget():
+    script = Undiminished(more=lambda parts: 0.4 * script.plain / parts)
+    assert planned(script, 0.85).chosen is None
+    assert script.divided == [2, 4]
+    script = Undiminished(more=lambda parts: 0.4 * script.plain / parts)
+    script.steps |= {8: None, 4: None}
+    planned(script, 0.91)
+    assert script.divided == [2, 4, 8, 16]
+
+
 def test_where_only_bits_count_batches_stay_whole():
     script = BatchedScript()
     found = find(script, int(0.55 * script.plain) * MIB + OUTSIDE, Allowed(rounding=False))
@@ -234,19 +286,6 @@ def test_batches_are_not_divided_where_samples_depend_on_each_other():
     assert found.undivided == "with half the samples, the step runs other operations"
     assert (script.divided, found.chosen.divided) == ([2], None)
     assert "checkpointing" in found.chosen.settings
-
-
-def test_every_block_is_checkpointed_in_single_samples_where_nothing_else_fits(monkeypatch):
-    monkeypatch.setattr("memfit.planning.search._MOST_RUNS", 1)
-    monkeypatch.setattr("memfit.planning.search.WORTH", 10)  # as if dividing batches never paid
-    script = BatchedScript()
-    script.more = lambda before: 40 * (before + 1)
-    assert planned(script, 0.8).chosen is None
-    assert script.divided == [128]
-    script.every_block = TrialResult(needing(100), ("Net",), operations=script.step)
-    found = planned(script, 0.8)
-    assert (found.chosen.divided.count, found.chosen.divided.size) == (128, 1)
-    assert found.chosen.settings == {"accumulation": {"parts_per_batch": 128}, "checkpointing": {}}
 
 
 def test_batches_are_not_divided_where_the_script_ends_before_it_can_be_seen():
@@ -372,12 +411,16 @@ def test_what_an_update_alone_allocates_is_not_to_be_recomputed():
         result = script(change, what)
         if isinstance(result, ScriptEnd):  # of every block checkpointed
             return result
-        updating = replace(result.trace.events, label=0 * result.trace.events.label)
+        history = [(Action.SEGMENT_ALLOC, BASE, script.plain * MIB), (Action.ALLOC, BASE, script.plain * MIB)]
+        history = [Event(*each, label=0) for each in history] + freed(BASE, script.plain * MIB, label=0)
         label = Label(Phase.OPTIMIZER, "", "AdamW.step", -1)
-        return replace(result, trace=replace(result.trace, events=updating, labels=(label,)))
+        return replace(result, trace=replace(result.trace, events=events_of(history), labels=(label,)))
 
     found = find(run, int(0.7 * script.plain) * MIB + OUTSIDE)
     assert (found.chosen, script.changes) == (None, [])
     assert found.smallest.place.phase is Phase.OPTIMIZER
+    assert found.floor.bytes == script.plain * MIB + OUTSIDE
+    assert "every plan needs at least" in str(PrintableScriptPlan.of(found))
+    assert "temporaries" in found.reason
     assert planned(script, 0.7).chosen is not None
     assert script.changes

@@ -103,6 +103,14 @@ def test_the_page_says_what_to_change_line_by_line(plan):
     assert "~/train.py --lr 1" in plan_page(plan)
 
 
+def test_a_tight_plan_is_marked_in_the_headline(plan):
+    assert '<h1 class="good"><span class="verdict">Plan found</span>' in plan_page(plan)
+    tight = plan_page(replace(plan, uncertainty=GIB + 1))
+    assert '<h1 class="unsure"><span class="verdict">Plan found, tight</span>' in tight
+    assert "Tight: it leaves 1.00 GiB" in tight
+    assert '<h1 class="good">' in plan_page(replace(plan, uncertainty=GIB))
+
+
 def test_the_page_needs_no_script_and_loads_nothing(plan):
     text = plan_page(plan)
     page = Elements(text)

@@ -31,17 +31,34 @@ def load():
     return module
 
 
-def start(folder, script, command=("dry-run",)):
-    """Start a command on a script in a process group of its own."""
+COMMANDS = [("dry-run",), ("verify", "--plan", "plan.json")]
+
+
+def start(folder, script, command=("dry-run",), before=()):
+    """Start a command on a script in a process group of its own, with temporary files in ``tmp``.
+
+    ``before`` is a command that starts it.
+    """
     (folder / "script.py").write_text(textwrap.dedent(script))
+    (folder / "plan.json").write_text('{"plan": {}}')
+    (folder / "tmp").mkdir()
     return subprocess.Popen(
-        [sys.executable, "-m", "memfit", *command, "script.py"],
+        [*before, sys.executable, "-m", "memfit", *command, "script.py"],
         cwd=folder,
+        env=os.environ | {"TMPDIR": str(folder / "tmp")},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
+
+
+def written(file, process):
+    """Wait for the line of process IDs that a script writes, and return them."""
+    while not file.exists() or not file.read_text().endswith("\n"):
+        assert process.poll() is None
+        time.sleep(0.02)
+    return [int(pid) for pid in file.read_text().split()]
 
 
 def ends(pid):
@@ -108,19 +125,58 @@ def test_ctrl_c_counts_even_if_the_script_catches_it_and_goes_on_to_its_end(tmp_
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-    "command", [("dry-run",), ("verify", "--plan", "plan.json")], ids=lambda given: given[0]
-)
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda given: given[0])
 def test_a_killed_memfit_takes_its_script_along(tmp_path, command):
-    (tmp_path / "plan.json").write_text('{"plan": {}}')
     script = "import os, time; open('pid', 'w').write(f'{os.getpid()}\\n'); time.sleep(60)"
     process = start(tmp_path, script, command)
-    while not (written := tmp_path / "pid").exists() or not written.read_text().endswith("\n"):
-        assert process.poll() is None
-        time.sleep(0.02)
+    (pid,) = written(tmp_path / "pid", process)
     process.kill()
-    assert ends(int(written.read_text()))
+    assert ends(pid)
     process.communicate()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda given: given[0])
+def test_a_terminated_memfit_removes_its_files_and_ends_what_the_script_has_started(
+    tmp_path, command, number
+):
+    script = """
+        import os, subprocess, time
+        child = subprocess.Popen(["sleep", "60"])
+        open("pid", "w").write(f"{os.getpid()} {child.pid}\\n")
+        time.sleep(60)
+    """
+    process = start(tmp_path, script, command)
+    pids = written(tmp_path / "pid", process)
+    assert list((tmp_path / "tmp").iterdir())
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert not list((tmp_path / "tmp").iterdir())
+    assert all(map(ends, pids))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda given: given[0])
+def test_a_closed_terminal_does_not_end_memfit_under_nohup(tmp_path, command):
+    script = """
+        import os, time, torch
+        open("pid", "w").write(f"{os.getpid()}\\n")
+        while not os.path.exists("go"):
+            time.sleep(0.02)
+        model = torch.nn.Linear(4, 4).to("cuda")
+        optimizer = torch.optim.SGD(model.parameters())
+        model(torch.ones(2, 4, device="cuda")).sum().backward()
+        optimizer.step()
+    """
+    process = start(tmp_path, script, command, before=["nohup"])
+    written(tmp_path / "pid", process)
+    os.killpg(process.pid, signal.SIGHUP)
+    (tmp_path / "go").touch()
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 0, error
+    assert out.startswith(("FITS", "VERIFIED"))
 
 
 @pytest.mark.process
@@ -153,7 +209,7 @@ def test_ctrl_c_that_a_library_of_the_command_reports_as_its_own_error_is_an_int
     """NumPy drops the KeyboardInterrupt where it compares structured arrays, and keeps no trace of it."""
     script = """
         import os, signal
-        from memfit.ctrl_c import CtrlCRaises, ctrl_c_ends_at_once
+        from memfit.ctrl_c import SignalsRaise, ctrl_c_ends_at_once
         def compare():
             try:
                 os.kill(os.getpid(), signal.SIGINT)
@@ -162,7 +218,7 @@ def test_ctrl_c_that_a_library_of_the_command_reports_as_its_own_error_is_an_int
             raise TypeError("Cannot compare structured arrays")
         ctrl_c_ends_at_once()
         try:
-            with CtrlCRaises():
+            with SignalsRaise():
                 compare()
         except KeyboardInterrupt:
             print("interrupted")
@@ -177,13 +233,13 @@ def test_ctrl_c_in_a_finaliser_is_raised_once_more():
     """Python itself would print 'Exception ignored in' and go on."""
     script = """
         import os, signal, time
-        from memfit.ctrl_c import CtrlCRaises, ctrl_c_ends_at_once
+        from memfit.ctrl_c import SignalsRaise, ctrl_c_ends_at_once
         class Finalised:
             def __del__(self):
                 os.kill(os.getpid(), signal.SIGINT)
         ctrl_c_ends_at_once()
         try:
-            with CtrlCRaises():
+            with SignalsRaise():
                 Finalised()
                 time.sleep(30)
         except KeyboardInterrupt:

@@ -1,5 +1,7 @@
 """Standbys of scripts that stand in their way: nothing goes on as the script that is not the script."""
 
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +21,18 @@ def test_a_standby_collects_the_ends_of_its_forks_itself(tmp_path):
         for forked in (False, True, True):
             runs.run()
             assert runs.forked == forked
+
+
+def test_a_standby_ignores_a_closed_terminal_as_the_script_does_under_nohup(tmp_path):
+    ignored = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    with ScriptStandbys() as standbys:
+        runs = Runs(script_of(tmp_path, ignored), standbys)
+        runs.run()
+        (kept,) = standbys._kept
+        assert kept.is_ready
+        os.kill(kept.standby._process, signal.SIGHUP)
+        runs.run()
+        assert runs.forked
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,3 +62,15 @@ def plan_file(tmp_path):
         return path
 
     return write
+
+
+@pytest.fixture
+def train(python, tmp_path):
+    """Return a function that trains a script in the test's folder."""
+
+    def run(script, plan, *arguments, as_far=False, **options):
+        (tmp_path / "script.py").write_text(textwrap.dedent(script))
+        flags = ["--as-far-as-it-goes"] * as_far
+        return python("-m", "memfit", "train", "--plan", plan, *flags, "script.py", *arguments, **options)
+
+    return run

@@ -14,7 +14,7 @@ from memfit.errors import MemfitError, UsageError
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.checkpointing import Checkpointing
 from memfit.strategies.configuration import ALIASES, READERS, TABLES, Configuration, configure
-from memfit.strategies.legacy_settings import HOOKS
+from memfit.strategies.legacy_settings import _OF_CELLS, HOOKS
 from memfit.strategies.offload import Offload
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.plan import Plan
@@ -159,7 +159,7 @@ def test_every_setting_is_echoed_with_the_field_it_became():
         "fp16                                         ->  precision.dtype='fp16'",
         "fp16                                         ->  precision.loss_scale=512.0 (MMCV's default)",
         "optimizer_config.grad_clip={'max_norm': 35}  ->  max_grad_norm=35",
-        "mini_steps=4                                 ->  accumulation.batches_per_update=4",
+        f"{'mini_steps=4':43}  ->  accumulation.batches_per_update=4 ({_OF_CELLS})",
         f"{'mini_steps=4':43}  ->  accumulation.remainder='carry' (the way of MindSpore)",
         "bf16=False                                   ->  nothing to set: this is memfit's default",
     ]
@@ -214,6 +214,13 @@ def test_unknown_names_are_refused_with_the_nearest(given, words):
         ({"with_cp": False, "activation_checkpointing": "layers.*"}, "with_cp=False and activation_check"),
         ({"checkpointing": False, "with_cp": True}, "checkpointing=False and with_cp=True contradict"),
         ({"max_grad_norm": 1.0, "optimizer_config": {"grad_clip": {"max_norm": 35}}}, "contradict"),
+        ({"distributed": False, "sharding": "ddp"}, "distributed=False and sharding='ddp' contradict"),
+        (
+            hook("Fp16OptimizerHook", distributed=False) | {"sharding": "ddp"},
+            "distributed=False and sharding",
+        ),
+        ({"parallel_mode": "stand_alone", "sharding": "ddp"}, "'stand_alone' and sharding='ddp' contradict"),
+        ({"fp16_enabled": True, "bf16": True}, "fp16_enabled=True and bf16=True contradict"),
         (
             {"global_batch_size": 30, "micro_batch_size": 8},
             "not 30. The configuration sets global_batch",
@@ -266,9 +273,15 @@ def test_the_same_value_twice_is_not_a_contradiction():
         ({"optimizer_config": {"grad_clip": {"max_norm": 1, "norm_type": 1}}}, "only by their 2-norm"),
         (
             hook("Fp16OptimizerHook", coalesce=True),
-            "a setting for training on several ranks",
+            "how MMCV exchanges gradients between ranks. Leave it out: memfit.Sharding",
         ),
-        (hook("OptimizerHook", detect_anomalous_params=True), "is a setting for DistributedDataParallel"),
+        (hook("Fp16OptimizerHook", bucket_size_mb=25), "Leave it out: memfit.Sharding has bucket_cap_mb"),
+        (hook("OptimizerHook", detect_anomalous_params=True), "memfit.Sharding.find_unused_parameters=True"),
+        ({"model": {"neck": {"with_cp": True}}}, r"model.neck.with_cp=True.*checkpointing=\['neck\.\*'\]"),
+        ({"model": {"necks": [{"with_cp": True}]}}, r"model.necks\[0\].with_cp=True.*\['necks\.\*'\]"),
+        ({"gradients_mean": False}, "gradients_mean=False sums .* multiply the loss by their number"),
+        ({"parallel_mode": "data_parallel"}, r"sharding='ddp' .*\(memfit.Sharding\)"),
+        ({"parallel_mode": "auto_parallel"}, "is not read by memfit"),
         ({"mem_param": {"optimize_train": "yes"}}, "must be true or false"),
         ({"mem_param": {"exclude_blob": [1]}}, "must be the name of a blob, or a list"),
         ({"arena": {"exclude": ["a", 1]}}, "'exclude' must be a tuple of strings.*sets arena.exclude"),

@@ -12,6 +12,7 @@ from memfit.strategies.configuration import configure
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.plan import Plan
 from memfit.strategies.precision import LossScale, Precision
+from memfit.strategies.sharding import Sharding
 
 FOUR = Accumulation(batches_per_update=4, remainder="carry")
 ADAMW = {"type": "AdamW", "lr": 1e-3}
@@ -70,6 +71,9 @@ ADAMW = {"type": "AdamW", "lr": 1e-3}
             None,
         ),
         ({"fp16": {"loss_scale": "dynamic"}, "fp16_enabled": True}, Plan(Precision("fp16")), None),
+        ({"fp16_enabled": True}, Plan(Precision("fp16")), None),
+        ({"fp16_enabled": False, "distributed": True}, Plan(), None),
+        ({"distributed": True, "sharding": "ddp"}, Plan(sharding=Sharding("ddp")), None),
         # Lightning
         ({"precision": "16-mixed"}, Plan(Precision("fp16")), None),
         ({"precision": "bf16-mixed", "gradient_clip_val": 0.5}, Plan(Precision("bf16")), 0.5),
@@ -124,6 +128,7 @@ ADAMW = {"type": "AdamW", "lr": 1e-3}
         ({"mixed_precision": "no"}, Plan(), None),
         # MindSpore
         ({"accumulate_step": 4, "gradients_mean": True}, Plan(accumulation=FOUR), None),
+        ({"gradients_mean": None, "parallel_mode": "stand_alone"}, Plan(), None),
     ],
 )
 def test_settings_are_read_as_their_origin_means_them(given, plan, norm):

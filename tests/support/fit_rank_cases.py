@@ -133,16 +133,46 @@ def learning_rates(rank, ranks):
 
 
 def same_data(rank, ranks):
-    """Return the warnings about a loader that every rank reads whole, and about one that is divided."""
-    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+    """Return the warnings about loaders that every rank reads whole, and about those that are divided."""
+    from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
 
-    data, texts = TensorDataset(*samples(8, 0)), []
-    for sampler in (None, DistributedSampler(data)):
+    class Shares(Dataset):
+        """The samples of some names; what it does not hold as an attribute, it does not show."""
+
+        def __init__(self, **attributes):
+            vars(self).update(attributes)
+
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return data[index]
+
+    data, other = TensorDataset(*samples(8, 0)), TensorDataset(*samples(8, rank))
+    names = [f"{each}.png" for each in range(8)]
+    loaders = {
+        "same": DataLoader(data, batch_size=4),
+        "same, shuffled": DataLoader(data, batch_size=4, shuffle=True),
+        "same subset": DataLoader(Subset(data, range(4)), batch_size=4),
+        "same names": DataLoader(Shares(names=names[:4]), batch_size=4),
+        "unknown": DataLoader(Shares(), batch_size=4),
+        "sampler": DataLoader(data, batch_size=4, sampler=DistributedSampler(data)),
+        "own subset": DataLoader(Subset(data, range(rank, 8, ranks)), batch_size=4),
+        "own samples": DataLoader([data[each] for each in range(rank, 8, ranks)], batch_size=4),
+        "own names": DataLoader(Shares(names=names[rank::ranks]), batch_size=4),
+        "own part": DataLoader(Shares(of=Shares(array=other[:][0].numpy())), batch_size=4),
+        "own key": DataLoader(Shares(of={"shard": f"{rank} of {ranks}"}), batch_size=4),
+        "own tensors": DataLoader(other, batch_size=4),
+        "own length": DataLoader([data[each] for each in range(4 + rank)], batch_size=4),
+        "one reads all": DataLoader(data, batch_size=4) if rank else [samples(4, 0)] * 2,
+    }
+    texts = {}
+    for name, loader in loaders.items():
         run = engine(net(), memfit.Sharding("ddp"))
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            run.fit(DataLoader(data, batch_size=4, sampler=sampler))
-        texts.append("".join(str(each.message) for each in seen if "ranks" in str(each.message)))
+            run.fit(loader)
+        texts[name] = "".join(str(each.message) for each in seen if "ranks" in str(each.message))
     return texts
 
 
@@ -169,3 +199,13 @@ def stopped(rank, ranks):
     run = engine(net(), [memfit.Sharding("ddp")], callbacks=[Stopping()])
     run.fit([samples(2, rank)] * 4)
     return run.optimizer_step
+
+
+def ambiguous_weight(rank, ranks):
+    """Return the error about a batch whose weight among those of other ranks is ambiguous."""
+    batch = [torch.ones(3, 4, 4)] * 2, [torch.ones(3, 4)] * 2
+    try:
+        engine(net(), memfit.Sharding("ddp")).step(batch)
+    except Exception as error:  # noqa: BLE001 - the test names it
+        return type(error).__name__, str(error)
+    return None

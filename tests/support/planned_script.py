@@ -15,7 +15,7 @@ from support.traces import BASE, trace_of
 
 MIB = 1 << 20
 OUTSIDE = 100 * MIB
-DEVICE = DeviceUse("A100-80GB", Figure(1 << 40, Provenance.EXACT), Figure(OUTSIDE, Provenance.ASSUMED), 0)
+DEVICE = DeviceUse("A100-80GB", Figure(1 << 40, Provenance.EXACT), Figure(OUTSIDE, Provenance.MEASURED), 0)
 
 
 def work(operation):

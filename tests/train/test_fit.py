@@ -300,6 +300,40 @@ def test_a_torn_run_is_not_saved_when_fit_ends(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_model_that_trains_in_evaluation_mode_is_a_warning():
+    """``from_pretrained`` returns it so, and an evaluation of the user's own may leave it so."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).eval()
+    run = memfit.Engine(
+        model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=lambda model, x: model(x).square().mean(),
+    )
+    with pytest.warns(UserWarning, match=r"The whole Sequential is in evaluation mode.*Call model\.train"):
+        run.fit([torch.ones(2, 3)])
+    assert not model.training
+
+    class Evaluating(memfit.Callback):
+        def on_epoch_end(self, engine):
+            engine.model.eval()
+
+    model.train()
+    run.callbacks = [Evaluating()]
+    with pytest.warns(UserWarning, match="is in evaluation mode, and stays in it"):
+        run.fit([torch.ones(2, 3)], 3)
+
+
+def test_a_model_of_which_a_part_is_in_evaluation_mode_trains_without_a_warning():
+    """Frozen statistics, and the mode after a validation."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3).eval())
+    run = memfit.Engine(
+        model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=lambda model, x: model(x).square().mean(),
+    )
+    run.fit([torch.ones(2, 3)], 2, validate=[torch.ones(2, 3)])
+    assert [each.training for each in model] == [True, False]
+
+
 def test_a_generator_is_refused_in_the_second_epoch():
     run = engine()
     run.fit(iter(loader(3)), epochs=1)

@@ -203,7 +203,9 @@ def test_a_loss_with_its_own_divisor_weighs_batches():
         kept = batch[1] > 0
         return F.cross_entropy(model(batch[0])[kept], batch[1][kept], reduction="sum"), int(kept.sum())
 
-    model, reference = net().eval(), net().eval()
+    model, reference = net(), net()
+    for each in (*model[2:4], *reference[2:4]):  # nothing is dropped, and the statistics stay
+        each.eval()
     data = list(loader(3))
     run = memfit.Engine(
         model,
@@ -237,6 +239,51 @@ def test_settings_of_others_gather_as_theirs_do(setting):
     run = memfit.Engine(model, setting, optimizer=optimizer(model), loss=mean_loss)
     run.fit([(torch.ones(2, 5), torch.ones(2, dtype=torch.long))] * 8)
     assert (run.micro_step, run.optimizer_step) == (8, 2)
+
+
+def cells(model, mini_steps, batches, epochs):
+    """Train as the three cells of MindSpore's tutorial do, and return the number of updates."""
+    steps, updates = torch.optim.SGD(model.parameters(), lr=0.1), 0
+    for _ in range(epochs):
+        for number, batch in enumerate(batches):
+            mean_loss(model, batch).backward()
+            if (number + 1) % mini_steps == 0:
+                steps.step()
+                steps.zero_grad()
+                updates += 1
+    return updates
+
+
+@pytest.mark.parametrize(("batches", "updates"), [(8, (4, 4)), (6, (2, 3))])
+def test_mini_steps_take_the_mean_and_count_on_where_the_cells_sum_and_count_anew(batches, updates):
+    """docs/settings.md and docs/guide/articles.md say so, and that the loss times four gives the same."""
+    generator = torch.Generator().manual_seed(2)
+    data = [
+        (torch.randn(4, 5, generator=generator), torch.randint(3, (4,), generator=generator))
+        for _ in range(batches)
+    ]
+
+    def trained(train):
+        torch.manual_seed(0)
+        model = nn.Linear(5, 3)
+        return train(model), model.weight
+
+    def by_engine(model, times):
+        run = memfit.Engine(
+            model,
+            {"mini_steps": 4},
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            loss=lambda model, batch: times * mean_loss(model, batch),
+        )
+        run.fit(data, 2)
+        return run.optimizer_step
+
+    by_cells, weight = trained(lambda model: cells(model, 4, data, 2))
+    mean, of_mean = trained(lambda model: by_engine(model, 1))
+    _, of_sum = trained(lambda model: by_engine(model, 4))
+    assert (by_cells, mean) == updates
+    assert not torch.allclose(of_mean, weight, rtol=0, atol=1e-3)
+    assert torch.allclose(of_sum, weight, rtol=0, atol=1e-6) == (batches % 4 == 0)
 
 
 def test_methods_that_would_divide_or_gather_otherwise_are_refused():

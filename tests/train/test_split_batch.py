@@ -6,9 +6,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
-from memfit.errors import UsageError
+import memfit
+from memfit.errors import AmbiguousBatchError, UsageError
 from memfit.train.data.split_batch import BatchSplitter, even_sizes
 
 
@@ -205,10 +207,8 @@ def test_numbers_per_sample_are_split_and_image_sizes_are_not():
         [image(0), image(1), image(2), image(3)],
         [image(0), image(1), image(2)],
         ([image(0), image(1), image(2)], torch.arange(3)),
-        ([image(0), image(1), image(2), image(3)], [target(i, 3) for i in range(4)]),
         (torch.stack([image(0), image(1)]), [target(0, 2), target(1, 2)]),
         {"x": [torch.ones(2, 7), torch.ones(2, 7)], "y": torch.ones(2)},
-        [{"x": X}, {"x": X}],
         [[X[:3], X[:1]], [X[:4], X[:2]]],
     ],
 )
@@ -217,6 +217,48 @@ def test_an_ambiguous_sequence_is_refused_when_it_is_split(batch):
     assert split(batch, [whole]) == [batch]
     with pytest.raises(UsageError, match=r"samples, or \d columns of \d.*size=lambda.*split=lambda"):
         split(batch, [1] * whole)
+
+
+IMAGES, BOXES = [image(0), image(1)], [torch.ones(3, 4), torch.ones(3, 4)]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (IMAGES, [target(0, 3), target(1, 3)]),
+        (tuple(IMAGES), (target(0, 3), target(1, 3))),
+        (IMAGES, BOXES),
+        (IMAGES, BOXES, [torch.ones(3), torch.ones(3)]),
+        {"images": IMAGES, "boxes": BOXES},
+        [(IMAGES[0], BOXES[0]), (IMAGES[1], BOXES[1])],
+        [(IMAGES[0], target(0, 3)), (IMAGES[1], target(1, 3))],
+        [{"image": IMAGES[0], "boxes": BOXES[0]}, {"image": IMAGES[1], "boxes": BOXES[1]}],
+        ([image(0), image(1), image(2), image(3)], [target(i, 3) for i in range(4)]),
+        [{"x": X}, {"x": X}],
+    ],
+)
+def test_a_first_batch_whose_number_of_samples_is_ambiguous_is_asked_for(batch):
+    """Two images of three channels, each with three boxes: 2 samples, or columns of 3."""
+    with pytest.raises(AmbiguousBatchError, match=r"could be \d samples, or \d columns of \d.*size=lambda"):
+        batch_size(batch)
+    assert split(batch, [2]) == [batch]
+
+
+def test_earlier_batches_show_what_a_batch_of_three_boxes_each_is():
+    splitter = BatchSplitter()
+    splitter.split(detection(2, [2, 1]), [1, 1])
+    assert splitter.size(detection(2, [3, 3])) == 2
+
+
+def test_an_ambiguous_batch_is_no_weight_of_1_in_a_validation():
+    model = nn.Linear(1, 1)
+    engine = memfit.Engine(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda *_: 1.0)
+    with pytest.raises(AmbiguousBatchError):
+        engine.validate([detection(2, [3, 3])])
+    sized = memfit.Engine(
+        model, optimizer=engine.optimizer, loss=lambda *_: 1.0, size=lambda batch: len(batch[0])
+    )
+    assert sized.validate([detection(2, [3, 3])]) == {"loss": 1.0}
 
 
 def test_the_advice_for_an_unknown_size_works():

@@ -12,7 +12,7 @@ from memfit.atomic_files import check_output, write_bytes
 from memfit.devices import DEFAULT, NO_LIMIT
 from memfit.errors import TargetError, UsageError
 from memfit.input_files import read_input
-from memfit.records import CheckVerdict, MemoryBaseline, MemoryCheck, ScriptEnd, Trace
+from memfit.records import CheckVerdict, MemoryBaseline, MemoryCheck, Trace
 from memfit.report.schema.check_schema import baseline_file, read_baseline
 from memfit.report.terminal.memory_check import PrintableMemoryCheck
 from memfit.run.options import STEPS, RunOptions
@@ -63,7 +63,8 @@ def check(  # noqa: PLR0913 - one parameter an option
     Raises:
         UsageError: there is no baseline, or the tolerance is negative.
         FileFormatError: the file holds no baseline.
-        MemfitError: the script fails, or cannot be run, or the baseline cannot be written.
+        MemfitError: the script fails, cannot be run, or starts processes that use the GPU; or the baseline
+            cannot be written.
 
     >>> check("train.py").passed  # doctest: +SKIP
     True
@@ -95,7 +96,7 @@ def check_on_ghost(
     if not fits:
         trace = _unlimited(done, options, on_progress)
         found = summarize(trace)
-    _expect_complete(trace.end)
+    _expect_complete(trace)
     run = baseline_of(trace, found)
     if before is not None:
         result = check_memory(before, run, found, needs, tolerance, fits=fits)
@@ -131,14 +132,19 @@ def _unlimited(done: FinishedRun, options: RunOptions, on_progress: Callable[[Pr
     raise TargetError(f"memfit cannot check the script: {why_it_failed(trial)}")
 
 
-def _expect_complete(end: ScriptEnd) -> None:
-    """Refuse to check a script that did not complete.
+def _expect_complete(trace: Trace) -> None:
+    """Refuse to check a script that did not complete, or only a part of it.
 
     Raises:
         KeyboardInterrupt: the user interrupted it.
-        TargetError: it failed.
+        TargetError: it failed, or processes that it started used the GPU, too.
     """
-    if end.reason == "interrupted":
+    if trace.end.reason == "interrupted":
         raise KeyboardInterrupt
-    if not ran_to_completion(end):
-        raise TargetError(f"memfit cannot check the script: {why_it_failed(end)}")
+    if not ran_to_completion(trace.end):
+        raise TargetError(f"memfit cannot check the script: {why_it_failed(trace.end)}")
+    if trace.children:
+        raise TargetError(
+            "memfit cannot check the script: it started other processes that use the GPU, whose memory is "
+            f"not included: {', '.join(child.name for child in trace.children)}. Check them by themselves."
+        )

@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from memfit.analysis.even_routing import beside_even_routing, rests_on_routing, with_even_routing
 from memfit.analysis.rank_roles import find_held, ranks_by_role, role_of, weight
@@ -22,6 +21,7 @@ from memfit.run.parent import PATIENCE, Progress, RecordedRun, run_script, scrip
 from memfit.run.resolve_options import ghost_settings
 from memfit.strategies.script_standbys import ScriptRun, ScriptStandbys
 from memfit.strategies.trial_run import ghost_runs, injected, trial_runner
+from memfit.temporary_folders import TemporaryFolder
 from memfit.trace.trace_file import write_trace
 
 LATE = "GPU work that finishes late"
@@ -63,7 +63,7 @@ def run_on_ghost(  # noqa: PLR0913 - what a dry run is asked for
 ) -> FinishedRun:
     """Do what ``dry_run`` does, and return a result whose trace may not have been saved."""
     if options.rank.world_size > 1 and not options.objects:
-        with TemporaryDirectory(prefix="memfit-") as folder:  # for all runs of the job
+        with TemporaryFolder() as folder:  # for all runs of the job
             return run_on_ghost(
                 script,
                 arguments,

@@ -1,6 +1,5 @@
 """Write a job for a script: ``memfit.Engine`` trains it, and plans are carried out in full."""
 
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from memfit.run.parent import Progress, run_script, script_command
 from memfit.run.resolve_options import ghost_settings
 from memfit.scaffold.job_file import text_of_job
 from memfit.strategies.trial_run import trial_runner
+from memfit.temporary_folders import TemporaryFolder
 
 _OBSERVER = "memfit.scaffold.observe"
 FUNCTION = "make_job"
@@ -104,7 +104,7 @@ def _observed(
     Raises:
         TargetError: there is none.
     """
-    with tempfile.TemporaryDirectory(prefix="memfit-") as folder:
+    with TemporaryFolder() as folder:
         file = Path(folder) / "job.json"
         watched = replace(options, steps=1, preload=(_OBSERVER, str(file)))
         end = run_script(command, watched, ghost_settings(watched), None, on_progress).trace.end

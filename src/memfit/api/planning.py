@@ -1,7 +1,7 @@
 """Plan for a script or a live model: the fastest way under a budget, found and proven on the ghost."""
 
 import functools
-import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +11,7 @@ from memfit.analysis.script_change import ScriptChange, TrialResult, why_it_fail
 from memfit.devices import DEFAULT, find_device
 from memfit.errors import UsageError
 from memfit.planning.allowed import LOW_BIT_STATE, PRECISIONS, Allowed
+from memfit.planning.answers import OnFound, OutOfTimeError
 from memfit.planning.plan_runs import PlannedScript, run_nothing_ahead
 from memfit.planning.search import find_plan
 from memfit.planning.seconds import RULE, host_copies, roofline
@@ -24,6 +25,7 @@ from memfit.run.resolve_options import ghost_settings
 from memfit.strategies.rank_runs import RankRuns, UnfinishedRankError
 from memfit.strategies.runs_ahead import ProgressOfFirst, RunsAhead
 from memfit.strategies.suggestions import unknown_name_error
+from memfit.temporary_folders import TemporaryFolder
 from memfit.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ def plan(  # noqa: PLR0913 - one parameter an option
     bitwise: bool = False,
     allow: Sequence[str] = (),
     max_slowdown: float | None = None,
+    max_time: float | None = None,
     on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> ScriptPlan:
     """Return the fastest plan with which an unmodified script fits a budget; needs no GPU.
@@ -72,11 +75,13 @@ def plan(  # noqa: PLR0913 - one parameter an option
             ``8bit`` (Adam's or AdamW's state in 8 bits, by bitsandbytes).
         max_slowdown: how many times as long as the script as written a step may take, at least 1. If what
             fits is predicted to take longer, nothing is chosen, and ``too_slow`` is the fastest that fits.
+        max_time: seconds after which the search ends: the answer is the fastest plan found by then. If none
+            fitted, ``out_of_time`` tells that from a search that ended.
         on_progress: called about ten times a second.
 
     Raises:
         MemfitError: the script or the device does not exist, this PyTorch or platform is not supported, or
-            the script as written cannot be run.
+            the script as written cannot be run, or not within ``max_time``.
 
     >>> found = plan("train.py", ["--batch-size", "8"], budget=8 << 30)  # doctest: +SKIP
     >>> found.chosen.needs.bytes <= 8 << 30, round(found.chosen.time, 2)  # doctest: +SKIP
@@ -92,7 +97,7 @@ def plan(  # noqa: PLR0913 - one parameter an option
         values=values,
     )
     allowed = allowed_changes(bitwise=bitwise, allow=allow, max_slowdown=max_slowdown)
-    return plan_on_ghost(script, arguments, options, on_progress, allowed)
+    return plan_on_ghost(script, arguments, options, on_progress, allowed, max_time=max_time)
 
 
 def auto_checkpoint(  # noqa: PLR0913 - one parameter an option
@@ -144,23 +149,22 @@ def auto_checkpoint(  # noqa: PLR0913 - one parameter an option
     amount = parse_bytes(budget) if isinstance(budget, str) else budget
     step = training_step(model, inputs, loss, optimizer or functools.partial(SGD, lr=0.1), STEPS)
     options = RunOptions(module=True, gpu=gpu, memory=amount, values=values)
-    with tempfile.NamedTemporaryFile(prefix="memfit-", suffix=".job") as file:
-        Path(file.name).write_bytes(pack(step).data)
+    with TemporaryFolder() as folder:
+        file = Path(folder) / "model.job"
+        file.write_bytes(pack(step).data)
         script = "memfit.estimating.training_script"
         found = plan_on_ghost(
             script,
-            [file.name],
+            [str(file)],
             options,
             on_progress,
             Allowed(allocator=False, rounding=False, optimizer=False),  # what applies to the model alone
         )
     found = replace(found, command=(type(model).__name__,), models=())
     if found.chosen is None:
-        smallest = found.smallest or found.as_written
-        raise UsageError(
-            f"budget={budget!r}: no plan fits. The smallest needs {format_bytes(smallest.needs.bytes)}: "
-            f"{found.reason}"
-        )
+        smallest = format_bytes((found.smallest or found.as_written).needs.bytes)
+        needs = f"The smallest needs {smallest}: " if found.floor is None else ""
+        raise UsageError(f"budget={budget!r}: no plan fits. {needs}{found.reason}")
     if found.chosen.changes:
         apply(model, found.chosen.settings)
     return found
@@ -195,7 +199,7 @@ def allowed_changes(
     return replace(allowed, slowdown=max_slowdown)
 
 
-def plan_on_ghost(
+def plan_on_ghost(  # noqa: PLR0913 - one parameter an option
     script: str | Path,
     arguments: Sequence[str],
     options: RunOptions,
@@ -203,6 +207,8 @@ def plan_on_ghost(
     allowed: Allowed = Allowed(),  # noqa: B008 - frozen
     *,
     policies: bool = False,
+    max_time: float | None = None,
+    on_found: OnFound = lambda _: None,
 ) -> ScriptPlan:
     """Do what ``plan`` does; ``options.memory`` is the budget, the rest as for ``find_plan``."""
     command = script_command(script, arguments, options, None)
@@ -214,7 +220,26 @@ def plan_on_ghost(
     device = ghost_settings(options).device
     shown = device.total.bytes
     card, job = find_device(options.gpu), options.rank
-    shows = ProgressOfFirst(on_progress)
+    until = None if max_time is None else time.monotonic() + max_time
+    fits: float | None = None
+
+    def show(progress: Progress) -> None:
+        if until is not None and time.monotonic() >= until:
+            raise OutOfTimeError
+        on_progress(replace(progress, fits=fits))
+
+    def completed(found: ScriptPlan) -> ScriptPlan:
+        found = replace(
+            found, nproc=job.nproc, nnodes=job.nnodes, ran=ranks.count, distributed=ranks.distributed
+        )
+        return PrintableScriptPlan.of(found, device=device, command=command)
+
+    def note(found: ScriptPlan) -> None:
+        nonlocal fits
+        fits = None if found.chosen is None else found.chosen.time
+        on_found(completed(found))
+
+    shows = ProgressOfFirst(show)
     with RankRuns(command, options, shown, shows.show) as ranks:
         runs = RunsAhead(functools.partial(_run_ranks, ranks, late=False), shows)
         planned = PlannedScript(
@@ -226,11 +251,8 @@ def plan_on_ghost(
             job.world_size,
             run_nothing_ahead if job.world_size > 1 else runs.make,
         )
-        found = find_plan(planned, shown - options.in_use, allowed, policies=policies)
-        found = replace(
-            found, nproc=job.nproc, nnodes=job.nnodes, ran=ranks.count, distributed=ranks.distributed
-        )
-    return PrintableScriptPlan.of(found, device=device, command=command)
+        found = find_plan(planned, shown - options.in_use, allowed, policies=policies, on_found=note)
+        return completed(found)
 
 
 def _run_ranks(ranks: RankRuns, change: ScriptChange, what: str, *, late: bool) -> TrialResult | ScriptEnd:

@@ -30,6 +30,7 @@ from memfit.records import ContextReport, ContextStage, ContextTrial, Figure, Ma
 
 _TIMEOUT = 180  # seconds for one process; the first on a machine may compile kernels
 _LAST_LINES = 5
+_KIND = "contexts"
 _MAX_FILE = 1 << 20  # bytes of a kept measurement; it takes some thousand
 
 
@@ -103,9 +104,7 @@ def keep_context(report: ContextReport) -> Path | None:
     if report.machine is not Machine.CARD:
         return None
     name = re.sub(r"[^\w.+]+", "_", f"{report.card}-{report.driver or report.cuda}-{report.torch}")
-    folder = _folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.json"
+    path = cache_folder(_KIND) / f"{name}.json"
     write_bytes(path, msgspec.json.format(msgspec.json.encode(report)))
     return path
 
@@ -118,7 +117,10 @@ def kept_context(device: Device, torch_version: str, *, eager: bool = False) -> 
         torch_version: as ``torch.__version__``.
         eager: as measured when CUDA loads every kernel at once.
     """
-    reports = [report for path in sorted(_folder().glob("*.json")) if (report := _read(path))]
+    # A cache that cannot be written may hold some, and the one in its place others.
+    folders = {cache_folder(_KIND, "."), cache_folder(_KIND)}
+    paths = sorted(path for folder in folders for path in folder.glob("*.json"))
+    reports = [report for path in paths if (report := _read(path))]
     matching = [
         report
         for report in reports
@@ -146,10 +148,6 @@ def _is(name: str, device: Device) -> bool:
         return find_device(name).name == device.name
     except UnknownDeviceError:
         return False
-
-
-def _folder() -> Path:
-    return cache_folder("contexts")
 
 
 def _read(path: Path) -> ContextReport | None:

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from memfit.errors import UnknownDeviceError
 from memfit.ghost.nccl_memory import KERNELS, Communicator, nccl_memory
 from memfit.python_command import python_code
 from memfit.records import NcclMeasurement, NcclStage
+from memfit.temporary_folders import TemporaryFolder
 
 _TIMEOUT = 180  # seconds for all processes
 _LAST_LINES = 5
@@ -32,7 +32,7 @@ def measure_nccl(card: str, count: int) -> NcclMeasurement | None:
     gpus = [str(gpu) for gpu in visible][:count]
     if len(gpus) <= 1:
         return None
-    with tempfile.TemporaryDirectory() as folder:
+    with TemporaryFolder() as folder:
         found = _probe(gpus, Path(folder))
     if isinstance(found, str):
         return NcclMeasurement(len(gpus), (), found)

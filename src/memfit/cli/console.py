@@ -5,7 +5,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -120,7 +120,8 @@ def write_plan(
 
     def write_file(path: Path) -> None:
         if plan.chosen is None:
-            print(f"memfit: {path} was not written, because no plan fits.", file=sys.stderr)
+            why = "none was found in time" if plan.out_of_time else "no plan fits"
+            print(f"memfit: {path} was not written, because {why}.", file=sys.stderr)
             return
         write_bytes(path, to_json(plan) + b"\n")
         ranks = f"--nproc {plan.nproc} " * (plan.nproc > 1) + f"--nnodes {plan.nnodes} " * (plan.nnodes > 1)
@@ -135,6 +136,41 @@ def write_plan(
 
     files: list[Output] = [(output, write_file), (html, write_page)]
     _write(lambda: to_json(plan), json, lambda console: print_plan(plan, console, output), files)
+
+
+class PlanSoFar:
+    """The fastest plan that a search has found so far, in the file of ``-o``.
+
+    Args:
+        output: the file; None for none.
+    """
+
+    def __init__(self, output: Path | None) -> None:
+        self._output = output
+        self._time: float | None = None
+
+    def keep(self, plan: "ScriptPlan") -> None:
+        """Write a plan in place of the one before. Should that fail, the last attempt reports it."""
+        from memfit.report.schema.plan_schema import to_json
+
+        if plan.chosen is None:
+            return
+        self._time = plan.chosen.time
+        if self._output is not None:
+            with suppress(MemfitError):
+                write_bytes(self._output, to_json(plan) + b"\n")
+
+    @contextmanager
+    def named_on_ctrl_c(self) -> "Iterator[None]":
+        """Have Ctrl-C in the block say what has been found, and where it is."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if self._time is None:
+                raise
+            what = f"the fastest plan so far takes {self._time:.2f} times the time"
+            where = "not written, without -o" if self._output is None else f"in {self._output}"
+            raise KeyboardInterrupt(f"{what}: {where}") from None
 
 
 def write_verification(result: "Verification", json: str | None) -> None:
@@ -242,7 +278,7 @@ def exit_code(result: "DryRun", *, fail: bool) -> int:
     """Return the exit code of a run."""
     if "interrupted" in (result.end.reason, result.untried.reason if result.untried else ""):
         return INTERRUPTED
-    if result.end.reason == "exception" or result.end.gave_up:
+    if result.verdict == "unknown" or result.end.reason == "exception" or result.end.gave_up:
         return TargetError.exit_code
     return 1 if fail and result.verdict != "fits" else 0
 
@@ -333,6 +369,7 @@ def _progress_text(progress: "Progress", steps: int | None, elapsed: float) -> s
     trying = f"{progress.rank} · " if progress.rank else ""
     others = f" and {progress.beside} more" if progress.beside else ""
     trying += f"trying: {progress.trying}{others} · " if progress.trying else ""
+    trying += f"fits: {progress.fits:.2f} times the time · " if progress.fits is not None else ""
     if not progress.peak:
         return f"memfit: {trying}{'compiling' if progress.compiling else 'starting'} · {seconds}"
     step = progress.step + 1 if steps is None else f"{min(progress.step + 1, steps)}/{steps}"

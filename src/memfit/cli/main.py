@@ -3,8 +3,8 @@
 Each command calls functions of ``memfit.api`` and prints what they return. Results go to standard output;
 progress and errors go to standard error.
 Exit codes: 0 measured; 1 does not fit (with ``--fail``), or needs more than the baseline (``check``), or
-differs (``verify``); 2 wrong
-usage; 3 the script could not be run, or a result could not be written.
+differs (``verify``); 2 wrong usage; 3 the script could not be run, or not all of it was measured
+(INCOMPLETE), or a result could not be written; 128 + N ended by signal N, of which 130 is Ctrl-C.
 """
 
 import io
@@ -21,7 +21,7 @@ from memfit.cli.explain import explain
 from memfit.cli.pack import pack
 from memfit.cli.replay import replay
 from memfit.cli.script_arguments import separate_script
-from memfit.ctrl_c import INTERRUPTED, CtrlCRaises
+from memfit.ctrl_c import INTERRUPTED, SignalsRaise
 from memfit.errors import MemfitError, UsageError
 from memfit.versions import __version__
 
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def exit_code_of(tokens: list[str]) -> int:
     """Run a command and return its exit code."""
     try:
-        with CtrlCRaises():
+        with SignalsRaise():
             return _run(tokens)
     except KeyboardInterrupt as interruption:
         when = str(interruption) or "there was no result yet"

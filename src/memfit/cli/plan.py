@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from memfit.atomic_files import check_outputs
-from memfit.cli.console import progress, write_plan
+from memfit.cli.console import PlanSoFar, progress, write_plan
 from memfit.cli.options import (
     GHOST,
     OUTPUT,
@@ -21,6 +21,7 @@ from memfit.devices import DEFAULT
 from memfit.errors import UsageError
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.rank import Rank
+from memfit.units import parse_seconds
 
 USAGE = "Usage: memfit plan [OPTIONS] SCRIPT.py [ARGS...]\n       memfit plan [OPTIONS] -m MODULE [ARGS...]"
 _LEAST_STEPS = 2
@@ -41,6 +42,7 @@ def plan(  # noqa: PLR0913 - one parameter an option
     bitwise: Annotated[bool, Parameter(negative="")] = False,
     allow: Annotated[tuple[Literal["amp", "bf16", "8bit"], ...], Parameter(negative="")] = (),
     max_slowdown: float | None = None,
+    max_time: str | None = None,
     steps: int = STEPS,
     chart: Annotated[bool, Parameter(negative="", group=OUTPUT)] = False,
     html: Annotated[Path | None, Parameter(group=OUTPUT)] = None,
@@ -82,13 +84,16 @@ def plan(  # noqa: PLR0913 - one parameter an option
         max_slowdown: How many times as long as the script as written a step may take, at least 1, for example
             1.3. If no plan that fits is predicted to be that fast, memfit reports the fastest that it found,
             and chooses none.
+        max_time: End the search after this time, for example 2min, with the fastest plan found by then. If
+            there is none, the answer is NO PLAN FOUND IN TIME: plans that were not run may fit.
         steps: Stop each run after this many training steps, at least 2.
         chart: Draw time against memory for everything that ran, and run three policies that people use beside
             it: checkpoint every block, every second one, and every block with matrix products kept.
         html: Write this chart, every plan that ran, and what to change as an HTML page to this file: a single
             page that loads no other files. Includes --chart.
         output: Write the plan to this file, for example plan.json. memfit.apply(model, "plan.json") carries
-            it out.
+            it out. memfit writes it as soon as a plan fits, and again for each faster one, so that Ctrl-C
+            leaves the fastest so far.
         json: Write the result as JSON to this file. With -, print the JSON instead of the table. A plan file
             has the same contents.
         fail: Exit with code 1 if no plan fits.
@@ -113,7 +118,8 @@ def plan(  # noqa: PLR0913 - one parameter an option
         in_use=memory_or_none(in_use) or 0,
         values=",".join(values),
     )
-    with progress(options.steps, reruns=_RUNS) as show:
+    found = PlanSoFar(output)
+    with found.named_on_ctrl_c(), progress(options.steps, reruns=_RUNS) as show:
         result = api.plan_on_ghost(
             launched.command[0],
             launched.command[1:],
@@ -121,6 +127,8 @@ def plan(  # noqa: PLR0913 - one parameter an option
             show,
             allowed,
             policies=chart or html is not None,
+            max_time=None if max_time is None else parse_seconds(max_time),
+            on_found=found.keep,
         )
     write_plan(result, json, output, html)
     return 1 if fail and result.chosen is None else 0

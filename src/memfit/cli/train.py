@@ -23,19 +23,23 @@ def train(
     plan: Path | None = None,
     module: Annotated[bool, Parameter(name=["-m", "--module"], negative="")] = False,
     prediction: Path | None = None,
+    as_far_as_it_goes: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """Train an unmodified script under a plan.
 
     memfit applies the plan when the script creates its optimizer, and sets PYTORCH_ALLOC_CONF if the plan
-    does. What takes a change of the script, such as micro-batches in its loop, is named and left out. memfit
-    compares the measured peak with the one that the plan predicts. If memory runs out, memfit writes a
-    post-mortem. Apart from that, the script runs as under python: to its end, with its own output and exit
-    code.
+    does. If a part of the plan cannot be applied, memfit ends the script before its first step, and says what
+    to write: micro-batches in its loop take a change of the script; the model may be another than the plan
+    was made for. memfit compares the measured peak with the one that the plan predicts. If memory runs out,
+    memfit writes a post-mortem. Apart from that, the script runs as under python: to its end, with its own
+    output and exit code. A script that ends without the plan has the exit code 3.
 
     Args:
         command: The script and its own arguments.
         plan: The file that memfit plan -o wrote.
         module: Run a module, as python -m does.
+        as_far_as_it_goes: Train even if a part of the plan cannot be applied. memfit says at the end what was
+            left out.
         prediction: The trace that memfit dry-run --plan plan.json -o FILE wrote, to compare each step with.
     """
     from memfit.planning.plan_file import read_plan
@@ -56,7 +60,9 @@ def train(
     if prediction is not None:
         read_trace(prediction)
     target = script_command(command[0], command[1:], RunOptions(module=module), None)
-    settings = TrainSettings(str(plan), module, "" if prediction is None else str(prediction))
+    settings = TrainSettings(
+        str(plan), module, "" if prediction is None else str(prediction), as_far_as_it_goes
+    )
     process = python_command("memfit.script_training.process")
     # In place of this process: signals, the exit code and torchrun's bookkeeping are the script's.
     os.execv(sys.executable, [*process, settings.to_json(), *target])  # noqa: S606

@@ -1,6 +1,5 @@
 """Run a serialised model on the ghost, and report a failure of its script as one of the model."""
 
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 from memfit.errors import TargetError
 from memfit.estimating.serialise import PackedModel
 from memfit.records import DeviceUse, DryRun, Note, Provenance
+from memfit.temporary_folders import TemporaryFolder
 
 _LOSS_CALL = (
     "memfit called the loss as loss(model, inputs); such a loss must run the forward itself. To use a loss "
@@ -32,10 +32,11 @@ class GhostRunner:
             TargetError: the model, the loss or the optimizer failed on the ghost.
             UsageError: there is no such GPU.
         """
-        with tempfile.NamedTemporaryFile(prefix="memfit-", suffix=".job") as file:
-            Path(file.name).write_bytes(self.model.data)
+        with TemporaryFolder() as folder:
+            file = Path(folder) / "model.job"
+            file.write_bytes(self.model.data)
             script = "memfit.estimating.training_script"
-            result = self.dry_run(script, [file.name], gpu=gpu, memory=memory, beyond=beyond)
+            result = self.dry_run(script, [str(file)], gpu=gpu, memory=memory, beyond=beyond)
         if result.end.reason == "interrupted":
             raise KeyboardInterrupt
         if result.end.reason == "exception":

@@ -9,7 +9,6 @@ Source: ``_get_resolved_checkpoint_files`` and ``PreTrainedModel._load_pretraine
 ``transformers/modeling_utils.py``, 5.23.
 """
 
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 
 from memfit.ghost.note_callback import NoteCallback
 from memfit.records import Provenance
+from memfit.temporary_folders import TemporaryFolder
 from memfit.user_frame import user_line
 
 _DTYPE_KNOWN = (
@@ -66,7 +66,7 @@ class _EmptyCheckpoints:
         self._find = find
         self._load = load
         self._no_weights = no_weights
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: TemporaryFolder | None = None
         # By placeholder file: the name of the model, and the dtype of its checkpoint if that is known.
         self._placeholders: dict[str, tuple[Any, torch.dtype | None]] = {}
 
@@ -81,7 +81,7 @@ class _EmptyCheckpoints:
         name = options.get("pretrained_model_name_or_path")
         stored = self._stored_dtype(name, options.get("download_kwargs") or {})
         if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="memfit-")
+            self._folder = TemporaryFolder()
         file = str(Path(self._folder.name) / f"{len(self._placeholders)}.safetensors")
         self._modeling.safe_save_file({"placeholder": torch.zeros(1, dtype=stored or _ASSUMED)}, file)
         self._placeholders[file] = name, stored

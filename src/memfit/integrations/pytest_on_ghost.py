@@ -5,8 +5,9 @@ pytest's own output. A test that was skipped did not run: that is a failure, too
 """
 
 import sys
-import tempfile
 from typing import Any
+
+from memfit.temporary_folders import TemporaryFolder
 
 RUNS_HERE = "MEMFIT_TEST_ON_GHOST"
 """The environment variable that says that this process is on the ghost."""
@@ -37,7 +38,7 @@ def main() -> None:
     root, ini, node = sys.argv[1:]
     configuration = ["-c", f"{root}/{ini}"] if ini else []
     outcome = _Outcome()
-    with tempfile.TemporaryDirectory() as cache:
+    with TemporaryFolder() as cache:
         # The project's addopts hold here, too; but its -m and -k chose tests already, and the cache is its
         # own process's.
         chosen = ["-m", "", "-k", "", "-o", f"cache_dir={cache}", *_single_process(), f"{root}/{node}"]

@@ -5,6 +5,7 @@ accumulation, precision, max_grad_norm                  become settings of the t
 sharding                                                "ddp", which trainers do by themselves
 """
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memfit.errors import UsageError
-from memfit.planning.plan_file import read_plan
+from memfit.planning.plan_file import PlanFile, read_plan
 from memfit.strategies.accumulation import Accumulation, Remainder
 from memfit.strategies.apply import apply, on_revert
 from memfit.strategies.apply_to_optimizer import apply_to_optimizer
@@ -43,6 +44,8 @@ class TrainerPlan:
     loss_scale: LossScale | None = None
     """With float16."""
     max_grad_norm: float | None = None
+    fused: bool = False
+    """Whether the plan needs an optimizer that was created with ``fused=True``."""
 
     @classmethod
     def of(
@@ -58,7 +61,8 @@ class TrainerPlan:
             remainder: what the trainer does with the last batches of an epoch, see ``Accumulation``.
 
         Raises:
-            UsageError: the trainer cannot do what the plan says; the message names the setting.
+            UsageError: the trainer cannot do what the plan says, or ``PYTORCH_ALLOC_CONF`` is not what the
+                plan's file needs; the message names the setting.
 
         >>> TrainerPlan.of(Accumulation(batches_per_update=4), "Lightning").batches_per_update
         4
@@ -72,14 +76,20 @@ class TrainerPlan:
                 f"choose how {trainer} shards in {trainer}'s own settings, and leave sharding out of the plan"
             )
             raise _refusal(trainer, f"sharding {plan.sharding.mode!r}", how)
-        accumulation, size = plan.accumulation, batch_size or _size_in_file(given)
+        file = _plan_file(given)
+        if file is not None:
+            _expect_allocator(file)
+        divided = None if file is None else file.micro_batches
+        in_file = None if divided is None else divided.size * divided.count
+        accumulation, size = plan.accumulation, batch_size or in_file
         steps = 1
         if accumulation is not None:
             _expect_feasible(accumulation, trainer, remainder)
             steps, size = _loader(accumulation, trainer, size)
         dtype, scale = _autocast(plan.precision, trainer)
         changes = replace(plan, sharding=None, accumulation=None, precision=None)
-        made = cls(trainer, changes, steps, size, dtype, scale, configuration.max_grad_norm)
+        fused = file is not None and file.fused
+        made = cls(trainer, changes, steps, size, dtype, scale, configuration.max_grad_norm, fused)
         if made.max_grad_norm is not None:
             made.refuse_in_backward("max_grad_norm")
         return made
@@ -110,6 +120,10 @@ class TrainerPlan:
         Raises:
             UsageError: a setting does not suit the optimizer.
         """
+        if self.fused and not all(group.get("fused") for group in optimizer.param_groups):
+            raise UsageError(
+                f"The plan needs a fused optimizer. Create {type(optimizer).__name__} with fused=True."
+            )
         if self.changes.optimizer_state is None:
             return
         models = list(models)
@@ -156,12 +170,25 @@ def _refusal(trainer: str, what: str, instead: str) -> UsageError:
     )
 
 
-def _size_in_file(given: Any) -> int | None:
-    """Return the size of the batches that a plan file divides; None if it does not say."""
-    if not isinstance(given, str | PathLike) or Path(given).suffix != ".json":
-        return None
-    divided = read_plan(Path(given)).micro_batches
-    return None if divided is None else divided.size * divided.count
+def _plan_file(given: Any) -> PlanFile | None:
+    """Return the file that a plan was given as; None if it was given otherwise."""
+    is_file = isinstance(given, str | PathLike) and Path(given).suffix == ".json"
+    return read_plan(Path(given)) if is_file else None
+
+
+def _expect_allocator(plan: PlanFile) -> None:
+    """Check that PyTorch's allocator has the settings that a plan needs.
+
+    Raises:
+        UsageError: it does not have one of them.
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    given = {setting for name in names for setting in os.environ.get(name, "").split(",")}
+    if plan.allocator and not given.issuperset(plan.allocator.split(",")):
+        raise UsageError(
+            f"The plan needs settings of PyTorch's allocator, which it reads when it starts. Set "
+            f"PYTORCH_ALLOC_CONF={plan.allocator} in front of the command."
+        )
 
 
 def _expect_feasible(accumulation: Accumulation, trainer: str, remainder: Remainder) -> None:

@@ -5,6 +5,7 @@ records.StepOperations      one step, operation by operation
   │ region_options.py       ways to checkpoint a module: which results it keeps, and the time it costs
   │ seconds.py              seconds of an operation on a card
   ├ choose.py               the cheapest ways under a budget (mixed-integer programming)
+  │   └ uniform_choices.py  the same without a solver: modules of one kind alike
   └ sample_independence.py  whether micro-batches give the same sums
 
 changes.py, batches.py      what can be changed about a script, what to write for it, and what it costs

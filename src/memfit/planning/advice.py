@@ -10,10 +10,10 @@ from memfit.analysis.workspace_range import needed_without_workspaces
 from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import MemfitError, UsageError
 from memfit.planning.batch_size_search import fixed_bytes
-from memfit.planning.batches import batch_setting, batch_size
+from memfit.planning.batches import ASSUMED, SEEN, batch_setting, batch_size
 from memfit.planning.plan_runs import GhostRuns, replayed
 from memfit.planning.quick_search import MOST_RUNS, Attempt, QuickSearch
-from memfit.records import ARENA, Advice, DryRun, Figure, PlanRun, ScriptEnd, Trace, worst
+from memfit.records import ARENA, Advice, DryRun, Figure, ScriptEnd, Trace, worst
 from memfit.units import format_bytes
 
 
@@ -68,14 +68,14 @@ def _advised(trace: Trace, answer: DryRun, script: GhostRuns | None) -> Iterator
     for best in search.best():
         yield replace(
             answer,
-            advice=tuple(_advice(search.unchanged.run, tried) for tried in best),
+            advice=tuple(_advice(search, tried) for tried in best),
             advice_remarks=tuple(_remarks(first.trace, search, answer)) if script is not None else (),
             untried=search.failed,
         )
 
 
-def _advice(unchanged: PlanRun, tried: Attempt) -> Advice:
-    plan, needs = tried.plan, tried.run.needs
+def _advice(search: QuickSearch, tried: Attempt) -> Advice:
+    plan, needs, unchanged = tried.plan, tried.run.needs, search.unchanged.run
     how = list(plan.how)
     if plan.change.strategies:
         code = ", ".join(one.code for one in plan.change.strategies)
@@ -86,7 +86,8 @@ def _advice(unchanged: PlanRun, tried: Attempt) -> Advice:
             how.append(f"import memfit; memfit.apply(model, [{code}])  # after creating {models}")
     sure = worst(unchanged.reserved.provenance, tried.run.reserved.provenance)
     saves = Figure(unchanged.needs.bytes - needs.bytes, sure)
-    return Advice(plan.words, tuple(how), plan.where, plan.costs, saves, needs, tried.fits)
+    costs = plan.costs.replace(ASSUMED, SEEN) if search.undivided == "" else plan.costs
+    return Advice(plan.words, tuple(how), plan.where, costs, saves, needs, tried.fits)
 
 
 def _remarks(trace: Trace, search: QuickSearch, answer: DryRun) -> Iterator[str]:
@@ -99,6 +100,8 @@ def _remarks(trace: Trace, search: QuickSearch, answer: DryRun) -> Iterator[str]
             "memfit did not try a smaller batch: it found no option of the script and no DataLoader that "
             "sets the batch size. Try it yourself: write a smaller batch size into the script."
         )
+    if search.undivided:
+        yield f"Batches are not divided into micro-batches: {search.undivided}."
     if search.refused:
         yield f"memfit stopped after {MOST_RUNS} runs; other combinations may save more."
     if fails and answer.rank is None:

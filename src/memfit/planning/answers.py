@@ -1,11 +1,13 @@
 """What the searches for a plan answer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from math import isfinite
 
 from memfit.analysis.script_change import TrialResult
 from memfit.analysis.summary import summarize
 from memfit.analysis.workspace_range import needed_without_workspaces
+from memfit.planning.floor import Floor
 from memfit.planning.logits import log_probabilities
 from memfit.planning.plan_runs import PlannedScript
 from memfit.records import PlanRun, ScriptPlan
@@ -13,9 +15,49 @@ from memfit.units import format_gib
 
 _IN_MODEL = {"precision", "checkpointing", "compilation", "optimizer_state", "sharding"}
 """Settings that ``memfit.apply`` carries out."""
+_NOT_YET = "The time for the search was over before a plan fitted. Those that memfit has not run yet may fit."
+OnFound = Callable[[ScriptPlan], None]
 _TOTALS = ("allocated", "cached, not allocated", "reserved", "process")
 _MUCH = 0.02
 """Share of a peak from which what holds it is named."""
+
+
+class OutOfTimeError(Exception):
+    """The time for a search is over: raised where a run reports its progress."""
+
+
+class BestSoFar:
+    """The plan that a search would answer with so far: the fastest that is not tight, if it has any.
+
+    Args:
+        budget: bytes of the process.
+        target: within which a plan is not tight.
+        slowdown: of ``Allowed``.
+        on_found: called with the answer whenever there is a better one.
+    """
+
+    def __init__(self, budget: int, target: int, slowdown: float, on_found: OnFound) -> None:
+        self.run: PlanRun | None = None
+        self._budget, self._target, self._slowdown, self._on_found = budget, target, slowdown, on_found
+
+    def offer(self, runs: Iterable[PlanRun], answer: Callable[[PlanRun], ScriptPlan]) -> None:
+        """Take the best of some plans, if it fits, is fast enough, and is better than those before.
+
+        Args:
+            runs: the plans, those before included.
+            answer: returns the search's answer with a plan chosen.
+        """
+        fitting = [run for run in runs if run.needs.bytes <= self._budget and run.time <= self._slowdown]
+        best = min(fitting, key=lambda run: (run.needs.bytes > self._target, run.time), default=None)
+        if best is not None and best is not self.run:
+            self.run = best
+            self._on_found(answer(best))
+
+
+def out_of_time(found: ScriptPlan) -> ScriptPlan:
+    """Return the answer of a search that has run out of time."""
+    reason = "" if found.chosen is not None else _NOT_YET
+    return replace(found, bound=0.0, reason=reason, out_of_time=True)
 
 
 def answer(  # noqa: PLR0913 - what a search has found
@@ -73,6 +115,19 @@ def answer(  # noqa: PLR0913 - what a search has found
         log_probabilities=0 if operations is None else log_probabilities(operations),
         max_slowdown=slowdown if isfinite(slowdown) else None,
         too_slow=too_slow,
+    )
+
+
+def too_high(floor: Floor) -> str:
+    """Return why no plan can fit, given the floor of all plans."""
+    held = ", ".join(
+        f"{term.name} {format_gib(term.figure.bytes)}"
+        for term in floor.terms
+        if term.figure.bytes >= _MUCH * floor.needs.bytes
+    )
+    return (
+        f"Whatever a plan changes, there exist at one time: {held}. That is {format_gib(floor.needs.bytes)} "
+        f"({floor.needs.provenance}), more than the budget, so no plan can fit."
     )
 
 

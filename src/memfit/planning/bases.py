@@ -11,12 +11,21 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from memfit.analysis.breakdown import CATEGORY_NAMES
 from memfit.analysis.script_change import TrialResult
 from memfit.planning.allowed import PRECISIONS, Allowed
+from memfit.planning.batches import divisions
 from memfit.planning.bracket import Bracket
 from memfit.planning.changes import FUSED_OPTIMIZER, PlanChange, precision
 from memfit.planning.choose import CheckpointChooser
-from memfit.planning.optimizer_changes import OptimizerChanges, held, offloads_state
+from memfit.planning.floor import Floor, Floors, floor_of_updates
+from memfit.planning.optimizer_changes import (
+    OptimizerChange,
+    OptimizerChanges,
+    held,
+    offloads_state,
+    optimizer_changes,
+)
 from memfit.planning.plan_runs import PlannedScript, PlanRuns
 from memfit.planning.seconds import step_seconds
 from memfit.planning.shardings import named_as_in, why_dropped
@@ -31,6 +40,8 @@ class Base:
     operations: StepOperations
     run: PlanRun
     """With nothing recomputed."""
+    update: Floor
+    """What its updates need after the backward, whatever is recomputed and however small batches are."""
     bracket: Bracket
     offload: bool = False
     """Whether the inputs of recomputed modules wait on the host."""
@@ -45,7 +56,7 @@ class Bases:
         script: the script.
         plain: its run as written.
         runs: which make the bases.
-        budget: bytes of the process.
+        budget: bytes of the process that no plan may need more of.
         allowed: what a plan may change.
     """
 
@@ -58,6 +69,13 @@ class Bases:
         """Those that got the last plan."""
         self.dropped: list[str] = []
         """As in ``ScriptPlan``."""
+        self._made: list[Base] = []
+        self._refused: list[OptimizerChange] = []
+        parts = max((way.parts for way in divisions(plain.trace, draws=False)), default=1)
+        self.floors = (
+            None if script.is_to_be_sharded(plain) else Floors(plain, parts if allowed.rounding else 1)
+        )
+        """None if the shards that are to be made are not known."""
         self._starts: list[PlanRun] = []
         """The script without any change of these."""
         self.step = 0.0
@@ -65,12 +83,47 @@ class Bases:
         if plain.operations is not None:
             self.step = step_seconds(plain.operations, script.seconds)
 
-    def base(self, plan: PlanChange, operations: StepOperations, run: PlanRun) -> Base:
-        """Return the base that a run is."""
+    def base(self, plan: PlanChange, result: TrialResult, run: PlanRun) -> Base:
+        """Return the base that a run is, whose operations were recorded."""
+        operations = result.operations
+        if operations is None:
+            raise AssertionError  # the caller looks
         if self._plain.operations is not None:
             operations = named_as_in(self._plain.operations, operations)
         chooser = CheckpointChooser(operations, self._script.seconds)
-        return Base(plan, operations, run, Bracket(chooser, self._budget, run.needs.bytes, self.step))
+        made = Base(
+            plan, operations, run, floor_of_updates(result), Bracket(chooser, self._runs, run, self.step)
+        )
+        self._made.append(made)
+        return made
+
+    def can_fit(self, plan: PlanChange) -> bool:
+        """Return whether the floor of a plan is within the budget, as far as it is known."""
+        return self.floors is None or self.floors.under(plan).needs.bytes <= self._budget
+
+    def floor(self) -> Floor | None:
+        """Return the floor of all plans that the script has not refused; None if it is not known.
+
+        Where updates ran under a plan's change of precision and optimizer, what they needed counts.
+        """
+        if self.floors is None:
+            return None
+        changes = optimizer_changes(self._allowed) if self._script.ranks == 1 else ()
+        plans = [PlanChange()]
+        plans += [
+            change.plan(None)
+            for change in changes
+            if not any(each.settings.items() <= change.settings.items() for each in self._refused)
+        ]
+        plans += [
+            precision(name, PRECISIONS[name]) | plan for name in self._allowed.precisions for plan in plans
+        ]
+        found = []
+        for plan in plans:
+            updates = [base.update for base in self._made if _kind(base.plan) == _kind(plan)]
+            least = self.floors.under(plan)
+            found.append(max(least, min(updates, key=_bytes_of, default=least), key=_bytes_of))
+        return min(found, key=_bytes_of)
 
     def roots(self, start: Base, chosen: Callable[[], PlanRun | None]) -> Iterator[Base]:
         """Yield the script with whole batches, under changes that lower its peak, while one may be chosen.
@@ -84,15 +137,14 @@ class Bases:
         self._starts.append(start.run)
         roots = [start]
         for name in self._allowed.precisions:
-            lower = self._lower(start, start.plan | precision(name, PRECISIONS[name]))
+            plan = start.plan | precision(name, PRECISIONS[name])
+            lower = self._lower(start, plan) if self.can_fit(plan) else None
             roots += [lower] if isinstance(lower, Base) else []
         roots.sort(key=lambda base: base.run.needs.bytes)
         least = roots[0]
-        if self._allowed.rounding and least.run.place.phase is Phase.OPTIMIZER:
-            fused = self._lower(least, least.plan | FUSED_OPTIMIZER)
-            roots[0] = fused if isinstance(fused, Base) else least
+        roots[0] = least = self._fused(least)
         for root in roots:
-            if chosen() is None:
+            if chosen() is None and self.can_fit(root.plan):
                 yield root
         if self._script.ranks == 1:  # with several, gradients are reduced before an update
             yield from self._with_other_optimizers(start, least, chosen)
@@ -108,13 +160,25 @@ class Bases:
             chosen: as for ``roots``.
         """
         optimizer = None if self._plain.operations is None else self._plain.operations.optimizer
-        changes = OptimizerChanges(start.run, self._allowed, self._budget, self._copies_of_state)
+        changes = OptimizerChanges(start.run, self._allowed, self._runs.budget, self._copies_of_state)
         while change := changes.next(self._runs.tried, chosen()):
-            made = self._lower(least, least.plan | change.plan(optimizer))
+            plan = least.plan | change.plan(optimizer)
+            made = self._lower(least, plan) if self.can_fit(plan) else None
             if isinstance(made, Base):
-                yield made
+                yield self._fused(made)
             elif made is not None:
                 changes.refuse(change)
+                self._refused.append(change)
+
+    def _fused(self, base: Base) -> Base:
+        """Return a base with fused optimizers, whose updates need no temporaries, if that may make it fit."""
+        update = base.update.needs.bytes
+        needs_most = base.run.place.phase is Phase.OPTIMIZER or update > self._runs.budget
+        without = update - base.update.bytes_of(CATEGORY_NAMES[Category.TEMPORARY])
+        if not (self._allowed.rounding and needs_most and without <= self._budget):
+            return base
+        fused = self._lower(base, base.plan | FUSED_OPTIMIZER)
+        return fused if isinstance(fused, Base) else base
 
     def _copies_of_state(self) -> float:
         """Return the time of copying the optimizer's state to the host and back, as ``Base.copies``."""
@@ -128,10 +192,14 @@ class Bases:
         if isinstance(made, ScriptEnd):
             self.dropped.append(why_dropped(plan, made))
             return made
-        if made[0].operations is None or made[1].needs.bytes >= base.run.needs.bytes:
+        if made[0].operations is None:
+            return None
+        lower = replace(self.base(plan, made[0], made[1]), copies=base.copies)
+        needs = lower.run.needs.bytes, lower.update.needs.bytes
+        if needs[0] >= base.run.needs.bytes and needs[1] >= base.update.needs.bytes:
             return None
         self.models = made[0].models
-        return replace(self.base(plan, made[0].operations, made[1]), copies=base.copies)
+        return lower
 
     def relative(self, plan: PlanChange, result: TrialResult, copies: float = 0.0) -> float:
         """Return the time of a recorded run's step, relative to the script as written; copies as in Base."""
@@ -143,5 +211,14 @@ class Bases:
     def offloading(self, base: Base) -> Base:
         """Return a base in which the inputs of what is recomputed wait on the host."""
         chooser = CheckpointChooser(base.operations, self._script.seconds, self._script.copy)
-        bracket = Bracket(chooser, self._budget, base.run.needs.bytes, self.step)
+        bracket = Bracket(chooser, self._runs, base.run, self.step)
         return replace(base, bracket=bracket, offload=True)
+
+
+def _bytes_of(floor: Floor) -> int:
+    return floor.needs.bytes
+
+
+def _kind(plan: PlanChange) -> dict[str, object]:
+    """Return what a plan's updates depend on."""
+    return {name: plan.settings.get(name) for name in ("precision", "optimizer_state")}

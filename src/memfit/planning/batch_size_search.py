@@ -4,7 +4,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memfit.records import Term
+from memfit.records import PlanRun, Term
 
 _FIXED = ("parameters", "gradients", "optimizer state", "buffers")
 """Terms of the summary that do not depend on the batch."""
@@ -92,3 +92,8 @@ def _size(run: SizedRun) -> int:
 def fixed_bytes(terms: Sequence[Term]) -> int:
     """Return the bytes at the peak of a run that do not depend on the batch."""
     return sum(term.figure.bytes for term in terms if term.name in _FIXED)
+
+
+def least_with_smaller_batches(run: PlanRun) -> int:
+    """Return the bytes of the process at the peak of a run that do not depend on the batch."""
+    return run.needs.bytes - run.reserved.bytes + fixed_bytes(run.terms)

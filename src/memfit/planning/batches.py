@@ -11,9 +11,9 @@ from memfit.analysis.script_change import ScriptChange
 from memfit.planning.changes import PlanChange
 from memfit.records import DividedBatches, LoaderBatchSize, OptionPurpose, ScriptOption, Trace
 
-_ASSUMED = (
-    "assumed: the loss is a mean over samples that do not depend on each other; memfit plan checks if they do"
-)
+ASSUMED = "assumed: the loss is a mean over samples that do not depend on each other"
+SEEN = "two recorded steps show no samples that depend on each other"
+"""In place of ``ASSUMED`` where that is so."""
 
 
 def batch_setting(trace: Trace) -> ScriptOption | LoaderBatchSize | None:
@@ -135,5 +135,5 @@ def _division(
         divided=divided,
         words=(f"{count} micro-batches of {size}",),
         how=(how, *divided.in_loop),
-        costs=f"{count} forwards and backwards for each batch ({_ASSUMED})",
+        costs=f"{count} forwards and backwards for each batch ({ASSUMED})",
     )

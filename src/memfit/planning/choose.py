@@ -11,13 +11,15 @@
                 a[g] = a[g - 1] + bytes of the storages y[s] that segment g created
                 a[g] + recomputed so far, if g is in a checkpointed module + besides[g]  <=  budget
 
-The relaxation bounds what any choice among these options can reach. Beside it stand choices that
-recompute the tensors of the whole model one by one (``tensor_options.py``): each excludes all others.
+The relaxation bounds what any choice among these options can reach. The solver's work is limited, not its
+time: every machine finds the same. Beside what it finds stand choices that need no solver: modules of one
+kind checkpointed alike (``uniform_choices.py``), and the tensors of the whole model recomputed one by one
+(``tensor_options.py``), which excludes all others.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from memfit.analysis.script_change import PlannedRegion
@@ -33,17 +35,19 @@ from memfit.planning.region_options import (
     worth_trying,
 )
 from memfit.planning.region_parts import option_in_parts, parts_of, recomputed, splits_to_try
-from memfit.planning.tensor_options import tensor_options
+from memfit.planning.tensor_options import TensorOption, tensor_options
+from memfit.planning.uniform_choices import Selection, UniformChoices
 from memfit.records import ModuleCall, StepOperations
 
 _MIB = float(1 << 20)
 _GAP = 0.01
 """Of the seconds added: a choice this close to the bound is good enough."""
-_TIME_LIMIT = 5.0
 _COST = 1000.0
 """Cost of running the whole forward again: costs far below 1 would be lost in HiGHS's tolerances."""
 _COST_GAP = 2.0
 """A cost this close to the bound is good enough: less than a thousandth of a step."""
+_LESS = 0.65
+"""Effort for the smallest choice, which is hard to make fast, and runs only where a budget is not reached."""
 _TOLERANCE = 1e-4
 """Relative: above the smallest peak at which it is looked for, because HiGHS rounds."""
 _WORTH = 0.002
@@ -52,6 +56,11 @@ _ON_THEIR_WAY = 2
 """Offloaded inputs on the device in the backward: a module's, and the next one's, which are prefetched."""
 _HALF = 0.5
 """A column of 0 or 1 that is above this is 1."""
+
+
+_Ways = dict[str, list[list[RegionOption]]]
+_Again = dict[str, list[Counter[int]]]
+"""By module and way: the bytes that its calls have recomputed when the backward reaches a segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +97,8 @@ class CheckpointChooser:
         self._budget = self._program.column(upper=INFINITY)
         """Column: MiB."""
         self._ways = _ways(self._memory, seconds, copy, dispatch)
+        again = _recomputed(self._memory, self._ways)
+        self._uniform = UniformChoices(self._memory, self._ways, again)
         self._tensors = tensor_options(self._memory, seconds, dispatch) if copy is None else []
         forward = sum(seconds(operation) for operation in step.forward)
         self._unit = forward / _COST if forward else 1.0
@@ -103,7 +114,7 @@ class CheckpointChooser:
         self._held: list[tuple[dict[int, float], float]] = [
             ({column: 1.0} | recomputed, besides / _MIB)
             for column, recomputed, besides in zip(
-                kept, self._recomputed(), self._memory.besides, strict=True
+                kept, self._recomputed(again), self._memory.besides, strict=True
             )
         ]
         """By segment: the columns that add up to what its backward holds, and the rest."""
@@ -115,47 +126,69 @@ class CheckpointChooser:
         """Bytes of the plain step at its peak, counted from its beginning."""
         return self._memory.peak
 
-    def choose(self, budget: int) -> CheckpointChoice | None:
-        """Return the fastest choice whose predicted peak is at most so many bytes; None if there is none."""
+    def choose(self, budget: int, effort: float = 1.0) -> CheckpointChoice | None:
+        """Return the fastest choice found whose predicted peak is at most so many bytes; None without one.
+
+        Args:
+            budget: the bytes, counted from the beginning of the step.
+            effort: as for ``MixedIntegerProgram.minimize``.
+        """
+        uniform = self._uniform.fastest(budget)
+        fitting = [self._tensor_choice(each) for each in self._tensors if each.peak <= budget]
+        fitting += [] if uniform is None else [self._choice(uniform)]
         found = self._program.minimize(
-            fixed={self._budget: budget / _MIB}, gap=_GAP, cost_gap=_COST_GAP, seconds=_TIME_LIMIT
+            fixed={self._budget: budget / _MIB},
+            gap=_GAP,
+            cost_gap=_COST_GAP,
+            effort=effort,
+            known=min((each.seconds for each in fitting), default=INFINITY) / self._unit,
         )
-        modules = None if found is None else self._choice(found)
-        fitting = [each for each in self._tensors if each.peak <= budget]
-        tensors = min(fitting, key=lambda each: each.seconds, default=None)
-        if tensors is None or (modules is not None and modules.seconds <= tensors.seconds):
-            return modules
-        bound = tensors.seconds if modules is None else min(modules.bound, tensors.seconds)
-        region = PlannedRegion((self._memory.step.calls[0].module,), tensors.save_ops, recompute="tensors")
-        return CheckpointChoice((region,), tensors.seconds, bound, tensors.peak)
+        bound = INFINITY if found is None else found.bound * self._unit
+        if found is not None and found.values:
+            fitting.append(self._choice(self._selection(found)))
+        choice = min(fitting, key=lambda each: each.seconds, default=None)
+        return None if choice is None else replace(choice, bound=max(0.0, min(bound, choice.seconds)))
+
+    @cached_property
+    def least(self) -> CheckpointChoice:
+        """A choice with the smallest predicted peak; there may be faster ones."""
+        small = [self._choice(self._uniform.smallest), *map(self._tensor_choice, self._tensors)]
+        found = self._program.minimize(
+            self._budget,
+            gap=_GAP / 10,
+            effort=_LESS,
+            known=min(each.peak for each in small) / _MIB,
+        )
+        if found is not None and found.values:
+            small.append(self._choice(self._selection(found)))
+        return min(small, key=lambda each: each.peak)
 
     @cached_property
     def smallest(self) -> CheckpointChoice:
         """The fastest of the choices with the smallest predicted peak."""
-        found = self._program.minimize(self._budget, gap=_GAP / 10, seconds=_TIME_LIMIT)
-        least = [] if found is None else [int(found.objective * (1 + _TOLERANCE) * _MIB)]
-        choice = self.choose(min(least + [each.peak for each in self._tensors], default=0))
-        if choice is None:
-            raise AssertionError("the plain step is a choice")
-        return choice
+        return self.choose(int(self.least.peak * (1 + _TOLERANCE)), _LESS) or self.least
 
-    def _choice(self, found: Solution) -> CheckpointChoice:
+    def _selection(self, found: Solution) -> Selection:
+        return {
+            module: way
+            for module, columns in self._columns.items()
+            for way, column in enumerate(columns)
+            if found.values[column] > _HALF
+        }
+
+    def _choice(self, selection: Selection) -> CheckpointChoice:
         modules: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = defaultdict(list)
-        for module, ways in self._ways.items():
-            for way, column in zip(ways, self._columns[module], strict=True):
-                if found.values[column] > _HALF:
-                    modules[way[0].save_ops, way[0].split_at].append(module)
+        for module in self._ways:
+            if module in selection:
+                option = self._ways[module][selection[module]][0]
+                modules[option.save_ops, option.split_at].append(module)
         regions = (PlannedRegion(tuple(names), *way) for way, names in modules.items())
-        peak = max(
-            sum(found.values[column] * factor for column, factor in terms.items()) + besides
-            for terms, besides in self._held
-        )
-        return CheckpointChoice(
-            tuple(sorted(regions)),
-            found.objective * self._unit,
-            max(found.bound, 0.0) * self._unit,
-            round(peak * _MIB),
-        )
+        seconds, peak = self._uniform.seconds(selection), self._uniform.peak(selection)
+        return CheckpointChoice(tuple(sorted(regions)), seconds, 0.0, peak)
+
+    def _tensor_choice(self, option: TensorOption) -> CheckpointChoice:
+        region = PlannedRegion((self._memory.step.calls[0].module,), option.save_ops, recompute="tensors")
+        return CheckpointChoice((region,), option.seconds, 0.0, option.peak)
 
     def _keepers(self) -> dict[int, list[dict[int, float]]]:
         """Say which calls are in no checkpointed module, and return the columns that keep each storage.
@@ -208,28 +241,31 @@ class CheckpointChooser:
             kept.append(column)
         return kept
 
-    def _recomputed(self) -> list[dict[int, float]]:
-        """Return the MiB that a checkpointed module has recomputed when the backward reaches a segment."""
-        step, memory = self._memory.step, self._memory
-        inside = inner_calls(step.calls)
-        terms: list[dict[int, float]] = [{} for _ in memory.starts]
-        turns: Counter[str] = Counter()
-        for number, call in enumerate(step.calls):
-            turn = turns[call.module]
-            turns[call.module] += 1
-            if call.module not in self._columns:
-                continue
-            for column, way in zip(self._columns[call.module], self._ways[call.module], strict=True):
-                parts = parts_of(step, call, inside[number], way[turn].split_at)
-                besides = _ON_THEIR_WAY * way[turn].offloaded
-                for segment, held in recomputed(memory, parts, way[turn].keeps).items():
-                    if besides + held:
-                        terms[segment][column] = (besides + held) / _MIB
+    def _recomputed(self, again: _Again) -> list[dict[int, float]]:
+        """Return the MiB that checkpointed modules have recomputed when the backward reaches a segment."""
+        terms: list[dict[int, float]] = [{} for _ in self._memory.starts]
+        for module, columns in self._columns.items():
+            for column, held in zip(columns, again[module], strict=True):
+                for segment, size in held.items():
+                    terms[segment][column] = size / _MIB
         return terms
 
 
-_Ways = dict[str, list[list[RegionOption]]]
-"""By module: for each way of checkpointing it, what that means in each of its calls."""
+def _recomputed(memory: MemoryModel, ways: _Ways) -> _Again:
+    step = memory.step
+    inside = inner_calls(step.calls)
+    found: _Again = {module: [Counter() for _ in some] for module, some in ways.items()}
+    turns: Counter[str] = Counter()
+    for number, call in enumerate(step.calls):
+        turn = turns[call.module]
+        turns[call.module] += 1
+        for held, way in zip(found.get(call.module, ()), ways.get(call.module, ()), strict=True):
+            parts = parts_of(step, call, inside[number], way[turn].split_at)
+            besides = _ON_THEIR_WAY * way[turn].offloaded
+            for segment, size in recomputed(memory, parts, way[turn].keeps).items():
+                if besides + size:
+                    held[segment] = besides + size
+    return found
 
 
 def _ways(memory: MemoryModel, seconds: Seconds, copy: Copy | None, dispatch: float) -> _Ways:

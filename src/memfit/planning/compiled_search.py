@@ -16,9 +16,10 @@ from dataclasses import dataclass, field, replace
 
 from memfit.analysis.script_change import ScriptChange, TrialResult, why_it_failed
 from memfit.planning.allowed import Allowed
-from memfit.planning.answers import answer, too_small
+from memfit.planning.answers import BestSoFar, OnFound, answer, too_high, too_small
 from memfit.planning.batches import divisions, why_indivisible
 from memfit.planning.changes import PlanChange, kept_share
+from memfit.planning.floor import Floor, Floors, floor_of_updates
 from memfit.planning.plan_runs import PlannedScript, PlanRuns, all_replayed
 from memfit.planning.policies import standard_policies
 from memfit.planning.same_samples import SampleComparison, samples_of_parts, with_samples
@@ -67,12 +68,19 @@ class CompiledSearch:
         plain: its run as written, with what a step of it runs.
         budget: bytes of the process.
         allowed: what the plan may change.
+        on_found: as for ``find_plan``.
     """
 
-    def __init__(self, script: PlannedScript, plain: TrialResult, budget: int, allowed: Allowed) -> None:
+    def __init__(
+        self, script: PlannedScript, plain: TrialResult, budget: int, allowed: Allowed, on_found: OnFound
+    ) -> None:
         self._script, self._plain, self._budget, self._allowed = script, plain, budget, allowed
-        self._runs = PlanRuns(script, budget, tune=allowed.allocator, compiled=True)
+        self._written = all_replayed(plain)
+        target = budget - self._written[0].found.uncertainty
+        self._runs = PlanRuns(script, target, tune=allowed.allocator, compiled=True)
         self._optimizer = plain.operations.optimizer if plain.operations is not None else None
+        self._best_so_far = BestSoFar(budget, target, allowed.slowdown, on_found)
+        self._as_written = self._runs.needs(self._written, PlanChange(), 1.0, tune=False)
         self._models: tuple[str, ...] = ()
         self._dropped: list[str] = []
         self._undivided = ""
@@ -80,27 +88,45 @@ class CompiledSearch:
 
     def plan(self) -> ScriptPlan:
         """Return the fastest plan found, or why there is none."""
-        plain = all_replayed(self._plain)
-        as_written = self._runs.needs(plain, PlanChange(), 1.0, tune=False)
-        if self._runs.fits(as_written):
-            return self._answer(as_written, chosen=as_written)
-        tuned = self._runs.needs(plain, PlanChange(), 1.0)
+        if self._runs.fits(self._as_written):
+            return self._answer(chosen=self._as_written)
+        tuned = self._runs.needs(self._written, PlanChange(), 1.0)
         if tuned.conf:
             self._runs.tried.append(tuned)
+        self._offer()
+        if (floor := self._floor()).needs.bytes > self._budget:
+            return replace(self._answer(smallest=tuned, reason=too_high(floor)), floor=floor.needs)
+        if floor.needs.bytes > self._runs.budget:
+            self._runs.budget = self._budget  # every plan is tight
         if self._allowed.precisions or self._allowed.low_bit_state:
             self._dropped.append(_NO_PRECISIONS)
+        families: list[_Family] = []
         if self._allowed.rounding and not self._runs.fits(tuned):
             families = self._divided(_Family(PlanChange(), tuned))
-            for family in reversed(families):
-                self._sample_shares(family)
+            self._sample_families(families)
             if self._best() is None:
                 self._try(families[-1].plan | standard_policies(self._optimizer)[0])
         best = self._best()
+        if self._runs.budget < self._budget and (best is None or best.time > self._allowed.slowdown):
+            self._runs.budget = self._budget  # what fits only now is tight
+            self._sample_families(families)
+            best = self._best()
         if best is not None:
-            return self._answer(as_written, chosen=best)
+            return self._answer(chosen=best)
         smallest = min([*self._runs.tried, tuned], key=lambda run: run.needs.bytes)
         reason = too_small(smallest, _WAYS) if self._allowed.rounding else _BITWISE
-        return self._answer(as_written, smallest=smallest, reason=reason)
+        return self._answer(smallest=smallest, reason=reason)
+
+    def _floor(self) -> Floor:
+        """Return the floor of all plans: none changes the optimizer."""
+        ways = (Floors(self._plain, 1).under(PlanChange()), floor_of_updates(self._plain))
+        return max(ways, key=lambda floor: floor.needs.bytes)
+
+    def so_far(self) -> ScriptPlan:
+        """Return the answer of a search that is to end at once."""
+        smallest = min(self._runs.tried, key=lambda run: run.needs.bytes, default=None)
+        chosen = self._best_so_far.run
+        return self._answer(chosen=chosen, smallest=smallest if chosen is None else None)
 
     def policies(self) -> tuple[PlanRun, ...]:
         """Run the policies that people use; those that the script or its model refuses are left out."""
@@ -172,6 +198,10 @@ class CompiledSearch:
         self._undivided = why_dependent(whole, half) or self._samples.why
         return any(each.random for each in whole.forward)
 
+    def _sample_families(self, families: Sequence[_Family]) -> None:
+        for family in reversed(families):
+            self._sample_shares(family)
+
     def _sample_shares(self, family: _Family) -> None:
         """Sample the shares between those that fit and those that do not, while a faster plan may fit."""
         if self._runs.fits(family.run):
@@ -228,8 +258,12 @@ class CompiledSearch:
 
     def _best(self) -> PlanRun | None:
         """Return the fastest plan that fits."""
-        fitting = [run for run in self._runs.tried if self._runs.fits(run)]
-        return min(fitting, key=lambda run: run.time, default=None)
+        return min(filter(self._runs.fits, self._ran), key=lambda run: run.time, default=None)
+
+    @property
+    def _ran(self) -> list[PlanRun]:
+        """The script as written, and every plan that ran."""
+        return [self._as_written, *self._runs.tried]
 
     def _try(self, plan: PlanChange) -> PlanRun | None:
         """Run a plan; return None if it cannot be."""
@@ -238,7 +272,12 @@ class CompiledSearch:
             self._dropped.append(f"With {', '.join(plan.words)}, {made.rstrip('.')}.")
             return None
         self._models = made[0].models or self._models
+        self._offer()
         return made[1]
+
+    def _offer(self) -> None:
+        """Offer what has run as the answer so far."""
+        self._best_so_far.offer(self._ran, lambda run: self._answer(chosen=run))
 
     def _run(self, plan: PlanChange, runs: PlanRuns) -> tuple[TrialResult, PlanRun] | str:
         """Run a plan; return why it cannot be run, if so, as a clause."""
@@ -261,7 +300,6 @@ class CompiledSearch:
 
     def _answer(
         self,
-        as_written: PlanRun,
         *,
         chosen: PlanRun | None = None,
         smallest: PlanRun | None = None,
@@ -271,7 +309,7 @@ class CompiledSearch:
             self._script,
             self._plain,
             self._budget,
-            as_written,
+            self._as_written,
             self._runs.tried,
             self._models,
             chosen=chosen,

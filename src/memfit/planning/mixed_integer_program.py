@@ -14,7 +14,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 INFINITY = float(highspy.kHighsInf)
-_SOLVED = (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kTimeLimit)
+_EFFORT, _LEAST = 4_000_000, 120
+"""Checks of its limits after which HiGHS is stopped: so many over the number of factors in the rows, and at
+least. HiGHS checks them after each linear program that it solves outside of heuristics. For 24 layers of a
+transformer, that takes up to eight seconds of one core."""
+_UNSOLVABLE = (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +26,9 @@ class Solution:
     """The best values found."""
 
     values: tuple[float, ...]
-    """By column."""
+    """By column; empty if none were found with the effort."""
     objective: float
+    """Of these; infinite without them."""
     bound: float
     """No solution has a smaller objective."""
 
@@ -62,16 +67,18 @@ class MixedIntegerProgram:
         fixed: Mapping[int, float] | None = None,
         gap: float = 0.0,
         cost_gap: float = 0.0,
-        seconds: float = INFINITY,
+        known: float = INFINITY,
+        effort: float = 1.0,
     ) -> Solution | None:
-        """Return the solution with the smallest cost; None if there is none, or none was found in time.
+        """Return the best solution found with limited work; None if there is none.
 
         Args:
             only: a column to minimize instead of the cost.
             fixed: values of columns.
             gap: how far from the bound the cost of a solution may be, relative to it.
             cost_gap: how far from the bound it may be, in units of cost; the larger of the two counts.
-            seconds: the time after which the best one so far is returned.
+            known: the cost of a solution that is known already: only better ones are looked for.
+            effort: how much of the usual work HiGHS may do.
         """
         columns = len(self._costs)
         lower, upper = np.zeros(columns), np.array(self._uppers)
@@ -95,16 +102,17 @@ class MixedIntegerProgram:
         highs = solver()
         highs.setOptionValue("mip_rel_gap", gap)
         highs.setOptionValue("mip_abs_gap", cost_gap)
-        highs.setOptionValue("time_limit", seconds)
         highs.passModel(program)
+        most = effort * max(_LEAST, _EFFORT // max(1, len(matrix.index_)))
+        _limit(highs, most, known - max(gap * known, cost_gap) if known < INFINITY else known)
         with _own_threads():
             highs.run()
-        values = tuple(highs.getSolution().col_value)
-        info = highs.getInfo()
-        if highs.getModelStatus() not in _SOLVED or info.objective_function_value == INFINITY or not values:
+        if highs.getModelStatus() in _UNSOLVABLE:
             return None
-        bound = info.mip_dual_bound if any(self._integral) else info.objective_function_value
-        return Solution(values, float(info.objective_function_value), float(bound))
+        info, solution = highs.getInfo(), highs.getSolution()
+        objective = float(info.objective_function_value)
+        bound = float(info.mip_dual_bound) if any(self._integral) else objective
+        return Solution(tuple(solution.col_value) if objective < INFINITY else (), objective, bound)
 
 
 def solver() -> Any:
@@ -113,7 +121,21 @@ def solver() -> Any:
         highs = highspy.Highs()  # type: ignore[no-untyped-call]
         highs.setOptionValue("output_flag", False)
         highs.setOptionValue("threads", 1)
+        highs.setOptionValue("mip_pscost_minreliable", 0)  # strong branching would take most of the work
     return highs
+
+
+def _limit(highs: Any, most: float, enough: float) -> None:
+    """Have a solver stop after so many checks of its limits, or once its bound is this high."""
+    checks = 0
+
+    def check(event: Any) -> None:
+        nonlocal checks
+        checks += 1
+        if checks > most or event.data_out.mip_dual_bound >= enough:
+            event.interrupt()
+
+    highs.cbMipInterrupt.subscribe(check)
 
 
 @contextmanager

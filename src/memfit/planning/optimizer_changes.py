@@ -17,8 +17,8 @@ from memfit.planning.changes import PlanChange
 from memfit.records import Category, Phase, PlanRun
 
 _Settings = dict[str, bool | int | str]
-_LEFT = 8 / 32
-"""Of the state, in 8 bits."""
+IN_8_BITS = 8 / 32
+"""What is left of the state in 8 bits."""
 _RELEVANT = 0.05
 """Share of what a run needs that a change must be able to save to be tried."""
 
@@ -61,11 +61,7 @@ class OptimizerChange:
         The allocator's cache shrinks with them, by more or by less.
         """
         saved = held(run, Category.GRADIENT) if self.steps_in_backward else 0
-        state = held(run, Category.OPTIMIZER_STATE)
-        if self.offloads:
-            saved += state
-        elif "bits" in self.settings:
-            saved += round((1 - _LEFT) * state)
+        saved += saved_of_state(self.plan(None), run)
         if run.place.phase is Phase.OPTIMIZER:  # it updates a few parameters at a time
             saved += held(run, Category.TEMPORARY)
         return saved if saved >= _RELEVANT * run.needs.bytes else 0
@@ -167,6 +163,19 @@ def held(run: PlanRun, category: Category) -> int:
 def steps_in_backward(plan: PlanChange) -> bool:
     """Return whether each backward makes an update under a plan: then batches cannot be divided."""
     return "step_in_backward" in plan.settings.get("optimizer_state", {})
+
+
+def saved_of_state(plan: PlanChange, run: PlanRun) -> int:
+    """Return the bytes of the optimizer's state at the peak of a run that a plan saves."""
+    state = held(run, Category.OPTIMIZER_STATE)
+    if offloads_state(plan):
+        return state
+    return round((1 - IN_8_BITS) * state) if has_8_bit_state(plan) else 0
+
+
+def has_8_bit_state(plan: PlanChange) -> bool:
+    """Return whether the optimizer's state has 8 bits under a plan."""
+    return "bits" in plan.settings.get("optimizer_state", {})
 
 
 def offloads_state(plan: PlanChange) -> bool:

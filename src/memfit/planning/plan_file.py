@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import msgspec
 from memfit.analysis.script_change import PlannedRegion, PlannedStrategy, ScriptChange
 from memfit.errors import FileFormatError
 from memfit.input_files import read_input
-from memfit.records import DividedBatches, Equality, OperationCounts, equality_of
+from memfit.records import SCHEMA_VERSION, DividedBatches, Equality, OperationCounts, equality_of
 
 _MAX_FILE = 16 << 20  # bytes; a plan of 1,000 modules has less than one MiB
 
@@ -44,6 +44,8 @@ class PlanFile:
     """Machines that it was made for."""
     models: tuple[str, ...] = ()
     """The models that it was made for: the class of each, and its optimizer's line."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Of memfit, PyTorch and others that it was made with."""
 
     @property
     def world_size(self) -> int:
@@ -65,6 +67,10 @@ class PlanFile:
     def allocated_for(self, command: tuple[str, ...]) -> int | None:
         """Return the most bytes allocated for a command; None if the plan was made for another."""
         return self.allocated if command == self.command else None
+
+    def operations_under(self, torch: str) -> OperationCounts | None:
+        """Return the planned operations; None if the plan was made with another version of PyTorch."""
+        return self.operations if self.versions.get("torch", torch) == torch else None
 
     def made_for(self, model: str) -> bool:
         """Whether a model of this class was planned for; True if the file names no models."""
@@ -95,7 +101,7 @@ def read_plan(path: Path) -> PlanFile:
     """Read a plan file: JSON with ``plan``; what else counts in it is ``allocator`` and ``optimizer``.
 
     Raises:
-        FileFormatError: there is no such file, or it holds no plan.
+        FileFormatError: there is no such file, it holds no plan, or its schema is unknown.
     """
     content = read_input(path, _MAX_FILE)
     try:
@@ -106,6 +112,12 @@ def read_plan(path: Path) -> PlanFile:
     if not isinstance(settings, dict) or not all(isinstance(each, dict) for each in settings.values()):
         raise FileFormatError(
             f"Cannot read a plan from {path}: it has no settings under 'plan'. Write one with "
+            f"memfit plan -o {path} SCRIPT.py."
+        )
+    if (schema := found.get("schema", SCHEMA_VERSION)) != SCHEMA_VERSION:
+        raise FileFormatError(
+            f"Cannot read a plan from {path}: its schema is {schema!r:.40}, and this memfit reads "
+            f"schema {SCHEMA_VERSION}. Install the memfit that wrote it, or make the plan again: "
             f"memfit plan -o {path} SCRIPT.py."
         )
     allocator, optimizer = found.get("allocator", ""), found.get("optimizer")
@@ -126,6 +138,7 @@ _OPTIONAL: Mapping[str, tuple[str, Any]] = {
     "nproc": ("nproc", int),
     "nnodes": ("nnodes", int),
     "models": ("models", tuple[str, ...]),
+    "versions": ("versions", dict[str, str]),
 }
 """By field of ``PlanFile``: its name in the file, and its type."""
 
@@ -137,10 +150,10 @@ def _optional(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
         FileFormatError: a value has the wrong type.
     """
     values = {}
-    for field, (name, kind) in _OPTIONAL.items():
+    for of, (name, kind) in _OPTIONAL.items():
         if name in found:
             try:
-                values[field] = msgspec.convert(found[name], kind)
+                values[of] = msgspec.convert(found[name], kind)
             except msgspec.ValidationError as error:
                 raise FileFormatError(f"Cannot read a plan from {path}: '{name}': {error}.") from None
     return values

@@ -57,7 +57,7 @@ class PlanRuns:
 
     Args:
         script: the script.
-        budget: bytes of the process.
+        budget: bytes of the process within which a run fits.
         tune: whether runs that do not fit may get expandable segments.
         compiled: whether ``torch.compile`` compiles the script's code.
     """
@@ -70,14 +70,16 @@ class PlanRuns:
         tune: bool,
         compiled: bool = False,
     ) -> None:
-        self._script, self._budget, self._tune, self._compiled = script, budget, tune, compiled
+        self._script, self._tune, self._compiled = script, tune, compiled
+        self.budget = budget
+        """Bytes of the process within which a run fits."""
         self.count = 0
         """How many runs were begun."""
         self.tried: list[PlanRun] = []
 
     def fits(self, run: PlanRun) -> bool:
         """Return whether a run fits the budget."""
-        return run.needs.bytes <= self._budget
+        return run.needs.bytes <= self.budget
 
     def run(
         self, plan: PlanChange, *, operations: bool = False
@@ -146,7 +148,7 @@ class PlanRuns:
             fails_at: bytes of a GPU on which a run is known not to fit.
         """
         most = max((self._needs(run, plan, time, fails_at) for run in runs), key=_bytes)
-        if tune and self._tune and most.needs.bytes > self._budget:
+        if tune and self._tune and most.needs.bytes > self.budget:
             expandable = expandable_segments(runs[0].trace)
             if expandable is not None:
                 tuned = self.needs(runs, plan | expandable, time, tune=False)

@@ -1,8 +1,10 @@
-"""The fewest changes that are enough, then the cheapest, in few runs; no operation is recorded.
+"""The fewest changes that are enough, then the cheapest, in few runs.
 
 run ──> changes for its peak ──> rerun or replay ──> enough? ──> done
               ^                                        │ none
               └───── on top of what saved most <───────┘
+
+Operations are recorded only for batches that could be divided: whether their samples depend on each other.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,7 +27,9 @@ from memfit.planning.changes import (
     low_precisions,
 )
 from memfit.planning.plan_runs import GhostRuns, PlanRuns
-from memfit.records import CallRates, DryRun, Phase, PlanRun, ScriptEnd
+from memfit.planning.same_samples import samples_of_parts
+from memfit.planning.sample_independence import why_dependent, why_no_mean
+from memfit.records import CallRates, DryRun, Phase, PlanRun, ScriptEnd, StepOperations
 
 MOST_RUNS = 12
 """Reruns of a script at most, besides the one with unlimited memory."""
@@ -92,8 +96,12 @@ class QuickSearch:
         self._runs = PlanRuns(script or GhostRuns(_never, _never), self._budget, tune=False)
         self._settings = expandable_segments(trace)
         self._setting, self._options = batch_setting(trace), trace.options
-        self._batches = (*divisions(trace, draws=False), *smaller_batches(trace))
+        self._divisions = divisions(trace, draws=False)
+        self._batches = (*self._divisions, *smaller_batches(trace))
         self._known: dict[ScriptChange, Attempt | None] = {}
+        self.undivided: str | None = None
+        """Why batches are not divided, as in a plan; empty if they may be, None if that could not be seen."""
+        self._judged = False
         self.failed: ScriptEnd | None = None
         """How the first rerun that failed ended."""
         self.refused = False
@@ -164,6 +172,8 @@ class QuickSearch:
         tries: Iterable[Attempt | None] = (self._attempt({**base.made, kind: way}) for way in ways)
         if kind is ChangeKind.BATCH:  # fewer samples make another update: only where none can be divided
             parts = self._largest_that_fits(base, [way for way in ways if way.divided])
+            if parts is not None and self._must_stay_whole():
+                parts = None
             tries = [parts or self._largest_that_fits(base, [way for way in ways if not way.divided])]
         yield from (then for then in tries if then is not None)
 
@@ -183,6 +193,29 @@ class QuickSearch:
             runs.append(SizedRun(size, then.needs, fits=bool(then.fits)))
         fitting = [size for size, then in tried.items() if then.fits]
         return tried[max(fitting) if fitting else min(tried)] if tried else None
+
+    def _must_stay_whole(self) -> bool:
+        """Return whether two recorded steps show that batches must not be divided, as for a plan."""
+        if not self._judged:
+            self._judged = True
+            whole = self._recorded(PlanChange(), "whole batches")
+            half = None if whole is None else self._recorded(self._divisions[0], "smaller batches")
+            if whole is not None and half is not None:
+                samples = samples_of_parts(whole, half, self._divisions[0].parts)
+                self.undivided = why_dependent(whole, half) or why_no_mean(half) or samples.why
+                if not self.undivided and not samples.seen:
+                    self.undivided = None
+        return bool(self.undivided)
+
+    def _recorded(self, plan: PlanChange, what: str) -> StepOperations | None:
+        """Return the operations of a step, without ``torch.compile``; None if they could not be recorded."""
+        if self._runs.count == MOST_RUNS:
+            self.refused = True
+            return None
+        change = replace(plan.change, eager=True, micro_batches=1)
+        words = (f"{what}, operation by operation",)
+        ran = self._runs.run(replace(plan, change=change, words=words), operations=True)
+        return None if isinstance(ran, ScriptEnd) else ran[0].operations
 
     def _helps(self, then: Attempt, base: Attempt) -> bool:
         worth = base.needs - then.needs >= _WORTH * self.unchanged.needs

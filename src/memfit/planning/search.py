@@ -10,6 +10,9 @@
 
 A model predicts allocated bytes of one step; what counts is what the process needs. Each run shows by how
 much they differ, and the next choice is made with that. No plan is returned that has not run.
+
+Where the CUDA context is assumed, plans are looked for that leave free what it may be larger by. If none is
+found, the fastest that fits is tight: from what has run by then, the search goes on for the whole budget.
 """
 
 import functools
@@ -20,19 +23,24 @@ from itertools import chain
 from memfit.analysis.script_change import ScriptChange, TrialResult, why_it_failed
 from memfit.errors import TargetError, UsageError
 from memfit.planning.allowed import Allowed
-from memfit.planning.answers import answer, too_small
+from memfit.planning.answers import (
+    BestSoFar,
+    OnFound,
+    OutOfTimeError,
+    answer,
+    out_of_time,
+    too_high,
+    too_small,
+)
 from memfit.planning.bases import Base, Bases
-from memfit.planning.batches import divisions, why_indivisible
 from memfit.planning.bracket import WORTH
 from memfit.planning.changes import PlanChange, recomputation
 from memfit.planning.choose import CheckpointChoice
 from memfit.planning.compiled_search import CompiledSearch
+from memfit.planning.divisions import Divisions
 from memfit.planning.mixed_integer_program import INFINITY
-from memfit.planning.optimizer_changes import steps_in_backward
 from memfit.planning.plan_runs import PlannedScript, PlanRuns, all_replayed
 from memfit.planning.policies import standard_policies
-from memfit.planning.same_samples import samples_of_parts, with_samples
-from memfit.planning.sample_independence import why_dependent, why_no_mean
 from memfit.planning.shardings import (
     OFFLOADED_SHARDS,
     UNSHARDED,
@@ -41,16 +49,15 @@ from memfit.planning.shardings import (
     sharded,
     why_dropped,
 )
-from memfit.records import Phase, PlanRun, ScriptEnd, ScriptPlan
+from memfit.records import PlanRun, ScriptEnd, ScriptPlan
 
 _UNRECORDED = (
     "memfit saw no training step to plan: no optimizer stepped twice, the script calls no module of its "
     "model, or torch.compile uses another compiler than Inductor."
 )
-_MOST_RUNS = 10
-"""Plans that run on the ghost at most, with and without offload."""
-_PREDICTED_WITHIN = 0.1
-"""Share of what a plan needs by which a prediction may be too high: of plans of ResNet-50, up to 0.07."""
+_TOO_LATE = "The time for the search was over before the script had run once, as written. Allow more time."
+_MOST_RUNS = 16
+"""Plans that run on the ghost at most."""
 
 
 def find_plan(
@@ -59,6 +66,7 @@ def find_plan(
     allowed: Allowed = Allowed(),  # noqa: B008 - frozen
     *,
     policies: bool = False,
+    on_found: OnFound = lambda _: None,
 ) -> ScriptPlan:
     """Return the fastest plan of a script under a budget.
 
@@ -67,12 +75,16 @@ def find_plan(
         budget: bytes of the process, the CUDA context included.
         allowed: what the plan may change.
         policies: whether the policies that people use are run, too.
+        on_found: called with the answer so far whenever there is a plan that fits, and a better one.
 
     Raises:
-        TargetError: the script as written cannot be run, or cannot be trained on several GPUs.
+        TargetError: the script as written cannot be run, or not in time; or not be trained on several GPUs.
         UsageError: it is compiled, and trains on one GPU of several.
     """
-    plain = script.run(ScriptChange(operations=True), "as written, operation by operation")
+    try:
+        plain = script.run(ScriptChange(operations=True), "as written, operation by operation")
+    except OutOfTimeError:
+        raise TargetError(_TOO_LATE) from None
     if isinstance(plain, ScriptEnd):
         raise TargetError(f"memfit cannot plan for the script: {why_it_failed(plain)}")
     compiled = plain.operations is not None and plain.operations.compiled
@@ -81,38 +93,50 @@ def find_plan(
             "memfit cannot plan how to train a compiled script on several GPUs. memfit compare --nproc shows "
             "what it needs with DDP, ZeRO-1 and FSDP2."
         )
-    search = (CompiledSearch if compiled else _PlanSearch)(script, plain, budget, allowed)
-    found = search.plan()
-    return replace(found, policies=search.policies()) if policies else found
+    search = (CompiledSearch if compiled else _PlanSearch)(script, plain, budget, allowed, on_found)
+    try:
+        found = search.plan()
+    except OutOfTimeError:
+        return out_of_time(search.so_far())
+    if found.chosen is not None:
+        on_found(found)
+    try:
+        return replace(found, policies=search.policies()) if policies else found
+    except OutOfTimeError:
+        return found
 
 
 class _PlanSearch:
-    def __init__(self, script: PlannedScript, plain: TrialResult, budget: int, allowed: Allowed) -> None:
+    def __init__(
+        self, script: PlannedScript, plain: TrialResult, budget: int, allowed: Allowed, on_found: OnFound
+    ) -> None:
+        self._written = all_replayed(plain)
+        target = budget - self._written[0].found.uncertainty
+        self._best_so_far = BestSoFar(budget, target, allowed.slowdown, on_found)
+        self._as_written: PlanRun | None = None
         self._script, self._plain, self._budget, self._allowed = script, plain, budget, allowed
-        self._runs = PlanRuns(script, budget, tune=allowed.allocator)
+        self._runs = PlanRuns(script, target, tune=allowed.allocator)
         self._optimizer = plain.operations.optimizer if plain.operations is not None else None
         self._refusal = ""  # why nothing can be recomputed
-        self._undivided = ""  # why batches are not divided, or no further
-        self._divisions: list[PlanChange] = []
         self._chosen: PlanRun | None = None  # the fastest so far that fits
         self._bases = Bases(script, plain, self._runs, budget, allowed)
+        self._divisions = Divisions(plain, self._runs, self._bases, budget, allowed)
         self._step = self._bases.step
 
     def plan(self) -> ScriptPlan:
-        plain = all_replayed(self._plain)
         if self._script.is_to_be_sharded(self._plain):
             return self._plan_shardings()
-        as_written = self._runs.needs(plain, PlanChange(), 1.0, tune=False)
+        self._as_written = as_written = self._runs.needs(self._written, PlanChange(), 1.0, tune=False)
         if self._runs.fits(as_written):
-            return self._answer(as_written, chosen=as_written)
-        tuned = self._runs.needs(plain, PlanChange(), 1.0)
+            return self._answer(chosen=as_written)
+        tuned = self._runs.needs(self._written, PlanChange(), 1.0)
         if tuned.conf:
             self._runs.tried.append(tuned)
         if self._runs.fits(tuned):
-            return self._answer(as_written, chosen=tuned)
+            return self._answer(chosen=tuned)
         if self._plain.operations is None:
-            return self._answer(as_written, smallest=tuned, reason=_UNRECORDED)
-        return self._combine(as_written, [self._bases.base(PlanChange(), self._plain.operations, tuned)])
+            return self._unplanned(tuned)
+        return self._combine([self._bases.base(PlanChange(), self._plain, tuned)])
 
     def _plan_shardings(self) -> ScriptPlan:
         """Train a script for one GPU on several: with what moves least, if that is enough."""
@@ -120,14 +144,15 @@ class _PlanSearch:
         self._bases.models, self._bases.dropped = found.models, found.dropped
         if found.as_written is None:
             raise TargetError(f"memfit cannot plan for {self._script.ranks} GPUs. {found.dropped[0]}")
+        self._as_written = found.as_written
         if found.chosen is not None or found.least is None:
-            return self._answer(found.as_written, chosen=found.chosen)
+            return self._answer(chosen=found.chosen)
         least, result, run = found.least
         if result.operations is None or self._plain.operations is None:
-            return self._answer(found.as_written, smallest=run, reason=_UNRECORDED)
-        start = self._bases.base(least, result.operations, run)
+            return self._unplanned(run)
+        start = self._bases.base(least, result, run)
         offloaded = self._offloaded_shards(found.as_written) if self._allowed.rounding else ()
-        return self._combine(found.as_written, chain([start], offloaded))
+        return self._combine(chain([start], offloaded))
 
     def _offloaded_shards(self, as_written: PlanRun) -> Iterator[Base]:
         """Yield the script with its shards on the host, if it can be run so."""
@@ -137,65 +162,101 @@ class _PlanSearch:
             self._bases.dropped.append(why_dropped(OFFLOADED_SHARDS, made))
         elif made[0].operations is not None:
             self._bases.models = made[0].models
-            yield replace(self._bases.base(OFFLOADED_SHARDS, made[0].operations, made[1]), copies=copies)
+            yield replace(self._bases.base(OFFLOADED_SHARDS, *made), copies=copies)
 
-    def _combine(self, as_written: PlanRun, starts: Iterable[Base]) -> ScriptPlan:
+    def _combine(self, starts: Iterable[Base]) -> ScriptPlan:
         """Change more about what does not fit; the next start is made if nothing fits with those before."""
+        floor = self._bases.floor()
+        if floor is not None and floor.needs.bytes > self._runs.budget:
+            self._runs.budget = self._budget  # every plan is tight
         bases: list[Base] = []
-        smallest_parts: list[PlanChange] = []
         for start in starts:
             for root in self._bases.roots(start, lambda: self._chosen):
-                self._look_for_divisions(root)
+                self._divisions.begin(root)
                 added = [root]
                 self._chosen = self._search(added)
                 bases += added
-                smallest_parts, self._divisions = self._divisions[-1:] or smallest_parts, []
             if self._chosen is not None:
                 break
-        if self._chosen is None and not self._refusal:
-            bases = [self._bases.offloading(base) for base in bases]
-            self._chosen = self._search(bases)
-        if self._chosen is None:
-            self._chosen = self._every_block(bases, smallest_parts)
-        if self._chosen is None:
-            ran = [*self._runs.tried, *(base.run for base in bases)]
-            smallest = min(ran, key=lambda each: each.needs.bytes)
-            reason = self._refusal or self._too_small(smallest)
-            return self._answer(as_written, smallest=smallest, reason=reason)
+        if self._chosen is None and (rest := [base for base in bases if self._may_fit(base)]):
+            if not self._refusal:
+                bases += (rest := [self._bases.offloading(base) for base in rest])
+            self._chosen = self._try_the_rest(rest)
+        found = self._chosen
+        if found is None or found.time > self._allowed.slowdown:
+            tight = self._tight(bases)
+            if tight is not None and (found is None or tight.time <= self._allowed.slowdown):
+                return self._answer(chosen=tight, bound=0.0)
+        if found is None:
+            return self._no_plan(min(self._ran, key=lambda run: run.needs.bytes))
         bound = min(base.run.time + base.plan.parts * self._least(base) / self._step for base in bases)
-        return self._answer(as_written, chosen=self._chosen, bound=min(bound, self._chosen.time))
+        return self._answer(chosen=found, bound=min(bound, found.time))
+
+    def _try_the_rest(self, bases: list[Base]) -> PlanRun | None:
+        """Return a plan that fits, if one does, of bases in which recomputation alone is not enough."""
+        self._divisions.left = []
+        found = self._search(bases)
+        if found is not None or self._is_exhausted:
+            return found
+        least = min(bases, key=lambda base: base.bracket.least_needs)
+        if not self._refusal and self._may_be_smallest(least):  # to say what is needed
+            self._try(least, least.bracket.smallest)
+            if (found := self._best(least)) is not None:
+                return found
+        return self._every_block(bases)
+
+    def _tight(self, bases: list[Base]) -> PlanRun | None:
+        """Return the fastest plan that fits the whole budget, if one does; search bases once more for it."""
+        if self._runs.budget == self._budget:
+            return None
+        self._runs.budget = self._budget
+        self._divisions.left = []
+        self._chosen = min(filter(self._runs.fits, self._ran), key=lambda run: run.time, default=None)
+        return self._search(bases) if bases else self._chosen
 
     def _search(self, bases: list[Base]) -> PlanRun | None:
         """Return the fastest plan that fits, if one does; bases are added while they may pay."""
-        most = len(self._runs.tried) + _MOST_RUNS
         while True:
             fitting = [run for run in (self._chosen, *map(self._best, bases)) if run is not None]
             best = min(fitting, key=lambda run: run.time, default=None)
+            self._offer()
+            if self._is_exhausted:
+                return best
             worth = [base for base in bases if best is None or self._may_be_taken(base)]
-            worth = [base for base in worth if not self._needs_too_much_to_update(base)]
+            worth = [base for base in worth if self._may_fit(base)]
             found = [] if self._refusal else [each for base in worth if (each := self._proposal(base))]
-            fits = [each for each in found if each[0].bracket.needs(each[1]) <= self._budget]
+            fits = [each for each in found if each[0].bracket.needs(each[1]) <= self._runs.budget]
             likely = min(fits, key=lambda each: self._time(*each), default=None)
             times = [run.time for run in fitting] + [self._time(*each) for each in fits]
-            may_divide = self._divisions and not self._needs_too_much_to_update(bases[-1])
-            if may_divide and bases[-1].run.time < min(times, default=float("inf")) - WORTH:
-                bases.extend(self._divide(bases[0], bases[-1]))
+            last = bases[-1]
+            pays = last.run.time < min(times, default=float("inf")) - WORTH
+            if self._divisions.left and last.update.needs.bytes <= self._budget and pays:
+                bases.extend(self._divisions.make(bases[0], last))
                 continue
-            if len(self._runs.tried) >= most:
-                return best
             smallest = min(found, key=lambda each: each[0].bracket.needs(each[1]), default=None)
             if likely is not None and (best is None or self._time(*likely) < best.time - WORTH):
                 self._try(*likely)
-            elif best is None and smallest is not None and self._may_be_smallest(*smallest):
+            elif best is None and smallest is not None:
                 self._try(*smallest)
             else:
                 return best
 
-    def _needs_too_much_to_update(self, base: Base) -> bool:
-        """Return whether an update, when no activation exists, already allocates more than the budget."""
-        run = base.run
-        outside = run.needs.bytes - run.reserved.bytes
-        return run.place.phase is Phase.OPTIMIZER and (run.allocated or 0) + outside > self._budget
+    @property
+    def _ran(self) -> list[PlanRun]:
+        """The script as written, and every plan that ran."""
+        return [run for run in (self._as_written, *self._runs.tried) if run is not None]
+
+    def _offer(self) -> None:
+        """Offer what has run as the answer so far."""
+        self._best_so_far.offer(self._ran, lambda run: self._answer(chosen=run, bound=0.0))
+
+    @property
+    def _is_exhausted(self) -> bool:
+        return self._runs.count >= _MOST_RUNS
+
+    def _may_fit(self, base: Base) -> bool:
+        """Return whether a base may fit, whatever is recomputed in it."""
+        return base.update.needs.bytes <= self._runs.budget and self._bases.can_fit(base.plan)
 
     def _best(self, base: Base) -> PlanRun | None:
         """Return the fastest run of a base that fits."""
@@ -216,53 +277,14 @@ class _PlanSearch:
 
     def _least(self, base: Base) -> float:
         """Return a bound of the seconds that what fits adds to a base."""
-        if self._needs_too_much_to_update(base):
+        if not self._may_fit(base):
             return INFINITY
         return 0.0 if self._runs.fits(base.run) else base.bracket.bound
 
-    def _may_be_smallest(self, base: Base, choice: CheckpointChoice) -> bool:
-        """Return whether a choice may need less than every plan that ran."""
+    def _may_be_smallest(self, base: Base) -> bool:
+        """Return whether a choice in a base is predicted to need less than every plan that ran."""
         smallest = min((run.needs.bytes for run in self._runs.tried), default=base.run.needs.bytes)
-        return base.bracket.needs(choice) < smallest * (1 + _PREDICTED_WITHIN)
-
-    # ---- bases --------------------------------------------------------------------------------------------
-
-    def _look_for_divisions(self, root: Base) -> None:
-        """Find the ways to divide batches, where that goes with a root's change."""
-        if self._allowed.rounding and not steps_in_backward(root.plan):
-            self._divisions = divisions(self._plain.trace, draws=self._draws())
-            self._undivided = "" if self._divisions else why_indivisible(self._plain.trace)
-
-    def _draws(self) -> bool:
-        operations = self._plain.operations
-        return operations is not None and any(each.random for each in operations.forward)
-
-    def _divide(self, whole: Base, last: Base) -> list[Base]:
-        """Run the script with the next smaller batches; return it as a base, or nothing if it must not be."""
-        division = self._divisions.pop(0)
-        plan = whole.plan | division
-        made = self._runs.make(
-            plan,
-            lambda result: max(self._bases.relative(plan, result, whole.copies), last.run.time),
-            operations=True,
-        )
-        if isinstance(made, ScriptEnd):
-            fault = why_it_failed(made)
-        elif made[0].operations is None:
-            fault = f"memfit saw no two updates of {plan.parts} batches each (the script ends before)"
-        else:
-            fault = "" if last.plan.parts > 1 else why_dependent(last.operations, made[0].operations)
-            fault = fault or why_no_mean(made[0].operations)
-            samples = samples_of_parts(whole.operations, made[0].operations, plan.parts)
-            fault = fault or samples.why
-        if fault or isinstance(made, ScriptEnd) or made[0].operations is None:
-            self._divisions, self._undivided = [], fault
-            if not isinstance(made, ScriptEnd):
-                self._runs.tried.pop()
-            return []
-        plan = with_samples(plan, samples)
-        run = self._runs.tried[-1] = replace(made[1], divided=plan.divided)
-        return [replace(self._bases.base(plan, made[0].operations, run), copies=whole.copies)]
+        return base.bracket.least_needs < smallest
 
     def _try(self, base: Base, choice: CheckpointChoice) -> None:
         """Run a plan, and correct the model of its base."""
@@ -275,19 +297,10 @@ class _PlanSearch:
         self._bases.models = result.models
         base.bracket.add(choice, run)
 
-    def _every_block(self, bases: list[Base], smallest_parts: list[PlanChange]) -> PlanRun | None:
-        """Checkpoint every block, in the smallest micro-batches; None if that does not fit either.
-
-        Args:
-            bases: the last ones that were searched.
-            smallest_parts: the smallest division of batches, unless it is a base already.
-        """
+    def _every_block(self, bases: list[Base]) -> PlanRun | None:
+        """Checkpoint every block in the base that needs least; None if that does not fit either."""
         base = min(bases, key=lambda base: base.run.needs.bytes)
         least = base.plan
-        if smallest_parts:
-            whole = (each for each in bases if each.plan.parts == 1 and not steps_in_backward(each.plan))
-            base = min(whole, key=lambda base: base.run.needs.bytes)
-            least = base.plan | smallest_parts[0]
         made = self._runs.make(
             least | standard_policies(self._optimizer)[0],
             functools.partial(self._bases.relative, least, copies=base.copies),
@@ -297,6 +310,13 @@ class _PlanSearch:
             return None
         self._bases.models = made[0].models
         return made[1]
+
+    def so_far(self) -> ScriptPlan:
+        """Return the answer of a search that is to end at once."""
+        self._offer()
+        smallest = min(self._runs.tried, key=lambda run: run.needs.bytes, default=None)
+        chosen = self._best_so_far.run
+        return self._answer(chosen=chosen, smallest=smallest if chosen is None else None)
 
     def policies(self) -> tuple[PlanRun, ...]:
         """Run the policies that people use; those that the script or its model refuses are left out."""
@@ -311,6 +331,20 @@ class _PlanSearch:
 
     # ---- the answer ---------------------------------------------------------------------------------------
 
+    def _unplanned(self, smallest: PlanRun) -> ScriptPlan:
+        """Answer that memfit saw no step to plan: with what has run and is tight, if anything is."""
+        if (tight := self._tight([])) is not None:
+            return self._answer(chosen=tight)
+        return self._answer(smallest=smallest, reason=_UNRECORDED)
+
+    def _no_plan(self, smallest: PlanRun) -> ScriptPlan:
+        """Answer that no plan fits: because none can, or because none that ran does."""
+        floor = self._bases.floor()
+        if floor is not None and floor.needs.bytes > self._budget:
+            return replace(self._answer(smallest=smallest, reason=too_high(floor)), floor=floor.needs)
+        reason = self._refusal or self._too_small(smallest)
+        return self._answer(smallest=smallest, reason=reason)
+
     def _too_small(self, smallest: PlanRun) -> str:
         ways = ["shards the model"] * ("sharding" in smallest.settings)
         ways += ["divides batches"] * (smallest.divided is not None)
@@ -321,13 +355,15 @@ class _PlanSearch:
 
     def _answer(
         self,
-        as_written: PlanRun,
         *,
         chosen: PlanRun | None = None,
         smallest: PlanRun | None = None,
         bound: float = 1.0,
         reason: str = "",
     ) -> ScriptPlan:
+        as_written = self._as_written
+        if as_written is None:
+            raise TargetError(_TOO_LATE)
         found = answer(
             self._script,
             self._plain,
@@ -338,7 +374,7 @@ class _PlanSearch:
             chosen=chosen,
             smallest=smallest,
             reason=reason,
-            undivided=self._undivided,
+            undivided=self._divisions.why_no_more,
             slowdown=self._allowed.slowdown,
         )
         found = replace(found, bound=bound, dropped=tuple(self._bases.dropped))

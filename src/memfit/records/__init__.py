@@ -43,6 +43,7 @@ from memfit.records.memory_check import CheckedFigure, CheckVerdict, MemoryBasel
 from memfit.records.provenance import Figure, Note, Provenance, worst
 from memfit.records.run_difference import RowChange, RunDifference
 from memfit.records.run_stages import Stage, StageUse
+from memfit.records.schema_version import SCHEMA_VERSION
 from memfit.records.script_options import LoaderBatchSize, OptionPurpose, ScriptOption
 from memfit.records.script_plan import DividedBatches, Equality, PlanRun, ScriptPlan, equality_of
 from memfit.records.step_operations import (
@@ -89,6 +90,7 @@ __all__ = [
     "ARENA",
     "DEFAULT_POOL",
     "LEAST_RECOMPUTED",
+    "SCHEMA_VERSION",
     "Action",
     "Advice",
     "AllocatorComparison",

@@ -132,7 +132,10 @@ class PlanRun:
 
 @dataclass(frozen=True, slots=True)
 class ScriptPlan:
-    """The fastest plan found for a script under a budget, or why there is none."""
+    """The fastest plan found for a script under a budget, or why there is none.
+
+    A plan that may not fit, because the CUDA context is assumed, is tight: it is chosen if there is no other.
+    """
 
     device: DeviceUse
     budget: int
@@ -143,8 +146,8 @@ class ScriptPlan:
     smallest: PlanRun | None
     """The plan that needs least, if none fits the budget."""
     bound: float
-    """No plan of this kind that fits takes less time, relative to the script as written; 0 if no bound is
-    known."""
+    """No plan of this kind that fits as well takes less time, relative to the script as written: none that is
+    not tight, unless the chosen one is. 0 if no bound is known."""
     rule: str
     """What the times are based on; they are assumed."""
     tried: tuple[PlanRun, ...]
@@ -157,6 +160,11 @@ class ScriptPlan:
     versions: Mapping[str, str]
     reason: str = ""
     """Why there is no plan."""
+    floor: Figure | None = None
+    """Bytes of the process below which no change that memfit may make brings the script, if that is more than
+    the budget: no plan can fit."""
+    out_of_time: bool = False
+    """Whether the time for the search was over before it ended: a faster plan may exist, or one that fits."""
     policies: tuple[PlanRun, ...] = ()
     """Policies of checkpointing that people use, if they were to be run."""
     uncertainty: int = 0
@@ -192,6 +200,11 @@ class ScriptPlan:
     def world_size(self) -> int:
         """Number of ranks."""
         return self.nproc * self.nnodes
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether the chosen plan leaves less than the assumed CUDA context may be too small by."""
+        return self.chosen is not None and self.budget - self.chosen.needs.bytes < self.uncertainty
 
     @property
     def may_fit_as_written(self) -> bool:

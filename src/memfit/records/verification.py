@@ -42,7 +42,7 @@ class CountedOperations:
     as_written: OperationCounts | None
     """None if they were not counted: the script compiles its model, or calls its submodules."""
     planned: OperationCounts | None
-    """On the ghost, with a GPU's kernels; None if the plan file does not say."""
+    """On the ghost, with a GPU's kernels; None if the plan file does not say, or is of another PyTorch."""
 
 
 @dataclass(frozen=True, slots=True)

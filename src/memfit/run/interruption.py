@@ -91,9 +91,9 @@ def script_handles_ctrl_c(patience: float | None) -> Iterator[Interruption]:
     def end(number: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    handlers = {signal.SIGINT: press, signal.SIGTERM: end, signal.SIGHUP: end}
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job: the script ignores it, too
-        del handlers[signal.SIGINT]
+    ways = {signal.SIGINT: press, signal.SIGTERM: end, signal.SIGHUP: end}
+    # The script ignores what this process ignores: Ctrl-C as a background job, and SIGHUP under nohup.
+    handlers = {number: way for number, way in ways.items() if signal.getsignal(number) is not signal.SIG_IGN}
     try:
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     except ValueError:  # not the main thread, where Python allows no signal handlers

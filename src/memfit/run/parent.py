@@ -14,7 +14,6 @@ import os
 import re
 import selectors
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from memfit.run.process_tree import kill_descendants
 from memfit.run.start_script import RunningScript, StartScript, start_script
 from memfit.run.started_ranks import StartedRanks
 from memfit.run.unfollowed import UnfollowedProcesses
+from memfit.temporary_folders import TemporaryFolder
 from memfit.trace.trace_file import read_trace
 
 _REFUSALS: dict[int, type[MemfitError]] = {error.exit_code: error for error in (UsageError, TargetError)}
@@ -73,6 +73,9 @@ class Progress:
     """Why the run does not, if it could have."""
     rank: str = ""
     """The rank being run, if memfit runs several."""
+    fits: float | None = None
+    """The time of a step under the fastest plan so far that fits, relative to the script as written; None if
+    none does, or none is looked for."""
 
 
 class _ChildMessage(msgspec.Struct):
@@ -133,7 +136,7 @@ def run_script(
         TargetError: the script never used the GPU, its process died, or torch here has no kernels for
             the requested device.
     """
-    with tempfile.TemporaryDirectory(prefix="memfit-") as folder:
+    with TemporaryFolder() as folder:
         fallback = Path(folder) / "run.memfit"
         path = fallback if output is None else output
         pipe = Path(folder) / "progress"

@@ -40,7 +40,7 @@ _INTERVAL = 0.02  # seconds between two looks at a fork
 _SIGNALS = {
     signal.SIGINT: signal.SIG_IGN,
     signal.SIGTERM: signal.SIG_DFL,
-    signal.SIGHUP: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,  # unless the script ignores it, as under nohup
     signal.SIGCHLD: signal.SIG_DFL,
 }
 """What the standby does on a signal: on Ctrl-C, memfit ends it; only it collects the ends of its forks."""
@@ -130,7 +130,8 @@ class StandbyFork:
                 self._send(StandbyMessage(declined=f"its process could not be forked ({error.strerror})"))
                 is_standby = False
             if is_standby:
-                _set_handlers(_SIGNALS)
+                is_ignored = handlers[signal.SIGHUP] is signal.SIG_IGN
+                _set_handlers(_SIGNALS | ({signal.SIGHUP: signal.SIG_IGN} if is_ignored else {}))
         if not is_standby:
             self._channel.close()
             return

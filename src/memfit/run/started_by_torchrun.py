@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from memfit.run.rank import Rank
+from memfit.temporary_folders import PREFIX, hold
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 """Variables that torchrun sets."""
@@ -45,14 +46,16 @@ class SharedTraces:
     def __init__(self, rank: Rank, environment: Mapping[str, str], name: str) -> None:
         job = "\0".join(environment.get(name, "") for name in (*_NAMES[3:], "TORCHELASTIC_RESTART_COUNT"))
         digest = hashlib.sha256(f"{os.getuid()}\0{job}".encode()).hexdigest()[:16]
-        self._folder = Path(tempfile.gettempdir()) / f"memfit-ranks-{digest}"
+        self._folder = Path(tempfile.gettempdir()) / f"{PREFIX}ranks-{digest}"
+        self._lock: int | None = None
         self._first = rank.rank - rank.local
         self._rank = rank
         self._name = name
 
     def prepare(self) -> Path:
         """Return where this rank's trace is to be written; what an earlier job has left is removed."""
-        self._folder.mkdir(mode=0o700, exist_ok=True)
+        self._release()
+        self._lock = hold(self._folder)
         for suffix in ("memfit", "remark", "heard"):
             self._file(suffix).unlink(missing_ok=True)
         return self.trace(self._rank.rank)
@@ -81,6 +84,12 @@ class SharedTraces:
     def abandon(self) -> None:
         """Remove the folder: this rank has failed."""
         shutil.rmtree(self._folder, ignore_errors=True)
+        self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _all(self, suffix: str) -> dict[int, Path]:
         """Wait until each rank has written a file, and return them."""

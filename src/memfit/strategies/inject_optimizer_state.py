@@ -32,8 +32,8 @@ class OptimizerStateInjector:
     Args:
         settings: what to apply.
         report: called with why they do not suit the script, whenever that changes; empty if they do.
-        strict: whether settings that do not suit the script raise a ``UsageError`` in it: it must not go on,
-            because its updates would be others.
+        strict: whether settings that were applied, and turn out not to suit the script, raise a
+            ``UsageError`` in it: it must not go on, because its updates would be others.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class OptimizerStateInjector:
                 continue
             try:
                 apply_to_optimizer(optimizer, alive, self.settings, self._refuse)
-            except UsageError as error:
-                self._refuse(str(error))
+            except UsageError as error:  # they were not applied
+                self._refusal = self._refusal or str(error)
         self._report(self._refusal)
 
     def _has_engine(self, model: Any) -> bool:

@@ -98,7 +98,7 @@ def _intervene(change: Intervention, on_report: Callable[[InjectionReport], None
         try:
             _PlanInjector(change, report, models).install(hooks)
         except UsageError as error:  # a plan file that was edited
-            report.update(refusals=(str(error),))
+            report.update(refusals=(str(error),), refused=("",))
             raise
     if change.micro_batches > 1:
         from memfit.strategies.inject_accumulation import HeldBackUpdates
@@ -218,7 +218,7 @@ class _PlanInjector:
         self._counter = _counter(change, report)
         self._models, self._names = models, models.names
         self._planned: list[tuple[weakref.ref[Any], str]] = []
-        self._refusals: list[str] = []
+        self._refusals: list[tuple[str, str]] = []
         self._applying = False
         self._sharder: ShardingInjector | None = None
         if self._plan.sharding is not None:
@@ -281,18 +281,19 @@ class _PlanInjector:
         if any(reference() in set(model.modules()) for reference, _ in self._planned):
             return  # it has another optimizer, too
         self._applying = True
-        name = self._names.full_name(model)  # fully_shard changes the class
+        # Before fully_shard changes the class.
+        name = f"{self._names.full_name(model)} (optimizer: {optimized_at})"
         try:
             if self._sharder is not None:
                 self._sharder.shard(model)
             else:
                 apply(model, self._plan)
         except UsageError as error:
-            self._refuse(str(error))
+            self._refuse(str(error), name)
             return
         finally:
             self._applying = False
-        self._has_plan(model, f"{name} (optimizer: {optimized_at})")
+        self._has_plan(model, name)
 
     def _applied_for_engine(self, original: Callable[..., Any], model: Any, plan: "Plan") -> Any:
         """Have an engine of the script's carry out what its plan leaves to us."""
@@ -349,15 +350,16 @@ class _PlanInjector:
         except UsageError:
             return None
 
-    def _refuse(self, why: str) -> None:
-        self._refusals.append(why)
+    def _refuse(self, why: str, model: str = "") -> None:
+        self._refusals.append((why, model))
         self._report()
 
     def _report(self) -> None:
         sharder = self._sharder
         self._file.update(
             models=tuple(name for _, name in self._planned),
-            refusals=tuple(self._refusals),
+            refusals=tuple(why for why, _ in self._refusals),
+            refused=tuple(model for _, model in self._refusals),
             uncalled=sharder.uncalled if sharder is not None else (),
             shares=sharder.shares if sharder is not None else (),
         )

@@ -33,7 +33,8 @@ class Intervention(msgspec.Struct, frozen=True):
     late: bool = False
     """Whether GPU work finishes late: collectives cannot settle between two micro-batches."""
     strict: bool = False
-    """Whether the script gets a ``UsageError`` if its updates would not be its own under the plan."""
+    """Whether the script gets a ``UsageError`` if its updates would not be its own under the plan, which was
+    applied."""
 
 
 class InjectionReport(msgspec.Struct, frozen=True):
@@ -43,6 +44,8 @@ class InjectionReport(msgspec.Struct, frozen=True):
     """The models with the plan: the class of each, and its optimizer's line."""
     refusals: tuple[str, ...] = ()
     """Why the plan was not applied to a model."""
+    refused: tuple[str, ...] = ()
+    """The model of each refusal, as in ``models``; empty where the refusal is of no model."""
     uncalled: tuple[str, ...] = ()
     """Sharded models that the script has not called, by class."""
     shares: tuple[int, ...] = ()

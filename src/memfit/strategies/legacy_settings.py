@@ -35,10 +35,12 @@ class GivenSetting:
 Reader = Callable[[str, Any], Iterator[GivenSetting]]
 
 NOTHING = "this is memfit's default"
-# Fields of hooks that only control how several ranks exchange gradients, or how configurations are merged.
-_OF_RANKS = ("coalesce", "bucket_size_mb")
+_EXCHANGE = {
+    "coalesce": "memfit.Sharding puts gradients into buckets, too",
+    "bucket_size_mb": "memfit.Sharding has bucket_cap_mb",
+}
+"""Fields of MMCV's hooks for how ranks exchange gradients, and what does that here."""
 WITHOUT_EFFECT = {
-    "distributed": "it exchanges gradients between ranks, and memfit trains on one",
     "_delete_": "it is for merging configurations",
     "detect_anomalous_params": NOTHING,
 }
@@ -60,14 +62,27 @@ def flag(target: str, value: Any = None) -> Reader:
     return read
 
 
-def gathering(remainder: str, origin: str) -> Reader:
-    """Return the reader of a number of batches per update, from a system that treats the remainder so."""
+def distributed(name: str, given: Any) -> Iterator[GivenSetting]:
+    """Read whether a system's optimizer exchanges gradients between ranks, as MMCV's hooks do."""
+    if expect(name, given, bool | None, "true or false") is False:
+        note = "without memfit.Sharding, ranks exchange nothing"
+        yield GivenSetting(f"{name}=False", None, note=note, denies="sharding")
+    else:
+        note = "where there are several ranks, memfit.Sharding exchanges gradients"
+        yield GivenSetting(f"{name}={given!r}", None, note=note)
+
+
+def gathering(remainder: str, origin: str, note: str = "") -> Reader:
+    """Return the reader of a number of batches per update, from a system that treats the remainder so.
+
+    ``note`` says in what its origin differs.
+    """
 
     def read(name: str, given: Any) -> Iterator[GivenSetting]:
         if given is None:
             yield GivenSetting(f"{name}=None", None, note=NOTHING)
             return
-        yield GivenSetting(f"{name}={given!r}", "accumulation.batches_per_update", given)
+        yield GivenSetting(f"{name}={given!r}", "accumulation.batches_per_update", given, note)
         yield GivenSetting(
             f"{name}={given!r}", "accumulation.remainder", remainder, f"the way of {origin}", is_default=True
         )
@@ -116,12 +131,18 @@ def _scale_of_hooks(given: str) -> GivenSetting:
 def _hook(name: str, fields: Mapping[str, Any], known: tuple[str, ...]) -> Iterator[GivenSetting]:
     for field, value in fields.items():
         given = f"{name}.{field}={value!r}"
-        if field in _OF_RANKS or (field == "detect_anomalous_params" and value):
-            purpose = "training on several ranks" if field in _OF_RANKS else "DistributedDataParallel"
+        if field in _EXCHANGE:
             raise UsageError(
-                f"{given} is a setting for {purpose}, which memfit does not support: leave it out."
+                f"{given} is how MMCV exchanges gradients between ranks. Leave it out: {_EXCHANGE[field]}."
             )
-        if field in WITHOUT_EFFECT:
+        if field == "detect_anomalous_params" and value:
+            raise UsageError(
+                f"{given} looks for parameters without gradients, which memfit does not: leave it out. With "
+                "several ranks, memfit.Sharding(find_unused_parameters=True) trains with them."
+            )
+        if field == "distributed":
+            yield from distributed(f"{name}.{field}", value)
+        elif field in WITHOUT_EFFECT:
             yield GivenSetting(given, None, note=WITHOUT_EFFECT[field])
         elif (
             field not in known
@@ -170,10 +191,20 @@ def with_cp(name: str, given: Any) -> Iterator[GivenSetting]:
 
 
 def with_cp_inside(name: str, given: Any) -> Iterator[GivenSetting]:
-    """Read ``with_cp`` at any depth of an MMCV model's dict; its other entries are for the model builder."""
+    """Read ``with_cp`` at any depth of an MMCV model's dict; its other entries are for the model builder.
+
+    Of a part other than the backbone it is refused: MMDetection's ``HRFPN``, a neck, checkpoints a single
+    convolution for it, and other parts do otherwise.
+    """
     found = list(_with_cp(name, expect(name, given, Mapping | list | tuple, "the dict of a model")))
     for path, value in found:
         (setting,) = with_cp(path, value)
+        parts = [part.partition("[")[0] for part in path.split(".")[:-1]]
+        if setting.target is not None and len(parts) > 1 and "backbone" not in parts:
+            raise UsageError(
+                f"{path}={value!r} is not read by memfit, which reads with_cp of backbones. Leave it out, "
+                f"and name what to checkpoint there, for example checkpointing=[{f'{parts[1]}.*'!r}]."
+            )
         yield replace(setting, denies="")  # another part of the model may have it
     if not found:
         yield GivenSetting(name, None, note="memfit reads only with_cp from a model, and this model has none")
@@ -271,12 +302,17 @@ def expect(name: str, given: Any, kind: Any, what: str) -> Any:
     return given
 
 
+_OF_CELLS = (
+    "memfit takes their mean and counts on, as MindSpore's library does; the cells of its tutorial take "
+    "their sum, and count anew in each epoch"
+)
+
 READERS: dict[str, Reader] = {
     "gradient_accumulation_steps": gathering("step", "HuggingFace's Trainer"),
     "accumulate_grad_batches": gathering("step", "Lightning"),
     "accumulative_counts": gathering("carry", "MMEngine"),
     "cumulative_iters": gathering("carry", "MMCV"),
-    "mini_steps": gathering("carry", "MindSpore"),
+    "mini_steps": gathering("carry", "MindSpore", _OF_CELLS),
     "grad_accumulation_step": gathering("carry", "MindSpore"),
     "accumulate_step": gathering("carry", "MindSpore"),
     "iter_size": gathering("carry", "Caffe"),

@@ -16,7 +16,9 @@ from memfit.strategies.legacy_settings import (
     WITHOUT_EFFECT,
     GivenSetting,
     Reader,
+    distributed,
     expect,
+    flag,
     gathering,
     grad_clip,
 )
@@ -140,6 +142,28 @@ def optim(name: str, given: Any) -> Iterator[GivenSetting]:
     yield GivenSetting(f"{name}={given!r}", target or None, value, "" if target else _OWN)
 
 
+def gradients_mean(name: str, given: Any) -> Iterator[GivenSetting]:
+    """Read whether MindSpore averages gradients over devices, or sums them."""
+    if expect(name, given, bool | None, "true or false") is False:
+        raise UsageError(
+            f"{name}=False sums the gradients of all devices, and memfit averages them. Leave it out on one "
+            "device; on several, multiply the loss by their number."
+        )
+    note = "memfit.Sharding averages gradients over ranks"
+    yield GivenSetting(f"{name}={given!r}", None, note=note if given else NOTHING)
+
+
+def parallel_mode(name: str, given: Any) -> Iterator[GivenSetting]:
+    """Read MindSpore's ``parallel_mode``, of which a single device has one, too."""
+    if given not in (None, "stand_alone"):
+        raise UsageError(
+            f"{name}={given!r} is not read by memfit. Write sharding='ddp' for MindSpore's data_parallel, or "
+            "'zero1' or 'fsdp2', which divide what each rank holds (memfit.Sharding)."
+        )
+    denies = "" if given is None else "sharding"
+    yield GivenSetting(f"{name}={given!r}", None, note=NOTHING, denies=denies)
+
+
 def without_effect(why: str) -> Reader:
     """Return the reader of a setting that needs nothing here."""
 
@@ -158,9 +182,10 @@ TRAINER_READERS: Mapping[str, Reader] = {
     "gradient_checkpointing_kwargs": checkpointing_kwargs,
     "optim": optim,
     "torch_compile": without_effect("compile the model yourself, with torch.compile(model)"),
-    "gradients_mean": without_effect("it averages over devices, and memfit trains on one"),
-    "distributed": without_effect(WITHOUT_EFFECT["distributed"]),
+    "gradients_mean": gradients_mean,
+    "parallel_mode": parallel_mode,
+    "distributed": distributed,
     "_delete_": without_effect(WITHOUT_EFFECT["_delete_"]),
-    "fp16_enabled": without_effect("memfit.Precision sets it where auto_fp16 and force_fp32 look for it"),
+    "fp16_enabled": flag("precision.dtype", "fp16"),  # memfit.Precision sets it where auto_fp16 looks for it
 }
 """The name of a setting -> how it is read."""

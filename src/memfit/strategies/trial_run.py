@@ -1,6 +1,5 @@
 """Run a script once more with a strategy injected, to measure what the change would do."""
 
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from memfit.run.resolve_options import ghost_settings
 from memfit.run.start_script import StartScript, start_script
 from memfit.strategies.intervention import InjectionReport, Intervention
 from memfit.strategies.script_standbys import ScriptRun, ScriptStandbys
+from memfit.temporary_folders import TemporaryFolder
 
 _INJECTOR = "memfit.strategies.inject_plan"
 _NOTHING = ScriptChange()
@@ -80,8 +80,8 @@ def run_trial(
         ghost: what ``ghost_settings(options)`` returned.
         change: the change to inject.
         on_progress: as for ``run_script``.
-        standbys: of earlier runs of the script. Should the run go on from one, and not complete, the whole
-            script is run.
+        standbys: of earlier runs of the script. Should the run go on from one, and end as a whole run might
+            not, the whole script is run.
 
     Returns:
         The run; how it ended if it did not complete; or why the change could not be applied.
@@ -91,21 +91,28 @@ def run_trial(
     """
     run = ScriptRun(command, options, ghost, change)
     if standbys is None:
-        return _run_once(run, on_progress, start_script)
+        return _run_once(run, on_progress, start_script)[0]
     with standbys.fork(run) as fork:
         if fork is not None:
-            result = _run_once(run, lambda progress: on_progress(replace(progress, forked=True)), fork)
-            if isinstance(result, TrialResult):
+            result, is_final = _run_once(
+                run, lambda progress: on_progress(replace(progress, forked=True)), fork
+            )
+            if is_final:
                 return result
     why = standbys.declined(run)
     with standbys.whole(run) as start:
-        return _run_once(run, lambda progress: on_progress(replace(progress, unforked=why)), start)
+        return _run_once(run, lambda progress: on_progress(replace(progress, unforked=why)), start)[0]
 
 
 def _run_once(
     run: ScriptRun, on_progress: Callable[[Progress], None], start: StartScript
-) -> TrialResult | ScriptEnd:
-    """Do what ``run_trial`` does; ``start`` as for ``run_script``."""
+) -> tuple[TrialResult | ScriptEnd, bool]:
+    """Do what ``run_trial`` does; ``start`` as for ``run_script``.
+
+    Returns:
+        The result; and whether a run of the whole script has the same if this one is a fork: it completed, or
+        did what its plan does not permit after that was applied.
+    """
     change = run.change
     with injected(change, run.options) as injection:
         try:
@@ -113,19 +120,19 @@ def _run_once(
                 run.command + change.arguments, injection.options, run.ghost, None, on_progress, start=start
             ).trace
         except MemfitError as error:
-            return ScriptEnd("refused", error.exit_code, f"when memfit ran the script without input, {error}")
+            end = ScriptEnd("refused", error.exit_code, f"when memfit ran the script without input, {error}")
+            return end, False
         if trace.end.reason == "interrupted":
             raise KeyboardInterrupt
         if why := injection.why_unfit():
-            return ScriptEnd("refused", 0, why)
+            return ScriptEnd("refused", 0, why), bool(injection.report().models)
         if not ran_to_completion(trace.end):
-            return trace.end
+            return trace.end, False
         report = injection.report()
         if report.again:
-            return ScriptEnd("refused", 0, why_again(report.again))
-        return TrialResult(
-            trace, report.models, report.shares, injection.operations(), counts=report.operations
-        )
+            return ScriptEnd("refused", 0, why_again(report.again)), True
+        operations = injection.operations()
+        return TrialResult(trace, report.models, report.shares, operations, counts=report.operations), True
 
 
 def why_again(again: Mapping[str, int]) -> str:
@@ -174,7 +181,7 @@ def injected(
         silent: whether the script gets no input, and its output is hidden.
         counts_backward: whether the operations of the backward are counted, too, which takes memory.
     """
-    with tempfile.TemporaryDirectory(prefix="memfit-") as name:
+    with TemporaryFolder() as name:
         folder = Path(name)
         plan = {one.field: dict(one.settings) for one in change.strategies}
         operations = str(folder / _OPERATIONS) if change.operations else ""

@@ -38,7 +38,7 @@ from memfit.train.optimizer_update import Protect
 from memfit.train.resume.engine_parts import EngineParts
 from memfit.train.resume.resumable_run import ResumableRun
 from memfit.train.step_result import StepResult
-from memfit.train.validation import Metric, names_of, validated
+from memfit.train.validation import Metric, names_of, validated, warn_of_evaluation_mode
 
 
 class Engine(ResumableRun):
@@ -197,6 +197,7 @@ class Engine(ResumableRun):
         notify("on_fit_begin")
         try:
             while self.epoch < epochs and not self._stopped:
+                warn_of_evaluation_mode(self.model)
                 self._ledger.position.begin_epoch()
                 begin_epoch(loader, self.epoch, self._ranks)
                 notify("on_epoch_begin")
@@ -282,8 +283,7 @@ class Engine(ResumableRun):
     def _groups_of_one(self, loader: Iterable[Any]) -> Iterator[list[Any]]:
         self._accumulation.expect_divided("engine.through")
         expect_batches_of(self._accumulation, loader)
-        goes_on = partial(epoch_goes_on, self._ranks)
-        return self._ledger.position.groups(loader, 1, "step", goes_on=goes_on)
+        return self._ledger.position.groups(loader, 1, "step", goes_on=partial(epoch_goes_on, self._ranks))
 
     @property
     def batch(self) -> int:

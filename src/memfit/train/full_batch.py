@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.errors import UsageError
+from memfit.errors import AmbiguousBatchError, UsageError
 from memfit.random_state import get_random_state, set_random_state
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.mechanisms.tensors import tensors_in, version_of
@@ -290,6 +290,8 @@ class FullBatchStepper:
             for batch in batches:
                 self._splitter.size(batch)
         except UsageError as why:
+            if error is None and isinstance(why, AmbiguousBatchError):  # its weight among the ranks' matters
+                raise
             if error is not None:
                 error.add_note(f"The batch cannot be retried in smaller parts. {why}")
             return False

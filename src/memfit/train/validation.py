@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.errors import UsageError
+from memfit.errors import AmbiguousBatchError, UsageError
+from memfit.strategies.mechanisms.module_patterns import class_name
 from memfit.train.ranks import OneRank
+from memfit.user_frame import warn_user
 
 Metric = Callable[[nn.Module, Any], Any]
 """``metric(model, batch)`` returns, as a loss does, a mean or a pair: the sum and its divisor."""
@@ -78,6 +80,15 @@ def validated(  # noqa: PLR0913 - what the engine knows about its validation
     return {name: float(total) / float(weight) for name, (total, weight) in sums.items()}
 
 
+def warn_of_evaluation_mode(model: nn.Module) -> None:
+    """Warn if a whole model is about to be trained in evaluation mode, as ``from_pretrained`` returns it."""
+    if not any(part.training for part in model.modules()):
+        warn_user(
+            f"The whole {class_name(model)} is in evaluation mode, and stays in it: dropout drops "
+            "nothing, and batch norms learn no statistics. Call model.train() before engine.fit."
+        )
+
+
 def _equally_many(loader: Iterable[Any], ranks: OneRank) -> Iterator[tuple[Any, bool]]:
     """Yield batches, and whether they count, until no rank has more of its own."""
     own, last = iter(loader), None
@@ -141,5 +152,7 @@ def _plain(value: Any) -> Any:
 def _size(batch: Any, size: Callable[[Any], int]) -> int:
     try:
         return size(batch)
+    except AmbiguousBatchError:
+        raise
     except UsageError:
         return 1

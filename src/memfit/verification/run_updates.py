@@ -6,7 +6,6 @@ compute the same twice.
 
 import os
 import subprocess
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,7 +20,9 @@ from memfit.records import Verification, VerificationVerdict
 from memfit.records.targets import typed
 from memfit.run.options import RunOptions
 from memfit.run.parent import Progress
+from memfit.run.process_tree import kill_descendants
 from memfit.strategies.trial_run import injected
+from memfit.temporary_folders import TemporaryFolder
 from memfit.verification.compare_gradients import (
     UpdateRun,
     bound_of,
@@ -57,7 +58,7 @@ def verify_plan(
     """
     unchanged = ScriptChange()
     dropout = plan.micro_batches is None or not plan.micro_batches.draws
-    with tempfile.TemporaryDirectory(prefix="memfit-") as name:
+    with TemporaryFolder() as name:
 
         def run(what: str, change: ScriptChange = unchanged, conf: str = "") -> UpdateRun:
             on_progress(Progress(trying=what))
@@ -79,7 +80,7 @@ def verify_plan(
         operations = counted(
             planned.report.operations,
             plain.report.operations,
-            plan.operations,
+            plan.operations_under(plain.update.torch),
         )
         if verdict is VerificationVerdict.VERIFIED:
             reason = why_other_operations(
@@ -148,7 +149,7 @@ def _run(
 
 
 def _start(command: Sequence[str], conf: str, pipe: int) -> None:
-    """Run a process to its end, and kill it if the user interrupts.
+    """Run a process to its end, and kill it with all that it started if memfit is interrupted or ended.
 
     Args:
         command: what to run.
@@ -165,5 +166,6 @@ def _start(command: Sequence[str], conf: str, pipe: int) -> None:
             raise KeyboardInterrupt
     finally:
         if process.poll() is None:
+            kill_descendants(process.pid)
             process.kill()
             process.wait()

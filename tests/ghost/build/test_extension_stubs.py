@@ -10,6 +10,8 @@ from memfit.ghost.build.nvidia_names import nvidia_library
 from memfit.ghost.build.runtime_library import build
 from memfit.native_build import find_compiler
 
+pytestmark = pytest.mark.process
+
 SOURCE = """
 int cudaMalloc(void **pointer, unsigned long size);
 int nvjpegCreateSimple(void **handle);

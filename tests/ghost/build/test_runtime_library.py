@@ -1,5 +1,6 @@
 """Building the ghost: the cache, concurrent first use, and errors for unsuitable environments."""
 
+import errno
 import platform
 import shutil
 import subprocess
@@ -18,6 +19,8 @@ from memfit.native_build import find_compiler
 pytestmark = pytest.mark.process
 
 TORCH = find_torch()
+
+pytestmark = pytest.mark.process
 
 
 @pytest.fixture
@@ -182,10 +185,12 @@ def test_a_failing_compiler_is_reported_with_its_output(cache, tmp_path, monkeyp
     assert [path.suffix for path in (cache / "ghost").iterdir()] == [".lock"]  # nothing half-written
 
 
-def test_a_read_only_cache_folder_is_reported(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "file"))
-    with pytest.raises(GhostError, match="Set MEMFIT_CACHE to a writable folder"):
+def test_a_cache_folder_without_space_is_reported(cache, monkeypatch):
+    def fail(*_args, **_options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(build_module.tempfile, "mkdtemp", fail)
+    with pytest.raises(GhostError, match=r"No space left on device. Set MEMFIT_CACHE to a writable folder"):
         build()
 
 

@@ -54,10 +54,13 @@ def test_the_other_ranks_end_with_the_report_of_the_one_that_failed(two_ranks, m
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
-@pytest.mark.parametrize(("batch", "says"), [("empty", "has no samples"), ("ambiguous", "Cannot split")])
-def test_all_ranks_learn_at_once_that_one_cannot_divide_its_batch(two_ranks, mode, batch, says):
+@pytest.mark.parametrize(
+    ("batch", "error", "says"),
+    [("empty", "UsageError", "has no samples"), ("ambiguous", "AmbiguousBatchError", "is ambiguous")],
+)
+def test_all_ranks_learn_at_once_that_one_cannot_divide_its_batch(two_ranks, mode, batch, error, says):
     other, failed = two_ranks.run("failing_to_prepare", mode, batch, module=CASES)
-    assert (failed[0], other[0]) == ("UsageError", "RankFailedError")
+    assert (failed[0], other[0]) == (error, "RankFailedError")
     assert says in failed[1]
     assert other[1].startswith("Rank 1 failed in preparation")
     assert failed[1].splitlines()[0] in other[1]

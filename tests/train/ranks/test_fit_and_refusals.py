@@ -68,16 +68,27 @@ def test_what_several_ranks_cannot_do_is_refused(two_ranks, case, says):
         assert says in message
 
 
+def test_the_weight_of_an_ambiguous_batch_among_the_ranks_is_asked_for(two_ranks):
+    """It is not 3, for the channels of two images or their three boxes each, and not 1."""
+    for kind, message in two_ranks.run("ambiguous_weight", module=CASES):
+        assert (kind, "could be 2 samples, or 2 columns of 3" in message) == ("AmbiguousBatchError", True)
+
+
 def test_the_scheduler_steps_once_per_update_on_every_rank(two_ranks):
     """Row 10: not once per process, and not before a skipped update."""
     rates = two_ranks.run("learning_rates", module=CASES)
     assert rates == [[1.0, 0.5, 0.5, 0.25]] * 2
 
 
-def test_every_rank_on_the_same_data_is_a_warning(two_ranks):
-    same, divided = two_ranks.run("same_data", module=CASES)[0]
-    assert "Each of the 2 ranks trains on all data" in same
-    assert divided == ""
+def test_every_rank_on_the_same_data_is_a_warning_and_own_slices_are_not(two_ranks):
+    for texts in two_ranks.run("same_data", module=CASES):
+        warned = {name for name, text in texts.items() if text}
+        assert warned == {"same", "same, shuffled", "same subset", "same names", "unknown"}
+        assert texts["same"].startswith(
+            "The loaders of the 2 ranks seem to have the same data: memfit found no difference between their "
+            "datasets, and a SequentialSampler does not divide them."
+        )
+        assert "If each rank's dataset is its own share, nothing is wrong." in texts["unknown"]
 
 
 def test_a_progress_bar_is_drawn_on_the_first_rank_only(two_ranks):

@@ -27,7 +27,7 @@ from memfit.errors import GhostError, MemfitError
 from memfit.ghost.build.imported_symbols import NvidiaImports, nvidia_imports
 from memfit.ghost.build.nvidia_names import NvidiaLibrary, nvidia_library
 from memfit.ghost.build.runtime_library import INCLUDES, Build, make_empty_libraries
-from memfit.native_build import COMPILE_FLAGS, find_compiler, run_compiler
+from memfit.native_build import COMPILE_FLAGS, cache_folder, find_compiler, run_compiler
 
 # The status "not supported" of each library, or the closest one it has. Sources: driver_types.h,
 # cuda.h, cublas_api.h, cudnn_graph.h, cufft.h, curand.h, cusolver_common.h, cusparse.h, cutensor/types.h,
@@ -122,11 +122,10 @@ class ExtensionStubs:
     def _stub_folder(self, source: str, sonames: Mapping[str, Sequence[str]]) -> Path:
         """Return the folder of the stub libraries, compiled on first use and then cached."""
         name = hashlib.sha256(f"{source}{sonames}".encode()).hexdigest()[:16]
-        folder = self._build.folder / "extension_stubs" / name
+        folder = cache_folder(f"ghost/{self._build.folder.name}/extension_stubs", name) / name
         if folder.is_dir():
             return folder
         try:
-            folder.parent.mkdir(exist_ok=True)
             work = Path(tempfile.mkdtemp(dir=folder.parent))
             try:
                 _compile(work, source, sonames, self._build.library)

@@ -94,13 +94,13 @@ def build(torch_folder: Path | None = None, *, report: Callable[[str], None] | N
     """
     torch = find_torch(torch_folder)
     flags = _version_flags(torch)
-    folder = cache_folder() / f"{torch.version}-{_fingerprint(torch, flags)}"
+    name = f"{torch.version}-{_fingerprint(torch, flags)}"
+    folder = cache_folder("ghost", f"{name}/{_DONE}") / name
     found = _read(folder)
     if found:
         return found
     compiler = find_compiler()
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
         with locked(folder.with_name(f"{folder.name}.lock")):
             found = _read(folder)
             if found:

@@ -72,10 +72,7 @@ def find_torch(folder: Path | None = None) -> TorchInstall:
     """
     _check_platform()
     folder = folder or _package_folder()
-    try:
-        text = (folder / "version.py").read_text(encoding="utf-8")
-    except OSError:
-        text = ""
+    text = _version_file(folder)
     version = _assigned(text, "__version__")
     if version is None:
         raise UnsuitableEnvironmentError(
@@ -94,6 +91,15 @@ def find_torch(folder: Path | None = None) -> TorchInstall:
             f"{OLDEST[0]}.{OLDEST[1]} or newer. Upgrade it: pip install -U torch."
         )
     return TorchInstall(folder, version, cuda)
+
+
+def installed_version() -> str:
+    """Return the version of the PyTorch that this interpreter would import, whichever build it is.
+
+    Raises:
+        UnsuitableEnvironmentError: there is none.
+    """
+    return _assigned(_version_file(_package_folder()), "__version__") or ""
 
 
 def scan_imports(torch: TorchInstall) -> TorchImports:
@@ -137,6 +143,14 @@ def _package_folder() -> Path:
             "Install its CUDA build for this Python (pip install torch; no GPU is needed)."
         )
     return Path(spec.submodule_search_locations[0])
+
+
+def _version_file(folder: Path) -> str:
+    """Return the text of a package's version.py; empty if it has none."""
+    try:
+        return (folder / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return ""
 
 
 def _assigned(text: str, name: str) -> str | None:

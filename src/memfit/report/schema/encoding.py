@@ -1,13 +1,12 @@
-"""How the public JSON of every command is written, and its version.
-
-Byte counts are integers. Fields may be added within a schema version; none is removed or changes its meaning.
-"""
+"""How the public JSON of every command is written, and its version. Byte counts are integers."""
 
 import json
 
 import msgspec
 
-SCHEMA_VERSION = 1
+from memfit.records import SCHEMA_VERSION
+
+__all__ = ["SCHEMA_VERSION", "encode", "json_schema"]
 
 
 def encode(public: msgspec.Struct) -> bytes:

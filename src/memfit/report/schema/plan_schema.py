@@ -57,7 +57,8 @@ class ScriptPlanJson(msgspec.Struct, frozen=True):
     time: float | None
     """Of a step under the chosen plan, relative to the script as written; assumed."""
     bound: float
-    """No plan of this kind that fits takes less time; 0 if no bound is known."""
+    """No plan of this kind that fits takes less time; tight ones may, unless the chosen one is tight. 0 if no
+    bound is known."""
     time_rule: str
     """What the times are based on."""
     budget: int
@@ -90,6 +91,13 @@ class ScriptPlanJson(msgspec.Struct, frozen=True):
     """Models that got the plan: the class of each, and the line that creates its optimizer."""
     optimizer: int | None
     """Which optimizer of the script they have, counted from 0: the plan is for no other models."""
+    floor: Figure | None
+    """Bytes of the process below which no change that memfit may make brings the script, if that is more than
+    the budget: no plan can fit."""
+    out_of_time: bool
+    """Whether the time for the search was over before it ended: a faster plan may exist, or one that fits."""
+    is_tight: bool
+    """Whether the chosen plan leaves less than the assumed CUDA context may be too small by."""
     reason: str
     """Why no plan was found; otherwise empty."""
     undivided: str
@@ -141,6 +149,9 @@ def script_plan_json(result: ScriptPlan) -> ScriptPlanJson:
         policies=tuple(map(_run, result.policies)),
         models=result.models,
         optimizer=result.optimizer,
+        floor=result.floor,
+        out_of_time=result.out_of_time,
+        is_tight=result.is_tight,
         reason=result.reason,
         undivided=result.undivided,
         log_probabilities=result.log_probabilities,

@@ -112,22 +112,34 @@ def plan_verdict(result: ScriptPlan) -> str:
     if result.world_size > 1:
         budget += f" on each of {result.world_size:,} GPUs"
     before = "with DDP" if result.sharded else "as written"
+    tight = ", TIGHT" * result.is_tight
     if result.chosen is not None and not result.chosen.changes:
-        return f"NO PLAN NEEDED   as written, the script needs {written} of {budget}"
+        may_fail = ": it may not fit" * result.is_tight
+        return f"NO PLAN NEEDED{tight}   as written, the script needs {written} of {budget}{may_fail}"
     if result.chosen is result.as_written:
-        return f"PLAN FOUND   needs {written} of {budget}, {before}"
+        return f"PLAN FOUND{tight}   needs {written} of {budget}, {before}"
     if result.chosen is not None:
         needs = format_gib(result.chosen.needs.bytes)
         return (
-            f"PLAN FOUND   needs {needs} of {budget} instead of {written}; a step takes "
+            f"PLAN FOUND{tight}   needs {needs} of {budget} instead of {written}; a step takes "
             f"{result.chosen.time:.2f} times as long"
         )
+    return _no_plan(result, written, budget, before)
+
+
+def _no_plan(result: ScriptPlan, written: str, budget: str, before: str) -> str:
     if result.too_slow is not None and result.max_slowdown is not None:
         needs = format_gib(result.too_slow.needs.bytes)
         return (
             f"NO PLAN FITS   within {result.max_slowdown:g} times the time; one that needs {needs} of "
             f"{budget} instead of {written} takes {result.too_slow.time:.3f}"
         )
+    if result.out_of_time:
+        smallest = format_gib((result.smallest or result.as_written).needs.bytes)
+        return f"NO PLAN FOUND IN TIME   the smallest so far needs {smallest} of {budget}; {before} {written}"
+    if result.floor is not None:
+        least = format_gib(result.floor.bytes)
+        return f"NO PLAN FITS   every plan needs at least {least} of {budget}; {before} {written}"
     if result.smallest is not None:
         needs = format_gib(result.smallest.needs.bytes)
         return f"NO PLAN FITS   the smallest needs {needs} of {budget}; {before} {written}"
@@ -220,8 +232,22 @@ def plan_details(result: ScriptPlan, file: Path | None = None) -> Iterator[str]:
     if result.too_slow is not None:
         yield f"\nTimes are assumed: {result.rule}."
         yield "Marked as too slow: the fastest plan found that fits. A higher --max-slowdown permits it."
+    if chosen is not None and result.is_tight:
+        yield _tight(result, chosen)
     if chosen is not None and chosen.changes:
         yield from _chosen(result, chosen, file)
+
+
+def _tight(result: ScriptPlan, chosen: PlanRun) -> str:
+    """Say why a plan may not fit."""
+    sure = result.budget - result.uncertainty
+    none = bool(result.tried) and all(run.needs.bytes > sure for run in result.tried)
+    return (
+        f"\nTight: it leaves {format_gib(result.budget - chosen.needs.bytes)}, and the size of the CUDA "
+        f"context is assumed. The real size may be up to {format_bytes(result.uncertainty)} larger"
+        f"{'; none of the plans that ran leaves that much' * none}. To measure it on your GPU, run "
+        "memfit doctor --context."
+    )
 
 
 def _ranks(result: ScriptPlan) -> Iterator[str]:
@@ -243,13 +269,6 @@ def _ranks(result: ScriptPlan) -> Iterator[str]:
 
 def _chosen(result: ScriptPlan, chosen: PlanRun, file: Path | None) -> Iterator[str]:
     other_kernels = chosen.compiled and chosen.equality is Equality.ROUNDING
-    left = result.budget - chosen.needs.bytes
-    if left < result.uncertainty:
-        yield (
-            f"\nTight: it leaves {format_gib(left)}, and the size of the CUDA context is assumed. The real "
-            f"size may be up to {format_bytes(result.uncertainty)} larger. To measure it on your GPU, run "
-            "memfit doctor --context."
-        )
     equal = _OTHER_KERNELS if other_kernels else _EQUAL[chosen.equality]
     if chosen.divided is not None and chosen.divided.assumed and chosen.equality is Equality.ROUNDING:
         equal = _ASSUMED
@@ -258,8 +277,11 @@ def _chosen(result: ScriptPlan, chosen: PlanRun, file: Path | None) -> Iterator[
     elif chosen is not result.as_written:
         yield f"\nCompared with DDP on {result.world_size:,} GPUs: {equal[0].lower()}{equal[1:]}"
     yield from _changes(chosen)
+    if result.out_of_time:
+        yield "The time for the search was over before it ended: there may be a faster plan."
     if chosen.time > 1 or chosen.settings:
-        bound = f"; no plan of this kind takes less than {result.bound:.3f}" if result.bound else ""
+        kind = "of this kind" + " that is not tight" * (result.uncertainty > 0 and not result.is_tight)
+        bound = f"; no plan {kind} takes less than {result.bound:.3f}" if result.bound else ""
         yield f"Time: {chosen.time:.3f} times the script as written{bound} (assumed: {result.rule})."
     if result.sent is not None:
         before, now = map(format_gib, result.sent)

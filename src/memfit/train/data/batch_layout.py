@@ -110,12 +110,17 @@ def looks_like_samples(value: Sequence[Any], *, alike: bool) -> bool:
     if any(isinstance(entry, Mapping) for entry in value):
         return True
     nested = [entry for entry in value if isinstance(entry, tuple | list)]
-    if nested:
-        return any(looks_like_samples(entry, alike=alike) for entry in nested)
+    if nested:  # an image with its boxes, or the images of a batch
+        return any(looks_like_samples(entry, alike=alike) or any(map(_is_image, entry)) for entry in nested)
     tensors = [entry for entry in value if has_rows(entry)]
     if alike:
         return len({each.shape for each in tensors}) == 1 and tensors[0].ndim > 1
-    return all(each.ndim == _IMAGE and each.shape[0] == _CHANNELS for each in tensors) and bool(tensors)
+    return all(map(_is_image, tensors)) and bool(tensors)
+
+
+def _is_image(value: object) -> bool:
+    """Return whether a value can be one colour image."""
+    return has_rows(value) and value.ndim == _IMAGE and value.shape[0] == _CHANNELS
 
 
 def _kinds(values: Iterable[object]) -> frozenset[Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from memfit.errors import UsageError
+from memfit.errors import AmbiguousBatchError, UsageError
 from memfit.strategies.mechanisms.tensors import tensors_in
 from memfit.train.data.batch_layout import (
     Path,
@@ -68,6 +68,7 @@ class BatchSplitter:
         """Return the number of samples of a batch.
 
         Raises:
+            AmbiguousBatchError: a list in it may hold as many samples, or columns of another number of them.
             UsageError: nothing in the batch has samples, or its parts disagree.
         """
         if self._size_of is not None:
@@ -77,7 +78,11 @@ class BatchSplitter:
             return sizes.pop()
         found = set(lengths(batch, outer=True))
         if len(found) == 1 and found <= sizes:
-            return found.pop()
+            (size,) = found
+            collated = isinstance(batch, tuple | list) and all(map(has_rows, batch))  # tensors: columns
+            if not collated:
+                _Splitter(batch, [size], self._roles).learn(batch)
+            return size
         parts = (
             f"its parts have the lengths {', '.join(map(str, sorted(found)))}"
             if found
@@ -93,7 +98,7 @@ class BatchSplitter:
             sizes: samples of each part; together those of the batch.
 
         Raises:
-            UsageError: a list may hold samples or columns, or a square mask a row per sample.
+            AmbiguousBatchError: a list may hold samples or columns, or a square mask a row per sample.
         """
         if self._parts_of is not None:
             return self._parts_of(batch, sizes)
@@ -202,13 +207,13 @@ class _Splitter:
         """Return what a value holds.
 
         Raises:
-            UsageError: that is ambiguous.
+            AmbiguousBatchError: that cannot be seen.
         """
         if has_rows(value):
             if value.shape[0] != self._size:
                 return "shared"
             if self._has_squares and value.shape == (self._size, self._size) and not _is_of_integers(value):
-                raise UsageError(
+                raise AmbiguousBatchError(
                     f"Cannot split a batch of {self._size} samples: {_described(path)} is ambiguous. Its "
                     f"{self._size} rows could be of one sample each, or it could be a mask between the "
                     f"{self._size} entries of a sequence, for all samples. {_ADVICE}"
@@ -233,7 +238,7 @@ class _Splitter:
         """Return whether a sequence holds samples.
 
         Raises:
-            UsageError: it may just as well hold columns.
+            AmbiguousBatchError: it may just as well hold columns.
         """
         outer = not path
         layout, as_many = SequenceLayout.of(value, outer=outer), len(value) == self._size
@@ -247,9 +252,9 @@ class _Splitter:
         if (as_many or self._doubtful) and (
             self._of_samples or looks_like_samples(value, alike=as_many and not outer)
         ):
-            raise UsageError(
-                f"Cannot split a batch of {self._size} samples: it contains a {type(value).__name__} of "
-                f"{len(value)} entries, which is ambiguous. The entries could be {len(value)} samples, or "
+            raise AmbiguousBatchError(
+                f"The number of samples in a batch is ambiguous: {_described(path)} is a "
+                f"{type(value).__name__} of {len(value)} entries, which could be {len(value)} samples, or "
                 f"{len(value)} columns of {self._size} samples each. {_ADVICE}"
             )
         return False

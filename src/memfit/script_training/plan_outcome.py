@@ -1,0 +1,186 @@
+"""Say what becomes of a plan in a script that trains, and end the script if it would train without it.
+
+known from the file              before the script starts
+known when a model is planned    when its optimizer is created
+no model has got the plan        before the first step of an optimizer
+known only at the end            the exit code is not 0
+"""
+
+import atexit
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
+
+from memfit.errors import TargetError
+from memfit.planning.plan_file import PlanFile
+from memfit.records.targets import typed
+from memfit.report.escape import escaped
+from memfit.script_training.carried_out import CarriedOut
+from memfit.strategies.intervention import InjectionReport
+from memfit.strategies.trial_run import why_again
+
+CONF = "PYTORCH_ALLOC_CONF"
+FLAG = "--as-far-as-it-goes"
+_NO_MODEL = "NOT APPLIED: no optimizer of this process has taken the parameters of a model."
+
+
+class PlanOutcome:
+    """What becomes of a plan. The first rank says it, if there are several; all are ended.
+
+    Args:
+        file: the plan's.
+        plan: the plan.
+        carried_out: what of it needs no change of the script.
+        command: the script's ``sys.argv``.
+        as_far_as_it_goes: whether the script trains even if a part of the plan is not applied.
+    """
+
+    def __init__(
+        self,
+        file: str,
+        plan: PlanFile,
+        carried_out: CarriedOut,
+        command: tuple[str, ...],
+        *,
+        as_far_as_it_goes: bool,
+    ) -> None:
+        self._file, self._plan, self._carried_out = file, plan, carried_out
+        self._command = command
+        self._as_far = as_far_as_it_goes
+        self._said: dict[str, None] = {}
+        self._last = InjectionReport()
+        self._has_stepped = False
+
+    def begin(self, versions: Mapping[str, str]) -> None:
+        """Say for what else the plan was made, what will be applied and what not.
+
+        Args:
+            versions: of memfit and PyTorch here.
+
+        Raises:
+            SystemExit: a part of it takes a change of the script.
+        """
+        if self._as_far:
+            atexit.register(self._repeat)  # below what the watch says: it registers later
+        for other in _made_otherwise(self._plan, self._command, versions):
+            self._say(f"{self._file} was made {other}")
+        for part in self._carried_out.left_out:
+            self._say(f"NOT APPLIED, as it takes a change of the script: {part}")
+        if self._carried_out.left_out and not self._as_far:
+            self._stop(f"before the script started. Write that in the script, and then train it with {FLAG}")
+        what = [*self._carried_out.settings, *["fused optimizers"] * self._plan.fused]
+        what += [f"{CONF}={self._plan.allocator}"] * bool(self._plan.allocator)
+        what += [" ".join(self._carried_out.arguments)] * bool(self._carried_out.arguments)
+        self._say(f"training under {self._file}: {', '.join(what) or 'nothing to apply'}")
+
+    def report(self, report: InjectionReport) -> None:
+        """Say what has changed: a model has got the plan, or was refused it.
+
+        Raises:
+            SystemExit: the model was refused the plan that was made for it, or is another.
+        """
+        self._last = report
+        for model in report.models:
+            if self._plan.made_for(model):
+                self._say(f"applied to {model}")
+            elif self._as_far or self._has_stepped:
+                self._say(f"applied to {model}; it was made for {', '.join(self._plan.models)}")
+            else:
+                self._miss(f"NOT APPLIED to {model}: it was made for {', '.join(self._plan.models)}")
+        if report.operations is not None:
+            planned = self._plan.operations
+            same = planned is not None and report.operations.recomputes_as(planned)
+            self._say(f"recomputed {report.operations}{', as planned' * same}")
+        if report.again:
+            self._say(f"NOT AS PLANNED: {why_again(report.again)}")
+        for model, why in zip(report.refused, report.refusals, strict=True):
+            if not model or self._plan.made_for(model):
+                self._miss(f"NOT APPLIED{f' to {model}' if model else ''}: {why}")
+            else:  # so it was when the plan was made
+                self._say(f"{model} trains as written: {why}")
+
+    def watch_steps(self) -> None:
+        """Have the first step of an optimizer wait for ``expect_applied``: torch has been imported."""
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        def before_step(*_: Any) -> None:
+            if not self._has_stepped:
+                self.expect_applied()
+
+        register_optimizer_step_pre_hook(before_step)
+
+    def expect_applied(self) -> None:
+        """Check that the plan has been applied: an optimizer is about to make the first step.
+
+        Raises:
+            SystemExit: it has not, and the script is to train under all of it.
+        """
+        if not self._as_far:
+            self._say_missing()
+        self._has_stepped = True
+
+    def end(self) -> bool:
+        """Say what was not applied in the end, and return whether the script may end well."""
+        self._has_stepped = True
+        self._say_missing()
+        missing = self._missing()
+        return not missing or (self._as_far and _NO_MODEL not in missing)
+
+    def _repeat(self) -> None:
+        if missing := self._missing():
+            self._say(f"trained without a part of {self._file}: {' '.join(missing)}")
+
+    def _missing(self) -> list[str]:
+        return [text for text in self._said if text.startswith("NOT APPLIED")]
+
+    def _say_missing(self) -> None:
+        if not self._carried_out.settings:
+            return
+        if self._last.unfit_optimizer:
+            self._miss(f"NOT APPLIED: {self._last.unfit_optimizer}")
+        if self._last.models:
+            return
+        for model, why in zip(self._last.refused, self._last.refusals, strict=True):
+            if model and not self._plan.made_for(model):
+                self._miss(f"NOT APPLIED to {model}: {why} It was made for {', '.join(self._plan.models)}.")
+        if not self._last.refusals:
+            self._miss(_NO_MODEL)
+
+    def _miss(self, text: str) -> None:
+        """Say that a part of the plan was not applied, and end the script if it has not trained.
+
+        Raises:
+            SystemExit: it has not.
+        """
+        self._say(text)
+        if not self._as_far and not self._has_stepped:
+            again = f"memfit plan -o {self._file} {shlex.join(typed(self._command))}"
+            self._stop(
+                f"before the first step. Make a plan for this command ({again}), or train with {FLAG}, which "
+                "leaves out what cannot be applied"
+            )
+
+    def _stop(self, text: str) -> NoReturn:
+        self._say(f"stopped {text}.")
+        raise SystemExit(TargetError.exit_code)
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said[text] = None
+            if os.environ.get("RANK", "0") == "0":
+                print(escaped(f"memfit: {text}"), file=sys.stderr, flush=True)
+
+
+def _made_otherwise(plan: PlanFile, command: tuple[str, ...], versions: Mapping[str, str]) -> Iterator[str]:
+    """Yield what else than this run a plan was made for, as far as its file says."""
+    if plan.command and plan.command != command:
+        yield f"for another command: {shlex.join(typed(plan.command))}"
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if plan.command and plan.world_size != ranks:
+        yield f"for {plan.world_size} rank{'s' * (plan.world_size > 1)}; this job has {ranks}"
+    for name, known in (("memfit", "memfit"), ("torch", "PyTorch")):
+        made_with = plan.versions.get(name, versions[name])
+        if made_with != versions[name]:
+            yield f"with {known} {made_with}; this is {versions[name]}"

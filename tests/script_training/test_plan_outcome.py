@@ -1,0 +1,192 @@
+"""What becomes of a plan under `memfit train`: the script does not train without a part of it, unasked."""
+
+import re
+import textwrap
+
+import pytest
+import torch
+
+import memfit
+from memfit.planning.plan_file import read_plan
+from memfit.records import OperationCounts
+from memfit.script_training.carried_out import CarriedOut
+from memfit.script_training.plan_outcome import PlanOutcome
+from memfit.strategies.intervention import InjectionReport
+
+pytestmark = pytest.mark.process
+
+STEPS = """
+    import torch
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4)).to("cuda")
+    optimizer = torch.optim.SGD(model.parameters())
+    print("trains", flush=True)
+    model(torch.ones(2, 4, device="cuda")).sum().backward()
+    optimizer.step()
+    print("stepped")
+"""
+REFUSED = {"checkpointing": {"regions": [{"modules": ["no"]}]}}
+SUITS = {"checkpointing": {"regions": [{"modules": ["0"]}]}}
+IN_LOOP = {
+    "micro_batches": {
+        "count": 2,
+        "size": 2,
+        "how": "--batch-size 2, now 4",
+        "where": "",
+        "arguments": ["--batch-size", "2"],
+    }
+}
+
+
+def test_what_takes_a_change_of_the_script_stops_it_before_it_starts(train, plan_file):
+    plan = plan_file({"checkpointing": {}, "sharding": {"mode": "ddp"}}, nproc=2, **IN_LOOP)
+    trained = train(STEPS, plan)
+    assert (trained.code, trained.out) == (3, "")
+    assert "NOT APPLIED, as it takes a change of the script: 2 micro-batches of 2" in trained.err
+    assert "loss = loss / 2" in trained.err
+    assert "change of the script: sharding: write model = memfit.apply(model, PLAN)" in trained.err
+    assert (
+        "memfit: stopped before the script started. Write that in the script, and then train it with "
+        "--as-far-as-it-goes.\n"
+    ) in trained.err
+
+
+def test_a_script_trains_as_far_as_it_goes_and_the_last_line_says_what_was_left_out(train, plan_file):
+    plan = plan_file(SUITS, **IN_LOOP)
+    trained = train(STEPS, plan, as_far=True)
+    assert (trained.code, trained.out) == (0, "trains\nstepped\n")
+    assert "memfit: applied to Sequential (optimizer: script.py:4)" in trained.err
+    last = trained.err.splitlines()[-1]
+    assert last.startswith(f"memfit: trained without a part of {plan}: NOT APPLIED, as it takes a change of")
+    assert "loss = loss / 2" in last
+
+
+@pytest.mark.parametrize(
+    ("settings", "fields", "says"),
+    [
+        (REFUSED, {}, r"NOT APPLIED to Sequential \(optimizer: script.py:4\): .*'no'"),
+        (
+            SUITS,
+            {"models": ["GPT (optimizer: gpt.py:61)"]},
+            r"NOT APPLIED to Sequential \(optimizer: script.py:4\): it was made for GPT \(optimizer: gpt",
+        ),
+        (
+            REFUSED,
+            {"models": ["GPT (optimizer: gpt.py:61)"]},
+            r"NOT APPLIED to Sequential \(optimizer: script.py:4\): .*'no'.*\. It was made for GPT",
+        ),
+        (
+            SUITS,
+            {"optimizer": 1},
+            "NOT APPLIED: no optimizer of this process has taken the parameters of a model",
+        ),
+        ({"optimizer_state": {"bits": 8}}, {}, "NOT APPLIED: .*SGD"),
+    ],
+    ids=["refused", "another class", "another class that refuses", "no model", "optimizer"],
+)
+def test_a_model_without_the_plan_stops_the_script_before_its_first_step(
+    train, plan_file, settings, fields, says
+):
+    plan = plan_file(settings, **fields)
+    trained = train(STEPS, plan, "--lr", "3")
+    assert (trained.code, trained.out.replace("trains\n", "")) == (3, ""), trained.err
+    assert re.search(says, trained.err)
+    assert (
+        f"memfit: stopped before the first step. Make a plan for this command (memfit plan -o {plan} "
+        "script.py --lr 3), or train with --as-far-as-it-goes, which leaves out what cannot be applied.\n"
+    ) in trained.err
+
+
+def test_a_script_that_swallows_the_stop_does_not_train(train, plan_file):
+    script = """
+        import torch
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4)).to("cuda")
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(3):
+            try:
+                model(torch.ones(2, 4, device="cuda")).sum().backward()
+                optimizer.step()
+                print("stepped")
+            except:
+                print("caught")
+        """
+    trained = train(script, plan_file(SUITS, optimizer=1))
+    assert (trained.code, trained.out) == (3, "caught\n" * 3)
+
+
+def test_a_model_that_was_left_out_when_the_plan_was_made_does_not_stop_the_script(train, plan_file):
+    """It was refused the plan then, too: a discriminator beside the generator that was planned for."""
+    script = """
+        import torch
+        class Critic(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.only = torch.nn.Linear(4, 4)
+        class Maker(torch.nn.Sequential): pass
+        for model in (Critic(), Maker(torch.nn.Linear(4, 4))):
+            optimizer = torch.optim.SGD(model.parameters())
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        """
+    plan = plan_file(SUITS, models=["Maker (optimizer: script.py:9)"])
+    trained = train(script, plan)
+    assert trained.code == 0, trained.err
+    assert "memfit: Critic (optimizer: script.py:9) trains as written: " in trained.err
+    assert "memfit: applied to Maker (optimizer: script.py:9)" in trained.err
+    assert "NOT APPLIED" not in trained.err
+
+
+@pytest.mark.parametrize("as_far", [False, True])
+def test_a_script_whose_models_no_optimizer_took_does_not_exit_with_0(train, plan_file, as_far):
+    trained = train("import torch\nprint('ends')", plan_file({"checkpointing": {}}), as_far=as_far)
+    assert (trained.code, trained.out) == (3, "ends\n")
+    assert "NOT APPLIED: no optimizer of this process has taken" in trained.err
+
+
+def test_what_else_a_plan_was_made_for_is_said_first(train, plan_file):
+    fields = {"command": ["gpt.py", "--size", "a b"], "nproc": 2}
+    versions = {"memfit": "0.0.1", "torch": "2.9.0+cu128", "cuda": "12.8", "python": "3.9.1"}
+    plan = plan_file(SUITS, versions=versions, **fields)
+    trained = train(STEPS, plan)
+    assert trained.code == 0, trained.err
+    assert trained.err.splitlines()[:5] == [
+        f"memfit: {plan} was made for another command: gpt.py --size 'a b'",
+        f"memfit: {plan} was made for 2 ranks; this job has 1",
+        f"memfit: {plan} was made with memfit 0.0.1; this is {memfit.__version__}",
+        f"memfit: {plan} was made with PyTorch 2.9.0+cu128; this is {torch.__version__}",
+        f"memfit: training under {plan}: checkpointing",
+    ]
+
+
+def test_all_ranks_stop_and_one_says_why(python, plan_file, tmp_path):
+    (tmp_path / "script.py").write_text(textwrap.dedent(STEPS))
+    command = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "memfit", "train")
+    trained = python(*command, "--plan", plan_file(REFUSED), "script.py")
+    assert trained.code != 0
+    assert "trains" not in trained.out
+    assert trained.err.count("memfit: stopped before the first step") == 1
+    assert "exitcode  : 3" in trained.err
+
+
+def test_the_first_step_s_operations_are_counted(plan_file, capsys):
+    plan = read_plan(plan_file({"checkpointing": {}}, operations={"forward": 168, "recomputed": 24}))
+    lines = PlanOutcome("plan.json", plan, CarriedOut.of(plan), ("train.py",), as_far_as_it_goes=False)
+    lines.report(InjectionReport(("Net",), operations=OperationCounts(168, 24)))
+    lines.report(InjectionReport(("Net",), operations=OperationCounts(168, 60), again={"aten.mm": 36}))
+    assert capsys.readouterr().err.splitlines() == [
+        "memfit: applied to Net",
+        "memfit: recomputed 24 of 168 operations, as planned",
+        "memfit: recomputed 60 of 168 operations",
+        "memfit: NOT AS PLANNED: the recomputation runs again what the plan keeps: aten.mm (36 times)",
+    ]
+
+
+def test_a_plan_made_for_another_model_is_applied_as_far_as_it_goes_and_named(plan_file, capsys):
+    """A plan for the whole model, whatever its parts are called, can be applied to any."""
+    plan = read_plan(plan_file({"checkpointing": {}}, models=["UNet (optimizer: unet.py:9)"]))
+    outcome = PlanOutcome("plan.json", plan, CarriedOut.of(plan), ("train.py",), as_far_as_it_goes=True)
+    for model in ("UNet (optimizer: other.py:1)", "GPT (optimizer: gpt.py:61)"):
+        outcome.report(InjectionReport(models=(model,)))
+    assert capsys.readouterr().err.splitlines() == [
+        "memfit: applied to UNet (optimizer: other.py:1)",
+        "memfit: applied to GPT (optimizer: gpt.py:61); it was made for UNet (optimizer: unet.py:9)",
+    ]
