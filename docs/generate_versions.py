@@ -39,11 +39,13 @@ Peak allocated / reserved, in bytes, on the ghost of an A100-80GB; other version
 {oldest}.
 """
 _CAUSES = """
-Comparing the traces allocation by allocation identified three causes in PyTorch:
+Comparing the traces allocation by allocation identified these causes in PyTorch:
 
-- **cuBLASLt's workspace.** 2.11.0 takes 1 MiB once per handle and stream and keeps it; 2.14.1 gives cuBLAS
-  and cuBLASLt one workspace, cuBLAS's own. With `TORCH_CUBLASLT_UNIFIED_WORKSPACE=1`, 2.11.0 behaves like
-  2.14.1, and the extra allocation disappears.
+- **cuBLASLt's workspace.** Up to 2.11.0, PyTorch takes 1 MiB once per handle and stream and keeps it; later
+  versions give cuBLAS and cuBLASLt one workspace, cuBLAS's own. With `TORCH_CUBLASLT_UNIFIED_WORKSPACE=1`,
+  2.11.0 behaves like 2.12.1, and the extra allocation disappears.
+- **Rounding.** At the peak of `accumulation.py`, 2.12.1 holds 753,664 B more than 2.13.0 in blocks that are
+  larger than their tensors. The tensors are the same.
 - **Attention's random state.** 2.14.1 keeps two 8-byte tensors (seed and offset, each in a block of 512 B)
   for every `scaled_dot_product_attention`, with or without dropout: 12,288 B for 12 layers.
 - **The lifetime of cuBLAS's workspace.** Up to 2.14.1, each thread's first matrix product allocates the
