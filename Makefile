@@ -32,7 +32,7 @@ test-slow: $(READY)  # what is left out there: similar to other tests, or random
 test-fast: $(READY)  # the tests that start no process
 	$(BIN)/pytest -n 2 -m "not process"
 
-test-versions: $(READY)  # an hour, with the environments; make test-versions VERSIONS="2.10.0 2.15.0"
+test-versions: $(READY)  # over an hour, with the environments; make test-versions VERSIONS="2.10.0 2.15.0"
 	$(BIN)/python benchmarks/torch_versions.py $(VERSIONS)
 
 test-oldest: $(READY)  # what of that is likeliest to break first, with the oldest version

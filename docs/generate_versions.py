@@ -26,7 +26,7 @@ _INTRODUCTION = """\
 memfit supports the newest six minor versions of PyTorch, as CUDA builds: {versions}.
 Older ones are refused.
 
-    make test-versions                               # all six: an hour, and 2.5 GB on disk for each
+    make test-versions  # all six: over an hour, and 2.5 GB on disk for each
     make test-versions VERSIONS="2.10.0 2.15.0"
 
 builds an environment for each, without NVIDIA's libraries, and makes the checks below. It fails if one fails,
