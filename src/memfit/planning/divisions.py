@@ -90,9 +90,11 @@ class Divisions:
         elif (operations := made[0].operations) is None:
             fault = f"memfit saw no two updates of {plan.parts} batches each (the script ends before)"
         else:
-            fault = "" if self._are_independent else why_dependent(whole.operations, operations)
-            samples = samples_of_parts(whole.operations, operations, plan.parts)
-            fault = fault or why_no_mean(operations) or samples.why
+            samples, fault = samples_of_parts(whole.operations, operations, plan.parts), ""
+            if not self._are_independent:
+                fault = why_dependent(whole.operations, operations)
+                fault = fault or why_no_mean(whole.operations, operations)
+            fault = fault or samples.why
         if fault or isinstance(made, ScriptEnd) or operations is None:
             self._ways = [way for way in self._ways if way.parts < division.parts]
             self.left, self._indivisible, self.why_no_more = [], fault, fault
