@@ -12,18 +12,19 @@ BEGIN = """
     size = int(sys.argv[-1]) if len(sys.argv) > 1 else 8
     token = nn.Embedding(100, 64)
 
-    def train(model, batches):
+    def train(model, batches, criterion=lambda y, target: (y - target).square().mean()):
         model.cuda()
         optimizer = torch.optim.AdamW(model.parameters())
         for x, y in batches:
             optimizer.zero_grad()
-            model(x.cuda()).flatten(0, -2).sub(y.cuda().flatten()[:, None]).square().mean().backward()
+            result = model(x.cuda()).flatten(0, -2)
+            criterion(result, y.cuda().flatten()[:, None].expand_as(result)).backward()
             optimizer.step()
 """
 LOADER = """
     data = TensorDataset(torch.randn(64, 16), torch.randn(64, 1))
     order = np.random.permutation(64)
-    train(nn.Sequential(nn.Linear(16, 64), nn.GELU()), DataLoader(data, size, sampler=order))
+    train(nn.Sequential(nn.Linear(16, 64), nn.GELU()), DataLoader(data, size, sampler=order), nn.MSELoss())
 """
 AUGMENTED = """
     class Noisy(TensorDataset):

@@ -91,7 +91,8 @@ class FedSampleRecorder:
     def _pass(self, tensor: torch.Tensor) -> None:
         source = self._sources.get(storage_of(tensor)._cdata)
         if source is None:
-            self._computed |= tensor.ndim > 0 and not isinstance(tensor, torch.nn.Parameter)
+            # A loss may be a module, too, and is passed what the model has computed.
+            self._computed |= tensor.ndim > 0 and not tensor.requires_grad
         if source is None or tensor.numel() == source[1].numel():
             return
         _, content, version = source
