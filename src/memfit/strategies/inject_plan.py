@@ -122,8 +122,8 @@ def _intervene(change: Intervention, on_report: Callable[[InjectionReport], None
 def _counter(change: Intervention, report: "_Report") -> "OperationCounter":
     from memfit.strategies.mechanisms.operation_counter import OperationCounter
 
-    def counted(counts: OperationCounts, again: dict[str, int]) -> None:
-        report.update(operations=counts, again=again)
+    def counted(counts: OperationCounts, again: dict[str, int], missing: tuple[str, ...]) -> None:
+        report.update(operations=counts, again=again, missing=missing)
 
     return OperationCounter(counted, in_backward=change.counts_backward)
 
