@@ -205,6 +205,12 @@ CHECKPOINTED = PlannedStrategy("checkpointing", ())
 OFFLOADED = PlannedStrategy("offload", (("what", "inputs"), ("min_bytes", 0)))
 
 
+def untimed(step):
+    """Return a step's operations without the seconds that they took here."""
+    alike = [tuple(replace(one, seconds=0.0) for one in each) for each in (step.forward, step.backward)]
+    return replace(step, forward=alike[0], backward=alike[1])
+
+
 @pytest.mark.parametrize(
     "strategies", [(CHECKPOINTED,), pytest.param((CHECKPOINTED, OFFLOADED), marks=pytest.mark.slow)]
 )
@@ -221,6 +227,10 @@ def test_strategies_are_applied_in_a_fork_as_when_the_optimizer_was_created(tmp_
             assert found.operations is None
             assert difference(found.trace, first.trace)
         assert len(found.models) == 1
+        recorded = replace(change, operations=True)
+        found, whole = runs.run(OPTIONS, recorded), runs.whole(OPTIONS, recorded)
+        assert runs.forked
+        assert untimed(found.operations) == untimed(whole.operations)
 
 
 @pytest.mark.parametrize(
