@@ -128,7 +128,7 @@ def _learn_kinds(
             kinds[storage] = _Kind.SAMPLES if grows else _Kind.CONSTANT
 
 
-def why_no_mean(whole: StepOperations, half: StepOperations) -> str:
+def why_no_mean(whole: StepOperations, half: StepOperations | None = None) -> str:
     """Return why a loss is a sum over samples, not a mean, as a clause; empty if memfit sees no such sum.
 
     A sum that is multiplied or divided by a tensor passes, as by the number of tokens; so does one that is
@@ -136,21 +136,21 @@ def why_no_mean(whole: StepOperations, half: StepOperations) -> str:
 
     Args:
         whole: the step.
-        half: the same step with half the samples.
+        half: the same step with half the samples; None for what ``whole`` shows by itself.
     """
     differentiated = {operation.source for operation in whole.backward}
     sums: dict[int, set[int]] = {}
     """By storage: which operations have summed up samples for it."""
     unscaled: set[int] = set()
-    for number, (operation, smaller) in enumerate(zip(whole.forward, half.forward, strict=False)):
+    for number, (operation, smaller) in enumerate(zip(whole.forward, (half or whole).forward, strict=False)):
         if number not in differentiated:
             continue
         summed = set[int]().union(*(sums.get(storage, ()) for storage in operation.reads))
-        if operation.sums or _sums_samples(operation, smaller, whole, half):
+        if operation.sums or (half is not None and _sums_samples(operation, smaller, whole, half)):
             summed.add(number)
             unscaled.add(number)
         elif operation.name.startswith(_PRODUCTS) and (
-            len(operation.reads) > 1 or smaller.factor == _HALF * operation.factor
+            len(operation.reads) > 1 or half is None or smaller.factor == _HALF * operation.factor
         ):
             unscaled -= summed
         sums |= dict.fromkeys((*operation.creates, *operation.writes), summed)

@@ -70,6 +70,10 @@ class ScriptOperations:
         self._compiled.install(hooks)
         self._samples.install(hooks)
 
+    def move(self, file: Path) -> None:
+        """Leave the operations in another file, in a fork of the process."""
+        self._file = file
+
     def _expect_compiled(self) -> None:
         self._eager.remove()
         self._is_compiled = True
