@@ -5,12 +5,14 @@ PYTHON ?= python3
 VENV ?= .venv
 # The versions that the golden figures were recorded with; users may have any torch that pyproject.toml allows.
 PINS := torch==2.14.1 torchvision==0.29.1
+# One of each minor version that memfit supports, the oldest first.
+VERSIONS ?= 2.10.0 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 PAGES := $(VENV)/.installed-pages
 C_FOLDERS := src tests
 
-.PHONY: demo test test-slow test-fast browser docs guide wheel lint format check clean
+.PHONY: demo test test-slow test-fast test-versions test-oldest browser docs guide wheel lint format check clean
 
 demo: $(READY)  # a GPT of GPT-2 small's size runs out of a small card's memory; a plan makes it fit
 	$(BIN)/memfit dry-run --memory 6GiB examples/gpt.py
@@ -30,12 +32,19 @@ test-slow: $(READY)  # what is left out there: similar to other tests, or random
 test-fast: $(READY)  # the tests that start no process
 	$(BIN)/pytest -n 2 -m "not process"
 
+test-versions: $(READY)  # over an hour, with the environments; make test-versions VERSIONS="2.10.0 2.15.0"
+	$(BIN)/python benchmarks/torch_versions.py $(VERSIONS)
+
+test-oldest: $(READY)  # what of that is likeliest to break first, with the oldest version
+	$(BIN)/python benchmarks/torch_versions.py --training --equality --strategies $(firstword $(VERSIONS))
+
 browser: $(PAGES)  # the report's pages in Chromium (on Debian: apt-get install chromium); make test skips them otherwise
 	$(BIN)/pytest tests/report/test_html_browser.py tests/report/test_html_views.py
 
-docs: $(READY)  # docs/cli.md and docs/settings.md, from the code
+docs: $(READY)  # docs/cli.md, docs/settings.md and docs/torch-versions.md, from the code and recorded figures
 	$(BIN)/python docs/generate_cli.py
 	$(BIN)/python docs/generate_settings.py
+	$(BIN)/python docs/generate_versions.py
 
 guide: $(PAGES)  # all pages and the API reference as one site: build/guide/docs/guide/index.html
 	$(BIN)/sphinx-build -q -W --keep-going -c docs -b html . build/guide

@@ -1,116 +1,106 @@
-"""Check that every tested version of PyTorch still gives its recorded figures.
+"""Check memfit with other versions of PyTorch, each in an environment of its own.
 
-    python benchmarks/torch_versions.py                    this environment's PyTorch
-    python benchmarks/torch_versions.py 2.8.0 2.11.0       each in a new environment
-    python benchmarks/torch_versions.py 2.12.1 --record    add a version's figures to the table
+    python benchmarks/torch_versions.py                     this environment's PyTorch
+    python benchmarks/torch_versions.py 2.10.0 2.15.0       each in build/torch-versions, which is kept
+    python benchmarks/torch_versions.py 2.10.0 --plans      some of the checks
+    python benchmarks/torch_versions.py 2.16.0 --record     keep its figures; then: make docs
 
-An environment holds PyTorch alone, without NVIDIA's libraries: the ghost stands in for all of them.
-The golden figures are in torch_versions.json beside this file; docs/torch-versions.md explains where
-versions differ.
+``make test-versions`` runs it for every supported version. The checks are in version_checks/; each prints a
+line, and the reasons for which tests were skipped. Exits with 1 if a check fails, or if peaks are not those
+of torch_versions.json. docs/torch-versions.md shows the figures, and explains where versions differ.
 """
 
 import argparse
-import contextlib
 import json
-import re
-import subprocess
 import sys
-import tempfile
-import tomllib
-import venv
-from collections.abc import Iterator
+import time
+from collections.abc import Callable
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-GOLDEN = Path(__file__).with_suffix(".json")
-JOBS = (
-    "gpt.py --steps 3",
-    "checkpointed.py --steps 3",
-    "accumulation.py --steps 3",
-    "linear1024.py",
-    "two_linear.py",
-)
+sys.path.insert(0, str(Path(__file__).with_name("version_checks")))
 
-Figures = dict[str, dict[str, int]]
-"""Job -> peak allocated and reserved, bytes."""
+import plans
+import programs
+import suites
+from environments import environment
+from outcomes import FailedError, Outcome, output
+
+GOLDEN = Path(__file__).with_suffix(".json")
+CHECKS: dict[str, Callable[[str], Outcome]] = {
+    "peaks": programs.peaks,
+    "training": programs.training,
+    "plans": plans.plans,
+    "equality": programs.equality,
+    "tests": suites.tests,
+    "arena": suites.arena,
+    "trainers": suites.trainers,
+    "strategies": suites.strategies,
+}
+"""Name -> a check, called with an environment's interpreter. All but the last are made by default: the tests
+of strategies are among all tests."""
 
 
 def main() -> int:
-    """Compare or record the figures and print a line for each job; return 1 if a figure differs."""
+    """Check each version; return 1 if a check fails."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("versions", nargs="*", help="versions to install (default: test the installed one)")
-    parser.add_argument("--record", action="store_true", help="record the figures as golden")
+    parser.add_argument("versions", nargs="*", help="versions to install (default: check the installed one)")
+    parser.add_argument("--record", action="store_true", help="keep the figures in torch_versions.json")
+    for name, check in CHECKS.items():
+        parser.add_argument(f"--{name}", action="append_const", dest="only", const=name, help=check.__doc__)
     args = parser.parse_args()
-    golden: dict[str, Figures] = json.loads(GOLDEN.read_text())
-    wrong = 0
-    for version in args.versions or [None]:
-        with environment(version) as python:
-            name = torch_version(python)
-            found = {job: measure(python, job) for job in JOBS}
-        if args.record:
-            golden[name] = found
-            GOLDEN.write_text(json.dumps(golden, indent=2, sort_keys=True) + "\n")
-        for job in JOBS:
-            expected = golden.get(name, {}).get(job)
-            same = found[job] == expected
-            wrong += not same
-            print(f"{name:14} {job:34} {'equal' if same else f'{expected} expected, found'} {found[job]}")
-    return int(wrong > 0)
+    failed = {}
+    for version in args.versions or [""]:
+        start = time.monotonic()
+        python = environment(version) if version else sys.executable
+        name = torch_version(python)
+        print(f"{name}  environment  {python}  {minutes(start)}", flush=True)
+        checks = args.only or [*CHECKS][:-1]
+        failed[name] = [check for check in checks if not passes(name, check, python, record=args.record)]
+        print(f"{name}  all together {minutes(start)}", flush=True)
+    for name, checks in failed.items():
+        print(f"{name}  {'FAILED: ' + ', '.join(checks) if checks else 'passed'}")
+    return int(any(failed.values()))
 
 
-@contextlib.contextmanager
-def environment(version: str | None) -> Iterator[str]:
-    """Yield an interpreter with memfit and this version of PyTorch; None stands for the current one."""
-    if version is None:
-        yield sys.executable
-        return
-    with tempfile.TemporaryDirectory(prefix="torch-versions-") as folder:
-        venv.create(folder, with_pip=True)
-        python = f"{folder}/bin/python"
-        install = (python, "-m", "pip", "install", "--quiet")
-        subprocess.run([*install, "--no-deps", f"torch=={version}"], check=True)
-        needs = "import importlib.metadata as m; print(*(m.requires('torch') or ()), sep='\\n')"
-        # Triton compiles kernels for the GPU; the rest are NVIDIA's own libraries.
-        needed = [line for line in output(python, "-c", needs).splitlines() if needed_here(line)]
-        with (REPOSITORY / "pyproject.toml").open("rb") as file:
-            ours = tomllib.load(file)["project"]["dependencies"]
-        needed += [line for line in ours if not line.startswith("torch")]
-        subprocess.run([*install, *needed], check=True)
-        subprocess.run([*install, "--no-deps", str(REPOSITORY)], check=True)
-        yield python
+def passes(name: str, check: str, python: str, *, record: bool) -> bool:
+    """Make a check, print what it found, and record its figures; return whether it passed.
 
-
-def needed_here(requirement: str) -> bool:
-    """Return whether PyTorch needs a requirement on the ghost, which stands in for NVIDIA's libraries."""
-    return "extra ==" not in requirement and not re.match(r"nvidia|cuda|triton", requirement)
+    Args:
+        name: PyTorch's version, as ``torch.__version__``.
+        check: a key of ``CHECKS``.
+        python: the environment's interpreter.
+        record: whether to keep the figures if the check passes.
+    """
+    start = time.monotonic()
+    try:
+        done = CHECKS[check](python)
+    except FailedError as error:
+        done = Outcome("", {}, (str(error),))
+    golden = json.loads(GOLDEN.read_text())
+    failed = list(done.failed)
+    if record and not failed:
+        golden.setdefault(name, {})[check] = done.figures
+        GOLDEN.write_text(json.dumps(golden, indent=2, sort_keys=True) + "\n")
+    elif check == "peaks" and not failed and done.figures != (kept := golden.get(name, {}).get(check)):
+        failed.append(f"the recorded peaks are {kept},\nthose found {done.figures}")
+    print(f"{name}  {check:11}  {'FAILED  ' if failed else ''}{done.summary}  {minutes(start)}")
+    for reason, count in sorted(done.skipped.items()):
+        print(f"{'':14}{count} skipped: {reason}")
+    print("".join(f"{each}\n" for each in failed), end="", flush=True)
+    return not failed
 
 
 def torch_version(python: str) -> str:
     """Return ``torch.__version__`` without importing torch, which may lack NVIDIA's libraries."""
-    return output(
-        python, "-c", "from memfit.ghost.build.torch_install import find_torch as f; print(f().version)"
-    ).strip()
+    find = "from memfit.ghost.build.torch_install import find_torch as f; print(f().version)"
+    return output(python, "-c", find).strip()
 
 
-def measure(python: str, job: str) -> dict[str, int]:
-    """Run one job on the ghost; return its peaks in bytes."""
-    script, *arguments = job.split()
-    with tempfile.TemporaryDirectory() as folder:
-        answer = f"{folder}/answer.json"
-        path = str(REPOSITORY / "examples" / script)
-        output(python, "-m", "memfit", "dry-run", "--steps", "1000", "--json", answer, "--", path, *arguments)
-        peak = json.loads(Path(answer).read_text())["peak"]
-        return {"allocated": peak["allocated"], "reserved": peak["reserved"]}
-
-
-def output(*command: str) -> str:
-    """Run a command and return its standard output; if it fails, exit with all of its output."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-    return done.stdout
+def minutes(start: float) -> str:
+    """Return the time since ``start``, of ``time.monotonic``."""
+    return f"({(time.monotonic() - start) / 60:.1f} min)"
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import torch  # noqa: F401 - its import starts ldconfig, so it must precede the 
 
 from memfit.allocator import compiled_allocator
 from memfit.arenas import native as compiled_arena
+from memfit.ghost.build import runtime_library
 from memfit.packing import native as compiled_packer
 from support import warm_process
 
@@ -110,6 +111,7 @@ def pytest_sessionstart():
     """Compile memfit's C code before the first test: on a new machine, the compiler is a process, too."""
     for compiled in (compiled_allocator, compiled_arena, compiled_packer):
         compiled.LIBRARY.load()
+    runtime_library.build()
 
 
 def pytest_sessionfinish():

@@ -156,7 +156,7 @@ def test_peaks_equal_those_the_script_prints_with_labels_and_without(example, tm
     own = own_peaks(run.printed)
     assert own["allocated"] > 0
     assert {name: run.answer["peak"][name] for name in ("allocated", "reserved")} == own
-    golden = json.loads(GOLDEN.read_text())[run.answer["versions"]["torch"]]
+    golden = json.loads(GOLDEN.read_text())[run.answer["versions"]["torch"]]["peaks"]
     assert golden.get(" ".join((example.script, *example.arguments)), own) == own
     if example.steps is not None:
         assert run.answer["steps"] == example.steps

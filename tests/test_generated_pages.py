@@ -22,7 +22,10 @@ def generator(name):
     return module
 
 
-@pytest.mark.parametrize("name", ["generate_cli", "generate_settings"])
+VERSIONS = pytest.param("generate_versions", marks=pytest.mark.recorded)
+
+
+@pytest.mark.parametrize("name", ["generate_cli", "generate_settings", VERSIONS])
 def test_generated_pages_are_up_to_date(name):
     module = generator(name)
     assert module.PAGE.read_text() == module.render(), "Run: make docs"

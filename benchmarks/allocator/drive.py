@@ -87,7 +87,7 @@ class Real:
         self._streams = [torch.cuda.default_stream()]
         self._streams += [torch.cuda.Stream() for _ in range(options["streams"] - 1)]
         version = tuple(map(int, torch.__version__.split(".")[:2]))
-        # memfit models the private pools of PyTorch 2.14; those of 2.8, 2.11 and 2.12 behaved differently.
+        # memfit models the private pools of PyTorch 2.14; those of 2.11 and 2.12 behaved differently.
         pools = options["pools"] if version >= (2, 14) else 0
         self._pools = [torch.cuda.MemPool() for _ in range(pools)]
         self.live: dict[int, tuple[Any, int]] = {}  # number -> (tensor, bytes)
@@ -142,7 +142,7 @@ class Real:
             for name in path:
                 figure = figure[name]
             line.append(figure)
-        return line + [stats.get(name, 0) for name in COUNTERS]  # PyTorch 2.8 lacks some
+        return line + [stats.get(name, 0) for name in COUNTERS]  # 2.12 added num_oom_rejections
 
     def pieces(self) -> list[Piece]:
         """Return every block of every segment."""

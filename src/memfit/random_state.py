@@ -219,9 +219,10 @@ def generator_positions() -> tuple[Any, ...]:
     """Return where PyTorch's global generators are, to be compared."""
     import torch
 
-    return torch.get_rng_state().numpy().tobytes(), *(
-        each.get_offset() for each in torch.cuda.default_generators
-    )
+    state = torch.get_rng_state()
+    # Not .numpy(): that dispatches operations, which are counted in the forward of which a tape asks here.
+    own = ctypes.string_at(state.data_ptr(), state.nbytes)
+    return own, *(each.get_offset() for each in torch.cuda.default_generators)
 
 
 def same_state(one: Any, other: Any) -> bool:

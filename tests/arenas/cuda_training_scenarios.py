@@ -27,7 +27,7 @@ def cnn():
         for part in (nn.Conv2d(before, after, 3, 2, 1), nn.BatchNorm2d(after), nn.ReLU())
     ]
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10)).cuda()
-    return model, (64, 3, 96, 96), torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    return model, (128, 3, 96, 96), torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
 
 
 def transformer():
@@ -80,7 +80,7 @@ def planned():
     (kind,), count = arena.report().steps, native.counted(0)
     print(kind.recorded, kind.placed, kind.kept, kind.unplanned, kind.planned == kind.live)
     print(count["pages"] / MIB == used(), count["arena"] + count["heaps"] == count["pages"])
-    print(count["pages"] - count["most_live"] < 8 * MIB)  # partly used pages
+    print(count["pages"] < 1.025 * count["most_live"])  # partly used pages
     print(count["most_pages"] == max(taken))  # the arena of a plan is built from its steps' pages
     print(max(taken[:3]) < 1.04 * count["most_live"])  # recorded steps use free pages before new ones
 

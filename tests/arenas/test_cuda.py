@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from support.torch_release import RELEASE, needs_torch
+
 pytestmark = pytest.mark.process
 
 SCENARIOS = Path(__file__).with_name("cuda_scenarios.py")
+SEEDS = RELEASE < (2, 14)
+"""Whether PyTorch allocates a seed and an offset, on a page of their own, as a capture begins."""
 OUTPUT = {
     "planned": "3 2 0 0 True\nTrue True\nTrue\nTrue\nTrue\n",
-    "configured": "True [(64, 256, 1, 1)]\n[(3, 3, 0), (2, 2, 0)]\n",
+    "configured": "True [(128, 256, 1, 1)]\n[(3, 3, 0), (2, 2, 0)]\n",
     "own_stream": "True False 16.0 0.0\n0.0\n",
     "other_stream": "False 8.0\nTrue 0.0\nTrue\n",
     "placed_and_used_by_another_stream": "False\nTrue\n2 1\n",
@@ -26,8 +30,8 @@ OUTPUT = {
     "engine": "4 16 1\n",
     "pages_move": "50.0 True 33554432\n",
     "arena_short_of_memory": "True False 48.0\nTrue 16\n",
-    "captured": "14.0 False 46.0\n2.0\n",
-    "pool_of_two_graphs": "14.0\n0.0\n",
+    "captured": "16.0 False 48.0\n2.0\n" if SEEDS else "14.0 False 46.0\n2.0\n",
+    "pool_of_two_graphs": "16.0\n0.0\n" if SEEDS else "14.0\n0.0\n",
     "capture_within_a_step": "2 0 0\n0 0 2\n",
     "recorded_with_another_stream": "[[1048576, -2, -1], [2097152, 2, -1]]\n",
     "forked": "0 8.0\n",
@@ -68,7 +72,15 @@ MESSAGES = {
         "This step runs on cuda:0, but memfit.arena's memory is on another GPU.",
     ),
 }
+MARKS = {
+    "two_captures": needs_torch((2, 12), "PyTorch itself refuses a second capture"),
+    "capture_within_a_step": needs_torch((2, 14), "PyTorch itself allocates in the step as a capture begins"),
+}
 TRAINING = ("default", "expandable", "heap", "history")
+
+
+def marked(scenarios):
+    return [pytest.param(name, marks=MARKS.get(name, ())) for name in scenarios]
 
 
 @pytest.fixture(scope="module")
@@ -88,12 +100,12 @@ def test_every_scenario_is_run():
     assert functions - {"cnn", "transformer", "train"} == {*OUTPUT, *MESSAGES, *TRAINING}
 
 
-@pytest.mark.parametrize("scenario", OUTPUT)
+@pytest.mark.parametrize("scenario", marked(OUTPUT))
 def test_a_scenario_prints_its_expected_output(printed, scenario):
     assert printed[scenario] == OUTPUT[scenario]
 
 
-@pytest.mark.parametrize("scenario", MESSAGES)
+@pytest.mark.parametrize("scenario", marked(MESSAGES))
 def test_a_scenario_prints_its_message(printed, scenario):
     assert not printed[scenario].startswith("failed"), printed[scenario]
     assert [part for part in MESSAGES[scenario] if part not in printed[scenario]] == [], printed[scenario]
@@ -103,7 +115,8 @@ def test_the_heap_reserves_no_more_than_expandable_segments(printed):
     print({name: printed[name].split() for name in TRAINING})
     default, expandable, heap = ([float(used) for used in printed[name].split()] for name in TRAINING[:3])
     for job in range(2):
-        assert 0 < heap[job] <= expandable[job] < default[job]
+        assert 0 < heap[job] <= expandable[job]
+        assert heap[job] < default[job]
 
 
 def test_a_replay_of_the_arenas_history_reserves_what_pytorch_reserves(printed):

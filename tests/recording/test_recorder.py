@@ -272,20 +272,3 @@ def test_recording_labels_keeps_gradient_accumulation_in_place(trace_of):
     )
     with_labels, without = trace_of(script), trace_of(script, "--no-labels")
     assert dict(with_labels.statistics) == dict(without.statistics)
-
-
-def test_a_pytorch_without_event_metadata_gives_the_same_labels(trace_of):
-    """PyTorch 2.8 has no ``_cuda_setMemoryMetadata``: serials are dated by the event count."""
-
-    def record(beginning):
-        trace = trace_of(f"{NET}    {beginning}\n    train(Net('reentrant').to('cuda'))\n", "--steps", "2")
-        events = trace.events
-        labels = [trace.labels[label] for label in events.label]
-        return [
-            (int(action), int(size), int(category), label.phase, label.module, label.op)
-            for action, size, category, label in zip(
-                events.action, events.size, events.category, labels, strict=True
-            )
-        ], [(mark.position, mark.kind) for mark in trace.marks]
-
-    assert record("del torch._C._cuda_setMemoryMetadata") == record("pass")

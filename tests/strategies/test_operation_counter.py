@@ -102,6 +102,14 @@ def test_the_first_step_is_counted(count, settings, recomputed):
     assert found == [(OperationCounts(4 * BLOCK, recomputed), {})]
 
 
+def test_where_generators_are_is_read_without_operations(count):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout())
+    Checkpointing(regions=[Region(("",), recompute="tensors")]).apply(model)
+    found = count(model)
+    step(model)
+    assert found[0][0].forward == 5  # a transposed weight, a product, and a dropout's three
+
+
 def test_the_backward_s_operations_are_those_of_plain_training(count):
     plain, model = Net(), Net()
     Checkpointing().apply(model)

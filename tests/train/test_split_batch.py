@@ -85,16 +85,16 @@ def test_a_batch_of_unknown_size_is_refused(batch, words):
 
 
 def test_rows_of_a_tensor_subclass_keep_what_it_gives_them():
-    class Named(torch.Tensor):
+    class Titled(torch.Tensor):
         def __getitem__(self, rows):
             part = super().__getitem__(rows)
-            part.names = self.names[rows]
+            part.titles = self.titles[rows]
             return part
 
-    images = torch.ones(4, 2).as_subclass(Named)
-    images.names = ["a", "b", "c", "d"]
+    images = torch.ones(4, 2).as_subclass(Titled)
+    images.titles = ["a", "b", "c", "d"]
     parts = BatchSplitter().split({"images": images, "labels": torch.ones(4)}, [3, 1])
-    assert [part["images"].names for part in parts] == [["a", "b", "c"], ["d"]]
+    assert [part["images"].titles for part in parts] == [["a", "b", "c"], ["d"]]
 
 
 @pytest.mark.parametrize("samples", range(1, 20))

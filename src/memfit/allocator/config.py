@@ -26,11 +26,10 @@ DEVICE_SETTINGS = frozenset(
 )
 """Settings that affect device memory."""
 FIRST_VERSION = {
-    "per_process_memory_fraction": (2, 10),
     "large_segment_size_mb": (2, 11),
     "throw_on_cudamalloc_oom": (2, 12),
 }
-"""The first version of PyTorch with a setting, if later than 2.8. Source: the names in libc10_cuda.so."""
+"""The first version of PyTorch with a setting, if later than 2.10. Source: the names in libc10_cuda.so."""
 HOST_SETTINGS = frozenset(
     {
         "graph_capture_record_stream_reuse",

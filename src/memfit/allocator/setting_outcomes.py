@@ -141,8 +141,8 @@ def settings_worth_trying(version: tuple[int, int]) -> tuple[AllocatorSetting, .
     confs += ["roundup_power2_divisions:8"]
     if version >= FIRST_VERSION["large_segment_size_mb"]:
         confs += ["large_segment_size_mb:12", "large_segment_size_mb:64"]
-    if version >= FIRST_VERSION["per_process_memory_fraction"]:  # without a fraction no garbage is collected
-        confs += ["garbage_collection_threshold:0.8,per_process_memory_fraction:0.99"]
+    # Without a fraction no garbage is collected.
+    confs += ["garbage_collection_threshold:0.8,per_process_memory_fraction:0.99"]
     settings = [AllocatorSetting(conf) for conf in confs]
     return (*settings, AllocatorSetting(empty_cache_each_step=True), AllocatorSetting(caching=False))
 

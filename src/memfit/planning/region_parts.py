@@ -30,6 +30,8 @@ class Part:
     end: int
     saved: frozenset[int]
     """The storages that autograd saves in it."""
+    last_saved: int
+    """The first operation that need not run again to recompute them; the call's first if it saves none."""
 
 
 def parts_of(
@@ -51,7 +53,12 @@ def parts_of(
     begins.sort()
     ends = [*begins[1:], (call.end, call.end_save)]
     return [
-        Part(first, end, frozenset(step.saved[first_save:end_save]))
+        Part(
+            first,
+            end,
+            frozenset(step.saved[first_save:end_save]),
+            step.saved_at[end_save - 1] if end_save > first_save else call.first,
+        )
         for (first, first_save), (end, end_save) in zip(begins, ends, strict=True)
     ]
 
@@ -117,7 +124,7 @@ def option_in_parts(
     """
     whole = option_of(step, call, (), seconds, copy)
     parts = parts_of(step, call, inner, split_at)
-    again = sum(sum(map(seconds, step.forward[call.first : part.end])) for part in parts[:-1])
+    again = sum(sum(map(seconds, step.forward[call.first : part.last_saved])) for part in parts[:-1])
     if copy is not None:
         again += (len(parts) - 1) * copy(whole.offloaded) / 2  # each part fetches the inputs
     return replace(whole, seconds=whole.seconds + again, split_at=split_at)

@@ -11,17 +11,13 @@ from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from memfit.ghost.ffi import Ghost, LogAction
 from memfit.recording.event_labels import LabelBook, metadata_of, serial_of
-from memfit.recording.event_labels_by_count import EventCountStamps
 from memfit.recording.hooks import InstalledHooks
 from memfit.recording.memory_snapshot import without_inductor
 from memfit.recording.script_history import FREES, ScriptHistory, with_stacks_of_blocks
-from memfit.records import Action, Events
 from memfit.trace.snapshot import settings, with_earlier
 
 UNCACHED = "PYTORCH_NO_CUDA_MEMORY_CACHING"
@@ -34,7 +30,7 @@ _NO_HISTORY_NOTES = {
 }
 """Notes on figures without a history, by whether caching is off."""
 _SNAPSHOT_OPTIONS = inspect.signature(torch.cuda.memory_snapshot).parameters
-# PyTorch 2.8 and 2.9 copy the history into every snapshot.
+# PyTorch 2.10 copies the history into every snapshot.
 _WITHOUT_EVENTS = {"include_traces": False} if "include_traces" in _SNAPSHOT_OPTIONS else {}
 _HISTORY_NAMES = {
     LogAction.MALLOC: ("alloc",),
@@ -58,7 +54,6 @@ class AllocatorHistory:
         self._ghost = ghost
         self._book = book
         self._limit = limit
-        self._counted: EventCountStamps | None = None
         self._record = torch.cuda.memory._record_memory_history
         self._snapshot = torch.cuda.memory._snapshot
         self._yields = False
@@ -75,7 +70,7 @@ class AllocatorHistory:
         if self.on:
             self._own = not (self._yields and torch._C._cuda_isHistoryEnabled())
             self._restart()
-            self._stamp_events()
+            self._book.stamp_with(self._stamp)
         elif self._ghost is not None:
             self._ghost.log_allocations(True)
             self._book.stamp_with(self._ghost.set_label)
@@ -109,28 +104,18 @@ class AllocatorHistory:
         if self.on:
             self._restart()
         self._book.forget()
-        if self._counted:
-            self._stamp_events()
 
     def stop(self) -> None:
         """Switch the history off, unless it is the script's."""
         self._book.stamp_with(None)
-        set_metadata = getattr(torch._C, "_cuda_setMemoryMetadata", None)
-        if self.on and set_metadata is not None:
-            set_metadata("")
+        if self.on:
+            torch._C._cuda_setMemoryMetadata("")
         if self.on and self._own:
             self._record(None, clear_history=True)
 
     def serial_of(self, metadata: str) -> int:
         """Return the serial in an event's metadata, relative to the first that the book has kept, or -1."""
         return max(-1, serial_of(metadata) - self._book.forgotten)
-
-    def serials(self, events: Events) -> npt.NDArray[np.int32]:
-        """Return the serial of each event; ``events.label`` contains what ``serial_of`` returned for it."""
-        if self._counted is None:
-            return events.label
-        serials = self._counted.serials(events.action) - self._book.forgotten
-        return np.where(events.action == Action.EARLIER, -1, np.maximum(-1, serials))
 
     def read(self, index: int, failed: Mapping[str, Any] | None) -> tuple[Mapping[str, Any], dict[str, str]]:
         """Read the history of a device.
@@ -212,25 +197,11 @@ class AllocatorHistory:
             "all", context=context, stacks="python", max_entries=self._limit, clear_history=clear_history
         )
 
-    def _stamp_events(self) -> None:
-        set_metadata = getattr(torch._C, "_cuda_setMemoryMetadata", None)
-        if set_metadata is None:  # PyTorch 2.8 and 2.9
-            self._counted = EventCountStamps()
-            self._book.stamp_with(self._stamping_ghost(self._counted.stamp))
-        else:
-            self._book.stamp_with(self._stamping_ghost(lambda serial: set_metadata(metadata_of(serial))))
-
-    def _stamping_ghost(self, stamp: Callable[[int], None]) -> Callable[[int], None]:
-        """Return a function that also stamps the ghost's log of workspaces."""
-        ghost = self._ghost
-        if ghost is None:
-            return stamp
-
-        def stamp_both(serial: int) -> None:
-            stamp(serial)
-            ghost.set_label(serial)
-
-        return stamp_both
+    def _stamp(self, serial: int) -> None:
+        """Stamp a serial on the events from now on, and on the ghost's log of workspaces."""
+        torch._C._cuda_setMemoryMetadata(metadata_of(serial))
+        if self._ghost is not None:
+            self._ghost.set_label(serial)
 
 
 def _keeps_history() -> bool:

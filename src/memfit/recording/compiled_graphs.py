@@ -32,7 +32,7 @@ from memfit.recording.training_steps import StepTracker
 from memfit.records import Phase
 
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(?P<name>.+)_at_(?P<line>\d+)")
-_CAPTURE = "fullgraph_capture", "get_traced_fn"  # some PyTorch versions lack them
+_CAPTURE = "fullgraph_capture", "get_traced_fn"
 _STEP = "Optimizer.step#"  # prefix of the profiler range that torch.optim opens for every step
 _STEPPING = "memfit_stepping"  # attribute with the optimizers of a graph that is being traced
 _COMPILES = "_torchdynamo_orig_callable"  # attribute of a compiled function with the original one
@@ -106,9 +106,8 @@ class CompiledCode:
             trace_rules.add(package)
         self._hooks.wrap(OptimizeContext, "__call__", self._make_region)
         for user in (convert_frame, sys.modules.get("torch._dynamo.functional_export")):
-            for name in _CAPTURE:
-                if hasattr(user, name):
-                    self._hooks.wrap(user, name, self._capture)
+            for name in _CAPTURE if user else ():
+                self._hooks.wrap(user, name, self._capture)
         self._hooks.wrap(OutputGraph, "call_user_compiler", self._compile)
         self._hooks.wrap(OptimizerVariable, "call_method", self._trace_optimizer)
         self._hooks.wrap(record_function, "__enter__", self._enter_range)

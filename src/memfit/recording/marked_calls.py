@@ -25,6 +25,4 @@ def mark_calls(hooks: InstalledHooks, book: LabelBook) -> None:
         return lambda *_args: book.mark(kind, 0)
 
     for name, kind in _MARKED_CALLS.items():
-        original = getattr(torch._C, name, None)
-        if original is not None:
-            hooks.replace(torch._C, name, before(marker(kind), original))
+        hooks.replace(torch._C, name, before(marker(kind), getattr(torch._C, name)))

@@ -41,7 +41,6 @@ from memfit.recording.module_names import short_names
 from memfit.recording.owners import MemoryOwners, parameters_of
 from memfit.recording.parameter_copies import ParameterCopies
 from memfit.recording.run_stages import RunStageMarks
-from memfit.recording.saved_tensors import READABLE
 from memfit.recording.training_steps import StepTracker
 from memfit.records import DeviceUse, MarkKind, Note, Phase, Provenance, ScriptEnd, Trace
 from memfit.trace.history_columns import columns, pools
@@ -51,10 +50,6 @@ from memfit.user_frame import is_user_file
 
 _LIVE_HISTORY_LIMIT = 1 << 20
 """Events kept of a live run, in case it records more than that before a training step ends."""
-_UNREADABLE_GRAPHS = (
-    "PyTorch before 2.10 does not expose the tensors that autograd saves. All memory that the next "
-    "backward pass frees therefore counts as activations, and memfit cannot name the tensors in it."
-)
 _UNREADABLE_OBJECTS = (
     "Some objects could not be inspected and were skipped. Their own code raised an exception, or they were "
     "still under construction."
@@ -282,7 +277,7 @@ class Recorder:
         events, stacks, frames = columns(
             history, label_of=self._history.serial_of, is_user_file=is_user_file, table=self._stacks
         )
-        serials = self._history.serials(events)
+        serials = events.label  # what serial_of returned for each
         events = assign_labels_and_owners(events, serials, self.book, self._owners)
         events = assign_torch_functions(events, self.book, *functions_of_events(history))
         autocast_copies.name_copies(events, self.book)
@@ -326,8 +321,6 @@ class Recorder:
             self._inspect_all_models()
         else:
             return
-        if not READABLE:
-            self.note(Provenance.ASSUMED, _UNREADABLE_GRAPHS)
         if self._owners.incomplete:
             self.note(Provenance.ASSUMED, _UNREADABLE_OBJECTS)
 

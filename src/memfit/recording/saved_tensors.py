@@ -22,8 +22,6 @@ from memfit.ghost.patching.after_import import after_import
 from memfit.recording.hooks import InstalledHooks
 from memfit.recording.module_hooks import ACCUMULATE, CLAIMED, tensors_in
 
-READABLE = hasattr(torch._C._autograd.SavedTensor, "data")
-"""Whether this PyTorch exposes saved tensors without unpacking them (2.10 and later)."""
 _RAW = "_raw_saved_"
 _ALL = "_raw_saved_tensors"
 _RESULT = "result"  # an output of the node's own op: ``result1 of NativeDropoutBackward0``
@@ -125,7 +123,7 @@ def leaves_of(nodes: Iterable[Any]) -> Iterator[torch.Tensor]:
 def saved_by(node: Any) -> Iterator[SavedTensorInfo]:
     """Yield the tensors that a node has saved."""
     name = node.name()
-    for attribute in _raw_attributes(node.__class__) if READABLE else ():
+    for attribute in _raw_attributes(node.__class__):
         try:
             raw = getattr(node, attribute)
         except RuntimeError:  # freed already, by an earlier backward through the same graph

@@ -139,9 +139,9 @@ class GhostBackend:
         torch_compile.install(self.ghost, caches, recorder.note, labelled=recorder.book.doing)
         after_import("torch._inductor.fx_passes.joint_graph", self._follow_folding)
         if self._options.host_memory:
-            from memfit.ghost.host_memory import skip_random_fills
+            from memfit.ghost.host_memory.skip_random_fills import RandomFillSkipper
 
-            self._host = skip_random_fills.install(recorder.note)
+            self._host = RandomFillSkipper(recorder.note)
 
     def go_on(self, settings: ChildSettings) -> None:
         """Go on in a fork of this process: with more memory, or with work that finishes late.

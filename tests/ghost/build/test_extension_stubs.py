@@ -29,6 +29,8 @@ int of_a_sibling(void) { return cudaHelper(); }
 EMPTY = "int nvjpegCreateSimple(void **h) { return 0; } const char *nvjpegGetErrorString(int e) { return 0; }"
 MODULE = "void *PyInit_extension(void) { return 0; }"  # Python loads it and reports "initialization failed"
 
+pytestmark = pytest.mark.process
+
 
 class Workshop:
     """Compiles libraries as their authors would, against NVIDIA libraries that are deleted afterwards."""

@@ -16,6 +16,8 @@ from memfit.ghost.build.runtime_library import build, read_gaps
 from memfit.ghost.build.torch_install import find_torch, scan_imports
 from memfit.native_build import find_compiler
 
+pytestmark = pytest.mark.process
+
 TORCH = find_torch()
 
 pytestmark = pytest.mark.process
@@ -61,7 +63,7 @@ def test_the_ghost_is_built_once_and_then_found_in_the_cache(cache):
     }
 
 
-def test_every_function_that_torch_imports_is_defined(cache):
+def test_every_function_that_torch_imports_is_defined():
     done = build()
     wanted = scan_imports(TORCH).symbols
     assert len(wanted) > 500
@@ -74,7 +76,7 @@ def test_every_function_that_torch_imports_is_defined(cache):
     assert "cuMulticastCreate" in known  # looked up by name
 
 
-def test_the_empty_libraries_have_their_soname_and_versions(cache):
+def test_the_empty_libraries_have_their_soname_and_versions():
     done = build()
     for soname, versions in scan_imports(TORCH).sonames.items():
         with ElfFile(done.folder / soname) as empty:
@@ -128,7 +130,7 @@ def test_reported_versions_are_those_torch_was_built_for():
     ("version", "cuda", "words"),
     [
         ("2.14.1+cpu", "None", ["CPU build (2.14.1+cpu)", "Install the CUDA build"]),
-        ("2.7.1+cu128", "'12.8'", ["2.7.1+cu128", "2.8 or newer"]),
+        ("2.9.1+cu128", "'12.8'", ["2.9.1+cu128", "PyTorch 2.10 or newer", "pip install -U torch"]),
     ],
 )
 def test_an_unsuitable_torch_is_refused_with_a_remedy(cache, fake_torch, version, cuda, words):

@@ -4,8 +4,8 @@ import pytest
 
 INSTALL = """
 import resource
-from memfit.ghost.host_memory.skip_random_fills import install
-host = install(lambda *_: None)
+from memfit.ghost.host_memory.skip_random_fills import RandomFillSkipper
+host = RandomFillSkipper(lambda *_: None)
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() >> 20  # MiB
@@ -184,9 +184,9 @@ def test_a_large_model_built_on_the_cpu_does_not_fill_host_memory(printed):
 
 def test_new_random_tensors_are_real_and_a_skipped_fill_is_noted(printed):
     script = """
-from memfit.ghost.host_memory.skip_random_fills import install
+from memfit.ghost.host_memory.skip_random_fills import RandomFillSkipper
 notes = []
-host = install(lambda provenance, text, where: notes.append((provenance, text)))
+host = RandomFillSkipper(lambda provenance, text, where: notes.append((provenance, text)))
 print((torch.rand(2_000_000) < 0.1).float().mean().item() < 0.2, (torch.randn(2_000_000) > 0).any().item())
 print(notes)
 torch.empty(2_000_000).normal_()

@@ -15,8 +15,8 @@ from memfit.errors import UnsuitableEnvironmentError
 from memfit.ghost.build.elf import ElfFile
 from memfit.ghost.build.nvidia_names import is_nvidia_function, nvidia_library
 
-OLDEST = (2, 8)
-"""The oldest PyTorch release that the ghost was tested with."""
+OLDEST = (2, 10)
+"""The oldest PyTorch release that memfit supports."""
 
 _LOADED_BY_NAME = ("libcuda.so.1", "libnvidia-ml.so.1")
 
@@ -87,8 +87,8 @@ def find_torch(folder: Path | None = None) -> TorchInstall:
         )
     if _release(version) < OLDEST:
         raise UnsuitableEnvironmentError(
-            f"Cannot run on the ghost: the installed PyTorch is {version}, "
-            f"and the ghost needs {OLDEST[0]}.{OLDEST[1]} or newer. Upgrade it: pip install -U torch."
+            f"Cannot run on the ghost: the installed PyTorch is {version}, and memfit needs PyTorch "
+            f"{OLDEST[0]}.{OLDEST[1]} or newer. Upgrade it: pip install -U torch."
         )
     return TorchInstall(folder, version, cuda)
 

@@ -25,7 +25,7 @@ import torch
 
 from memfit.ghost.host_memory.zero_pages import ZeroPageTensors
 from memfit.ghost.note_callback import NoteCallback
-from memfit.ghost.patching.kernel_overrides import Kernel, Overrides, available
+from memfit.ghost.patching.kernel_overrides import Kernel, Overrides
 from memfit.ghost.values.known_values import is_plain
 from memfit.records import Provenance
 
@@ -47,13 +47,17 @@ _MAX_CHECKED = 1 << 16
 
 
 class RandomFillSkipper:
-    """The patches that ``install`` applies; ``remove`` restores PyTorch's own kernels and methods.
+    """Skips random fills of large CPU tensors, and later ops on their zeros, until ``remove``.
 
     Ops that also take plain numbers are wrapped where Python calls them: the dispatcher wraps such a number
     in a tensor, which an override in Python would lose.
+
+    Args:
+        note: called as ``note(provenance, text, where)`` when a fill is skipped.
+        threshold_elements: the smallest number of elements of a large tensor.
     """
 
-    def __init__(self, note: NoteCallback, threshold_elements: int) -> None:
+    def __init__(self, note: NoteCallback, threshold_elements: int = 1 << 20) -> None:
         self._note = note
         self._threshold = threshold_elements
         self._zero_pages = ZeroPageTensors()
@@ -176,20 +180,6 @@ class RandomFillSkipper:
             tensor, dtype=dtype, memory_format=memory_format or torch.preserve_format, requires_grad=False
         )
         return result if self._zero_pages.release(result) else None
-
-
-def install(note: NoteCallback, threshold_elements: int = 1 << 20) -> RandomFillSkipper | None:
-    """Skip random fills of large CPU tensors, and later ops on their zeros, from now on.
-
-    Args:
-        note: called as ``note(provenance, text, where)`` when a fill is skipped.
-        threshold_elements: the smallest number of elements of a large tensor.
-
-    Returns:
-        The patches, which the caller must keep; None if this PyTorch gives no access to its own kernels, and
-        nothing is skipped.
-    """
-    return RandomFillSkipper(note, threshold_elements) if available() else None
 
 
 def _tracked(tensor: torch.Tensor) -> bool:

@@ -58,8 +58,3 @@ class Overrides:
     def remove(self) -> None:
         """Restore every original kernel."""
         self._library._destroy()  # type: ignore[no-untyped-call]
-
-
-def available() -> bool:
-    """Return whether this PyTorch lets an override call the original kernel (2.9 does, 2.8 does not)."""
-    return hasattr(torch.library, "get_kernel")

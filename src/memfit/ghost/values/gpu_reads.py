@@ -25,7 +25,6 @@ import torch
 
 from memfit.ghost.ffi import Ghost
 from memfit.ghost.note_callback import NoteCallback
-from memfit.ghost.patching import kernel_overrides as kernels
 from memfit.ghost.patching.kernel_overrides import Kernel, Overrides
 from memfit.ghost.values.assumed_values import AssumedValues, GpuRead, explained
 from memfit.ghost.values.data_dependent_sizes import override_sized_ops
@@ -41,7 +40,6 @@ from memfit.ghost.values.propagation_rules import (
 from memfit.ghost.values.small_tensors import is_small_integer
 from memfit.ghost.values.torch_patches import patch_torch
 from memfit.ghost.values.value_options import ValueOptions
-from memfit.records import Provenance
 
 __all__ = ["AssumedValues", "GpuRead", "ValueOptions", "install"]
 
@@ -80,15 +78,6 @@ def install(
         keeps a reference: the overrides end with it.
     """
     values = AssumedValues(options, note, forward_lines, fallback_where, senders_exist=senders_exist)
-    if not kernels.available():
-        note(
-            Provenance.ASSUMED,
-            "memfit cannot choose the values that the script reads from the GPU, because PyTorch "
-            f"{torch.__version__} gives no access to its kernels. The script reads zeros instead. Sizes that "
-            "depend on GPU values are 0. Upgrade to PyTorch 2.9 or later.",
-            "",
-        )
-        return values
     overrides = Overrides()
     inputs = KnownInputs(values.known, all=options.choose("all").value, any=options.choose("bool").value)
     _answer_scalars(overrides, values, ghost)

@@ -57,7 +57,8 @@ class _Parts:
         needed = torch.empty(
             0, requires_grad=True
         )  # without it autograd saves nothing if no input needs gradients
-        self._saved_inputs = _SavedInputs.apply(needed, *tensors).grad_fn
+        # The result itself: its node alone, without it, would lose what it has saved (up to PyTorch 2.12).
+        self._saved_inputs = _SavedInputs.apply(needed, *tensors)
         with ExitStack() as stack:
             for module in starts:
                 stack.enter_context(self._first_call(module))
@@ -113,7 +114,7 @@ class _Parts:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(saved_tensors_hooks(keep, _no_backward_inside))
             try:
-                self._run(*self._arguments(iter(self._saved_inputs.saved_tensors)))
+                self._run(*self._arguments(iter(self._saved_inputs.grad_fn.saved_tensors)))
             except _Complete:
                 return
         raise CheckpointError(

@@ -205,6 +205,7 @@ class SavedTensorOffloader:
         """Whether tensors were saved on a device that can offload; None before anything was saved."""
         return any(self._lanes.values()) if self._lanes else None
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin_forward(self, model: nn.Module) -> None:
         """Note where the model's parameters and buffers are: they stay on the device."""
         owned = (*model.parameters(), *model.buffers())

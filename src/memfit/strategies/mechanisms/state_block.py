@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from memfit.strategies.mechanisms.host_copies import HostCopies
 
@@ -148,4 +147,4 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's elements fill its memory, so that its bytes are its value."""
-    return tensor.layout is torch.strided and is_non_overlapping_and_dense_or_false(tensor)
+    return tensor.layout is torch.strided and bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))

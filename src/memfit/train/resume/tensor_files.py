@@ -7,7 +7,7 @@ PyTorch's own reader unpickles both: a damaged or foreign folder could run code.
 plain data, everything in it is compared with the files' sizes before memory is allocated, and the checksum of
 each chunk is verified. PyTorch plans which rank reads which part of which chunk.
 
-Source: torch/distributed/checkpoint/metadata.py and filesystem.py, PyTorch 2.8 to 2.14.
+Source: torch/distributed/checkpoint/metadata.py and filesystem.py, PyTorch 2.10 to 2.14.
 """
 
 import io
