@@ -6,11 +6,21 @@ Budgets are shares of what each script needs as written, the CUDA context apart.
 more than its budget, a smaller budget never needs more memory or costs less time, no plan is below the
 bound of its program, and nothing that ran needs less than the floor of another budget's answer. By default,
 the scripts are examples and the networks of planning_cpu.py.
+
+    python benchmarks/planning.py --checkout FOLDER [--budgets 0.7,0.45] "SCRIPT ARGUMENTS" ...
+
+Times memfit plan on scripts of another repository, each in its own folder, beside memfit dry-run right before
+it. Budgets are shares of all that a script needs. Checked: a plan, or that no plan fits, takes at most 3
+times the dry run and 20 s.
 """
 
 import argparse
 import functools
+import json
+import shlex
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -32,9 +42,20 @@ def main() -> None:
     """Print a row for each script and budget, and exit with 1 if a promise is broken."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("scripts", nargs="*", default=SCRIPTS)
-    parser.add_argument("--budgets", default="0.9,0.8,0.7,0.6,0.5,0.4,0.3,0.2")
+    parser.add_argument("--budgets")
+    parser.add_argument("--checkout", type=Path)
     options = parser.parse_args()
-    shares = [float(share) for share in options.budgets.split(",")]
+    budgets = options.budgets or (
+        "0.9,0.8,0.7,0.6,0.5,0.4,0.3,0.2" if options.checkout is None else "0.7,0.45"
+    )
+    shares = [float(share) for share in budgets.split(",")]
+    if options.checkout is not None:
+        print("| script | budget | dry run, s | plan, s | at most, s | answer | within |")
+        print("|---|--:|--:|--:|--:|---|---|")
+        missed = [
+            not times(options.checkout, script, share) for script in options.scripts for share in shares
+        ]
+        sys.exit(any(missed))
     print("| script | budget | needs | time | bound | runs | seconds | plan |")
     print("|---|--:|--:|--:|--:|--:|--:|---|")
     broken = [fault for script in options.scripts for fault in rows(script, shares)]
@@ -96,6 +117,53 @@ def row(found: ScriptPlan, seconds: float) -> str:
         columns[1:3] = f"{found.chosen.time:.3f}", f"{found.bound:.3f}"
         columns[-1] = plan_name(found.chosen)
     return " | ".join(map(str, columns))
+
+
+def times(checkout: Path, command: str, share: float) -> bool:
+    """Print how long a dry run and a plan of a script take, and return whether the plan was in time."""
+    script, *arguments = shlex.split(command)
+    path = (checkout / script).resolve()
+    row = f"| {script} {shlex.join(arguments)} "
+    dry_run, seconds = timed(path, arguments, "dry-run")
+    if "error" in dry_run:
+        print(f"{row}| | {seconds:.1f} | | | {dry_run['error']} | no |", flush=True)
+        return False
+    budget = int(share * dry_run["needs"]["bytes"])
+    most = 3 * seconds + 20
+    found, taken = timed(path, arguments, "plan", "--budget", f"{budget}B")
+    proven = "no memory left for the script" in found.get("error", "")  # the context alone needs more
+    within = (proven or "error" not in found) and taken <= most
+    print(
+        f"{row}| {share:.0%} of {dry_run['needs']['bytes'] / 2**30:.2f} GiB | {seconds:.1f} | {taken:.1f} "
+        f"| {most:.1f} | {answered(found)} | {'yes' if within else 'no'} |",
+        flush=True,
+    )
+    return within
+
+
+def timed(path: Path, arguments: list[str], *command: str) -> tuple[dict, float]:
+    """Return the JSON that a command of memfit writes for a script, or its error, and its seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result.json")
+        words = [sys.executable, "-m", "memfit", *command, "--json", str(result), str(path), *arguments]
+        started = time.monotonic()
+        done = subprocess.run(words, cwd=path.parent, capture_output=True, text=True, check=False)
+        seconds = time.monotonic() - started
+        if not result.exists():
+            return {"error": done.stderr.strip().rpartition("\n")[-1]}, seconds
+        return json.loads(result.read_bytes()), seconds
+
+
+def answered(found: dict) -> str:
+    """Return what a plan's JSON answers."""
+    if "error" in found:
+        return found["error"]
+    runs = f", {len(found['tried']) + 1} runs" if found["tried"] else ""
+    if found["time"] is not None:
+        return f"{'tight ' * found['is_tight']}plan, {found['time']:.3f} times the time{runs}"
+    if found["floor"] is not None:
+        return f"every plan needs {found['floor']['bytes'] / 2**30:.2f} GiB{runs}"
+    return f"none that ran fits{runs}"
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 """No plan needs less than the floor, and below the floor nothing but the script as written runs."""
 
+from pathlib import Path
+
 import pytest
 
 from memfit import api
 from memfit.planning import search
 from memfit.planning.changes import PlanChange
+from memfit.strategies import trial_run
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("warm_scripts")]
 
@@ -48,6 +51,52 @@ for (tokens,) in DataLoader(TensorDataset(torch.randint(8192, (64, 128))), 16):
     loss.backward()
     optimizer.step()
 """
+PERCEPTRON = """
+import torch
+from torch import nn
+blocks = [nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024)) for _ in range(6)]
+model = nn.Sequential(*blocks).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+while True:
+    model(torch.randn(4096, 1024, device="cuda")).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+TRAINER = """
+import tempfile, torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+tokens = [{"input_ids": each, "labels": each} for each in torch.randint(500, (256, 64))]
+with tempfile.TemporaryDirectory() as folder:
+    arguments = TrainingArguments(folder, per_device_train_batch_size=32, max_steps=8, report_to="none")
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=500, n_layer=2, n_head=4, n_embd=256))
+    Trainer(model=model, args=arguments, train_dataset=tokens).train()
+"""
+MLP = (Path(__file__).parents[1] / "examples" / "mlp.py").read_text()
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Return the changes under which scripts were run, whole or from a fork."""
+    made = []
+    run_once = trial_run._run_once
+
+    def noted(run, *arguments):
+        made.append(run.change)
+        return run_once(run, *arguments)
+
+    monkeypatch.setattr(trial_run, "_run_once", noted)
+    return made
+
+
+@pytest.mark.parametrize("text", [MLP, PERCEPTRON, TRAINER], ids=["mlp", "perceptron", "trainer"])
+def test_just_below_the_floor_the_script_runs_once(tmp_path, runs, text):
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    floor = api.plan(script, budget=514 << 20).floor.bytes
+    found = api.plan(script, budget=floor - (1 << 20))
+    assert (found.chosen, found.floor.bytes) == (None, floor)
+    assert len(runs) == 2
+    assert str(found).startswith("NO PLAN FITS   every plan needs at least")
 
 
 @pytest.fixture

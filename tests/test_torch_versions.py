@@ -56,7 +56,7 @@ def counted(network, regions):
     memfit.apply(
         network.model, memfit.Checkpointing(regions=[memfit.Region(**each.settings) for each in regions])
     )
-    counter = OperationCounter(lambda counts, _: found.append(counts), in_backward=False)
+    counter = OperationCounter(lambda counts, *_: found.append(counts), in_backward=False)
     counter.install(hooks)
     counter.watch(network.model)
     network.loss().backward()

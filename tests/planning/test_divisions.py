@@ -158,3 +158,14 @@ def test_modules_are_recomputed_in_micro_batches_where_neither_is_enough():
     assert found.chosen.settings.keys() == {"accumulation", "checkpointing"}
     assert found.chosen.needs.bytes <= found.budget
     assert found.undivided == "it drops gradients"
+
+
+def test_a_loss_that_is_a_sum_is_seen_in_the_run_as_written():
+    script = BatchedScript()
+    forward = [*script.step.forward]
+    loss = max(operation.source for operation in script.step.backward)
+    forward[loss] = replace(forward[loss], sums=True)
+    script.step = replace(script.step, forward=tuple(forward))
+    found = planned(script, 0.55)
+    assert script.divided == []
+    assert 'the loss is a sum over samples (reduction="sum")' in found.undivided

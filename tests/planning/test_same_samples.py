@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from memfit.planning.same_samples import compare_samples, other_rows
+from memfit.planning.same_samples import SampleComparison, compare_samples, other_rows, samples_of_parts
 from memfit.recording.fed_samples import fed_tensor
-from memfit.records import FedSamples, FedTensor
+from memfit.records import FedSamples, FedTensor, StepOperations
 
 DATA = torch.arange(4 * 6 * 3, dtype=torch.float32).reshape(4, 6, 3)
 
@@ -28,7 +28,7 @@ def test_rows_along_either_of_two_dimensions_may_be_the_samples(dimension, count
     if DATA.shape[dimension] % count:
         return
     found = compare([DATA], parts_of(DATA, count, dimension), count)
-    assert (found.why, found.seen, found.draws) == ("", True, False)
+    assert (found.why, found.assumed) == ("", "")
 
 
 def test_batches_follow_each_other_and_have_several_tensors_of_one_shape():
@@ -36,8 +36,8 @@ def test_batches_follow_each_other_and_have_several_tensors_of_one_shape():
     inputs, targets = DATA, DATA + 1
     whole = [each for pair in zip(inputs.split(2), targets.split(2), strict=True) for each in pair]
     parts = [each for pair in zip(inputs.split(1), targets.split(1), strict=True) for each in pair]
-    assert compare(whole, parts).seen
-    assert compare(whole[:2], parts).seen
+    assert compare(whole, parts) == SampleComparison()
+    assert compare(whole[:2], parts) == SampleComparison()
     assert compare(whole, parts[::-1]).why
 
 
@@ -60,42 +60,56 @@ def test_other_rows_are_named(parts):
 def test_what_is_the_same_in_each_part_proves_nothing():
     mask = torch.ones(5, 5).tril()
     found = compare([mask, mask], [mask, mask, mask])
-    assert (found.why, found.seen) == ("", False)
-    assert compare([mask, DATA], [mask, *parts_of(DATA, 2)]).seen
+    assert found.why == ""
+    assert "the GPU makes what the model is passed" in found.assumed
+    assert compare([mask, DATA], [mask, *parts_of(DATA, 2)]) == SampleComparison()
     assert compare([mask], [mask * 2]).why  # drawn anew for each part
 
 
 def test_nothing_that_memfit_can_see_is_assumed():
-    assert compare_samples(FedSamples(), FedSamples(), 2).seen is False
+    assert "the GPU makes" in compare_samples(FedSamples(), FedSamples(), 2).assumed
+
+
+def test_what_the_gpu_has_computed_of_the_samples_is_assumed():
+    """It may have mixed them with each other."""
+    whole, parts = FedSamples(fed(DATA), computed=True), FedSamples(fed(*parts_of(DATA, 2)), computed=True)
+    assert "the GPU makes" in compare_samples(whole, parts, 2).assumed
 
 
 def test_parts_of_what_is_on_the_gpu_already_are_compared_too():
     corpus = torch.arange(64)
     on_gpu = fed(corpus)
     whole = FedSamples(on_gpu, fed(*corpus.reshape(4, 16)[:2].split(2)))
-    assert compare_samples(whole, FedSamples(on_gpu, fed(*corpus.reshape(4, 16)[:2].split(1))), 2).seen
+    parts = FedSamples(on_gpu, fed(*corpus.reshape(4, 16)[:2].split(1)))
+    assert compare_samples(whole, parts, 2) == SampleComparison()
     other = FedSamples(on_gpu, fed(*corpus.reshape(4, 16)[2:].split(1)))
     assert compare_samples(whole, other, 2).why
 
 
-def test_a_loader_s_indices_decide_where_contents_are_drawn_at_random():
+def test_where_a_loader_draws_the_same_samples_other_contents_are_assumed_to_be_theirs():
     """Augmented images differ, and so does what a collator pads to the longest of a batch."""
-    augmented = [each * 2 for each in parts_of(DATA, 2)]
-    whole = FedSamples(fed(DATA), drawn=(("3", "1", "0", "2"),))
-    for drawn, why, draws in (
-        ((("3", "1", "0", "2", "7"),), "", True),
-        ((("3", "1"),), "", True),
-        ((("3", "1", "2", "0"),), "with smaller batches, its DataLoader draws other samples", False),
+    augmented = fed(*(each * 2 for each in parts_of(DATA, 2)))
+    whole = FedSamples(fed(DATA), drawn=((tuple("3102"),),))
+    for drawn, why, assumed in (
+        (((("3", "1"), ("0", "2"), ("7", "5")),), "", "augmented at random, padded to another length"),
+        (((("3", "1"),),), "", "augmented at random, padded to another length"),
+        (((("3", "1"), ("2", "0")),), "with smaller batches, its DataLoader draws other samples", ""),
+        ((tuple("3102"),), "other rows than the whole batch", ""),  # a batch of one "sample" that is a batch
     ):
-        found = compare_samples(whole, FedSamples(fed(*augmented), drawn=drawn), 2)
-        assert (found.why, found.draws) == (why, draws)
-    same = compare_samples(whole, FedSamples(fed(*parts_of(DATA, 2)), drawn=whole.drawn), 2)
-    assert (same.why, same.seen, same.draws) == ("", True, False)
+        found = compare_samples(whole, FedSamples(augmented, drawn=drawn), 2)
+        assert why in found.why
+        assert assumed in found.assumed
+        assert bool(found.why) is not bool(found.assumed)
+    same = FedSamples(fed(*parts_of(DATA, 2)), drawn=((("3", "1"), ("0", "2")),))
+    assert compare_samples(whole, same, 2) == SampleComparison()
 
 
-def test_state_that_goes_from_step_to_step_is_refused():
-    whole = FedSamples(fed(DATA), carried=True)
-    assert "goes on from what it returned" in compare_samples(whole, FedSamples(fed(*DATA.chunk(2))), 2).why
+def test_what_only_one_step_shows_is_assumed():
+    whole, parts = FedSamples(fed(DATA)), FedSamples(fed(*DATA.chunk(2)))
+    for carried, assumed in (((), ""), (None, "it recorded one step")):
+        steps = [StepOperations((), (), (), (), samples=each, carried=carried) for each in (whole, parts)]
+        assert assumed in samples_of_parts(*steps, 2).assumed
+        assert bool(samples_of_parts(*steps, 2).assumed) is bool(assumed)
 
 
 def test_a_script_run_twice_must_feed_the_same():

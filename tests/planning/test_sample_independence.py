@@ -97,6 +97,14 @@ def normalized(y, labels):
     return functional.cross_entropy(y / y.norm(dim=0), labels)
 
 
+def ordered(y, _):
+    return (y.sort(0).values - torch.linspace(-1, 1, len(y))[:, None]).square().mean()
+
+
+def hardest(y, _):
+    return y.square().mean(1).topk(len(y) // 4).values.mean()
+
+
 INDEPENDENT = {
     "squares": (network, squares),
     "cross-entropy": (network, classes),
@@ -117,6 +125,8 @@ DEPENDENT = {
     "standard deviation": (network, spread),
     "maximum": (network, highest),
     "norm over the batch": (network, normalized),
+    "sorted batch": (network, ordered),
+    "hardest samples": (network, hardest),
 }
 
 
@@ -171,20 +181,60 @@ def test_a_loop_over_the_samples_is_another_step_with_half_of_them():
     assert why_dependent(whole, half) == "with half the samples, the step runs other operations"
 
 
+def summed(y, labels):
+    return functional.cross_entropy(y, labels, reduction="sum")
+
+
 @pytest.mark.parametrize(
     ("loss", "is_sum"),
     [
         (classes, False),
-        (lambda y, labels: functional.cross_entropy(y, labels, reduction="sum"), True),
+        (squares, False),
+        (two_terms, False),
+        (summed, True),
         (lambda y, _: functional.mse_loss(y, torch.zeros_like(y), reduction="sum"), True),
-        (lambda y, labels: functional.cross_entropy(y, labels, reduction="sum") / len(y), False),
+        (lambda y, _: y.square().sum(), True),
+        (lambda y, labels: (y.detach().square().sum() * 0).add(classes(y, labels)), False),
+        (lambda y, _: y.square().mean(1).sum(), True),
+        (lambda y, labels: 0.5 * summed(y, labels) / WIDTH, True),
+        (lambda y, labels: classes(y, labels) + 1e-3 * y.square().sum(), True),
+        (lambda y, labels: summed(y, labels) / len(y), False),
+        (lambda y, labels: summed(y, labels) * (1 / len(y)), False),
+        (lambda y, _: torch.stack([y.sum(), y.square().sum()]).sum() / y.numel(), False),
+        (lambda y, labels: summed(y, labels) / (labels >= 0).sum(), False),
+        (lambda y, _: y.square().sum(1).mean(), False),
         (lambda y, _: functional.kl_div(y, y.detach().exp(), reduction="batchmean"), False),
     ],
 )
 def test_a_loss_that_is_a_sum_over_samples_is_named(loss, is_sum):
-    model, x = network(), torch.randn(SAMPLES, WIDTH, dtype=torch.double)
-    labels = torch.arange(SAMPLES) % WIDTH
+    """Parts of a sum, each divided by their number, are not the sum."""
+    found = why_no_mean(recorded(network, loss, SAMPLES), recorded(network, loss, SAMPLES // 2))
+    assert ("the loss is a sum over samples" in found) is is_sum
+    same = torch.allclose(gradients(network, loss, 1), gradients(network, loss, 4), rtol=1e-6)
+    assert same is not is_sum
+
+
+def test_what_a_step_makes_of_its_samples_must_not_decide_the_next():
+    """State is found wherever it is kept: here, a mean of the samples that the script holds."""
+    model, x = network(), torch.randn(SAMPLES, WIDTH).double()
+
+    def steps(samples, *, decides):
+        mean, logged, left = torch.zeros(WIDTH).double(), torch.zeros(()).double(), None
+        for _ in range(2):
+            recorder = StepOperationRecorder(model, left=left)
+            recorder.start()
+            y = model(x[:samples])
+            logged = logged + y.detach().square().mean()
+            loss = (y - mean * decides if decides else y).square().mean()
+            mean = 0.9 * mean + 0.1 * y.detach().mean(0)
+            loss.backward()
+            step, left = recorder.stop(), recorder.left
+        return step
+
+    assert why_dependent(*(steps(each, decides=0) for each in (SAMPLES, SAMPLES // 2))) == ""
+    carried = why_dependent(*(steps(each, decides=1) for each in (SAMPLES, SAMPLES // 2)))
+    assert "a step goes on from what the one before made of its samples" in carried
     recorder = StepOperationRecorder(model)
     recorder.start()
-    loss(model(x), labels).backward()
-    assert ('reduction="sum"' in why_no_mean(recorder.stop())) is is_sum
+    model(x).mean().backward()
+    assert recorder.stop().carried is None

@@ -10,12 +10,18 @@ from memfit.run.resolve_options import ghost_settings
 from memfit.strategies.trial_run import run_trial
 from support.fed_scripts import (
     AUGMENTED,
+    BASELINE,
     CARRIED,
+    CENTERED,
     CORPUS,
     DRAWN_ANEW,
+    LOADED_CORPUS,
     LOADER,
     MADE_ON_GPU,
+    MIXED,
+    MIXED_ON_GPU,
     ON_GPU,
+    PADDED,
     RECURRENT,
     REMEMBERED,
     SEQUENCE_FIRST,
@@ -46,22 +52,30 @@ def compared(folder, script):
 def test_parts_of_the_same_batches_are_seen(tmp_path, script):
     """A script that seeds nothing draws the same in both runs; sequences may come first."""
     samples, dependent = compared(tmp_path, script)
-    assert (samples.why, samples.seen, samples.draws, dependent) == ("", True, False, "")
+    assert (samples.why, samples.assumed, dependent) == ("", "", "")
 
 
-def test_a_loader_s_samples_may_be_augmented(tmp_path):
-    samples, _ = compared(tmp_path, AUGMENTED)
-    assert (samples.why, samples.seen, samples.draws) == ("", True, True)
+@pytest.mark.parametrize("script", [AUGMENTED, PADDED, MIXED])
+def test_a_loader_s_samples_may_have_other_contents(tmp_path, script):
+    samples, _ = compared(tmp_path, script)
+    assert samples.why == ""
+    assert "augmented at random, padded to another length, or mixed with each other" in samples.assumed
 
 
-def test_what_the_gpu_makes_is_not_seen(tmp_path):
-    samples, _ = compared(tmp_path, MADE_ON_GPU)
-    assert (samples.why, samples.seen) == ("", False)
+@pytest.mark.parametrize("script", [MADE_ON_GPU, MIXED_ON_GPU])
+def test_what_the_gpu_makes_is_not_seen(tmp_path, script):
+    samples, _ = compared(tmp_path, script)
+    assert samples.why == ""
+    assert "the GPU makes what the model is passed" in samples.assumed
 
 
-@pytest.mark.parametrize("to_gpu", ["", "columns = columns.cuda()"])
-def test_a_corpus_that_is_cut_by_the_batch_size_has_other_rows(tmp_path, to_gpu):
-    samples, _ = compared(tmp_path, CORPUS.format(to_gpu=to_gpu))
+@pytest.mark.parametrize(
+    "script",
+    [CORPUS.format(to_gpu=""), CORPUS.format(to_gpu="columns = columns.cuda()"), LOADED_CORPUS],
+    ids=["on the CPU", "on the GPU", "by a loader"],
+)
+def test_a_corpus_that_is_cut_by_the_batch_size_has_other_rows(tmp_path, script):
+    samples, _ = compared(tmp_path, script)
     assert "other rows than the whole batch" in samples.why
 
 
@@ -70,17 +84,20 @@ def test_samples_that_are_drawn_anew_are_others(tmp_path):
     assert "other rows than the whole batch" in samples.why
 
 
-def test_state_that_the_script_carries_is_seen(tmp_path):
-    samples, _ = compared(tmp_path, CARRIED)
-    assert "goes on from what it returned in the step before" in samples.why
-
-
 @pytest.mark.parametrize(
-    "begin", ["self.memory = None", "self.register_buffer('memory', torch.zeros(size, 16))"]
+    "script",
+    [
+        CARRIED,
+        REMEMBERED.format(begin="self.memory = None"),
+        REMEMBERED.format(begin="self.register_buffer('memory', torch.zeros(size, 16))"),
+        CENTERED,
+        BASELINE,
+    ],
+    ids=["by the script", "by the model", "by a buffer", "a mean of the model's", "a mean of the script's"],
 )
-def test_state_that_the_model_carries_is_seen(tmp_path, begin):
-    _, dependent = compared(tmp_path, REMEMBERED.format(begin=begin))
-    assert "the model goes on from what an earlier step has left in it" in dependent
+def test_state_that_goes_from_step_to_step_is_seen(tmp_path, script):
+    _, dependent = compared(tmp_path, script)
+    assert "a step goes on from what the one before made of its samples" in dependent
 
 
 @pytest.mark.parametrize(
@@ -94,7 +111,7 @@ def test_state_that_the_model_carries_is_seen(tmp_path, begin):
 def test_batches_in_place_of_sequences_are_combined(tmp_path, script):
     """nn.Transformer and nn.LSTM take sequences first by default, whatever they are passed."""
     samples, dependent = compared(tmp_path, script)
-    assert samples.seen
+    assert samples.assumed == ""
     assert "samples are combined with each other" in dependent
 
 
@@ -105,4 +122,4 @@ def test_batches_in_place_of_sequences_are_combined(tmp_path, script):
 )
 def test_batches_before_sequences_are_independent(tmp_path, script):
     samples, dependent = compared(tmp_path, script)
-    assert (samples.seen, dependent) == (True, "")
+    assert (samples.assumed, dependent) == ("", "")

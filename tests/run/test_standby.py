@@ -58,24 +58,71 @@ def test_a_forked_run_has_the_trace_of_a_whole_run(tmp_path, before, size):
 @pytest.mark.parametrize(
     ("before", "why"),
     [
-        (
-            "threading.Thread(target=threading.Event().wait, daemon=True, name='mine').start()",
-            "thread (mine)",
-        ),
-        ("import subprocess; child = subprocess.Popen(['sleep', '30'])", "started a process"),
+        ("child = os.posix_spawnp('sleep', ['sleep', '30'], os.environ)", "started a process"),
         ("file = open(__file__ + '.log', 'w+')", "script.py.log open"),
         ("import socket; pair = socket.socketpair()", "open"),
         ("torch.ones(1, requires_grad=True, device='cuda').sum().backward()", "PyTorch has started a thread"),
     ],
 )
 def test_a_script_with_what_a_fork_lacks_is_run_as_a_whole(tmp_path, before, why):
-    end = "\nif 'child' in globals(): child.kill()"
+    end = "\nif 'child' in globals(): os.kill(child, 9)"
     with ScriptStandbys() as standbys:
         runs = Runs(script_of(tmp_path, before, after=end), standbys)
         runs.run()
         runs.run(LATE)
         assert not runs.forked
         assert why in runs.why_whole
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()",
+        "import subprocess; child = subprocess.Popen(['sleep', '30']).pid",
+        "import multiprocessing; multiprocessing.Process(target=threading.Event().wait, daemon=True).start()",
+    ],
+)
+def test_what_a_script_does_before_its_threads_and_processes_is_done_once(tmp_path, start):
+    text = f"""
+def note(text):
+    with open(__file__ + '.log', 'a') as file:
+        file.write(text)
+drawn = random.random()
+note('before ')
+{start}
+note('after ')
+"""
+    end = "\nif 'child' in globals(): os.kill(child, 9)"
+    script = script_of(tmp_path, text, "int(drawn * 2**20)", after=end)
+    with ScriptStandbys() as standbys:
+        runs = Runs(script, standbys)
+        runs.run()
+        found = runs.run(LATE).trace
+        assert runs.forked
+    assert Path(f"{script}.log").read_text() == "before after after "
+    assert len(found.events.action)
+
+
+def test_what_has_ended_when_a_script_trains_keeps_nothing_from_being_shared(tmp_path):
+    text = """
+import subprocess
+def note(text):
+    with open(__file__ + '.log', 'a') as file:
+        file.write(text)
+for each in range(200):
+    thread = threading.Thread(target=note, args=('thread ',))
+    thread.start()
+    thread.join()
+subprocess.run(['true'])
+note('after ')
+"""
+    script = script_of(tmp_path, text)
+    with ScriptStandbys() as standbys:
+        runs = Runs(script, standbys)
+        whole = runs.run().trace
+        assert difference(runs.run().trace, whole) == ""
+        assert runs.forked
+    assert Path(f"{script}.log").read_text() == 200 * "thread " + "after "
 
 
 def test_a_run_that_begins_otherwise_is_a_whole_run_and_leaves_a_standby_of_its_own(tmp_path):
@@ -104,11 +151,12 @@ def test_a_run_goes_on_from_the_standby_that_is_ready(tmp_path):
     before = """
 if not os.path.exists(__file__ + '.ran'):
     open(__file__ + '.ran', 'w').close()
-    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    import socket
+    pair = socket.socketpair()
 """
     with ScriptStandbys() as standbys:
         runs = Runs(script_of(tmp_path, before), standbys)
-        for options, forked in ((LATE, False), (OPTIONS, False), (LATE, True)):  # the first has a thread
+        for options, forked in ((LATE, False), (OPTIONS, False), (LATE, True)):  # the first has a socket
             runs.run(options)
             assert runs.forked == forked
 
@@ -157,6 +205,12 @@ CHECKPOINTED = PlannedStrategy("checkpointing", ())
 OFFLOADED = PlannedStrategy("offload", (("what", "inputs"), ("min_bytes", 0)))
 
 
+def untimed(step):
+    """Return a step's operations without the seconds that they took here."""
+    alike = [tuple(replace(one, seconds=0.0) for one in each) for each in (step.forward, step.backward)]
+    return replace(step, forward=alike[0], backward=alike[1])
+
+
 @pytest.mark.parametrize(
     "strategies", [(CHECKPOINTED,), pytest.param((CHECKPOINTED, OFFLOADED), marks=pytest.mark.slow)]
 )
@@ -173,6 +227,10 @@ def test_strategies_are_applied_in_a_fork_as_when_the_optimizer_was_created(tmp_
             assert found.operations is None
             assert difference(found.trace, first.trace)
         assert len(found.models) == 1
+        recorded = replace(change, operations=True)
+        found, whole = runs.run(OPTIONS, recorded), runs.whole(OPTIONS, recorded)
+        assert runs.forked
+        assert untimed(found.operations) == untimed(whole.operations)
 
 
 @pytest.mark.parametrize(

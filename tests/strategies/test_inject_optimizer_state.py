@@ -176,6 +176,6 @@ def test_settings_of_the_script_s_own_plan_are_refused(injection):
 
 def test_a_fork_of_a_script_with_an_engine_does_not_get_the_settings(injection):
     memfit.Engine(net(), optimizer=torch.optim.AdamW, loss=loss_of)
-    injected = inject_plan._Injected(injection.report_file, False, injection.models, InstalledHooks())
+    injected = inject_plan._Injected(injection.report_file, False, injection.models, None, InstalledHooks())
     with pytest.raises(UsageError, match=r"uses memfit\.Engine"):
         injected.become(injection.change(IN_BACKWARD), None)

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import threading
 from contextlib import nullcontext
 
 import pytest
@@ -36,7 +37,7 @@ def count():
     def make(model, *, in_backward=False):
         found = []
         counter = OperationCounter(
-            lambda counts, again: found.append((counts, again)), in_backward=in_backward
+            lambda counts, again, _: found.append((counts, again)), in_backward=in_backward
         )
         counter.install(hooks)
         counter.watch(model)
@@ -52,6 +53,30 @@ def step(model, optimizer=None, inputs=None):
     model(inputs).sin().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+def test_a_model_that_compiles_a_part_in_its_first_call_is_not_counted(count):
+    """The compiler decides what a graph keeps, and operations in it are not dispatched."""
+    model = Net()
+    model.blocks[0].compile(backend="eager")
+    found = count(model)
+    for _ in range(2):
+        step(model)
+    assert found == []
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_backward_in_another_thread_is_counted(count, in_backward):
+    model = Net()
+    Checkpointing(save_ops="aten.addmm").apply(model)
+    found = count(model, in_backward=in_backward)
+    loss = model(torch.ones(256, 64)).sum()
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    torch.optim.SGD(model.parameters()).step()
+    ((counts, again),) = found
+    assert (counts.recomputed, again) == (4 * (BLOCK - 2), {})
 
 
 @pytest.mark.parametrize(

@@ -12,18 +12,19 @@ BEGIN = """
     size = int(sys.argv[-1]) if len(sys.argv) > 1 else 8
     token = nn.Embedding(100, 64)
 
-    def train(model, batches):
+    def train(model, batches, criterion=lambda y, target: (y - target).square().mean()):
         model.cuda()
         optimizer = torch.optim.AdamW(model.parameters())
         for x, y in batches:
             optimizer.zero_grad()
-            model(x.cuda()).flatten(0, -2).sub(y.cuda().flatten()[:, None]).square().mean().backward()
+            result = model(x.cuda()).flatten(0, -2)
+            criterion(result, y.cuda().flatten()[:, None].expand_as(result)).backward()
             optimizer.step()
 """
 LOADER = """
     data = TensorDataset(torch.randn(64, 16), torch.randn(64, 1))
     order = np.random.permutation(64)
-    train(nn.Sequential(nn.Linear(16, 64), nn.GELU()), DataLoader(data, size, sampler=order))
+    train(nn.Sequential(nn.Linear(16, 64), nn.GELU()), DataLoader(data, size, sampler=order), nn.MSELoss())
 """
 AUGMENTED = """
     class Noisy(TensorDataset):
@@ -106,6 +107,58 @@ REMEMBERED = """
             return y
     data = TensorDataset(torch.randn(64, 16), torch.randn(64, 1))
     train(Model(), DataLoader(data, batch_size=size))
+"""
+CENTERED = """
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.mean = nn.Linear(16, 64), torch.zeros(64, device="cuda")
+        def forward(self, x):
+            y = self.linear(x)
+            result = y - self.mean
+            self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+            return result
+    data = TensorDataset(torch.randn(64, 16), torch.randn(64, 1))
+    train(Model(), DataLoader(data, batch_size=size))
+"""
+BASELINE = """
+    model, mean = nn.Linear(16, 64).cuda(), torch.zeros((), device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in torch.randn(64, 16).split(size):
+        losses = model(x.cuda()).square()
+        loss = (losses - mean).square().mean()
+        mean = 0.9 * mean + 0.1 * losses.detach().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+LOADED_CORPUS = """
+    class Columns(torch.utils.data.Dataset):
+        def __init__(self):
+            self.columns = torch.arange(2048).remainder(100).reshape(size, -1)
+        def __len__(self):
+            return 12
+        def __getitem__(self, index):
+            some = self.columns[:, 4 * index : 4 * index + 5]
+            return some[:, :-1].contiguous(), some[:, 1:].float()
+    train(nn.Sequential(token, nn.Linear(64, 64)), DataLoader(Columns(), batch_size=None))
+"""
+PADDED = """
+    def collate(samples):
+        return nn.utils.rnn.pad_sequence(samples, batch_first=True), torch.zeros(())
+    data = [torch.randint(1, 100, (length,)) for length in range(3, 99)]
+    train(nn.Sequential(token, nn.Linear(64, 64)), DataLoader(data, batch_size=size, collate_fn=collate))
+"""
+MIXED = """
+    data = TensorDataset(torch.randn(64, 16), torch.randn(64, 1))
+    batches = ((x + x[torch.randperm(len(x))], y) for x, y in DataLoader(data, batch_size=size))
+    train(nn.Sequential(nn.Linear(16, 64), nn.GELU()), batches)
+"""
+MIXED_ON_GPU = """
+    data = TensorDataset(torch.randn(64, 16), torch.randn(64, 1))
+    loaded = ((x.cuda(), y.cuda()) for x, y in DataLoader(data, batch_size=size))
+    batches = ((x + x[torch.randperm(len(x), device="cuda")], y) for x, y in loaded)
+    train(nn.Sequential(nn.Linear(16, 64), nn.GELU()), batches)
 """
 
 

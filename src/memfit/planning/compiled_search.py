@@ -23,7 +23,7 @@ from memfit.planning.floor import Floor, Floors, floor_of_updates
 from memfit.planning.plan_runs import PlannedScript, PlanRuns, all_replayed
 from memfit.planning.policies import standard_policies
 from memfit.planning.same_samples import SampleComparison, samples_of_parts, with_samples
-from memfit.planning.sample_independence import why_dependent
+from memfit.planning.sample_independence import why_dependent, why_no_mean
 from memfit.planning.seconds import step_seconds
 from memfit.records import PlanRun, ScriptEnd, ScriptPlan, StepOperations
 
@@ -195,7 +195,7 @@ class CompiledSearch:
             steps.append(run.operations)
         whole, half = steps
         self._samples = samples_of_parts(whole, half, division.parts)
-        self._undivided = why_dependent(whole, half) or self._samples.why
+        self._undivided = why_dependent(whole, half) or why_no_mean(whole, half) or self._samples.why
         return any(each.random for each in whole.forward)
 
     def _sample_families(self, families: Sequence[_Family]) -> None:

@@ -45,6 +45,9 @@ class Divisions:
         draws = step is not None and any(each.random for each in step.forward)
         self._ways = divisions(plain.trace, draws=draws) if allowed.rounding else []
         self._indivisible = why_indivisible(plain.trace) if allowed.rounding and not self._ways else ""
+        if self._ways and step is not None and (why := why_no_mean(step)):
+            self._ways, self._indivisible = [], why
+            self._need_whole_batches()
         self.left: list[PlanChange] = []
         """Those that may be made of the base, largest parts first."""
         self.why_no_more = ""
@@ -53,6 +56,10 @@ class Divisions:
         """Whether two batches, one half as large as the other, have shown that samples are."""
         self._alone: dict[int, PlanRun] = {}
         """By parts: runs with divided batches and no other change."""
+
+    def _need_whole_batches(self) -> None:
+        if self._bases.floors is not None:
+            self._bases.floors.parts = 1
 
     def begin(self, root: Base) -> None:
         """Begin with a base with whole batches: find the divisions that may be enough for it.
@@ -90,14 +97,16 @@ class Divisions:
         elif (operations := made[0].operations) is None:
             fault = f"memfit saw no two updates of {plan.parts} batches each (the script ends before)"
         else:
-            fault = "" if self._are_independent else why_dependent(whole.operations, operations)
-            samples = samples_of_parts(whole.operations, operations, plan.parts)
-            fault = fault or why_no_mean(operations) or samples.why
+            samples, fault = samples_of_parts(whole.operations, operations, plan.parts), ""
+            if not self._are_independent:
+                fault = why_dependent(whole.operations, operations)
+                fault = fault or why_no_mean(whole.operations, operations)
+            fault = fault or samples.why
         if fault or isinstance(made, ScriptEnd) or operations is None:
             self._ways = [way for way in self._ways if way.parts < division.parts]
             self.left, self._indivisible, self.why_no_more = [], fault, fault
-            if self._bases.floors is not None and not self._are_independent:
-                self._bases.floors.parts = 1
+            if not self._are_independent:
+                self._need_whole_batches()
             if not isinstance(made, ScriptEnd):
                 self._runs.tried.pop()
             return []

@@ -202,8 +202,8 @@ class QuickSearch:
             half = None if whole is None else self._recorded(self._divisions[0], "smaller batches")
             if whole is not None and half is not None:
                 samples = samples_of_parts(whole, half, self._divisions[0].parts)
-                self.undivided = why_dependent(whole, half) or why_no_mean(half) or samples.why
-                if not self.undivided and not samples.seen:
+                self.undivided = why_dependent(whole, half) or why_no_mean(whole, half) or samples.why
+                if not self.undivided and samples.assumed:
                     self.undivided = None
         return bool(self.undivided)
 

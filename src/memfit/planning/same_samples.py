@@ -10,6 +10,7 @@ it, so that smaller batches have other rows.
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 
 from memfit.planning.changes import PlanChange
@@ -17,6 +18,18 @@ from memfit.records import FedSamples, FedTensor, StepOperations
 
 _MOST_ALIKE = 8
 """Tensors of one shape in a batch, such as the inputs and the targets of a language model."""
+_COMPUTED = (
+    "if micro-batches have the samples of the whole batch. memfit does not see them, because the GPU makes "
+    "what the model is passed"
+)
+_ONE_STEP = (
+    "if only parameters and the state of the optimizer go from one step to the next. memfit does not see "
+    "that, because it recorded one step"
+)
+_OTHER_CONTENTS = (
+    "if a sample has nothing of the others in its batch. Micro-batches have the samples of the whole batch, "
+    "but with other contents: augmented at random, padded to another length, or mixed with each other"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,23 +38,22 @@ class SampleComparison:
 
     why: str = ""
     """Why the samples are others, as a clause; empty if they are not."""
-    seen: bool = True
-    """Whether memfit has seen that they are the same; if not, that is assumed."""
-    draws: bool = False
-    """Whether the same samples have other contents: they are augmented at random."""
+    assumed: str = ""
+    """What memfit has not seen and assumes, as in ``DividedBatches``."""
 
 
 def samples_of_parts(whole: StepOperations, parts: StepOperations, count: int) -> SampleComparison:
-    """Compare what a script fed its model in two recorded steps, as ``compare_samples`` does."""
-    return compare_samples(whole.samples or FedSamples(), parts.samples or FedSamples(), count)
+    """Compare what a script fed its model, as ``compare_samples`` does; what one step shows is assumed."""
+    found = compare_samples(whole.samples or FedSamples(), parts.samples or FedSamples(), count)
+    is_one = whole.carried is None and not whole.compiled and not found.why and not found.assumed
+    return replace(found, assumed=_ONE_STEP) if is_one else found
 
 
 def with_samples(plan: PlanChange, samples: SampleComparison) -> PlanChange:
     """Return a plan that divides batches, with what two runs have shown of their samples."""
     if plan.divided is None:
         return plan
-    draws = plan.divided.draws or samples.draws
-    return replace(plan, divided=replace(plan.divided, draws=draws, assumed=not samples.seen))
+    return replace(plan, divided=replace(plan.divided, assumed=samples.assumed))
 
 
 def compare_samples(whole: FedSamples, parts: FedSamples, count: int) -> SampleComparison:
@@ -52,27 +64,22 @@ def compare_samples(whole: FedSamples, parts: FedSamples, count: int) -> SampleC
         parts: with batches in parts.
         count: of the parts of a batch.
     """
-    if whole.carried:
-        return SampleComparison(
-            "the model goes on from what it returned in the step before: parts of a batch would go on from "
-            "each other"
-        )
-    drawn = [
-        one[: min(len(one), len(other))] == other[: min(len(one), len(other))]
-        for one, other in zip(whole.drawn, parts.drawn, strict=False)
-    ]
-    if not all(drawn):
+    passes = list(zip(whole.drawn, parts.drawn, strict=False))
+    if not all(_draw_the_same(*each) for each in passes):
         return SampleComparison("with smaller batches, its DataLoader draws other samples")
     compared = [
         other_rows(*some, count) for some in ((whole.copied, parts.copied), (whole.passed, parts.passed))
     ]
     other = next((found for found in compared if isinstance(found, FedTensor)), None)
-    if other is not None and not drawn:
-        return SampleComparison(
-            "the parts of a batch have other rows than the whole batch: the script makes them in another way "
-            f"if its batch size is smaller (seen in {described(other)})"
-        )
-    return SampleComparison(seen=bool(drawn) or True in compared, draws=other is not None)
+    if other is None:
+        seen = (passes or True in compared) and not (whole.computed or parts.computed)
+        return SampleComparison(assumed="" if seen else _COMPUTED)
+    if passes and all(len(one[0]) == count * len(smaller[0]) for one, smaller in passes):
+        return SampleComparison(assumed=_OTHER_CONTENTS)
+    return SampleComparison(
+        "the parts of a batch have other rows than the whole batch: the script makes them in another way if "
+        f"its batch size is smaller (seen in {described(other)})"
+    )
 
 
 def other_rows(whole: Sequence[FedTensor], parts: Sequence[FedTensor], count: int) -> FedTensor | bool:
@@ -112,6 +119,12 @@ def described(tensor: FedTensor) -> str:
 def elements(tensors: Sequence[FedTensor]) -> int:
     """Return how many numbers some tensors have."""
     return sum(prod(each.shape) for each in tensors)
+
+
+def _draw_the_same(one: Sequence[Sequence[str]], other: Sequence[Sequence[str]]) -> bool:
+    """Return whether two passes over a loader draw the same samples in the same order, as far as both go."""
+    pairs = zip(chain.from_iterable(one), chain.from_iterable(other), strict=False)
+    return all(mine == others for mine, others in pairs)
 
 
 def _by_shape(tensors: Sequence[FedTensor]) -> dict[tuple[str, tuple[int, ...]], list[FedTensor]]:

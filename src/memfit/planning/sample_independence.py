@@ -81,14 +81,16 @@ def why_dependent(whole: StepOperations, half: StepOperations) -> str:
     if [each.name for each in whole.forward[:end]] != [each.name for each in half.forward[:end]]:
         return "with half the samples, the step runs other operations"
     kinds: dict[int, _Kind] = {}
-    held = _grown(whole, half)
+    carried = _learned_from(whole).intersection(whole.carried or ())
     for call in whole.calls:
         if call.parent < 0:
             kinds |= dict.fromkeys(call.reads, _Kind.SAMPLES)
     for number, (operation, smaller) in enumerate(zip(whole.forward[:end], half.forward[:end], strict=True)):
         _learn_kinds(kinds, operation, smaller, whole, half)
-        if fault := _combined(operation, smaller, held):
-            return f"{_place(operation, whole)}, {fault}"
+        if operation.mixed != smaller.mixed:
+            return f"{_place(operation, whole)}, samples are combined with each other"
+        if carried.intersection(operation.reads):
+            return f"{_place(operation, whole)}, a step goes on from what the one before made of its samples"
         created = [whole.storages[storage] for storage in operation.creates]
         growth = [_growth(*each) for each in zip(created, _created(smaller, half), strict=False)]
         found, fault = _results(operation, [kinds[storage] for storage in operation.reads], growth, created)
@@ -102,20 +104,14 @@ def why_dependent(whole: StepOperations, half: StepOperations) -> str:
     return ""
 
 
-def _grown(whole: StepOperations, half: StepOperations) -> set[int]:
-    """Return the storages in which modules hold something of each sample from one step to the next."""
-    return {
-        storage
-        for (storage, size), (_, smaller) in zip(whole.held, half.held, strict=False)
-        if _growth(size, smaller) == _HALF
-    }
-
-
-def _combined(operation: Operation, smaller: Operation, held: set[int]) -> str:
-    """Return why an operation combines samples of one batch or several, though its results grow with them."""
-    if held.intersection(operation.reads):
-        return "the model goes on from what an earlier step has left in it"
-    return "samples are combined with each other" * (operation.mixed != smaller.mixed)
+def _learned_from(step: StepOperations) -> set[int]:
+    """Return the storages that decide what the backward computes: not those of figures beside the loss."""
+    differentiated = {operation.source for operation in step.backward}
+    found: set[int] = set()
+    for number, operation in reversed([*enumerate(step.forward)]):
+        if number in differentiated or not found.isdisjoint((*operation.creates, *operation.writes)):
+            found.update(operation.reads)
+    return found
 
 
 def _learn_kinds(
@@ -132,27 +128,49 @@ def _learn_kinds(
             kinds[storage] = _Kind.SAMPLES if grows else _Kind.CONSTANT
 
 
-def why_no_mean(step: StepOperations) -> str:
+def why_no_mean(whole: StepOperations, half: StepOperations | None = None) -> str:
     """Return why a loss is a sum over samples, not a mean, as a clause; empty if memfit sees no such sum.
 
-    A loss that is summed and then scaled, as by the number of tokens, passes.
+    A sum that is multiplied or divided by a tensor passes, as by the number of tokens; so does one that is
+    divided by a number which grows with the samples.
 
     Args:
-        step: the step.
+        whole: the step.
+        half: the same step with half the samples; None for what ``whole`` shows by itself.
     """
-    scaled = {
-        storage
-        for operation in step.forward
-        if operation.name.startswith(_PRODUCTS)
-        for storage in operation.reads
-    }
-    for operation in step.forward:
-        if operation.sums and not scaled.intersection(operation.creates):
-            return (
-                f'{_place(operation, step)}, the loss is a sum over samples (reduction="sum"), and memfit '
-                "divides the loss as a mean"
-            )
-    return ""
+    differentiated = {operation.source for operation in whole.backward}
+    sums: dict[int, set[int]] = {}
+    """By storage: which operations have summed up samples for it."""
+    unscaled: set[int] = set()
+    for number, (operation, smaller) in enumerate(zip(whole.forward, (half or whole).forward, strict=False)):
+        if number not in differentiated:
+            continue
+        summed = set[int]().union(*(sums.get(storage, ()) for storage in operation.reads))
+        if operation.sums or (half is not None and _sums_samples(operation, smaller, whole, half)):
+            summed.add(number)
+            unscaled.add(number)
+        elif operation.name.startswith(_PRODUCTS) and (
+            len(operation.reads) > 1 or half is None or smaller.factor == _HALF * operation.factor
+        ):
+            unscaled -= summed
+        sums |= dict.fromkeys((*operation.creates, *operation.writes), summed)
+    if not unscaled:
+        return ""
+    operation = whole.forward[min(unscaled)]
+    how = ' (reduction="sum")' * operation.sums
+    return f"{_place(operation, whole)}, the loss is a sum over samples{how}, and memfit divides it as a mean"
+
+
+def _sums_samples(
+    operation: Operation, smaller: Operation, whole: StepOperations, half: StepOperations
+) -> bool:
+    """Return whether a call of ``torch.sum`` sums up samples."""
+    grows = any(
+        _growth(whole.storages[storage], half.storages[other]) == _HALF
+        for storage, other in zip(operation.reads, smaller.reads, strict=False)
+    )
+    made, other = (sum(_created(*each)) for each in ((operation, whole), (smaller, half)))
+    return operation.name.startswith("aten.sum.") and grows and made == other
 
 
 def _created(operation: Operation, step: StepOperations) -> list[int]:

@@ -30,7 +30,7 @@ _MOST_ROWS = 4096
 _MOST_TENSORS = 64
 _MOST_BYTES = 1 << 27
 """Of contents that are looked at."""
-_MOST_INDICES = 1 << 16
+_MOST_BATCHES = 1 << 12
 
 
 def fed_tensor(tensor: torch.Tensor) -> FedTensor:
@@ -63,10 +63,8 @@ class FedSampleRecorder:
         self._copied: list[FedTensor] = []
         self._passed: list[FedTensor] = []
         self._left = _MOST_BYTES
-        self._drawn: list[list[str]] = []
-        self._returned: tuple[dict[int, Any], dict[int, Any]] = {}, {}
-        """Storages that the model returned before the last update, and since."""
-        self._carried = False
+        self._drawn: list[list[tuple[str, ...]]] = []
+        self._computed = False
         self._in_model = 0
 
     def install(self, hooks: InstalledHooks) -> None:
@@ -81,30 +79,20 @@ class FedSampleRecorder:
     def found(self) -> FedSamples:
         """Return what has been recorded."""
         drawn = tuple(tuple(each) for each in self._drawn if each)
-        return FedSamples(tuple(self._copied), tuple(self._passed), drawn, self._carried)
+        return FedSamples(tuple(self._copied), tuple(self._passed), drawn, self._computed)
 
-    def call(self, call: Callable[[], Any], passed: Any) -> Any:
-        """Call the model, with what it is passed."""
+    def passes(self, passed: Any) -> None:
+        """Note what the model is passed: it is about to be called."""
         with without_dispatch_modes():
             for leaf in tree_leaves(passed):
                 if isinstance(leaf, torch.Tensor) and leaf.is_cuda and leaf.layout is torch.strided:
                     self._pass(leaf)
-        result = call()
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-                storage = storage_of(leaf)
-                self._returned[1][storage._cdata] = weakref.ref(storage)
-        return result
-
-    def update(self) -> None:
-        """Note that the script makes an update."""
-        self._returned = self._returned[1], {}
 
     def _pass(self, tensor: torch.Tensor) -> None:
-        storage = storage_of(tensor)
-        before = self._returned[0].get(storage._cdata)
-        self._carried |= before is not None and before() is storage
-        source = self._sources.get(storage._cdata)
+        source = self._sources.get(storage_of(tensor)._cdata)
+        if source is None:
+            # A loss may be a module, too, and is passed what the model has computed.
+            self._computed |= tensor.ndim > 0 and not tensor.requires_grad
         if source is None or tensor.numel() == source[1].numel():
             return
         _, content, version = source
@@ -155,7 +143,7 @@ class FedSampleRecorder:
         drawn = iterator.__dict__.setdefault("_memfit_drawn", [])
         if not drawn:
             self._drawn.append(drawn)
-        some = index if isinstance(index, list | tuple) else [index]
-        if len(drawn) < _MOST_INDICES:  # None: of an iterable data set
-            drawn += [str(each) for each in some if each is not None]
+        # Without automatic batching, an index is not a sample's; None is that of an iterable data set.
+        if iterator._auto_collation and len(drawn) < _MOST_BATCHES and None not in index:
+            drawn.append(tuple(map(str, index)))
         return index

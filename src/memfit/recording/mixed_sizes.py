@@ -4,33 +4,39 @@ Where such a size depends on the batch, samples are combined: nn.Transformer att
 by default, and so along the samples of a batch that comes first.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _Sizes = Callable[[tuple[Any, ...]], tuple[int, ...]]
 
 
-def mixed_sizes(operation: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Return the sizes along which an operation combines elements, as far as ``_SIZES`` has it.
+def mixed_sizes(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the sizes along which an operation combines elements, as far as it is known.
 
     Args:
         operation: as PyTorch dispatched it.
         args: of the operation.
+        kwargs: of the operation.
 
     >>> import torch
-    >>> mixed_sizes(torch.ops.aten._softmax.default, (torch.ones(3, 5), 1, False))
+    >>> mixed_sizes(torch.ops.aten._softmax.default, (torch.ones(3, 5), 1, False), {})
     (5,)
     """
-    sizes = _SIZES.get(operation._overloadpacket.__name__)
+    name = operation._overloadpacket.__name__
+    if name in _ALONG_DIMENSIONS:
+        return _along(operation, args, kwargs)
+    sizes = _SIZES.get(name)
     return () if sizes is None else sizes(args)
 
 
-def _along(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Of operations with a dimension, or several, after the tensor."""
-    tensor, *rest = args
-    dimensions = next((each for each in rest if isinstance(each, int | list | tuple)), -1)
-    some = [dimensions] if isinstance(dimensions, int) else dimensions
-    return tuple(tensor.shape[each] for each in some) if tensor.ndim else ()
+def _along(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+    """Of operations with an argument for a dimension, or for several."""
+    for place, argument in enumerate(operation._schema.arguments):
+        if argument.name in ("dim", "dims"):
+            given = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
+            some = [given] if isinstance(given, int) else given or range(args[0].ndim)
+            return tuple(args[0].shape[each] for each in some) if args[0].ndim else ()
+    return ()
 
 
 def _last_of(count: int) -> _Sizes:
@@ -48,8 +54,11 @@ def _attended_first(args: tuple[Any, ...]) -> tuple[int, ...]:
     return (args[0].shape[1], args[1].shape[1])
 
 
+_ALONG_DIMENSIONS = {
+    *("_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"),
+    *("sort", "argsort", "topk", "flip", "roll"),
+}
 _SIZES: dict[str, _Sizes] = {
-    **dict.fromkeys(("_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "flip"), _along),
     **dict.fromkeys(
         ("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"), _attended
     ),
@@ -68,4 +77,4 @@ _SIZES: dict[str, _Sizes] = {
     **dict.fromkeys(("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d"), _last_of(2)),
     **dict.fromkeys(("upsample_nearest2d", "upsample_bilinear2d"), _last_of(2)),
 }
-"""By operation: the sizes, from its arguments."""
+"""By other operations: the sizes, from their arguments."""

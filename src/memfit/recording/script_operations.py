@@ -25,7 +25,7 @@ from memfit.recording.compiled_step import CompiledStepRecorder
 from memfit.recording.fed_samples import FedSampleRecorder
 from memfit.recording.hooks import InstalledHooks
 from memfit.recording.module_names import ModuleNames
-from memfit.recording.step_operations import StepOperationRecorder
+from memfit.recording.step_operations import LeftStorages, StepOperationRecorder
 from memfit.records import StepOperations
 
 
@@ -44,6 +44,8 @@ class ScriptOperations:
         """By parameter: which optimizer has it."""
         self._stepped = False
         self._recorder: StepOperationRecorder | None = None
+        self._left: LeftStorages | None = None
+        """What the step recorded last has left."""
         self._model: torch.nn.Module | None = None
         self._most = -1
         self._eager = InstalledHooks()
@@ -67,6 +69,10 @@ class ScriptOperations:
         hooks.add(register_optimizer_step_post_hook(self._after_step))
         self._compiled.install(hooks)
         self._samples.install(hooks)
+
+    def move(self, file: Path) -> None:
+        """Leave the operations in another file, in a fork of the process."""
+        self._file = file
 
     def _expect_compiled(self) -> None:
         self._eager.remove()
@@ -92,12 +98,14 @@ class ScriptOperations:
                 self._finish()  # the next micro-batch: from now on, gradients exist all the time
             if self._recorder is None and any(each.requires_grad for each in module.parameters()):
                 _, _, path = self._names.full_name(module).partition(".")
-                self._model, self._recorder = module, StepOperationRecorder(module, path)
+                self._model = module
+                self._recorder = StepOperationRecorder(module, path, self._left)
                 self._recorder.start()
             if not self._is_inside and self._recorder is not None:
                 self._is_inside = True
+                self._samples.passes((args, kwargs))
                 try:
-                    return self._samples.call(lambda: original(module, *args, **kwargs), (args, kwargs))
+                    return original(module, *args, **kwargs)
                 finally:
                     self._is_inside = False
         return original(module, *args, **kwargs)
@@ -109,7 +117,6 @@ class ScriptOperations:
         self._finish()
         if self._kept is not None:
             self._write(*self._kept)
-        self._samples.update()
         if self._compiled.is_recording and optimizer is self._stepping:
             step = self._compiled.stop()
             if step is not None:
@@ -124,7 +131,8 @@ class ScriptOperations:
     def _finish(self) -> None:
         if self._recorder is None or self._model is None:
             return
-        step, self._recorder = self._recorder.stop(), None
+        step = self._recorder.stop()
+        self._left, self._recorder = self._recorder.left, None
         numbers = [self._optimizers.get(id(each)) for each in self._model.parameters()]
         saved = {storage for call in step.calls for storage in call.saves}
         most = sum(step.storages[storage] for storage in saved)

@@ -11,7 +11,7 @@ import sys
 import time
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -28,6 +28,8 @@ from memfit.records.step_operations import ModuleCall, Operation, StepOperations
 
 _SUM = 2
 _RANDOM = torch.Tag.nondeterministic_seeded
+LeftStorages = Mapping[int, weakref.ref[torch.UntypedStorage]]
+"""By address: storages that a step has made of its samples, and that outlive it."""
 
 
 class StepOperationRecorder:
@@ -36,6 +38,7 @@ class StepOperationRecorder:
     Args:
         model: is about to be called.
         path: its own path, if it is part of a larger model.
+        left: by the recorder of the step before; None if there was none.
 
     >>> model, inputs = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(2, 4)
     >>> recorder = StepOperationRecorder(model)
@@ -45,10 +48,11 @@ class StepOperationRecorder:
     ['aten.t.default', 'aten.addmm.default', 'aten.relu.default']
     """
 
-    def __init__(self, model: nn.Module, path: str = "") -> None:
+    def __init__(self, model: nn.Module, path: str = "", left: "LeftStorages | None" = None) -> None:
         self._model = model
         self._path = path
-        self._storages = _Storages(model)
+        self._storages = _Storages(model, left or {})
+        self._is_first = left is None
         self._memory = _memory_of(model, self._storages)
         self._calls: list[_OpenCall] = []
         self._open: list[int] = []
@@ -58,8 +62,9 @@ class StepOperationRecorder:
         self._saved_at: list[int] = []
         self._saved_by: list[int] = []
         self._sequence: list[int] = []  # autograd's number after each operation of the forward
-        self._held: tuple[tuple[int, int], ...] = ()
         self._hooks = ExitStack()
+        self.left: LeftStorages = {}
+        """What the step leaves, once recording has stopped."""
 
     def start(self) -> None:
         """Begin to record."""
@@ -71,7 +76,6 @@ class StepOperationRecorder:
                 module.register_forward_hook(self._leave, always_call=True),
             ):
                 self._hooks.callback(handle.remove)
-        self._held = self._storages.held_by(self._model)
         self._hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._saved, lambda kept: kept))
         self._hooks.enter_context(DispatchedOperations(self.run))
         self._memory.start()
@@ -79,7 +83,7 @@ class StepOperationRecorder:
     def stop(self) -> StepOperations:
         """Stop recording, and return what was recorded."""
         self._hooks.close()
-        return StepOperations(
+        step = StepOperations(
             tuple(self._storages.bytes),
             tuple(call.finished() for call in self._calls),
             tuple(self._forward),
@@ -87,8 +91,10 @@ class StepOperationRecorder:
             tuple(self._saved_storages),
             tuple(self._saved_at),
             tuple(self._saved_by),
-            self._held,
+            None if self._is_first else tuple(self._storages.carried),
         )
+        self.left = self._storages.alive(made_of_samples(step))
+        return step
 
     @property
     def has_backward(self) -> bool:
@@ -164,7 +170,8 @@ class StepOperationRecorder:
                 seconds=seconds,
                 allocated=self._memory.highest(),
                 sums=_sums(operation, args, kwargs),
-                mixed=mixed_sizes(operation, args),
+                factor=_factor(operation, args),
+                mixed=mixed_sizes(operation, args, kwargs),
             )
         )
         if not in_backward:
@@ -177,6 +184,16 @@ class StepOperationRecorder:
         number = node._sequence_nr() if node is not None else sys.maxsize
         source = bisect_right(self._sequence, number)
         return source if source < len(self._sequence) else -1
+
+
+def made_of_samples(step: StepOperations) -> set[int]:
+    """Return the storages that a step's forward creates or changes by what its model is passed."""
+    samples = {storage for call in step.calls if call.parent < 0 for storage in call.reads}
+    made: set[int] = set()
+    for operation in step.forward:
+        if not samples.isdisjoint(operation.reads) or not made.isdisjoint(operation.reads):
+            made.update(operation.creates, operation.writes)
+    return made
 
 
 class _OpenCall:
@@ -208,7 +225,10 @@ class _OpenCall:
 class _Storages:
     """Numbers for storages: an address that is used again gets another number."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, left: "LeftStorages") -> None:
+        self._left = left
+        self.carried: list[int] = []
+        """Those that the step before left."""
         self.bytes: list[int] = []
         self.alive_bytes = 0
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}  # by address
@@ -223,20 +243,9 @@ class _Storages:
                 self.alive_bytes -= self.bytes[number]
                 self.bytes[number] = 0
 
-    def held_by(self, model: nn.Module) -> tuple[tuple[int, int], ...]:
-        """Return the storages of buffers, and of tensors that are attributes of modules, with their bytes."""
-        held = [
-            each
-            for module in model.modules()
-            for each in (*module._buffers.values(), *tree_leaves([*vars(module).values()]))
-            if isinstance(each, torch.Tensor) and not isinstance(each, nn.Parameter)
-        ]
-        return tuple(
-            (number, storage_of(plain).nbytes())
-            for each in held
-            for plain in _plain(each)
-            for number in self.of([plain])
-        )
+    def alive(self, numbers: set[int]) -> "LeftStorages":
+        """Return those of some storages that are alive, by address."""
+        return {address: end for address, (end, number) in self._alive.items() if number in numbers}
 
     def of(self, leaves: list[Any]) -> tuple[int, ...]:
         """Return the numbers of the tensors among some objects, each once."""
@@ -254,6 +263,9 @@ class _Storages:
         if address not in self._alive:
             # PyTorch keeps a storage's Python object for as long as the storage itself.
             end = weakref.ref(storage, functools.partial(self._freed, address))
+            left = self._left.get(address)
+            if left is not None and left() is storage:
+                self.carried.append(len(self.bytes))
             self._alive[address] = end, len(self.bytes)
             self.bytes.append(storage.nbytes())
             self.alive_bytes += storage.nbytes()
@@ -309,6 +321,13 @@ def _sums(operation: Any, args: Any, kwargs: Any) -> bool:
     place = _place_of_reduction(operation)
     given = args[place] if 0 <= place < len(args) else kwargs.get("reduction")
     return place >= 0 and given == _SUM
+
+
+def _factor(operation: Any, args: Any) -> float:
+    """Return the number by which an operation multiplies a tensor; 1 if it does not."""
+    name = operation._overloadpacket.__name__.rstrip("_")
+    number = next((each for each in args[1:2] if isinstance(each, int | float) and each), 1)
+    return float(number) if name == "mul" else 1 / number if name == "div" else 1.0
 
 
 @functools.cache

@@ -21,7 +21,7 @@ class FedSamples:
     """Copied to the GPU since the script began, models apart."""
     passed: tuple[FedTensor, ...] = ()
     """Parts of such copies that the model was passed in the recorded step."""
-    drawn: tuple[tuple[str, ...], ...] = ()
-    """By pass over a loader: the indices of the samples that it drew."""
-    carried: bool = False
-    """Whether the model was passed what it had returned in an earlier step."""
+    drawn: tuple[tuple[tuple[str, ...], ...], ...] = ()
+    """By pass over a loader that makes batches of samples: the indices of those in each batch."""
+    computed: bool = False
+    """Whether the model was passed, in the recorded step, what the GPU had computed."""

@@ -65,8 +65,9 @@ class DividedBatches:
     """The loader to be created with this size."""
     draws: bool = False
     """Whether the step draws random numbers: other ones than for the whole batch."""
-    assumed: bool = False
-    """Whether memfit did not see that the parts have the samples of the batch: the GPU makes them."""
+    assumed: str = ""
+    """On which condition, which memfit has not seen, the parts have the samples of the batch, and why it has
+    not; empty if it has."""
     by_option: bool = False
     """Whether the script's own options sum the gradients, too: nothing is to be changed in its loop."""
     by_engine: bool = False

@@ -43,6 +43,8 @@ class Operation:
     """The most bytes allocated while it ran, counted from the beginning of the step."""
     sums: bool = False
     """Whether it is a loss that is summed over samples: ``reduction="sum"``."""
+    factor: float = 1.0
+    """Of a multiplication by a number, or a division by one."""
     mixed: tuple[int, ...] = ()
     """Sizes of the dimensions along which it combines elements, of operations that keep their sizes: the
     sequences of an attention, the classes of a softmax, the time of a recurrent network."""
@@ -90,8 +92,8 @@ class StepOperations:
     """For each of these, how many operations of ``forward`` had run."""
     saved_by: tuple[int, ...] = ()
     """For each of these, the operation in ``forward`` whose backward reads it."""
-    held: tuple[tuple[int, int], ...] = ()
-    """Storages that the model's modules held when the step began, parameters apart, and their bytes."""
+    carried: tuple[int, ...] | None = None
+    """Storages that the step recorded before has made of its samples; None if none was recorded."""
     optimizer: int | None = None
     """Which optimizer of the script has the model's parameters, counted from 0 as they were created."""
     samples: FedSamples | None = None

@@ -45,12 +45,17 @@ class OpenFile:
         os.close(own)
 
 
+def is_harmless(started: object) -> bool:
+    """Return whether a fork can do without a thread."""
+    return type(started).__module__ in _HARMLESS
+
+
 def obstacle() -> str:
     """Return what of this process a fork would lack, and may need; empty if nothing."""
     if threading.current_thread() is not threading.main_thread():
         return "the script trains in a thread"
     for thread in threading.enumerate():
-        if thread is not threading.main_thread() and type(thread).__module__ not in _HARMLESS:
+        if thread is not threading.main_thread() and not is_harmless(thread):
             return f"the script has started a thread ({thread.name})"
     for task in Path("/proc/self/task").iterdir():
         name = (task / "comm").read_text().strip()

@@ -22,7 +22,7 @@ _PATIENCE = 10.0
 """Seconds that a fork may take beyond twice the whole run: one that waits for what it lacks never ends."""
 _INTERVAL = 0.1  # seconds between two looks at whether a run has ended
 _ANSWER = 1.0
-"""Seconds that a standby gets to say that it waits: it has had the script's whole run for that."""
+"""Seconds for what the script has said of its standby: it has had its whole run for that."""
 
 
 class Standby:
@@ -56,6 +56,8 @@ class Standby:
         if self._channel is not None and not self._process:
             self._seconds = time.monotonic() - self._started
             message = self._receive(_ANSWER)
+            while (later := self._receive(0.0)).standby:
+                message = later
             self.declined, self._process = message.declined, message.standby
             if not self._process:
                 self.close()

@@ -10,23 +10,30 @@
                               waits <──── closes ──────── is done
 
 The script is forked at the last moment at which a fork has all that the script has: before it starts threads
-or processes, and before GPU work could finish late. The standby is no child of the script, which would meet
-it when it waits for its own.
+or processes that stay, and before GPU work could finish late. Whether they stay is seen later, so that it is
+forked before each, and the standby made last is the one that counts. The standby is no child of the script,
+which would meet it when it waits for its own.
 """
 
 import ctypes
+import errno
 import os
 import random
 import select
 import signal
 import socket
+import subprocess
+import threading
+import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from memfit.run.fork_state import obstacle, open_files, repair, shortage
+from memfit.run.fork_state import is_harmless, obstacle, open_files, repair, shortage
 from memfit.run.interruption import ctrl_c_held, release_ctrl_c
 from memfit.run.output import flush_output
 from memfit.run.process_tree import kill_descendants
@@ -37,6 +44,8 @@ if TYPE_CHECKING:
 MOST_BYTES = 1 << 16
 """Of one message."""
 _INTERVAL = 0.02  # seconds between two looks at a fork
+_RECENT = 1.0
+"""Seconds for which a standby makes no other necessary: a script may start thousands of threads that end."""
 _SIGNALS = {
     signal.SIGINT: signal.SIG_IGN,
     signal.SIGTERM: signal.SIG_DFL,
@@ -52,7 +61,7 @@ class StandbyMessage(msgspec.Struct, omit_defaults=True):
     declined: str = ""
     """Why there is no standby."""
     standby: int = 0
-    """The standby's process, which waits."""
+    """The standby's process, in place of the one before."""
     run: int = 0
     """The process of a run that it has started."""
     ended: int | None = None
@@ -60,7 +69,7 @@ class StandbyMessage(msgspec.Struct, omit_defaults=True):
 
 
 class StandbyFork:
-    """Forks the script's process, once.
+    """Forks the script's process: before threads and processes of its own, and at last before it trains.
 
     Args:
         channel: descriptor of the socket to memfit.
@@ -77,6 +86,10 @@ class StandbyFork:
         self._hooks: InstalledHooks | None = None
         self._process = os.getpid()
         self._called: object = None
+        self._standby = 0
+        """The standby so far."""
+        self._made = -_RECENT
+        """When it was made."""
         self.forking = False
         """Whether the process is being forked by memfit, not by the script."""
 
@@ -90,6 +103,9 @@ class StandbyFork:
         self._hooks.wrap(torch.nn.Module, "__call__", self._calls)
         self._hooks.wrap(torch.utils.data.DataLoader, "__iter__", self._iterates)
         self._hooks.wrap(torch.cuda.Stream, "__new__", self._before)
+        self._hooks.wrap(threading.Thread, "start", self._starts)
+        self._hooks.wrap(BaseProcess, "__init__", self._starts)  # it can be started where it was created
+        self._hooks.wrap(subprocess.Popen, "__init__", self._starts)
 
     def _calls(self, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
         parameter = next(module.parameters(), None)
@@ -107,34 +123,49 @@ class StandbyFork:
         self.fork()
         return original(*args, **kwargs)
 
-    def fork(self) -> None:
-        """Fork the standby, unless that has been done; also return in each of its forks, as another run."""
+    def _starts(self, original: Callable[..., Any], started: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_harmless(started) and time.monotonic() >= self._made + _RECENT:
+            self.fork(last=False)
+        return original(started, *args, **kwargs)
+
+    def fork(self, *, last: bool = True) -> None:
+        """Fork a standby in place of the one before; also return in each of its forks, as another run.
+
+        Args:
+            last: whether there is no later moment to do so.
+        """
         if self._hooks is None or self._hooks.removed or os.getpid() != self._process:
             return
-        self._hooks.remove()
+        if last:
+            self._hooks.remove()
         files, unsafe = open_files({self._progress, self._channel.fileno()})
         handlers = {number: signal.getsignal(number) for number in _SIGNALS}
         if None in handlers.values():
             unsafe = "the script has a signal handler of a library"
         if why := obstacle() or unsafe or shortage():
-            self._send(StandbyMessage(declined=why))
-            self._channel.close()
+            self._end(why, last=last)
             return
         flush_output()
         ctypes.CDLL(None).fflush(None)
         state = random.getstate()
         with ctrl_c_held():
             try:
-                is_standby = self._fork_standby()
+                standby = self._fork_standby()
             except OSError as error:  # too many processes, or too little memory
-                self._send(StandbyMessage(declined=f"its process could not be forked ({error.strerror})"))
-                is_standby = False
-            if is_standby:
+                self._end(f"its process could not be forked ({error.strerror})", last=last)
+                return
+            if standby == 0:
                 is_ignored = handlers[signal.SIGHUP] is signal.SIG_IGN
                 _set_handlers(_SIGNALS | ({signal.SIGHUP: signal.SIG_IGN} if is_ignored else {}))
-        if not is_standby:
-            self._channel.close()
+        if standby:
+            if self._standby:
+                with suppress(ProcessLookupError):
+                    os.kill(self._standby, signal.SIGKILL)
+            self._send(StandbyMessage(standby=standby))
+            self._standby, self._made = standby, time.monotonic()
+            self._end("", last=last)
             return
+        self._hooks.remove()
         try:
             path = self._serve()
         except BaseException:  # noqa: BLE001 - the script might catch it, and go on here
@@ -145,22 +176,37 @@ class StandbyFork:
         self._go_on(path, self._called)
         release_ctrl_c()
 
-    def _fork_standby(self) -> bool:
-        """Return whether this is the standby, and no longer the script's process."""
-        between = self._forked()
-        if between == 0:
-            try:
-                standby = self._forked()
-            except OSError:
-                os._exit(1)  # not back into the script: this process is not it
-            if standby:
-                os._exit(0)
-            return True
+    def _end(self, declined: str, *, last: bool) -> None:
+        """End the last attempt; say why there is no standby, if none was made."""
+        if last:
+            if not self._standby:
+                self._send(StandbyMessage(declined=declined))
+            self._channel.close()
+
+    def _fork_standby(self) -> int:
+        """Return the standby's process; 0 if this is the standby, and no longer the script's process."""
+        reads, writes = os.pipe()
         try:
-            os.waitpid(between, 0)
-        except ChildProcessError:  # the script ignores SIGCHLD
-            return False
-        return False
+            between = self._forked()
+            if between == 0:
+                try:
+                    standby = self._forked()
+                except OSError:
+                    os._exit(1)  # not back into the script: this process is not it
+                if standby:
+                    os.write(writes, standby.to_bytes(8))
+                    os._exit(0)
+                return 0
+            with suppress(ChildProcessError):  # the script ignores SIGCHLD
+                os.waitpid(between, 0)
+            os.set_blocking(reads, False)  # it has written, or failed
+            try:
+                return int.from_bytes(os.read(reads, 8))
+            except BlockingIOError:
+                raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from None
+        finally:
+            os.close(reads)
+            os.close(writes)
 
     def _forked(self) -> int:
         self.forking = True
@@ -176,7 +222,6 @@ class StandbyFork:
         for stream in range(3):
             os.dup2(nothing, stream)
         os.close(nothing)
-        self._send(StandbyMessage(standby=os.getpid()))
         running: set[int] = set()
         while path := self._receive(running):
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

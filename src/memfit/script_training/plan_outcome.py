@@ -2,6 +2,7 @@
 
 known from the file              before the script starts
 known when a model is planned    when its optimizer is created
+known from the first forward     before the first step of an optimizer
 no model has got the plan        before the first step of an optimizer
 known only at the end            the exit code is not 0
 """
@@ -93,6 +94,11 @@ class PlanOutcome:
             planned = self._plan.operations
             same = planned is not None and report.operations.recomputes_as(planned)
             self._say(f"recomputed {report.operations}{', as planned' * same}")
+        if report.missing:
+            self._miss(
+                "NOT APPLIED in full: the model does not run these operations, whose results the plan keeps: "
+                f"{', '.join(report.missing)}"
+            )
         if report.again:
             self._say(f"NOT AS PLANNED: {why_again(report.again)}")
         for model, why in zip(report.refused, report.refusals, strict=True):

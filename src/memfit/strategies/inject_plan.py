@@ -30,6 +30,7 @@ from memfit.user_frame import innermost_line, user_line
 
 if TYPE_CHECKING:
     from memfit.recording.hooks import InstalledHooks
+    from memfit.recording.script_operations import ScriptOperations
     from memfit.strategies.inject_optimizer_state import OptimizerStateInjector
     from memfit.strategies.inject_sharding import ShardingInjector
     from memfit.strategies.mechanisms.operation_counter import OperationCounter
@@ -86,7 +87,8 @@ def _intervene(change: Intervention, on_report: Callable[[InjectionReport], None
 
     hooks, recording = InstalledHooks(), InstalledHooks()
     report, models = _Report(on_report), OptimizedModels()
-    _injected.append(_Injected(report, bool(change.plan), models, recording))
+    operations = _script_operations(change)
+    _injected.append(_Injected(report, bool(change.plan), models, operations, recording))
     models.learn_names(hooks)
     if not change.plan:
         models.note_optimizers(hooks)
@@ -110,20 +112,26 @@ def _intervene(change: Intervention, on_report: Callable[[InjectionReport], None
         for kind in vars(torch.optim).values():
             if isinstance(kind, type) and "fused" in inspect.signature(kind).parameters:
                 hooks.wrap(kind, "__init__", _fused)
-    if change.operations:
-        from memfit.recording.script_operations import ScriptOperations
-
+    if operations is not None:
         seed_generators()  # a script that seeds none must draw the same samples in each run
-        ScriptOperations(Path(change.operations)).install(recording)
+        operations.install(recording)
     if change.loader is not None:
         hooks.wrap(torch.utils.data.DataLoader, "__init__", functools.partial(_resized, change.loader))
+
+
+def _script_operations(change: Intervention) -> "ScriptOperations | None":
+    if not change.operations:
+        return None
+    from memfit.recording.script_operations import ScriptOperations
+
+    return ScriptOperations(Path(change.operations))
 
 
 def _counter(change: Intervention, report: "_Report") -> "OperationCounter":
     from memfit.strategies.mechanisms.operation_counter import OperationCounter
 
-    def counted(counts: OperationCounts, again: dict[str, int]) -> None:
-        report.update(operations=counts, again=again)
+    def counted(counts: OperationCounts, again: dict[str, int], missing: tuple[str, ...]) -> None:
+        report.update(operations=counts, again=again, missing=missing)
 
     return OperationCounter(counted, in_backward=change.counts_backward)
 
@@ -166,6 +174,7 @@ class _Injected:
     report: _Report
     has_plan: bool
     models: OptimizedModels
+    operations: "ScriptOperations | None"
     recording: "InstalledHooks"
     """Those that record operations."""
 
@@ -176,6 +185,8 @@ class _Injected:
         self.report.move(Path(change.report))
         if not change.operations:
             self.recording.remove()
+        elif self.operations is not None:
+            self.operations.move(Path(change.operations))
         if not change.plan or self.has_plan:
             return
         if self.models.found and not self.models.are_final:

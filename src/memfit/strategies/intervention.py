@@ -56,5 +56,8 @@ class InjectionReport(msgspec.Struct, frozen=True):
     """Of the first update of the planned models, once it is made."""
     again: dict[str, int] = {}
     """By operation: how often its results were kept, and it was recomputed all the same."""
+    missing: tuple[str, ...] = ()
+    """Calls of operations whose results are to be kept, such as ``aten.mm.default:2``, that the first forward
+    did not make."""
     cannot_accumulate: str = ""
     """Why gradients cannot be accumulated over micro-batches; empty if they can."""

@@ -136,9 +136,10 @@ def why_not_comparable(
     if not same_inputs(plain, planned, parts):
         before, after = elements(plain.update.inputs), elements(planned.update.inputs)
         if before != after:
+            padded = "the script pads smaller batches to another length, or " * (parts > 1)
             return (
-                f"Under the plan, an update sees {after:,} numbers of input instead of {before:,}: the plan "
-                "is for batches of another size. Run the script with the batch size that it was made for."
+                f"Under the plan, an update sees {after:,} numbers of input instead of {before:,}: {padded}"
+                "the plan is for batches of another size, and the script is to be run with those."
             )
         return (
             "Under the plan, the script gives its model other inputs: it draws smaller batches in another "

@@ -37,10 +37,6 @@ _EQUAL = {
     Equality.OTHER: "Other numerics, as --allow permits: training in lower precision gives other results.",
 }
 
-_ASSUMED = (
-    "Assumed: the same results up to rounding, if micro-batches have the samples of the whole batch. memfit "
-    "does not see them, because the GPU makes what the model is passed."
-)
 _OTHER_KERNELS = (
     "The same results up to rounding, because torch.compile makes other kernels: they round at other places."
 )
@@ -271,7 +267,7 @@ def _chosen(result: ScriptPlan, chosen: PlanRun, file: Path | None) -> Iterator[
     other_kernels = chosen.compiled and chosen.equality is Equality.ROUNDING
     equal = _OTHER_KERNELS if other_kernels else _EQUAL[chosen.equality]
     if chosen.divided is not None and chosen.divided.assumed and chosen.equality is Equality.ROUNDING:
-        equal = _ASSUMED
+        equal = f"Assumed: the same results up to rounding, {chosen.divided.assumed}."
     if not result.sharded:
         yield f"\n{equal}"
     elif chosen is not result.as_written:

@@ -7,7 +7,7 @@ loss.backward()             backward
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,6 +17,7 @@ from torch import nn
 from torch._C._dynamo import eval_frame as _eval_frame
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from memfit.recording.compiled_step import before_compilations
 from memfit.recording.dispatched_operations import OperationsBesideGraphs
@@ -52,18 +53,26 @@ def recomputing(others: Callable[[], Mapping[Any, int]] = dict) -> Iterator[None
             counter.end(ran, others())
 
 
+def counting() -> "OperationCounter | None":
+    """Return what counts at this moment."""
+    return _counting
+
+
 class OperationCounter:
     """Counts from the first call of a planned model to the first update, unless ``torch.compile`` compiles.
 
     Args:
-        on_counted: called at the first update with the counts, and, by operation, how often its results were
-            kept and it was recomputed all the same.
+        on_counted: called at the first update with the counts; by operation, how often its results were kept
+            and it was recomputed all the same; and what ``miss`` has noted.
         in_backward: whether operations of the backward are counted besides those that are recomputed for it.
             Autograd then adds up gradients out of place, as under every dispatch mode, which takes memory.
     """
 
     def __init__(
-        self, on_counted: Callable[[OperationCounts, dict[str, int]], None], *, in_backward: bool
+        self,
+        on_counted: Callable[[OperationCounts, dict[str, int], tuple[str, ...]], None],
+        *,
+        in_backward: bool,
     ) -> None:
         self._on_counted, self._in_backward = on_counted, in_backward
         self._hooks = InstalledHooks()
@@ -74,6 +83,7 @@ class OperationCounter:
         self._called = 0  # planned models that are being called
         self._forward = self._recomputed = self._backward = 0
         self._again: Counter[str] = Counter()
+        self._missing: list[str] = []
 
     def install(self, hooks: InstalledHooks) -> None:
         """Hook updates, and compilations: a compiler must not see hooks, and decides what a graph keeps."""
@@ -109,12 +119,17 @@ class OperationCounter:
 
     def counting_recomputation(self) -> AbstractContextManager[object]:
         """Return the context of a recomputation that is in no other one."""
-        return nullcontext() if self._in_backward else self._mode
+        # A script may run its backward in another thread, without the mode that its forward began.
+        return nullcontext() if self._mode in _get_current_dispatch_mode_stack() else self._mode
 
     def end(self, ran: Mapping[Any, int], others: Mapping[Any, int]) -> None:
         """Note which kept results a recomputation that has ended made again."""
         for operation, count in others.items():
             self._again[str(operation)] += max(ran[operation] - count, 0)
+
+    def miss(self, operations: Sequence[str]) -> None:
+        """Note calls whose results were to be kept and that were not made: ``aten.mm.default:2``."""
+        self._missing += operations
 
     def _run(self, operation: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation, and count it."""
@@ -138,7 +153,8 @@ class OperationCounter:
         self._stop()
         backward = self._backward if self._in_backward else None
         again = {name: count for name, count in self._again.items() if count}
-        self._on_counted(OperationCounts(self._forward, self._recomputed, backward), again)
+        counts = OperationCounts(self._forward, self._recomputed, backward)
+        self._on_counted(counts, again, tuple(dict.fromkeys(self._missing)))
 
     def _compiles(self) -> None:
         self._is_compiled = True

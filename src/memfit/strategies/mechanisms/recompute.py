@@ -23,13 +23,14 @@ from memfit.dispatch_modes import without_dispatch_modes
 from memfit.errors import UsageError
 from memfit.random_state import GlobalDraws
 from memfit.strategies.mechanisms.buffer_snapshots import BufferTracker
-from memfit.strategies.mechanisms.operation_counter import recomputing
+from memfit.strategies.mechanisms.operation_counter import counting, recomputing
 from memfit.strategies.mechanisms.recompute_check import OperationComparer, OperationRecorder
 from memfit.strategies.mechanisms.recompute_in_parts import run_in_parts
 from memfit.strategies.mechanisms.selective_checkpointing import (
     KeptResults,
     compiled_contexts,
     keeper,
+    made_otherwise,
     not_run,
 )
 from memfit.strategies.mechanisms.tensor_tape import run_on_tape
@@ -126,12 +127,18 @@ class CheckpointedForward(WrappedForward):
         )
         return call.result(results)
 
+    @property
+    def _is_on_gpu(self) -> bool:
+        return any(each.is_cuda for each in self.module.parameters())
+
     def expect_run(self, seen: "Counter[Any]") -> None:
         """Warn if the first forward did not run all operations whose results are to be kept."""
         if self._is_known:
             return
         self._is_known = True
         if missing := not_run(self.settings.save_ops, seen):
+            if (counter := counting()) is not None:
+                counter.miss(missing if self._is_on_gpu else made_otherwise(missing, seen))
             # By class: Python shows equal warnings once, and a network has many equal blocks.
             warn_user(
                 f"checkpointing: {type(self.module).__name__} did not run {len(missing)} of the "

@@ -138,6 +138,14 @@ def not_run(operations: Sequence[str], seen: "Counter[Any]") -> list[str]:
     ]
 
 
+def made_otherwise(missing: Sequence[str], seen: "Counter[Any]") -> list[str]:
+    """Return those of the calls that ``not_run`` names whose operation was called, but less often.
+
+    Another device may have another operation in place of one that was not called at all.
+    """
+    return [name for name in missing if any(seen[each] for each in operation_overloads(name))]
+
+
 def keeper(operations: Sequence[str], seen: "Counter[Any]") -> Callable[[Any], bool]:
     """Return the function that is asked, for each call of an operation, whether its results are kept.
 
