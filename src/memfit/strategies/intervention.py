@@ -55,3 +55,8 @@ class InjectionReport(msgspec.Struct, frozen=True):
     """By operation: how often its results were kept, and it was recomputed all the same."""
     cannot_accumulate: str = ""
     """Why gradients cannot be accumulated over micro-batches; empty if they can."""
+
+    @property
+    def is_unfit(self) -> bool:
+        """Whether the script has done what the change does not permit."""
+        return bool(self.unfit_optimizer or self.cannot_accumulate)
