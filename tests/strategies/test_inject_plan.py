@@ -20,7 +20,7 @@ from memfit.records import LoaderBatchSize, ScriptEnd
 from memfit.run.options import RunOptions
 from memfit.run.parent import Progress, RecordedRun
 from memfit.strategies import inject_plan, trial_run
-from memfit.strategies.intervention import InjectionReport, Intervention
+from memfit.strategies.intervention import NEVER_CALLED, InjectionReport, Intervention
 from memfit.strategies.mechanisms.wrap_forward import wrappers
 from memfit.strategies.optimized_models import OptimizedModels
 from support.traces import trace_of
@@ -180,6 +180,8 @@ def test_a_failed_run_reports_how_it_ended(rerun, end):
 def test_a_run_ends_once_the_script_does_what_its_change_does_not_permit(monkeypatch, why):
     def run_script(_command, options, _ghost, _output, on_progress, **_more):
         intervention = json.decode(Path(options.preload[1]).read_bytes(), type=Intervention)
+        waiting = InjectionReport(models=("Net",), unfit_optimizer=NEVER_CALLED)  # it may call one yet
+        Path(intervention.report).write_bytes(json.encode(waiting))
         on_progress(Progress(step=1))
         report = InjectionReport(models=("Net",), **{why: "it clips gradients"})
         Path(intervention.report).write_bytes(json.encode(report))
