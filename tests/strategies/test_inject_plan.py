@@ -18,9 +18,9 @@ from memfit.errors import TargetError
 from memfit.recording.hooks import InstalledHooks
 from memfit.records import LoaderBatchSize, ScriptEnd
 from memfit.run.options import RunOptions
-from memfit.run.parent import RecordedRun
+from memfit.run.parent import Progress, RecordedRun
 from memfit.strategies import inject_plan, trial_run
-from memfit.strategies.intervention import InjectionReport, Intervention
+from memfit.strategies.intervention import NEVER_CALLED, InjectionReport, Intervention
 from memfit.strategies.mechanisms.wrap_forward import wrappers
 from memfit.strategies.optimized_models import OptimizedModels
 from support.traces import trace_of
@@ -174,6 +174,26 @@ def test_a_completed_run_reports_the_models_that_were_changed(rerun, end):
 )
 def test_a_failed_run_reports_how_it_ended(rerun, end):
     assert rerun(end) == end
+
+
+@pytest.mark.parametrize("why", ["unfit_optimizer", "cannot_accumulate"])
+def test_a_run_ends_once_the_script_does_what_its_change_does_not_permit(monkeypatch, why):
+    def run_script(_command, options, _ghost, _output, on_progress, **_more):
+        intervention = json.decode(Path(options.preload[1]).read_bytes(), type=Intervention)
+        waiting = InjectionReport(models=("Net",), unfit_optimizer=NEVER_CALLED)  # it may call one yet
+        Path(intervention.report).write_bytes(json.encode(waiting))
+        on_progress(Progress(step=1))
+        report = InjectionReport(models=("Net",), **{why: "it clips gradients"})
+        Path(intervention.report).write_bytes(json.encode(report))
+        on_progress(Progress(step=2))
+        pytest.fail("the run goes on")
+
+    monkeypatch.setattr(trial_run, "run_script", run_script)
+    shown = []
+    found = trial_run.run_trial(("train.py",), RunOptions(), None, ScriptChange(fused=True), shown.append)
+    assert [each.step for each in shown] == [1]
+    assert found.reason == "refused"
+    assert "it clips gradients" in found.exception
 
 
 def test_a_rerun_in_which_no_model_was_changed_is_refused(rerun):

@@ -13,13 +13,11 @@ import torch
 from memfit.errors import UsageError
 from memfit.recording.hooks import InstalledHooks
 from memfit.strategies.apply_to_optimizer import apply_to_optimizer
+from memfit.strategies.intervention import NEVER_CALLED
 from memfit.strategies.mechanisms.optimizer_info import parameters_of
 from memfit.strategies.optimizer_state import OptimizerState
 
 _OWN_SETTINGS = "the script applies optimizer_state itself. Change it there."
-_NEVER = (
-    "the script calls no module after it has created its optimizer, so optimizer_state could not be applied."
-)
 _SHARED = (
     "step_in_backward: two optimizers of the script share parameters, and the second would find no "
     "gradients. Leave out step_in_backward."
@@ -69,7 +67,7 @@ class OptimizerStateInjector:
             self._hooks = InstalledHooks()
             self._hooks.wrap(torch.nn.Module, "__call__", self._called)
         self._waiting.append((weakref.ref(optimizer), list(map(weakref.ref, models))))
-        self._report(self._refusal or _NEVER)
+        self._report(self._refusal or NEVER_CALLED)
 
     def leave_to_engine(self, model: Any) -> None:
         """Leave the optimizer of a model to the engine that has got the settings."""

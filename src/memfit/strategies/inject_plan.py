@@ -162,7 +162,9 @@ def _writer(path: Path) -> Callable[[InjectionReport], None]:
     """Return what writes reports to a file, each in place of the one before."""
 
     def write(report: InjectionReport) -> None:
-        path.write_bytes(msgspec.json.encode(report))
+        beside = path.with_suffix(".new")  # memfit reads the file at any time
+        beside.write_bytes(msgspec.json.encode(report))
+        beside.replace(path)
 
     return write
 

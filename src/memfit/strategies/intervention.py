@@ -6,6 +6,11 @@ import msgspec
 
 from memfit.records import LoaderBatchSize, OperationCounts
 
+NEVER_CALLED = (
+    "the script calls no module after it has created its optimizer, so optimizer_state could not be applied."
+)
+"""Why an optimizer does not have its part of a plan, until the script calls a module."""
+
 
 class Intervention(msgspec.Struct, frozen=True):
     """The change to make to a script: passed as JSON in a file."""
@@ -61,3 +66,8 @@ class InjectionReport(msgspec.Struct, frozen=True):
     did not make."""
     cannot_accumulate: str = ""
     """Why gradients cannot be accumulated over micro-batches; empty if they can."""
+
+    @property
+    def is_unfit(self) -> bool:
+        """Whether the script has done what the change does not permit, whatever it does afterwards."""
+        return bool(self.cannot_accumulate) or self.unfit_optimizer not in ("", NEVER_CALLED)

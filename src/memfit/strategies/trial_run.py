@@ -104,6 +104,10 @@ def run_trial(
         return _run_once(run, lambda progress: on_progress(replace(progress, unforked=why)), start)[0]
 
 
+class _UnfitError(Exception):
+    """The script does what its change does not permit: the rest of its run tells no more."""
+
+
 def _run_once(
     run: ScriptRun, on_progress: Callable[[Progress], None], start: StartScript
 ) -> tuple[TrialResult | ScriptEnd, bool]:
@@ -115,10 +119,18 @@ def _run_once(
     """
     change = run.change
     with injected(change, run.options) as injection:
+
+        def watch(progress: Progress) -> None:
+            if injection.report().is_unfit:
+                raise _UnfitError
+            on_progress(progress)
+
         try:
             trace = run_script(
-                run.command + change.arguments, injection.options, run.ghost, None, on_progress, start=start
+                run.command + change.arguments, injection.options, run.ghost, None, watch, start=start
             ).trace
+        except _UnfitError:
+            return ScriptEnd("refused", 0, injection.why_unfit()), bool(injection.report().models)
         except MemfitError as error:
             end = ScriptEnd("refused", error.exit_code, f"when memfit ran the script without input, {error}")
             return end, False
