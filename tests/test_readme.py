@@ -47,7 +47,7 @@ def test_what_the_readme_says_of_a_plan_without_bitwise_is_what_such_a_plan_is()
         r"Without `--bitwise`, memfit would halve the batches: ([\d.]+) times the time", README
     )
     plan = api.plan(ROOT / "examples/gpt.py", budget=5 << 30)
-    assert "2 micro-batches of 2  <- chosen" in str(plan)
+    assert "2 micro-batches of 2, expandable segments  <- chosen" in str(plan)
     assert f"{plan.chosen.time:.2f}" == said
 
 
