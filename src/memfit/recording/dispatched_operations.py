@@ -3,8 +3,16 @@
 from collections.abc import Callable
 from typing import Any
 
+from torch._C._dynamo import eval_frame as _eval_frame
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS
+
+_SKIPPED = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
+
+
+def never_compile(function: Callable[..., Any]) -> None:
+    """Have ``torch.compile`` leave out a function that PyTorch calls, perhaps where a script is compiled."""
+    _eval_frame.set_code_exec_strategy(function.__code__, _SKIPPED)
 
 
 class DispatchedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -23,6 +31,9 @@ class DispatchedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in SAC_IGNORED_OPS:
             return func(*args, **(kwargs or {}))
         return self._run(func, args, kwargs or {})
+
+
+never_compile(DispatchedOperations.__torch_dispatch__)
 
 
 class OperationsBesideGraphs(DispatchedOperations):  # type: ignore[no-untyped-call]

@@ -14,13 +14,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch._C._dynamo import eval_frame as _eval_frame
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from memfit.recording.compiled_step import before_compilations
-from memfit.recording.dispatched_operations import OperationsBesideGraphs
+from memfit.recording.dispatched_operations import OperationsBesideGraphs, never_compile
 from memfit.recording.hooks import InstalledHooks
 from memfit.records import OperationCounts, is_counted
 
@@ -187,9 +186,8 @@ def _leave(model: nn.Module, *_: Any) -> None:
         counter.leave()
 
 
-_SKIPPED = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
-for _hook in (_enter, _leave):  # PyTorch calls them, perhaps where it compiles what the model calls
-    _eval_frame.set_code_exec_strategy(_hook.__code__, _SKIPPED)
+never_compile(_enter)
+never_compile(_leave)
 
 
 def _counter_of(model: nn.Module) -> OperationCounter | None:
