@@ -158,12 +158,12 @@ def answered(found: dict) -> str:
     """Return what a plan's JSON answers."""
     if "error" in found:
         return found["error"]
-    runs = f", {len(found['tried']) + 1} runs" if found["tried"] else ""
+    tried = f" ({len(found['tried'])} tried)" if found["tried"] else ""
     if found["time"] is not None:
-        return f"{'tight ' * found['is_tight']}plan, {found['time']:.3f} times the time{runs}"
+        return f"{'tight ' * found['is_tight']}plan, {found['time']:.3f} times the time{tried}"
     if found["floor"] is not None:
-        return f"every plan needs {found['floor']['bytes'] / 2**30:.2f} GiB{runs}"
-    return f"none that ran fits{runs}"
+        return f"every plan needs {found['floor']['bytes'] / 2**30:.2f} GiB{tried}"
+    return f"none that ran fits{tried}"
 
 
 if __name__ == "__main__":
