@@ -77,7 +77,7 @@ def most_of(ranks):
 @pytest.mark.slow
 def test_a_script_for_one_gpu_is_sharded_as_far_as_it_must_be_and_needs_what_the_plan_says(tmp_path):
     script, plan = written(tmp_path, ON_ONE_GPU, 64, 1024), tmp_path / "plan.json"
-    text, found = planned(script, 1860, plan)  # of which the context may take 108 more
+    text, found = planned(script, 1860, plan)  # MiB: 108 stay free, because the context may be larger
     assert "on each of 2 GPUs instead of" in text.partition("\n")[0]
     assert [run["plan"] for run in found["tried"]][-2:] == [
         {"sharding": {"mode": "zero1"}},

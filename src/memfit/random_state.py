@@ -220,7 +220,7 @@ def generator_positions() -> tuple[Any, ...]:
     import torch
 
     state = torch.get_rng_state()
-    # Not .numpy(): that dispatches operations, which are counted in the forward of which a tape asks here.
+    # .numpy() would dispatch operations, and an operation counter would add them to the forward.
     own = ctypes.string_at(state.data_ptr(), state.nbytes)
     return own, *(each.get_offset() for each in torch.cuda.default_generators)
 

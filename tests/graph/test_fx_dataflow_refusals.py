@@ -40,7 +40,7 @@ def with_dynamic_shapes():
     return make_fx(lambda x: x + 1, tracing_mode="symbolic")(torch.ones(5, 3))
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of PyTorch 2.11 and 2.12, whatever it is told
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # by 2.11 and 2.12, despite check_invariants
 @pytest.mark.parametrize(
     ("make", "words"),
     [

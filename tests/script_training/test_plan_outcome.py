@@ -96,22 +96,29 @@ def test_a_model_without_the_plan_stops_the_script_before_its_first_step(
     ) in trained.err
 
 
-@pytest.mark.parametrize(("kept", "missing"), [(1, ""), (2, "aten.addmm.default:2")])
+@pytest.mark.parametrize(
+    ("on", "kept", "missing"),
+    [
+        ("cpu", 1, ""),  # its attention has another kernel, with the same results
+        ("cpu", 2, "aten.addmm.default:2"),
+        ("ghost", 1, "aten._scaled_dot_product_efficient_attention.default:0"),
+    ],
+)
 def test_results_to_be_kept_that_the_model_does_not_make_stop_the_script_before_its_first_step(
-    train, plan_file, kept, missing
+    train, plan_file, on, kept, missing
 ):
     """Another number of layers, for example: the plan's memory and time are not this model's."""
     names = [f"aten.addmm.default:{number}" for number in range(kept + 1)]
-    names.append("aten._scaled_dot_product_efficient_attention.default:0")  # a GPU's kernel, on the CPU
+    names.append("aten._scaled_dot_product_efficient_attention.default:0")
     plan = plan_file({"checkpointing": {"regions": [{"modules": [""], "save_ops": names}]}})
     script = STEPS.replace("Sequential(", "Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), ", 1)
-    trained = train(script, plan)
+    trained = train(script, plan, on=on)
     says = "NOT APPLIED in full: the model does not run these operations, whose results the plan keeps: "
     assert (says in trained.err) is bool(missing)
     assert (trained.code, "stepped" in trained.out) == ((3, False) if missing else (0, True)), trained.err
     if missing:
         assert f"{says}{missing}\n" in trained.err
-        far = train(script, plan, as_far=True)
+        far = train(script, plan, as_far=True, on=on)
         assert (far.code, "stepped" in far.out) == (0, True)
         assert "trained without a part of" in far.err.splitlines()[-1]
 

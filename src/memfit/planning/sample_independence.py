@@ -131,8 +131,8 @@ def _learn_kinds(
 def why_no_mean(whole: StepOperations, half: StepOperations | None = None) -> str:
     """Return why a loss is a sum over samples, not a mean, as a clause; empty if memfit sees no such sum.
 
-    A sum that is multiplied or divided by a tensor passes, as by the number of tokens; so does one that is
-    divided by a number which grows with the samples.
+    A sum that is divided by a tensor passes, as by the number of tokens; so does one that is divided by a
+    number which grows with the samples. A factor, as that of a loss scaler, makes no mean.
 
     Args:
         whole: the step.
@@ -150,7 +150,9 @@ def why_no_mean(whole: StepOperations, half: StepOperations | None = None) -> st
             summed.add(number)
             unscaled.add(number)
         elif operation.name.startswith(_PRODUCTS) and (
-            len(operation.reads) > 1 or half is None or smaller.factor == _HALF * operation.factor
+            half is None
+            or (operation.name.startswith(_QUOTIENT) and len(operation.reads) > 1)
+            or smaller.factor == _HALF * operation.factor
         ):
             unscaled -= summed
         sums |= dict.fromkeys((*operation.creates, *operation.writes), summed)

@@ -65,7 +65,7 @@ class PlanOutcome:
         """
         if self._as_far:
             atexit.register(self._repeat)  # below what the watch says: it registers later
-        for other in _made_otherwise(self._plan, self._command, versions):
+        for other in _called_less_often(self._plan, self._command, versions):
             self._say(f"{self._file} was made {other}")
         for part in self._carried_out.left_out:
             self._say(f"NOT APPLIED, as it takes a change of the script: {part}")
@@ -179,7 +179,9 @@ class PlanOutcome:
                 print(escaped(f"memfit: {text}"), file=sys.stderr, flush=True)
 
 
-def _made_otherwise(plan: PlanFile, command: tuple[str, ...], versions: Mapping[str, str]) -> Iterator[str]:
+def _called_less_often(
+    plan: PlanFile, command: tuple[str, ...], versions: Mapping[str, str]
+) -> Iterator[str]:
     """Yield what else than this run a plan was made for, as far as its file says."""
     if plan.command and plan.command != command:
         yield f"for another command: {shlex.join(typed(plan.command))}"

@@ -28,9 +28,9 @@ from memfit.strategies.mechanisms.recompute_check import OperationComparer, Oper
 from memfit.strategies.mechanisms.recompute_in_parts import run_in_parts
 from memfit.strategies.mechanisms.selective_checkpointing import (
     KeptResults,
+    called_less_often,
     compiled_contexts,
     keeper,
-    made_otherwise,
     not_run,
 )
 from memfit.strategies.mechanisms.tensor_tape import run_on_tape
@@ -138,7 +138,7 @@ class CheckpointedForward(WrappedForward):
         self._is_known = True
         if missing := not_run(self.settings.save_ops, seen):
             if (counter := counting()) is not None:
-                counter.miss(missing if self._is_on_gpu else made_otherwise(missing, seen))
+                counter.miss(missing if self._is_on_gpu else called_less_often(missing, seen))
             # By class: Python shows equal warnings once, and a network has many equal blocks.
             warn_user(
                 f"checkpointing: {type(self.module).__name__} did not run {len(missing)} of the "

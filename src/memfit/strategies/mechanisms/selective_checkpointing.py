@@ -138,7 +138,7 @@ def not_run(operations: Sequence[str], seen: "Counter[Any]") -> list[str]:
     ]
 
 
-def made_otherwise(missing: Sequence[str], seen: "Counter[Any]") -> list[str]:
+def called_less_often(missing: Sequence[str], seen: "Counter[Any]") -> list[str]:
     """Return those of the calls that ``not_run`` names whose operation was called, but less often.
 
     Another device may have another operation in place of one that was not called at all.
