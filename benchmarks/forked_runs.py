@@ -22,8 +22,8 @@ from memfit.run.options import RunOptions
 from memfit.run.parent import Progress
 from memfit.run.rank import Rank
 from memfit.run.resolve_options import ghost_settings
-from memfit.strategies.script_standbys import ScriptStandbys
-from memfit.strategies.trial_run import run_trial
+from memfit.trials.script_standbys import ScriptStandbys
+from memfit.trials.trial_run import run_trial
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted(str(path) for path in (ROOT / "examples").rglob("*.py"))

@@ -17,6 +17,7 @@ NEEDS_TORCH = {
     "estimating",
     "ghost",
     "graph",
+    "injection",
     "integrations",
     "recording",
     "run",

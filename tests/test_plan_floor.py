@@ -7,7 +7,7 @@ import pytest
 from memfit import api
 from memfit.planning import search
 from memfit.planning.changes import PlanChange
-from memfit.strategies import trial_run
+from memfit.trials import trial_run
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("warm_scripts")]
 

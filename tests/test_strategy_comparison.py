@@ -18,7 +18,7 @@ from memfit.report.schema.compare_schema import StrategyComparisonJson, to_json
 from memfit.report.terminal.strategy_comparison import print_strategies
 from memfit.run.options import RunOptions
 from memfit.run.rank import Rank
-from memfit.strategies import rank_runs
+from memfit.trials import rank_runs
 from support.traces import BASE, trace_of
 
 MIB = 1 << 20

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from memfit.analysis.script_change import PlannedRegion, ScriptChange
+from memfit.injection.intervention import InjectionReport
 from memfit.planning.contents import Contents, ContentsInBackward, kept_contents
 from memfit.planning.memory_model import inner_calls
 from memfit.planning.plan_file import read_plan
@@ -23,8 +24,7 @@ from memfit.records import Operation, StepOperations, is_counted
 from memfit.run.options import RunOptions
 from memfit.run.parent import run_script
 from memfit.run.resolve_options import ghost_settings
-from memfit.strategies.intervention import InjectionReport
-from memfit.strategies.trial_run import injected
+from memfit.trials.trial_run import injected
 
 _RECOMPUTING = ("checkpointing", "offload")
 

@@ -9,7 +9,7 @@ from memfit.devices import NO_LIMIT
 from memfit.run.options import RunOptions
 from memfit.run.parent import script_command
 from memfit.run.resolve_options import ghost_settings
-from memfit.strategies.trial_run import trial_runner
+from memfit.trials.trial_run import trial_runner
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("warm_scripts")]
 

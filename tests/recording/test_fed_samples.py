@@ -7,7 +7,7 @@ from memfit.planning.same_samples import samples_of_parts
 from memfit.planning.sample_independence import why_dependent
 from memfit.run.options import RunOptions
 from memfit.run.resolve_options import ghost_settings
-from memfit.strategies.trial_run import run_trial
+from memfit.trials.trial_run import run_trial
 from support.fed_scripts import (
     AUGMENTED,
     BASELINE,

@@ -13,9 +13,9 @@ import pytest
 from forked_runs import difference
 
 from memfit.analysis.script_change import PlannedStrategy, ScriptChange
-from memfit.run.forked_runs import ForkedScript
-from memfit.run.side_by_side import side_by_side
-from memfit.strategies.script_standbys import ScriptStandbys
+from memfit.trials.forked_runs import ForkedScript
+from memfit.trials.script_standbys import ScriptStandbys
+from memfit.trials.side_by_side import side_by_side
 from support.standby_runs import LATE, OPTIONS, TRAIN, Runs, script_of
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("warm_scripts")]
@@ -162,7 +162,7 @@ if not os.path.exists(__file__ + '.ran'):
 
 
 def test_no_further_standby_is_left_where_memory_is_short(tmp_path, monkeypatch):
-    monkeypatch.setattr("memfit.strategies.script_standbys.most_in_memory", lambda: 2)
+    monkeypatch.setattr("memfit.trials.script_standbys.most_in_memory", lambda: 2)
     with ScriptStandbys() as standbys:
         runs = Runs(script_of(tmp_path), standbys)
         for options, forked in ((LATE, False), (OPTIONS, False), (OPTIONS, False), (LATE, True)):

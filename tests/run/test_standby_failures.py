@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from memfit.analysis.summary import summarize
-from memfit.strategies.script_standbys import ScriptStandbys
+from memfit.trials.script_standbys import ScriptStandbys
 from support.standby_runs import OPTIONS, Runs, script_of
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("warm_scripts")]

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import memfit
+from memfit.injection.intervention import InjectionReport
 from memfit.planning.plan_file import read_plan
 from memfit.records import OperationCounts
 from memfit.script_training.carried_out import CarriedOut
 from memfit.script_training.plan_outcome import PlanOutcome
-from memfit.strategies.intervention import InjectionReport
 
 pytestmark = pytest.mark.process
 

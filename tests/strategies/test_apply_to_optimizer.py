@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from memfit.errors import UsageError
+from memfit.injection.inject_accumulation import HeldBackUpdates
 from memfit.recording.hooks import InstalledHooks
 from memfit.strategies.apply import apply, revert
 from memfit.strategies.checkpointing import Checkpointing
-from memfit.strategies.inject_accumulation import HeldBackUpdates
 from memfit.strategies.mechanisms.offloaded_state import OffloadedState
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.sharding import Sharding

@@ -7,7 +7,7 @@ from memfit.analysis.script_change import ScriptChange, TrialResult
 from memfit.devices import NO_LIMIT
 from memfit.run.options import RunOptions
 from memfit.run.resolve_options import ghost_settings
-from memfit.strategies.trial_run import run_trial
+from memfit.trials.trial_run import run_trial
 
 OPTIONS = RunOptions(memory=NO_LIMIT)
 LATE = replace(OPTIONS, finish_late=True)

@@ -51,7 +51,7 @@ def serve_on_cpu():
         "torch._dynamo",  # as the first optimizer does
         "memfit.api",
         "memfit.cli.main",
-        "memfit.strategies.inject_plan",
+        "memfit.injection.inject_plan",
         "memfit.verification.cpu_stand_in",
         "memfit.verification.plain_gradients",
         "memfit.verification.run_updates",

@@ -80,7 +80,7 @@ def first_rank(nproc: int) -> int:
     """Return a rank that holds most where all ranks hold the same in PyTorch's allocator.
 
     NCCL connects the ranks of a machine in a chain: those at its ends take less. Of two, the first takes
-    more (``ghost/nccl_memory.py``).
+    more (``ghost/ranks/nccl_memory.py``).
     """
     return 1 if nproc > 2 else 0  # noqa: PLR2004 - the shortest chain that has an inside
 

@@ -13,7 +13,7 @@ from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, script_command
 from memfit.run.rank import ALONE, Rank
 from memfit.run.resolve_options import ghost_settings
-from memfit.strategies.trial_run import ghost_runs
+from memfit.trials.trial_run import ghost_runs
 
 
 def max_batch(  # noqa: PLR0913 - one parameter an option

@@ -17,7 +17,7 @@ from memfit.report.schema.check_schema import baseline_file, read_baseline
 from memfit.report.terminal.memory_check import PrintableMemoryCheck
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress
-from memfit.strategies.trial_run import trial_runner
+from memfit.trials.trial_run import trial_runner
 
 BASELINE = "memfit-baseline.json"
 TOLERANCE = 0.01

@@ -19,7 +19,7 @@ from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, script_command
 from memfit.run.rank import Rank
 from memfit.run.resolve_options import ghost_settings
-from memfit.strategies.rank_runs import RankRun, RankRuns, UnfinishedRankError
+from memfit.trials.rank_runs import RankRun, RankRuns, UnfinishedRankError
 
 if TYPE_CHECKING:
     from memfit.analysis.script_change import ScriptChange

@@ -19,10 +19,10 @@ from memfit.run.launchers import check_world_size
 from memfit.run.options import RunOptions
 from memfit.run.parent import PATIENCE, Progress, RecordedRun, run_script, script_command
 from memfit.run.resolve_options import ghost_settings
-from memfit.strategies.script_standbys import ScriptRun, ScriptStandbys
-from memfit.strategies.trial_run import ghost_runs, injected, trial_runner
 from memfit.temporary_folders import TemporaryFolder
 from memfit.trace.trace_file import write_trace
+from memfit.trials.script_standbys import ScriptRun, ScriptStandbys
+from memfit.trials.trial_run import ghost_runs, injected, trial_runner
 
 LATE = "GPU work that finishes late"
 """The run that finds the most that a script may need where streams race, as the user sees it."""

@@ -17,8 +17,8 @@ from memfit.report.terminal.gpus_for import PrintableGpusFor
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, script_command
 from memfit.run.resolve_options import ghost_settings
-from memfit.strategies.script_standbys import ScriptStandbys
-from memfit.strategies.trial_run import ghost_runs
+from memfit.trials.script_standbys import ScriptStandbys
+from memfit.trials.trial_run import ghost_runs
 
 
 def gpus_for(  # noqa: PLR0913 - one parameter an option

@@ -18,8 +18,8 @@ from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, run_script, script_command
 from memfit.run.resolve_options import ghost_settings
 from memfit.scaffold.job_file import text_of_job
-from memfit.strategies.trial_run import trial_runner
 from memfit.temporary_folders import TemporaryFolder
+from memfit.trials.trial_run import trial_runner
 
 _OBSERVER = "memfit.scaffold.observe"
 FUNCTION = "make_job"

@@ -22,10 +22,10 @@ from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, script_command
 from memfit.run.rank import Rank
 from memfit.run.resolve_options import ghost_settings
-from memfit.strategies.rank_runs import RankRuns, UnfinishedRankError
-from memfit.strategies.runs_ahead import ProgressOfFirst, RunsAhead
 from memfit.strategies.suggestions import unknown_name_error
 from memfit.temporary_folders import TemporaryFolder
+from memfit.trials.rank_runs import RankRuns, UnfinishedRankError
+from memfit.trials.runs_ahead import ProgressOfFirst, RunsAhead
 from memfit.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:

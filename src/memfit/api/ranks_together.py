@@ -14,8 +14,8 @@ from memfit.run.options import RunOptions
 from memfit.run.parent import PATIENCE, Progress, run_script, script_command
 from memfit.run.resolve_options import ghost_settings
 from memfit.run.started_by_torchrun import SharedTraces
-from memfit.strategies.trial_run import trial_runner
 from memfit.trace.trace_file import read_trace, write_trace
+from memfit.trials.trial_run import trial_runner
 
 _RACES, _RAN = "streams race", "ran"
 

@@ -12,7 +12,7 @@ import msgspec
 from memfit.card.nccl_probe import STAGES, ProbedNccl, ProbedRank
 from memfit.devices import find_device
 from memfit.errors import UnknownDeviceError
-from memfit.ghost.nccl_memory import KERNELS, Communicator, nccl_memory
+from memfit.ghost.ranks.nccl_memory import KERNELS, Communicator, nccl_memory
 from memfit.python_command import python_code
 from memfit.records import NcclMeasurement, NcclStage
 from memfit.temporary_folders import TemporaryFolder

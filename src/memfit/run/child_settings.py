@@ -37,7 +37,7 @@ class ChildSettings(msgspec.Struct, frozen=True):
     progress: str
     """Named pipe that the child writes its progress to."""
     asks: str = ""
-    """Where ranks ask for others (``ghost/exchanged_objects.py``); empty if there are no others."""
+    """Where ranks ask for others (``ghost/ranks/exchanged_objects.py``); empty if there are no others."""
     standby: int | None = None
     """Descriptor of the socket of the script's standby (``standby.py``); None if there is to be none."""
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from memfit.devices import Device
 from memfit.ghost.ffi import CommunicatorUse, Ghost
-from memfit.ghost.nccl_memory import KERNELS, Communicator, nccl_memory
+from memfit.ghost.ranks.nccl_memory import KERNELS, Communicator, nccl_memory
 from memfit.records import Figure, Provenance
 from memfit.units import format_bytes
 

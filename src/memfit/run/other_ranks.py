@@ -1,7 +1,7 @@
 """Ranks that run beside the script because it waits for objects that only they have.
 
-The ranks exchange them through files (``ghost/exchanged_objects.py``). Their output is hidden, and they end
-with the script at the latest.
+The ranks exchange them through files (``ghost/ranks/exchanged_objects.py``). Their output is hidden, and they
+end with the script at the latest.
 """
 
 import os

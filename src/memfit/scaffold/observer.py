@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from memfit.injection.optimized_models import OptimizedModels, listed, parameters_in
 from memfit.recording.hooks import InstalledHooks
 from memfit.records import JobObservation
 from memfit.scaffold.call_sites import CallSite, call_sites, creation_site
 from memfit.scaffold.job_parts import NoJobError, Seen, job_of
-from memfit.strategies.optimized_models import OptimizedModels, listed, parameters_in
 
 
 def _classes(given: Mapping[str, Any]) -> tuple[Any, int]:

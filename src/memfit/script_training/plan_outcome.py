@@ -15,12 +15,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from memfit.errors import TargetError
+from memfit.injection.intervention import InjectionReport
 from memfit.planning.plan_file import PlanFile
 from memfit.records.targets import typed
 from memfit.report.escape import escaped
 from memfit.script_training.carried_out import CarriedOut
-from memfit.strategies.intervention import InjectionReport
-from memfit.strategies.trial_run import why_again
+from memfit.trials.trial_run import why_again
 
 CONF = "PYTORCH_ALLOC_CONF"
 FLAG = "--as-far-as-it-goes"

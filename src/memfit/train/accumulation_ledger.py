@@ -16,9 +16,9 @@ from memfit.errors import RankFailedError, TornUpdateError, UsageError
 from memfit.train.accumulation_window import Window
 from memfit.train.data.loader_position import Position
 from memfit.train.optimizer_update import INTERRUPTED, OptimizerUpdate
-from memfit.train.rank_differences import Facts
 from memfit.train.rank_gradients import Phase, RankGradients
-from memfit.train.rank_settings import learning_rates
+from memfit.train.ranks.rank_differences import Facts
+from memfit.train.ranks.rank_settings import learning_rates
 from memfit.train.step_result import StepResult
 from memfit.train.step_snapshots import StepSnapshot
 

@@ -28,7 +28,6 @@ from memfit.train.job import Job
 from memfit.train.loss_scaler import LossScaler
 from memfit.train.optimizer_update import OptimizerUpdate, Protect
 from memfit.train.rank_gradients import RankGradients, ReplicaGradients, ShardGradients
-from memfit.train.rank_settings import optimizer_settings, settings_of
 from memfit.train.rank_setup import (
     copy_from_first_rank,
     expect_trainable_by_ranks,
@@ -36,7 +35,8 @@ from memfit.train.rank_setup import (
     reduced_optimizer,
     sharded_optimizer,
 )
-from memfit.train.ranks import OneRank, ranks_of_job
+from memfit.train.ranks.job_ranks import OneRank, ranks_of_job
+from memfit.train.ranks.rank_settings import optimizer_settings, settings_of
 from memfit.train.resume.local_optimizer import local_optimizer
 from memfit.train.schedule import check_schedule, schedule_of
 

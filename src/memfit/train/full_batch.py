@@ -27,7 +27,7 @@ from memfit.train.cuda_graphs import StepGraphs
 from memfit.train.data.split_batch import BatchSplitter, even_sizes
 from memfit.train.job import Loss
 from memfit.train.oom_rollback import is_out_of_memory
-from memfit.train.ranks import RAN_OUT, PeerOutOfMemoryError
+from memfit.train.ranks.job_ranks import RAN_OUT, PeerOutOfMemoryError
 from memfit.train.step_result import StepResult
 from memfit.train.step_snapshots import StepSnapshot, StepSnapshots
 

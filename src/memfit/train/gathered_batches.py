@@ -13,7 +13,7 @@ from memfit.strategies.accumulation import Accumulation, Remainder
 from memfit.train.accumulation_ledger import AccumulationLedger
 from memfit.train.accumulation_window import Window
 from memfit.train.data.loader_batch_size import expect_batches_of
-from memfit.train.ranks import OneRank
+from memfit.train.ranks.job_ranks import OneRank
 
 if TYPE_CHECKING:
     from memfit.train.step_result import StepResult

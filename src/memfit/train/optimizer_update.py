@@ -28,7 +28,7 @@ from memfit.train.cuda_graphs import StepGraphs
 from memfit.train.gradient_sums import GradientSums
 from memfit.train.loss_scaler import LossScaler
 from memfit.train.oom_rollback import OptimizerBackup, is_out_of_memory
-from memfit.train.ranks import OneRank
+from memfit.train.ranks.job_ranks import OneRank
 from memfit.train.schedule import Schedule
 
 if TYPE_CHECKING:

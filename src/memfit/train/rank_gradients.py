@@ -23,7 +23,7 @@ from memfit.strategies.mechanisms.tensors import tensors_in
 from memfit.train.accumulation_window import Window
 from memfit.train.kept_gradients import KeptGradients
 from memfit.train.optimizer_update import OptimizerUpdate
-from memfit.train.ranks import OneRank
+from memfit.train.ranks.job_ranks import OneRank
 
 Phase = Literal["preparation", "forward", "backward", "update"]
 BUCKET_BYTES = 25 << 20  # DistributedDataParallel's

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from memfit.injection.intervention import InjectionReport
 from memfit.planning.same_samples import elements, other_rows
 from memfit.records import Equality, FedTensor, GradientDifference
-from memfit.strategies.intervention import InjectionReport
 from memfit.verification.first_update import FirstUpdate
 
 BOUNDS = {"float64": 1e-12, "float32": 1e-5, "tf32": 1e-2, "float16": 1e-2, "bfloat16": 5e-2}

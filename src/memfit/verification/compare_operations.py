@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from memfit.records import CountedOperations, OperationCounts
-from memfit.strategies.trial_run import why_again
+from memfit.trials.trial_run import why_again
 
 
 def counted(

@@ -79,7 +79,7 @@ def main() -> None:
     if settings.on_cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if settings.change:
-        from memfit.strategies.inject_plan import install
+        from memfit.injection.inject_plan import install
 
         install(settings.change)
     after_import("torch", partial(_watch, settings))

@@ -13,7 +13,7 @@ from memfit.records import MeasuredPeak
 from memfit.records.targets import typed
 from memfit.run.options import RunOptions
 from memfit.run.parent import Progress, run_script
-from memfit.strategies.trial_run import injected
+from memfit.trials.trial_run import injected
 
 
 def measured_peak(

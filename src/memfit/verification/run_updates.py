@@ -21,8 +21,8 @@ from memfit.records.targets import typed
 from memfit.run.options import RunOptions
 from memfit.run.parent import Progress
 from memfit.run.process_tree import kill_descendants
-from memfit.strategies.trial_run import injected
 from memfit.temporary_folders import TemporaryFolder
+from memfit.trials.trial_run import injected
 from memfit.verification.compare_gradients import (
     UpdateRun,
     bound_of,

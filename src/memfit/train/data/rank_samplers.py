@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
-from memfit.train.ranks import OneRank
+from memfit.train.ranks.job_ranks import OneRank
 from memfit.user_frame import warn_user
 
 _DIGEST_BYTES = 6  # exact in a float64

@@ -17,7 +17,7 @@ from memfit.strategies.plan import Plan
 from memfit.train.accumulation_ledger import AccumulationLedger
 from memfit.train.callbacks import Callback
 from memfit.train.full_batch import FullBatchStepper
-from memfit.train.ranks import OneRank
+from memfit.train.ranks.job_ranks import OneRank
 
 
 @dataclass(slots=True, eq=False)

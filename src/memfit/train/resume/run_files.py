@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from memfit.errors import UsageError
-from memfit.train.ranks import OneRank
+from memfit.train.ranks.job_ranks import OneRank
 from memfit.train.resume import state_file
 from memfit.train.resume.compatibility import check_compatible, check_groups, expect_no_window
 from memfit.train.resume.engine_parts import EngineParts, bare_model, parameter_groups

@@ -9,10 +9,10 @@ from typing import Self
 
 from memfit.analysis.script_change import ScriptChange
 from memfit.run.child_settings import GhostSettings
-from memfit.run.forked_runs import Standby
 from memfit.run.options import RunOptions
-from memfit.run.side_by_side import most_in_memory
 from memfit.run.start_script import StartScript, start_script
+from memfit.trials.forked_runs import Standby
+from memfit.trials.side_by_side import most_in_memory
 
 _LATE_STRATEGIES = ("checkpointing", "compilation", "offload", "optimizer_state")
 """Strategies that change nothing before a model is called."""

@@ -8,7 +8,7 @@ from functools import partial
 from memfit.analysis.script_change import RunTrial, ScriptChange, TrialResult
 from memfit.records import ScriptEnd
 from memfit.run.parent import Progress
-from memfit.run.side_by_side import most_side_by_side, side_by_side
+from memfit.trials.side_by_side import most_side_by_side, side_by_side
 
 
 class ProgressOfFirst:

@@ -22,8 +22,8 @@ from memfit.records import ScriptEnd, ScriptLocation
 from memfit.run.options import RunOptions
 from memfit.run.parent import Progress
 from memfit.run.rank import Rank
-from memfit.strategies.script_standbys import ScriptStandbys
-from memfit.strategies.trial_run import trial_runner
+from memfit.trials.script_standbys import ScriptStandbys
+from memfit.trials.trial_run import trial_runner
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,19 +20,19 @@ import msgspec
 
 from memfit.errors import UsageError
 from memfit.ghost.patching.after_import import after_import
+from memfit.injection.intervention import InjectionReport, Intervention
+from memfit.injection.optimized_models import OptimizedModels, listed, parameters_in
 from memfit.random_state import seed_generators
 from memfit.recording.loader_batch_size import creator
 from memfit.records import LoaderBatchSize, OperationCounts
 from memfit.run.output import silence
-from memfit.strategies.intervention import InjectionReport, Intervention
-from memfit.strategies.optimized_models import OptimizedModels, listed, parameters_in
 from memfit.user_frame import innermost_line, user_line
 
 if TYPE_CHECKING:
+    from memfit.injection.inject_optimizer_state import OptimizerStateInjector
+    from memfit.injection.inject_sharding import ShardingInjector
     from memfit.recording.hooks import InstalledHooks
     from memfit.recording.script_operations import ScriptOperations
-    from memfit.strategies.inject_optimizer_state import OptimizerStateInjector
-    from memfit.strategies.inject_sharding import ShardingInjector
     from memfit.strategies.mechanisms.operation_counter import OperationCounter
     from memfit.strategies.plan import Plan
 
@@ -103,7 +103,7 @@ def _intervene(change: Intervention, on_report: Callable[[InjectionReport], None
             report.update(refusals=(str(error),), refused=("",))
             raise
     if change.micro_batches > 1:
-        from memfit.strategies.inject_accumulation import HeldBackUpdates
+        from memfit.injection.inject_accumulation import HeldBackUpdates
 
         HeldBackUpdates(
             change.micro_batches, lambda why: report.update(cannot_accumulate=why), settles=not change.late
@@ -221,7 +221,7 @@ class _PlanInjector:
         self._file = report
         self._state: OptimizerStateInjector | None = None
         if plan.optimizer_state is not None:
-            from memfit.strategies import inject_optimizer_state
+            from memfit.injection import inject_optimizer_state
 
             self._state = inject_optimizer_state.OptimizerStateInjector(
                 plan.optimizer_state,
@@ -237,7 +237,7 @@ class _PlanInjector:
         if self._plan.sharding is not None:
             if self._state is not None:
                 raise UsageError("memfit does not try optimizer_state and sharding together in a script.")
-            from memfit.strategies import inject_sharding
+            from memfit.injection import inject_sharding
 
             self._sharder = inject_sharding.ShardingInjector(
                 self._plan.sharding, self._plan, self._refuse, self._report

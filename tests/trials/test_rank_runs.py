@@ -8,8 +8,8 @@ from memfit.analysis.script_change import PlannedStrategy, ScriptChange, TrialRe
 from memfit.records import Action, DeviceUse, Figure, Provenance, ScriptEnd
 from memfit.run.options import RunOptions
 from memfit.run.rank import Rank
-from memfit.strategies import rank_runs
-from memfit.strategies.rank_runs import RankRuns, UnfinishedRankError
+from memfit.trials import rank_runs
+from memfit.trials.rank_runs import RankRuns, UnfinishedRankError
 from support.traces import BASE, trace_of
 
 MIB = 1 << 20

@@ -20,9 +20,9 @@ from weakref import ref
 import torch
 
 from memfit.errors import RankFailedError, UsageError
-from memfit.train.lost_ranks import RankProcesses, is_broken_connection
 from memfit.train.oom_rollback import is_out_of_memory
-from memfit.train.rank_differences import Facts, difference, digest
+from memfit.train.ranks.lost_ranks import RankProcesses, is_broken_connection
+from memfit.train.ranks.rank_differences import Facts, difference, digest
 from memfit.user_frame import innermost_line, place_of
 
 RAN_OUT, FAILED = 1, 2

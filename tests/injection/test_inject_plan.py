@@ -15,14 +15,15 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 import memfit
 from memfit.analysis.script_change import PlannedStrategy, ScriptChange, TrialResult
 from memfit.errors import TargetError
+from memfit.injection import inject_plan
+from memfit.injection.intervention import NEVER_CALLED, InjectionReport, Intervention
+from memfit.injection.optimized_models import OptimizedModels
 from memfit.recording.hooks import InstalledHooks
 from memfit.records import LoaderBatchSize, ScriptEnd
 from memfit.run.options import RunOptions
 from memfit.run.parent import Progress, RecordedRun
-from memfit.strategies import inject_plan, trial_run
-from memfit.strategies.intervention import NEVER_CALLED, InjectionReport, Intervention
 from memfit.strategies.mechanisms.wrap_forward import wrappers
-from memfit.strategies.optimized_models import OptimizedModels
+from memfit.trials import trial_run
 from support.traces import trace_of
 
 

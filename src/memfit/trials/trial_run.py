@@ -9,6 +9,7 @@ from msgspec import json
 
 from memfit.analysis.script_change import RunTrial, ScriptChange, TrialResult, ran_to_completion
 from memfit.errors import MemfitError
+from memfit.injection.intervention import InjectionReport, Intervention
 from memfit.planning.plan_runs import GhostRuns
 from memfit.records import ScriptEnd, StepOperations
 from memfit.run.child_settings import GhostSettings
@@ -16,11 +17,10 @@ from memfit.run.options import RunOptions
 from memfit.run.parent import Progress, run_script
 from memfit.run.resolve_options import ghost_settings
 from memfit.run.start_script import StartScript, start_script
-from memfit.strategies.intervention import InjectionReport, Intervention
-from memfit.strategies.script_standbys import ScriptRun, ScriptStandbys
 from memfit.temporary_folders import TemporaryFolder
+from memfit.trials.script_standbys import ScriptRun, ScriptStandbys
 
-_INJECTOR = "memfit.strategies.inject_plan"
+_INJECTOR = "memfit.injection.inject_plan"
 _NOTHING = ScriptChange()
 _REPORT, _OPERATIONS = "report.json", "operations.json"
 

@@ -13,10 +13,9 @@ import pytest
 
 from memfit.analysis.script_change import ScriptChange, TrialResult
 from memfit.records import ScriptEnd
-from memfit.run import side_by_side
 from memfit.run.parent import Progress
-from memfit.strategies import runs_ahead
-from memfit.strategies.runs_ahead import ProgressOfFirst, RunsAhead
+from memfit.trials import runs_ahead, side_by_side
+from memfit.trials.runs_ahead import ProgressOfFirst, RunsAhead
 from support.traces import trace_of
 
 CHANGES = [ScriptChange(micro_batches=parts) for parts in (1, 2, 4)]
@@ -138,7 +137,7 @@ TWO_RUNS = """
     from memfit.run.options import RunOptions
     from memfit.run.parent import run_script
     from memfit.run.resolve_options import ghost_settings
-    from memfit.run.side_by_side import side_by_side
+    from memfit.trials.side_by_side import side_by_side
 
     options = RunOptions()
     run = partial(run_script, options=options, ghost=ghost_settings(options), output=None, on_progress=str)

@@ -3,7 +3,7 @@
 import pytest
 
 from memfit.devices import find_device
-from memfit.ghost.nccl_memory import KERNELS, Communicator, nccl_memory
+from memfit.ghost.ranks.nccl_memory import KERNELS, Communicator, nccl_memory
 
 MIB = 1 << 20
 A100, H100 = find_device("A100-80GB"), find_device("H100")

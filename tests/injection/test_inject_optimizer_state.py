@@ -7,12 +7,12 @@ from torch import nn
 
 import memfit
 from memfit.errors import UsageError
+from memfit.injection import inject_plan
+from memfit.injection.intervention import InjectionReport, Intervention
+from memfit.injection.optimized_models import OptimizedModels
 from memfit.recording.hooks import InstalledHooks
-from memfit.strategies import inject_plan
-from memfit.strategies.intervention import InjectionReport, Intervention
 from memfit.strategies.mechanisms.offloaded_state import OffloadedState
 from memfit.strategies.mechanisms.own_step import own_step
-from memfit.strategies.optimized_models import OptimizedModels
 from support.late_stream import late_state_copies
 from support.optimizer_loops import halving, loss_of, net, same
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from memfit.ghost.exchanged_objects import ExchangedObjects
+from memfit.ghost.ranks.exchanged_objects import ExchangedObjects
 
 
 def ranks(folder):

@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from memfit.ghost.endless_waits import EndlessWaits
+from memfit.ghost.ranks.endless_waits import EndlessWaits
 
 _UNKNOWN_VALUE = bytes(128)
 """What a key that another rank would have set reads as: as long as NCCL's unique ID."""

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from memfit.injection import inject_accumulation
+from memfit.injection.inject_accumulation import HeldBackUpdates
 from memfit.recording.hooks import InstalledHooks
-from memfit.strategies import inject_accumulation
-from memfit.strategies.inject_accumulation import HeldBackUpdates
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from memfit.ghost.absent_ranks import VARIABLES
-from memfit.ghost.agreements import agree_between_ranks
 from memfit.ghost.ffi import Ghost
+from memfit.ghost.ranks.absent_ranks import VARIABLES
+from memfit.ghost.ranks.agreements import agree_between_ranks
 
 _TIMEOUT = timedelta(minutes=5)
 """How long a rank waits for the others in a collective."""

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit.errors import UsageError
-from memfit.strategies.inject_sharding import ShardingInjector
+from memfit.injection.inject_sharding import ShardingInjector
 from memfit.strategies.plan import Plan
 from memfit.strategies.sharding import Sharding
 

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from memfit.ghost.agreements import agree_with_this_rank
-from memfit.ghost.exchanged_objects import ExchangedObjects
 from memfit.ghost.patching.after_import import after_import
+from memfit.ghost.ranks.agreements import agree_with_this_rank
+from memfit.ghost.ranks.exchanged_objects import ExchangedObjects
 
 VARIABLES = {"TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 """The watchdogs would miss the other ranks."""
@@ -46,9 +46,9 @@ def stand_for_a_rank(
     from torch.distributed import distributed_c10d
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the fake backend
 
-    from memfit.ghost.answering_store import AnsweringStore, script_stores
-    from memfit.ghost.endless_waits import EndlessWaits
-    from memfit.ghost.object_lists import exchanging_functions
+    from memfit.ghost.ranks.answering_store import AnsweringStore, script_stores
+    from memfit.ghost.ranks.endless_waits import EndlessWaits
+    from memfit.ghost.ranks.object_lists import exchanging_functions
 
     os.environ.update(VARIABLES)
     plugins = distributed_c10d.Backend._plugins

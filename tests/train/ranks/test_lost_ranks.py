@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from memfit.train import lost_ranks, ranks
-from memfit.train.lost_ranks import RankProcesses, is_broken_connection
+from memfit.train.ranks import job_ranks, lost_ranks
+from memfit.train.ranks.lost_ranks import RankProcesses, is_broken_connection
 
 
 @pytest.mark.parametrize(
@@ -54,10 +54,10 @@ def test_a_rank_of_another_machine_is_not_named(monkeypatch):
 def test_the_group_of_an_engine_is_released_at_exit_if_the_script_has_destroyed_it(monkeypatch):
     """A thread of Gloo that still runs when the interpreter ends may abort the process."""
     at_exit = []
-    monkeypatch.setattr(ranks.atexit, "register", lambda *call: at_exit.append(call))
+    monkeypatch.setattr(job_ranks.atexit, "register", lambda *call: at_exit.append(call))
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        ours = ranks.Ranks()
+        ours = job_ranks.Ranks()
         ((release, reference),) = at_exit
         release(reference)
         assert ours.control is not None

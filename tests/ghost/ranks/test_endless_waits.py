@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from memfit.ghost import endless_waits
-from memfit.ghost.endless_waits import EndlessWaits
+from memfit.ghost.ranks import endless_waits
+from memfit.ghost.ranks.endless_waits import EndlessWaits
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""Injection: a change carried out in the process of a script that stays as it is."""
