@@ -2,11 +2,11 @@
 
     python benchmarks/engine_calls.py [--show] [--allowed 90]
 
-The window is in fp16 with two micro-batches, on two ranks (Gloo, on the CPU). From the end of one window to the
-end of the next, after a warm-up, the script counts calls of memfit's functions, the files of these functions,
-and file switches: consecutive calls of functions in different files. A reader who follows a window through the
-source turns to another file as often. ``--show`` prints the calls. Exits with 1 if there are more switches than
-``--allowed``.
+The window is in fp16 with two micro-batches, on two ranks (Gloo, on the CPU). From the end of one window to
+the end of the next, after a warm-up, the script counts calls of memfit's functions, the files of these
+functions, and file switches: consecutive calls of functions in different files. A reader who follows a window
+through the source turns to another file as often. ``--show`` prints the calls. Exits with 1 if there are more
+switches than ``--allowed``.
 """
 
 import argparse
