@@ -9,7 +9,8 @@ Buffers differ between ranks: each rank's batch norms see its own batches. Tenso
 the model is divided, so that they can be read with another sharding, or by a single process.
 
 Each rank saves its own random numbers, and a rank that is new is seeded. After a restart, a rank may use
-another GPU of its machine: the state of the GPU that it uses is saved, and restored on the GPU that it uses then.
+another GPU of its machine: the state of the GPU that it uses is saved, and restored on the one that it uses
+then.
 """
 
 import hashlib
@@ -189,7 +190,7 @@ def _empty(like: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
     return torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
 
 
-# ---- Shards of DTensors: this rank's part as a plain tensor, and back, without communication ----
+# ---- Shards of DTensors: this rank's part as a plain tensor, and back, without communication -------------
 
 
 def is_sharded(value: Any) -> bool:
@@ -232,7 +233,7 @@ def from_whole(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return from_part(local_part(divided), like)
 
 
-# ---- Random numbers of the ranks ----
+# ---- Random numbers of the ranks -------------------------------------------------------------------------
 
 
 def change_random(run: dict[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
