@@ -8,7 +8,7 @@ import pytest
 import torch
 from msgspec import json
 
-from memfit.recording.hooks import InstalledHooks
+from memfit.patching.installed_hooks import InstalledHooks
 from memfit.records import JobObservation
 from memfit.scaffold.job_file import text_of_job
 from memfit.scaffold.observer import JobObserver

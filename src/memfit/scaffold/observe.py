@@ -10,7 +10,7 @@ import functools
 import os
 from pathlib import Path
 
-from memfit.ghost.patching.after_import import after_import
+from memfit.patching.after_import import after_import
 from memfit.run.output import silence
 
 
@@ -26,7 +26,7 @@ def install(path: str) -> None:
 
 
 def _watch(path: Path) -> None:
-    from memfit.recording.hooks import InstalledHooks
+    from memfit.patching.installed_hooks import InstalledHooks
     from memfit.scaffold.observer import JobObserver
 
     JobObserver(path).install(InstalledHooks())

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memfit.injection.optimized_models import OptimizedModels, listed, parameters_in
-from memfit.recording.hooks import InstalledHooks
+from memfit.patching.installed_hooks import InstalledHooks
 from memfit.records import JobObservation
 from memfit.scaffold.call_sites import CallSite, call_sites, creation_site
 from memfit.scaffold.job_parts import NoJobError, Seen, job_of
