@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import memfit.train
 from memfit.errors import TornUpdateError
 from memfit.strategies.accumulation import Accumulation
+from memfit.strategies.mechanisms.own_step import own_step, replace_own_step
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.precision import LossScale, Precision
 from memfit.train.engine import Engine
@@ -238,8 +239,8 @@ def call_before_update(engine: Engine, callback: Callable[[], None]) -> None:
         engine.optimizer.register_step_pre_hook(lambda *_: callback())
         return
     if in_backward is None:  # it may refuse hooks
-        step = offloaded.step
-        offloaded.step = lambda: (callback(), step())
+        step = own_step(engine.optimizer)
+        replace_own_step(engine.optimizer, lambda: (callback(), step()))
         return
 
     class Watched(set[torch.Tensor]):

@@ -10,8 +10,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memfit.dispatch_modes import without_dispatch_modes
+from memfit.strategies import apply
 from memfit.strategies.mechanisms import offloaded_state
-from memfit.train import optimizer_update
 
 
 @dataclass(eq=False)
@@ -103,6 +103,6 @@ def late_state_copies() -> Iterator[list[LateStream]]:
 
     with (
         mock.patch.object(offloaded_state, "side_stream_copies", late),
-        mock.patch.object(optimizer_update, "BLOCK_BYTES", 64),
+        mock.patch.object(apply, "BLOCK_BYTES", 64),
     ):
         yield made

@@ -13,7 +13,7 @@ import torch
 from memfit.errors import UsageError
 from memfit.injection.intervention import NEVER_CALLED
 from memfit.patching.installed_hooks import InstalledHooks
-from memfit.strategies.apply_to_optimizer import apply_to_optimizer
+from memfit.strategies.apply import apply_to_optimizer
 from memfit.strategies.mechanisms.optimizer_info import parameters_of
 from memfit.strategies.optimizer_state import OptimizerState
 
@@ -88,7 +88,7 @@ class OptimizerStateInjector:
             if optimizer is None or not alive or any(map(self._has_engine, alive)):
                 continue
             try:
-                apply_to_optimizer(optimizer, alive, self.settings, self._refuse)
+                apply_to_optimizer(optimizer, alive, self.settings, refuse=self._refuse)
             except UsageError as error:  # they were not applied
                 self._refusal = self._refusal or str(error)
         self._report(self._refusal)

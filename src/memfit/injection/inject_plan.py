@@ -252,7 +252,6 @@ class _PlanInjector:
         self._counter.install(hooks)
         hooks.wrap(torch.optim.Optimizer, "__init__", self._optimized)
         hooks.wrap(apply, "apply_to_model", self._applied)
-        hooks.wrap(apply, "apply_for_engine", self._applied_for_engine)
         if self._sharder is not None:
             self._sharder.install(hooks)
 
@@ -308,22 +307,25 @@ class _PlanInjector:
             self._applying = False
         self._has_plan(model, name)
 
-    def _applied_for_engine(self, original: Callable[..., Any], model: Any, plan: "Plan") -> Any:
-        """Have an engine of the script's carry out what its plan leaves to us."""
-        if self._state is None or plan.optimizer_state is not None:
+    def _applied(
+        self, original: Callable[..., Any], model: Any, plan: "Plan", *, in_engine: bool = False
+    ) -> Any:
+        """Apply a plan of the script's; an engine carries out what its plan leaves to us."""
+        if self._applying:
             return original(model, plan)
-        result = original(model, replace(plan, optimizer_state=self._state.settings))
+        if not in_engine or self._state is None or plan.optimizer_state is not None:
+            return self._applied_with_ours(original, model, plan)
+        plan = replace(plan, optimizer_state=self._state.settings)
+        result = self._applied_with_ours(original, model, plan)
         self._state.leave_to_engine(model)
         if not any(reference() is model for reference, _ in self._planned):
             self._planned_by_script(model)
         return result
 
-    def _applied(self, original: Callable[..., Any], model: Any, plan: "Plan") -> Any:
+    def _applied_with_ours(self, original: Callable[..., Any], model: Any, plan: "Plan") -> Any:
         """Apply a plan of the script's, and the strategies that it leaves to us."""
         from memfit.strategies.apply import revert
 
-        if self._applying:
-            return original(model, plan)
         if self._state is not None:
             self._state.expect_no_other(plan.optimizer_state)
         if self._sharder is not None:

@@ -20,8 +20,7 @@ from torch.optim import Optimizer
 from memfit.errors import UsageError
 from memfit.planning.plan_file import PlanFile, read_plan
 from memfit.strategies.accumulation import Accumulation, Remainder
-from memfit.strategies.apply import apply, on_revert
-from memfit.strategies.apply_to_optimizer import apply_to_optimizer
+from memfit.strategies.apply import apply, apply_to_optimizer, on_revert
 from memfit.strategies.configuration import Configuration
 from memfit.strategies.plan import Plan
 from memfit.strategies.precision import Dtype, LossScale, Precision
@@ -127,9 +126,9 @@ class TrainerPlan:
         if self.changes.optimizer_state is None:
             return
         models = list(models)
-        undo = apply_to_optimizer(optimizer, models, self.changes.optimizer_state)
+        applied = apply_to_optimizer(optimizer, models, self.changes.optimizer_state)
         for model in models[:1]:
-            on_revert(model, undo)
+            on_revert(model, applied.undo)
 
     def hold_static(self, scaler: torch.amp.GradScaler) -> None:
         """Have the trainer's scaler keep its scale, if that of the plan is static."""

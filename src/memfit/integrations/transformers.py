@@ -17,7 +17,7 @@ from memfit.estimating.training_step import OptimizerCopy
 from memfit.integrations.extras import needs_extra
 from memfit.integrations.trainer_plan import TrainerPlan
 from memfit.random_state import get_random_state, set_random_state
-from memfit.strategies.apply_to_optimizer import apply_to_optimizer
+from memfit.strategies.apply import apply_to_optimizer
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.precision import LossScale
 

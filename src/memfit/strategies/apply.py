@@ -1,25 +1,38 @@
-"""Apply a plan to a model in place, and revert it."""
+"""Apply a plan to a model and its optimizer in place, and revert it: in any loop, memfit's or another's.
 
-from collections.abc import Callable
+    apply_to_model        the strategies that change the model: precision, checkpointing, offload, compilation
+    apply_to_optimizer    bits, implementation    the optimizer becomes another, in place
+                          offload                 its step becomes that of ``OffloadedState``
+                          step_in_backward        hooks on its parameters; ``step`` finds nothing left to do
+
+``memfit.apply``, ``Engine``, trainers and ``inject_plan`` call both, each when its loop has what they need.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from memfit.errors import UsageError
-from memfit.strategies.apply_to_optimizer import apply_to_optimizer
 from memfit.strategies.configuration import Configuration
+from memfit.strategies.mechanisms.gradient_guard import GradientGuard
+from memfit.strategies.mechanisms.master_weights import replace_parameters, rounding_into_parameters
+from memfit.strategies.mechanisms.offloaded_state import BLOCK_BYTES, OffloadedState
+from memfit.strategies.mechanisms.own_step import expect_own_step, replace_own_step
+from memfit.strategies.mechanisms.step_in_backward import StepInBackward, raise_usage_error
 from memfit.strategies.mechanisms.wrap_forward import wrappers
+from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.plan import Plan, sharding_conflict
 from memfit.strategies.sharding import sharding_of
 
-_APPLIED: WeakKeyDictionary[nn.Module, ExitStack] = WeakKeyDictionary()
+_APPLIED: weakref.WeakKeyDictionary[nn.Module, ExitStack] = weakref.WeakKeyDictionary()
 
 
 def apply(model: nn.Module, plan: Any, *, optimizer: Optimizer | None = None) -> nn.Module:
@@ -74,7 +87,7 @@ def apply(model: nn.Module, plan: Any, *, optimizer: Optimizer | None = None) ->
     apply_to_model(model, replace(plan, sharding=None))
     try:
         if plan.optimizer_state is not None and optimizer is not None:
-            on_revert(model, apply_to_optimizer(optimizer, [model], plan.optimizer_state))
+            on_revert(model, apply_to_optimizer(optimizer, [model], plan.optimizer_state).undo)
         return model if plan.sharding is None else plan.sharding.shard(model)
     except Exception:
         revert(model)
@@ -101,19 +114,20 @@ def _expect_optimizer(plan: Plan, optimizer: Optimizer | None) -> None:
         )
 
 
-def apply_for_engine(model: nn.Module, plan: Plan) -> Plan:
-    """Do what ``apply_to_model`` does, for an engine, which carries out the rest of the plan it gets back."""
-    return apply_to_model(model, plan)
-
-
-def apply_to_model(model: nn.Module, plan: Plan) -> Plan:
+def apply_to_model(model: nn.Module, plan: Plan, *, in_engine: bool = False) -> Plan:  # noqa: ARG001
     """Apply a plan's strategies that change the model: all of them, or none if one does not suit.
 
     The plan's sharding is left to the caller: it replaces the model or its parameters. So is its
     ``optimizer_state``.
 
+    Args:
+        model: without a plan so far.
+        plan: whose strategies to apply.
+        in_engine: whether the caller is an engine, which carries out the rest of the plan that it gets back:
+            for ``inject_plan``, which may complete the plan.
+
     Returns:
-        The plan, which ``inject_plan`` may have completed.
+        The plan.
 
     Raises:
         UsageError: one does not suit.
@@ -130,6 +144,73 @@ def apply_to_model(model: nn.Module, plan: Plan) -> Plan:
         if any(hasattr(strategy, "apply") for strategy in plan.strategies()):
             _APPLIED[model] = undo.pop_all()
     return plan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AppliedToOptimizer:
+    """What carries out the settings of an optimizer, and what undoes it."""
+
+    offloaded: OffloadedState | None = None
+    """Steps in the optimizer's place, and keeps its state on the host."""
+    in_backward: StepInBackward | None = None
+    """Updates parameters in backward."""
+    undo: Callable[[], None] = lambda: None
+    """Undoes all but ``bits``, ``implementation`` and float32 copies."""
+
+
+def apply_to_optimizer(
+    optimizer: Optimizer,
+    models: Iterable[nn.Module],
+    state: OptimizerState,
+    *,
+    refuse: Callable[[str], None] = raise_usage_error,
+    masters: Mapping[nn.Parameter, nn.Parameter] | None = None,
+    guarded: bool = True,
+) -> AppliedToOptimizer:
+    """Have an optimizer use a plan's settings in the loop that steps it.
+
+    Args:
+        optimizer: the only one that has its parameters.
+        models: those whose parameters it updates.
+        state: the settings.
+        refuse: called with the reason if, later on, the loop turns out not to suit ``step_in_backward``.
+        masters: float32 copies that the optimizer updates in place of parameters.
+        guarded: whether the loop may use gradients after backward, which ``step_in_backward`` then refuses.
+
+    Raises:
+        UsageError: the settings do not suit the optimizer.
+    """
+    if state != OptimizerState():
+        expect_own_step(optimizer)
+    state.optimizer(optimizer, *models)
+    with ExitStack() as undo:
+        if masters:
+            replace_parameters(optimizer, masters)
+        offloaded = in_backward = None
+        if state.offload:
+            blocks = 0 if state.step_in_backward else BLOCK_BYTES
+            updated = rounding_into_parameters(masters) if masters else None
+            offloaded = OffloadedState(optimizer, blocks, updated)
+            undo.callback(replace_own_step(optimizer, offloaded.step))
+            undo.callback(_fetch_state, weakref.ref(optimizer), weakref.ref(offloaded))
+            offloaded.send_all()
+        if state.step_in_backward:
+            in_backward = StepInBackward(optimizer, offloaded, refuse)
+            for hook in in_backward.hooks():
+                undo.callback(hook.remove)
+            if guarded:
+                undo.callback(GradientGuard(optimizer, in_backward, refuse).remove)
+        return AppliedToOptimizer(offloaded, in_backward, undo.pop_all().close)
+
+
+def _fetch_state(optimizer: weakref.ref[Optimizer], offloaded: weakref.ref[OffloadedState]) -> None:
+    """Move an optimizer's state back to the device, where its own ``step`` needs it.
+
+    The model's plan holds neither strongly: their memory is freed with the script's last reference.
+    """
+    held = offloaded()
+    if optimizer() is not None and held is not None:
+        held.fetch_all()
 
 
 def on_revert(model: nn.Module, step: Callable[[], None], *, last: bool = False) -> None:

@@ -14,6 +14,11 @@ from torch import nn
 from memfit.errors import UsageError
 from memfit.strategies import apply
 from memfit.strategies.accumulation import Accumulation
+from memfit.strategies.mechanisms.master_weights import (
+    float32_copies,
+    replace_parameters,
+    write_to_parameters,
+)
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.plan import Plan
 from memfit.strategies.precision import Precision, device_type
@@ -22,21 +27,15 @@ from memfit.train.cuda_graphs import make_step_graphs
 from memfit.train.data.split_batch import warn_of_batch_norms
 from memfit.train.job import Job, schedule_of
 from memfit.train.loss_scaler import LossScaler
-from memfit.train.optimizer_update import (
-    OptimizerUpdate,
-    Protect,
-    float32_copies,
-    replace_parameters,
-    write_to_parameters,
-)
+from memfit.train.optimizer_update import OptimizerUpdate, Protect
 from memfit.train.ranks.job_ranks import OneRank, ranks_of_job
 from memfit.train.ranks.rank_gradients import RankGradients, ReplicaGradients, ShardGradients
 from memfit.train.ranks.rank_settings import optimizer_settings, settings_of
 from memfit.train.ranks.rank_setup import (
     copy_from_first_rank,
+    expect_reduced,
     expect_trainable_by_ranks,
     rank_gradients,
-    reduced_optimizer,
     sharded_optimizer,
 )
 from memfit.train.resume.local_optimizer import local_optimizer
@@ -108,7 +107,7 @@ def _set_up(
         copy_from_first_rank(model, ranks)
     masters = float32_copies(model.parameters()) if precision.master_weights else {}
     plain = inside_replica(model)
-    applied = apply.apply_for_engine(plain, replace(plan, sharding=None))
+    applied = apply.apply_to_model(plain, replace(plan, sharding=None), in_engine=True)
     model = model if plan.sharding is None else plan.sharding.shard(model)
     gradients = rank_gradients(model, ranks)
     optimizer = sharded_optimizer(job, plan.sharding, model)
@@ -117,11 +116,12 @@ def _set_up(
             "LBFGS evaluates the loss several times per step, but memfit.Engine processes each "
             "batch only once. Use your own training loop; memfit.apply(model, plan) works there."
         )
+    expect_reduced(optimizer, model, ranks)
     state = applied.optimizer_state or OptimizerState()
-    if applied.optimizer_state is not None:
-        applied.optimizer_state.optimizer(optimizer, model)
-    optimizer = reduced_optimizer(optimizer, plan.sharding, model, ranks)
-    replace_parameters(optimizer, masters)
+    on_optimizer = apply.apply_to_optimizer(optimizer, [model], state, masters=masters, guarded=False)
+    apply.on_revert(plain, on_optimizer.undo)
+    if plan.sharding is not None:
+        optimizer = plan.sharding.optimizer(optimizer, model)
     sums = gradient_sums(model, accumulation, masters)
     if cuda_graphs:
         _expect_capturable(precision, sums, state)
@@ -137,12 +137,9 @@ def _set_up(
         max_grad_norm=max_grad_norm,
         protect=protect,
         graphs=make_step_graphs(optimizer) if cuda_graphs else None,
-        in_backward=state.step_in_backward,
-        offload=state.offload,
+        on_optimizer=on_optimizer,
         ranks=ranks,
     )
-    if update.offloaded is not None:
-        update.offloaded.send_all()
     if isinstance(gradients, ReplicaGradients):
         if local_optimizer(optimizer) is not optimizer:
             gradients.agree_before_broadcast(optimizer)
@@ -153,8 +150,6 @@ def _set_up(
 
 def _undo_on_revert(plain: nn.Module, update: OptimizerUpdate, gradients: RankGradients) -> None:
     """Have ``revert`` undo what an engine changes beside its strategies."""
-    if update.offloaded is not None:
-        apply.on_revert(plain, partial(_fetch_state, ref(update)))
     if update.masters:
         apply.on_revert(plain, partial(_restore_float32_parameters, ref(update)), last=True)
     if isinstance(gradients, ReplicaGradients):
@@ -186,10 +181,3 @@ def _restore_float32_parameters(reference: "ref[OptimizerUpdate]") -> None:
         write_to_parameters(update.masters)
         originals = {master: parameter for parameter, master in update.masters.items()}
         replace_parameters(update.optimizer, originals)
-
-
-def _fetch_state(reference: "ref[OptimizerUpdate]") -> None:
-    """Move an optimizer's state back to the device, where its own ``step`` needs it."""
-    update = reference()
-    if update is not None and update.offloaded is not None:
-        update.offloaded.fetch_all()

@@ -11,7 +11,7 @@ opens.
 
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
@@ -19,9 +19,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from memfit.errors import TornUpdateError, UsageError
-from memfit.strategies.mechanisms.offloaded_state import BLOCK_BYTES, OffloadedState
+from memfit.strategies.apply import AppliedToOptimizer
+from memfit.strategies.mechanisms.master_weights import write_to_parameters
 from memfit.strategies.mechanisms.optimizer_info import parameters_of
-from memfit.strategies.mechanisms.step_in_backward import StepInBackward
 from memfit.train.cuda_graphs import StepGraphs
 from memfit.train.job import Schedule
 from memfit.train.loss_scaler import LossScaler
@@ -55,12 +55,11 @@ class OptimizerUpdate:
             if memory runs out inside it. ``"auto"``: the first time, when states are allocated, and after
             the allocator had to release its cache.
         graphs: steps in the optimizer's place and zeroes gradients, if the step was captured.
-        in_backward: parameters are updated in backward, and the step at the end has nothing to do.
-        offload: the optimizer's state waits on the host between updates.
+        on_optimizer: its settings, as they were applied.
         ranks: that update together: all copy before an update, or none.
 
     Raises:
-        UsageError: the optimizer cannot step in backward, or gradients are to be clipped as well.
+        UsageError: the optimizer steps in backward, and gradients are to be clipped as well.
     """
 
     def __init__(  # noqa: PLR0913 - the parts that meet here
@@ -75,13 +74,13 @@ class OptimizerUpdate:
         max_grad_norm: float | None,
         protect: Protect,
         graphs: StepGraphs | None = None,
-        in_backward: bool = False,
-        offload: bool = False,
+        on_optimizer: AppliedToOptimizer | None = None,
         ranks: OneRank | None = None,
     ) -> None:
         if protect not in get_args(Protect):
             raise UsageError(f"protect must be one of {', '.join(get_args(Protect))}, not {protect!r}.")
-        if in_backward and max_grad_norm is not None:
+        on_optimizer = on_optimizer or AppliedToOptimizer()
+        if on_optimizer.in_backward is not None and max_grad_norm is not None:
             raise UsageError(
                 "step_in_backward and max_grad_norm cannot be combined. step_in_backward updates parameters "
                 "before the norm of all gradients is known. Leave out one of the two."
@@ -95,11 +94,7 @@ class OptimizerUpdate:
         self._devices = {parameter.device for parameter in parameters_of(optimizer) if parameter.is_cuda}
         self._cache_releases, self._most_gradients = self._count_cache_releases(), 0
         self.graphs = graphs
-        blocks = 0 if in_backward else BLOCK_BYTES
-        updated = _rounding(masters) if masters else None
-        self.offloaded = OffloadedState(optimizer, blocks, updated) if offload else None
-        self._stepper = graphs or self.offloaded or optimizer
-        self.in_backward = StepInBackward(optimizer, self.offloaded) if in_backward else None
+        self.offloaded, self.in_backward = on_optimizer.offloaded, on_optimizer.in_backward
         if self.in_backward is not None:
             self.in_backward.active = False
         self._backup: OptimizerBackup | None = None
@@ -128,7 +123,7 @@ class OptimizerUpdate:
 
     def hooks(self) -> list[RemovableHandle]:
         """Return the hooks on parameters: handles, which keep nothing alive."""
-        return [*self.gradients.hooks(), *(self.in_backward.hooks() if self.in_backward is not None else ())]
+        return self.gradients.hooks()
 
     def finish(self) -> None:
         """Accept the current state as complete: an update that was counted, or a state that was loaded."""
@@ -214,7 +209,7 @@ class OptimizerUpdate:
 
     def _step(self) -> None:
         try:
-            self._stepper.step()
+            (self.graphs or self.optimizer).step()
         except RuntimeError as error:
             if _REFUSED_BY_DTENSOR.search(str(error)) is None:
                 raise
@@ -268,50 +263,3 @@ class OptimizerUpdate:
             ordered = sorted(own, key=lambda each: known.get(id(each), len(known)))
             self._ordered = own, ordered
         return ordered
-
-
-def float32_copies(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
-    """Copy trainable parameters in float32; call this before they are cast.
-
-    An optimizer refuses gradients of another dtype than its parameters, and updates smaller than a bf16
-    parameter's last digit are lost: hence the copies, which the optimizer updates in place of parameters.
-    """
-    return {
-        parameter: nn.Parameter(parameter.detach().to(torch.float32, copy=True))
-        for parameter in parameters
-        if parameter.requires_grad and parameter.is_floating_point()
-    }
-
-
-def replace_parameters(
-    optimizer: torch.optim.Optimizer, replacements: dict[nn.Parameter, nn.Parameter]
-) -> None:
-    """Have an optimizer update the values of ``replacements`` in place of its keys, with their state."""
-    for group in optimizer.param_groups:
-        group["params"] = [replacements.get(parameter, parameter) for parameter in group["params"]]
-    for parameter, replacement in replacements.items():
-        if parameter in optimizer.state:
-            optimizer.state[replacement] = optimizer.state.pop(parameter)
-
-
-@torch.no_grad()
-def write_to_parameters(masters: Mapping[nn.Parameter, torch.Tensor]) -> None:
-    """Round every float32 copy into its parameter."""
-    if masters:
-        torch._foreach_copy_(list(masters), list(masters.values()))
-
-
-def _rounding(masters: Mapping[nn.Parameter, nn.Parameter]) -> Callable[[list[nn.Parameter]], None]:
-    """Return a function that rounds some of the copies into their parameters."""
-    parameter_of = {master: parameter for parameter, master in masters.items()}
-    return lambda updated: write_to_parameters({parameter_of[each]: each for each in updated})
-
-
-@torch.no_grad()
-def load_masters(
-    masters: Mapping[nn.Parameter, torch.Tensor], values: dict[nn.Parameter, torch.Tensor]
-) -> None:
-    """Set float32 copies and their parameters."""
-    for parameter, master in masters.items():
-        master.copy_(values[parameter])
-    write_to_parameters(masters)

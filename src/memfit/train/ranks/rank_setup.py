@@ -111,10 +111,8 @@ def rank_gradients(model: nn.Module, ranks: OneRank) -> RankGradients:
     return ShardGradients(ranks, model)
 
 
-def reduced_optimizer(
-    optimizer: torch.optim.Optimizer, sharding: Sharding | None, model: nn.Module, ranks: OneRank
-) -> torch.optim.Optimizer:
-    """Return an optimizer, with zero1 sharded, if the gradients of all its parameters are reduced.
+def expect_reduced(optimizer: torch.optim.Optimizer, model: nn.Module, ranks: OneRank) -> None:
+    """Check that the gradients of all parameters of an optimizer are reduced.
 
     Raises:
         UsageError: some are not the model's, such as a loss's temperature.
@@ -127,7 +125,6 @@ def reduced_optimizer(
             "does not contain. Its gradient is not reduced, and would differ from rank to rank. Make it a "
             "parameter of the model."
         )
-    return optimizer if sharding is None else sharding.optimizer(optimizer, model)
 
 
 def _mesh_sizes(model: nn.Module) -> Iterator[int]:

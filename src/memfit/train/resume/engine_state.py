@@ -13,10 +13,11 @@ import torch
 
 from memfit.errors import TornUpdateError, UsageError
 from memfit.random_state import set_random_state
+from memfit.strategies.mechanisms.master_weights import load_masters
 from memfit.strategies.mechanisms.optimizer_info import parameters_of
 from memfit.strategies.mechanisms.tensors import independent_copy, inner_tensors
 from memfit.train.callbacks import Callback
-from memfit.train.optimizer_update import INTERRUPTED, load_masters
+from memfit.train.optimizer_update import INTERRUPTED
 from memfit.train.resume.compatibility import check_compatible
 from memfit.train.resume.engine_parts import (
     EngineParts,
