@@ -12,7 +12,7 @@ from memfit.injection.intervention import InjectionReport, Intervention
 from memfit.injection.optimized_models import OptimizedModels
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.strategies.mechanisms.offloaded_state import OffloadedState
-from memfit.strategies.mechanisms.own_step import own_step
+from memfit.strategies.mechanisms.optimizer_step import own_step
 from support.late_stream import late_state_copies
 from support.optimizer_loops import halving, loss_of, net, same
 

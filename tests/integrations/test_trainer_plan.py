@@ -8,8 +8,7 @@ from torch import nn
 
 import memfit
 from memfit.errors import UsageError
-from memfit.integrations.trainer_plan import TrainerPlan
-from memfit.integrations.window_divisor import WindowDivisor
+from memfit.integrations.trainer_plan import TrainerPlan, WindowDivisor
 
 
 def plan(**settings):

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import memfit.train
 from memfit.errors import TornUpdateError
 from memfit.strategies.accumulation import Accumulation
-from memfit.strategies.mechanisms.own_step import own_step, replace_own_step
+from memfit.strategies.mechanisms.optimizer_step import own_step, replace_own_step
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.precision import LossScale, Precision
 from memfit.train.engine import Engine

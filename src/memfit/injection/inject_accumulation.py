@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit.ghost.ranks.settle_collectives import settle_collectives
-from memfit.strategies.mechanisms.own_step import calling_own_step, own_step
+from memfit.strategies.mechanisms.optimizer_step import calling_own_step, own_step
 
 if TYPE_CHECKING:
     from memfit.patching.installed_hooks import InstalledHooks

@@ -7,9 +7,7 @@ from typing import Any
 import torch
 
 from memfit.errors import UsageError
-from memfit.integrations.extras import needs_extra
-from memfit.integrations.trainer_plan import TrainerPlan
-from memfit.integrations.window_divisor import WindowDivisor
+from memfit.integrations.trainer_plan import TrainerPlan, WindowDivisor, needs_extra
 
 with needs_extra("accelerate"):
     from accelerate import Accelerator as _Accelerator

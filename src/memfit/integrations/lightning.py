@@ -6,9 +6,7 @@ from typing import Any
 import torch
 
 from memfit.errors import UsageError
-from memfit.integrations.extras import needs_extra
-from memfit.integrations.trainer_plan import TrainerPlan
-from memfit.integrations.window_divisor import WindowDivisor
+from memfit.integrations.trainer_plan import TrainerPlan, WindowDivisor, needs_extra
 from memfit.strategies.apply import revert
 
 with needs_extra("lightning"):

@@ -20,9 +20,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit.errors import UsageError
-from memfit.integrations.extras import needs_extra
-from memfit.integrations.trainer_plan import TrainerPlan
-from memfit.integrations.window_divisor import WindowDivisor
+from memfit.integrations.trainer_plan import TrainerPlan, WindowDivisor, needs_extra
+from memfit.strategies.mechanisms.optimizer_info import parameters_of
 from memfit.strategies.precision import DTYPES, LossScale, device_type
 
 with needs_extra("mmengine"):
@@ -72,7 +71,7 @@ class PlanOptimWrapper(OptimWrapper):
         self.weight: float | None = None
         """Of the next batch; None if all count the same."""
         self._divisor = WindowDivisor(self.plan.batches_per_update)
-        self._device = next(each.device.type for group in optimizer.param_groups for each in group["params"])
+        self._device = next(parameters_of(optimizer)).device.type
         scale = self.plan.loss_scale
         self.loss_scaler = torch.amp.GradScaler(
             self._device, **(scale or LossScale()).scaler_arguments(), enabled=scale is not None
@@ -124,7 +123,7 @@ class PlanOptimWrapper(OptimWrapper):
 
     def step(self, **arguments: Any) -> None:
         """Correct and clip the gradients, and step."""
-        self._divisor.close(each for group in self.optimizer.param_groups for each in group["params"])
+        self._divisor.close(parameters_of(self.optimizer))
         if self.clip_grad_kwargs:
             self.loss_scaler.unscale_(self.optimizer)
             self._clip_grad()

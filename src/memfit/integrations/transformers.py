@@ -14,8 +14,7 @@ from memfit.api import estimate as _estimate
 from memfit.devices import DEFAULT
 from memfit.errors import UsageError
 from memfit.estimating.training_step import OptimizerCopy
-from memfit.integrations.extras import needs_extra
-from memfit.integrations.trainer_plan import TrainerPlan
+from memfit.integrations.trainer_plan import TrainerPlan, needs_extra
 from memfit.random_state import get_random_state, set_random_state
 from memfit.strategies.apply import apply_to_optimizer
 from memfit.strategies.optimizer_state import OptimizerState

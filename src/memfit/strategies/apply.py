@@ -22,11 +22,10 @@ from torch.optim import Optimizer
 
 from memfit.errors import UsageError
 from memfit.strategies.configuration import Configuration
-from memfit.strategies.mechanisms.gradient_guard import GradientGuard
 from memfit.strategies.mechanisms.master_weights import replace_parameters, rounding_into_parameters
 from memfit.strategies.mechanisms.offloaded_state import BLOCK_BYTES, OffloadedState
-from memfit.strategies.mechanisms.own_step import expect_own_step, replace_own_step
-from memfit.strategies.mechanisms.step_in_backward import StepInBackward, raise_usage_error
+from memfit.strategies.mechanisms.optimizer_step import expect_own_step, replace_own_step
+from memfit.strategies.mechanisms.step_in_backward import GradientGuard, StepInBackward, raise_usage_error
 from memfit.strategies.mechanisms.wrap_forward import wrappers
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.plan import Plan, sharding_conflict

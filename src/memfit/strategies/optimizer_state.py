@@ -32,7 +32,7 @@ from torch.optim.optimizer import _device_dtype_check_for_fused
 from memfit.errors import UsageError
 from memfit.strategies.field_types import check_types
 from memfit.strategies.mechanisms.optimizer_info import optimizer_name
-from memfit.strategies.mechanisms.own_step import expect_own_step, tracked_step
+from memfit.strategies.mechanisms.optimizer_step import expect_own_step, tracked_step
 
 Implementation = Literal["foreach", "fused", "for-loop"]
 Backend = Literal["torchao", "bitsandbytes"]

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from memfit.errors import UsageError
 from memfit.strategies.field_types import check_types
 from memfit.strategies.mechanisms.module_patterns import class_name, modules_named, repeated_blocks
+from memfit.strategies.mechanisms.optimizer_info import parameters_of
 from memfit.strategies.precision import DTYPES, Dtype
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ class Sharding:
         True
         """
         ours = {id(parameter) for parameter in model.parameters()}
-        if not any(id(one) in ours for group in optimizer.param_groups for one in group["params"]):
+        if not any(id(each) in ours for each in parameters_of(optimizer)):
             raise UsageError(
                 f"The optimizer holds no parameter of {class_name(model)}. fsdp2 replaces parameters by "
                 "their shards: create the optimizer after memfit.apply, from model.parameters()."

@@ -16,21 +16,21 @@ from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import TargetError, UsageError
 from memfit.planning.plan_file import PlanFile
 from memfit.python_command import python_command
-from memfit.records import Verification, VerificationVerdict
+from memfit.records import CountedOperations, Verification, VerificationVerdict
 from memfit.records.targets import typed
 from memfit.run.options import RunOptions
 from memfit.run.parent import Progress
 from memfit.run.process_tree import kill_descendants
 from memfit.temporary_folders import TemporaryFolder
 from memfit.trials.trial_run import injected
-from memfit.verification.compare_gradients import (
+from memfit.verification.compare_updates import (
     UpdateRun,
     bound_of,
-    difference,
+    gradient_difference,
     keeps_promise,
     why_not_comparable,
+    why_other_operations,
 )
-from memfit.verification.compare_operations import counted, why_other_operations
 from memfit.verification.first_update import UpdateSettings, read_update
 
 _ON_CPU = "\nTo compute on the CPU instead, write: CUDA_VISIBLE_DEVICES= memfit verify ..."
@@ -68,19 +68,20 @@ def verify_plan(
             return _run(command, settings, change, conf, what)
 
         plain, planned = run("as written"), run("under the plan", plan.change, plan.allocator)
-        apart = difference(plain, planned, parts=plan.change.micro_batches)
+        apart = gradient_difference(plain, planned, parts=plan.change.micro_batches)
         parts = plan.micro_batches.count if plan.micro_batches is not None else 1
         bound = bound_of(plan.equality, plain.update.arithmetic)
         verdict, reason, repeated = VerificationVerdict.VERIFIED, "", None
         if not keeps_promise(plain, planned, apart, bound, parts=parts):
             again = run("as written, again")
-            repeated = difference(plain, again)
+            repeated = gradient_difference(plain, again)
             reason = why_not_comparable(plain, again, planned, repeated, bound, parts=parts)
             verdict = VerificationVerdict.NOT_COMPARABLE if reason else VerificationVerdict.DIFFERS
-        operations = counted(
-            planned.report.operations,
-            plain.report.operations,
-            plan.operations_under(plain.update.torch),
+        under = planned.report.operations
+        operations = (
+            None
+            if under is None
+            else CountedOperations(under, plain.report.operations, plan.operations_under(plain.update.torch))
         )
         if verdict is VerificationVerdict.VERIFIED:
             reason = why_other_operations(

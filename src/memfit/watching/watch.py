@@ -23,8 +23,7 @@ from memfit.records import Phase, Trace
 from memfit.report.escape import escaped
 from memfit.report.terminal.progress_line import Show, progress_line
 from memfit.units import GIB
-from memfit.watching import messages
-from memfit.watching.comparison import Comparison, PeakComparison
+from memfit.watching.comparison import Comparison, PeakComparison, progress_text, source_text
 from memfit.watching.measured_stages import MeasuredStages
 from memfit.watching.prediction import PlannedPeak, Prediction, StepMemory
 
@@ -258,7 +257,7 @@ class Watch:
             differences = list(self._comparison.step(step, measured))
             expected = self._comparison.expected
         if self._show is not None:
-            self._show(messages.progress(step, measured, expected))
+            self._show(progress_text(step, measured, expected))
         self._print_differences(differences)
         if self._writer is not None:
             self._write_scalars(self._writer, step, {"measured": measured, "predicted": expected})
@@ -270,7 +269,7 @@ class Watch:
     def _source(self) -> str:
         import torch
 
-        return "" if self._prediction is None else messages.source(self._prediction, torch.__version__)
+        return "" if self._prediction is None else source_text(self._prediction, torch.__version__)
 
     def _write_scalars(self, writer: ScalarWriter, step: int, found: dict[str, StepMemory | None]) -> None:
         for whose, held in found.items():
@@ -315,7 +314,7 @@ class Watch:
         step, measured = self._last
         # The peak may have risen since, also in a step that did not complete.
         most = StepMemory(max(measured.peak, now.peak), measured.allocated)
-        line = messages.progress(step, most, self._comparison.expected if self._comparison else None)
+        line = progress_text(step, most, self._comparison.expected if self._comparison else None)
         if self._comparison is not None:
             line += f" ({self._source()})"
         _print_line(line.removeprefix("memfit: "))

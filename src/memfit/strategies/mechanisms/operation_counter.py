@@ -22,6 +22,7 @@ from memfit.patching.installed_hooks import InstalledHooks
 from memfit.recording.compiled_step import before_compilations
 from memfit.recording.dispatched_operations import OperationsBesideGraphs, never_compile
 from memfit.records import OperationCounts, is_counted
+from memfit.strategies.mechanisms.optimizer_info import parameters_of
 
 
 class _Running(threading.local):
@@ -146,7 +147,7 @@ class OperationCounter:
     def _update(self, optimizer: Optimizer, *_: Any) -> None:
         if _counting is not self or _in_backward():
             return
-        updated = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        updated = {id(each) for each in parameters_of(optimizer)}
         if not (self._recomputed or self._parameters & updated):
             return  # another model's, such as a discriminator's
         self._stop()

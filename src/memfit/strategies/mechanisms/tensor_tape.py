@@ -10,7 +10,8 @@ random numbers.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -20,6 +21,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
+from memfit.patching.after_import import after_import
+from memfit.patching.installed_hooks import InstalledHooks
 from memfit.random_state import generator_positions
 from memfit.recording.dispatched_operations import DispatchedOperations
 from memfit.recording.tensor_storage import storage_of
@@ -34,7 +37,6 @@ from memfit.strategies.mechanisms.noted_operations import (
     copied,
     flat_values,
 )
-from memfit.strategies.mechanisms.triton_launches import triton_launches
 
 _STATISTICS = {
     "native_batch_norm",
@@ -252,3 +254,24 @@ def _kind(operation: Any) -> _OperationKind:
 
 def _argument(place: int, name: str, args: Any, kwargs: Any) -> Any:
     return args[place] if place < len(args) else kwargs.get(name)
+
+
+@contextmanager
+def triton_launches(about_to_run: Callable[[Any], None]) -> Iterator[None]:
+    """Within the block, call a function with the arguments of each Triton kernel before it runs."""
+    hooks = InstalledHooks()
+
+    def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        about_to_run((args, kwargs))
+        return original(*args, **kwargs)
+
+    def watch() -> None:
+        from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
+
+        hooks.wrap(JITFunction, "run", run)
+
+    hooks.on_removal(after_import("triton.runtime.jit", watch))
+    try:
+        yield
+    finally:
+        hooks.remove()

@@ -1,5 +1,6 @@
-"""Compare the gradients that runs of a script have written, and judge a plan by them."""
+"""Judge a plan by the first update of runs: by the gradients that these have written, and by operations."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +9,8 @@ import numpy.typing as npt
 
 from memfit.injection.intervention import InjectionReport
 from memfit.planning.same_samples import elements, other_rows
-from memfit.records import Equality, FedTensor, GradientDifference
+from memfit.records import CountedOperations, Equality, FedTensor, GradientDifference
+from memfit.trials.trial_run import why_again
 from memfit.verification.first_update import FirstUpdate
 
 BOUNDS = {"float64": 1e-12, "float32": 1e-5, "tf32": 1e-2, "float16": 1e-2, "bfloat16": 5e-2}
@@ -30,7 +32,7 @@ class UpdateRun:
     """What became of the change, and what the update ran."""
 
 
-def difference(one: UpdateRun, other: UpdateRun, *, parts: int = 1) -> GradientDifference:
+def gradient_difference(one: UpdateRun, other: UpdateRun, *, parts: int = 1) -> GradientDifference:
     """Return by how much the gradients of another run differ.
 
     Args:
@@ -163,3 +165,38 @@ def _values(run: UpdateRun, number: int) -> npt.NDArray[np.float64]:
     if dtype == "bfloat16":  # the upper half of a float32
         return (content.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     return content.view(np.dtype(dtype)).astype(np.float64)
+
+
+def why_other_operations(
+    operations: CountedOperations | None,
+    again: Mapping[str, int],
+    *,
+    is_same: bool,
+    is_checkpointing: bool,
+) -> str:
+    """Return why an update did not run the operations that were planned, as a sentence; empty if it did.
+
+    Args:
+        operations: as counted.
+        again: by operation, how often its results were kept, and it was recomputed all the same.
+        is_same: whether the plan was made for this command, and it ran on a GPU.
+        is_checkpointing: whether the plan changes nothing but what is recomputed.
+
+    >>> found = CountedOperations(OperationCounts(168, 60), None, OperationCounts(168, 24))
+    >>> why_other_operations(found, {}, is_same=True, is_checkpointing=True)
+    'The update recomputes 60 of 168 operations, the plan 24 of 168 operations.'
+    """
+    if again:
+        why = why_again(again)
+        return f"{why[0].upper()}{why[1:]}."
+    if operations is None:
+        return ""
+    found, planned, plain = operations.under_plan, operations.planned, operations.as_written
+    if planned is not None and is_same and not found.recomputes_as(planned):
+        return f"The update recomputes {found}, the plan {planned}."
+    if is_checkpointing and plain is not None and found.backward != plain.backward:
+        return (
+            f"Besides what is recomputed, the backward runs {found.backward} operations, and as written "
+            f"{plain.backward}."
+        )
+    return ""

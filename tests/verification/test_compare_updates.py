@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from memfit.records import Equality, FedTensor
-from memfit.verification.compare_gradients import (
+from memfit.verification.compare_updates import (
     UpdateRun,
     bound_of,
-    difference,
+    gradient_difference,
     keeps_promise,
     same_inputs,
     why_not_comparable,
@@ -46,17 +46,19 @@ def run(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_differences_are_relative_to_the_parameter_s_largest_gradient(run, dtype):
     one = run(a=torch.tensor([1.0, -4.0], dtype=dtype), b=torch.tensor([8.0], dtype=dtype))
-    found = difference(one, run(a=torch.tensor([1.0, -3.0], dtype=dtype), b=torch.tensor([8.0], dtype=dtype)))
+    found = gradient_difference(
+        one, run(a=torch.tensor([1.0, -3.0], dtype=dtype), b=torch.tensor([8.0], dtype=dtype))
+    )
     assert (found.parameters, found.equal, found.largest, found.parameter) == (2, 1, 0.25, "a")
 
 
 def test_sums_over_micro_batches_are_divided_by_their_number(run):
-    assert difference(run(a=[1.5]), run(a=[3.0]), parts=2).largest == 0
-    assert difference(run(a=[1.5]), run(a=[1.5]), parts=2).largest == 0.5
+    assert gradient_difference(run(a=[1.5]), run(a=[3.0]), parts=2).largest == 0
+    assert gradient_difference(run(a=[1.5]), run(a=[1.5]), parts=2).largest == 0.5
 
 
 def test_gradients_that_are_nothing_but_rounding_are_compared_with_the_model_s_largest(run):
-    found = difference(run(key=[1e-9], other=[1.0]), run(key=[-1e-9], other=[1.0]))
+    found = gradient_difference(run(key=[1e-9], other=[1.0]), run(key=[-1e-9], other=[1.0]))
     assert found.largest == pytest.approx(2e-6)
 
 
@@ -64,11 +66,11 @@ def test_gradients_that_are_nothing_but_rounding_are_compared_with_the_model_s_l
     "other", [{}, {"a": [1.0, 2.0]}, {"b": [1.0]}, {"a": [1.0], "b": [1.0]}, {"a": [float("nan")]}]
 )
 def test_gradients_that_are_missing_or_not_finite_differ_without_bound(run, other):
-    assert difference(run(a=[1.0]), run(**other)).largest == float("inf")
+    assert gradient_difference(run(a=[1.0]), run(**other)).largest == float("inf")
 
 
 def test_the_same_bits_are_equal_also_if_they_are_no_number(run):
-    assert difference(run(a=[float("nan")]), run(a=[float("nan")])).equal == 1
+    assert gradient_difference(run(a=[float("nan")]), run(a=[float("nan")])).equal == 1
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,7 @@ def test_the_same_bits_are_equal_also_if_they_are_no_number(run):
 def test_a_plan_keeps_what_it_promises(run, planned, equality, kept):
     plain, other = run(a=[1.0]), run(a=planned)
     bound = bound_of(equality, "float32")
-    assert keeps_promise(plain, other, difference(plain, other), bound) is kept
+    assert keeps_promise(plain, other, gradient_difference(plain, other), bound) is kept
 
 
 def test_lower_precision_may_differ_by_more():
@@ -118,17 +120,19 @@ def test_runs_that_cannot_tell_are_not_comparable(run):
         (plain, run(a=[2.0], inputs=(fed("a", "b"), fed("c"))), "sees 3 numbers of input instead of 1"),
         (run(a=[1.0]), planned, ""),
     ):
-        found = why_not_comparable(plain, again, under, difference(plain, again), 0.0)
+        found = why_not_comparable(plain, again, under, gradient_difference(plain, again), 0.0)
         assert why in found
         assert bool(why) is bool(found)
     other_inputs = run(a=[1.0], inputs=OTHER)
-    assert not keeps_promise(plain, other_inputs, difference(plain, other_inputs), 0.0)
+    assert not keeps_promise(plain, other_inputs, gradient_difference(plain, other_inputs), 0.0)
     nothing = replace(plain, update=FirstUpdate())
-    same = difference(nothing, nothing)
+    same = gradient_difference(nothing, nothing)
     assert not keeps_promise(nothing, nothing, same, 0.0)
     assert "No parameter has a gradient" in why_not_comparable(nothing, nothing, nothing, same, 0.0)
 
 
 def test_no_plan_may_lose_a_gradient(run):
     plain, planned = run(a=[1.0]), run(a=[float("nan")])
-    assert not keeps_promise(plain, planned, difference(plain, planned), bound_of(Equality.OTHER, "float32"))
+    assert not keeps_promise(
+        plain, planned, gradient_difference(plain, planned), bound_of(Equality.OTHER, "float32")
+    )

@@ -1,13 +1,15 @@
-"""The step of one optimizer object, below what has been put around it.
+"""An optimizer's step: below what has been put around it, and for some of its parameters only.
 
 script ── scheduler's count of calls ── updates that are held back ── own step: the class's, or another
 """
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from memfit.errors import UsageError
@@ -74,3 +76,33 @@ def tracked_step(optimizer: Optimizer) -> Callable[..., Any]:
 
     tracked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     return calling_own_step(tracked)
+
+
+def expect_independent(optimizer: Optimizer, setting: str) -> None:
+    """Check that an optimizer updates each parameter independently of the others.
+
+    Raises:
+        UsageError: it does not, or is not known to.
+    """
+    module = type(optimizer).step.__module__
+    if not module.startswith(("torch.optim.", "torchao.", "bitsandbytes.")) or isinstance(
+        optimizer, torch.optim.LBFGS
+    ):
+        raise UsageError(
+            f"{setting} needs an optimizer that updates each parameter independently. memfit does not know "
+            f"whether {optimizer_name(optimizer)} does so. Use an optimizer from PyTorch (except LBFGS), "
+            "torchao or bitsandbytes."
+        )
+
+
+def step_only(optimizer: Optimizer, index: int, parameters: Iterable[nn.Parameter]) -> None:
+    """Update some parameters of one group, without calling step hooks, which are for whole steps.
+
+    The optimizer's own groups stay as they are: backward, which may call this, runs in one thread per device.
+    """
+    group = optimizer.param_groups[index]
+    narrowed: Optimizer = object.__new__(type(optimizer))
+    vars(narrowed).update(vars(optimizer), param_groups=[group | {"params": list(parameters)}])
+    step = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
+    with torch.no_grad():
+        step(narrowed)
