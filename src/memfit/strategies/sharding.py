@@ -138,12 +138,7 @@ class Sharding:
         >>> Sharding("ddp").optimizer(optimizer, model) is optimizer
         True
         """
-        ours = {id(parameter) for parameter in model.parameters()}
-        if not any(id(each) in ours for each in parameters_of(optimizer)):
-            raise UsageError(
-                f"The optimizer holds no parameter of {class_name(model)}. fsdp2 replaces parameters by "
-                "their shards: create the optimizer after memfit.apply, from model.parameters()."
-            )
+        expect_parameters_of(model, optimizer)
         return optimizer if self.mode != "zero1" else _zero1(optimizer)
 
     def _fully_shard(self, model: nn.Module, size: int) -> None:
@@ -236,6 +231,20 @@ def world_size() -> int:
 
 def _torch_dtype(name: Dtype | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, DTYPES[name])
+
+
+def expect_parameters_of(model: nn.Module, optimizer: "Optimizer") -> None:
+    """Check that an optimizer holds parameters of a sharded model.
+
+    Raises:
+        UsageError: it holds none.
+    """
+    ours = {id(parameter) for parameter in model.parameters()}
+    if not any(id(each) in ours for each in parameters_of(optimizer)):
+        raise UsageError(
+            f"The optimizer holds no parameter of {class_name(model)}. fsdp2 replaces parameters by "
+            "their shards: create the optimizer after memfit.apply, from model.parameters()."
+        )
 
 
 def _zero1(optimizer: "Optimizer") -> "Optimizer":

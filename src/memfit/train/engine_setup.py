@@ -116,11 +116,12 @@ def _set_up(
             "LBFGS evaluates the loss several times per step, but memfit.Engine processes each "
             "batch only once. Use your own training loop; memfit.apply(model, plan) works there."
         )
-    expect_reduced(optimizer, model, ranks)
+    expect_reduced(optimizer, plan.sharding, model, ranks)
     state = applied.optimizer_state or OptimizerState()
     on_optimizer = apply.apply_to_optimizer(optimizer, [model], state, masters=masters, guarded=False)
-    apply.on_revert(plain, on_optimizer.undo)
-    if plan.sharding is not None:
+    if on_optimizer.offloaded is not None or on_optimizer.in_backward is not None:
+        apply.on_revert(plain, on_optimizer.undo)
+    if plan.sharding is not None and plan.sharding.mode == "zero1":  # without float32 copies
         optimizer = plan.sharding.optimizer(optimizer, model)
     sums = gradient_sums(model, accumulation, masters)
     if cuda_graphs:

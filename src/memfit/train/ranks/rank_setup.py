@@ -11,7 +11,7 @@ from memfit.errors import UsageError
 from memfit.strategies.mechanisms.module_patterns import class_name, unwrapped
 from memfit.strategies.mechanisms.optimizer_info import parameters_of
 from memfit.strategies.plan import Plan, sharding_conflict
-from memfit.strategies.sharding import Sharding, sharding_of
+from memfit.strategies.sharding import Sharding, expect_parameters_of, sharding_of
 from memfit.train.job import Job
 from memfit.train.ranks.job_ranks import OneRank
 from memfit.train.ranks.rank_gradients import BUCKET_BYTES, RankGradients, ReplicaGradients, ShardGradients
@@ -111,12 +111,16 @@ def rank_gradients(model: nn.Module, ranks: OneRank) -> RankGradients:
     return ShardGradients(ranks, model)
 
 
-def expect_reduced(optimizer: torch.optim.Optimizer, model: nn.Module, ranks: OneRank) -> None:
+def expect_reduced(
+    optimizer: torch.optim.Optimizer, sharding: Sharding | None, model: nn.Module, ranks: OneRank
+) -> None:
     """Check that the gradients of all parameters of an optimizer are reduced.
 
     Raises:
-        UsageError: some are not the model's, such as a loss's temperature.
+        UsageError: some are not the model's, such as a loss's temperature, or none is.
     """
+    if sharding is not None:
+        expect_parameters_of(model, optimizer)
     ours = set(model.parameters())
     others = [each for each in parameters_of(optimizer) if each not in ours]
     if others and ranks.size > 1 and sharding_of(model) is not None:
