@@ -8,31 +8,27 @@ Python calls PyTorch's allocator operation by operation; memfit's serves a list 
 Exits with 1 if the median rate of the compiled allocator is less than 0.7 of PyTorch's.
 """
 
-import argparse
-import json
 import random
 import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
+
+from measuring import EXAMPLES, at_least_1, command_line, in_turns, load_ghost, write_json
 
 from memfit.allocator import compiled_allocator
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.replay import replay
 from memfit.allocator.requests import RequestKind, Requests, read_requests
-from memfit.devices import find_device
-from memfit.ghost.build.runtime_library import build
-from memfit.ghost.device import GhostDevice
-from memfit.ghost.load import load
 
 sys.path.insert(0, str(Path(__file__).with_name("allocator")))
 from drive import Sizes
 
 TARGET = 0.7
-WAYS = ("compiled", "python")
 TOTAL = 80 << 30
-EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt.py"
+
 Operation = tuple[int, int]
 """(number of a block, bytes to allocate, or 0 to free the block)."""
 
@@ -57,7 +53,7 @@ def training_operations(count: int) -> list[Operation]:
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.memfit"
-        api.dry_run(EXAMPLE, output=path, stdout_to_stderr=True)
+        api.dry_run(EXAMPLES / "gpt.py", output=path, stdout_to_stderr=True)
         requests = read_requests(api.read(path))
     once = [
         (number, size if ask == RequestKind.MALLOC else 0)
@@ -71,20 +67,13 @@ def training_operations(count: int) -> list[Operation]:
 
 def main() -> int:
     """Run the allocators in alternation and print rates and ratios; return 1 if the target is missed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--operations", type=int, default=100_000)
-    parser.add_argument("--runs", type=int, default=9)
-    parser.add_argument("--json", type=Path)
+    parser = command_line(__doc__, results=True)
+    parser.add_argument("--operations", type=at_least_1, default=100_000)
+    parser.add_argument("--runs", type=at_least_1, default=9)
     arguments = parser.parse_args()
-    if arguments.operations < 1:
-        parser.error("--operations must be at least 1")
-    if arguments.runs < 1:
-        parser.error("--runs must be at least 1")
     training = training_operations(arguments.operations)
     workloads = {"random": random_operations(arguments.operations), "training": training}
-    load(build()).configure(GhostDevice.of(find_device("A100-80GB"), TOTAL))
+    load_ghost(total=TOTAL)
     import torch
 
     torch.cuda.init()
@@ -93,20 +82,17 @@ def main() -> int:
         requests = Requests()
         for number, size in operations:
             requests.add(RequestKind.MALLOC if size else RequestKind.FREE, 0, number, size)
-        runs = [
-            (
-                pytorch_seconds(torch, operations),
-                memfit_seconds(requests, compiled=True),
-                memfit_seconds(requests, compiled=False),
-            )
-            for _ in range(arguments.runs)
-        ]
-        rows[name] = {"operations": len(operations)} | {
-            f"{what}_us": 1e6 * statistics.median(run[way] for run in runs) / len(operations)
-            for way, what in enumerate(("pytorch", *WAYS))
+        ways = {
+            "pytorch": partial(pytorch_seconds, torch, operations),
+            "compiled": partial(memfit_seconds, requests, compiled=True),
+            "python": partial(memfit_seconds, requests, compiled=False),
         }
-        for way, what in enumerate(WAYS, 1):
-            rows[name][f"{what}_rate"] = statistics.median(run[0] / run[way] for run in runs)
+        runs = [*in_turns(ways, arguments.runs)]
+        rows[name] = {"operations": len(operations)} | {
+            f"{way}_us": 1e6 * statistics.median(run[way] for run in runs) / len(operations) for way in ways
+        }
+        for way in ("compiled", "python"):
+            rows[name][f"{way}_rate"] = statistics.median(run["pytorch"] / run[way] for run in runs)
     print(f"{'':10} {'PyTorch':>10} {'compiled':>10} {'in Python':>10}    rate relative to PyTorch's")
     for name, row in rows.items():
         print(
@@ -115,8 +101,7 @@ def main() -> int:
         )
     met = all(row["compiled_rate"] >= TARGET for row in rows.values())
     print(f"target {TARGET}: {'met' if met else 'MISSED'}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"target": TARGET, "met": met, "rows": rows}, indent=1) + "\n")
+    write_json(arguments.json, {"target": TARGET, "met": met, "rows": rows})
     return 0 if met else 1
 
 
