@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from memfit import api
-from memfit.arenas.plan_file import read_plans
+from memfit.arenas.step_plan import read_plans
 from memfit.errors import MemfitError
 from memfit.input_files import read_input
 from memfit.run.options import RunOptions

@@ -26,9 +26,8 @@ from memfit.analysis.allocator_comparison import compare_settings
 from memfit.arenas import native
 from memfit.arenas.arena_trace import trace_of
 from memfit.arenas.held_outputs import HeldOutputs
-from memfit.arenas.plan_file import StepKey, read_plans, shapes, write_plans
 from memfit.arenas.repeated_step import MOST_DROPS, ArenaMemory, StepKind
-from memfit.arenas.step_plan import StepPlan
+from memfit.arenas.step_plan import StepKey, StepPlan, read_plans, shapes, write_plans
 from memfit.devices import NO_LIMIT
 from memfit.errors import UsageError
 from memfit.random_state import preserve_python_state

@@ -47,17 +47,19 @@ WITHOUT_EFFECT = {
 """Fields of OpenMMLab's settings that need nothing here, and why."""
 
 
+def nothing(name: str, given: Any, note: str = NOTHING, denies: str = "", value: Any = None) -> GivenSetting:
+    """Return a setting that sets nothing, and says why; unless it is None, it may deny a target."""
+    return GivenSetting(f"{name}={given!r}", None, value, note, denies="" if given is None else denies)
+
+
 def flag(target: str, value: Any = None) -> Reader:
     """Return the reader of a boolean that switches a target on."""
 
     def read(name: str, given: Any) -> Iterator[GivenSetting]:
-        on = expect(name, given, bool | None, "true or false")
-        if on:
+        if expect(name, given, bool | None, "true or false"):
             yield GivenSetting(f"{name}={given!r}", target, value)
         else:
-            yield GivenSetting(
-                f"{name}={given!r}", None, value, NOTHING, denies="" if given is None else target
-            )
+            yield nothing(name, given, denies=target, value=value)
 
     return read
 
@@ -65,11 +67,9 @@ def flag(target: str, value: Any = None) -> Reader:
 def distributed(name: str, given: Any) -> Iterator[GivenSetting]:
     """Read whether a system's optimizer exchanges gradients between ranks, as MMCV's hooks do."""
     if expect(name, given, bool | None, "true or false") is False:
-        note = "without memfit.Sharding, ranks exchange nothing"
-        yield GivenSetting(f"{name}=False", None, note=note, denies="sharding")
+        yield nothing(name, given, "without memfit.Sharding, ranks exchange nothing", denies="sharding")
     else:
-        note = "where there are several ranks, memfit.Sharding exchanges gradients"
-        yield GivenSetting(f"{name}={given!r}", None, note=note)
+        yield nothing(name, given, "where there are several ranks, memfit.Sharding exchanges gradients")
 
 
 def gathering(remainder: str, origin: str, note: str = "") -> Reader:
@@ -80,7 +80,7 @@ def gathering(remainder: str, origin: str, note: str = "") -> Reader:
 
     def read(name: str, given: Any) -> Iterator[GivenSetting]:
         if given is None:
-            yield GivenSetting(f"{name}=None", None, note=NOTHING)
+            yield nothing(name, given)
             return
         yield GivenSetting(f"{name}={given!r}", "accumulation.batches_per_update", given, note)
         yield GivenSetting(
@@ -105,7 +105,7 @@ def optimizer_config(name: str, given: Any) -> Iterator[GivenSetting]:
     """Read MMCV's ``optimizer_config = dict(type="GradientCumulativeFp16OptimizerHook", ...)``."""
     fields = expect(name, {} if given is None else given, Mapping, "a dict")
     if not fields:
-        yield GivenSetting(f"{name}={given!r}", None, note=NOTHING)
+        yield nothing(name, given)
     kind = fields.get("type") or "OptimizerHook"
     if not isinstance(kind, str) or kind not in HOOKS:
         raise unknown_name_error("an MMCV hook that memfit reads", kind, HOOKS)
@@ -143,7 +143,7 @@ def _hook(name: str, fields: Mapping[str, Any], known: tuple[str, ...]) -> Itera
         if field == "distributed":
             yield from distributed(f"{name}.{field}", value)
         elif field in WITHOUT_EFFECT:
-            yield GivenSetting(given, None, note=WITHOUT_EFFECT[field])
+            yield nothing(f"{name}.{field}", value, WITHOUT_EFFECT[field])
         elif (
             field not in known
             and name == "optimizer_config"
@@ -164,7 +164,7 @@ def _hook(name: str, fields: Mapping[str, Any], known: tuple[str, ...]) -> Itera
 def grad_clip(name: str, given: Any) -> GivenSetting:
     """Read OpenMMLab's ``grad_clip = dict(max_norm=35, norm_type=2)``."""
     if given is None:
-        return GivenSetting(f"{name}=None", None, note="gradients are not clipped")
+        return nothing(name, given, "gradients are not clipped")
     fields = expect(name, given, Mapping, "None or a dict such as dict(max_norm=35)")
     for field in fields:
         if field not in ("max_norm", "norm_type", "type"):
@@ -186,8 +186,7 @@ def with_cp(name: str, given: Any) -> Iterator[GivenSetting]:
     if expect(name, given, bool | None, "true or false"):
         yield GivenSetting(f"{name}={given!r}", "checkpointing.blocks", "backbone")
     else:
-        denies = "" if given is None else "checkpointing"
-        yield GivenSetting(f"{name}={given!r}", None, note=NOTHING, denies=denies)
+        yield nothing(name, given, denies="checkpointing")
 
 
 def with_cp_inside(name: str, given: Any) -> Iterator[GivenSetting]:

@@ -70,17 +70,7 @@ def auto_fp16(apply_to: Iterable[str] = (), *, out_fp32: bool = False) -> Callab
     >>> Head()(torch.ones(1))  # without Precision
     torch.float32
     """
-
-    def context(low: torch.dtype, device: str, autocast: bool) -> AbstractContextManager[Any]:
-        return torch.autocast(device, dtype=low) if autocast else nullcontext()
-
-    def inputs(value: Any, low: torch.dtype) -> Any:
-        return _cast(value, (torch.float32,), low)
-
-    def outputs(value: Any, _: torch.dtype) -> Any:
-        return _cast(value, LOW, torch.float32) if out_fp32 else value
-
-    return _decorator("auto_fp16", apply_to, inputs, context, outputs)
+    return _decorator("auto_fp16", apply_to, lowers=True, casts_back=out_fp32)
 
 
 def force_fp32(apply_to: Iterable[str] = (), *, out_fp16: bool = False) -> Callable[[Method], Method]:
@@ -93,26 +83,13 @@ def force_fp32(apply_to: Iterable[str] = (), *, out_fp16: bool = False) -> Calla
     Raises:
         UsageError: as for ``auto_fp16``.
     """
-
-    def context(low: torch.dtype, device: str, autocast: bool) -> AbstractContextManager[Any]:  # noqa: ARG001
-        return torch.autocast(device, enabled=False)
-
-    def inputs(value: Any, _: torch.dtype) -> Any:
-        return _cast(value, LOW, torch.float32)
-
-    def outputs(value: Any, low: torch.dtype) -> Any:
-        return _cast(value, (torch.float32,), low) if out_fp16 else value
-
-    return _decorator("force_fp32", apply_to, inputs, context, outputs)
+    return _decorator("force_fp32", apply_to, lowers=False, casts_back=out_fp16)
 
 
 def _decorator(
-    name: str,
-    apply_to: Iterable[str],
-    inputs: Callable[[Any, torch.dtype], Any],
-    context: Callable[[torch.dtype, str, bool], AbstractContextManager[Any]],
-    outputs: Callable[[Any, torch.dtype], Any],
+    name: str, apply_to: Iterable[str], *, lowers: bool, casts_back: bool
 ) -> Callable[[Method], Method]:
+    """Return a decorator that casts to low precision or to float32, and results back if ``casts_back``."""
     if callable(apply_to) or isinstance(apply_to, str | staticmethod | classmethod | property):
         raise UsageError(
             f"@{name} needs parentheses: @{name}() casts all arguments. To cast only some, name them: "
@@ -134,18 +111,29 @@ def _decorator(
             marked = vars(module).get(_MARK)
             if marked is None:
                 return method(*args, **kwargs)
-            low: torch.dtype = getattr(torch, marked[0])
+            dtype, autocast = marked
+            low: torch.dtype = getattr(torch, dtype)
+            here, there = ((torch.float32,), low) if lowers else (LOW, torch.float32)
             bound = signature.bind(*args, **kwargs)
             for argument in names or [*bound.arguments][1:]:
                 if argument in bound.arguments:
-                    bound.arguments[argument] = inputs(bound.arguments[argument], low)
-            with context(low, _device(module, bound.arguments), marked[1]):
+                    bound.arguments[argument] = _cast(bound.arguments[argument], here, there)
+            with _context(low, _device(module, bound.arguments), lowers=lowers, autocast=autocast):
                 result = method(*bound.args, **bound.kwargs)
-            return outputs(result, low)
+            if not casts_back:
+                return result
+            return _cast(result, LOW, torch.float32) if lowers else _cast(result, (torch.float32,), low)
 
         return cast("Method", run)
 
     return decorate
+
+
+def _context(low: torch.dtype, device: str, *, lowers: bool, autocast: bool) -> AbstractContextManager[Any]:
+    """Return the context of a decorated call."""
+    if not lowers:
+        return torch.autocast(device, enabled=False)
+    return torch.autocast(device, dtype=low) if autocast else nullcontext()
 
 
 def _signature(name: str, method: Any, names: tuple[str, ...]) -> inspect.Signature:

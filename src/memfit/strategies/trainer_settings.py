@@ -21,6 +21,7 @@ from memfit.strategies.legacy_settings import (
     flag,
     gathering,
     grad_clip,
+    nothing,
 )
 from memfit.strategies.suggestions import unknown_name_error
 
@@ -62,7 +63,7 @@ def optim_wrapper(name: str, given: Any) -> Iterator[GivenSetting]:
     if is_amp and fields.get("dtype") is None:
         yield GivenSetting(f"{name}.type={kind!r}", "precision.dtype", "fp16")
     else:
-        yield GivenSetting(f"{name}.type={kind!r}", None, note=NOTHING)
+        yield nothing(f"{name}.type", kind)
     for field, value in fields.items():
         if field != "type":
             yield from _wrapper_field(name, field, value, is_amp=is_amp)
@@ -73,7 +74,7 @@ def _wrapper_field(name: str, field: str, value: Any, *, is_amp: bool) -> Iterat
     if field in ("optimizer", "paramwise_cfg", "constructor"):
         yield GivenSetting(path, None, note=_OWN)
     elif field in WITHOUT_EFFECT or value is None:
-        yield GivenSetting(f"{path}={value!r}", None, note=WITHOUT_EFFECT.get(field, NOTHING))
+        yield nothing(path, value, WITHOUT_EFFECT.get(field, NOTHING))
     elif field == "accumulative_counts":
         yield from gathering("carry", "MMEngine")(path, value)
     elif field == "clip_grad":
@@ -95,8 +96,7 @@ def mixed_precision(name: str, given: Any) -> Iterator[GivenSetting]:
         known = ", ".join(_MIXED_PRECISIONS)
         raise UsageError(f"{name}={given!r} is not supported: memfit reads {known}.")
     if given in (None, "no"):
-        denies = "" if given is None else "precision"
-        yield GivenSetting(f"{name}={given!r}", None, note=NOTHING, denies=denies)
+        yield nothing(name, given, denies="precision")
     else:
         yield GivenSetting(f"{name}={given!r}", "precision.dtype", given)
 
@@ -104,8 +104,7 @@ def mixed_precision(name: str, given: Any) -> Iterator[GivenSetting]:
 def clip_norm(name: str, given: Any) -> Iterator[GivenSetting]:
     """Read Lightning's ``gradient_clip_val`` and HuggingFace's ``max_grad_norm``, which clip nothing if 0."""
     if given is None or (type(given) is not bool and given == 0):
-        denies = "" if given is None else "max_grad_norm"
-        yield GivenSetting(f"{name}={given!r}", None, note="gradients are not clipped", denies=denies)
+        yield nothing(name, given, "gradients are not clipped", denies="max_grad_norm")
     else:
         yield GivenSetting(f"{name}={given!r}", "max_grad_norm", given)
 
@@ -114,7 +113,7 @@ def gradient_clip_algorithm(name: str, given: Any) -> Iterator[GivenSetting]:
     """Read Lightning's ``gradient_clip_algorithm``."""
     if given not in (None, "norm"):
         raise UsageError(f"{name}={given!r} is not supported: memfit clips gradients only by their norm.")
-    yield GivenSetting(f"{name}={given!r}", None, note=NOTHING)
+    yield nothing(name, given)
 
 
 def checkpointing_kwargs(name: str, given: Any) -> Iterator[GivenSetting]:
@@ -127,7 +126,7 @@ def checkpointing_kwargs(name: str, given: Any) -> Iterator[GivenSetting]:
         given_field = f"{name}.{field}={value!r}"
         yield GivenSetting(given_field, f"checkpointing.{field}", value, only_refines=True)
     if not fields:
-        yield GivenSetting(f"{name}={given!r}", None, note=NOTHING)
+        yield nothing(name, given)
 
 
 def optim(name: str, given: Any) -> Iterator[GivenSetting]:
@@ -149,8 +148,7 @@ def gradients_mean(name: str, given: Any) -> Iterator[GivenSetting]:
             f"{name}=False sums the gradients of all devices, and memfit averages them. Leave it out on one "
             "device; on several, multiply the loss by their number."
         )
-    note = "memfit.Sharding averages gradients over ranks"
-    yield GivenSetting(f"{name}={given!r}", None, note=note if given else NOTHING)
+    yield nothing(name, given, "memfit.Sharding averages gradients over ranks" if given else NOTHING)
 
 
 def parallel_mode(name: str, given: Any) -> Iterator[GivenSetting]:
@@ -160,15 +158,14 @@ def parallel_mode(name: str, given: Any) -> Iterator[GivenSetting]:
             f"{name}={given!r} is not read by memfit. Write sharding='ddp' for MindSpore's data_parallel, or "
             "'zero1' or 'fsdp2', which divide what each rank holds (memfit.Sharding)."
         )
-    denies = "" if given is None else "sharding"
-    yield GivenSetting(f"{name}={given!r}", None, note=NOTHING, denies=denies)
+    yield nothing(name, given, denies="sharding")
 
 
 def without_effect(why: str) -> Reader:
     """Return the reader of a setting that needs nothing here."""
 
     def read(name: str, given: Any) -> Iterator[GivenSetting]:
-        yield GivenSetting(f"{name}={given!r}", None, note=why)
+        yield nothing(name, given, why)
 
     return read
 

@@ -19,6 +19,7 @@ from memfit.strategies.mechanisms.master_weights import (
     replace_parameters,
     write_to_parameters,
 )
+from memfit.strategies.mechanisms.optimizer_info import local_optimizer
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.plan import Plan
 from memfit.strategies.precision import Precision, device_type
@@ -38,7 +39,6 @@ from memfit.train.ranks.rank_setup import (
     rank_gradients,
     sharded_optimizer,
 )
-from memfit.train.resume.local_optimizer import local_optimizer
 from memfit.train.window_gradients import GradientSums, gradient_sums
 
 _CALL = "memfit.Engine"  # as errors name it

@@ -18,7 +18,7 @@ from torch.nn.modules.module import (
 )
 
 from memfit.random_state import get_random_state, set_random_state
-from memfit.strategies.mechanisms.optimizer_info import parameters_of, state_of
+from memfit.strategies.mechanisms.optimizer_info import local_optimizer, parameters_of
 from memfit.strategies.mechanisms.tensors import inner_tensors, version_of
 from memfit.user_frame import warn_user
 
@@ -219,7 +219,7 @@ class OptimizerBackup:
     ) -> None:
         self._scheduler = scheduler
         self._scheduled = None if scheduler is None else copy.deepcopy(scheduler.state_dict())
-        self._state = state_of(optimizer)
+        self._state = local_optimizer(optimizer).state
         self._known = dict(self._state)
         dicts = [*optimizer.param_groups, *self._state.values()]
         self._tensors = [_backup(parameter, value_of or _itself) for parameter in parameters_of(optimizer)]

@@ -1,7 +1,7 @@
-"""The parameters, gradients and display name of any optimizer."""
+"""The parameters, gradients, display name and own share of any optimizer."""
 
+import sys
 from collections.abc import Iterator
-from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -29,10 +29,13 @@ def drop_gradients(optimizer: Optimizer) -> None:
         parameter.grad = None
 
 
-def state_of(optimizer: Optimizer) -> dict[Any, dict[str, Any]]:
-    """Return an optimizer's state by parameter; of a ZeroRedundancyOptimizer, that of this rank's share."""
-    inner = getattr(optimizer, "optim", None)
-    return (inner if isinstance(inner, Optimizer) else optimizer).state
+def local_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer with the state of what this rank updates: a ZeroRedundancyOptimizer's inner one."""
+    module = sys.modules.get("torch.distributed.optim")
+    if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer):
+        inner: Optimizer = optimizer.optim
+        return inner
+    return optimizer
 
 
 def optimizer_name(optimizer: Optimizer) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from memfit.errors import UsageError
+from memfit.strategies.mechanisms.optimizer_info import local_optimizer
 from memfit.train.resume.engine_parts import (
     EngineParts,
     bare_model,
@@ -14,7 +15,6 @@ from memfit.train.resume.engine_parts import (
     precision_of,
     tensors_outside_state_dict,
 )
-from memfit.train.resume.local_optimizer import local_optimizer
 from memfit.train.resume.saved_run import SavedRun
 from memfit.user_frame import warn_user
 

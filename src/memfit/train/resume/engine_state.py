@@ -14,7 +14,7 @@ import torch
 from memfit.errors import TornUpdateError, UsageError
 from memfit.random_state import set_random_state
 from memfit.strategies.mechanisms.master_weights import load_masters
-from memfit.strategies.mechanisms.optimizer_info import parameters_of
+from memfit.strategies.mechanisms.optimizer_info import local_optimizer, parameters_of
 from memfit.strategies.mechanisms.tensors import independent_copy, inner_tensors
 from memfit.train.callbacks import Callback
 from memfit.train.optimizer_update import INTERRUPTED
@@ -31,7 +31,6 @@ from memfit.train.resume.engine_parts import (
 from memfit.train.resume.local_optimizer import (
     adopt_groups,
     get_optimizer_state,
-    local_optimizer,
     localised,
     own_indices,
 )

@@ -9,21 +9,11 @@ updates. Its own ``state_dict`` first gathers the states of all ranks on one, wh
     state            -         here      -                   exp_avg, exp_avg_sq, step
 """
 
-import sys
 from typing import Any
 
 from torch.optim import Optimizer
 
-from memfit.strategies.mechanisms.optimizer_info import parameters_of
-
-
-def local_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer that holds the state of what this rank updates."""
-    module = sys.modules.get("torch.distributed.optim")
-    if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer):
-        inner: Optimizer = optimizer.optim
-        return inner
-    return optimizer
+from memfit.strategies.mechanisms.optimizer_info import local_optimizer, parameters_of
 
 
 def own_indices(optimizer: Optimizer) -> list[int]:
