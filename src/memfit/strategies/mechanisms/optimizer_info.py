@@ -30,7 +30,7 @@ def drop_gradients(optimizer: Optimizer) -> None:
 
 
 def local_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer with the state of what this rank updates: a ZeroRedundancyOptimizer's inner one."""
+    """Return what holds the state of this rank's parameters: a ZeroRedundancyOptimizer's inner optimizer."""
     module = sys.modules.get("torch.distributed.optim")
     if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer):
         inner: Optimizer = optimizer.optim

@@ -21,18 +21,16 @@ from memfit.train.optimizer_update import INTERRUPTED
 from memfit.train.resume.compatibility import check_compatible
 from memfit.train.resume.engine_parts import (
     EngineParts,
+    adopt_groups,
     bare_model,
     class_path,
+    get_optimizer_state,
+    localised,
     named_parameters,
+    own_indices,
     parameter_groups,
     precision_of,
     tensors_outside_state_dict,
-)
-from memfit.train.resume.local_optimizer import (
-    adopt_groups,
-    get_optimizer_state,
-    localised,
-    own_indices,
 )
 from memfit.train.resume.saved_run import VERSION, SavedRun, validate
 

@@ -26,8 +26,7 @@ import torch
 from memfit.errors import UsageError
 from memfit.random_state import arrays_to_tensors
 from memfit.train.resume.compatibility import check_shapes
-from memfit.train.resume.engine_parts import EngineParts, bare_model, named_parameters
-from memfit.train.resume.local_optimizer import own_indices
+from memfit.train.resume.engine_parts import EngineParts, bare_model, named_parameters, own_indices
 from memfit.train.resume.saved_run import Entries
 from memfit.train.resume.tensor_files import StoredTensor
 

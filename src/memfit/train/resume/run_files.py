@@ -32,9 +32,8 @@ from memfit.strategies.mechanisms.optimizer_info import local_optimizer
 from memfit.train.ranks.job_ranks import OneRank
 from memfit.train.resume import state_file
 from memfit.train.resume.compatibility import check_compatible, check_groups, expect_no_window
-from memfit.train.resume.engine_parts import EngineParts, bare_model, parameter_groups
+from memfit.train.resume.engine_parts import EngineParts, bare_model, own_indices, parameter_groups
 from memfit.train.resume.engine_state import get_state, load_state
-from memfit.train.resume.local_optimizer import own_indices
 from memfit.train.resume.rank_split import (
     change_random,
     empty_tensors,
