@@ -112,7 +112,7 @@ def class_path(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-# ---- The state of an optimizer on this rank, with the indices of all parameters -----------------------------
+# ---- The state of an optimizer on this rank, with the indices of all parameters ---------------------------
 
 
 def own_indices(optimizer: Optimizer) -> list[int]:
