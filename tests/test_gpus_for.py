@@ -10,9 +10,7 @@ from memfit import api
 from memfit.cli.main import exit_code_of
 from memfit.devices import find_device
 from memfit.errors import TargetError
-from memfit.planning.search import Allowed
 from memfit.report.schema.gpus_for_schema import GpusForJson, to_json
-from memfit.run.options import RunOptions
 
 SCRIPT = """
     import torch
@@ -29,7 +27,7 @@ SCRIPT = """
 
 def on(cards, monkeypatch, script):
     monkeypatch.setattr("memfit.api.gpus.all_devices", lambda: [find_device(name) for name in cards])
-    return api.gpus_on_ghost(script, (), RunOptions(), Allowed(), lambda _: None)
+    return api.gpus_for(script)
 
 
 @pytest.mark.slow
