@@ -5,7 +5,7 @@
 The benchmark records the results of PyTorch's real allocator for random operations, in every situation of
 allocator_differential.py. Each mutant repeats the operations and is caught if a result differs (``differs``).
 Python mutants also perform random operations under the referee (``referee``); compiled mutants are compared
-with ``caching_allocator.py`` (``twin``). Exits with 1 if a mutant escapes that mutants.toml does not list as
+with the reference in Python (``twin``). Exits with 1 if a mutant escapes that mutants.toml does not list as
 equivalent, or if an equivalent one is caught.
 """
 
@@ -23,6 +23,7 @@ from typing import Any
 
 from allocator_differential import Options, drive, situations
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).with_name("allocator")))
 from compiled import replay_compiled
 from model import Log, Model

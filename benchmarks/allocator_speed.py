@@ -3,7 +3,7 @@
     python benchmarks/allocator_speed.py [--operations 100000] [--runs 9] [--json FILE]
 
 Python calls PyTorch's allocator operation by operation; memfit's serves a list of requests, as in a replay:
-``compiled``, and ``in Python``, the fallback without a C compiler. All three count every statistic.
+``compiled``, and ``in Python``, the reference of the tests. All three count every statistic.
 ``random`` is the mix of sizes of the differential test; ``training`` is a GPT's steps, recorded on the ghost.
 Exits with 1 if the median rate of the compiled allocator is less than 0.7 of PyTorch's.
 """
@@ -15,9 +15,9 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from memfit.allocator import compiled_allocator
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.replay import replay
 from memfit.allocator.requests import RequestKind, Requests, read_requests
@@ -25,9 +25,13 @@ from memfit.devices import find_device
 from memfit.ghost.build.runtime_library import build
 from memfit.ghost.device import GhostDevice
 from memfit.ghost.load import load
+from memfit.records import Replay
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).with_name("allocator")))
 from drive import Sizes
+
+from support.reference_allocator.replay import replay_in_python
 
 TARGET = 0.7
 WAYS = ("compiled", "python")
@@ -96,8 +100,8 @@ def main() -> int:
         runs = [
             (
                 pytorch_seconds(torch, operations),
-                memfit_seconds(requests, compiled=True),
-                memfit_seconds(requests, compiled=False),
+                memfit_seconds(replay, requests),
+                memfit_seconds(replay_in_python, requests),
             )
             for _ in range(arguments.runs)
         ]
@@ -139,16 +143,11 @@ def pytorch_seconds(torch, operations: list[Operation]) -> float:  # noqa: ANN00
     return seconds
 
 
-def memfit_seconds(requests: Requests, *, compiled: bool) -> float:
-    """Return the seconds that memfit's allocator takes for the requests."""
-    library = compiled_allocator.load()
-    if library is None:
-        raise SystemExit("The compiled allocator is not available: no C compiler was found.")
-    compiled_allocator.load = lambda: library if compiled else None
+def memfit_seconds(replay: Callable[..., Replay], requests: Requests) -> float:
+    """Return the seconds that one of memfit's allocators takes for the requests."""
     begun = time.perf_counter()
     fits = replay(requests, AllocatorConfig(), total=TOTAL).fits
     seconds = time.perf_counter() - begun
-    compiled_allocator.load = lambda: library
     if not fits:
         raise SystemExit("The device is too small for this workload.")
     return seconds

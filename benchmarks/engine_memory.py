@@ -25,7 +25,6 @@ from torch.utils.checkpoint import checkpoint
 from memfit.devices import find_device
 from memfit.ghost.build.runtime_library import build
 from memfit.ghost.device import GhostDevice
-from memfit.ghost.fork_pool import ForkPool, PoolJob
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.apply import apply
 from memfit.strategies.checkpointing import Checkpointing
@@ -35,6 +34,9 @@ from memfit.strategies.precision import LossScale, Precision
 from memfit.train.engine import Engine
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support.fork_pool import ForkPool, PoolJob
+
 STEPS, SAMPLES, PARTS = 3, 8, 4
 SCALE = {"init_scale": 1024.0, "growth_interval": 1000}
 STRATEGIES: dict[str, dict[str, Any]] = {

@@ -23,6 +23,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +35,9 @@ import memfit
 from memfit.devices import find_device
 from memfit.ghost.build.runtime_library import build
 from memfit.ghost.device import GhostDevice
-from memfit.ghost.fork_pool import ForkPool, PoolJob
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support.fork_pool import ForkPool, PoolJob
 
 MICROSECONDS, SHARE = 40, 0.01
 """What the engine may take: of a small step and of each of its further micro-batches; of other steps."""

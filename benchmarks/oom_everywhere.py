@@ -26,13 +26,13 @@ from memfit.devices import find_device
 from memfit.errors import TargetError
 from memfit.ghost.build.runtime_library import build
 from memfit.ghost.device import GhostDevice
-from memfit.ghost.fork_pool import ForkPool, PoolJob
 
 TESTS = Path(__file__).parents[1] / "tests"
 SWEEP = TESTS / "support" / "ghost_oom_sweep.py"
 sys.path.insert(0, str(TESTS))
 
 from support.fault_injection import CASES, FAULTS, Sweep  # noqa: E402
+from support.fork_pool import ForkPool, PoolJob  # noqa: E402
 
 SITUATIONS = [(0, "always"), (0, "auto"), (1, "always"), (1, "auto")]
 """(step, protection). Step 0 creates the optimizer state."""

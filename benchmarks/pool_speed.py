@@ -16,7 +16,9 @@ from pathlib import Path
 from memfit.devices import find_device
 from memfit.ghost.build.runtime_library import build
 from memfit.ghost.device import GhostDevice
-from memfit.ghost.fork_pool import ForkPool, PoolJob
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support.fork_pool import ForkPool, PoolJob
 
 TARGET = 0.15  # seconds
 CANDIDATES = Path(__file__).parents[1] / "tests/ghost/fork_pool_targets.py"

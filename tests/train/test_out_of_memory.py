@@ -14,9 +14,9 @@ from memfit.devices import find_device
 from memfit.errors import TornUpdateError, UsageError
 from memfit.ghost.build.runtime_library import build as build_ghost
 from memfit.ghost.device import GhostDevice
-from memfit.ghost.fork_pool import ForkPool, PoolJob
 from support.fault_injection import CASES, FAULTS, Fault, Sweep, build, differing, picture
 from support.fault_injection import mean_loss as loss_of
+from support.fork_pool import ForkPool, PoolJob
 
 SWEEP = Path(__file__).parents[1] / "support" / "ghost_oom_sweep.py"
 
@@ -96,7 +96,7 @@ def test_a_gradient_that_an_interrupted_backward_left_on_a_cast_parameter_is_not
     reference = build("bf16 with float32 masters")[0]
     reference.step(data[0])
     first = next(engine.model.parameters())
-    sums = engine._ledger.update.sums
+    sums = engine._ledger.update.gradients.sums
     for handle in sums.hooks():
         handle.remove()
 
