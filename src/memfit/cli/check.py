@@ -6,7 +6,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from memfit.cli.console import progress, write_check
+from memfit.cli.console import progress, write_result
 from memfit.cli.options import Budget, Json, Module, Script, Values, json_file, read_as, script_to_run, share
 from memfit.report.escape import escaped
 from memfit.run.options import STEPS
@@ -54,7 +54,7 @@ def check(
             stdout_to_stderr=json == "-",
             on_progress=show,
         )
-    write_check(result, json)
+    write_result(result, json)
     if update and result.fits:
         print(escaped(f"Baseline: {baseline}"), file=sys.stderr)
         return 0

@@ -1,6 +1,6 @@
 """``memfit compare``."""
 
-from memfit.cli.console import progress, write_strategies
+from memfit.cli.console import progress, write_result
 from memfit.cli.options import JobSize, Json, Module, Script, Target, Values, json_file, script_to_run
 from memfit.ctrl_c import INTERRUPTED
 from memfit.run.options import STEPS
@@ -39,5 +39,5 @@ def compare(
         result = api.compare(
             **options, **vars(target), steps=steps, values=",".join(values), on_progress=show
         )
-    write_strategies(result, json)
+    write_result(result, json)
     return INTERRUPTED if result.interrupted else 0

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Literal
 
 from memfit.atomic_files import check_outputs
-from memfit.cli.console import write_difference
+from memfit.cli.console import write_result
 from memfit.cli.options import Json, json_file
 
 
@@ -32,5 +32,5 @@ def diff(
     from memfit import api
 
     check_outputs({"--json": json_file(json)}, {"the first run": before, "the second run": after})
-    write_difference(api.diff(before, after, at, by), json)
+    write_result(api.diff(before, after, at, by), json)
     return 0

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from memfit.cli.console import progress, stdout, write_gpus_for
+from memfit.cli.console import progress, stdout, write_result
 from memfit.cli.options import InUse, Json, Module, Script, Values, json_file, script_to_run
 from memfit.errors import UsageError
 from memfit.run.options import STEPS
@@ -47,7 +47,7 @@ def gpus(
             bitwise=bitwise,
             on_progress=show,
         )
-    write_gpus_for(result, json)
+    write_result(result, json)
     return 0
 
 

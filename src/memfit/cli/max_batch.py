@@ -4,7 +4,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from memfit.cli.console import progress, write_max_batch
+from memfit.cli.console import progress, write_result
 from memfit.cli.options import (
     Budget,
     Fail,
@@ -63,5 +63,5 @@ def max_batch(
             values=",".join(values),
             on_progress=show,
         )
-    write_max_batch(result, json)
+    write_result(result, json)
     return 1 if fail and result.largest is None else 0

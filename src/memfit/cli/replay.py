@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from memfit.atomic_files import check_outputs
-from memfit.cli.console import write_comparison
+from memfit.cli.console import write_result
 from memfit.cli.options import Fail, Json, RecordedTarget, json_file
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def _compared(
         path: a trace or a snapshot.
         settings: values of PYTORCH_ALLOC_CONF; None for those that memfit considers worth trying.
         target: the GPU.
-        json: as for ``write_comparison``.
+        json: as for ``write_result``.
         smallest: whether to search for the smallest GPU that each setting fits on.
     """
     from memfit import api
@@ -84,5 +84,5 @@ def _compared(
             smallest=smallest,
             on_progress=lambda name: show(f"memfit: replaying under {name}"),
         )
-    write_comparison(comparison, json)
+    write_result(comparison, json)
     return comparison

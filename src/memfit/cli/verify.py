@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from memfit.cli.console import progress, write_verification
+from memfit.cli.console import progress, write_result
 from memfit.cli.options import Json, Module, Script, expect_plan, json_file, script_to_run
 
 _RUNS = (
@@ -37,5 +37,5 @@ def verify(
     options = script_to_run("verify", command, outputs, module=module, inputs={"--plan": plan})
     with progress(None, reruns=_RUNS) as show:
         result = api.verify(**options, plan=expect_plan("verify", plan), on_progress=show)
-    write_verification(result, json)
+    write_result(result, json)
     return 0 if result.verdict is VerificationVerdict.VERIFIED else 1
