@@ -1,10 +1,11 @@
-"""Check settings against the types of their fields."""
+"""Check settings against the types of their fields, and suggest the names that there are."""
 
+import difflib
+from collections.abc import Iterable
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
-import torch
 
 from memfit.errors import UsageError
 
@@ -72,6 +73,8 @@ def check_dtype(name: str | None, setting: str) -> None:
 
     >>> check_dtype("float32", "gradient_dtype")
     """
+    import torch  # not above: commands that run no script read names of settings, too
+
     dtype = getattr(torch, str(name), None)
     if name is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise UsageError(f"{setting}={name!r} is not a PyTorch floating-point dtype (for example 'float32').")
@@ -88,3 +91,15 @@ def _requirement(kind: Any) -> str:
     return "must be " + " or ".join(
         _WORDS.get(get_origin(each) or each, f"{each.__name__}(...)") for each in kinds
     )
+
+
+def unknown_name_error(what: str, name: object, known: Iterable[str]) -> UsageError:
+    """Return the error to raise for an unknown name.
+
+    >>> print(unknown_name_error("a setting", "precison", ["precision", "loss_scale"]))
+    'precison' is not a setting. Nearest: precision.
+    """
+    names = list(known)
+    near = difflib.get_close_matches(str(name), names, n=3)
+    suggestion = f"Nearest: {', '.join(near)}." if near else f"Known: {', '.join(names)}."
+    return UsageError(f"{name!r} is not {what}. {suggestion}")

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from memfit.errors import UsageError
+from memfit.strategies.field_types import unknown_name_error
 from memfit.strategies.legacy_settings import (
     NOTHING,
     WITHOUT_EFFECT,
@@ -23,7 +24,6 @@ from memfit.strategies.legacy_settings import (
     grad_clip,
     nothing,
 )
-from memfit.strategies.suggestions import unknown_name_error
 
 LIGHTNING_PRECISION: Mapping[Any, Mapping[str, Any]] = {
     "16-mixed": {"dtype": "fp16"},
