@@ -147,7 +147,7 @@ def apply_to_model(model: nn.Module, plan: Plan, *, in_engine: bool = False) -> 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AppliedToOptimizer:
-    """What carries out the settings of an optimizer, and what undoes it."""
+    """The objects that carry out the settings of an optimizer, and the function that undoes it."""
 
     offloaded: OffloadedState | None = None
     """Steps in the optimizer's place, and keeps its state on the host."""
@@ -213,7 +213,7 @@ def _fetch_state(optimizer: weakref.ref[Optimizer], offloaded: weakref.ref[Offlo
 
 
 def on_revert(model: nn.Module, step: Callable[[], None], *, last: bool = False) -> None:
-    """Have ``revert`` run one more step, before or after the others: an engine removes its hooks so."""
+    """Have ``revert`` run one more step, before or after the others, such as removing an engine's hooks."""
     steps = [_APPLIED.pop(model, ExitStack()).close, step]
     undo = _APPLIED[model] = ExitStack()
     for each in reversed(steps) if last else steps:

@@ -73,7 +73,7 @@ def distributed(name: str, given: Any) -> Iterator[GivenSetting]:
 
 
 def gathering(remainder: str, origin: str, note: str = "") -> Reader:
-    """Return the reader of a number of batches per update, from a system that treats the remainder so.
+    """Return the reader of a number of batches per update, from a system with this remainder.
 
     ``note`` says in what its origin differs.
     """

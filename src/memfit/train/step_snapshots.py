@@ -1,4 +1,4 @@
-"""What a step changes, copied beforehand: to undo a step that ran out of memory.
+"""Copies of all that a step changes, made before it: to undo a step that ran out of memory.
 
 forward, backward     random numbers and buffers: StepSnapshots
 update                parameters and optimizer state, copied to the host: OptimizerBackup

@@ -1,4 +1,4 @@
-"""What of a run's state is the same on all ranks, what differs, and what is divided; and back.
+"""Split a run's state into parts that ranks share, that each rank has, and that ranks divide; and join them.
 
     tensors   parameters, and the optimizer's state of each parameter     torch.distributed.checkpoint
     shared    counters, scheduler, loss scale, precision, groups          one file

@@ -86,7 +86,7 @@ class Entries(TypedDict):
 
 
 class SharedFile(TypedDict):
-    """What all ranks share."""
+    """The file that all ranks share."""
 
     version: int
     ranks: PositiveCount
@@ -98,7 +98,7 @@ class SharedFile(TypedDict):
 
 
 class RankFile(TypedDict):
-    """What differs between ranks."""
+    """The file of one rank: all that differs between ranks."""
 
     version: int
     rank: Count
