@@ -33,6 +33,7 @@ from memfit.atomic_files import write_bytes
 from memfit.card.context_measurement import keep_context, measure_context
 from memfit.ghost.doctor import Check, checks
 from memfit.packing.csv_table import packed_table
+from memfit.patching.patch_list import replaced_names
 from memfit.trace.snapshot import write_snapshot
 
 __all__ = [
@@ -63,6 +64,7 @@ __all__ = [
     "plan_on_ghost",
     "read",
     "record",
+    "replaced_names",
     "replay",
     "run_and_resume",
     "run_beside_ranks",
