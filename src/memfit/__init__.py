@@ -53,7 +53,7 @@ _NAMES_OF_MODULE = {
     "memfit.train.engine": ("Engine",),
     "memfit.train.job": ("Job",),
     "memfit.train.progress_bar": ("ProgressBar",),
-    "memfit.train.step_result": ("StepResult",),
+    "memfit.train.accumulation_window": ("StepResult",),
     "memfit.versions": ("__version__",),
     "memfit.watching.watch": ("watch",),
 }
@@ -129,7 +129,7 @@ if TYPE_CHECKING:  # type checkers cannot read the table; a test checks that the
     from memfit.train.engine import Engine as Engine
     from memfit.train.job import Job as Job
     from memfit.train.progress_bar import ProgressBar as ProgressBar
-    from memfit.train.step_result import StepResult as StepResult
+    from memfit.train.accumulation_window import StepResult as StepResult
     from memfit.versions import __version__ as __version__
     from memfit.watching.watch import watch as watch
 
