@@ -24,9 +24,7 @@ from memfit.strategies.mechanisms.optimizer_info import optimizer_name, paramete
 from memfit.strategies.mechanisms.step_in_backward import StepInBackward, raise_usage_error
 from memfit.user_frame import innermost_line, is_user_file, user_line
 
-_PARAMETER = Patch(
-    "torch.nn.parameter:Parameter", "grad", why="notice who reads gradients that backward used"
-)
+_PARAMETER = Patch("torch.nn.parameter:Parameter", "grad", why="notice who reads used gradients")
 _OPTIMIZERS = ("torch.optim.", "torchao.", "bitsandbytes.")
 _SCALED = (
     "step_in_backward: a GradScaler scales the loss, and divides gradients only after backward, which has "
