@@ -7,11 +7,9 @@ chooses among free blocks of equal size by address.
 
 from dataclasses import dataclass, field
 
+from memfit.allocator.rounding import bytes_taken
 from memfit.records import DriverCalls
-from memfit.units import MIB, TIB
-
-GRANULE = 2 * MIB
-"""For sizes from 1 MiB up cudaMalloc takes whole multiples of this. Assumed: it is documented nowhere."""
+from memfit.units import TIB
 
 _ALIGNMENT = 512
 _MALLOC_FROM, _VIRTUAL_FROM = 32 * TIB, 48 * TIB
@@ -51,7 +49,7 @@ class DeviceMemory:
     def malloc(self, size: int) -> int | None:
         """Return the address of ``size`` bytes from cudaMalloc; None if too few are left."""
         self.calls.malloc += 1
-        taken = _taken(size)
+        taken = bytes_taken(size)
         if taken > self.total - self.used:
             return None
         self._take(taken)
@@ -60,7 +58,7 @@ class DeviceMemory:
     def free(self, address: int, size: int) -> None:
         """Free memory from ``malloc``."""
         self.calls.free += 1
-        self.used -= _taken(size)
+        self.used -= bytes_taken(size)
         self._malloc.give(address, size)
 
     def reserve(self, size: int) -> int:
@@ -114,8 +112,3 @@ class _AddressSlots:
 
 def _slot(size: int) -> int:
     return max(_ALIGNMENT, 1 << (size - 1).bit_length())
-
-
-def _taken(size: int) -> int:
-    granule = GRANULE if size >= MIB else _ALIGNMENT
-    return -(-size // granule) * granule

@@ -8,7 +8,7 @@
 
 from bisect import bisect_left
 
-from memfit.allocator.blocks import SIZE_SHIFT, Block, BlockPool
+from support.reference_allocator.blocks import SIZE_SHIFT, Block, BlockPool
 
 
 def oversize_blocks(pool: BlockPool, stream: int, wanted: int, limit: int) -> list[Block]:

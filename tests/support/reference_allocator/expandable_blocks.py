@@ -9,8 +9,8 @@ Source: Note [Expandable Segments], ``ExpandableSegment``, ``find_expandable_blo
 ``unmap_block``, c10/cuda/CUDACachingAllocator.cpp, PyTorch 2.14.1.
 """
 
-from memfit.allocator.blocks import Block, BlockPool
-from memfit.allocator.expandable_segment import ExpandableSegment
+from support.reference_allocator.blocks import Block, BlockPool
+from support.reference_allocator.expandable_segment import ExpandableSegment
 
 
 def find_expandable_block(pool: BlockPool, stream: int, size: int) -> Block | None:

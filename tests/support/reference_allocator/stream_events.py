@@ -11,7 +11,7 @@ Source: ``insert_events``, ``insert_events_deferred_until_no_capture`` and ``pro
 
 from collections import deque
 
-from memfit.allocator.blocks import Block
+from support.reference_allocator.blocks import Block
 
 
 class StreamEvent:

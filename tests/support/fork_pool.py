@@ -35,7 +35,6 @@ from memfit.ghost.build.runtime_library import Build
 from memfit.ghost.device import GhostDevice
 from memfit.ghost.ffi import Ghost
 from memfit.ghost.load import load
-from memfit.python_command import python_code
 
 _READY = b"ready"
 _JOB = b"job"
@@ -82,7 +81,7 @@ class ForkPool:
         self._control, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", python_code("memfit.ghost.fork_pool"), str(theirs.fileno())],
+                [sys.executable, "-P", __file__, str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
                 env=os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
             )
@@ -239,6 +238,5 @@ def _receive_exactly(channel: socket.socket, size: int) -> bytes | None:
     return bytes(message)
 
 
-def main() -> None:
-    """Run the warm process, with the socket's descriptor as the argument."""
+if __name__ == "__main__":
     _serve(socket.socket(fileno=int(sys.argv[1])))

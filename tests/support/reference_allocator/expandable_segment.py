@@ -3,7 +3,7 @@
 Source: ``ExpandableSegment``, c10/cuda/CUDACachingAllocator.cpp, PyTorch 2.14.1.
 """
 
-from memfit.allocator.device_memory import DeviceMemory
+from support.reference_allocator.device_memory import DeviceMemory
 
 
 class ExpandableSegment:

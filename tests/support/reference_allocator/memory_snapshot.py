@@ -6,8 +6,8 @@ Source: ``snapshot`` of ``DeviceCachingAllocator``, c10/cuda/CUDACachingAllocato
 from collections.abc import Iterable
 
 from memfit import records
-from memfit.allocator.blocks import Block
 from memfit.records import DEFAULT_POOL, Segment
+from support.reference_allocator.blocks import Block
 
 
 def snapshot(blocks: Iterable[Block]) -> tuple[Segment, ...]:

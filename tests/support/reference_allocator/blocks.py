@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from memfit.allocator.expandable_segment import ExpandableSegment
+    from support.reference_allocator.expandable_segment import ExpandableSegment
 
 ADDRESS_BITS = 80  # more than a process has: with unlimited memory, reservations exceed 64
 ADDRESS = (1 << ADDRESS_BITS) - 1

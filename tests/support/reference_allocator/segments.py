@@ -11,14 +11,20 @@ Source: ``alloc_block``, ``release_block``, ``try_allocate_expandable_block``, `
 
 from collections.abc import Iterator
 
-from memfit.allocator import expandable_blocks
-from memfit.allocator.blocks import Block, BlockPool
-from memfit.allocator.change_log import LARGE, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.device_memory import DeviceMemory
-from memfit.allocator.expandable_segment import ExpandableSegment
 from memfit.allocator.rounding import SMALL_SEGMENT
-from memfit.allocator.stream_events import StreamEventQueues
+from support.reference_allocator import expandable_blocks
+from support.reference_allocator.blocks import Block, BlockPool
+from support.reference_allocator.change_log import (
+    LARGE,
+    SEGMENT_ALLOC,
+    SEGMENT_FREE,
+    SEGMENT_MAP,
+    SEGMENT_UNMAP,
+)
+from support.reference_allocator.device_memory import DeviceMemory
+from support.reference_allocator.expandable_segment import ExpandableSegment
+from support.reference_allocator.stream_events import StreamEventQueues
 
 
 class Segments:

@@ -23,8 +23,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from memfit.allocator.caching_allocator import CachingAllocator
-from memfit.allocator.change_log import (
+from memfit.allocator.compiled_allocator import COUNTERS, FIELDS, FIGURES, NAMES, OVERSIZE, POOLS
+from support.reference_allocator.caching_allocator import CachingAllocator
+from support.reference_allocator.change_log import (
     ALLOC,
     FREE,
     FREE_COMPLETED,
@@ -38,29 +39,6 @@ from memfit.allocator.change_log import (
 )
 
 Int64 = npt.NDArray[np.int64]
-
-FIGURES = (
-    "allocation",
-    "allocated_bytes",
-    "active",
-    "active_bytes",
-    "requested_bytes",
-    "inactive_split",
-    "inactive_split_bytes",
-    "segment",
-    "reserved_bytes",
-)
-POOLS = ("all", "small_pool", "large_pool")
-OVERSIZE = ("oversize_allocations", "oversize_segments")
-FIELDS = ("current", "peak", "allocated", "freed")
-COUNTERS = (
-    "num_alloc_retries",
-    "num_ooms",
-    "num_sync_all_streams",
-    "num_device_alloc",
-    "num_device_free",
-    "num_oom_rejections",
-)
 
 _COUNT, _SIZE, _REQUESTED, _SPLITS, _SPLIT_BYTES = range(ROW)
 _IN_USE = {ALLOC: 1, FREE: -1, FREE_REQUESTED: -1}
@@ -86,8 +64,6 @@ def _signs(by_kind: dict[int, int]) -> Int64:
 
 
 _PER_POOL = [f"{figure}.{pool}" for pool in POOLS for figure in FIGURES]
-NAMES = tuple(f"{name}.{field}" for field in FIELDS for name in (*_PER_POOL, *OVERSIZE))
-"""Names of the columns that ``Statistics.advance`` returns, as ``torch.cuda.memory_stats()`` spells them."""
 
 
 class Statistics:

@@ -25,22 +25,29 @@ counterparts' names. ``benchmarks/allocator_differential.py`` drives the two sid
 
 from bisect import bisect_left, insort
 
-from memfit.allocator import expandable_blocks
-from memfit.allocator.blocks import ADDRESS, ADDRESS_BITS, SIZE_SHIFT, Block, BlockPool, PoolId, PrivatePool
-from memfit.allocator.change_log import ALLOC, FREE, FREE_COMPLETED, FREE_REQUESTED, LARGE
+from memfit.allocator.compiled_allocator import NUMBERED
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.device_memory import DeviceMemory, SimulatedOutOfMemoryError
-from memfit.allocator.memory_snapshot import snapshot
-from memfit.allocator.reclaim import garbage_blocks, oversize_blocks
 from memfit.allocator.rounding import SMALL_SIZE, least_remainder, round_size, segment_size
-from memfit.allocator.segments import Segments
 from memfit.errors import UsageError
 from memfit.records import DEFAULT_POOL, Segment
+from support.reference_allocator import expandable_blocks
+from support.reference_allocator.blocks import (
+    ADDRESS,
+    ADDRESS_BITS,
+    SIZE_SHIFT,
+    Block,
+    BlockPool,
+    PoolId,
+    PrivatePool,
+)
+from support.reference_allocator.change_log import ALLOC, FREE, FREE_COMPLETED, FREE_REQUESTED, LARGE
+from support.reference_allocator.device_memory import DeviceMemory, SimulatedOutOfMemoryError
+from support.reference_allocator.memory_snapshot import snapshot
+from support.reference_allocator.reclaim import garbage_blocks, oversize_blocks
+from support.reference_allocator.segments import Segments
 
 _NEVER = 1 << 62
 """Larger than any block."""
-NUMBERED = (2, 12)
-"""The first version of PyTorch that orders blocks of equal size by the age of their segment."""
 
 
 class CachingAllocator(Segments):

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
-from memfit.allocator.blocks import SIZE_SHIFT, Block, BlockPool
-from memfit.allocator.caching_allocator import CachingAllocator
-from memfit.allocator.device_memory import GRANULE
-from memfit.allocator.rounding import round_size, segment_size
+from memfit.allocator.rounding import GRANULE, round_size, segment_size
 from memfit.units import MIB
+from support.reference_allocator.blocks import SIZE_SHIFT, Block, BlockPool
+from support.reference_allocator.caching_allocator import CachingAllocator
 
 _ALIGNMENT = 512
 
