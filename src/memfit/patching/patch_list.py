@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import memfit
 from memfit.patching.patches import Patch
 
-_PACKAGE = Path(memfit.__file__).parent
+_PACKAGE = Path(__file__).parents[1]
 _DECLARES = "from memfit.patching.patches import"
 
 State = Literal["present", "absent", "not installed"]
