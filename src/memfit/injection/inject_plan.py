@@ -37,15 +37,9 @@ if TYPE_CHECKING:
     from memfit.strategies.mechanisms.operation_counter import OperationCounter
     from memfit.strategies.plan import Plan
 
-_OPTIMIZER = Patch(
-    "torch.optim.optimizer:Optimizer", "__init__", why="carry out a plan when a script creates its optimizer"
-)
+_OPTIMIZER = Patch("torch.optim.optimizer:Optimizer", "__init__", why="carry out a plan on what it trains")
 _LOADER = Patch("torch.utils.data.dataloader:DataLoader", "__init__", why="change the script's batch size")
-_APPLY = Patch(
-    "memfit.strategies.apply",
-    *("apply_to_model", "apply_for_engine"),
-    why="carry out another plan than the script names",
-)
+_APPLY = Patch("memfit.strategies.apply", "apply_to_model", "apply_for_engine", why="pass on the plan")
 
 
 _ENGINE = "memfit.train.engine"
