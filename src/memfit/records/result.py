@@ -16,3 +16,7 @@ class PrintedResult:
         return str(import_module("memfit.report.printers").text_of(self))
 
     __repr__ = __str__
+
+
+SCHEMA_VERSION = 1
+"""Fields may be added within a version; none is removed or changes its meaning."""
