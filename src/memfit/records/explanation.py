@@ -1,4 +1,4 @@
-"""What holds the memory of a run: the records behind ``memfit explain``."""
+"""What holds the memory of a run, and of two runs compared: the records of ``explain`` and ``diff``."""
 
 import html
 from collections.abc import Callable
