@@ -9,7 +9,7 @@ from cyclopts import App
 
 from memfit.devices import find_device
 from memfit.errors import UnknownDeviceError, UsageError
-from memfit.records.targets import JOBS, LIBRARY_MODELS
+from memfit.records.job_target import JOB_LOOP
 from memfit.run.launchers import LAUNCHERS
 
 _RUN_A_SCRIPT = (
@@ -22,10 +22,8 @@ _RUN_A_SCRIPT = (
     "gpus",
     "verify",
     "train",
-    "job",
 )
 _PYTHON = re.compile(r"python[0-9.]*")
-_LIBRARY_MODEL = re.compile(r"(hf|timm|torchvision):.")
 _JOB = re.compile(r".+\.py:[^/:]+")
 _LONGEST_SCRIPT = 1 << 20
 """Bytes of a script that is searched for its options."""
@@ -41,8 +39,6 @@ def separate_script(tokens: list[str], app: App) -> list[str]:
     >>> from memfit.cli.main import app
     >>> separate_script(["dry-run", "--steps", "2", "train.py", "--epochs", "9"], app)
     ['dry-run', '--steps', '2', '--', 'train.py', '--epochs', '9']
-    >>> separate_script(["plan", "timm:vit_tiny_patch16_224", "--batch-size", "9"], app)[1:4]
-    ['-m', '--', 'memfit.estimating.library_model']
     >>> separate_script(["plan", "job.py:make_job"], app)
     ['plan', '-m', '--', 'memfit.train.job_loop', 'job.py:make_job']
     >>> separate_script(["dry-run", "--", "train.py", "--steps", "9"], app)
@@ -78,15 +74,8 @@ def separate_script(tokens: list[str], app: App) -> list[str]:
     if Path(tokens[position]).name in LAUNCHERS:  # they have this option as well, for the script's module
         values_taken = {name: count for name, count in values_taken.items() if name not in ("-m", "--module")}
     _refuse_misplaced(tokens, position, values_taken)
-    loop = _loop_for(tokens[position])
-    return [*tokens[:position], *(["-m", "--", loop] if loop else ["--"]), *tokens[position:]]
-
-
-def _loop_for(target: str) -> str:
-    """Return the module that trains what a target names in place of a script; empty for a script."""
-    if _LIBRARY_MODEL.match(target):
-        return LIBRARY_MODELS
-    return JOBS if _JOB.fullmatch(target) and not Path(target).exists() else ""
+    job = _JOB.fullmatch(tokens[position]) and not Path(tokens[position]).exists()
+    return [*tokens[:position], *(["-m", "--", JOB_LOOP] if job else ["--"]), *tokens[position:]]
 
 
 def _refuse_misplaced(tokens: list[str], script: int, values_taken: dict[str, int]) -> None:

@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from memfit.cli.options import expect_plan, expect_script
 from memfit.errors import UsageError
-from memfit.records.targets import JOBS, LIBRARY_MODELS
+from memfit.records.job_target import is_job
 
 USAGE = (
     "Usage: memfit train --plan plan.json SCRIPT.py [ARGS...]\n"
@@ -51,7 +51,7 @@ def train(
 
     expect_script("train", command, {"--plan": plan, "--prediction": prediction})
     plan = expect_plan("train", plan)
-    if module and command[0] in (JOBS, LIBRARY_MODELS):
+    if module and is_job(command):
         raise UsageError(
             "memfit train trains scripts. Train a job in a script of your own: "
             f'engine = memfit.Engine(make_job(), "{plan}"), and engine.fit(loader).'

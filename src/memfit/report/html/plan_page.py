@@ -5,7 +5,7 @@ from pathlib import Path
 from string import Template
 
 from memfit.records import Provenance, ScriptPlan
-from memfit.records.targets import typed
+from memfit.records.job_target import typed
 from memfit.report.drawn_plans import DrawnPlan, PlanKind, drawn_plans
 from memfit.report.html.plan_svg import chart
 from memfit.report.html.self_contained import asset, policy

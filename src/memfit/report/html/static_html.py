@@ -5,7 +5,7 @@ from html import escape
 
 from memfit.analysis.breakdown import CATEGORY_NAMES
 from memfit.records import Category, DryRun, Figure, Provenance
-from memfit.records.targets import typed
+from memfit.records.job_target import typed
 from memfit.report.html.page_facts import PageFacts
 from memfit.report.html.payload import Payload
 from memfit.report.html.texts import PageTexts

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.records import GpusFor, ScriptPlan
-from memfit.records.targets import typed
+from memfit.records.job_target import typed
 from memfit.report.escape import escaped
 from memfit.report.printable import Printable
 from memfit.report.terminal.script_plan import plan_name

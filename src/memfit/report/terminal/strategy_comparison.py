@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.records import ComparedRun, ScriptLocation, StrategyComparison
-from memfit.records.targets import typed
+from memfit.records.job_target import typed
 from memfit.report.escape import escaped
 from memfit.report.printable import Printable
 from memfit.report.short_path import short_path

@@ -20,7 +20,7 @@ from memfit.records import (
     ScriptLocation,
     Stage,
 )
-from memfit.records.targets import typed
+from memfit.records.job_target import typed
 from memfit.report.escape import escaped
 from memfit.report.printable import Printable
 from memfit.report.short_path import short_path
