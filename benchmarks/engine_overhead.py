@@ -14,7 +14,6 @@ the kernels' own. A busy GPU hides this time; it counts where kernels take less 
 engine may take 40 us of it in every case.
 """
 
-import argparse
 import contextlib
 import copy
 import statistics
@@ -213,9 +212,9 @@ def prepare() -> None:
 
 def main() -> int:
     """Print the cost in each case; return 1 if one is above its limit."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    from measuring import command_line  # the pool's processes do not find it
+
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--ghost", action="store_true")
     arguments = parser.parse_args()

@@ -14,13 +14,13 @@ with 1 if it finds a change that the engine did not report.
     torn         the fault hit an unprotected update; the engine refuses to save and to continue
 """
 
-import argparse
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from measuring import command_line
 
 from memfit.devices import find_device
 from memfit.errors import TargetError
@@ -80,9 +80,7 @@ def with_shrinking_memory() -> None:
 
 def main() -> int:
     """Print a line for each case and kind of fault, and totals; return 1 if a fault did harm."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--every", type=int, default=1, help="test only every N-th point")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

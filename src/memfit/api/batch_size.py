@@ -8,7 +8,6 @@ from memfit.devices import DEFAULT, NO_LIMIT
 from memfit.errors import UsageError
 from memfit.planning.max_batch import BudgetedScript, find_max_batch
 from memfit.records import MaxBatch
-from memfit.report.terminal.max_batch import PrintableMaxBatch
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, script_command
 from memfit.run.rank import ALONE, Rank
@@ -89,4 +88,4 @@ def max_batch_on_ghost(
         for way in (options, replace(options, memory=NO_LIMIT))
     )
     budgeted = BudgetedScript(limited, unlimited, command[1:], device)
-    return PrintableMaxBatch.of(find_max_batch(budgeted, multiple=multiple, option=option), command=command)
+    return replace(find_max_batch(budgeted, multiple=multiple, option=option), command=command)

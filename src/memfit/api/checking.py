@@ -13,8 +13,7 @@ from memfit.devices import DEFAULT, NO_LIMIT
 from memfit.errors import TargetError, UsageError
 from memfit.input_files import read_input
 from memfit.records import CheckVerdict, MemoryBaseline, MemoryCheck, Trace
-from memfit.report.schema.check_schema import baseline_file, read_baseline
-from memfit.report.terminal.memory_check import PrintableMemoryCheck
+from memfit.report.public_json import baseline_file, read_baseline
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress
 from memfit.trials.trial_run import trial_runner
@@ -105,7 +104,7 @@ def check_on_ghost(
         result = MemoryCheck(fitting if fits else CheckVerdict.NO_FIT, tolerance, run, needs)
     if update and fits and baseline is not None:
         write_bytes(baseline, baseline_file(run))
-    return PrintableMemoryCheck.of(result)
+    return result
 
 
 def _baseline(file: Path | None, *, update: bool) -> MemoryBaseline | None:

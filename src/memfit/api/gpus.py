@@ -13,7 +13,6 @@ from memfit.planning.plan_runs import PlannedScript
 from memfit.planning.search import find_plan
 from memfit.planning.seconds import RULE, host_copies, roofline
 from memfit.records import DeviceUse, GpusFor, ScriptEnd, ScriptPlan
-from memfit.report.terminal.gpus_for import PrintableGpusFor
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, script_command
 from memfit.run.resolve_options import ghost_settings
@@ -77,7 +76,7 @@ def gpus_on_ghost(
         raise next(iter(failed.values()))
     plans.sort(key=lambda plan: plan.device.total.bytes)
     reasons = {name: str(error) for name, error in failed.items()}
-    return PrintableGpusFor.of(GpusFor(tuple(plans), reasons, command, plans[0].versions))
+    return GpusFor(tuple(plans), reasons, command, plans[0].versions)
 
 
 def _plans(

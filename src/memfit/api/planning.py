@@ -17,7 +17,6 @@ from memfit.planning.search import find_plan
 from memfit.planning.seconds import RULE, host_copies, roofline
 from memfit.records import ScriptEnd, ScriptPlan
 from memfit.records.job_target import is_job, typed
-from memfit.report.terminal.script_plan import PrintableScriptPlan
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, script_command
 from memfit.run.rank import Rank
@@ -229,10 +228,15 @@ def plan_on_ghost(  # noqa: PLR0913 - one parameter an option
         on_progress(replace(progress, fits=fits))
 
     def completed(found: ScriptPlan) -> ScriptPlan:
-        found = replace(
-            found, nproc=job.nproc, nnodes=job.nnodes, ran=ranks.count, distributed=ranks.distributed
+        return replace(
+            found,
+            nproc=job.nproc,
+            nnodes=job.nnodes,
+            ran=ranks.count,
+            distributed=ranks.distributed,
+            device=device,
+            command=command,
         )
-        return PrintableScriptPlan.of(found, device=device, command=command)
 
     def note(found: ScriptPlan) -> None:
         nonlocal fits

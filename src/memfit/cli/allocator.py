@@ -6,7 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from memfit.atomic_files import check_outputs
-from memfit.cli.console import write_comparison
+from memfit.cli.console import write_result
 from memfit.cli.options import OUTPUT, TARGET, json_file
 from memfit.cli.replay import compare
 
@@ -36,5 +36,5 @@ def allocator(
         json: Write the result as JSON to this file. With -, print the JSON instead of the summary.
     """
     check_outputs({"--json": json_file(json)}, {"the input": path})
-    write_comparison(compare(path, None, gpu, memory, in_use, smallest=True), json)
+    write_result(compare(path, None, gpu, memory, in_use, smallest=True), json)
     return 0

@@ -7,7 +7,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from memfit.atomic_files import check_outputs
-from memfit.cli.console import progress, write_check
+from memfit.cli.console import progress, write_result
 from memfit.cli.options import (
     GHOST,
     OUTPUT,
@@ -86,7 +86,7 @@ def check(  # noqa: PLR0913 - one parameter an option
             tolerance=share("--tolerance", tolerance),
             on_progress=show,
         )
-    write_check(result, json)
+    write_result(result, json)
     if update and result.fits:
         print(escaped(f"Baseline: {baseline}"), file=sys.stderr)
         return 0

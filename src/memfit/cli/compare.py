@@ -5,7 +5,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from memfit.atomic_files import check_outputs
-from memfit.cli.console import progress, write_strategies
+from memfit.cli.console import progress, write_result
 from memfit.cli.options import (
     GHOST,
     OUTPUT,
@@ -81,5 +81,5 @@ def compare(  # noqa: PLR0913 - one parameter an option
     )
     with progress(options.steps, reruns=_RUNS) as show:
         result = api.compare_on_ghost(launched.command[0], launched.command[1:], options, show)
-    write_strategies(result, json)
+    write_result(result, json)
     return INTERRUPTED if result.interrupted else 0

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from memfit.atomic_files import check_outputs
-from memfit.cli.console import write_difference
+from memfit.cli.console import write_result
 from memfit.cli.options import json_file
 
 
@@ -35,5 +35,5 @@ def diff(
     from memfit import api
 
     check_outputs({"--json": json_file(json)}, {"the first run": before, "the second run": after})
-    write_difference(api.diff(before, after, at, by), json)
+    write_result(api.diff(before, after, at, by), json)
     return 0

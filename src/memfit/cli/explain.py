@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from memfit.atomic_files import check_outputs
-from memfit.cli.console import write_explanation
+from memfit.cli.console import write_result
 from memfit.cli.options import OUTPUT, json_file
 
 
@@ -48,19 +48,20 @@ def explain(  # noqa: PLR0913 - one parameter an option
             change a figure by more than 1 %, and says how many others there are.
     """
     from memfit import api
+    from memfit.records import GroupBy
 
     outputs = {"--snapshot": snapshot, "--html": html, "--chrome": chrome, "--csv": csv}
     check_outputs({**outputs, "--json": json_file(json)}, {"the input": path})
     trace = api.read(path)
     explanation = api.explain(trace, at, fragments=fragmentation)
-    write_explanation(
+    write_result(
         explanation,
         json,
-        by,
         (snapshot, partial(api.write_snapshot, trace)),
         (html, partial(api.write_html, trace, explanation.summary, source=source)),
         (chrome, lambda path: api.write_bytes(path, api.chrome_trace(trace))),
         (csv, lambda path: api.write_bytes(path, api.table(trace).encode())),
+        by=None if by is None else GroupBy(by),
         notes=notes,
     )
     return 0

@@ -5,7 +5,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from memfit.atomic_files import check_outputs
-from memfit.cli.console import progress, stdout, write_gpus_for
+from memfit.cli.console import progress, stdout, write_result
 from memfit.cli.options import OUTPUT, expect_script, json_file, memory_or_none, script_file
 from memfit.errors import UsageError
 from memfit.run.options import STEPS, RunOptions
@@ -57,7 +57,7 @@ def gpus(
     allowed = api.allowed_changes(bitwise=bitwise)
     with progress(options.steps, reruns=_RUNS) as show:
         result = api.gpus_on_ghost(command[0], command[1:], options, allowed, show)
-    write_gpus_for(result, json)
+    write_result(result, json)
     return 0
 
 

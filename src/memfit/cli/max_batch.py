@@ -5,7 +5,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from memfit.atomic_files import check_outputs
-from memfit.cli.console import progress, write_max_batch
+from memfit.cli.console import progress, write_result
 from memfit.cli.options import GHOST, OUTPUT, TARGET, expect_script, json_file, memory_or_none, script_file
 from memfit.devices import DEFAULT
 from memfit.run.options import STEPS, RunOptions
@@ -80,5 +80,5 @@ def max_batch(  # noqa: PLR0913 - one parameter an option
         result = api.max_batch_on_ghost(
             command[0], command[1:], options, option=option, multiple=multiple, on_progress=show
         )
-    write_max_batch(result, json)
+    write_result(result, json)
     return 1 if fail and result.largest is None else 0

@@ -6,7 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from memfit.atomic_files import check_outputs
-from memfit.cli.console import Output, write_packing
+from memfit.cli.console import Output, write_result
 from memfit.cli.options import OUTPUT, bytes_or_none, json_file
 from memfit.errors import UsageError
 
@@ -38,6 +38,7 @@ def pack(
         fail: Exit with code 1 if memfit finds no packing that fits within --capacity.
     """
     from memfit import api
+    from memfit.report.packing_sizes import PackingSizes
     from memfit.report.terminal.progress_line import progress_line
 
     if fail and capacity is None:
@@ -48,5 +49,5 @@ def pack(
         run = api.pack_table if path.suffix.lower() == ".csv" else api.pack
         packing = run(path, limit, seconds=seconds, on_progress=lambda what: show(f"memfit: packing, {what}"))
     table: Output = (csv, lambda path: api.write_bytes(path, api.packed_table(packing.parts).encode()))
-    write_packing(packing, limit, json, table)
+    write_result(PackingSizes.of(packing, limit), json, table)
     return int(fail and limit is not None and packing.height > limit)

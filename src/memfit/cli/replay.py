@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from memfit.atomic_files import check_outputs
-from memfit.cli.console import write_comparison
+from memfit.cli.console import write_result
 from memfit.cli.options import OUTPUT, TARGET, json_file, memory_or_none
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def replay(
     """
     check_outputs({"--json": json_file(json)}, {"the input": path})
     comparison = compare(path, alloc_conf or [], gpu, memory, in_use, smallest=False)
-    write_comparison(comparison, json)
+    write_result(comparison, json)
     return int(fail and not all(row.replay.fits for row in comparison.outcomes))
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from memfit.atomic_files import check_outputs
-from memfit.cli.console import progress, write_verification
+from memfit.cli.console import progress, write_result
 from memfit.cli.options import OUTPUT, expect_plan, expect_script, json_file, script_file
 
 USAGE = (
@@ -48,5 +48,5 @@ def verify(
     check_outputs({"--json": json_file(json)}, script_file(command[0], module=module))
     with progress(None, reruns=_RUNS) as show:
         result = api.verify(command[0], command[1:], plan=plan, module=module, on_progress=show)
-    write_verification(result, json)
+    write_result(result, json)
     return 0 if result.verdict is VerificationVerdict.VERIFIED else 1

@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import Self
 
 from memfit.records.longest_batch import LongestBatch
+from memfit.records.printed_result import PrintedResult
 from memfit.records.provenance import Figure, Note
 from memfit.records.run_stages import Stage, StageUse
 from memfit.records.trace import ChildProcess, DeviceUse, JobRank, ScriptEnd, ScriptLocation, Shortened
@@ -138,8 +139,8 @@ class RankRole:
     """Where most was allocated."""
 
 
-@dataclass(frozen=True, slots=True)
-class DryRun:
+@dataclass(frozen=True, slots=True, repr=False)
+class DryRun(PrintedResult):
     """What a script would use."""
 
     verdict: str

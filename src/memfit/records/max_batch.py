@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from memfit.records.printed_result import PrintedResult
 from memfit.records.provenance import Figure
 from memfit.records.trace import DeviceUse, ScriptLocation
 
@@ -35,8 +36,8 @@ class BatchRun:
     """Where most was allocated."""
 
 
-@dataclass(frozen=True, slots=True)
-class MaxBatch:
+@dataclass(frozen=True, slots=True, repr=False)
+class MaxBatch(PrintedResult):
     """The largest batch size with which a script fits a budget."""
 
     device: DeviceUse

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from memfit.records.printed_result import PrintedResult
 from memfit.records.provenance import Figure, Provenance
 
 
@@ -59,8 +60,8 @@ class CheckVerdict(StrEnum):
     NO_FIT = "does not fit"
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryCheck:
+@dataclass(frozen=True, slots=True, repr=False)
+class MemoryCheck(PrintedResult):
     """The memory of a run compared with a baseline."""
 
     verdict: CheckVerdict

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from memfit.records.breakdown import GroupBy
+from memfit.records.printed_result import PrintedResult
 from memfit.records.trace import ScriptLocation
 
 
@@ -15,8 +16,8 @@ class RowChange:
     after: int
 
 
-@dataclass(frozen=True, slots=True)
-class RunDifference:
+@dataclass(frozen=True, slots=True, repr=False)
+class RunDifference(PrintedResult):
     """Two runs side by side."""
 
     at: str

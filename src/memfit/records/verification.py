@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from memfit.records.printed_result import PrintedResult
 from memfit.records.provenance import Figure
 from memfit.records.script_plan import Equality
 from memfit.records.step_operations import OperationCounts
@@ -58,8 +59,8 @@ class MeasuredPeak:
     """Most bytes allocated on the ghost; None if the plan file does not say, or is for another command."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verification:
+@dataclass(frozen=True, slots=True, repr=False)
+class Verification(PrintedResult):
     """What a plan's first update shows."""
 
     verdict: VerificationVerdict

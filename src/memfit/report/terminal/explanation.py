@@ -1,16 +1,11 @@
 """What holds the memory, on the terminal: by category, module, line or op, and what each phase changed."""
 
-import html
-from collections.abc import Callable
-from dataclasses import dataclass
-
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from memfit.records import Breakdown, Explanation, GroupBy, LiveAllocation, PhaseChange
 from memfit.report.escape import escaped
-from memfit.report.printable import Printable
 from memfit.report.short_path import short_path
 from memfit.report.terminal.fragmentation import print_fragmentation
 from memfit.report.terminal.notes import note_lines
@@ -24,32 +19,15 @@ _LONGEST_GROUP = 8
 _UNNAMED = {GroupBy.MODULE: "(outside modules)", GroupBy.LINE: "(no line)", GroupBy.OP: "(no op)"}
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class PrintableExplanation(Printable, Explanation):
-    """An explanation that prints itself; as the last line of a notebook cell it shows the HTML report."""
-
-    page: Callable[[], str]
-    """Creates the HTML report."""
-
-    def _repr_html_(self) -> str:
-        # In an iframe, because the report's styles and security policy apply to a whole page.
-        inside = html.escape(self.page(), quote=True)
-        return f'<iframe srcdoc="{inside}" sandbox="allow-scripts" width="100%" height="900"></iframe>'
-
-    def show(self, console: Console) -> None:
-        """Print the explanation."""
-        print_explanation(self, None, console)
-
-
 def print_explanation(
-    explanation: Explanation, by: GroupBy | None, console: Console, *, notes: bool = False
+    explanation: Explanation, console: Console, *, by: GroupBy | None = None, notes: bool = False
 ) -> None:
     """Print the summary, or what holds memory if a table or moment was asked for; then each phase's changes.
 
     Args:
         explanation: what to print.
-        by: what the table sums bytes by; None for the categories, at a moment other than the peak.
         console: where to print it.
+        by: what the table sums bytes by; None for the categories, at a moment other than the peak.
         notes: whether to list every note.
     """
     summary, held = explanation.summary, explanation.held

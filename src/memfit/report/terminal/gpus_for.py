@@ -1,7 +1,5 @@
 """Which GPUs run a script, on the terminal: a row for each."""
 
-from dataclasses import dataclass
-
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -9,18 +7,8 @@ from rich.text import Text
 from memfit.records import GpusFor, ScriptPlan
 from memfit.records.job_target import typed
 from memfit.report.escape import escaped
-from memfit.report.printable import Printable
 from memfit.report.terminal.script_plan import plan_name
 from memfit.units import format_gib
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class PrintableGpusFor(Printable, GpusFor):
-    """GPUs for a script that print themselves."""
-
-    def show(self, console: Console) -> None:
-        """Print the GPUs."""
-        print_gpus_for(self, console)
 
 
 def print_gpus_for(result: GpusFor, console: Console) -> None:

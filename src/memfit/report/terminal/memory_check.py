@@ -1,7 +1,7 @@
 """The memory of a run compared with a baseline, on the terminal."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
@@ -11,20 +11,10 @@ from memfit.analysis.fold_module_paths import fold_module_paths
 from memfit.records import CheckedFigure, CheckVerdict, GroupBy, MemoryCheck
 from memfit.records.job_target import typed
 from memfit.report.escape import escaped
-from memfit.report.printable import Printable
 from memfit.report.terminal.explanation import row_name
 from memfit.units import format_gib
 
 _ROWS = 20
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class PrintableMemoryCheck(Printable, MemoryCheck):
-    """A check that prints itself."""
-
-    def show(self, console: Console) -> None:
-        """Print the check."""
-        print_check(self, console)
 
 
 def print_check(check: MemoryCheck, console: Console) -> None:

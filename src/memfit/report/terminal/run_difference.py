@@ -1,26 +1,14 @@
 """The difference between two runs, on the terminal."""
 
-from dataclasses import dataclass
-
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from memfit.records import RunDifference
-from memfit.report.printable import Printable
 from memfit.report.terminal.explanation import row_name
 from memfit.report.terminal.summary import in_words
 
 _ROWS = 20
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class PrintableDifference(Printable, RunDifference):
-    """A difference that prints itself."""
-
-    def show(self, console: Console) -> None:
-        """Print the difference."""
-        print_difference(self, console)
 
 
 def print_difference(found: RunDifference, console: Console) -> None:
