@@ -30,7 +30,7 @@ def doctor(
 
 def _measure_context() -> int:
     from memfit import api
-    from memfit.report.terminal.context import contribution, print_context
+    from memfit.report.terminal.doctor import contribution, print_context
 
     report = api.measure_context()
     with stdout() as console:

@@ -14,11 +14,12 @@ from rich.text import Text
 from memfit.records import Equality, PlanRun, ScriptPlan
 from memfit.records.job_target import is_job, typed
 from memfit.report.escape import escaped
-from memfit.report.terminal.optimizer_changes import optimizer_changes, optimizer_state
 from memfit.report.terminal.plan_chart import chart_lines, policy_name
-from memfit.report.terminal.several_gpus import (
+from memfit.report.terminal.plan_code import (
     before_sharding,
     how_to_start,
+    optimizer_changes,
+    optimizer_state,
     sharded_optimizer,
     sharding_name,
 )
