@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from memfit.patching.after_import import after_import
 from memfit.patching.installed_hooks import InstalledHooks
+from memfit.patching.patches import Patch
 from memfit.random_state import generator_positions
 from memfit.recording.dispatched_operations import DispatchedOperations
 from memfit.recording.tensor_storage import storage_of
@@ -256,6 +257,9 @@ def _argument(place: int, name: str, args: Any, kwargs: Any) -> Any:
     return args[place] if place < len(args) else kwargs.get(name)
 
 
+_KERNEL = Patch("triton.runtime.jit:JITFunction", "run", why="see the arguments of Triton kernels")
+
+
 @contextmanager
 def triton_launches(about_to_run: Callable[[Any], None]) -> Iterator[None]:
     """Within the block, call a function with the arguments of each Triton kernel before it runs."""
@@ -265,12 +269,7 @@ def triton_launches(about_to_run: Callable[[Any], None]) -> Iterator[None]:
         about_to_run((args, kwargs))
         return original(*args, **kwargs)
 
-    def watch() -> None:
-        from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
-
-        hooks.wrap(JITFunction, "run", run)
-
-    hooks.on_removal(after_import("triton.runtime.jit", watch))
+    hooks.on_removal(after_import("triton.runtime.jit", lambda: hooks.wrap(_KERNEL, "run", run)))
     try:
         yield
     finally:
