@@ -308,9 +308,7 @@ class _PlanInjector:
             self._applying = False
         self._has_plan(model, name)
 
-    def _applied(
-        self, original: Callable[..., Any], model: Any, plan: "Plan", *, in_engine: bool = False
-    ) -> Any:
+    def _applied(self, original: Any, model: Any, plan: "Plan", *, in_engine: bool = False) -> Any:
         """Apply a plan of the script's; an engine carries out what its plan leaves to us."""
         if self._applying:
             return original(model, plan)
