@@ -19,7 +19,7 @@ from memfit.records import (
     StageUse,
     worst,
 )
-from memfit.records.targets import typed
+from memfit.records.job_target import typed
 from memfit.report.escape import escaped
 from memfit.report.figure_table import FigureCell, FigureRow, FigureTable
 from memfit.report.places import place_in_words, short_path
