@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from memfit.report.schema.gpus_for_schema import to_json
 
 from memfit import api
 from memfit.cli.main import exit_code_of
