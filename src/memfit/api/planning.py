@@ -16,7 +16,7 @@ from memfit.planning.plan_runs import PlannedScript, run_nothing_ahead
 from memfit.planning.search import find_plan
 from memfit.planning.seconds import RULE, host_copies, roofline
 from memfit.records import ScriptEnd, ScriptPlan
-from memfit.records.targets import is_job, typed
+from memfit.records.job_target import is_job, typed
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, script_command
 from memfit.run.rank import Rank

@@ -53,7 +53,7 @@ def gpus(
 
 def _list(command: tuple[str, ...]) -> int:
     from memfit.devices import all_devices
-    from memfit.report.terminal.devices import print_devices
+    from memfit.report.terminal.gpus import print_devices
 
     if command:
         raise UsageError(f"memfit gpus takes no script. Did you mean memfit gpus --for {' '.join(command)}?")

@@ -38,7 +38,7 @@ def pack(
         fail: Exit with code 1 if memfit finds no packing that fits within --capacity.
     """
     from memfit import api
-    from memfit.report.packing_sizes import PackingSizes
+    from memfit.report.terminal.packing import PackingSizes
     from memfit.report.terminal.progress_line import progress_line
 
     if fail and capacity is None:

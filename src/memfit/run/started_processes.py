@@ -10,11 +10,13 @@ import shlex
 import sys
 import types
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 import msgspec
 
+from memfit.patching.patches import Patch, before
 from memfit.records import ChildProcess, Figure
 from memfit.run.child_settings import ChildSettings, write_settings
 from memfit.run.script import end_of
@@ -33,6 +35,7 @@ if sys.prefix == {prefix!r}:
 """
 _MOST_CHARACTERS = 80
 """Of a command that is shown."""
+_CUDA = Patch("torch.cuda", "_lazy_init", why="report a fork that uses the GPU, which fails")
 
 
 def follow_started_processes(settings: ChildSettings, instead_of: ChildSettings | None = None) -> None:
@@ -48,8 +51,8 @@ def follow_started_processes(settings: ChildSettings, instead_of: ChildSettings 
     site.mkdir(exist_ok=True)
     (site / SETTINGS).write_text(write_settings(settings))
     (site / f"{SITE}.py").write_text(_CODE.format(prefix=sys.prefix))
-    before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    others = [path for path in before if instead_of is None or path != str(_site(instead_of))]
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    others = [path for path in inherited if instead_of is None or path != str(_site(instead_of))]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(site), *others)))
 
 
@@ -108,14 +111,12 @@ def record_failing_fork(folder: Path) -> None:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda._initialized:
         return
-    lazy_init = torch.cuda._lazy_init
 
-    def recorded() -> None:
+    def record(*_: object) -> None:
         why = "CUDA cannot be used in a fork of a process that has used it"
         record_process(folder, os.getpid(), name_of_this_process(), None, why)
-        lazy_init()
 
-    torch.cuda._lazy_init = recorded
+    _CUDA.install("_lazy_init", partial(before, record))
 
 
 class ProcessRecord:
