@@ -386,6 +386,6 @@ class Recorder:
 _installed: list[Recorder] = []
 
 
-def installed() -> Recorder | None:
+def installed_recorder() -> Recorder | None:
     """Return the recorder that watches this process, if any."""
     return _installed[-1] if _installed else None
