@@ -83,7 +83,7 @@ def test_the_chrome_traces_counters_equal_the_timeline():
 
 
 def test_the_table_has_a_row_for_each_allocation():
-    rows = list(csv.DictReader(io.StringIO(api.table(named(run(), "weight")))))
+    rows = list(csv.DictReader(io.StringIO(api.allocation_table(named(run(), "weight")))))
     assert tuple(rows[0]) == COLUMNS
     expected = ("1", "", "1000", "1024", "parameters", "0", "setup", "fc", "", "weight", "float32", "250")
     assert rows[0] == dict(zip(COLUMNS, (*expected, "train.py:3"), strict=True))
@@ -94,12 +94,12 @@ def test_the_table_has_a_row_for_each_allocation():
 def test_blocks_older_than_the_history_have_no_birth_step_or_phase():
     live = segment(BASE, 2 * MIB, "small", blocks=[SnapshotBlock(BASE, 2 * MIB, 600, "active_allocated")])
     trace = trace_of([(Action.EARLIER, BASE, 600), (Action.OOM, 0, 1 << 30)], [live])
-    (row,) = csv.DictReader(io.StringIO(api.table(trace)))
+    (row,) = csv.DictReader(io.StringIO(api.allocation_table(trace)))
     assert (row["born"], row["step"], row["phase"], row["requested"]) == ("", "", "", "600")
 
 
 def test_a_cell_cannot_be_a_formula():
-    text = api.table(named(run(module=HOSTILE), HOSTILE))
+    text = api.allocation_table(named(run(module=HOSTILE), HOSTILE))
     rows = list(csv.DictReader(io.StringIO(text)))
     assert "\x1b" not in text
     assert rows[0]["name"] == rows[1]["module"] == f"'{escaped(HOSTILE)}"
@@ -108,7 +108,7 @@ def test_a_cell_cannot_be_a_formula():
 
 
 def test_an_empty_run_can_be_exported():
-    assert api.table(trace_of([])).strip() == ",".join(COLUMNS)
+    assert api.allocation_table(trace_of([])).strip() == ",".join(COLUMNS)
     assert len(json.loads(api.chrome_trace(trace_of([])))["traceEvents"]) == 1
 
 

@@ -56,7 +56,7 @@ def explain(
         (snapshot, partial(api.write_snapshot, trace)),
         (html, partial(api.write_html, trace, explanation.summary, source=source)),
         (chrome, lambda path: api.write_bytes(path, api.chrome_trace(trace))),
-        (csv, lambda path: api.write_bytes(path, api.table(trace).encode())),
+        (csv, lambda path: api.write_bytes(path, api.allocation_table(trace).encode())),
         by=None if by is None else GroupBy(by),
         notes=notes,
     )
