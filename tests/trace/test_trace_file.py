@@ -158,6 +158,10 @@ def test_a_trace_round_trips_exactly(tmp_path_factory, trace):
     assert_equal(read_trace(path), trace)
 
 
+def test_every_column_of_the_events_has_a_type_in_the_file():
+    assert set(trace_file._COLUMNS) == {field.name for field in fields(Events)}
+
+
 def test_equal_traces_make_equal_files(tmp_path, trace, file):
     copied = tmp_path / "copied.memfit"
     write_trace(trace, copied)
