@@ -182,6 +182,7 @@ def why_other_operations(
         is_same: whether the plan was made for this command, and it ran on a GPU.
         is_checkpointing: whether the plan changes nothing but what is recomputed.
 
+    >>> from memfit.records import OperationCounts
     >>> found = CountedOperations(OperationCounts(168, 60), None, OperationCounts(168, 24))
     >>> why_other_operations(found, {}, is_same=True, is_checkpointing=True)
     'The update recomputes 60 of 168 operations, the plan 24 of 168 operations.'
