@@ -40,7 +40,7 @@ from memfit.records import Attribution, Category, MarkKind, Trace
 from memfit.units import format_bytes
 
 HERE = ROOT / "benchmarks/library_scripts"
-TRUTH = ROOT / "benchmarks/attribution_truth.py"
+TRUTH = ROOT / "tests/support/attribution_truth.py"
 STEPS = 3
 LARGE = 0.01
 """The share of the peak from which a row is listed, and a difference from the truth is a failure."""

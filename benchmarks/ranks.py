@@ -12,7 +12,7 @@ from types import ModuleType
 
 from measuring import command_line, table_head, table_line
 
-SECTIONS = ("fsdp2", "witness", "llama", "pipeline", "published", "killed", "nodes", "engine")
+SECTIONS = ("fsdp2", "witness", "llama", "pipeline", "published")
 """Modules of benchmarks/rank_tables/, in the order in which their tables are printed."""
 
 

@@ -12,8 +12,7 @@ import run as runner
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 OTHERS = {
     "run",
-    "attribution_truth",  # runs under memfit dry-run
-    "planned_networks",  # likewise
+    "planned_networks",  # runs under memfit dry-run
     "gpu/calibrate",  # validate starts it
     "gpu/operators_child",  # operators starts it
 }

@@ -1,4 +1,4 @@
-"""Rows of benchmarks/originals.py for the Trainer of transformers, on a CPU."""
+"""Rows of tests/support/originals/report.py for the Trainer of transformers, on a CPU."""
 
 import tempfile
 from collections.abc import Iterator, Mapping

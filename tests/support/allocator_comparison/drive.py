@@ -17,17 +17,25 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-from compiled import compiled_model
-from model import REFUSED, DifferenceError, Kind, Log, Model, Operation, Piece, Situation
-from sizes import size_of
-
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from memfit.allocator.compiled_allocator import COUNTERS, NAMES
 from memfit.devices import find_device
 from memfit.ghost.build.runtime_library import build
 from memfit.ghost.device import GhostDevice
 from memfit.ghost.ffi import Ghost
 from memfit.ghost.load import load
+from support.allocator_comparison.compiled import compiled_model
+from support.allocator_comparison.model import (
+    REFUSED,
+    DifferenceError,
+    Kind,
+    Log,
+    Model,
+    Operation,
+    Piece,
+    Situation,
+)
+from support.allocator_comparison.sizes import size_of
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 FEW, OLD = 400, 0.02  # above FEW live tensors, all but a share OLD of the frees take the newest

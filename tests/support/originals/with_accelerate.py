@@ -1,4 +1,4 @@
-"""Rows of benchmarks/originals.py for Accelerate: the loop of its documentation, on a CPU."""
+"""Rows of tests/support/originals/report.py for Accelerate: the loop of its documentation, on a CPU."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial

@@ -1,4 +1,4 @@
-"""Rows of benchmarks/originals.py for MMEngine: its optimizer wrappers in a loop, and its Runner.
+"""Rows of tests/support/originals/report.py for MMEngine: its optimizer wrappers in a loop, and its Runner.
 
 ``AmpOptimWrapper`` refuses a machine without a card. ``amp_on_cpu`` lets it run there: its own code decides
 when to divide, scale, unscale, clip, step and change the scale, with the GradScaler and the autocast that

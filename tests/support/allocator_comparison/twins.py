@@ -3,13 +3,12 @@
 import random
 from typing import Any
 
-from model import DifferenceError
-from watched import CONFS, random_size
-
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.replay import replay
 from memfit.allocator.requests import RequestKind, Requests
 from memfit.records import Replay
+from support.allocator_comparison.model import DifferenceError
+from support.allocator_comparison.watched import CONFS, random_size
 from support.reference_allocator.replay import replay_in_python
 
 TWIN_CONFS = (*CONFS, "roundup_power2_divisions:8", "max_split_size_mb:20")

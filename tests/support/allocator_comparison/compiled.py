@@ -4,12 +4,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from model import BY_STEPS, DifferenceError, Kind, Log, Operation, Piece, Situation, compare_pieces
-
 from memfit.allocator import compiled_allocator
 from memfit.allocator.compiled_allocator import COUNTERS, NAMES, CompiledAllocator
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.requests import RequestKind, Requests
+from support.allocator_comparison.model import (
+    BY_STEPS,
+    DifferenceError,
+    Kind,
+    Log,
+    Operation,
+    Piece,
+    Situation,
+    compare_pieces,
+)
 
 
 class CompiledModel:

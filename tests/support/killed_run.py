@@ -1,6 +1,6 @@
 """Kill a run that saves every step at random moments, and check that it resumes bit for bit.
 
-    python benchmarks/killed.py [--kills 50] [--seed 0]
+    python tests/support/killed_run.py KILLS
 
 A run trains a small network with dropout on a shuffled loader, in fp16 with loss scaling and two
 micro-batches per update, and saves after each update. The benchmark kills (SIGKILL) and restarts the run
@@ -18,7 +18,6 @@ import time
 from pathlib import Path
 
 import torch
-from measuring import command_line
 from torch import nn
 
 import memfit
@@ -122,10 +121,7 @@ def check(folder: Path) -> None:
 
 def main() -> None:
     """Kill runs and compare the results."""
-    parser = command_line(__doc__)
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    kills = int(sys.argv[1])
     with tempfile.TemporaryDirectory() as name:
         whole, killed = Path(name) / "whole", Path(name) / "killed"
         whole.mkdir()
@@ -135,7 +131,7 @@ def main() -> None:
         if not ended(start(whole)):
             sys.exit("the uninterrupted run failed")
         taken = time.monotonic() - began
-        finished, steps = kill(killed, options.kills, random.Random(options.seed), taken / 4)  # noqa: S311
+        finished, steps = kill(killed, kills, random.Random(0), taken / 4)  # noqa: S311
         if not ended(start(killed)):
             sys.exit("a run could not resume")
         check(killed)
@@ -143,7 +139,7 @@ def main() -> None:
             sys.exit("Every run finished or was killed before its first save: nothing was tested.")
         left = sum(1 for path in killed.iterdir() if path.name not in ("run", "digest"))
     print(
-        f"{options.kills} kills, saved states of {len(steps)} different steps between {min(steps)} and "
+        f"{kills} kills, saved states of {len(steps)} different steps between {min(steps)} and "
         f"{max(steps)}; {finished + 1} finished runs, all identical to the uninterrupted one bit for bit; "
         f"{left} unfinished files left"
     )

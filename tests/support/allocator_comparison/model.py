@@ -20,8 +20,7 @@ from support.reference_allocator.device_memory import DeviceMemory
 from support.reference_allocator.memory_stats import Statistics
 
 if TYPE_CHECKING:
-    from compiled import CompiledModel
-
+    from support.allocator_comparison.compiled import CompiledModel
     from support.reference_allocator.blocks import Block
 
 CHUNK = 500  # operations between comparisons of all statistics

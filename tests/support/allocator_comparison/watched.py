@@ -4,9 +4,8 @@ import random
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from sizes import size_of
-
 from memfit.allocator.config import AllocatorConfig
+from support.allocator_comparison.sizes import size_of
 from support.reference_allocator import caching_allocator as ours
 from support.reference_allocator.device_memory import DeviceMemory
 from support.reference_allocator.invariants import (

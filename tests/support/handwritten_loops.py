@@ -1,12 +1,9 @@
-"""Compare the engine's peak with the best hand-written loop, strategy by strategy, to the byte.
-
-    python benchmarks/engine_memory.py [--json FILE]
+"""The best hand-written loop beside the engine, strategy by strategy: what each has allocated at its peak.
 
 A small GPT and a small CNN train for three steps with AdamW on the ghost, under each strategy: in a
 hand-written loop, with ``engine.step`` and with ``engine.windows``. The hand-written loop is an expert's: its
 micro-batches are views, it frees the loss before the next forward, sets gradients to None, and keeps reported
-values (mean loss, norm) on the GPU. Exits with 1 if a peak of the engine differs from the loop's by anything
-but one loss (``LOSS``).
+values (mean loss, norm) on the GPU.
 """
 
 import contextlib
@@ -17,13 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import command_line, write_json
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from memfit.devices import find_device
-from memfit.ghost.build.runtime_library import build
-from memfit.ghost.device import GhostDevice
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.apply import apply
 from memfit.strategies.checkpointing import Checkpointing
@@ -32,10 +25,7 @@ from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.precision import LossScale, Precision
 from memfit.train.engine import Engine
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from support.fork_pool import ForkPool, PoolJob
-
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 STEPS, SAMPLES, PARTS = 3, 8, 4
 SCALE = {"init_scale": 1024.0, "growth_interval": 1000}
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -59,10 +49,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
         "clip": 1.0,
     },
 }
-LOSS = 512
-"""The allocator's smallest block, which holds one scalar. The engine sums losses in a separate tensor, so
-that it does not change the user's; the hand-written loop adds to the first loss. With accumulation the scalar
-is the undivided loss, which the caller of backward holds during it; a hand-written loop can delete it."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -257,45 +243,3 @@ def stepped_in_backward(parameters: list[nn.Parameter]) -> Any:
     for one in parameters:
         one.register_post_accumulate_grad_hook(step)
     return optimizers
-
-
-# ---- The table -------------------------------------------------------------------------------------------
-
-
-def measure(names: list[str], strategies: list[str]) -> Iterator[tuple[str, str, dict[str, dict[str, int]]]]:
-    """Yield the peaks of each model and strategy, by entry point."""
-    entries = ("by hand", "step", "windows")
-    with ForkPool(build(), GhostDevice.of(find_device("A100-80GB"))) as pool:
-        for name in names:
-            for strategy in strategies:
-                yield (
-                    name,
-                    strategy,
-                    {
-                        entry: pool.run(
-                            PoolJob(f"{__file__}:train", {"name": name, "strategy": strategy, "entry": entry})
-                        )
-                        for entry in entries
-                    },
-                )
-
-
-def main() -> int:
-    """Print the table; return 1 if a difference is not explained."""
-    parser = command_line(__doc__, results=True)
-    arguments = parser.parse_args()
-    rows, unexplained = [], 0
-    print(f"{'peak allocated, bytes':56}{'by hand':>14}{'step':>12}{'windows':>12}")
-    for name, strategy, peaks in measure(["gpt", "cnn"], list(STRATEGIES)):
-        rows.append({"model": name, "strategy": strategy, "peaks": peaks})
-        hand = peaks["by hand"]["allocated"]
-        more = [peaks[entry]["allocated"] - hand for entry in ("step", "windows")]
-        unexplained += any(one not in (0, LOSS) for one in more)
-        print(f"{name + ', ' + strategy:56}{hand:14,}{more[0]:+12,}{more[1]:+12,}", flush=True)
-    print(f"{LOSS} B hold one scalar: the engine's own sum of losses, or the undivided loss during backward.")
-    write_json(arguments.json, rows)
-    return int(unexplained > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Rows of benchmarks/originals.py for Lightning: its Trainer on a CPU."""
+"""Rows of tests/support/originals/report.py for Lightning: its Trainer on a CPU."""
 
 import logging
 from collections.abc import Iterator, Mapping

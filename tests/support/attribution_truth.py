@@ -1,6 +1,6 @@
 """Run a script and record the memory of its live objects, as a ground truth that is independent of memfit.
 
-    memfit dry-run --no-labels benchmarks/attribution_truth.py TRUTH.json SCRIPT [ARGS...]
+    memfit dry-run --no-labels tests/support/attribution_truth.py TRUTH.json SCRIPT [ARGS...]
 
 Saved-tensor hooks count the tensors saved for backward (memfit reads autograd's graph instead): those that
 were allocated after the beginning of the forward that saved them, except a GradScaler's scale. Parameters

@@ -1,4 +1,4 @@
-"""A row of benchmarks/originals.py: a training by the original, the same by memfit, and what is expected."""
+"""A row of report.py: a training by the original, the same by memfit, and what is expected."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A rank is killed (SIGKILL) at a random moment of a step or a save: what the others say, and how it goes on.
+"""Kill a rank (SIGKILL) at a random moment of a step or a save, and see how the job goes on.
 
 Each job trains a small network with batch norm and dropout on a shuffled DistributedSampler, in fp16 with
 loss scaling and two parts per batch, and saves after each update. A random rank is killed, half of the times
@@ -21,18 +21,14 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from rank_tables.row import Row
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 import memfit
 from memfit.errors import RankFailedError
 from memfit.train.resume.state_file import load
+from support.rank_rows import Row
 
-COLUMNS = (
-    *("job", "kills", "in training", "of these in a save"),
-    *("reported", "slowest", "resumed after updates", "finished jobs"),
-)
 KILLS = 8
 """Of each job."""
 SECONDS = 20

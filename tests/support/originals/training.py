@@ -1,4 +1,4 @@
-"""What all systems of benchmarks/originals.py train: models, batches, optimizers. How memfit trains it."""
+"""The models, batches and optimizers of report.py, and how memfit trains them."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
@@ -190,7 +190,7 @@ class _Windows(memfit.Callback):
         self.scheduler = scheduler
         self.norms: list[float] = []
 
-    def on_window_end(self, engine: Any, result: Any) -> None:  # noqa: ARG002
+    def on_window_end(self, engine: Any, result: Any) -> None:
         """Step the scheduler."""
         if result.grad_norm is not None:
             self.norms.append(result.grad_norm)
