@@ -59,7 +59,7 @@ def test_a_benchmark_gets_its_arguments_and_returns_its_exit_code():
     command = [sys.executable, BENCHMARKS / "run.py", "ranks", "--only", "no_such"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "no section no_such" in done.stderr
+    assert "no job no_such" in done.stderr
 
 
 def test_ways_take_turns_and_each_round_begins_with_the_next():

@@ -1,6 +1,6 @@
 """Two machines of two ranks each, as two torchrun agents on this machine, against one machine of four ranks.
 
-elastic_job.py trains 24 updates with FSDP2, saves after each, and loads what it finds when it starts.
+rank_scripts/elastic.py trains 24 updates with FSDP2, saves after each, and resumes when it starts.
 What each rank holds at the end (parameters, optimizer state, random numbers) must be equal bit for bit: over
 two machines; and when one agent and its ranks are killed (SIGKILL), and the agent is started again, so that
 torchrun restarts all ranks. If the agent does not come back, torchrun goes on with the other machine's two
@@ -22,7 +22,7 @@ from pathlib import Path
 from memfit.train.resume.state_file import load
 from support.rank_rows import Row
 
-JOB = Path(__file__).with_name("elastic_job.py")
+JOB = Path(__file__).with_name("rank_scripts") / "elastic.py"
 SECONDS = 180
 UPDATES = 24
 

@@ -1,6 +1,6 @@
 """Trains under torchrun and resumes after every restart: saves after each update, and loads what it finds.
 
-    torchrun --nproc-per-node 4 tests/support/elastic_job.py FOLDER [--mode fsdp2] [--pause 0.05]
+    torchrun --nproc-per-node 4 tests/support/rank_scripts/elastic.py FOLDER [--mode fsdp2] [--pause 0.05]
 
 Writes a digest of each rank's parameters, optimizer state and random numbers at the end.
 """
