@@ -6,7 +6,7 @@
     optimizer_config = dict(type="GradientCumulativeOptimizerHook", cumulative_iters=2)
     model = dict(backbone=dict(with_cp=True))
 
-The model and the images are those of benchmarks/accuracy/retinanet.py, in batches of 2; memfit reads the settings as
+The model and the images are those of accuracy/retinanet.py, in batches of 2; memfit reads the settings as
 they are, and ``fit`` clears gradients after each update. The published figures come from MMDetection on a
 real GTX 1660 with PyTorch 1.7.1 and 1300 iterations: 2900, 2243, 3177 and 2590 MB; 7:45, 36:00, 7:32 and 8:37
 minutes.
