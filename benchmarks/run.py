@@ -45,7 +45,6 @@ BENCHMARKS = (
     Benchmark("explain_speed", 2, "memfit explain and the HTML report: time and memory"),
     Benchmark("forked_runs", 15, "runs that share the script's start against whole runs: traces, time"),
     Benchmark("html_speed", 1, "the HTML report in a browser: time to draw and to answer", "Chromium"),
-    Benchmark("interrupts", 15, "Ctrl-C at random moments of memfit's commands: nothing is left behind"),
     Benchmark("library_scripts", 10, "scripts in the idiom of twelve libraries: every row of the report"),
     Benchmark("max_batch", 3, "memfit max-batch: the answer fits, the next size does not"),
     Benchmark("ops", 10, "PyTorch's database of operators on the ghost: outcomes"),

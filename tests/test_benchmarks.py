@@ -12,7 +12,8 @@ import run as runner
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 OTHERS = {
     "run",
-    "planned_networks",  # runs under memfit dry-run
+    "packed_networks",  # runs under memfit dry-run
+    "planned_networks",  # likewise
     "gpu/calibrate",  # validate starts it
     "gpu/operators_child",  # operators starts it
 }

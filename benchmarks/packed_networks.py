@@ -1,6 +1,6 @@
 """Train a model for a few steps, or run a few forwards: the script whose buffers ``packing.py`` packs.
 
-python job.py resnet50 training [--batch-size 32] [--steps 3] [--accumulate 1]
+python packed_networks.py resnet50 training [--batch-size 32] [--steps 3] [--accumulate 1]
 """
 
 import argparse

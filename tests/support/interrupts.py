@@ -1,15 +1,12 @@
-"""Press Ctrl-C at random moments of memfit's commands, and check that nothing is left of them.
+"""Press Ctrl-C at random moments of memfit's commands, and find what is left of them.
 
-    python benchmarks/interrupts.py [--moments 200] [--seed 0]
-
-Each command starts in a process group and a folder of its own. At a random moment of its run, the benchmark
-sends SIGINT to the whole group, as a terminal does. The command must then end within a second with exit code
-130 and without a traceback; a second after the signal, neither a process nor a file of it may be left. Prints
-a table, and exits with 1 if a command broke a rule. Run it on a machine that is otherwise idle.
+Each command starts in a process group and a folder of its own. At a random moment of its run, SIGINT goes
+to the whole group, as from a terminal. The command must then end within a second with exit code 130 and
+without a traceback; a second after the signal, neither a process nor a file of it may be left.
 
 Moments before memfit's first line and after its last are drawn again: what Python does then is not memfit's.
-So are those in which the script imports torch, and torch imports NumPy: torch drops the interrupt, NumPy
-refuses to be imported once more, and the script fails with a traceback of its own.
+Moments in which the script imports torch, and torch imports NumPy, are drawn again, too: torch drops the
+interrupt, NumPy refuses to be imported once more, and the script fails with a traceback of its own.
 """
 
 import os
@@ -22,9 +19,6 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
-
-from measuring import command_line
 
 import memfit
 from memfit.ctrl_c import INTERRUPTED
@@ -194,35 +188,3 @@ def interruptions(
         while (found := interrupt(name, chance.uniform(0, spans[name]), inputs)) is None:
             continue
         yield found
-
-
-def main() -> None:
-    """Interrupt all commands and print what was found."""
-    parser = command_line(__doc__)
-    parser.add_argument("--moments", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it, and so do its own
-    found: list[Interruption] = []
-    with tempfile.TemporaryDirectory() as folder:
-        inputs = Path(folder)
-        (inputs / "train.py").write_text(SCRIPT)
-        record = _memfit("dry-run", "-o", "run.memfit", "train.py")
-        subprocess.run(record, cwd=inputs, check=True, stdout=subprocess.DEVNULL)
-        spans = {name: span(name, inputs) for name in COMMANDS}
-        for one in interruptions(spans, options.moments, options.seed, inputs):
-            found.append(one)
-            if one.faults or one.slow:
-                broken = "; ".join((*one.faults, *([f"took {one.seconds:.2f} s"] if one.slow else [])))
-                print(f"{one.command}, {one.moment:.2f} s: {broken}", file=sys.stderr)
-    print(f"{'command':18}{'run':>8}{'Ctrl-C':>8}{'median':>9}{'longest':>9}{'broken':>8}")
-    for name, seconds in spans.items():
-        own = [one for one in found if one.command == name]
-        times = [one.seconds for one in own]
-        broken = sum(bool(one.faults) or one.slow for one in own)
-        print(f"{name:18}{seconds:6.1f} s{len(own):8}{median(times):7.2f} s{max(times):7.2f} s{broken:8}")
-    sys.exit(any(one.faults or one.slow for one in found))
-
-
-if __name__ == "__main__":
-    main()
