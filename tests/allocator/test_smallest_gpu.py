@@ -46,7 +46,7 @@ def fits(answer):
     return answer["out_of_memory"] is None and not without
 
 
-@pytest.mark.parametrize(("job", "conf"), zip(JOBS, CONFS * 3, strict=False))
+@pytest.mark.parametrize(("job", "conf"), [*zip(JOBS, CONFS * 3, strict=False)])
 def test_a_job_fits_on_the_smallest_gpu_and_not_with_2_mib_less(job, conf, tmp_path):
     run(tmp_path, job, "", "-o", "run.memfit")
     compared = api.replay(api.read(tmp_path / "run.memfit"), [conf], smallest=True)
