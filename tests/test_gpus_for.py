@@ -10,10 +10,8 @@ from memfit import api
 from memfit.cli.main import exit_code_of
 from memfit.devices import find_device
 from memfit.errors import TargetError
-from memfit.planning.search import Allowed
 from memfit.records import GpusFor
 from memfit.report.public_json import public_type, to_json
-from memfit.run.options import RunOptions
 
 SCRIPT = """
     import torch
@@ -30,7 +28,7 @@ SCRIPT = """
 
 def on(cards, monkeypatch, script):
     monkeypatch.setattr("memfit.api.gpus.all_devices", lambda: [find_device(name) for name in cards])
-    return api.gpus_on_ghost(script, (), RunOptions(), Allowed(), lambda _: None)
+    return api.gpus_for(script)
 
 
 @pytest.mark.slow

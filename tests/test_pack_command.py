@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from memfit import pack
-from memfit.report.packing_sizes import PackingSizes
 from memfit.report.public_json import public_type
+from memfit.report.terminal.packing import PackingSizes
 from support.warm_process import memfit
 
 pytestmark = pytest.mark.process

@@ -16,8 +16,6 @@ from memfit.errors import TargetError
 from memfit.records import Action, DeviceUse, Figure, Provenance, ScriptEnd, StrategyComparison
 from memfit.report.public_json import public_type, to_json
 from memfit.report.terminal.strategy_comparison import print_strategies
-from memfit.run.options import RunOptions
-from memfit.run.rank import Rank
 from memfit.trials import rank_runs
 from support.traces import BASE, trace_of
 
@@ -59,8 +57,7 @@ def compare(monkeypatch):
         monkeypatch.setattr(rank_runs, "trial_runner", trial_runner)
         monkeypatch.setattr(comparison, "script_command", lambda *_: ("train.py",))
         monkeypatch.setattr(comparison, "ghost_settings", lambda _: SimpleNamespace(device=DEVICE))
-        options = RunOptions(rank=Rank(nproc=nproc, nnodes=nnodes))
-        found = comparison.compare_on_ghost("train.py", (), options, lambda _: None)
+        found = comparison.compare("train.py", nproc=nproc, nnodes=nnodes)
         return found, {run.name: run for run in found.runs}
 
     compare.made = made

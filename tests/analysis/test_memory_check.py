@@ -13,7 +13,7 @@ from memfit.analysis.summary import summarize
 from memfit.errors import FileFormatError
 from memfit.records import Category, CheckVerdict, Figure, MemoryCheck, Provenance
 from memfit.report.public_json import baseline_file, public_type, read_baseline, to_json
-from memfit.report.terminal.memory_check import print_check
+from memfit.report.terminal.run_changes import print_check
 from support.advised_runs import trace
 
 RUN = trace(1000)

@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 
-from memfit.api import allowed_changes
+from memfit.api.planning import allowed_changes
 from memfit.errors import UsageError
 from memfit.planning.allowed import Allowed
 from memfit.records import ScriptPlan

@@ -23,7 +23,7 @@ from memfit.records import (
 )
 from memfit.report.escape import escaped
 from memfit.report.public_json import public, public_type, to_json
-from memfit.report.terminal.fragmentation import print_fragmentation
+from memfit.report.terminal.explanation import print_fragmentation
 
 MIB = 1 << 20
 BORN = ScriptLocation(1, Phase.BACKWARD, "layers.3", "MmBackward0", "/somewhere/train.py:12")

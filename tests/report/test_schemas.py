@@ -17,8 +17,8 @@ from memfit.records import (
     StrategyComparison,
     Verification,
 )
-from memfit.report.packing_sizes import PackingSizes
 from memfit.report.public_json import RESULTS, json_schema
+from memfit.report.terminal.packing import PackingSizes
 
 DOCS = Path(__file__).parents[2] / "docs"
 SCHEMAS = {

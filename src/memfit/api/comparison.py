@@ -73,16 +73,6 @@ def compare(  # noqa: PLR0913 - one parameter an option
         in_use=in_use,
         values=values,
     )
-    return compare_on_ghost(script, arguments, options, on_progress)
-
-
-def compare_on_ghost(
-    script: str | Path,
-    arguments: Sequence[str],
-    options: RunOptions,
-    on_progress: Callable[[Progress], None],
-) -> StrategyComparison:
-    """Do what ``compare`` does; ``options.rank`` says how many ranks there are."""
     command = script_command(script, arguments, options, None)
     device = ghost_settings(options).device
     with RankRuns(command, options, device.total.bytes, on_progress) as ranks:

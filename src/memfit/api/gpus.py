@@ -45,17 +45,7 @@ def gpus_for(  # noqa: PLR0913 - one parameter an option
     ['RTX 3060', 'RTX 4070']
     """
     options = RunOptions(module=module, steps=steps, in_use=in_use, values=values)
-    return gpus_on_ghost(script, arguments, options, Allowed(rounding=not bitwise), on_progress)
-
-
-def gpus_on_ghost(
-    script: str | Path,
-    arguments: Sequence[str],
-    options: RunOptions,
-    allowed: Allowed,
-    on_progress: Callable[[Progress], None],
-) -> GpusFor:
-    """Do what ``gpus_for`` does, for the whole of ``options``."""
+    allowed = Allowed(rounding=not bitwise)
     command = script_command(script, arguments, options, None)
     alike: dict[tuple[int, int], list[Device]] = defaultdict(list)
     for card in sorted(all_devices(), key=lambda card: -card.total_bytes):

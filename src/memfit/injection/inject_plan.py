@@ -22,6 +22,7 @@ from memfit.errors import UsageError
 from memfit.injection.intervention import InjectionReport, Intervention
 from memfit.injection.optimized_models import OptimizedModels, listed, parameters_in
 from memfit.patching.after_import import after_import
+from memfit.patching.patches import Patch
 from memfit.random_state import seed_generators
 from memfit.recording.loader_batch_size import creator
 from memfit.records import LoaderBatchSize, OperationCounts
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
     from memfit.recording.script_operations import ScriptOperations
     from memfit.strategies.mechanisms.operation_counter import OperationCounter
     from memfit.strategies.plan import Plan
+
+_OPTIMIZER = Patch("torch.optim.optimizer:Optimizer", "__init__", why="carry out a plan on what it trains")
+_LOADER = Patch("torch.utils.data.dataloader:DataLoader", "__init__", why="change the script's batch size")
+_APPLY = Patch("memfit.strategies.apply", "apply_to_model", "apply_for_engine", why="pass on the plan")
 
 
 _ENGINE = "memfit.train.engine"
@@ -111,12 +116,12 @@ def _intervene(change: Intervention, on_report: Callable[[InjectionReport], None
     if change.fused:
         for kind in vars(torch.optim).values():
             if isinstance(kind, type) and "fused" in inspect.signature(kind).parameters:
-                hooks.wrap(kind, "__init__", _fused)
+                hooks.wrap(_OPTIMIZER, "__init__", _fused, on=kind)
     if operations is not None:
         seed_generators()  # a script that seeds none must draw the same samples in each run
         operations.install(recording)
     if change.loader is not None:
-        hooks.wrap(torch.utils.data.DataLoader, "__init__", functools.partial(_resized, change.loader))
+        hooks.wrap(_LOADER, "__init__", functools.partial(_resized, change.loader))
 
 
 def _script_operations(change: Intervention) -> "ScriptOperations | None":
@@ -245,14 +250,10 @@ class _PlanInjector:
 
     def install(self, hooks: "InstalledHooks") -> None:
         """Hook the creation of optimizers, and ``memfit.apply``."""
-        import torch
-
-        from memfit.strategies import apply
-
         self._counter.install(hooks)
-        hooks.wrap(torch.optim.Optimizer, "__init__", self._optimized)
-        hooks.wrap(apply, "apply_to_model", self._applied)
-        hooks.wrap(apply, "apply_for_engine", self._applied_for_engine)
+        hooks.wrap(_OPTIMIZER, "__init__", self._optimized)
+        hooks.wrap(_APPLY, "apply_to_model", self._applied)
+        hooks.wrap(_APPLY, "apply_for_engine", self._applied_for_engine)
         if self._sharder is not None:
             self._sharder.install(hooks)
 

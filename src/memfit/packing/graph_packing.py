@@ -12,7 +12,7 @@ from memfit.packing.buffers import Buffers
 from memfit.packing.lifetimes import ALIGNMENT
 from memfit.packing.run_packing import IndependentPackings, pack_each
 from memfit.records import Dataflow
-from memfit.records.printed_result import PrintedResult
+from memfit.records.result import PrintedResult
 
 
 @dataclass(frozen=True, slots=True, eq=False)

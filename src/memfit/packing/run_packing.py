@@ -13,7 +13,7 @@ from memfit.packing.best_packing import Packing, pack
 from memfit.packing.buffers import Buffers, Column, concatenate, sections
 from memfit.packing.lifetimes import ALIGNMENT, last_step, lifetimes, one_step
 from memfit.records import Provenance, SettingOutcome
-from memfit.records.printed_result import PrintedResult
+from memfit.records.result import PrintedResult
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from memfit.records.printed_result import PrintedResult
+from memfit.records.result import PrintedResult
 from memfit.records.script_plan import ScriptPlan
 
 

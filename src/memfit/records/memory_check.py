@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from memfit.records.printed_result import PrintedResult
 from memfit.records.provenance import Figure, Provenance
+from memfit.records.result import PrintedResult
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from enum import StrEnum
 from typing import Any
 
 from memfit.records.dry_run import Term
-from memfit.records.printed_result import PrintedResult
 from memfit.records.provenance import Figure
+from memfit.records.result import PrintedResult
 from memfit.records.script_options import LoaderBatchSize
 from memfit.records.step_operations import OperationCounts
 from memfit.records.trace import DeviceUse, ScriptLocation

@@ -21,15 +21,13 @@ from memfit.records import (
     Verification,
 )
 from memfit.report.estimate import Estimate, print_estimate
-from memfit.report.packing_sizes import PackingSizes
 from memfit.report.terminal.allocator_comparison import print_comparison
 from memfit.report.terminal.arena import ArenaReport, print_arena
 from memfit.report.terminal.explanation import print_explanation
-from memfit.report.terminal.gpus_for import print_gpus_for
+from memfit.report.terminal.gpus import print_gpus_for
 from memfit.report.terminal.max_batch import print_max_batch
-from memfit.report.terminal.memory_check import print_check
-from memfit.report.terminal.packing import print_graph_packing, print_packing, print_run_packing
-from memfit.report.terminal.run_difference import print_difference
+from memfit.report.terminal.packing import PackingSizes, print_graph_packing, print_packing, print_run_packing
+from memfit.report.terminal.run_changes import print_check, print_difference
 from memfit.report.terminal.script_plan import print_plan
 from memfit.report.terminal.strategy_comparison import print_strategies
 from memfit.report.terminal.summary import print_summary

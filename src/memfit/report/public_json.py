@@ -46,7 +46,7 @@ from memfit.records import (
     Term,
     Verification,
 )
-from memfit.report.packing_sizes import PackingSizes
+from memfit.report.terminal.packing import PackingSizes
 
 RESULTS: Mapping[type, str] = {
     AllocatorComparison: "What ``memfit replay --json`` and ``memfit allocator --json`` write.",

@@ -7,13 +7,17 @@ import os
 import sys
 import types
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from memfit.patching.patches import Patch, before
 from memfit.records import Figure
 from memfit.run.children import forget_process, name_of_this_process, record_process
 from memfit.run.script import end_of
 from memfit.units import format_bytes
+
+_CUDA = Patch("torch.cuda", "_lazy_init", why="report a fork that uses the GPU, which fails")
 
 
 def record_failing_fork(folder: Path) -> None:
@@ -24,14 +28,12 @@ def record_failing_fork(folder: Path) -> None:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda._initialized:
         return
-    lazy_init = torch.cuda._lazy_init
 
-    def recorded() -> None:
+    def record(*_: object) -> None:
         why = "CUDA cannot be used in a fork of a process that has used it"
         record_process(folder, os.getpid(), name_of_this_process(), None, why)
-        lazy_init()
 
-    torch.cuda._lazy_init = recorded
+    _CUDA.install("_lazy_init", partial(before, record))
 
 
 class ChildRecord:

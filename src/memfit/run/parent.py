@@ -25,7 +25,7 @@ from memfit.atomic_files import check_outputs
 from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import MemfitError, OutputError, TargetError, UsageError
 from memfit.records import ChildProcess, ScriptEnd, Trace
-from memfit.records.targets import typed
+from memfit.records.job_target import typed
 from memfit.run.check_script import check_script
 from memfit.run.child_settings import ChildSettings, GhostSettings
 from memfit.run.children import read_children

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from memfit.errors import TargetError
 from memfit.injection.intervention import InjectionReport
 from memfit.planning.plan_file import PlanFile
-from memfit.records.targets import typed
+from memfit.records.job_target import typed
 from memfit.report.escape import escaped
 from memfit.script_training.carried_out import CarriedOut
 from memfit.trials.trial_run import why_again

@@ -12,13 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.records import Equality, PlanRun, ScriptPlan
-from memfit.records.targets import JOBS, LIBRARY_MODELS, is_job, typed
+from memfit.records.job_target import is_job, typed
 from memfit.report.escape import escaped
-from memfit.report.terminal.optimizer_changes import optimizer_changes, optimizer_state
 from memfit.report.terminal.plan_chart import chart_lines, policy_name
-from memfit.report.terminal.several_gpus import (
+from memfit.report.terminal.plan_code import (
     before_sharding,
     how_to_start,
+    optimizer_changes,
+    optimizer_state,
     sharded_optimizer,
     sharding_name,
 )
@@ -313,7 +314,7 @@ def _how_to_train(result: ScriptPlan, chosen: PlanRun, file: Path | None) -> Ite
 
 def _trains(result: ScriptPlan, chosen: PlanRun) -> bool:
     """Return whether ``memfit train`` carries out any of a plan."""
-    if result.sharded or result.command[0] in (JOBS, LIBRARY_MODELS):
+    if result.sharded or is_job(result.command):
         return False
     by_option = chosen.divided is not None and chosen.divided.by_option
     own = chosen.settings.keys() - {"accumulation"}

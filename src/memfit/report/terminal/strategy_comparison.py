@@ -7,11 +7,11 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.records import ComparedRun, ScriptLocation, StrategyComparison
-from memfit.records.targets import typed
+from memfit.records.job_target import typed
 from memfit.report.escape import escaped
 from memfit.report.short_path import short_path
+from memfit.report.terminal.plan_code import before_sharding, how_to_start, sharded_optimizer
 from memfit.report.terminal.ranks import byte_range
-from memfit.report.terminal.several_gpus import before_sharding, how_to_start, sharded_optimizer
 from memfit.units import format_gib, unit_for
 
 _HEADINGS = ("allocated", "process", "change")

@@ -1,10 +1,13 @@
-"""The table of texts of a page: each text from the trace is sanitized and stored once.
+"""What keeps a page safe: it loads nothing, and every text from a trace is sanitized, and stored once.
 
 The texts contain no control or bidirectional characters, no home folder, and with ``source=False`` no file
 names. The page itself only creates text nodes from them.
 """
 
+import base64
+import hashlib
 import re
+from importlib.resources import files
 
 import numpy as np
 
@@ -54,3 +57,27 @@ class PageTexts:
     def line(self, text: str) -> int:
         """Return the index of a ``file:line``; without source, that of the empty text."""
         return self.index(text if self.source else "")
+
+
+def asset(name: str) -> str:
+    """Return the text of a file in ``assets``."""
+    return files("memfit.report.html").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def policy(style: str, script: str = "") -> str:
+    """Return a security policy that allows only this style and this script, or no script.
+
+    Source: W3C, Content Security Policy Level 3, hashes (2.3.1) and ``default-src`` (6.1.3).
+
+    >>> policy("p { margin: 0 }")[:59]
+    "default-src 'none'; script-src 'none'; style-src 'sha256-7I"
+    """
+    scripts = f"'{_hash(script)}'" if script else "'none'"
+    return (
+        f"default-src 'none'; script-src {scripts}; style-src '{_hash(style)}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

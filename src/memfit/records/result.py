@@ -1,6 +1,9 @@
-"""Results that print as the command shows them."""
+"""What all results share: that they print as the command shows them, and the version of their JSON."""
 
 from importlib import import_module
+
+SCHEMA_VERSION = 1
+"""``schema`` in the public JSON. Fields may be added within a version; none is removed or changes meaning."""
 
 
 class PrintedResult:
