@@ -30,7 +30,9 @@ from card_session import ResultFile, chosen, command_line, ran_on, rehearse, res
 from compare import difference
 from table import markdown
 
-from memfit import __version__, api
+import memfit
+from memfit import __version__
+from memfit.card.context_measurement import measure_context
 from memfit.card.find import find_card
 from memfit.devices import find_device
 from memfit.errors import MemfitError, UnknownDeviceError
@@ -124,8 +126,8 @@ def compare_job(job: ValidationJob, gpu: str, total: int, seconds: float, folder
     script, until = ROOT / job.script, time.monotonic() + seconds
     traces = {"card": folder / "card.memfit", "ghost": folder / "ghost.memfit"}
     runs: dict[str, Callable[..., DryRun]] = {
-        "card": api.record,
-        "ghost": partial(api.dry_run, gpu=gpu, memory=total),
+        "card": memfit.record,
+        "ghost": partial(memfit.dry_run, gpu=gpu, memory=total),
     }
     outcome: dict[str, Any] = {"status": "done"}
     for side, run in runs.items():
@@ -149,7 +151,7 @@ def compare_job(job: ValidationJob, gpu: str, total: int, seconds: float, folder
         if found.verdict == "unknown" or (found.end.reason == "end" and found.end.exit_code):
             why = found.end.exception or f"exit code {found.end.exit_code}"
             outcome = {"why": f"{side}: the script ended with {why}", **outcome, "status": "failed"}
-    differs = difference(api.read(traces["card"]), api.read(traces["ghost"]))
+    differs = difference(memfit.read(traces["card"]), memfit.read(traces["ghost"]))
     return {**outcome, "difference": msgspec.to_builtins(differs)}
 
 
@@ -159,7 +161,7 @@ def calibration(seconds: float) -> tuple[ContextReport, dict[str, Any]]:
     Raises:
         MemfitError: PyTorch cannot use the card at all.
     """
-    context = api.measure_context()
+    context = measure_context()
     try:
         measured = subprocess.run(
             [sys.executable, str(HERE / "calibrate.py")],

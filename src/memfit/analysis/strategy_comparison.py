@@ -145,7 +145,7 @@ def with_changes(runs: Sequence[ComparedRun]) -> tuple[ComparedRun, ...]:
     )
 
 
-def impossible(of: ComparedStrategies, end: ScriptEnd) -> ComparedRun:
+def impossible_run(of: ComparedStrategies, end: ScriptEnd) -> ComparedRun:
     """Return that strategies cannot be applied, or that the script fails with them, and why."""
     plan = tuple(one.code for one in of.change.strategies)
     return ComparedRun(of.name, plan, reason=why_it_failed(end))

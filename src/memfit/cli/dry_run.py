@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -31,9 +31,11 @@ from memfit.cli.options import (
 )
 from memfit.errors import UsageError
 from memfit.run.options import BATCHES, LONGEST_STEPS, SCAN, SECONDS, STEPS, RunOptions
-from memfit.run.parent import Progress
 from memfit.run.rank import ALONE, Rank
 from memfit.run.started_by_torchrun import started_rank
+
+if TYPE_CHECKING:
+    from memfit.run.parent import Progress
 
 
 @Parameter(name="*")
@@ -169,7 +171,9 @@ def dry_run(
             cuDNN, and uses its own rules where cuDNN reports no size. With 'rules', memfit uses only
             its rules. With 'none', it counts each workspace as 0 bytes.
     """
-    from memfit import api
+    from memfit.api.ghost_runs import FinishedRun, run_on_ghost
+    from memfit.api.ranks_together import run_beside_ranks
+    from memfit.api.traces import write_html
 
     limits, resuming = length.limits(), length.resuming()
     outputs = {"-o": output, "--html": html, "--json": json_file(json)}
@@ -197,14 +201,14 @@ def dry_run(
         workspaces=workspaces,
     )
     quiet = beside is not None and beside.local > 0
-    run: api.FinishedRun | None
+    run: FinishedRun | None
     with nullcontext(_show_nothing) if quiet else progress(options.steps) as show:
         if beside is not None:
-            run = api.run_beside_ranks(
+            run = run_beside_ranks(
                 script, arguments, options, dict(os.environ), output=output, on_progress=show
             )
         else:
-            run = api.run_on_ghost(
+            run = run_on_ghost(
                 script,
                 arguments,
                 options,
@@ -217,11 +221,11 @@ def dry_run(
             )
     if run is None:  # the first rank of this machine reports
         return 0
-    page: OutputFile = (html, partial(api.write_html, run.trace, run.result))
+    page: OutputFile = (html, partial(write_html, run.trace, run.result))
     write_result(run.result, json, page, trace_file(output, run), notes=notes)
     failed = beside is not None and not run.result.ranks  # torchrun must end the other ranks
     return exit_code(run.result, fail=fail or failed)
 
 
-def _show_nothing(_: Progress) -> None:
+def _show_nothing(_: "Progress") -> None:
     """Show no progress."""

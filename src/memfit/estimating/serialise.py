@@ -11,7 +11,7 @@ import io
 import pickle
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,7 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from memfit.errors import NotSentError, UsageError
-from memfit.estimating.backend_flags import flags
-from memfit.estimating.tensor_pickling import StorageCopy, describe, why_not_copyable
+from memfit.estimating.tensor_pickling import StorageCopy, describe_tensor, why_not_copyable
 from memfit.estimating.training_step import OptimizerCopy, TrainingStep
 from memfit.recording.owners import parameters_of
 
@@ -77,7 +76,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if reason := why_not_copyable(tensor):
             raise _NotCopyableError(reason)
         self.detached |= not tensor.is_leaf
-        return describe(tensor, self._copies, on_gpu=tensor.is_cuda and id(tensor) not in self._moved)
+        return describe_tensor(tensor, self._copies, on_gpu=tensor.is_cuda and id(tensor) not in self._moved)
 
     def _module(self, module: torch.nn.Module) -> Any:
         if id(module) not in self._seen:
@@ -104,7 +103,7 @@ class PackedModel:
     """A model and its training step, serialised."""
 
     data: bytes
-    """What ``unpack`` reads."""
+    """What ``unpack_step`` reads."""
     name: str
     """Name of the estimate in its summary."""
     notes: tuple[str, ...]
@@ -140,7 +139,7 @@ def training_step(model: torch.nn.Module, inputs: Any, loss: Any, optimizer: Any
         optimizer=OptimizerCopy.of(optimizer) if isinstance(optimizer, Optimizer) else optimizer,
         steps=steps,
         autocast=torch.is_autocast_enabled("cuda"),
-        flags=flags(),
+        flags=backend_flags(),
     )
 
 
@@ -169,7 +168,7 @@ def _steps_without_closure(kind: type[Optimizer]) -> bool:
     return all(each.default is not each.empty or each.kind in _ANY_NUMBER for each in takes)
 
 
-def pack(step: TrainingStep) -> PackedModel:
+def pack_step(step: TrainingStep) -> PackedModel:
     """Serialise a training step.
 
     Raises:
@@ -193,7 +192,7 @@ def pack(step: TrainingStep) -> PackedModel:
     return PackedModel(file.getvalue(), f"memfit.estimate({type(step.model).__name__})", notes, calls_loss)
 
 
-def unpack(data: bytes) -> tuple[TrainingStep, list[torch.nn.Module]]:
+def unpack_step(data: bytes) -> tuple[TrainingStep, list[torch.nn.Module]]:
     """Recreate a training step, and the modules that no other contains. Their tensors are on the CPU."""
     file = io.BytesIO(data)
     sys.path[:] = pickle.load(file)  # noqa: S301 - written by the process that started this one
@@ -274,3 +273,40 @@ def _parts(whole: object) -> Iterator[tuple[str, object]]:
 def _type_name(value: object) -> str:
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+_cuda, _cudnn = torch.backends.cuda, torch.backends.cudnn
+_SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "deterministic": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    "flash attention": (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
+    "efficient attention": (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
+    "math attention": (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
+    "cuDNN attention": (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
+    "cuDNN": (lambda: _cudnn.enabled, lambda value: setattr(_cudnn, "enabled", value)),
+    "cuDNN benchmark": (lambda: _cudnn.benchmark, lambda value: setattr(_cudnn, "benchmark", value)),
+    "cuDNN determinism": (
+        lambda: _cudnn.deterministic,
+        lambda value: setattr(_cudnn, "deterministic", value),
+    ),
+    "autocast dtype": (
+        lambda: torch.get_autocast_dtype("cuda"),
+        lambda value: torch.set_autocast_dtype("cuda", value),
+    ),
+    "autocast cache": (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+}
+"""Name -> functions that read and set the switch."""
+
+
+def backend_flags() -> dict[str, Any]:
+    """Return the values of the switches in this process."""
+    return {name: read() for name, (read, _) in _SWITCHES.items()}
+
+
+def set_backend_flags(values: Mapping[str, Any]) -> None:
+    """Set the switches to values that ``backend_flags`` returned in another process."""
+    for name, value in values.items():
+        read, write = _SWITCHES[name]
+        if read() != value:
+            write(value)

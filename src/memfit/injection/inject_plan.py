@@ -26,7 +26,7 @@ from memfit.patching.patches import Patch
 from memfit.random_state import seed_generators
 from memfit.recording.loader_batch_size import creator
 from memfit.records import LoaderBatchSize, OperationCounts
-from memfit.run.output import silence
+from memfit.run.script import hide_output
 from memfit.user_frame import innermost_line, user_line
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def inject(change: Intervention, on_report: Callable[[InjectionReport], None]) -
         on_report: called with what became of it, whenever that changes.
     """
     if change.silent:  # a user who has answered the script's prompts once is not asked again
-        silence()
+        hide_output()
     if change.eager:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # PyTorch's own switch
     after_import("torch", functools.partial(_intervene, change, on_report))

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from memfit.ghost.ffi import Ghost, WorkspaceUse
 from memfit.patching.installed_hooks import InstalledHooks
-from memfit.recording import autocast_copies
 from memfit.recording.allocating_functions import functions_of_events
 from memfit.recording.allocator_history import AllocatorHistory
 from memfit.recording.annotate_events import (
@@ -31,20 +30,24 @@ from memfit.recording.annotate_events import (
     place_marks,
 )
 from memfit.recording.compiled_graphs import BEFORE_FORWARD, CompiledCode
-from memfit.recording.cublas_workspaces import record_released_workspaces, release_cublas_workspaces
 from memfit.recording.event_labels import LabelBook
 from memfit.recording.inferred_phases import infer_forwards
-from memfit.recording.live_objects import find_live_objects
-from memfit.recording.marked_calls import mark_calls
+from memfit.recording.memory_calls import (
+    label_autocast_exits,
+    mark_calls,
+    name_autocast_copies,
+    record_released_workspaces,
+    release_cublas_workspaces,
+)
 from memfit.recording.module_hooks import ModuleHooks, running_module
 from memfit.recording.module_names import short_names
-from memfit.recording.owners import MemoryOwners, parameters_of
+from memfit.recording.owners import MemoryOwners, find_live_objects, parameters_of
 from memfit.recording.parameter_copies import ParameterCopies
 from memfit.recording.run_stages import RunStageMarks
 from memfit.recording.training_steps import StepTracker
 from memfit.records import DeviceUse, MarkKind, Note, Phase, Provenance, ScriptEnd, Trace
-from memfit.trace.history_columns import columns, pools
-from memfit.trace.snapshot import segments
+from memfit.trace.history_columns import history_columns, pool_ids
+from memfit.trace.snapshot import segments_at_end
 from memfit.trace.stack_table import StackTable
 from memfit.user_frame import is_user_file
 
@@ -130,7 +133,7 @@ class Recorder:
         self.stages.install(self._hooks)
         if self._with_labels:
             self._modules.install(self._hooks)
-            autocast_copies.label_autocast_exits(self._hooks, self.book)
+            label_autocast_exits(self._hooks, self.book)
         if self._with_labels or self._live:
             self._owners.checkpoints.watch(self._hooks)
             self._owners.gathered.watch(self._hooks)
@@ -274,13 +277,13 @@ class Recorder:
             release_cublas_workspaces()  # the history has been read: it does not contain these frees
         if text := self._history.caveat:
             self.note(Provenance.ASSUMED, text, sizes=True)
-        events, stacks, frames = columns(
+        events, stacks, frames = history_columns(
             history, label_of=self._history.serial_of, is_user_file=is_user_file, table=self._stacks
         )
         serials = events.label  # what serial_of returned for each
         events = assign_labels_and_owners(events, serials, self.book, self._owners)
         events = assign_torch_functions(events, self.book, *functions_of_events(history))
-        autocast_copies.name_copies(events, self.book)
+        name_autocast_copies(events, self.book)
         events = infer_forwards(events, self.book)
         labels, tensors = short_names(tuple(self.book.labels), tuple(self._owners.tensors))
         reported = self._ghost.reported_workspaces() if self._ghost is not None else set()
@@ -298,7 +301,7 @@ class Recorder:
             stacks=stacks,
             frames=frames,
             marks=place_marks(self.book.marks, serials),
-            segments=segments(snapshot, index),
+            segments=segments_at_end(snapshot, index),
             device=device,
             end=end,
             settings=settings_in_force,
@@ -308,7 +311,7 @@ class Recorder:
             notes=tuple(
                 replace(note, activations=note.workspaces and len(saved) > 0) for note in self._notes.values()
             ),
-            pools=pools(history, snapshot["segments"]),
+            pools=pool_ids(history, snapshot["segments"]),
             tensors=tensors,
         )
 
@@ -387,6 +390,6 @@ class Recorder:
 _installed: list[Recorder] = []
 
 
-def installed() -> Recorder | None:
+def installed_recorder() -> Recorder | None:
     """Return the recorder that watches this process, if any."""
     return _installed[-1] if _installed else None

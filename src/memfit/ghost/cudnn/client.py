@@ -14,8 +14,7 @@ from memfit.errors import MemfitError
 from memfit.ghost.build.runtime_library import Build
 from memfit.ghost.build.torch_install import find_torch
 from memfit.ghost.cudnn.cache import EngineConfig, HeuristicsCache, HeuristicsResult
-from memfit.ghost.cudnn.device_properties import device_properties
-from memfit.ghost.cudnn.find_library import find_library
+from memfit.ghost.cudnn.library_and_device import device_properties, find_library
 from memfit.ghost.device import GhostDevice
 from memfit.native_build import cache_folder
 from memfit.python_command import python_code
@@ -95,7 +94,7 @@ class CudnnClient:
         library: the libcudnn.so to query.
         before: the libraries to load before it: the libcuda.so.1 that reports no device, then those that
             PyTorch has loaded by then. cuDNN 9.13's own search misses cuBLASLt where wheels install it.
-        device: the device's description, see ``device_properties.py``.
+        device: the device's description, see ``library_and_device.py``.
         cache: the answers of earlier runs.
     """
 

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from memfit.patching.patches import Patch
-from memfit.recording.batch_sizes import DrawnBatch
+from memfit.recording.loader_scan import DrawnBatch
 from memfit.recording.recorder import Recorder
 from memfit.records import MarkKind
 
@@ -34,7 +34,7 @@ _PATIENCE = 8
 """Forwards with a batch after which the script is taken to make no backward."""
 
 
-class ServedBatches:
+class ReplacedBatches:
     """The chosen batches of one loader, and which of them the script gets next.
 
     Args:
