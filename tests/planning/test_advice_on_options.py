@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from memfit.analysis.script_change import TrialResult
 from memfit.analysis.summary import summarize
+from memfit.analysis.trial_result import TrialResult
 from memfit.planning.advice import find_advice
 from memfit.planning.plan_runs import GhostRuns
 from memfit.planning.quick_search import MOST_RUNS

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from memfit.analysis.even_routing import beside_even_routing, rests_on_routing, with_even_routing
 from memfit.analysis.rank_roles import find_held, ranks_by_role, role_of, weight
-from memfit.analysis.script_change import RunTrial, ScriptChange, TrialResult
 from memfit.analysis.stream_races import may_race, with_upper_bound
 from memfit.analysis.total_needs import find_total
+from memfit.analysis.trial_result import RunTrial, TrialResult
 from memfit.api.traces import summarize
 from memfit.devices import NO_LIMIT
 from memfit.errors import MemfitError, OutputError, UsageError
 from memfit.planning.advice import find_advice
-from memfit.records import DryRun, Note, Provenance, RankRole, Trace
+from memfit.records import Change, DryRun, Note, Provenance, RankRole, Trace
 from memfit.run.launchers import check_world_size
 from memfit.run.options import RunOptions
 from memfit.run.parent import PATIENCE, Progress, RecordedRun, run_script, script_command
@@ -58,7 +58,7 @@ def run_on_ghost(  # noqa: PLR0913 - what a dry run is asked for
     output: Path | None,
     advise: bool,
     all_ranks: bool = False,
-    change: ScriptChange = ScriptChange(),  # noqa: B008 - frozen
+    change: Change = Change(),  # noqa: B008 - frozen
     on_progress: Callable[[Progress], None],
 ) -> FinishedRun:
     """Do what ``dry_run`` does, and return a result whose trace may not have been saved."""
@@ -93,7 +93,7 @@ def _run_and_ask_again(
     command: tuple[str, ...],
     options: RunOptions,
     output: Path | None,
-    change: ScriptChange,
+    change: Change,
     on_progress: Callable[[Progress], None],
     standbys: ScriptStandbys,
     *,
@@ -121,7 +121,7 @@ def _recorded(
     command: tuple[str, ...],
     options: RunOptions,
     output: Path | None,
-    change: ScriptChange,
+    change: Change,
     on_progress: Callable[[Progress], None],
     standbys: ScriptStandbys,
     *,
@@ -134,7 +134,7 @@ def _recorded(
     """
     ghost = ghost_settings(options)
     run = ScriptRun(command, options, ghost, change)
-    if change == ScriptChange() and not injects:
+    if change == Change() and not injects:
         with standbys.whole(run) as start:
             return run_script(command, options, ghost, output, on_progress, PATIENCE, start)
     with injected(change, options, silent=False) as injection, standbys.whole(run) as start:
@@ -147,7 +147,7 @@ def _recorded(
 
 def _with_upper_bound(early: FinishedRun, run: RunTrial, output: Path | None) -> FinishedRun:
     """Run the script again, with work on side streams that finishes late, and return the larger answer."""
-    trial = run(ScriptChange(), LATE)
+    trial = run(Change(), LATE)
     if not isinstance(trial, TrialResult):
         return early
     trace = replace(trial.trace, device=early.trace.device, command=early.trace.command)
@@ -162,7 +162,7 @@ def _run_all_ranks(
     arguments: Sequence[str],
     options: RunOptions,
     output: Path | None,
-    change: ScriptChange,
+    change: Change,
     on_progress: Callable[[Progress], None],
 ) -> FinishedRun:
     """Run a rank of every role; the result is that of the rank that needs most, with all roles beside it."""

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from msgspec import json
 
-from memfit.analysis.script_change import ScriptChange, TrialResult, why_it_failed
 from memfit.analysis.summary import summarize
+from memfit.analysis.trial_result import TrialResult, why_it_failed
 from memfit.atomic_files import check_output, write_bytes
 from memfit.devices import NO_LIMIT
 from memfit.errors import TargetError, UsageError
-from memfit.records import JobObservation, JobScaffold, ObservedJob, Trace
+from memfit.records import Change, JobObservation, JobScaffold, ObservedJob, Trace
 from memfit.records.targets import JOBS
 from memfit.report.terminal.job_scaffold import PrintableJobScaffold
 from memfit.run.options import STEPS, RunOptions
@@ -125,7 +125,7 @@ def _runner(
     run = trial_runner(command, options, ghost_settings(options).device.total.bytes, on_progress)
 
     def trace(what: str) -> Trace | str:
-        result = run(ScriptChange(), what)
+        result = run(Change(), what)
         return result.trace if isinstance(result, TrialResult) else why_it_failed(result)
 
     return trace

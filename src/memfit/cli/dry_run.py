@@ -10,7 +10,6 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from memfit.analysis.script_change import ScriptChange
 from memfit.atomic_files import check_outputs
 from memfit.cli.console import Output, exit_code, progress, trace_file, write_result
 from memfit.cli.options import (
@@ -26,6 +25,7 @@ from memfit.cli.options import (
 from memfit.devices import DEFAULT
 from memfit.errors import UsageError
 from memfit.planning.plan_file import read_plan
+from memfit.records import Change
 from memfit.run.options import BATCHES, LONGEST_STEPS, SCAN, SECONDS, STEPS, RunOptions
 from memfit.run.parent import Progress
 from memfit.run.rank import ALONE, Rank
@@ -188,7 +188,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         weights=not no_weights,
         workspaces=workspaces,
     )
-    change = ScriptChange()
+    change = Change()
     if plan is not None:
         planned = read_plan(plan)
         change = planned.change
@@ -200,8 +200,8 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
                     f"{f' --nnodes {planned.nnodes}' * (planned.nnodes > 1)} --all-ranks --plan {plan}."
                 )
             options = replace(options, rank=replace(stands_for, own_gpu_only=True))
-        if planned.allocator:
-            os.environ["PYTORCH_ALLOC_CONF"] = planned.allocator
+        if change.allocator:
+            os.environ["PYTORCH_ALLOC_CONF"] = change.allocator
     quiet = beside is not None and beside.local > 0
     run: api.FinishedRun | None
     with nullcontext(_show_nothing) if quiet else progress(options.steps) as show:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from memfit.errors import UsageError
-from memfit.injection.intervention import NEVER_CALLED
+from memfit.injection.injection_files import NEVER_CALLED
 from memfit.recording.hooks import InstalledHooks
 from memfit.strategies.apply_to_optimizer import apply_to_optimizer
 from memfit.strategies.mechanisms.optimizer_info import parameters_of

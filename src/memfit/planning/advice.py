@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from memfit.allocator.config import AllocatorConfig
-from memfit.analysis.script_change import TrialResult, ran_to_completion
 from memfit.analysis.total_needs import needs_more, run_unlimited
+from memfit.analysis.trial_result import TrialResult, ran_to_completion
 from memfit.analysis.workspace_range import needed_without_workspaces
 from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import MemfitError, UsageError
@@ -75,10 +75,10 @@ def _advised(trace: Trace, answer: DryRun, script: GhostRuns | None) -> Iterator
 
 
 def _advice(search: QuickSearch, tried: Attempt) -> Advice:
-    plan, needs, unchanged = tried.plan, tried.run.needs, search.unchanged.run
-    how = list(plan.how)
-    if plan.change.strategies:
-        code = ", ".join(one.code for one in plan.change.strategies)
+    change, needs, unchanged = tried.change, tried.run.needs, search.unchanged.run
+    how = list(change.how)
+    if change.strategies:
+        code = ", ".join(change.code)
         models = f"{'each of ' * (len(tried.models) > 1)}{', '.join(tried.models)}"
         if all("(plan: " in model for model in tried.models) and tried.models:  # a second plan is refused
             how.append(f"add {code} to the plan of {models}")
@@ -86,8 +86,8 @@ def _advice(search: QuickSearch, tried: Attempt) -> Advice:
             how.append(f"import memfit; memfit.apply(model, [{code}])  # after creating {models}")
     sure = worst(unchanged.reserved.provenance, tried.run.reserved.provenance)
     saves = Figure(unchanged.needs.bytes - needs.bytes, sure)
-    costs = plan.costs.replace(ASSUMED, SEEN) if search.undivided == "" else plan.costs
-    return Advice(plan.words, tuple(how), plan.where, costs, saves, needs, tried.fits)
+    costs = change.costs.replace(ASSUMED, SEEN) if search.undivided == "" else change.costs
+    return Advice(change.words, tuple(how), change.where, costs, saves, needs, tried.fits)
 
 
 def _remarks(trace: Trace, search: QuickSearch, answer: DryRun) -> Iterator[str]:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import isfinite
 
-from memfit.analysis.script_change import TrialResult
 from memfit.analysis.summary import summarize
+from memfit.analysis.trial_result import TrialResult
 from memfit.analysis.workspace_range import needed_without_workspaces
 from memfit.planning.floor import Floor
 from memfit.planning.logits import log_probabilities
@@ -104,7 +104,7 @@ def answer(  # noqa: PLR0913 - what a search has found
         bound=0.0,
         rule=script.rule,
         tried=tuple(tried),
-        models=models if chosen is None or _IN_MODEL & chosen.settings.keys() else (),
+        models=models if chosen is None or _IN_MODEL & chosen.change.plan.keys() else (),
         optimizer=None if operations is None else operations.optimizer,
         command=trace.command,
         versions=trace.versions,

@@ -7,9 +7,7 @@ it sees as many samples as before. With smaller batches, it sees fewer.
 from collections.abc import Iterator
 from dataclasses import replace
 
-from memfit.analysis.script_change import ScriptChange
-from memfit.planning.changes import PlanChange
-from memfit.records import DividedBatches, LoaderBatchSize, OptionPurpose, ScriptOption, Trace
+from memfit.records import Change, DividedBatches, LoaderBatchSize, OptionPurpose, ScriptOption, Trace
 
 ASSUMED = "assumed: the loss is a mean over samples that do not depend on each other"
 SEEN = "two recorded steps show no samples that depend on each other"
@@ -26,28 +24,27 @@ def batch_size(setting: ScriptOption | LoaderBatchSize) -> int:
     return setting.value if isinstance(setting, ScriptOption) else setting.size
 
 
-def with_batch_size(setting: ScriptOption | LoaderBatchSize, size: int) -> PlanChange:
+def with_batch_size(setting: ScriptOption | LoaderBatchSize, size: int) -> Change:
     """Return the change that gives batches another number of samples, and nothing else."""
     now = batch_size(setting)
-    how, where = f"DataLoader(batch_size={size})", ""
     if isinstance(setting, ScriptOption):
-        change = ScriptChange(arguments=setting.with_value(size))
+        change = Change(arguments=setting.with_value(size))
         how = " ".join(change.arguments)
     else:
-        change, where = ScriptChange(loader=replace(setting, size=size)), setting.line
+        change = Change(loader=replace(setting, size=size), where=setting.line)
+        how = f"DataLoader(batch_size={size})"
         if setting.library:
             how = f"a batch size of {size} for the DataLoader that {setting.library} creates"
-    return PlanChange(
+    return replace(
         change,
         words=(f"batch size {size} instead of {now}",),
         how=(f"{how}, now {now}",),
-        where=where,
         costs=f"each update sees {size} sample{'s' * (size != 1)} instead of {now}",
         batch_size=size,
     )
 
 
-def smaller_batches(trace: Trace) -> list[PlanChange]:
+def smaller_batches(trace: Trace) -> list[Change]:
     """Return the ways to halve a script's batches, once or more, largest first: each update sees fewer."""
     setting = batch_setting(trace)
     return (
@@ -55,7 +52,7 @@ def smaller_batches(trace: Trace) -> list[PlanChange]:
     )
 
 
-def divisions(trace: Trace, *, draws: bool) -> list[PlanChange]:
+def divisions(trace: Trace, *, draws: bool) -> list[Change]:
     """Return the ways to divide a script's batches into equal parts, largest parts first.
 
     Args:
@@ -92,13 +89,13 @@ def _halved(size: int) -> Iterator[int]:
 
 
 def _division(
-    smaller: PlanChange,
+    smaller: Change,
     count: int,
     accumulation: ScriptOption | None,
     parts: ScriptOption | None,
     *,
     draws: bool,
-) -> PlanChange:
+) -> Change:
     """Return the change to parts of a batch, by the script's own option if it has one.
 
     Args:
@@ -108,32 +105,38 @@ def _division(
         parts: its option for the number of parts into which ``memfit.Engine`` divides a batch.
         draws: whether a step draws random numbers.
     """
-    change, size, (how,) = smaller.change, smaller.batch_size, smaller.how
+    arguments, size, (how,) = smaller.arguments, smaller.batch_size, smaller.how
+    loader = smaller.loader
     own = accumulation is not None or parts is not None
     if parts is not None:  # batches stay whole, until an engine divides them
-        change = ScriptChange(arguments=parts.with_value(count))
-        how = f"{' '.join(change.arguments)}, now {parts.value}"
+        arguments, loader = parts.with_value(count), None
+        how = f"{' '.join(arguments)}, now {parts.value}"
     elif accumulation is not None:
-        words = accumulation.with_value(count * accumulation.value)
-        change = replace(change, arguments=change.arguments + words)
-        how = f"{' '.join(change.arguments)}, now {size * count} and {accumulation.value}"
+        arguments += accumulation.with_value(count * accumulation.value)
+        how = f"{' '.join(arguments)}, now {size * count} and {accumulation.value}"
     divided = DividedBatches(
         count,
         size,
         how,
         smaller.where,
-        change.arguments,
-        change.loader,
+        arguments,
+        loader,
         draws=draws,
         by_option=own,
         by_engine=parts is not None,
     )
     return replace(
         smaller,
-        change=change if own else change | ScriptChange(micro_batches=count),
-        settings={"accumulation": {"parts_per_batch": count}} if parts or not own else {},  # Engine's
-        divided=divided,
+        plan={"accumulation": {"parts_per_batch": count}} if parts or not own else {},  # Engine's
+        micro_batches=divided,
+        arguments=arguments,
+        loader=loader,
         words=(f"{count} micro-batches of {size}",),
         how=(how, *divided.in_loop),
         costs=f"{count} forwards and backwards for each batch ({ASSUMED})",
     )
+
+
+def as_small_batches(division: Change) -> Change:
+    """Return the change to batches that are as small as a part: each of them has an update."""
+    return replace(division, plan={}, micro_batches=None)

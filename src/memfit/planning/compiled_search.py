@@ -14,18 +14,18 @@ Whether samples are independent is read from eager runs: graphs do not show it.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from memfit.analysis.script_change import ScriptChange, TrialResult, why_it_failed
+from memfit.analysis.trial_result import TrialResult, why_it_failed
 from memfit.planning.allowed import Allowed
 from memfit.planning.answers import BestSoFar, OnFound, answer, too_high, too_small
-from memfit.planning.batches import divisions, why_indivisible
-from memfit.planning.changes import PlanChange, kept_share
+from memfit.planning.batches import as_small_batches, divisions, why_indivisible
+from memfit.planning.changes import kept_share
 from memfit.planning.floor import Floor, Floors, floor_of_updates
 from memfit.planning.plan_runs import PlannedScript, PlanRuns, all_replayed
 from memfit.planning.policies import standard_policies
 from memfit.planning.same_samples import SampleComparison, samples_of_parts, with_samples
 from memfit.planning.sample_independence import why_dependent, why_no_mean
 from memfit.planning.seconds import step_seconds
-from memfit.records import PlanRun, ScriptEnd, ScriptPlan, StepOperations
+from memfit.records import Change, PlanRun, ScriptEnd, ScriptPlan, StepOperations
 
 _MOST_RUNS = 6
 """Plans that run on the ghost at most: each is compiled, which takes most of its time."""
@@ -53,7 +53,7 @@ _WAYS = (
 class _Family:
     """The script with batches of one size."""
 
-    plan: PlanChange
+    plan: Change
     run: PlanRun
     """With all activations kept that PyTorch keeps by itself."""
     shares: dict[int, PlanRun] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class CompiledSearch:
         self._runs = PlanRuns(script, target, tune=allowed.allocator, compiled=True)
         self._optimizer = plain.operations.optimizer if plain.operations is not None else None
         self._best_so_far = BestSoFar(budget, target, allowed.slowdown, on_found)
-        self._as_written = self._runs.needs(self._written, PlanChange(), 1.0, tune=False)
+        self._as_written = self._runs.needs(self._written, Change(), 1.0, tune=False)
         self._models: tuple[str, ...] = ()
         self._dropped: list[str] = []
         self._undivided = ""
@@ -90,8 +90,8 @@ class CompiledSearch:
         """Return the fastest plan found, or why there is none."""
         if self._runs.fits(self._as_written):
             return self._answer(chosen=self._as_written)
-        tuned = self._runs.needs(self._written, PlanChange(), 1.0)
-        if tuned.conf:
+        tuned = self._runs.needs(self._written, Change(), 1.0)
+        if tuned.change.allocator:
             self._runs.tried.append(tuned)
         self._offer()
         if (floor := self._floor()).needs.bytes > self._budget:
@@ -102,7 +102,7 @@ class CompiledSearch:
             self._dropped.append(_NO_PRECISIONS)
         families: list[_Family] = []
         if self._allowed.rounding and not self._runs.fits(tuned):
-            families = self._divided(_Family(PlanChange(), tuned))
+            families = self._divided(_Family(Change(), tuned))
             self._sample_families(families)
             if self._best() is None:
                 self._try(families[-1].plan | standard_policies(self._optimizer)[0])
@@ -119,7 +119,7 @@ class CompiledSearch:
 
     def _floor(self) -> Floor:
         """Return the floor of all plans: none changes the optimizer."""
-        ways = (Floors(self._plain, 1).under(PlanChange()), floor_of_updates(self._plain))
+        ways = (Floors(self._plain, 1).under(Change()), floor_of_updates(self._plain))
         return max(ways, key=lambda floor: floor.needs.bytes)
 
     def so_far(self) -> ScriptPlan:
@@ -164,7 +164,7 @@ class CompiledSearch:
             families.append(_Family(division, made))
         return families
 
-    def _divisions(self) -> list[PlanChange]:
+    def _divisions(self) -> list[Change]:
         """Return the ways to divide batches, if they may be."""
         trace = self._plain.trace
         ways = divisions(trace, draws=False)
@@ -175,15 +175,15 @@ class CompiledSearch:
         found = [] if self._undivided else divisions(trace, draws=draws)
         return [with_samples(each, self._samples) for each in found]
 
-    def _judge(self, division: PlanChange) -> bool:
+    def _judge(self, division: Change) -> bool:
         """Find out whether batches must not be divided; return whether a step draws random numbers."""
         steps: list[StepOperations] = []
         wanted = [
             (
-                replace(change, operations=True, eager=True, micro_batches=1),
+                replace(as_small_batches(change), operations=True, eager=True),
                 f"{what}, without torch.compile",
             )
-            for what, change in (("whole batches", ScriptChange()), (division.words[0], division.change))
+            for what, change in (("whole batches", Change()), (division.words[0], division))
         ]
         self._script.run_ahead([*_next(self._runs, [division]), *wanted])
         for eager, what in wanted:
@@ -238,7 +238,7 @@ class CompiledSearch:
         if new and new[0] == shares[0]:
             self._script.run_ahead(_next(self._runs, [self._share_of(family, share) for share in new]))
 
-    def _share_of(self, family: _Family, share: int) -> PlanChange:
+    def _share_of(self, family: _Family, share: int) -> Change:
         return family.plan | kept_share(share / _ALL, self._optimizer)
 
     def _sample(self, family: _Family, share: int) -> PlanRun | None:
@@ -265,7 +265,7 @@ class CompiledSearch:
         """The script as written, and every plan that ran."""
         return [self._as_written, *self._runs.tried]
 
-    def _try(self, plan: PlanChange) -> PlanRun | None:
+    def _try(self, plan: Change) -> PlanRun | None:
         """Run a plan; return None if it cannot be."""
         made = self._run(plan, self._runs)
         if isinstance(made, str):
@@ -279,7 +279,7 @@ class CompiledSearch:
         """Offer what has run as the answer so far."""
         self._best_so_far.offer(self._ran, lambda run: self._answer(chosen=run))
 
-    def _run(self, plan: PlanChange, runs: PlanRuns) -> tuple[TrialResult, PlanRun] | str:
+    def _run(self, plan: Change, runs: PlanRuns) -> tuple[TrialResult, PlanRun] | str:
         """Run a plan; return why it cannot be run, if so, as a clause."""
         made = runs.make(plan, self._time, operations=True)
         if isinstance(made, ScriptEnd):
@@ -330,7 +330,7 @@ def _extrapolated(first: _Family, second: _Family, parts: int) -> tuple[float, f
     return needs, second.run.time + time * (parts - other)
 
 
-def _next(runs: PlanRuns, plans: Sequence[PlanChange]) -> list[tuple[ScriptChange, str]]:
+def _next(runs: PlanRuns, plans: Sequence[Change]) -> list[tuple[Change, str]]:
     """Return what plans will be run with if they run next, in their order."""
     return [runs.next_run(plan, after, operations=True) for after, plan in enumerate(plans)]
 

@@ -8,9 +8,8 @@ allocated
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from memfit.analysis.script_change import TrialResult, why_it_failed
+from memfit.analysis.trial_result import TrialResult, why_it_failed
 from memfit.planning.allowed import Allowed
 from memfit.planning.bases import Base, Bases
 from memfit.planning.batch_size_search import least_with_smaller_batches
@@ -19,11 +18,8 @@ from memfit.planning.optimizer_changes import saved_of_state, steps_in_backward
 from memfit.planning.plan_runs import PlanRuns
 from memfit.planning.same_samples import SampleComparison, samples_of_parts, with_samples
 from memfit.planning.sample_independence import why_dependent, why_no_mean
-from memfit.records import PlanRun, ScriptEnd
+from memfit.records import Change, PlanRun, ScriptEnd
 from memfit.units import format_gib
-
-if TYPE_CHECKING:
-    from memfit.planning.changes import PlanChange
 
 
 class Divisions:
@@ -48,7 +44,7 @@ class Divisions:
         if self._ways and step is not None and (why := why_no_mean(step)):
             self._ways, self._indivisible = [], why
             self._need_whole_batches()
-        self.left: list[PlanChange] = []
+        self.left: list[Change] = []
         """Those that may be made of the base, largest parts first."""
         self.why_no_more = ""
         """Why batches are not divided, or no further, as a clause."""
@@ -112,9 +108,10 @@ class Divisions:
             return []
         self._are_independent = True
         plan = with_samples(plan, samples)
-        run = self._runs.tried[-1] = replace(made[1], divided=plan.divided)
+        change = replace(made[1].change, micro_batches=plan.micro_batches)
+        run = self._runs.tried[-1] = replace(made[1], change=change)
         base = replace(self._bases.base(plan, made[0], run), copies=whole.copies)
-        if whole.plan.settings.get("optimizer_state") is None:
+        if whole.plan.plan.get("optimizer_state") is None:
             self._alone.setdefault(plan.parts, base.run)
         self._end_if_hopeless(base, last)
         return [base]

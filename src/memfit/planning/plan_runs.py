@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from memfit.analysis.needed_memory import ReplayedRun, process_bytes
-from memfit.analysis.script_change import RunTrial, ScriptChange, TrialResult
 from memfit.analysis.summary import summarize
-from memfit.planning.changes import PlanChange, expandable_segments
-from memfit.records import Operation, PlanRun, ScriptEnd
+from memfit.analysis.trial_result import RunTrial, TrialResult
+from memfit.planning.changes import expandable_segments
+from memfit.records import Change, Operation, PlanRun, ScriptEnd
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,11 @@ class GhostRuns:
         return self.run_late if late else self.run
 
 
-RunAhead = Callable[[Sequence[tuple[ScriptChange, str]]], None]
+RunAhead = Callable[[Sequence[tuple[Change, str]]], None]
 """Makes runs that a search will or may ask for, given the change and the name of each, side by side."""
 
 
-def run_nothing_ahead(_wanted: Sequence[tuple[ScriptChange, str]]) -> None:
+def run_nothing_ahead(_wanted: Sequence[tuple[Change, str]]) -> None:
     """Leave every run until the search asks for it."""
 
 
@@ -81,9 +81,7 @@ class PlanRuns:
         """Return whether a run fits the budget."""
         return run.needs.bytes <= self.budget
 
-    def run(
-        self, plan: PlanChange, *, operations: bool = False
-    ) -> tuple[TrialResult, ReplayedRun] | ScriptEnd:
+    def run(self, plan: Change, *, operations: bool = False) -> tuple[TrialResult, ReplayedRun] | ScriptEnd:
         """Run a plan, but for settings of the allocator, which a replay applies.
 
         Args:
@@ -92,12 +90,10 @@ class PlanRuns:
         """
         change, what = self.next_run(plan, operations=operations)
         self.count += 1
-        result = self._script.finishing(late=plan.late)(change, what)
+        result = self._script.finishing(late=plan.is_late)(change, what)
         return result if isinstance(result, ScriptEnd) else (result, replayed(result))
 
-    def next_run(
-        self, plan: PlanChange, after: int = 0, *, operations: bool = False
-    ) -> tuple[ScriptChange, str]:
+    def next_run(self, plan: Change, after: int = 0, *, operations: bool = False) -> tuple[Change, str]:
         """Return the change and the name with which ``run`` runs a plan.
 
         Args:
@@ -105,11 +101,11 @@ class PlanRuns:
             after: how many others run before it.
             operations: whether the operations of a step are recorded.
         """
-        change = replace(plan.change, conf="") | ScriptChange(operations=operations)
+        change = replace(plan, allocator="", operations=operations)
         return change, f"{', '.join(plan.words)} (plan {self.count + after + 1})"
 
     def make(
-        self, plan: PlanChange, time: float | Callable[[TrialResult], float], *, operations: bool = False
+        self, plan: Change, time: float | Callable[[TrialResult], float], *, operations: bool = False
     ) -> tuple[TrialResult, PlanRun] | ScriptEnd:
         """Run a plan, and add what it needs to ``tried``.
 
@@ -132,7 +128,7 @@ class PlanRuns:
     def needs(
         self,
         runs: Sequence[ReplayedRun],
-        plan: PlanChange,
+        plan: Change,
         time: float,
         *,
         tune: bool = True,
@@ -155,23 +151,19 @@ class PlanRuns:
                 return min(most, tuned, key=_bytes)
         return most
 
-    def _needs(self, run: ReplayedRun, plan: PlanChange, time: float, fails_at: int) -> PlanRun:
-        conf = plan.change.conf
-        under = replace(run, conf=conf)
+    def _needs(self, run: ReplayedRun, plan: Change, time: float, fails_at: int) -> PlanRun:
+        under = replace(run, conf=plan.allocator)
         reserved = under.needs(fails_at)
         rank = run.trace.rank
         return PlanRun(
-            plan.settings,
+            plan,
             process_bytes(reserved, run.trace.device),
             reserved,
             time,
             run.found.peak_place,
-            conf,
-            plan.divided,
-            plan.change.fused,
             tuple(run.found.terms),
             self._compiled,
-            under.unlimited.peak_allocated if conf else run.found.peak_allocated,
+            under.unlimited.peak_allocated if plan.allocator else run.found.peak_allocated,
             None if rank is None else rank.rank,
         )
 

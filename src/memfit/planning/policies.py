@@ -1,6 +1,7 @@
 """Policies of checkpointing that people use, to be run beside a plan."""
 
-from memfit.planning.changes import PlanChange, checkpointed_blocks
+from memfit.planning.changes import checkpointed_blocks
+from memfit.records import Change
 
 _PRODUCTS = (
     "aten.mm",
@@ -13,7 +14,7 @@ _PRODUCTS = (
 )
 
 
-def standard_policies(optimizer: int | None) -> tuple[PlanChange, ...]:
+def standard_policies(optimizer: int | None) -> tuple[Change, ...]:
     """Return the policies: they checkpoint the blocks that a model repeats.
 
     Args:

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from math import prod
 
-from memfit.planning.changes import PlanChange
-from memfit.records import FedSamples, FedTensor, StepOperations
+from memfit.records import Change, FedSamples, FedTensor, StepOperations
 
 _MOST_ALIKE = 8
 """Tensors of one shape in a batch, such as the inputs and the targets of a language model."""
@@ -49,11 +48,11 @@ def samples_of_parts(whole: StepOperations, parts: StepOperations, count: int) -
     return replace(found, assumed=_ONE_STEP) if is_one else found
 
 
-def with_samples(plan: PlanChange, samples: SampleComparison) -> PlanChange:
+def with_samples(plan: Change, samples: SampleComparison) -> Change:
     """Return a plan that divides batches, with what two runs have shown of their samples."""
-    if plan.divided is None:
+    if plan.micro_batches is None:
         return plan
-    return replace(plan, divided=replace(plan.divided, assumed=samples.assumed))
+    return replace(plan, micro_batches=replace(plan.micro_batches, assumed=samples.assumed))
 
 
 def compare_samples(whole: FedSamples, parts: FedSamples, count: int) -> SampleComparison:

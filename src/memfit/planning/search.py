@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
 
-from memfit.analysis.script_change import ScriptChange, TrialResult, why_it_failed
+from memfit.analysis.trial_result import TrialResult, why_it_failed
 from memfit.errors import TargetError, UsageError
 from memfit.planning.allowed import Allowed
 from memfit.planning.answers import (
@@ -34,7 +34,7 @@ from memfit.planning.answers import (
 )
 from memfit.planning.bases import Base, Bases
 from memfit.planning.bracket import WORTH
-from memfit.planning.changes import PlanChange, recomputation
+from memfit.planning.changes import recomputation
 from memfit.planning.choose import CheckpointChoice
 from memfit.planning.compiled_search import CompiledSearch
 from memfit.planning.divisions import Divisions
@@ -49,7 +49,7 @@ from memfit.planning.shardings import (
     sharded,
     why_dropped,
 )
-from memfit.records import PlanRun, ScriptEnd, ScriptPlan
+from memfit.records import Change, PlanRun, ScriptEnd, ScriptPlan
 
 _UNRECORDED = (
     "memfit saw no training step to plan: no optimizer stepped twice, the script calls no module of its "
@@ -82,7 +82,7 @@ def find_plan(
         UsageError: it is compiled, and trains on one GPU of several.
     """
     try:
-        plain = script.run(ScriptChange(operations=True), "as written, operation by operation")
+        plain = script.run(Change(operations=True), "as written, operation by operation")
     except OutOfTimeError:
         raise TargetError(_TOO_LATE) from None
     if isinstance(plain, ScriptEnd):
@@ -126,17 +126,17 @@ class _PlanSearch:
     def plan(self) -> ScriptPlan:
         if self._script.is_to_be_sharded(self._plain):
             return self._plan_shardings()
-        self._as_written = as_written = self._runs.needs(self._written, PlanChange(), 1.0, tune=False)
+        self._as_written = as_written = self._runs.needs(self._written, Change(), 1.0, tune=False)
         if self._runs.fits(as_written):
             return self._answer(chosen=as_written)
-        tuned = self._runs.needs(self._written, PlanChange(), 1.0)
-        if tuned.conf:
+        tuned = self._runs.needs(self._written, Change(), 1.0)
+        if tuned.change.allocator:
             self._runs.tried.append(tuned)
         if self._runs.fits(tuned):
             return self._answer(chosen=tuned)
         if self._plain.operations is None:
             return self._unplanned(tuned)
-        return self._combine([self._bases.base(PlanChange(), self._plain, tuned)])
+        return self._combine([self._bases.base(Change(), self._plain, tuned)])
 
     def _plan_shardings(self) -> ScriptPlan:
         """Train a script for one GPU on several: with what moves least, if that is enough."""
@@ -323,7 +323,7 @@ class _PlanSearch:
         if not self._step:
             return ()
         runs = PlanRuns(self._script, self._budget, tune=self._allowed.allocator)
-        unchanged = UNSHARDED if self._script.is_to_be_sharded(self._plain) else PlanChange()
+        unchanged = UNSHARDED if self._script.is_to_be_sharded(self._plain) else Change()
         for policy in standard_policies(self._optimizer):
             plan = unchanged | policy
             runs.make(plan, functools.partial(self._bases.relative, plan), operations=True)
@@ -346,10 +346,10 @@ class _PlanSearch:
         return self._answer(smallest=smallest, reason=reason)
 
     def _too_small(self, smallest: PlanRun) -> str:
-        ways = ["shards the model"] * ("sharding" in smallest.settings)
-        ways += ["divides batches"] * (smallest.divided is not None)
+        ways = ["shards the model"] * ("sharding" in smallest.change.plan)
+        ways += ["divides batches"] * (smallest.change.micro_batches is not None)
         ways += ["recomputes activations", "offloads the inputs of what it recomputes"]
-        if any("optimizer_state" in run.settings for run in self._runs.tried):
+        if any("optimizer_state" in run.change.plan for run in self._runs.tried):
             ways.append("updates parameters in the backward or offloads the optimizer's state")
         return too_small(smallest, f"{', '.join(ways[:-1])}, and {ways[-1]}")
 
@@ -378,7 +378,7 @@ class _PlanSearch:
             slowdown=self._allowed.slowdown,
         )
         found = replace(found, bound=bound, dropped=tuple(self._bases.dropped))
-        if found.chosen is None or "sharding" not in found.chosen.settings:
+        if found.chosen is None or "sharding" not in found.chosen.change.plan:
             return found
         before, now = (
             sent_bytes(run, as_written.terms, self._script.ranks) for run in (as_written, found.chosen)

@@ -15,11 +15,11 @@ Source: NCCL's performance notes (https://github.com/NVIDIA/nccl-tests/blob/mast
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from memfit.analysis.script_change import TrialResult, why_it_failed
 from memfit.analysis.strategy_comparison import SHARDINGS
-from memfit.planning.changes import PlanChange, sharding
+from memfit.analysis.trial_result import TrialResult, why_it_failed
+from memfit.planning.changes import sharding
 from memfit.planning.plan_runs import PlanRuns, all_replayed
-from memfit.records import ModuleCall, PlanRun, ScriptEnd, StepOperations, Term
+from memfit.records import Change, ModuleCall, PlanRun, ScriptEnd, StepOperations, Term
 
 _DDP, _ZERO1, _FSDP2 = (sharding(name, {"mode": mode}) for name, mode in SHARDINGS.items())
 OFFLOADED_SHARDS = sharding("FSDP2 with offload", {"mode": "fsdp2", "offload": True})
@@ -39,7 +39,7 @@ class Sharded:
     """With what moves least: DDP, unless it does not suit the script."""
     chosen: PlanRun | None = None
     """The first that fits, if one does."""
-    least: tuple[PlanChange, TrialResult, PlanRun] | None = None
+    least: tuple[Change, TrialResult, PlanRun] | None = None
     """The one that needs least."""
     models: tuple[str, ...] = ()
     """Models that were sharded."""
@@ -75,7 +75,7 @@ def sharded(runs: PlanRuns, *, rounding: bool) -> Sharded:
     return found
 
 
-def why_dropped(change: PlanChange, end: ScriptEnd) -> str:
+def why_dropped(change: Change, end: ScriptEnd) -> str:
     """Return why a plan could not be run, as a sentence."""
     return f"With {', '.join(change.words)}, {why_it_failed(end).rstrip('.')}."
 
@@ -88,7 +88,7 @@ def sent_bytes(run: PlanRun, terms: tuple[Term, ...], ranks: int) -> int:
         terms: of a run with all parameters on the GPU.
         ranks: of the job.
     """
-    mode, parts = run.settings["sharding"]["mode"], run.divided.count if run.divided is not None else 1
+    mode, parts = run.change.plan["sharding"]["mode"], run.change.parts
     times = {"ddp": 2 * parts, "zero1": 2 * parts + 1, "fsdp2": 3 * parts}[mode]
     return times * _parameters(terms) * (ranks - 1) // ranks
 

@@ -18,6 +18,7 @@ from memfit.records.allocator_comparison import (
 from memfit.records.attribution import Attribution
 from memfit.records.breakdown import Breakdown, BreakdownRow, GroupBy, LiveAllocation, MemoryPeak, PhaseChange
 from memfit.records.card_context import ContextReport, ContextStage, ContextTrial, NcclMeasurement, NcclStage
+from memfit.records.change import Change, DividedBatches, Equality, equality_of
 from memfit.records.dataflow import Dataflow, GraphValue
 from memfit.records.dry_run import (
     Advice,
@@ -45,7 +46,7 @@ from memfit.records.run_difference import RowChange, RunDifference
 from memfit.records.run_stages import Stage, StageUse
 from memfit.records.schema_version import SCHEMA_VERSION
 from memfit.records.script_options import LoaderBatchSize, OptionPurpose, ScriptOption
-from memfit.records.script_plan import DividedBatches, Equality, PlanRun, ScriptPlan, equality_of
+from memfit.records.script_plan import PlanRun, ScriptPlan
 from memfit.records.step_operations import (
     LEAST_RECOMPUTED,
     ModuleCall,
@@ -104,6 +105,7 @@ __all__ = [
     "ByteRange",
     "CallRates",
     "Category",
+    "Change",
     "CheckVerdict",
     "CheckedFigure",
     "ChildProcess",

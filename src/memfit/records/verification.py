@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from memfit.records.change import Equality
 from memfit.records.provenance import Figure
-from memfit.records.script_plan import Equality
 from memfit.records.step_operations import OperationCounts
 
 

@@ -15,11 +15,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from memfit.errors import TargetError
-from memfit.injection.intervention import InjectionReport
+from memfit.injection.injection_files import InjectionReport
 from memfit.planning.plan_file import PlanFile
 from memfit.records.targets import typed
 from memfit.report.escape import escaped
-from memfit.script_training.carried_out import CarriedOut
+from memfit.script_training.carried_out import carried_out, left_out
 from memfit.trials.trial_run import why_again
 
 CONF = "PYTORCH_ALLOC_CONF"
@@ -33,7 +33,6 @@ class PlanOutcome:
     Args:
         file: the plan's.
         plan: the plan.
-        carried_out: what of it needs no change of the script.
         command: the script's ``sys.argv``.
         as_far_as_it_goes: whether the script trains even if a part of the plan is not applied.
     """
@@ -42,12 +41,15 @@ class PlanOutcome:
         self,
         file: str,
         plan: PlanFile,
-        carried_out: CarriedOut,
         command: tuple[str, ...],
         *,
         as_far_as_it_goes: bool,
     ) -> None:
-        self._file, self._plan, self._carried_out = file, plan, carried_out
+        self._file, self._plan = file, plan
+        self.carried_out = carried_out(plan.change)
+        """What of the plan needs no change of the script."""
+        self.left_out = left_out(plan.change)
+        """What does, and how to carry it out."""
         self._command = command
         self._as_far = as_far_as_it_goes
         self._said: dict[str, None] = {}
@@ -67,13 +69,13 @@ class PlanOutcome:
             atexit.register(self._repeat)  # below what the watch says: it registers later
         for other in _called_less_often(self._plan, self._command, versions):
             self._say(f"{self._file} was made {other}")
-        for part in self._carried_out.left_out:
+        for part in self.left_out:
             self._say(f"NOT APPLIED, as it takes a change of the script: {part}")
-        if self._carried_out.left_out and not self._as_far:
+        if self.left_out and not self._as_far:
             self._stop(f"before the script started. Write that in the script, and then train it with {FLAG}")
-        what = [*self._carried_out.settings, *["fused optimizers"] * self._plan.fused]
-        what += [f"{CONF}={self._plan.allocator}"] * bool(self._plan.allocator)
-        what += [" ".join(self._carried_out.arguments)] * bool(self._carried_out.arguments)
+        what = [*self.carried_out.plan, *["fused optimizers"] * self.carried_out.fused]
+        what += [f"{CONF}={self.carried_out.allocator}"] * bool(self.carried_out.allocator)
+        what += [" ".join(self.carried_out.arguments)] * bool(self.carried_out.arguments)
         self._say(f"training under {self._file}: {', '.join(what) or 'nothing to apply'}")
 
     def report(self, report: InjectionReport) -> None:
@@ -142,7 +144,7 @@ class PlanOutcome:
         return [text for text in self._said if text.startswith("NOT APPLIED")]
 
     def _say_missing(self) -> None:
-        if not self._carried_out.settings:
+        if not self.carried_out.plan:
             return
         if self._last.unfit_optimizer:
             self._miss(f"NOT APPLIED: {self._last.unfit_optimizer}")

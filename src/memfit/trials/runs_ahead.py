@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
-from memfit.analysis.script_change import RunTrial, ScriptChange, TrialResult
-from memfit.records import ScriptEnd
+from memfit.analysis.trial_result import RunTrial, TrialResult
+from memfit.records import Change, ScriptEnd
 from memfit.run.parent import Progress
 from memfit.trials.side_by_side import most_side_by_side, side_by_side
 
@@ -55,13 +55,13 @@ class RunsAhead:
 
     def __init__(self, run: RunTrial, progress: ProgressOfFirst) -> None:
         self._run, self._progress = run, progress
-        self._kept: dict[ScriptChange, TrialResult] = {}
+        self._kept: dict[Change, TrialResult] = {}
 
-    def run(self, change: ScriptChange, what: str) -> TrialResult | ScriptEnd:
+    def run(self, change: Change, what: str) -> TrialResult | ScriptEnd:
         """Return the run under a change, and make it unless that has been done."""
         return self._kept.pop(change, None) or self._run(change, what)
 
-    def make(self, wanted: Sequence[tuple[ScriptChange, str]]) -> None:
+    def make(self, wanted: Sequence[tuple[Change, str]]) -> None:
         """Make runs that will be, or may be, asked for, if this machine can run several side by side.
 
         Args:
@@ -76,6 +76,6 @@ class RunsAhead:
             if isinstance(result, TrialResult):
                 self._kept[change] = result
 
-    def _named(self, change: ScriptChange, what: str) -> TrialResult | ScriptEnd:
+    def _named(self, change: Change, what: str) -> TrialResult | ScriptEnd:
         with self._progress.of(what):
             return self._run(change, what)

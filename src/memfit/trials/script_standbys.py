@@ -7,14 +7,14 @@ from threading import Lock
 from types import TracebackType
 from typing import Self
 
-from memfit.analysis.script_change import ScriptChange
+from memfit.records import Change
 from memfit.run.child_settings import GhostSettings
 from memfit.run.options import RunOptions
 from memfit.run.start_script import StartScript, start_script
 from memfit.trials.forked_runs import Standby
 from memfit.trials.side_by_side import most_in_memory
 
-_LATE_STRATEGIES = ("checkpointing", "compilation", "offload", "optimizer_state")
+_LATE_STRATEGIES = {"checkpointing", "compilation", "offload", "optimizer_state"}
 """Strategies that change nothing before a model is called."""
 
 
@@ -26,7 +26,7 @@ class ScriptRun:
     """The script's ``sys.argv``, without what ``change`` adds to it."""
     options: RunOptions
     ghost: GhostSettings
-    change: ScriptChange
+    change: Change
 
     def can_become(self, other: "ScriptRun") -> bool:
         """Return whether another run would have begun as this one has, and can go on from there."""
@@ -39,13 +39,13 @@ class ScriptRun:
             and self._can_change_to(other.change)
         )
 
-    def _can_change_to(self, other: ScriptChange) -> bool:
+    def _can_change_to(self, other: Change) -> bool:
         """Return whether what another change adds can be added when the script begins to train."""
         same = replace(other, operations=self.change.operations) == self.change
-        added = replace(self.change, strategies=other.strategies, optimizer=other.optimizer)
+        added = replace(self.change, plan=other.plan, optimizer=other.optimizer)
         can_be_added = (
             not self.change.strategies
-            and all(each.field in _LATE_STRATEGIES for each in other.strategies)
+            and other.strategies.keys() <= _LATE_STRATEGIES
             and replace(added, operations=other.operations) == other
         )
         return (same or can_be_added) and other.operations <= self.change.operations

@@ -123,10 +123,10 @@ def script_plan_json(result: ScriptPlan) -> ScriptPlanJson:
     device, chosen = result.device, result.chosen
     return ScriptPlanJson(
         schema=SCHEMA_VERSION,
-        plan=None if chosen is None else dict(chosen.settings),
-        allocator="" if chosen is None else chosen.conf,
-        micro_batches=None if chosen is None else chosen.divided,
-        fused=chosen is not None and chosen.fused,
+        plan=None if chosen is None else dict(chosen.change.plan),
+        allocator="" if chosen is None else chosen.change.allocator,
+        micro_batches=None if chosen is None else chosen.change.micro_batches,
+        fused=chosen is not None and chosen.change.fused,
         equality=None if chosen is None else chosen.equality,
         needs=None if chosen is None else chosen.needs,
         allocated=None if chosen is None else chosen.allocated,
@@ -165,10 +165,10 @@ def script_plan_json(result: ScriptPlan) -> ScriptPlanJson:
 def _run(run: PlanRun) -> PlanRunJson:
     place = run.place
     return PlanRunJson(
-        dict(run.settings),
-        run.conf,
-        run.divided,
-        run.fused,
+        dict(run.change.plan),
+        run.change.allocator,
+        run.change.micro_batches,
+        run.change.fused,
         run.needs,
         run.allocated,
         run.time,

@@ -56,7 +56,7 @@ def policy_name(run: PlanRun) -> str:
     >>> policy_name(PlanRun({"checkpointing": {"every": 2}}, one, one, 1.1, place))
     'checkpoint every 2nd block'
     """
-    settings = run.settings["checkpointing"]
+    settings = run.change.plan["checkpointing"]
     every = "every 2nd block" if settings.get("every") else "every block"
     return f"checkpoint {every}{', matrix products kept' * ('save_ops' in settings)}"
 
