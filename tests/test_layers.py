@@ -21,7 +21,6 @@ NEEDS_TORCH = {
     "integrations",
     "recording",
     "run",
-    "scaffold",
     "strategies",
     "train",
     "verification",

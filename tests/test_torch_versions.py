@@ -18,10 +18,10 @@ from model_counts import operations_of_forward, recomputed_operations
 
 import memfit
 from memfit.ghost.build.torch_install import OLDEST
+from memfit.patching.installed_hooks import InstalledHooks
 from memfit.planning.choose import CheckpointChooser, PlannedRegion
 from memfit.planning.memory_model import MemoryModel
 from memfit.planning.tensor_options import tensor_options
-from memfit.recording.hooks import InstalledHooks
 from memfit.strategies.mechanisms.operation_counter import OperationCounter
 from memfit.strategies.mechanisms.selective_checkpointing import KeptResults
 from support.planned_networks import NETWORKS, feed_forward

@@ -28,7 +28,6 @@ _NAMES_OF_MODULE = {
         "read",
         "record",
         "replay",
-        "scaffold_job",
         "summarize",
         "verify",
         "write_snapshot",
@@ -54,7 +53,7 @@ _NAMES_OF_MODULE = {
     "memfit.train.engine": ("Engine",),
     "memfit.train.job": ("Job",),
     "memfit.train.progress_bar": ("ProgressBar",),
-    "memfit.train.step_result": ("StepResult",),
+    "memfit.train.accumulation_window": ("StepResult",),
     "memfit.versions": ("__version__",),
     "memfit.watching.watch": ("watch",),
 }
@@ -80,7 +79,6 @@ if TYPE_CHECKING:  # type checkers cannot read the table; a test checks that the
         read as read,
         record as record,
         replay as replay,
-        scaffold_job as scaffold_job,
         summarize as summarize,
         verify as verify,
         write_snapshot as write_snapshot,
@@ -131,7 +129,7 @@ if TYPE_CHECKING:  # type checkers cannot read the table; a test checks that the
     from memfit.train.engine import Engine as Engine
     from memfit.train.job import Job as Job
     from memfit.train.progress_bar import ProgressBar as ProgressBar
-    from memfit.train.step_result import StepResult as StepResult
+    from memfit.train.accumulation_window import StepResult as StepResult
     from memfit.versions import __version__ as __version__
     from memfit.watching.watch import watch as watch
 

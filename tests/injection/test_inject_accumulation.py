@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from memfit.injection import inject_accumulation
 from memfit.injection.inject_accumulation import HeldBackUpdates
-from memfit.recording.hooks import InstalledHooks
+from memfit.patching.installed_hooks import InstalledHooks
 
 
 @pytest.fixture

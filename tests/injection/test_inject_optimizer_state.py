@@ -10,7 +10,7 @@ from memfit.errors import UsageError
 from memfit.injection import inject_plan
 from memfit.injection.injection_files import InjectionReport, InjectionSettings
 from memfit.injection.optimized_models import OptimizedModels
-from memfit.recording.hooks import InstalledHooks
+from memfit.patching.installed_hooks import InstalledHooks
 from memfit.records import Change
 from memfit.strategies.mechanisms.offloaded_state import OffloadedState
 from memfit.strategies.mechanisms.own_step import own_step

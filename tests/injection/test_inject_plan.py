@@ -18,7 +18,7 @@ from memfit.errors import TargetError
 from memfit.injection import inject_plan
 from memfit.injection.injection_files import NEVER_CALLED, InjectionReport, InjectionSettings
 from memfit.injection.optimized_models import OptimizedModels
-from memfit.recording.hooks import InstalledHooks
+from memfit.patching.installed_hooks import InstalledHooks
 from memfit.records import Change, LoaderBatchSize, ScriptEnd
 from memfit.run.options import RunOptions
 from memfit.run.parent import Progress, RecordedRun

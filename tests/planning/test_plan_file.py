@@ -76,7 +76,7 @@ def test_an_allocator_setting_that_is_no_string_is_refused(written):
 
 
 def test_an_optimizer_is_a_number(written):
-    assert read_plan(written({"plan": {}, "optimizer": 1})).optimizer == 1
+    assert read_plan(written({"plan": {}, "optimizer": 1})).change.optimizer == 1
     for wrong in (True, "1", 0.5):
         with pytest.raises(FileFormatError, match="optimizer"):
             read_plan(written({"plan": {}, "optimizer": wrong}))

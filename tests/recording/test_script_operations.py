@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from memfit.recording.hooks import InstalledHooks
+from memfit.patching.installed_hooks import InstalledHooks
 from memfit.recording.script_operations import ScriptOperations
 from memfit.records import StepOperations
 

@@ -178,7 +178,7 @@ def test_numbers_that_would_overlap_are_left_out(plan):
     ],
 )
 def test_regions_are_named_with_what_they_keep_on_one_line(plan, region, text):
-    chosen = replace(plan.chosen, settings={"checkpointing": {"regions": [region]}})
+    chosen = replace(plan.chosen, change=Change({"checkpointing": {"regions": [region]}}))
     assert f"    {text}\n" in plan_page(replace(plan, chosen=chosen))
 
 

@@ -9,8 +9,7 @@ from torch import nn
 from memfit.errors import UsageError
 from memfit.strategies.apply import apply, revert
 from memfit.strategies.checkpointing import Checkpointing
-from memfit.strategies.plan import Plan
-from memfit.strategies.precision import Precision
+from memfit.strategies.precision import Precision, autocast_of
 
 
 def net():
@@ -41,7 +40,7 @@ def test_revert_without_a_plan_does_nothing():
 
 
 def test_a_model_without_parameters_runs_on_the_cpu():
-    with Plan(precision=Precision("bf16")).autocast(nn.Identity()):
+    with autocast_of(Precision("bf16"), nn.Identity()):
         assert torch.is_autocast_enabled("cpu")
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from memfit.errors import UsageError
 from memfit.injection.inject_accumulation import HeldBackUpdates
-from memfit.recording.hooks import InstalledHooks
+from memfit.patching.installed_hooks import InstalledHooks
 from memfit.strategies.apply import apply, revert
 from memfit.strategies.checkpointing import Checkpointing
 from memfit.strategies.mechanisms.offloaded_state import OffloadedState

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from memfit import Checkpointing, Region
-from memfit.recording.hooks import InstalledHooks
+from memfit.patching.installed_hooks import InstalledHooks
 from memfit.records import OperationCounts
 from memfit.strategies.mechanisms.operation_counter import OperationCounter
 from memfit.strategies.mechanisms.selective_checkpointing import KeptResults

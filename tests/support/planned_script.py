@@ -70,7 +70,7 @@ class Script:
     def __call__(self, change, _what):
         if change.operations and not change.strategies:
             return TrialResult(needing(self.plain), operations=self.step)
-        regions = change.plan["checkpointing"].get("regions")
+        regions = change.plan.get("checkpointing", {}).get("regions")
         if regions is None:
             return self.every_block
         self.changes.append(regions)

@@ -21,12 +21,11 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from memfit.strategies.accumulation import Accumulation
+from memfit.strategies.accumulation import Accumulation, even_sizes
 from memfit.strategies.apply import apply
 from memfit.strategies.checkpointing import Checkpointing, Region
 from memfit.strategies.offload import Offload
 from memfit.strategies.optimizer_state import OptimizerState
-from memfit.train.data.split_batch import even_sizes
 from memfit.train.engine import Engine
 from support.late_stream import late_state_copies
 from support.random_networks import Network, mean_loss

@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 import memfit
 from memfit.errors import UsageError
 from memfit.train.cuda_graphs import WARM_UP, StepGraphs
-from memfit.train.oom_rollback import OptimizerBackup
+from memfit.train.step_snapshots import OptimizerBackup
 
 captured = []
 

@@ -174,7 +174,7 @@ def test_bf16_gradients_are_summed_in_float32():
     run = engine(model, lr=0.0, accumulation=Accumulation(batches_per_update=k))
     seen = {}
     run.optimizer.register_step_pre_hook(lambda *_: seen.update(grad=model.weight.grad.clone()))
-    sums = run._ledger.update.sums
+    sums = run._ledger.update.gradients.sums
     write_back = sums.write_back
     sums.write_back = lambda factor: (seen.update(sum=sums.of(model.weight) * factor), write_back(factor))
     for batch in batches:

@@ -8,7 +8,7 @@ from torch import nn
 
 import memfit
 from memfit.errors import UsageError
-from memfit.train.schedule import Schedule
+from memfit.train.job import Schedule
 
 
 class RandomSamples(torch.utils.data.Dataset):

@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from memfit.errors import FileFormatError, UsageError
 from memfit.random_state import get_random_state, set_random_state
 from memfit.train.data.loader_order import batches_done, order_of
-from memfit.train.resume.rank_random import seeded
-from memfit.train.resume.saved_ranks import validated_rank, validated_shared
+from memfit.train.resume.rank_split import seeded
+from memfit.train.resume.saved_run import validated_rank, validated_shared
 
 
 def loader(ranks, rank=0, batch_size=2, samples=24, **options):

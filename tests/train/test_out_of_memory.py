@@ -96,7 +96,7 @@ def test_a_gradient_that_an_interrupted_backward_left_on_a_cast_parameter_is_not
     reference = build("bf16 with float32 masters")[0]
     reference.step(data[0])
     first = next(engine.model.parameters())
-    sums = engine._ledger.update.sums
+    sums = engine._ledger.update.gradients.sums
     for handle in sums.hooks():
         handle.remove()
 

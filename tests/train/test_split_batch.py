@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader, default_collate
 
 import memfit
 from memfit.errors import AmbiguousBatchError, UsageError
-from memfit.train.data.split_batch import BatchSplitter, even_sizes
+from memfit.strategies.accumulation import even_sizes
+from memfit.train.data.split_batch import BatchSplitter
 
 
 def batch_size(batch):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from memfit.recording.hooks import InstalledHooks
+from memfit.patching.installed_hooks import InstalledHooks
 from memfit.verification.cpu_stand_in import CpuInsteadOfCuda, stand_in
 
 

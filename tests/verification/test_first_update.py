@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from memfit.recording.hooks import InstalledHooks
+from memfit.patching.installed_hooks import InstalledHooks
 from memfit.verification.first_update import UpdateReached, UpdateSettings, WatchedUpdate, read_update
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from memfit.patching.installed_hooks import InstalledHooks
 from memfit.random_state import seed_generators
-from memfit.recording.hooks import InstalledHooks
 from memfit.verification.plain_gradients import leave_gradients_alone, switch_dropout_off
 
 

@@ -12,7 +12,6 @@ from memfit.api.checking import check, check_on_ghost
 from memfit.api.comparison import compare, compare_on_ghost
 from memfit.api.ghost_runs import FinishedRun, run_on_ghost
 from memfit.api.gpus import gpus_for, gpus_on_ghost
-from memfit.api.job_scaffolds import scaffold_job
 from memfit.api.packings import pack, pack_table
 from memfit.api.planning import allowed_changes, auto_checkpoint, plan, plan_on_ghost
 from memfit.api.ranks_together import run_beside_ranks
@@ -69,7 +68,6 @@ __all__ = [
     "run_beside_ranks",
     "run_on_card",
     "run_on_ghost",
-    "scaffold_job",
     "summarize",
     "table",
     "verify",

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
         DryRun,
         Explanation,
         GpusFor,
-        JobScaffold,
         MaxBatch,
         MemoryCheck,
         RunDifference,
@@ -179,14 +178,6 @@ def write_verification(result: "Verification", json: str | None) -> None:
     from memfit.report.terminal.verification import print_verification
 
     _write(lambda: to_json(result), json, lambda console: print_verification(result, console))
-
-
-def write_job(result: "JobScaffold") -> None:
-    """Print what came of writing a job."""
-    from memfit.report.terminal.job_scaffold import print_job_scaffold
-
-    with stdout() as console:
-        print_job_scaffold(result, console)
 
 
 def write_gpus_for(result: "GpusFor", json: str | None) -> None:

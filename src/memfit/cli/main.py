@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError, Group
 
-from memfit.cli import check, compare, dry_run, gpus, job, max_batch, plan, record, train, verify
+from memfit.cli import check, compare, dry_run, gpus, max_batch, plan, record, train, verify
 from memfit.cli.allocator import allocator
 from memfit.cli.diff import diff
 from memfit.cli.doctor import doctor
@@ -43,7 +43,6 @@ app.command(record.record, usage=record.USAGE, group=_MORE)
 app.command(compare.compare, usage=compare.USAGE, group=_MORE)
 app.command(check.check, usage=check.USAGE, group=_MORE)
 app.command(verify.verify, usage=verify.USAGE, group=_MORE)
-app.command(job.job, usage=job.USAGE, group=_MORE)
 app.command(max_batch.max_batch, name="max-batch", usage=max_batch.USAGE, group=_MORE)
 app.command(gpus.gpus, usage=gpus.USAGE, group=_MORE)
 for command in (explain, diff, replay, allocator, pack, doctor):

@@ -4,8 +4,8 @@ import functools
 from typing import Any
 
 from memfit.ghost.ffi import Ghost
-from memfit.ghost.patching.after_import import after_import
-from memfit.ghost.patching.before_call import before
+from memfit.patching.after_import import after_import
+from memfit.patching.before_call import before
 
 
 def finish_late(ghost: Ghost) -> None:

@@ -19,7 +19,7 @@ from memfit.ghost.ranks.settle_collectives import settle_collectives
 from memfit.strategies.mechanisms.own_step import calling_own_step, own_step
 
 if TYPE_CHECKING:
-    from memfit.recording.hooks import InstalledHooks
+    from memfit.patching.installed_hooks import InstalledHooks
 
 _TWO = (
     "it has more than one optimizer, and memfit cannot tell which updates belong to the same batch. "

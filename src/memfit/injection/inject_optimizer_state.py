@@ -12,7 +12,7 @@ import torch
 
 from memfit.errors import UsageError
 from memfit.injection.injection_files import NEVER_CALLED
-from memfit.recording.hooks import InstalledHooks
+from memfit.patching.installed_hooks import InstalledHooks
 from memfit.strategies.apply_to_optimizer import apply_to_optimizer
 from memfit.strategies.mechanisms.optimizer_info import parameters_of
 from memfit.strategies.optimizer_state import OptimizerState

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from memfit.errors import UsageError
-from memfit.ghost.patching.after_import import after_import
 from memfit.injection.injection_files import InjectionReport, InjectionSettings
 from memfit.injection.optimized_models import OptimizedModels, listed, parameters_in
+from memfit.patching.after_import import after_import
 from memfit.random_state import seed_generators
 from memfit.recording.loader_batch_size import creator
 from memfit.records import LoaderBatchSize, OperationCounts
@@ -31,7 +31,7 @@ from memfit.user_frame import innermost_line, user_line
 if TYPE_CHECKING:
     from memfit.injection.inject_optimizer_state import OptimizerStateInjector
     from memfit.injection.inject_sharding import ShardingInjector
-    from memfit.recording.hooks import InstalledHooks
+    from memfit.patching.installed_hooks import InstalledHooks
     from memfit.recording.script_operations import ScriptOperations
     from memfit.strategies.mechanisms.operation_counter import OperationCounter
     from memfit.strategies.plan import Plan
@@ -83,7 +83,7 @@ def install_now(path: str, called: Any) -> None:
 def _inject_now(settings: InjectionSettings, on_report: Callable[[InjectionReport], None]) -> None:
     import torch
 
-    from memfit.recording.hooks import InstalledHooks
+    from memfit.patching.installed_hooks import InstalledHooks
 
     change = settings.change
     hooks, recording = InstalledHooks(), InstalledHooks()
@@ -185,7 +185,7 @@ class _Injected:
 
     def become(self, settings: InjectionSettings, called: Any) -> None:
         """Do what ``install_now`` does."""
-        from memfit.recording.hooks import InstalledHooks
+        from memfit.patching.installed_hooks import InstalledHooks
 
         self.report.move(Path(settings.report))
         if not settings.change.operations:

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memfit.errors import UsageError
-from memfit.recording.hooks import InstalledHooks
+from memfit.patching.installed_hooks import InstalledHooks
 from memfit.strategies.apply import apply
 from memfit.strategies.mechanisms.module_patterns import class_name
 from memfit.strategies.plan import Plan

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from memfit.user_frame import innermost_line, user_line
 
 if TYPE_CHECKING:
-    from memfit.recording.hooks import InstalledHooks
+    from memfit.patching.installed_hooks import InstalledHooks
 
 
 @dataclass(frozen=True, slots=True)

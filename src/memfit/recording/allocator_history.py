@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from memfit.ghost.ffi import Ghost, LogAction
+from memfit.patching.installed_hooks import InstalledHooks
 from memfit.recording.event_labels import LabelBook, metadata_of, serial_of
-from memfit.recording.hooks import InstalledHooks
 from memfit.recording.memory_snapshot import without_inductor
 from memfit.recording.script_history import FREES, ScriptHistory, with_stacks_of_blocks
 from memfit.trace.snapshot import settings, with_earlier

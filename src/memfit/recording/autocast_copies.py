@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from memfit.patching.installed_hooks import InstalledHooks
 from memfit.recording.event_labels import LabelBook
-from memfit.recording.hooks import InstalledHooks
 from memfit.records import Action, Category, Events
 
 EXIT_OP = "autocast exit"

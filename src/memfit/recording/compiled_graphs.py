@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from memfit.ghost.patching.after_import import after_import
+from memfit.patching.after_import import after_import
+from memfit.patching.installed_hooks import InstalledHooks
 from memfit.recording.event_labels import LabelBook
-from memfit.recording.hooks import InstalledHooks
 from memfit.recording.module_hooks import ModuleHooks, requires_grad
 from memfit.recording.training_steps import StepTracker
 from memfit.records import Phase

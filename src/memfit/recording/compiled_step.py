@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from memfit.ghost.compile.kernel_work import KERNELS
-from memfit.ghost.patching.after_import import after_import
+from memfit.patching.after_import import after_import
+from memfit.patching.installed_hooks import InstalledHooks
 from memfit.recording.dispatched_operations import OperationsBesideGraphs
-from memfit.recording.hooks import InstalledHooks
 from memfit.records.step_operations import Operation, StepOperations
 
 _SOMETHING = 0

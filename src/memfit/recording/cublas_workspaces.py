@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import torch
 
+from memfit.patching.installed_hooks import InstalledHooks
 from memfit.recording.allocator_history import AllocatorHistory
 from memfit.recording.event_labels import LabelBook
-from memfit.recording.hooks import InstalledHooks
 from memfit.recording.owners import MemoryOwners
 
 _RELEASE = "_cuda_clearCublasWorkspaces"

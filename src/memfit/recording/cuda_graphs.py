@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from memfit.recording.hooks import InstalledHooks
+from memfit.patching.installed_hooks import InstalledHooks
 from memfit.records import MarkKind
 
 Replayable = Callable[[], None]

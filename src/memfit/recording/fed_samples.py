@@ -19,8 +19,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from memfit.dispatch_modes import without_dispatch_modes
-from memfit.ghost.patching.after_import import after_import
-from memfit.recording.hooks import InstalledHooks
+from memfit.patching.after_import import after_import
+from memfit.patching.installed_hooks import InstalledHooks
 from memfit.recording.tensor_storage import storage_of
 from memfit.records import FedSamples, FedTensor
 

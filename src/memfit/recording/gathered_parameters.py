@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from memfit.ghost.patching.after_import import after_import
-from memfit.recording.hooks import InstalledHooks
+from memfit.patching.after_import import after_import
+from memfit.patching.installed_hooks import InstalledHooks
 
 
 class GatheredParameters:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from memfit.ghost.patching.after_import import after_import
-from memfit.recording.hooks import InstalledHooks
+from memfit.patching.after_import import after_import
+from memfit.patching.installed_hooks import InstalledHooks
 from memfit.records import LoaderBatchSize
 from memfit.user_frame import is_user_file, user_line
 

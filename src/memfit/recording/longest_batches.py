@@ -12,8 +12,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from memfit.ghost.patching.after_import import after_import
-from memfit.recording.hooks import InstalledHooks
+from memfit.patching.after_import import after_import
+from memfit.patching.installed_hooks import InstalledHooks
 from memfit.recording.loader_batch_size import creator
 from memfit.recording.short_loaders import ShortLoaders, counts_batches
 from memfit.records import LoaderScan

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import torch
 
-from memfit.ghost.patching.before_call import before
+from memfit.patching.before_call import before
+from memfit.patching.installed_hooks import InstalledHooks
 from memfit.recording.event_labels import LabelBook
-from memfit.recording.hooks import InstalledHooks
 from memfit.records import MarkKind
 
 _MARKED_CALLS = {

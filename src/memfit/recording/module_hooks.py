@@ -25,8 +25,8 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
 )
 
+from memfit.patching.installed_hooks import InstalledHooks
 from memfit.recording.event_labels import LabelBook
-from memfit.recording.hooks import InstalledHooks
 from memfit.recording.module_names import ModuleNames
 from memfit.records import Phase
 from memfit.trace.stack_table import StackTable

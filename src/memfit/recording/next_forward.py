@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.nn.modules.module import _global_forward_pre_hooks, register_module_forward_pre_hook
 
+from memfit.patching.installed_hooks import InstalledHooks
 from memfit.recording.event_labels import LabelBook
-from memfit.recording.hooks import InstalledHooks
 from memfit.records import MarkKind
 
 _OF_FORWARDS = (MarkKind.FORWARD, MarkKind.EVALUATION)

@@ -19,6 +19,7 @@ import torch
 from torch.optim import Optimizer
 
 from memfit.ghost.ffi import Ghost, WorkspaceUse
+from memfit.patching.installed_hooks import InstalledHooks
 from memfit.recording import autocast_copies
 from memfit.recording.allocating_functions import functions_of_events
 from memfit.recording.allocator_history import AllocatorHistory
@@ -32,7 +33,6 @@ from memfit.recording.annotate_events import (
 from memfit.recording.compiled_graphs import BEFORE_FORWARD, CompiledCode
 from memfit.recording.cublas_workspaces import record_released_workspaces, release_cublas_workspaces
 from memfit.recording.event_labels import LabelBook
-from memfit.recording.hooks import InstalledHooks
 from memfit.recording.inferred_phases import infer_forwards
 from memfit.recording.live_objects import find_live_objects
 from memfit.recording.marked_calls import mark_calls

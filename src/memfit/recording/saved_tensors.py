@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memfit.ghost.patching.after_import import after_import
-from memfit.recording.hooks import InstalledHooks
+from memfit.patching.after_import import after_import
+from memfit.patching.installed_hooks import InstalledHooks
 from memfit.recording.module_hooks import ACCUMULATE, CLAIMED, tensors_in
 
 _RAW = "_raw_saved_"

@@ -21,9 +21,9 @@ import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from memfit.patching.installed_hooks import InstalledHooks
 from memfit.recording.compiled_step import CompiledStepRecorder
 from memfit.recording.fed_samples import FedSampleRecorder
-from memfit.recording.hooks import InstalledHooks
 from memfit.recording.module_names import ModuleNames
 from memfit.recording.step_operations import LeftStorages, StepOperationRecorder
 from memfit.records import StepOperations

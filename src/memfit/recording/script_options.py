@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
-from memfit.ghost.patching.after_import import after_import
-from memfit.recording.hooks import InstalledHooks
+from memfit.patching.after_import import after_import
+from memfit.patching.installed_hooks import InstalledHooks
 from memfit.records import OptionPurpose, ScriptOption
 
 _NAMES = {

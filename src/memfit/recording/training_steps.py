@@ -28,9 +28,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from memfit.patching.installed_hooks import InstalledHooks
 from memfit.recording.cuda_graphs import GraphCaptures, on_side_stream
 from memfit.recording.event_labels import LabelBook
-from memfit.recording.hooks import InstalledHooks
 from memfit.records import MarkKind, Phase
 
 PATIENCE = 8

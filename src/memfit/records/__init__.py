@@ -36,7 +36,6 @@ from memfit.records.explanation import Explanation
 from memfit.records.fed_samples import FedSamples, FedTensor
 from memfit.records.fragmentation import Fragmentation, Hole, PinningBlock, ReservedBytes, ReservedMemoryUse
 from memfit.records.gpus_for import GpusFor
-from memfit.records.job_scaffold import JobObservation, JobScaffold, ObservedJob
 from memfit.records.longest_batch import BatchSize, LoaderScan, LongestBatch, MeasuredBatch
 from memfit.records.marks import Mark, MarkKind, Saved, Untrained
 from memfit.records.max_batch import BatchLimit, BatchRun, MaxBatch
@@ -134,9 +133,7 @@ __all__ = [
     "GroupBy",
     "Growth",
     "Hole",
-    "JobObservation",
     "JobRank",
-    "JobScaffold",
     "Label",
     "LiveAllocation",
     "LoaderBatchSize",
@@ -155,7 +152,6 @@ __all__ = [
     "NcclMeasurement",
     "NcclStage",
     "Note",
-    "ObservedJob",
     "Operation",
     "OperationCounts",
     "OptionPurpose",

@@ -18,11 +18,11 @@ from memfit.card.outside_allocator import OutsideMeter
 from memfit.devices import find_device, refusal
 from memfit.ghost.ffi import Ghost
 from memfit.ghost.load import load
-from memfit.ghost.patching.after_import import after_import
 from memfit.ghost.ranks.early_collectives import EarlyCollectives
 from memfit.ghost.ranks.settle_collectives import settle_collectives
 from memfit.ghost.workspaces import WorkspaceSource
 from memfit.native_build import cache_folder
+from memfit.patching.after_import import after_import
 from memfit.records import DeviceUse, Figure, Machine, Provenance
 from memfit.run.child_settings import ChildSettings, GhostSettings
 from memfit.run.communicators import Communicators

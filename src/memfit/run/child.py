@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from memfit.errors import MemfitError
-from memfit.ghost.patching.after_import import after_import
+from memfit.patching.after_import import after_import
 from memfit.records import ScriptEnd
 from memfit.run.backend import CardBackend, GhostBackend
 from memfit.run.child_settings import read_settings

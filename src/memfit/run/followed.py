@@ -12,7 +12,7 @@ import types
 from collections.abc import Sequence
 from pathlib import Path
 
-from memfit.ghost.patching.after_import import after_import
+from memfit.patching.after_import import after_import
 from memfit.run.backend import GhostBackend
 from memfit.run.child_settings import ChildSettings, read_settings
 from memfit.run.children import SETTINGS, SITE

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, NoReturn
 from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import MemfitError, TargetError
 from memfit.ghost.compile.lazy_dynamo import import_lazily
-from memfit.ghost.patching.after_import import after_import
-from memfit.ghost.patching.before_call import before
 from memfit.ghost.ranks.absent_ranks import stand_for_a_rank
 from memfit.ghost.ranks.exchanged_objects import ExchangedObjects
 from memfit.ghost.ranks.present_ranks import PresentRanks
+from memfit.patching.after_import import after_import
+from memfit.patching.before_call import before
 from memfit.recording.evaluations import Evaluations
 from memfit.recording.loader_batch_size import LoaderBatchSizes
 from memfit.recording.script_options import ScriptOptions

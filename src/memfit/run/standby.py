@@ -39,7 +39,7 @@ from memfit.run.output import flush_output
 from memfit.run.process_tree import kill_descendants
 
 if TYPE_CHECKING:
-    from memfit.recording.hooks import InstalledHooks
+    from memfit.patching.installed_hooks import InstalledHooks
 
 MOST_BYTES = 1 << 16
 """Of one message."""
@@ -97,7 +97,7 @@ class StandbyFork:
         """Wait for the moment: torch has been imported."""
         import torch
 
-        from memfit.recording.hooks import InstalledHooks
+        from memfit.patching.installed_hooks import InstalledHooks
 
         self._hooks = InstalledHooks()
         self._hooks.wrap(torch.nn.Module, "__call__", self._calls)

@@ -14,9 +14,9 @@ import msgspec
 from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import TargetError
 from memfit.ghost.build.torch_install import installed_version
-from memfit.ghost.patching.after_import import after_import
 from memfit.injection.inject_plan import inject
 from memfit.injection.injection_files import InjectionSettings
+from memfit.patching.after_import import after_import
 from memfit.planning.plan_file import PlanFile, read_plan
 from memfit.run.script import print_as_python_does, run_as_main
 from memfit.script_training.plan_outcome import CONF, PlanOutcome

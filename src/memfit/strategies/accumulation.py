@@ -108,6 +108,28 @@ class Accumulation:
         """Whether an update may have more than one micro-batch."""
         return self.steps > 1 or (self.micro_batch_size is not None and not self.gathers)
 
+    def part_sizes(self, samples: int, finer: int = 1) -> list[int]:
+        """Return the sizes of a batch's parts, ``finer`` times as many as the settings ask for.
+
+        Raises:
+            UsageError: the batch is empty.
+
+        >>> Accumulation(micro_batch_size=4).part_sizes(10), Accumulation(parts_per_batch=2).part_sizes(10, 2)
+        ([4, 4, 2], [3, 3, 2, 2])
+        """
+        if not samples:
+            raise UsageError(
+                "The batch has no samples. Do not pass it to engine.step. With several ranks, "
+                "engine.through and engine.fit have a rank without batches take part in the updates."
+            )
+        if self.gathers:
+            return even_sizes(samples, finer)
+        if self.micro_batch_size is None:
+            return even_sizes(samples, self.steps * finer)
+        micro = max(1, self.micro_batch_size // finer)
+        rest = samples % micro
+        return [micro] * (samples // micro) + [rest] * (rest > 0)
+
     def expect_divided(self, method: str) -> None:
         """Raise an error if a method that takes whole batches is called, but batches are gathered."""
         if self.gathers and self.several:
@@ -142,3 +164,14 @@ class Accumulation:
         )
         kept = f"{format_bytes(size)} of gradients stay allocated"
         return [f"accumulation: {kept} in every forward of a window but the first (exact)"]
+
+
+def even_sizes(samples: int, parts: int) -> list[int]:
+    """Return sizes that differ by at most one, the larger first; no part is empty.
+
+    >>> even_sizes(10, 4), even_sizes(2, 4)
+    ([3, 3, 2, 2], [1, 1])
+    """
+    parts = min(parts, samples)
+    small, more = divmod(samples, parts)
+    return [small + 1] * more + [small] * (parts - more)

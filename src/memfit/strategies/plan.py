@@ -9,11 +9,8 @@ A plan is plain data: converted to JSON and back it is the same plan.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, get_args, get_type_hints
-
-from torch import nn
 
 from memfit.errors import UsageError
 from memfit.strategies.accumulation import Accumulation
@@ -22,7 +19,7 @@ from memfit.strategies.compilation import Compilation
 from memfit.strategies.field_types import check_types
 from memfit.strategies.offload import Offload
 from memfit.strategies.optimizer_state import OptimizerState
-from memfit.strategies.precision import Precision, device_type
+from memfit.strategies.precision import Precision
 from memfit.strategies.sharding import Sharding
 from memfit.strategies.sharding_conflicts import sharding_conflicts
 
@@ -63,12 +60,6 @@ class Plan:
             settings = getattr(self, field.name)
             if settings is not None:
                 yield settings
-
-    def autocast(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return the context for a model's forward and its loss."""
-        if self.precision is None:
-            return nullcontext()
-        return self.precision.context(device_type(model))
 
     @classmethod
     def of(cls, given: "Plan | Iterable[Any] | Any | None") -> "Plan":

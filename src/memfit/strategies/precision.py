@@ -168,6 +168,11 @@ class Precision:
             return undo.pop_all().close
 
 
+def autocast_of(precision: Precision | None, model: nn.Module) -> AbstractContextManager[Any]:
+    """Return the context for a model's forward and its loss in a precision, if there is one."""
+    return nullcontext() if precision is None else precision.context(device_type(model))
+
+
 def device_type(model: nn.Module) -> str:
     """Return the type of a model's device; the CPU's, if it has no parameters."""
     return next((parameter.device.type for parameter in model.parameters()), "cpu")
@@ -177,8 +182,9 @@ class _AutocastForward(WrappedForward):
     """Runs a forward in the context of a precision, on the device where the model is by then."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.around.context(device_type(self.module)):
-            return self.__wrapped__(*args, **kwargs)
+        forward, module = self.__wrapped__, self.module
+        with self.around.context(device_type(module)):
+            return forward(*args, **kwargs)
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:

@@ -8,18 +8,18 @@ open ── backward ── backward ── ... ── close: optimizer_update.p
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
 
 from memfit.errors import RankFailedError, TornUpdateError, UsageError
-from memfit.train.accumulation_window import Window
+from memfit.train.accumulation_window import StepResult, Window
 from memfit.train.data.loader_position import Position
 from memfit.train.optimizer_update import INTERRUPTED, OptimizerUpdate
-from memfit.train.rank_gradients import Phase, RankGradients
-from memfit.train.ranks.rank_differences import Facts
+from memfit.train.ranks.job_ranks import Facts
+from memfit.train.ranks.rank_gradients import Phase, RankGradients
 from memfit.train.ranks.rank_settings import learning_rates
-from memfit.train.step_result import StepResult
 from memfit.train.step_snapshots import StepSnapshot
 
 
@@ -49,7 +49,7 @@ class AccumulationLedger:
         """Of a window: what the other ranks read if this one fails."""
         self.lacking = 0
         """Micro-batches that another rank has more in the open window, if all must run equally many."""
-        self.position = Position(ranks=gradients.ranks.size)
+        self.position = Position(ranks=gradients.ranks)
         self.window: Window | None = None
         self.resumed_window: Window | None = None
         """The window inside which a state was saved, until its data are read again."""
@@ -113,8 +113,10 @@ class AccumulationLedger:
 
     def _make_room(self, window: Window, weight: float) -> None:
         """Have a window's divisor be at least the weight of the micro-batch that goes backward next."""
-        if (factor := window.make_room(self.gradients.before_backward(window, weight))) != 1.0:
-            self.update.multiply(factor)
+        if self.gradients.reduces_in_backward:
+            weight = self.gradients.agree_on_divisor(window, weight)
+        if (factor := window.make_room(weight)) != 1.0:
+            self.update.gradients.multiply(factor)
 
     def count(self, window: Window, loss: torch.Tensor) -> None:
         """Count a completed backward."""
@@ -170,10 +172,11 @@ class AccumulationLedger:
         update, scale = self.update, self.update.scaler.scale
         self.phase = "update"
         try:
-            self.gradients.close(window, update)
+            self.gradients.close(window, update.gradients)
             loss = window.mean_loss()
             window.interrupted = True
-            found_inf, norm = update.run(window, lambda: self.notify("on_optimizer_step_begin"))
+            before_step = partial(self.notify, "on_optimizer_step_begin")
+            found_inf, norm = update.run(window.correction, loss, before_step)
             self.gradients.ranks.agree("an update")
             self.drop()
         except BaseException as error:
@@ -215,7 +218,7 @@ class AccumulationLedger:
         """Copy the open window, as ``roll_back`` needs it; None if it has no gradients yet."""
         if self.window is None or not self.window.done:
             return None
-        gradients = [(each, tensor.to("cpu", copy=True)) for each, tensor in self.update.gradients()]
+        gradients = [(each, tensor.to("cpu", copy=True)) for each, tensor in self.update.gradients.items()]
         return WindowCopy(_copy(self.window), self.micro_step, gradients)
 
     def roll_back(self, snapshot: StepSnapshot | None, before: "WindowCopy | None" = None) -> None:
@@ -230,7 +233,7 @@ class AccumulationLedger:
             self.window, self.micro_step = _copy(before.window), before.micro_step
             self.update.take_gradients()
             for parameter, gradient in before.gradients:
-                self.update.set_gradient(parameter, gradient)
+                self.update.gradients.set(parameter, gradient)
 
     def expect_closed(self) -> None:
         """Raise an error if a window is open."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
     from weakref import ref
 
-    from memfit.train.step_result import StepResult
+    from memfit.train.accumulation_window import StepResult
 
 
 Mode = Literal["min", "max"]

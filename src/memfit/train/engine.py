@@ -22,22 +22,22 @@ from torch import nn
 from memfit.errors import UsageError
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.configuration import Configuration
+from memfit.strategies.precision import autocast_of
 from memfit.strategies.sharding import inside_replica
 from memfit.train.accumulation_ledger import AccumulationLedger
-from memfit.train.accumulation_window import Window
+from memfit.train.accumulation_window import StepResult, Window
 from memfit.train.arena_steps import ArenaSteps
 from memfit.train.callbacks import Callback, call_callbacks, expect_watched, in_order
-from memfit.train.data.loader_batch_size import batches_in, expect_batches_of
+from memfit.train.data.loader_position import batches_in, expect_batches_of
 from memfit.train.data.rank_samplers import begin_epoch
 from memfit.train.data.split_batch import BatchSplitter
-from memfit.train.engine_setup import job_of, set_up
+from memfit.train.engine_setup import set_up
 from memfit.train.full_batch import FullBatchStepper, no_loss
-from memfit.train.gathered_batches import MicroBatches, epoch_goes_on, gathered
-from memfit.train.job import Interval, Job, Loss
+from memfit.train.gathered_batches import MicroBatches, gathered
+from memfit.train.job import Interval, Job, Loss, job_of
 from memfit.train.optimizer_update import Protect
 from memfit.train.resume.engine_parts import EngineParts
-from memfit.train.resume.resumable_run import ResumableRun
-from memfit.train.step_result import StepResult
+from memfit.train.resume.run_files import ResumableRun
 from memfit.train.validation import Metric, names_of, validated, warn_of_evaluation_mode
 
 
@@ -152,7 +152,7 @@ class Engine(ResumableRun):
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context for a forward and its loss; ``step`` enters it itself."""
-        return self.plan.autocast(self.model)
+        return autocast_of(self.plan.precision, self.model)
 
     def __enter__(self) -> Self:
         """Enter a block whose end checks that no window was left open."""
@@ -283,7 +283,7 @@ class Engine(ResumableRun):
     def _groups_of_one(self, loader: Iterable[Any]) -> Iterator[list[Any]]:
         self._accumulation.expect_divided("engine.through")
         expect_batches_of(self._accumulation, loader)
-        return self._ledger.position.groups(loader, 1, "step", goes_on=partial(epoch_goes_on, self._ranks))
+        return self._ledger.position.groups(loader, 1, "step")
 
     @property
     def batch(self) -> int:

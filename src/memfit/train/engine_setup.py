@@ -1,13 +1,11 @@
-"""Set up an engine: check its job, and apply its plan in the order that the strategies need.
+"""Set up an engine: apply its plan in the order that the strategies need.
 
 float32 copies -> model cast, checkpointed, ... -> sharded -> optimizer, given the copies -> sums -> scheduler
 """
 
-from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 from weakref import ref
 
 import torch
@@ -20,64 +18,31 @@ from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.plan import Plan
 from memfit.strategies.precision import Precision, device_type
 from memfit.strategies.sharding import inside_replica
-from memfit.train import master_weights
-from memfit.train.batch_norm_warning import warn_of_batch_norms
 from memfit.train.cuda_graphs import make_step_graphs
-from memfit.train.gradient_sums import GradientSums, gradient_sums
-from memfit.train.job import Job
+from memfit.train.data.split_batch import warn_of_batch_norms
+from memfit.train.job import Job, schedule_of
 from memfit.train.loss_scaler import LossScaler
-from memfit.train.optimizer_update import OptimizerUpdate, Protect
-from memfit.train.rank_gradients import RankGradients, ReplicaGradients, ShardGradients
-from memfit.train.rank_setup import (
+from memfit.train.optimizer_update import (
+    OptimizerUpdate,
+    Protect,
+    float32_copies,
+    replace_parameters,
+    write_to_parameters,
+)
+from memfit.train.ranks.job_ranks import OneRank, ranks_of_job
+from memfit.train.ranks.rank_gradients import RankGradients, ReplicaGradients, ShardGradients
+from memfit.train.ranks.rank_settings import optimizer_settings, settings_of
+from memfit.train.ranks.rank_setup import (
     copy_from_first_rank,
     expect_trainable_by_ranks,
     rank_gradients,
     reduced_optimizer,
     sharded_optimizer,
 )
-from memfit.train.ranks.job_ranks import OneRank, ranks_of_job
-from memfit.train.ranks.rank_settings import optimizer_settings, settings_of
 from memfit.train.resume.local_optimizer import local_optimizer
-from memfit.train.schedule import check_schedule, schedule_of
+from memfit.train.window_gradients import GradientSums, gradient_sums
 
 _CALL = "memfit.Engine"  # as errors name it
-
-
-def job_of(job: Job | nn.Module, *parts: Any) -> Job:
-    """Return the job, as given or made of its parts: the other fields of ``Job``, in their order.
-
-    Raises:
-        UsageError: parts are missing, or given twice.
-    """
-    if isinstance(job, nn.Module):
-        whole = Job(job, *parts)
-    elif not isinstance(job, Job):
-        raise UsageError(f"Engine(job, plan) takes a model or a memfit.Job, not {job!r}.")
-    elif any(part is not None for part in parts):
-        raise UsageError(
-            f"Engine(job, plan): set {', '.join(field.name for field in fields(Job)[1 : 1 + len(parts)])} in "
-            "the memfit.Job, not in the call to memfit.Engine."
-        )
-    else:
-        whole = job
-    norm = whole.max_grad_norm
-    if norm is not None and not norm > 0:
-        raise UsageError(f"max_grad_norm must be None or a number above 0, not {norm!r}.")
-    check_schedule(whole)
-    if next(whole.model.parameters(), None) is None:
-        raise UsageError(f"{type(whole.model).__name__} has no parameters to train.")
-    if isinstance(whole.optimizer, list | tuple | Mapping) and len(whole.optimizer) > 1:
-        raise UsageError(
-            f"An engine has one optimizer, but {len(whole.optimizer)} were given. To train with several, as "
-            "for a GAN, create an engine for each, with its own model, loss and scheduler, and call their "
-            "step methods in turn (docs/training.md, Several optimizers)."
-        )
-    if not (isinstance(whole.optimizer, torch.optim.Optimizer) or callable(whole.optimizer)):
-        raise UsageError(
-            "Engine(model, plan) also needs optimizer=...: pass a PyTorch optimizer, or a "
-            "function that creates one from parameters."
-        )
-    return whole
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,7 +106,7 @@ def _set_up(
     accumulation = plan.accumulation or Accumulation()
     if plan.sharding is not None:
         copy_from_first_rank(model, ranks)
-    masters = master_weights.float32_copies(model.parameters()) if precision.master_weights else {}
+    masters = float32_copies(model.parameters()) if precision.master_weights else {}
     plain = inside_replica(model)
     applied = apply.apply_for_engine(plain, replace(plan, sharding=None))
     model = model if plan.sharding is None else plan.sharding.shard(model)
@@ -156,7 +121,7 @@ def _set_up(
     if applied.optimizer_state is not None:
         applied.optimizer_state.optimizer(optimizer, model)
     optimizer = reduced_optimizer(optimizer, plan.sharding, model, ranks)
-    master_weights.replace_parameters(optimizer, masters)
+    replace_parameters(optimizer, masters)
     sums = gradient_sums(model, accumulation, masters)
     if cuda_graphs:
         _expect_capturable(precision, sums, state)
@@ -181,7 +146,7 @@ def _set_up(
     if isinstance(gradients, ReplicaGradients):
         if local_optimizer(optimizer) is not optimizer:
             gradients.agree_before_broadcast(optimizer)
-        update.kept = gradients.allocate() if sums is None else None
+        update.gradients.kept = gradients.allocate() if sums is None else None
     _undo_on_revert(plain, update, gradients)
     return Prepared(model, update, gradients)
 
@@ -218,9 +183,9 @@ def _restore_float32_parameters(reference: "ref[OptimizerUpdate]") -> None:
     """Write the float32 copies to the model's parameters, and have the optimizer update those again."""
     update = reference()
     if update is not None:
-        master_weights.write_to_parameters(update.masters)
+        write_to_parameters(update.masters)
         originals = {master: parameter for parameter, master in update.masters.items()}
-        master_weights.replace_parameters(update.optimizer, originals)
+        replace_parameters(update.optimizer, originals)
 
 
 def _fetch_state(reference: "ref[OptimizerUpdate]") -> None:

@@ -19,16 +19,14 @@ from memfit.random_state import get_random_state, set_random_state
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.mechanisms.tensors import tensors_in, version_of
 from memfit.strategies.plan import Plan
+from memfit.strategies.precision import autocast_of
 from memfit.train.accumulation_ledger import AccumulationLedger, WindowCopy
-from memfit.train.accumulation_window import Window
+from memfit.train.accumulation_window import StepResult, Window
 from memfit.train.arena_steps import ArenaSteps
-from memfit.train.batch_norm_warning import warn_of_batch_norms
 from memfit.train.cuda_graphs import StepGraphs
-from memfit.train.data.split_batch import BatchSplitter, even_sizes
+from memfit.train.data.split_batch import BatchSplitter, warn_of_batch_norms
 from memfit.train.job import Loss
-from memfit.train.oom_rollback import is_out_of_memory
-from memfit.train.ranks.job_ranks import RAN_OUT, PeerOutOfMemoryError
-from memfit.train.step_result import StepResult
+from memfit.train.ranks.job_ranks import RAN_OUT, PeerOutOfMemoryError, is_out_of_memory
 from memfit.train.step_snapshots import StepSnapshot, StepSnapshots
 
 _NO_CONTEXT: AbstractContextManager[None] = nullcontext()
@@ -58,7 +56,9 @@ class FullBatchStepper:
         *,
         retry: bool,
     ) -> None:
-        self._ledger, self._model, self._plan, self._arena_steps = ledger, model, plan, arena_steps
+        self._ledger, self._model, self._arena_steps = ledger, model, arena_steps
+        self._precision, self._accumulation = plan.precision, plan.accumulation or Accumulation()
+        self._is_divided = self._accumulation.several and not self._accumulation.gathers
         self._loss_of, self._splitter, self._retry = loss, splitter, retry
         self._snapshots = StepSnapshots(model)
         self._last_part: Any = None  # for ranks that run out of data where all must run equally many
@@ -134,7 +134,7 @@ class FullBatchStepper:
         The size of a batch that is not divided may not be known; its weight is then 1.
         """
         weighs = gathered is None and self._ledger.gradients.ranks.size > 1
-        if self._divides or (weighs and self._know_sizes(batches)):
+        if self._is_divided or self.finer > 1 or (weighs and self._know_sizes(batches)):
             return [self._splitter.size(batch) for batch in batches]
         if self._retry:
             for batch in batches[:1]:
@@ -150,16 +150,9 @@ class FullBatchStepper:
         if not closes:
             yield "no update yet"
 
-    @property
-    def _divides(self) -> bool:
-        accumulation = self._plan.accumulation
-        return self.finer > 1 or (
-            accumulation is not None and accumulation.several and not accumulation.gathers
-        )
-
     def _sizes(self, samples: list[int], finer: int) -> list[list[int]]:
         """Return the sizes of each batch's parts."""
-        return [parts(self._plan.accumulation, number, finer) for number in samples]
+        return [self._accumulation.part_sizes(number, finer) for number in samples]
 
     def _process(
         self,
@@ -326,7 +319,7 @@ class FullBatchStepper:
             self._ledger.backward(window, loss, None, share=float(size), completes=completes)
 
     def _loss(self, part: Any) -> torch.Tensor | tuple[torch.Tensor, float | torch.Tensor]:
-        with self._plan.autocast(self._model):
+        with autocast_of(self._precision, self._model):
             return self._loss_of(self._model, part)
 
     def _replay_graph(self, graphs: StepGraphs, part: Any, divisor: float) -> torch.Tensor | None:
@@ -364,27 +357,6 @@ def _expect_unchanged(batches: list[Any], seen: list[tuple[torch.Tensor, int]]) 
             "Memory ran out, and the batch cannot be retried: the loss function or the model "
             "changed the batch in place. Use out-of-place operations on the batch."
         )
-
-
-def parts(accumulation: Accumulation | None, samples: int, finer: int) -> list[int]:
-    """Return the sizes of a batch's parts, ``finer`` times as many as the settings ask for.
-
-    >>> parts(Accumulation(micro_batch_size=4), 10, 1), parts(Accumulation(parts_per_batch=2), 10, 2)
-    ([4, 4, 2], [3, 3, 2, 2])
-    """
-    if not samples:
-        raise UsageError(
-            "The batch has no samples. Do not pass it to engine.step. With several ranks, engine.through and "
-            "engine.fit have a rank without batches take part in the updates."
-        )
-    if accumulation is None or accumulation.gathers:
-        return even_sizes(samples, finer)
-    micro = accumulation.micro_batch_size
-    if micro is None:
-        return even_sizes(samples, accumulation.steps * finer)
-    micro = max(1, micro // finer)
-    rest = samples % micro
-    return [micro] * (samples // micro) + [rest] * (rest > 0)
 
 
 def no_loss(model: nn.Module, batch: Any) -> torch.Tensor:  # noqa: ARG001 - stands for a loss

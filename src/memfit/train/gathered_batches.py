@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import UsageError
-from memfit.strategies.accumulation import Accumulation, Remainder
+from memfit.strategies.accumulation import Accumulation
 from memfit.train.accumulation_ledger import AccumulationLedger
 from memfit.train.accumulation_window import Window
-from memfit.train.data.loader_batch_size import expect_batches_of
-from memfit.train.ranks.job_ranks import OneRank
+from memfit.train.data.loader_position import expect_batches_of
 
 if TYPE_CHECKING:
-    from memfit.train.step_result import StepResult
+    from memfit.train.accumulation_window import StepResult
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,35 +64,13 @@ def gathered(
     if ledger.window is not None and (ledger.window.by_hand or not carries):
         ledger.expect_closed()
     carried = 0 if ledger.window is None else ledger.window.done
-    position, remainder = ledger.position, settings.remainder or "step"
-    ranks = ledger.gradients.ranks
-
-    def goes_on(size: int) -> bool:
-        return epoch_goes_on(ranks, size, remainder)
-
-    for group in position.groups(loader, settings.steps, remainder, carried, goes_on):
+    position = ledger.position
+    for group in position.groups(loader, settings.steps, settings.remainder or "step", carried):
         window, ledger.resumed_window = ledger.resumed_window or ledger.window, None
         if window is None:
             left = batches_left() if carries else len(group)
             window = Window(settings.steps if left is None else min(settings.steps, left))
         yield BatchGroup(window, group, window.done - position.carried_into_group)
-
-
-def epoch_goes_on(ranks: OneRank, size: int, remainder: Remainder = "step") -> bool:
-    """Return whether an epoch goes on after each rank fetched so many batches.
-
-    It ends when no rank has data left; with ``remainder="drop"``, when a rank has too little.
-
-    Raises:
-        UsageError: the ranks have different numbers of batches, and this remainder needs equal ones.
-    """
-    most, least = ranks.agree("a loop over batches", size, -size)
-    if remainder == "carry" and most != -least:
-        raise UsageError(
-            f"remainder='carry' needs equally many batches on every rank, but one rank has {int(most)} left "
-            f"for a window and another {int(-least)}. Use a DistributedSampler, or remainder='step'."
-        )
-    return bool(-least if remainder == "drop" else most)
 
 
 class MicroBatches:

@@ -39,11 +39,6 @@ class _GradScaler(torch.amp.GradScaler):
             self._scale = self._growth_tracker = None
             raise
 
-    def make_ready(self, device: torch.device) -> None:
-        """Create the scale on a device, as the first loss would: a run may resume just before an update."""
-        if self._scale is None:
-            self._lazy_init_scale_growth_tracker(device)
-
     def forget(self) -> None:
         """Reset to the state before ``unscale_``: the step that began will not complete."""
         self._per_optimizer_states.clear()
@@ -77,7 +72,8 @@ class LossScaler:
         """Divide an optimizer's gradients by the scale; return whether any of them is not finite."""
         if self._scaler is None:
             return False
-        self._scaler.make_ready(next(parameters_of(optimizer)).device)
+        if self._scaler._scale is None:  # a run may resume just before an update, without a loss
+            self._scaler._lazy_init_scale_growth_tracker(next(parameters_of(optimizer)).device)
         self._scaler.unscale_(optimizer)
         return self._scaler.found_inf(optimizer, self._ranks)
 

@@ -11,8 +11,8 @@ opens.
 
 import operator
 import re
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Literal, get_args
+from collections.abc import Callable, Iterable, Mapping
+from typing import Literal, get_args
 
 import torch
 from torch import nn
@@ -20,19 +20,14 @@ from torch.utils.hooks import RemovableHandle
 
 from memfit.errors import TornUpdateError, UsageError
 from memfit.strategies.mechanisms.offloaded_state import BLOCK_BYTES, OffloadedState
-from memfit.strategies.mechanisms.optimizer_info import drop_gradients, parameters_of
+from memfit.strategies.mechanisms.optimizer_info import parameters_of
 from memfit.strategies.mechanisms.step_in_backward import StepInBackward
-from memfit.train import master_weights
-from memfit.train.accumulation_window import Window
 from memfit.train.cuda_graphs import StepGraphs
-from memfit.train.gradient_sums import GradientSums
+from memfit.train.job import Schedule
 from memfit.train.loss_scaler import LossScaler
-from memfit.train.oom_rollback import OptimizerBackup, is_out_of_memory
-from memfit.train.ranks.job_ranks import OneRank
-from memfit.train.schedule import Schedule
-
-if TYPE_CHECKING:
-    from memfit.train.kept_gradients import KeptGradients
+from memfit.train.ranks.job_ranks import OneRank, is_out_of_memory
+from memfit.train.step_snapshots import OptimizerBackup
+from memfit.train.window_gradients import GradientSums, WindowGradients
 
 INTERRUPTED = (
     "The last update was interrupted: some parameters may be updated and others not. "
@@ -93,7 +88,7 @@ class OptimizerUpdate:
             )
         self.optimizer, self.schedule, self.scaler = optimizer, schedule, scaler
         self.scheduler = schedule.scheduler
-        self.sums, self.masters = sums, masters
+        self.gradients, self.masters = WindowGradients(optimizer, sums, graphs), masters
         self._model = list(model.parameters())
         self._ordered: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
         self._max_grad_norm, self._protect, self._ranks = max_grad_norm, protect, ranks or OneRank()
@@ -101,14 +96,12 @@ class OptimizerUpdate:
         self._cache_releases, self._most_gradients = self._count_cache_releases(), 0
         self.graphs = graphs
         blocks = 0 if in_backward else BLOCK_BYTES
-        updated = master_weights.rounding(masters) if masters else None
+        updated = _rounding(masters) if masters else None
         self.offloaded = OffloadedState(optimizer, blocks, updated) if offload else None
         self._stepper = graphs or self.offloaded or optimizer
         self.in_backward = StepInBackward(optimizer, self.offloaded) if in_backward else None
         if self.in_backward is not None:
             self.in_backward.active = False
-        self.kept: KeptGradients | None = None
-        """Gradients that are zeroed in place."""
         self._backup: OptimizerBackup | None = None
         self._stepping = False
         self.scheduler_error: Exception | None = None
@@ -121,24 +114,21 @@ class OptimizerUpdate:
 
     def begin_window(self) -> None:
         """Prepare for a window's first backward: drop gradients left by others."""
-        if self._with_gradients() or (self.sums is not None and self.sums.has_unsummed):
-            self.clear()
-        self.take_gradients()
+        self.gradients.begin()
         if self.in_backward is not None:
+            self.in_backward.active = True
             count = sum(parameter.requires_grad for parameter in parameters_of(self.optimizer))
             self._backup = self._copy(count)
 
     def take_gradients(self) -> None:
         """Take gradients from here on, in addition to existing ones."""
-        for taking in (self.sums, self.in_backward):
-            if taking is not None:
-                taking.active = True
+        self.gradients.take()
+        if self.in_backward is not None:
+            self.in_backward.active = True
 
     def hooks(self) -> list[RemovableHandle]:
         """Return the hooks on parameters: handles, which keep nothing alive."""
-        return [
-            hook for taking in (self.sums, self.in_backward, self.kept) if taking for hook in taking.hooks()
-        ]
+        return [*self.gradients.hooks(), *(self.in_backward.hooks() if self.in_backward is not None else ())]
 
     def finish(self) -> None:
         """Accept the current state as complete: an update that was counted, or a state that was loaded."""
@@ -171,24 +161,26 @@ class OptimizerUpdate:
         self._most_gradients = 0  # whatever failed may fail again: the next update is at risk too
         if self.torn and self._backup is not None:
             self._backup.restore()
-            master_weights.write_to_parameters(self.values_of_masters())
+            write_to_parameters(self.values_of_masters())
             self.finish()
         if self.offloaded is not None:
             self.offloaded.send_interrupted()
         if self.torn and is_out_of_memory(error):
             raise TornUpdateError(f"Memory ran out in an update. {INTERRUPTED}") from error
 
-    def run(self, window: Window, before_step: Callable[[], None]) -> tuple[bool, torch.Tensor | None]:
+    def run(
+        self, correction: float, loss: torch.Tensor, before_step: Callable[[], None]
+    ) -> tuple[bool, torch.Tensor | None]:
         """Update from a window's gradients; return whether one was not finite, and their norm if clipped.
 
-        ``before_step`` is called when the gradients are final, unless one is not finite. An update is
-        ``torn`` from its first change until ``finish``, when the engine counts it.
+        An update is ``torn`` from its first change until ``finish``, when the engine counts it.
+
+        Args:
+            correction: the factor for the gradients.
+            loss: the mean over the window, for a scheduler that watches it.
+            before_step: called when the gradients are final, unless one is not finite.
         """
-        if self.sums is not None:
-            self._expect_all_summed(self.sums)
-            self.sums.write_back(window.correction)
-        elif window.correction != 1.0:
-            torch._foreach_mul_(self._gradients(), window.correction)
+        self.gradients.finish(correction)
         found_inf = self.scaler.unscale(self.optimizer)
         if found_inf:
             self.scaler.update()
@@ -210,9 +202,9 @@ class OptimizerUpdate:
         self._stepping = True
         self._step()
         if self.offloaded is None:
-            master_weights.write_to_parameters(self.masters)
+            write_to_parameters(self.masters)
         try:
-            self.schedule.after_update(window.mean_loss)
+            self.schedule.after_update(loss)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -233,55 +225,11 @@ class OptimizerUpdate:
                 "Sharding('zero1')."
             ) from error
 
-    def multiply(self, factor: float) -> None:
-        """Multiply the gradients so far by a factor."""
-        if self.sums is not None:
-            self.sums.multiply(factor)
-        if gradients := self._gradients():
-            torch._foreach_mul_(gradients, factor)
-
-    def gradients(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Yield the gradients of a window so far, each with its parameter."""
-        if self.sums is not None:
-            yield from self.sums.items()
-        for parameter in self._with_gradients():
-            if parameter.grad is not None:
-                yield parameter, parameter.grad
-
-    def set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Continue a window from a copied or saved gradient; CUDA graphs keep the tensor they refer to."""
-        if self.sums is not None and self.sums.has(parameter):
-            self.sums.set(parameter, gradient)
-        elif parameter.grad is None:
-            parameter.grad = gradient.to(parameter.device, parameter.dtype, copy=True)
-        else:
-            parameter.grad.copy_(gradient)
-        if self.kept is not None:
-            self.kept.mark(parameter)
-
     def clear(self) -> None:
         """Drop all gradients."""
-        if self.graphs is not None:
-            self.graphs.zero_grad()
-        elif self.kept is not None:
-            self.kept.clear()
-        else:
-            drop_gradients(self.optimizer)
-        if self.sums is not None:
-            self.sums.clear()
+        self.gradients.clear()
         if self.in_backward is not None:
             self.in_backward.active = False
-
-    def _expect_all_summed(self, sums: GradientSums) -> None:
-        """Refuse gradients that are not summed in float32 like the others."""
-        for parameter in self._with_gradients():
-            if parameter.dtype.itemsize < torch.float32.itemsize and not sums.has(parameter):
-                raise UsageError(
-                    f"A parameter of shape {tuple(parameter.shape)} has a gradient, but was frozen "
-                    "(requires_grad=False) when the engine was created. The engine sums gradients "
-                    "in float32 only for parameters that were trainable then. Unfreeze parameters before "
-                    "creating the engine."
-                )
 
     def _copy(self, count: int) -> OptimizerBackup | None:
         """Copy what an update of this many parameters may change, if it is at risk."""
@@ -321,13 +269,49 @@ class OptimizerUpdate:
             self._ordered = own, ordered
         return ordered
 
-    def _with_gradients(self) -> list[nn.Parameter]:
-        kept = self.kept
-        return [
-            each
-            for each in parameters_of(self.optimizer)
-            if each.grad is not None and (kept is None or kept.is_used(each))
-        ]
 
-    def _gradients(self) -> list[torch.Tensor]:
-        return [parameter.grad for parameter in self._with_gradients() if parameter.grad is not None]
+def float32_copies(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
+    """Copy trainable parameters in float32; call this before they are cast.
+
+    An optimizer refuses gradients of another dtype than its parameters, and updates smaller than a bf16
+    parameter's last digit are lost: hence the copies, which the optimizer updates in place of parameters.
+    """
+    return {
+        parameter: nn.Parameter(parameter.detach().to(torch.float32, copy=True))
+        for parameter in parameters
+        if parameter.requires_grad and parameter.is_floating_point()
+    }
+
+
+def replace_parameters(
+    optimizer: torch.optim.Optimizer, replacements: dict[nn.Parameter, nn.Parameter]
+) -> None:
+    """Have an optimizer update the values of ``replacements`` in place of its keys, with their state."""
+    for group in optimizer.param_groups:
+        group["params"] = [replacements.get(parameter, parameter) for parameter in group["params"]]
+    for parameter, replacement in replacements.items():
+        if parameter in optimizer.state:
+            optimizer.state[replacement] = optimizer.state.pop(parameter)
+
+
+@torch.no_grad()
+def write_to_parameters(masters: Mapping[nn.Parameter, torch.Tensor]) -> None:
+    """Round every float32 copy into its parameter."""
+    if masters:
+        torch._foreach_copy_(list(masters), list(masters.values()))
+
+
+def _rounding(masters: Mapping[nn.Parameter, nn.Parameter]) -> Callable[[list[nn.Parameter]], None]:
+    """Return a function that rounds some of the copies into their parameters."""
+    parameter_of = {master: parameter for parameter, master in masters.items()}
+    return lambda updated: write_to_parameters({parameter_of[each]: each for each in updated})
+
+
+@torch.no_grad()
+def load_masters(
+    masters: Mapping[nn.Parameter, torch.Tensor], values: dict[nn.Parameter, torch.Tensor]
+) -> None:
+    """Set float32 copies and their parameters."""
+    for parameter, master in masters.items():
+        master.copy_(values[parameter])
+    write_to_parameters(masters)

@@ -26,7 +26,7 @@ with preserve_python_state():  # importing rich draws random numbers from the sc
 from memfit.train.callbacks import Callback, TrainingRun
 
 if TYPE_CHECKING:
-    from memfit.train.step_result import StepResult
+    from memfit.train.accumulation_window import StepResult
 
 _SECONDS_HIDDEN = 2.0
 _SECONDS_BETWEEN_LOSSES = 0.5  # reading a loss waits for the device

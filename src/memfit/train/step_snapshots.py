@@ -1,6 +1,11 @@
-"""Random numbers and buffers before each step, to undo a forward and backward that ran out of memory."""
+"""What a step changes, copied beforehand: to undo a step that ran out of memory.
 
-from collections.abc import Iterator
+forward, backward     random numbers and buffers: StepSnapshots
+update                parameters and optimizer state, copied to the host: OptimizerBackup
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +18,8 @@ from torch.nn.modules.module import (
 )
 
 from memfit.random_state import get_random_state, set_random_state
-from memfit.strategies.mechanisms.tensors import version_of
+from memfit.strategies.mechanisms.optimizer_info import parameters_of, state_of
+from memfit.strategies.mechanisms.tensors import inner_tensors, version_of
 from memfit.user_frame import warn_user
 
 BufferSlot = tuple[nn.Module, str, torch.Tensor | None]
@@ -194,3 +200,64 @@ def _count_registrations() -> None:
 
 def _count_registration(*_: Any) -> None:
     _registrations[0] += 1
+
+
+class OptimizerBackup:
+    """Copies on the host: parameters, the state of an optimizer and its scheduler, and other tensors.
+
+    Args:
+        optimizer, scheduler, others: what to copy.
+        value_of: returns the memory of a parameter's value, if that may be elsewhere than the parameter.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any = None,
+        others: Iterable[torch.Tensor] = (),
+        value_of: Callable[[nn.Parameter], torch.Tensor] | None = None,
+    ) -> None:
+        self._scheduler = scheduler
+        self._scheduled = None if scheduler is None else copy.deepcopy(scheduler.state_dict())
+        self._state = state_of(optimizer)
+        self._known = dict(self._state)
+        dicts = [*optimizer.param_groups, *self._state.values()]
+        self._tensors = [_backup(parameter, value_of or _itself) for parameter in parameters_of(optimizer)]
+        self._tensors += [_backup(other) for other in others]
+        self._dicts = [
+            (entries, {name: _backup(value) for name, value in entries.items() if name != "params"})
+            for entries in dicts
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore everything in place; remove entries that are new."""
+        for restore in self._tensors:
+            restore()
+        for key in self._state.keys() - self._known.keys():
+            del self._state[key]
+        for entries, kept in self._dicts:
+            for name in entries.keys() - kept.keys() - {"params"}:
+                del entries[name]
+            entries.update({name: restore() for name, restore in kept.items()})
+        if self._scheduled is not None:
+            self._scheduler.load_state_dict(self._scheduled)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _backup(value: Any, memory_of: Callable[[Any], torch.Tensor] = _itself) -> Callable[[], Any]:
+    """Copy a value; return a function that restores and returns it."""
+    if not isinstance(value, torch.Tensor):
+        copied = copy.deepcopy(value)
+        return lambda: copied
+    contents = [part.detach().to("cpu", copy=True) for part in inner_tensors(memory_of(value))]
+
+    def restore() -> Any:
+        for part, content in zip(inner_tensors(memory_of(value)), contents, strict=True):
+            part.detach().copy_(content)
+        return value
+
+    return restore

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from memfit.recording.hooks import InstalledHooks
+from memfit.patching.installed_hooks import InstalledHooks
 
 _CUDA = re.compile(r"cuda(:\d+)?")
 _STAYS = {torch.Tensor.cuda, torch.Tensor.pin_memory}

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from memfit.ghost.patching.after_import import after_import
+from memfit.patching.after_import import after_import
 from memfit.records import FedTensor
 from memfit.run.parent_pipe import end_with_parent
 from memfit.run.script import end_of, run_as_main
@@ -112,8 +112,8 @@ def _watch(settings: UpdateSettings) -> None:
     import torch
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+    from memfit.patching.installed_hooks import InstalledHooks
     from memfit.random_state import seed_generators
-    from memfit.recording.hooks import InstalledHooks
     from memfit.verification import plain_gradients
 
     hooks = InstalledHooks()

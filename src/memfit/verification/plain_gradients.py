@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 from torch.nn.utils import clip_grad
 
-from memfit.recording.hooks import InstalledHooks
+from memfit.patching.installed_hooks import InstalledHooks
 
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 _POSITION = {"training": 2, "dropout_p": 4}

@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from memfit.ghost.patching.after_import import after_import
+from memfit.patching.after_import import after_import
 
 TRAINED = []
 
@@ -19,7 +19,7 @@ def begin():
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    from memfit.recording.hooks import InstalledHooks
+    from memfit.patching.installed_hooks import InstalledHooks
     from memfit.verification.cpu_stand_in import stand_in
 
     stand_in(InstalledHooks())

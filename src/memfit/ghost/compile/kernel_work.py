@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from memfit.ghost.patching.after_import import after_import
+from memfit.patching.after_import import after_import
 
 KERNELS = "memfit_kernels"
 """Attribute of a ``CompiledFxGraph``: name, floating-point operations, bytes moved, and the

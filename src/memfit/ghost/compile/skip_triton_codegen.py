@@ -20,7 +20,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from memfit.ghost.patching.after_import import after_import
+from memfit.patching.after_import import after_import
 
 _LAST_FULL_STAGE = "ttir"
 _POINTWISE = "POINTWISE"  # its threads share no memory that could exceed a limit

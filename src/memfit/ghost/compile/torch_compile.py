@@ -32,8 +32,8 @@ from torch._guards import TracingContext
 from memfit.ghost.compile import kernel_work, skip_triton_codegen
 from memfit.ghost.ffi import Ghost
 from memfit.ghost.note_callback import NoteCallback
-from memfit.ghost.patching.after_import import after_import
-from memfit.ghost.patching.before_call import before
+from memfit.patching.after_import import after_import
+from memfit.patching.before_call import before
 from memfit.records import Provenance
 
 _TIE_MS = 1000.0

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from memfit.ghost.host_memory.zero_pages import ZeroPageTensors
+from memfit.ghost.kernel_overrides import Kernel, Overrides
 from memfit.ghost.note_callback import NoteCallback
-from memfit.ghost.patching.kernel_overrides import Kernel, Overrides
 from memfit.ghost.values.known_values import is_plain
 from memfit.records import Provenance
 

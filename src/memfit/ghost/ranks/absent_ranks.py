@@ -18,9 +18,9 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from memfit.ghost.patching.after_import import after_import
 from memfit.ghost.ranks.agreements import agree_with_this_rank
 from memfit.ghost.ranks.exchanged_objects import ExchangedObjects
+from memfit.patching.after_import import after_import
 
 VARIABLES = {"TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 """The watchdogs would miss the other ranks."""

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from memfit.ghost.patching.after_import import after_import
+from memfit.patching.after_import import after_import
 
 
 def agree_with_this_rank() -> None:

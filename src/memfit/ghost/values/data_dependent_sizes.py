@@ -21,7 +21,7 @@ from collections.abc import Callable
 import torch
 
 from memfit.ghost.ffi import Ghost
-from memfit.ghost.patching.kernel_overrides import Kernel, Overrides
+from memfit.ghost.kernel_overrides import Kernel, Overrides
 from memfit.ghost.values.assumed_values import AssumedValues
 from memfit.ghost.values.known_values import Basis
 from memfit.ghost.values.value_options import count_of

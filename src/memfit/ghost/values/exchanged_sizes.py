@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from memfit.ghost.patching.kernel_overrides import Kernel, Overrides
+from memfit.ghost.kernel_overrides import Kernel, Overrides
 from memfit.ghost.values.assumed_values import AssumedValues
 from memfit.ghost.values.known_values import Elements, Known, Routing
 from memfit.ghost.values.small_tensors import even_counts

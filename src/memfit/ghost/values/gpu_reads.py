@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from memfit.ghost.ffi import Ghost
+from memfit.ghost.kernel_overrides import Kernel, Overrides
 from memfit.ghost.note_callback import NoteCallback
-from memfit.ghost.patching.kernel_overrides import Kernel, Overrides
 from memfit.ghost.values.assumed_values import AssumedValues, GpuRead, explained
 from memfit.ghost.values.data_dependent_sizes import override_sized_ops
 from memfit.ghost.values.exchanged_sizes import override_functional_exchanges

@@ -24,12 +24,12 @@ from torch.utils._device import _device_constructors
 
 from memfit.dispatch_modes import without_dispatch_modes
 from memfit.ghost.ffi import Ghost
-from memfit.ghost.patching.before_call import before
 from memfit.ghost.values.assumed_values import AssumedValues
 from memfit.ghost.values.exchanged_sizes import follow_exchanges
 from memfit.ghost.values.known_values import Elements, Known, is_plain, known_number
 from memfit.ghost.values.selections import union
 from memfit.ghost.values.small_tensors import follow_small_tensors, is_small_integer
+from memfit.patching.before_call import before
 
 _SMALL = 1 << 16
 """The largest CPU copy, in elements, that is filled with its known value."""

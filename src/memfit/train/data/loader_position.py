@@ -9,19 +9,24 @@ from which the next fetch draws. In a state saved inside a window that fetch was
 numbers are restored after repeating the fetch.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass, field
 from itertools import islice
+from random import Random, SystemRandom
 from typing import Any
+
+import torch
 
 from memfit.errors import UsageError
 from memfit.random_state import generator_states, get_random_state, set_generator_states, set_random_state
-from memfit.strategies.accumulation import Remainder
-from memfit.train.data.loader_batch_size import batch_size_of
-from memfit.train.data.loader_generators import generators_of
+from memfit.strategies.accumulation import Accumulation, Remainder
 from memfit.train.data.loader_order import batches_done, order_of
 from memfit.train.progress_bar import show_rereading
+from memfit.train.ranks.job_ranks import OneRank
 from memfit.user_frame import warn_user
+
+_LOADER_PARTS = ("sampler", "batch_sampler", "dataset")
 
 
 @dataclass(slots=True)
@@ -43,7 +48,7 @@ class Position:
     loader: Any = None
     """The loader of the epoch, until it ends."""
     carried: int = 0
-    ranks: int = 1
+    ranks: OneRank = field(default_factory=OneRank)
     """That train together, each with a loader of its own."""
     _iterating: bool = False
     _open: int = 0
@@ -57,23 +62,22 @@ class Position:
         size: int,
         remainder: Remainder,
         carried: int = 0,
-        goes_on: Callable[[int], bool] = bool,
     ) -> Iterator[list[Any]]:
         """Yield the micro-batches of one window after the other; the last group may be smaller.
 
         All of a group is fetched before it is yielded. The first group after ``load_state_dict`` is the one
-        that was open when the state was saved, or the next one.
+        that was open when the state was saved, or the next one. A group is empty if only
+        other ranks have data left.
 
         Args:
             loader: yields micro-batches.
             size: of a window.
             remainder: ``"drop"`` leaves out a last group that is smaller.
             carried: micro-batches that the first window already has, from earlier epochs.
-            goes_on: whether the epoch goes on after a group of so many was fetched; with several ranks also
-                after an empty one, if another rank has data left.
 
         Raises:
-            UsageError: the data are not those with which the state was saved.
+            UsageError: the data are not those with which the state was saved, or the ranks have different
+                numbers of batches, and this remainder needs equal ones.
         """
         if self._iterating:
             raise UsageError(
@@ -90,7 +94,7 @@ class Position:
                     self._restore_random(random)
                 saved, resumed = {}, None
                 dropped = len(group) < size and remainder == "drop"
-                if not goes_on(0 if dropped else len(group)):
+                if not self._goes_on(0 if dropped else len(group), remainder):
                     self.consumed += len(group)
                     break
                 self._open = len(group)
@@ -102,6 +106,19 @@ class Position:
             if resumed is not None:  # interrupted before its first group
                 self.load_state_dict(*resumed)
                 set_random_state(resumed[1])
+
+    def _goes_on(self, size: int, remainder: Remainder) -> bool:
+        """Return whether the epoch goes on after each rank fetched so many batches.
+
+        It ends when no rank has data left; with ``remainder="drop"``, when a rank has too little.
+        """
+        most, least = self.ranks.agree("a loop over batches", size, -size)
+        if remainder == "carry" and most != -least:
+            raise UsageError(
+                f"remainder='carry' needs equally many batches on every rank, but one rank has {int(most)} "
+                f"left for a window and another {int(-least)}. Use a DistributedSampler, or remainder='step'."
+            )
+        return bool(-least if remainder == "drop" else most)
 
     @property
     def carried_into_group(self) -> int:
@@ -116,13 +133,13 @@ class Position:
         Returns:
             The remaining micro-batches; in a resumed run also the saved position and random numbers.
         """
-        self._own = generators_of(loader)
+        self._own = _generators_of(loader)
         saved, random = self._resumed or ({}, {})
         self.loader, self.batch_size = loader, batch_size_of(loader)
         consumed, order = saved.get("consumed", 0), saved.get("order", {"ranks": 1})
         sizes = {saved["batch_size"], self.batch_size} - {None} if consumed else set()
-        if consumed and order["ranks"] != self.ranks:
-            consumed, sizes = batches_done(consumed, order, loader, self.ranks), set()
+        if consumed and order["ranks"] != self.ranks.size:
+            consumed, sizes = batches_done(consumed, order, loader, self.ranks.size), set()
         if len(sizes) > 1:
             raise UsageError(
                 f"Cannot resume inside an epoch: the loader's batch_size was {saved['batch_size']} "
@@ -205,7 +222,7 @@ class Position:
             "began": self.began,
             "before": self.before,
             "batch_size": self.batch_size,
-            "order": order_of(self.loader, self.ranks),
+            "order": order_of(self.loader, self.ranks.size),
         }
 
     def load_state_dict(self, state: dict[str, Any], random: dict[str, Any]) -> None:
@@ -237,3 +254,76 @@ def _warn_of_persistent_workers(loader: Any) -> None:
             "the workers' random numbers differ from those in an uninterrupted run. With "
             "persistent_workers=False, these numbers are the same.",
         )
+
+
+def batch_size_of(loader: Any) -> int | None:
+    """Return a loader's ``batch_size``; None if it has no such attribute.
+
+    >>> from torch.utils.data import DataLoader
+    >>> batch_size_of(DataLoader(range(8), batch_size=4)), batch_size_of([])
+    (4, None)
+    """
+    given = getattr(loader, "batch_size", None)
+    return given if isinstance(given, int) else None
+
+
+def batches_in(loader: Any) -> int | None:
+    """Return the number of a loader's batches; None if it does not know."""
+    try:
+        return len(loader) if isinstance(loader, Sized) else None
+    except TypeError:  # a DataLoader of an IterableDataset has a length that raises
+        return None
+
+
+def expect_batches_of(settings: Accumulation, loader: Any) -> None:
+    """Check the loader's batch size, if both it and the settings have one.
+
+    Args:
+        settings: the settings of accumulation.
+        loader: the loader that the script passes to the engine.
+
+    Raises:
+        UsageError: the sizes differ.
+    """
+    name = "micro_batch_size" if settings.gathers else "global_batch_size"
+    given, expected = batch_size_of(loader), getattr(settings, name)
+    if None in (given, expected) or given == expected:
+        return
+    why = (
+        "batches_per_update takes each of the loader's batches as one micro-batch. To divide the loader's "
+        "batches, set parts_per_batch."
+        if settings.gathers
+        else "The engine divides the loader's batches. To make one update from several of them, set "
+        "batches_per_update."
+    )
+    raise UsageError(f"The loader's batch_size is {given}, but {name}={expected}. They must be equal. {why}")
+
+
+def _generators_of(loader: Any) -> list[Any]:
+    """Return PyTorch's, NumPy's and Python's generators that are attributes of a loader and its parts.
+
+    ``DataLoader(shuffle=True, generator=...)`` has one. Each comes once, in a fixed order. memfit does not
+    find generators in worker processes and in other objects.
+    """
+    kinds: tuple[type, ...] = (torch.Generator, Random)
+    if "numpy" in sys.modules:
+        import numpy as np
+
+        kinds = (*kinds, np.random.Generator, np.random.RandomState)
+    found = {
+        id(value): value
+        for part in _loader_parts(loader)
+        for _, value in sorted(vars(part).items())
+        if isinstance(value, kinds) and not isinstance(value, SystemRandom)
+    }
+    return list(found.values())
+
+
+def _loader_parts(loader: Any) -> Iterator[Any]:
+    waiting, seen = [loader], set[int]()
+    while waiting:
+        part = waiting.pop(0)
+        if id(part) not in seen and hasattr(part, "__dict__"):
+            seen.add(id(part))
+            yield part
+            waiting += [vars(part)[name] for name in _LOADER_PARTS if name in vars(part)]

@@ -13,6 +13,8 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from memfit.errors import AmbiguousBatchError, UsageError
 from memfit.strategies.mechanisms.tensors import tensors_in
@@ -27,6 +29,7 @@ from memfit.train.data.batch_layout import (
     looks_like_samples,
     sizes_of,
 )
+from memfit.user_frame import warn_user
 
 _ADVICE = (
     "Pass two functions to memfit.Engine: size=lambda batch: ..., which returns the "
@@ -125,15 +128,22 @@ class BatchSplitter:
         self._roles = splitter.roles
 
 
-def even_sizes(samples: int, parts: int) -> list[int]:
-    """Return sizes that differ by at most one, the larger first; no part is empty.
+def warn_of_batch_norms(model: nn.Module, parts: str, *, because: str = "") -> None:
+    """Warn about batch norms in training mode: their results depend on how a batch is divided.
 
-    >>> even_sizes(10, 4), even_sizes(2, 4)
-    ([3, 3, 2, 2], [1, 1])
+    Args:
+        model: the model to search.
+        parts: what the layers compute their statistics over, for example ``each micro-batch of a window``.
+        because: a sentence to put first.
     """
-    parts = min(parts, samples)
-    small, more = divmod(samples, parts)
-    return [small + 1] * more + [small] * (parts - more)
+    modules = model.named_modules()
+    names = [name for name, module in modules if isinstance(module, _BatchNorm) and module.training]
+    if names:
+        warn_user(
+            f"{because}BatchNorm layers such as {names[0]} compute their statistics separately over {parts}, "
+            "not over the full batch. Results therefore differ from training on full batches. To avoid "
+            "this, use GroupNorm or LayerNorm, or freeze the statistics (module.eval()).",
+        )
 
 
 class _Splitter:

@@ -6,25 +6,35 @@
 
 All ranks call ``agree`` equally often, and each call also says whether the rank has failed: a rank that
 failed takes part in the next call, wherever the others made it. So no rank waits for one that will not come.
-Each call names itself and may pass facts. If these are not the same on all ranks, all raise an error.
+Each call names itself and may pass facts. If these are not the same on all ranks, all raise an error: ranks
+compare digests of their facts, a number each, in an exchange that they make anyway. Only if these differ do
+they exchange the facts themselves, to report the first difference.
 The numbers go between the hosts (Gloo): this needs no memory of a GPU, and does not wait for one.
 """
 
 import atexit
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from hashlib import blake2b
 from typing import Any
 from weakref import ref
 
 import torch
 
 from memfit.errors import RankFailedError, UsageError
-from memfit.train.oom_rollback import is_out_of_memory
+from memfit.report.terminal.ranks import listed
 from memfit.train.ranks.lost_ranks import RankProcesses, is_broken_connection
-from memfit.train.ranks.rank_differences import Facts, difference, digest
 from memfit.user_frame import innermost_line, place_of
 
+Facts = Mapping[str, str]
+"""Values by name, each as it is written in an error."""
+_DIGEST_BYTES = 6  # exact in a float64
+_FACTS_SHOWN = 4  # values of one fact
+_OUT_OF_MEMORY = (
+    *("DefaultCPUAllocator", "not enough memory"),  # of the CPU's allocator
+    *("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
+)
 RAN_OUT, FAILED = 1, 2
 """How a rank failed: it can try again in smaller parts, or it cannot."""
 _NUMBERS = 6  # of each exchange, so that any two exchanges fit together
@@ -101,7 +111,7 @@ class Ranks(OneRank):
             UsageError: the ranks are in different calls, or the facts differ.
         """
         self._call, facts = call, {} if failure else same()
-        mark = -math.inf if failure else digest(call, facts)
+        mark = -math.inf if failure else digest_of(call, facts)
         own = failure, self.rank + 1 if failure else 0, mark, -abs(mark), *numbers
         key = self._key()
         worst, who, most, least, *maxima = self._exchange([*map(float, own)], torch.distributed.ReduceOp.MAX)
@@ -163,7 +173,7 @@ class Ranks(OneRank):
         self.guarded(
             lambda: torch.distributed.all_gather_object(own, (call, dict(facts)), group=self.control)
         )
-        error = UsageError(difference(own))
+        error = UsageError(first_difference(own))
         error.is_reported = True  # type: ignore[attr-defined]
         return error
 
@@ -258,3 +268,60 @@ def _line_of(error: BaseException) -> str:
 def _first_line(error: BaseException) -> str:
     text = next(iter(str(error).splitlines()), "")
     return f"{type(error).__name__}: {text}"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an exception or its cause reports that the GPU or the CPU is out of memory."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    if isinstance(error, RuntimeError) and any(message in str(error) for message in _OUT_OF_MEMORY):
+        return True
+    return error.__cause__ is not None and is_out_of_memory(error.__cause__)
+
+
+def digest_of(call: str, facts: Facts) -> float:
+    """Return a number that is the same for the same call and facts, and almost surely another for others."""
+    text = "\0".join([call, *(f"{name}\0{value}" for name, value in facts.items())])
+    return float(int.from_bytes(blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()))
+
+
+def first_difference(ranks: Sequence[tuple[str, Facts]]) -> str:
+    """Return a message about the first difference between ranks.
+
+    Args:
+        ranks: of each rank, the call that it is in, and its facts.
+
+    >>> print(first_difference([("engine.step", {"lr": "0.1"}), ("engine.step", {"lr": "0.2"})]))
+    The ranks have different settings: lr is 0.1 on rank 0, and 0.2 on rank 1. Pass the same on all ranks.
+    """
+    calls = [call for call, _ in ranks]
+    if len(set(calls)) > 1:
+        return (
+            f"The ranks are in different calls: {_by_value(calls)}. All ranks must make the same calls "
+            "of the engine, in the same order. Check conditions such as `if rank == 0`."
+        )
+    names = dict.fromkeys(name for _, facts in ranks for name in facts)
+    for name in names:
+        values = [facts.get(name, "not set") for _, facts in ranks]
+        if len(set(values)) > 1:
+            return (
+                f"The ranks have different settings: {name} is {_by_value(values)}. Pass the same on all "
+                "ranks."
+            )
+    return (
+        f"The ranks have the same settings in different orders: {', '.join(list(names)[:_FACTS_SHOWN])}, ..."
+    )
+
+
+def _by_value(values: Sequence[str]) -> str:
+    """Return which values there are, and on which ranks, as a part of a sentence."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    written = [
+        f"{value} on rank{'s' * (len(own) > 1)} {listed(tuple(own))}"
+        for value, own in list(ranks.items())[:_FACTS_SHOWN]
+    ]
+    if len(ranks) > _FACTS_SHOWN:
+        written.append("others on other ranks")
+    return f"{', '.join(written[:-1])}, and {written[-1]}"

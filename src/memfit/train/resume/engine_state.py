@@ -15,9 +15,8 @@ from memfit.errors import TornUpdateError, UsageError
 from memfit.random_state import set_random_state
 from memfit.strategies.mechanisms.optimizer_info import parameters_of
 from memfit.strategies.mechanisms.tensors import independent_copy, inner_tensors
-from memfit.train import master_weights
 from memfit.train.callbacks import Callback
-from memfit.train.optimizer_update import INTERRUPTED
+from memfit.train.optimizer_update import INTERRUPTED, load_masters
 from memfit.train.resume.compatibility import check_compatible
 from memfit.train.resume.engine_parts import (
     EngineParts,
@@ -115,7 +114,7 @@ def load_state(
         for name, tensor in tensors_outside_state_dict(parts).items():
             tensor.copy_(state["others"][name])
     values = {each: state["model"][name] for name, each in parameters.items() if name in state["model"]}
-    master_weights.load(ledger.update.values_of_masters(), values)
+    load_masters(ledger.update.values_of_masters(), values)
     ledger.drop()
     if ledger.update.graphs is not None:
         ledger.update.graphs.reset()
@@ -136,7 +135,7 @@ def _load_window(parts: EngineParts, state: SavedRun) -> None:
     if ledger.window is not None:
         ledger.update.take_gradients()
     for name, gradient in state["gradients"].items():
-        ledger.update.set_gradient(parameters[name], gradient)
+        ledger.update.gradients.set(parameters[name], gradient)
 
 
 def _load_callbacks(callbacks: Iterable[Callback], states: list[tuple[str, Any]], undo: ExitStack) -> None:
@@ -207,7 +206,7 @@ def _master_weights(parts: EngineParts) -> dict[str, torch.Tensor]:
 
 
 def _gradients(parts: EngineParts) -> dict[str, torch.Tensor]:
-    found, sums = {}, parts.ledger.update.sums
+    found, sums = {}, parts.ledger.update.gradients.sums
     for name, parameter in named_parameters(parts).items():
         summed = sums.of(parameter) if sums is not None else None
         gradient = parameter.grad if summed is None else summed

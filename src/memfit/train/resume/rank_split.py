@@ -7,20 +7,28 @@
 
 Buffers differ between ranks: each rank's batch norms see its own batches. Tensors have the same names however
 the model is divided, so that they can be read with another sharding, or by a single process.
+
+Each rank saves its own random numbers, and a rank that is new is seeded. After a restart, a rank may use
+another GPU of its machine: the state of the GPU that it uses is saved, and restored on the one that it uses
+then.
 """
 
-from collections.abc import Mapping
+import hashlib
+import random
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from memfit.errors import UsageError
+from memfit.random_state import arrays_to_tensors
 from memfit.train.resume.compatibility import check_shapes
 from memfit.train.resume.engine_parts import EngineParts, bare_model, named_parameters
 from memfit.train.resume.local_optimizer import own_indices
-from memfit.train.resume.saved_ranks import Entries
-from memfit.train.resume.shards import empty_like_on_host, from_part, from_whole, is_sharded, local_part
+from memfit.train.resume.saved_run import Entries
 from memfit.train.resume.tensor_files import StoredTensor
 
 _OWN = ("others", "position", "random", "window", "callbacks")
@@ -180,3 +188,93 @@ def _empty(like: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
     if is_sharded(like) and tuple(like.shape) == stored.shape:
         return empty_like_on_host(like, stored.dtype)
     return torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+
+
+# ---- Shards of DTensors: this rank's part as a plain tensor, and back, without communication -------------
+
+
+def is_sharded(value: Any) -> bool:
+    """Return whether a value is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor: all of a plain one."""
+    if not is_sharded(tensor):
+        return tensor.detach()
+    part: torch.Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
+    return part
+
+
+def empty_like_on_host(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return an empty tensor on the host, divided over the ranks like another."""
+    return torch.empty_like(like.detach(), device="cpu", dtype=dtype, requires_grad=False)
+
+
+def from_part(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that is divided like another, from this rank's part of it."""
+    if not is_sharded(like):
+        return part
+    whole = empty_like_on_host(like, part.dtype)
+    local_part(whole).copy_(part)
+    return whole
+
+
+def from_whole(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that is divided like another, from all of it."""
+    if not is_sharded(like) or is_sharded(whole):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
+    # Every rank has all of it (src_data_rank=None): nothing is sent.
+    divided = distribute_tensor(whole.to(mesh.device_type), mesh, placements, src_data_rank=None)
+    return from_part(local_part(divided), like)
+
+
+# ---- Random numbers of the ranks -------------------------------------------------------------------------
+
+
+def change_random(run: dict[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+    """Return a saved run with each of its random states changed."""
+    position = dict(run["position"])
+    for name in ("began", "before"):
+        if position[name] is not None:
+            position[name] = change(position[name])
+    return run | {"position": position, "random": change(run["random"])}
+
+
+def with_own_gpu(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a random state with that of the GPU that this rank uses, and no other GPU's."""
+    if "cuda" not in state:
+        return state
+    return state | {"cuda": [state["cuda"][torch.cuda.current_device()]]}
+
+
+def with_all_gpus(state: dict[str, Any]) -> dict[str, Any]:
+    """Undo ``with_own_gpu``; the other GPUs of this machine keep their current states."""
+    if "cuda" not in state or not torch.cuda.is_available():
+        return state
+    states = torch.cuda.get_rng_state_all()
+    states[torch.cuda.current_device()] = state["cuda"][0]
+    return state | {"cuda": states}
+
+
+def seeded(state: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Return the random state of a new rank: seeds drawn from rank 0's state and the rank's number.
+
+    The loader's own generators keep rank 0's state: ranks that shuffle must draw the same order.
+    """
+    digest = hashlib.sha256(state["torch"].numpy().tobytes() + rank.to_bytes(4, "little")).digest()
+    seed = int.from_bytes(digest[:8], "little") >> 1
+    new = state | {
+        "python": random.Random(seed).getstate(),  # noqa: S311 - training, not cryptography
+        "torch": torch.Generator().manual_seed(seed).get_state(),
+    }
+    if "numpy" in state:
+        numpy = np.random.RandomState(seed & 0xFFFFFFFF)
+        new["numpy"] = arrays_to_tensors(numpy.get_state(legacy=False))
+    if "cuda" in state and torch.cuda.is_available():
+        new["cuda"] = [torch.Generator("cuda").manual_seed(seed).get_state()]
+    return new

@@ -19,6 +19,7 @@ divided anew, ranks that existed continue with their random numbers, and new ran
 import os
 import secrets
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,19 +34,80 @@ from memfit.train.resume.compatibility import check_compatible, check_groups, ex
 from memfit.train.resume.engine_parts import EngineParts, bare_model, parameter_groups
 from memfit.train.resume.engine_state import get_state, load_state
 from memfit.train.resume.local_optimizer import local_optimizer, own_indices
-from memfit.train.resume.rank_random import change_random, seeded, with_all_gpus, with_own_gpu
-from memfit.train.resume.rank_split import empty_tensors, from_one_process, join, split
-from memfit.train.resume.saved_ranks import (
+from memfit.train.resume.rank_split import (
+    change_random,
+    empty_tensors,
+    from_one_process,
+    is_sharded,
+    join,
+    seeded,
+    split,
+    with_all_gpus,
+    with_own_gpu,
+)
+from memfit.train.resume.saved_run import (
     FOLDER_NAME,
+    VERSION,
     Entries,
     RankFile,
     SharedFile,
+    validate,
     validated_rank,
     validated_shared,
 )
-from memfit.train.resume.saved_run import VERSION, validate
-from memfit.train.resume.shards import is_sharded
 from memfit.train.resume.tensor_files import load_tensors, read_index, save_tensors
+
+
+class ResumableRun(ABC):
+    """Saves and resumes what ``_parts`` returns."""
+
+    epoch: int
+    """Epochs that are completed."""
+
+    @abstractmethod
+    def _parts(self) -> EngineParts:
+        """Return what makes up the run."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that a run needs to resume bit for bit, inside a window too: tensors and plain values.
+
+        As with PyTorch's own, the tensors are the run's, and training changes them. Copy them
+        (``copy.deepcopy``) to keep a snapshot in memory.
+
+        Raises:
+            TornUpdateError: the last update was interrupted.
+            UsageError: a backward was interrupted, or micro-batches are carried over to the next epoch.
+        """
+        return get_state(self._parts())
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Resume from a state, which stays unchanged; the next epoch continues at its position.
+
+        Raises:
+            UsageError: the state does not suit this engine; nothing was loaded.
+            FileFormatError: the state is damaged; nothing was loaded.
+        """
+        parts = self._parts()
+        load_state(parts, saved)
+        self.epoch = parts.epoch
+
+    def save(self, path: str | Path) -> None:
+        """Write the run to a file, atomically; with several ranks, to a file and a folder beside it.
+
+        All ranks must call this at the same point of training, and see the same file system.
+        """
+        save_run(self._parts(), Path(path))
+
+    def load(self, path: str | Path) -> None:
+        """Resume from what ``save`` wrote, on as many ranks as saved it or on others; all ranks call this.
+
+        Raises:
+            FileFormatError: the file or its folder is something else, or damaged; nothing was loaded.
+            UsageError: the state does not suit this engine; nothing was loaded.
+        """
+        parts = self._parts()
+        load_run(parts, Path(path))
+        self.epoch = parts.epoch
 
 
 def save_run(parts: EngineParts, path: Path) -> None:

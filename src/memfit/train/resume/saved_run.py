@@ -1,9 +1,11 @@
-"""The format of a saved run: its fields and their types.
+"""The formats of a saved run: of one process, and of several ranks in a common file and a file of each rank.
 
-A file may be damaged, or written by another program: all of it is checked before a run is changed.
+A file may be damaged, or written by another program: all of it is checked before a run is changed. The files
+of ranks together make a ``SavedRun``, which is checked again.
 """
 
-from typing import Annotated, Any, NotRequired, TypedDict
+import re
+from typing import Annotated, Any, NotRequired, TypedDict, TypeVar
 
 import msgspec
 import torch
@@ -16,8 +18,10 @@ from memfit.train.data.loader_order import SavedOrder
 from memfit.train.loss_scaler import LossScaleState
 
 VERSION = 1
+FOLDER_NAME = re.compile(r"^\d+-[0-9a-f]{12}$")
 Count = Annotated[int, Meta(ge=0)]
 PositiveCount = Annotated[int, Meta(ge=1)]
+_File = TypeVar("_File")
 
 
 class SavedRandomState(TypedDict):
@@ -72,23 +76,55 @@ class SavedRun(TypedDict):
     callbacks: list[tuple[str, Any]]
 
 
+class Entries(TypedDict):
+    """The optimizer's state of one parameter."""
+
+    tensors: list[str]
+    """Names of its tensors, which the folder holds."""
+    values: dict[str, Any]
+    """All else."""
+
+
+class SharedFile(TypedDict):
+    """What all ranks share."""
+
+    version: int
+    ranks: PositiveCount
+    """The number of ranks that saved."""
+    folder: Annotated[str, Meta(pattern=FOLDER_NAME.pattern)]
+    owners: list[Count]
+    """For each parameter of the optimizer, the rank whose file has its ``Entries``."""
+    run: dict[str, Any]
+
+
+class RankFile(TypedDict):
+    """What differs between ranks."""
+
+    version: int
+    rank: Count
+    entries: dict[int, Entries]
+    run: dict[str, Any]
+
+
+class _SharedRun(TypedDict):
+    groups: list[list[str]]
+    optimizer: list[dict[str, Any]]
+
+
+class _OwnRun(TypedDict):
+    model: dict[str, Any]
+    gradients: dict[str, torch.Tensor]
+    position: SavedPosition
+    random: SavedRandomState
+
+
 def validate(saved: dict[str, Any]) -> SavedRun:
     """Return a state if its format is valid.
 
     Raises:
         FileFormatError: it is invalid, or has another version.
     """
-    if saved.get("version") != VERSION:
-        raise FileFormatError(
-            f"Cannot resume: the state has version {saved.get('version')}, but this memfit reads "
-            f"only version {VERSION}."
-        )
-    try:
-        read = msgspec.convert(saved, SavedRun)
-    except msgspec.ValidationError as error:
-        raise FileFormatError(
-            f"Cannot resume: the state is damaged, or is not the state of a training run ({error})."
-        ) from None
+    read = _converted(saved, SavedRun)
     window = read["window"]
     if window is not None and not _is_possible(window):
         raise FileFormatError(
@@ -101,6 +137,54 @@ def validate(saved: dict[str, Any]) -> SavedRun:
         )
     _try_generators([read["random"], read["position"]["began"], read["position"]["before"]])
     return read
+
+
+def validated_shared(saved: dict[str, Any]) -> SharedFile:
+    """Return a common file's content if its format is valid.
+
+    Raises:
+        FileFormatError: it is invalid, or has another version.
+    """
+    file = _converted(saved, SharedFile, _SharedRun)
+    names = sum(map(len, file["run"]["groups"]))
+    if len(file["owners"]) != names or any(owner >= file["ranks"] for owner in file["owners"]):
+        raise FileFormatError(
+            f"Cannot resume: the state is damaged. It names {len(file['owners'])} owners of the optimizer's "
+            f"{names} parameters, up to rank {max(file['owners'], default=0)} of {file['ranks']}."
+        )
+    return file
+
+
+def validated_rank(saved: dict[str, Any], rank: int) -> RankFile:
+    """Return the content of a rank's file if its format is valid.
+
+    Raises:
+        FileFormatError: it is invalid, has another version, or is another rank's.
+    """
+    file = _converted(saved, RankFile, _OwnRun)
+    if file["rank"] != rank:
+        raise FileFormatError(
+            f"Cannot resume: the state is damaged. The file of rank {rank} is that of rank {file['rank']}."
+        )
+    return file
+
+
+def _converted(saved: dict[str, Any], kind: type[_File], run: type | None = None) -> _File:
+    """Return what a file holds if it has this format; ``run`` is that of its entry of this name."""
+    if saved.get("version") != VERSION:
+        raise FileFormatError(
+            f"Cannot resume: the state has version {saved.get('version')}, but this memfit reads "
+            f"only version {VERSION}."
+        )
+    try:
+        file = msgspec.convert(saved, kind)
+        if run is not None:
+            msgspec.convert(saved["run"], run)
+    except msgspec.ValidationError as error:
+        raise FileFormatError(
+            f"Cannot resume: the state is damaged, or is not the state of a training run ({error})."
+        ) from None
+    return file
 
 
 def _is_possible(window: Window) -> bool:

@@ -21,9 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from memfit.errors import UsageError
 from memfit.strategies.mechanisms.tensors import tensors_in
 from memfit.train.accumulation_window import Window
-from memfit.train.kept_gradients import KeptGradients
-from memfit.train.optimizer_update import OptimizerUpdate
 from memfit.train.ranks.job_ranks import OneRank
+from memfit.train.window_gradients import KeptGradients, WindowGradients
 
 Phase = Literal["preparation", "forward", "backward", "update"]
 BUCKET_BYTES = 25 << 20  # DistributedDataParallel's
@@ -45,14 +44,14 @@ class RankGradients:
         """Agree on a window before its first forward; return how many micro-batches this rank lacks."""
         return 0
 
-    def before_backward(self, window: Window, weight: float) -> float:  # noqa: ARG002 - as below
-        """Return the largest weight of the micro-batches that reduce together; agree on their divisor."""
+    def agree_on_divisor(self, window: Window, weight: float) -> float:  # noqa: ARG002 - as below
+        """Agree on the divisor of a micro-batch, if its backward reduces; return the largest weight."""
         return weight
 
     def run_empty_backward(self, loss: torch.Tensor) -> None:
         """Run a backward that changes nothing on any rank, if the other ranks wait for one."""
 
-    def close(self, window: Window, update: OptimizerUpdate) -> None:
+    def close(self, window: Window, gradients: WindowGradients) -> None:
         """Reduce a window's gradients, weight and loss, after all ranks agreed that none failed."""
 
     def are_apart(self, phase: Phase) -> bool:  # noqa: ARG002 - as below
@@ -114,25 +113,25 @@ class ReplicaGradients(RankGradients):
             parameter.grad = None
         return None
 
-    def close(self, window: Window, update: OptimizerUpdate) -> None:
+    def close(self, window: Window, gradients: WindowGradients) -> None:
         """Weigh this rank's gradients by the weight of all ranks, and reduce them to their mean."""
         window.interrupted, self._broadcasts = True, False
-        held = dict(update.gradients())
+        held = dict(gradients.items())
         lacking = sum(each not in held for each in self._parameters) if window.done else 0
         weights, lacking_anywhere, *ways = self.ranks.total(window.weight, lacking, *_ways_of(window))
         _expect_weighed_alike(window, *ways)
         mean = weights / self.ranks.size
         if mean and window.total is not None and window.total != mean:
             factor = window.total / mean
-            update.multiply(factor)
+            gradients.multiply(factor)
             window.loss = None if window.loss is None else window.loss * factor
         window.total, window.weight = mean or None, mean
         share_loss(window, self.ranks, self._replica)
         unused = self._unused(held) if lacking_anywhere else []
-        if update.sums is None:
+        if gradients.sums is None:
             self._reduce()
         else:
-            self._reduce_sums(update, unused)
+            self._reduce_sums(gradients, unused)
         for parameter in unused:  # as in one process: an optimizer would decay what got a gradient of zeros
             parameter.grad = None
         self._synchronize_buffers()
@@ -176,15 +175,14 @@ class ReplicaGradients(RankGradients):
         finally:
             self.activate()
 
-    def _reduce_sums(self, update: OptimizerUpdate, unused: Iterable[nn.Parameter]) -> None:
+    def _reduce_sums(self, gradients: WindowGradients, unused: Iterable[nn.Parameter]) -> None:
         """Reduce sums in another dtype than the parameters', which DistributedDataParallel does not know."""
-        skipped, held = set(unused), dict(update.gradients())
+        skipped, held = set(unused), dict(gradients.items())
         for parameter in self._parameters:
             if parameter not in held and parameter not in skipped:
-                update.set_gradient(parameter, torch.zeros_like(parameter))
-        held = dict(update.gradients())
-        gradients = [held[each] for each in self._parameters if each not in skipped]
-        for bucket in _buckets(gradients):
+                gradients.set(parameter, torch.zeros_like(parameter))
+        held = dict(gradients.items())
+        for bucket in _buckets(held[each] for each in self._parameters if each not in skipped):
             flat = torch.cat([each.reshape(-1) for each in bucket])
             self.ranks.add_up(flat.mul_(1 / self.ranks.size))
             parts = torch.split(flat, [each.numel() for each in bucket])
@@ -232,7 +230,7 @@ class ShardGradients(RankGradients):
             )
         return int(most) - window.planned
 
-    def before_backward(self, window: Window, weight: float) -> float:
+    def agree_on_divisor(self, window: Window, weight: float) -> float:
         """Return the largest weight of the ranks' micro-batches; agree on the divisor before the first."""
         total = weight * window.planned if window.total is None else window.total
         total, largest = self.ranks.agree("a backward", total, weight)
@@ -256,7 +254,7 @@ class ShardGradients(RankGradients):
         """Return the gradient with which a result of the model goes backward."""
         return torch.zeros_like(gradient) if self._empty else gradient
 
-    def close(self, window: Window, update: OptimizerUpdate) -> None:  # noqa: ARG002 - as above
+    def close(self, window: Window, gradients: WindowGradients) -> None:  # noqa: ARG002 - as above
         """Share weight and loss; the gradients are reduced, and corrected by these when they are final."""
         window.interrupted = True
         weights, *ways = self.ranks.total(window.weight, *_ways_of(window))

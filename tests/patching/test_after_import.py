@@ -2,7 +2,7 @@
 
 import sys
 
-from memfit.ghost.patching.after_import import after_import
+from memfit.patching.after_import import after_import
 
 
 def test_the_action_runs_once_after_the_import_unless_cancelled(tmp_path, monkeypatch):

@@ -13,8 +13,8 @@ from memfit.strategies.mechanisms.optimizer_info import parameters_of
 from memfit.strategies.plan import Plan, sharding_conflict
 from memfit.strategies.sharding import Sharding, sharding_of
 from memfit.train.job import Job
-from memfit.train.rank_gradients import BUCKET_BYTES, RankGradients, ReplicaGradients, ShardGradients
 from memfit.train.ranks.job_ranks import OneRank
+from memfit.train.ranks.rank_gradients import BUCKET_BYTES, RankGradients, ReplicaGradients, ShardGradients
 
 _ADD_SHARDING = (
     "Add memfit.Sharding('ddp') to the plan: memfit.Engine(model, [memfit.Sharding('ddp'), ...], "

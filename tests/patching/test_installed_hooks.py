@@ -5,7 +5,7 @@ import torch
 from torch.nn.modules import module as tables
 from torch.nn.modules.module import register_module_forward_hook
 
-from memfit.recording.hooks import InstalledHooks
+from memfit.patching.installed_hooks import InstalledHooks
 
 
 @pytest.fixture
