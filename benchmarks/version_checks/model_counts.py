@@ -15,11 +15,10 @@ from pathlib import Path
 
 from memfit.injection.injection_files import InjectionReport
 from memfit.planning.choose import PlannedRegion
-from memfit.planning.contents import Contents, ContentsInBackward, kept_contents
 from memfit.planning.memory_model import inner_calls
 from memfit.planning.plan_file import read_plan
-from memfit.planning.region_options import option_of
-from memfit.planning.region_parts import option_in_parts
+from memfit.planning.region_options import option_in_parts, option_of
+from memfit.planning.tensor_options import Contents, ContentsInBackward, kept_contents
 from memfit.records import Change, Operation, StepOperations, is_counted
 from memfit.run.options import RunOptions
 from memfit.run.parent import run_script

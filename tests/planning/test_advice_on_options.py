@@ -6,9 +6,8 @@ import pytest
 
 from memfit.analysis.summary import summarize
 from memfit.analysis.trial_result import TrialResult
-from memfit.planning.advice import find_advice
+from memfit.planning.advice import MOST_RUNS, find_advice
 from memfit.planning.plan_runs import GhostRuns
-from memfit.planning.quick_search import MOST_RUNS
 from memfit.records import (
     Category,
     LoaderBatchSize,

@@ -3,8 +3,8 @@
 import pytest
 
 from memfit.errors import TargetError
-from memfit.planning.answers import OutOfTimeError
 from memfit.planning.plan_runs import PlannedScript
+from memfit.planning.plan_search import OutOfTimeError
 from memfit.planning.search import find_plan
 from memfit.report.terminal.script_plan import PrintableScriptPlan
 from support.planned_script import MIB, OUTSIDE, Script, copy, work

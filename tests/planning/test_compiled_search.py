@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from memfit.analysis.trial_result import TrialResult
-from memfit.planning.allowed import Allowed
+from memfit.planning.changes import Allowed
 from memfit.planning.plan_runs import PlannedScript, run_nothing_ahead
 from memfit.planning.search import find_plan
 from memfit.records import (

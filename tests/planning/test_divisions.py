@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from memfit.analysis.trial_result import TrialResult
-from memfit.planning.allowed import Allowed
+from memfit.planning.changes import Allowed
 from memfit.planning.choose import CheckpointChooser
 from memfit.records import LoaderBatchSize, ScriptEnd
 from memfit.report.schema.plan_schema import to_json

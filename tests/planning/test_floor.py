@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from memfit.analysis.trial_result import TrialResult
-from memfit.planning.allowed import Allowed
-from memfit.planning.changes import precision
+from memfit.planning.changes import Allowed, precision
 from memfit.planning.floor import Floors, floor_of_updates
 from memfit.planning.optimizer_changes import optimizer_changes
 from memfit.records import (

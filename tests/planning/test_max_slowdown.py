@@ -7,7 +7,7 @@ import pytest
 
 from memfit.api import allowed_changes
 from memfit.errors import UsageError
-from memfit.planning.allowed import Allowed
+from memfit.planning.changes import Allowed
 from memfit.report.schema.plan_schema import ScriptPlanJson, to_json
 from memfit.report.terminal.script_plan import PrintableScriptPlan
 from support.planned_script import MIB, OUTSIDE, Script, find, planned

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from memfit.planning.allowed import Allowed
+from memfit.planning.changes import Allowed
 from memfit.planning.optimizer_changes import (
     OptimizerChanges,
     has_8_bit_state,

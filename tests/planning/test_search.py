@@ -11,7 +11,7 @@ from rich.console import Console
 
 from memfit.analysis.trial_result import TrialResult
 from memfit.errors import TargetError
-from memfit.planning.allowed import Allowed
+from memfit.planning.changes import Allowed
 from memfit.planning.plan_runs import PlannedScript
 from memfit.planning.search import find_plan
 from memfit.records import Action, Change, Label, Phase, ScriptEnd

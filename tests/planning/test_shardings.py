@@ -9,10 +9,9 @@ from rich.console import Console
 from memfit.analysis.trial_result import TrialResult
 from memfit.errors import TargetError, UsageError
 from memfit.planning import search
-from memfit.planning.allowed import Allowed
-from memfit.planning.plan_runs import PlannedScript
+from memfit.planning.changes import Allowed
+from memfit.planning.plan_runs import PlannedScript, step_seconds
 from memfit.planning.search import find_plan
-from memfit.planning.seconds import step_seconds
 from memfit.planning.shardings import copy_seconds, named_as_in, sent_bytes
 from memfit.records import Change, DividedBatches, Figure, Provenance, ScriptEnd, Term
 from memfit.report.terminal.script_plan import print_plan

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from memfit.planning.allowed import Allowed
+from memfit.planning.changes import Allowed
 from memfit.planning.plan_runs import PlannedScript
 from memfit.planning.search import find_plan
 from memfit.records import Provenance, ScriptEnd

@@ -2,8 +2,7 @@
 
 import pytest
 
-from memfit.planning.same_samples import samples_of_parts
-from memfit.planning.sample_independence import why_dependent
+from memfit.planning.sample_independence import samples_of_parts, why_dependent
 from memfit.records import Change, DividedBatches
 from memfit.run.options import RunOptions
 from memfit.run.resolve_options import ghost_settings

@@ -13,8 +13,7 @@ import pytest
 from forked_runs import difference
 
 from memfit.records import Change
-from memfit.trials.forked_runs import ForkedScript
-from memfit.trials.script_standbys import ScriptStandbys
+from memfit.trials.script_standbys import ForkedScript, ScriptStandbys
 from memfit.trials.side_by_side import side_by_side
 from support.standby_runs import LATE, OPTIONS, TRAIN, Runs, script_of
 

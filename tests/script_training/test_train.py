@@ -11,7 +11,7 @@ import pytest
 from memfit.cli.main import exit_code_of
 from memfit.planning.plan_file import read_plan
 from memfit.records import Change
-from memfit.script_training.carried_out import carried_out, left_out
+from memfit.script_training.plan_outcome import carried_out, left_out
 
 pytestmark = pytest.mark.process
 

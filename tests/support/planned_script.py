@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from memfit.analysis.trial_result import TrialResult
-from memfit.planning.allowed import Allowed
+from memfit.planning.changes import Allowed
 from memfit.planning.choose import CheckpointChooser
 from memfit.planning.plan_runs import PlannedScript
 from memfit.planning.search import find_plan

@@ -14,8 +14,8 @@ import pytest
 from memfit.analysis.trial_result import TrialResult
 from memfit.records import Change, ScriptEnd
 from memfit.run.parent import Progress
-from memfit.trials import runs_ahead, side_by_side
-from memfit.trials.runs_ahead import ProgressOfFirst, RunsAhead
+from memfit.trials import side_by_side
+from memfit.trials.side_by_side import ProgressOfFirst, RunsAhead
 from support.traces import trace_of
 
 CHANGES = [Change(fused=fused, eager=eager) for fused, eager in ((False, False), (True, False), (True, True))]
@@ -47,7 +47,7 @@ class Script:
 
 @pytest.fixture
 def two_processors(monkeypatch):
-    monkeypatch.setattr(runs_ahead, "most_side_by_side", lambda: 2)
+    monkeypatch.setattr(side_by_side, "most_side_by_side", lambda: 2)
 
 
 def named(*names):

@@ -8,10 +8,9 @@ from pathlib import Path
 from memfit.analysis.trial_result import RunTrial, TrialResult
 from memfit.devices import NO_LIMIT, Device, all_devices
 from memfit.errors import TargetError
-from memfit.planning.allowed import Allowed
-from memfit.planning.plan_runs import PlannedScript
+from memfit.planning.changes import Allowed
+from memfit.planning.plan_runs import RULE, PlannedScript, host_copies, roofline
 from memfit.planning.search import find_plan
-from memfit.planning.seconds import RULE, host_copies, roofline
 from memfit.records import Change, DeviceUse, GpusFor, ScriptEnd, ScriptPlan
 from memfit.report.terminal.gpus_for import PrintableGpusFor
 from memfit.run.options import STEPS, RunOptions

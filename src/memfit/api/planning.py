@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 from memfit.analysis.trial_result import TrialResult, why_it_failed
 from memfit.devices import DEFAULT, find_device
 from memfit.errors import UsageError
-from memfit.planning.allowed import LOW_BIT_STATE, PRECISIONS, Allowed
-from memfit.planning.answers import OnFound, OutOfTimeError
-from memfit.planning.plan_runs import PlannedScript, run_nothing_ahead
+from memfit.planning.changes import LOW_BIT_STATE, PRECISIONS, Allowed
+from memfit.planning.plan_runs import RULE, PlannedScript, host_copies, roofline, run_nothing_ahead
+from memfit.planning.plan_search import OnFound, OutOfTimeError
 from memfit.planning.search import find_plan
-from memfit.planning.seconds import RULE, host_copies, roofline
 from memfit.records import Change, ScriptEnd, ScriptPlan
 from memfit.records.targets import is_job, typed
 from memfit.report.terminal.script_plan import PrintableScriptPlan
@@ -25,7 +24,7 @@ from memfit.run.resolve_options import ghost_settings
 from memfit.strategies.suggestions import unknown_name_error
 from memfit.temporary_folders import TemporaryFolder
 from memfit.trials.rank_runs import RankRuns, UnfinishedRankError
-from memfit.trials.runs_ahead import ProgressOfFirst, RunsAhead
+from memfit.trials.side_by_side import ProgressOfFirst, RunsAhead
 from memfit.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:

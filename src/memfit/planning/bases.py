@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from memfit.analysis.breakdown import CATEGORY_NAMES
-from memfit.analysis.trial_result import TrialResult
-from memfit.planning.allowed import PRECISIONS, Allowed
+from memfit.analysis.trial_result import TrialResult, why_it_failed
 from memfit.planning.batches import divisions
 from memfit.planning.bracket import Bracket
-from memfit.planning.changes import FUSED_OPTIMIZER, precision
+from memfit.planning.changes import FUSED_OPTIMIZER, PRECISIONS, Allowed, precision
 from memfit.planning.choose import CheckpointChooser
 from memfit.planning.floor import Floor, Floors, floor_of_updates
 from memfit.planning.optimizer_changes import (
@@ -26,9 +25,8 @@ from memfit.planning.optimizer_changes import (
     offloads_state,
     optimizer_changes,
 )
-from memfit.planning.plan_runs import PlannedScript, PlanRuns
-from memfit.planning.seconds import step_seconds
-from memfit.planning.shardings import named_as_in, why_dropped
+from memfit.planning.plan_runs import PlannedScript, PlanRuns, step_seconds
+from memfit.planning.shardings import named_as_in
 from memfit.records import Category, Change, Phase, PlanRun, ScriptEnd, StepOperations
 
 
@@ -65,10 +63,6 @@ class Bases:
     ) -> None:
         self._script, self._plain, self._runs = script, plain, runs
         self._budget, self._allowed = budget, allowed
-        self.models: tuple[str, ...] = ()
-        """Those that got the last plan."""
-        self.dropped: list[str] = []
-        """As in ``ScriptPlan``."""
         self._made: list[Base] = []
         self._refused: list[Change] = []
         parts = max((way.parts for way in divisions(plain.trace, draws=False)), default=1)
@@ -186,7 +180,7 @@ class Bases:
         relative = functools.partial(self.relative, plan, copies=base.copies)
         made = self._runs.make(plan, relative, operations=True)
         if isinstance(made, ScriptEnd):
-            self.dropped.append(why_dropped(plan, made))
+            self._runs.drop(plan, why_it_failed(made))
             return made
         if made[0].operations is None:
             return None
@@ -194,7 +188,7 @@ class Bases:
         needs = lower.run.needs.bytes, lower.update.needs.bytes
         if needs[0] >= base.run.needs.bytes and needs[1] >= base.update.needs.bytes:
             return None
-        self.models = made[0].models
+        self._runs.models = made[0].models
         return lower
 
     def relative(self, plan: Change, result: TrialResult, copies: float = 0.0) -> float:

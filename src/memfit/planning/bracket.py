@@ -5,7 +5,7 @@ next: what the budget admits, or halfway between the two
 ── best: ran, fits
 """
 
-from memfit.planning.batch_size_search import least_with_smaller_batches
+from memfit.planning.batches import least_with_smaller_batches
 from memfit.planning.choose import CheckpointChoice, CheckpointChooser
 from memfit.planning.mixed_integer_program import INFINITY
 from memfit.planning.plan_runs import PlanRuns

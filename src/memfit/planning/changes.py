@@ -11,6 +11,7 @@ from memfit.records import Change, OptionPurpose, ScriptOption, Trace
 
 if TYPE_CHECKING:
     from memfit.planning.choose import CheckpointChoice
+from dataclasses import dataclass
 
 _EXPANDABLE = "expandable_segments:True"
 _RECOMPUTING = "a second forward of these blocks"
@@ -110,3 +111,55 @@ def low_precisions(options: tuple[ScriptOption, ...]) -> tuple[Change, ...]:
 def _switched_on(option: ScriptOption, what: str, costs: str) -> Change:
     how = f"add {' '.join(option.words)} to the script's options"
     return Change(arguments=option.words, words=(what,), how=(how,), costs=costs)
+
+
+PRECISIONS: dict[str, dict[str, str | bool]] = {
+    "amp": {"dtype": "bf16"},
+    "bf16": {"dtype": "bf16", "autocast": False},
+}
+"""Other numerics that a plan may use, as settings of ``memfit.Precision``."""
+LOW_BIT_STATE = "8bit"
+"""Other numerics of the optimizer: its state in 8 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What a plan may change."""
+
+    allocator: bool = True
+    """``PYTORCH_ALLOC_CONF``."""
+    rounding: bool = True
+    """The order in which sums are taken: batches are divided, and optimizers fused. And the kernels of
+    compiled code, which round at other places."""
+    precisions: tuple[str, ...] = ()
+    """Of ``PRECISIONS``: used if they lower the peak, and a plan with them fits."""
+    optimizer: bool = True
+    """When the optimizer updates parameters, and where its state waits: bit for bit the same."""
+    low_bit_state: bool = False
+    """How many bits the optimizer's state has."""
+    slowdown: float = float("inf")
+    """How many times as long as the script as written a step may take at most, predicted."""
+
+
+_PRODUCTS = (
+    "aten.mm",
+    "aten.addmm",
+    "aten.bmm",
+    "aten.convolution",
+    "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_cudnn_attention",
+)
+
+
+def standard_policies(optimizer: int | None) -> tuple[Change, ...]:
+    """Return the policies: they checkpoint the blocks that a model repeats.
+
+    Args:
+        optimizer: which optimizer of the script has the model's parameters.
+    """
+    return (
+        checkpointed_blocks("every block", {}, optimizer),
+        checkpointed_blocks("every 2nd block", {"every": 2}, optimizer),
+        checkpointed_blocks("every block, products kept", {"save_ops": _PRODUCTS}, optimizer),
+    )

@@ -28,12 +28,15 @@ from memfit.planning.region_options import (
     Copy,
     RegionOption,
     Seconds,
+    option_in_parts,
     option_of,
+    parts_of,
+    recomputed,
     save_ops_to_try,
+    splits_to_try,
     total_bytes,
     worth_trying,
 )
-from memfit.planning.region_parts import option_in_parts, parts_of, recomputed, splits_to_try
 from memfit.planning.tensor_options import TensorOption, tensor_options
 from memfit.planning.uniform_choices import Selection, UniformChoices
 from memfit.records import ModuleCall, StepOperations

@@ -15,16 +15,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from memfit.analysis.trial_result import TrialResult, why_it_failed
-from memfit.planning.allowed import Allowed
-from memfit.planning.answers import BestSoFar, OnFound, answer, too_high, too_small
 from memfit.planning.batches import as_small_batches, divisions, why_indivisible
-from memfit.planning.changes import kept_share
+from memfit.planning.changes import Allowed, kept_share, standard_policies
 from memfit.planning.floor import Floor, Floors, floor_of_updates
-from memfit.planning.plan_runs import PlannedScript, PlanRuns, all_replayed
-from memfit.planning.policies import standard_policies
-from memfit.planning.same_samples import SampleComparison, samples_of_parts, with_samples
-from memfit.planning.sample_independence import why_dependent, why_no_mean
-from memfit.planning.seconds import step_seconds
+from memfit.planning.plan_runs import PlannedScript, PlanRuns, step_seconds
+from memfit.planning.plan_search import OnFound, PlanSearch, too_high, too_small
+from memfit.planning.sample_independence import (
+    SampleComparison,
+    compare_steps,
+    with_samples,
+)
 from memfit.records import Change, PlanRun, ScriptEnd, ScriptPlan, StepOperations
 
 _MOST_RUNS = 6
@@ -60,46 +60,26 @@ class _Family:
     """What ran, by hundredths of these activations."""
 
 
-class CompiledSearch:
-    """A search for a plan.
+class CompiledSearch(PlanSearch):
+    """A search for a plan of compiled code."""
 
-    Args:
-        script: the script.
-        plain: its run as written, with what a step of it runs.
-        budget: bytes of the process.
-        allowed: what the plan may change.
-        on_found: as for ``find_plan``.
-    """
+    _compiled = True
 
     def __init__(
         self, script: PlannedScript, plain: TrialResult, budget: int, allowed: Allowed, on_found: OnFound
     ) -> None:
-        self._script, self._plain, self._budget, self._allowed = script, plain, budget, allowed
-        self._written = all_replayed(plain)
-        target = budget - self._written[0].found.uncertainty
-        self._runs = PlanRuns(script, target, tune=allowed.allocator, compiled=True)
-        self._optimizer = plain.operations.optimizer if plain.operations is not None else None
-        self._best_so_far = BestSoFar(budget, target, allowed.slowdown, on_found)
-        self._as_written = self._runs.needs(self._written, Change(), 1.0, tune=False)
-        self._models: tuple[str, ...] = ()
-        self._dropped: list[str] = []
-        self._undivided = ""
+        super().__init__(script, plain, budget, allowed, on_found)
+        self._why_undivided = ""
         self._samples = SampleComparison()
 
-    def plan(self) -> ScriptPlan:
-        """Return the fastest plan found, or why there is none."""
-        if self._runs.fits(self._as_written):
-            return self._answer(chosen=self._as_written)
-        tuned = self._runs.needs(self._written, Change(), 1.0)
-        if tuned.change.allocator:
-            self._runs.tried.append(tuned)
+    def _search_from(self, tuned: PlanRun) -> ScriptPlan:
         self._offer()
         if (floor := self._floor()).needs.bytes > self._budget:
             return replace(self._answer(smallest=tuned, reason=too_high(floor)), floor=floor.needs)
         if floor.needs.bytes > self._runs.budget:
             self._runs.budget = self._budget  # every plan is tight
         if self._allowed.precisions or self._allowed.low_bit_state:
-            self._dropped.append(_NO_PRECISIONS)
+            self._runs.dropped.append(_NO_PRECISIONS)
         families: list[_Family] = []
         if self._allowed.rounding and not self._runs.fits(tuned):
             families = self._divided(_Family(Change(), tuned))
@@ -121,12 +101,6 @@ class CompiledSearch:
         """Return the floor of all plans: none changes the optimizer."""
         ways = (Floors(self._plain, 1).under(Change()), floor_of_updates(self._plain))
         return max(ways, key=lambda floor: floor.needs.bytes)
-
-    def so_far(self) -> ScriptPlan:
-        """Return the answer of a search that is to end at once."""
-        smallest = min(self._runs.tried, key=lambda run: run.needs.bytes, default=None)
-        chosen = self._best_so_far.run
-        return self._answer(chosen=chosen, smallest=smallest if chosen is None else None)
 
     def policies(self) -> tuple[PlanRun, ...]:
         """Run the policies that people use; those that the script or its model refuses are left out."""
@@ -169,10 +143,10 @@ class CompiledSearch:
         trace = self._plain.trace
         ways = divisions(trace, draws=False)
         if not ways:
-            self._undivided = why_indivisible(trace)
+            self._why_undivided = why_indivisible(trace)
             return []
         draws = self._judge(ways[0])
-        found = [] if self._undivided else divisions(trace, draws=draws)
+        found = [] if self._why_undivided else divisions(trace, draws=draws)
         return [with_samples(each, self._samples) for each in found]
 
     def _judge(self, division: Change) -> bool:
@@ -190,12 +164,12 @@ class CompiledSearch:
             run = self._script.run(eager, what)
             if isinstance(run, ScriptEnd) or run.operations is None:
                 why = why_it_failed(run) if isinstance(run, ScriptEnd) else _UNSEEN
-                self._undivided = f"{_NOT_EAGER}{why}"
+                self._why_undivided = f"{_NOT_EAGER}{why}"
                 return False
             steps.append(run.operations)
         whole, half = steps
-        self._samples = samples_of_parts(whole, half, division.parts)
-        self._undivided = why_dependent(whole, half) or why_no_mean(whole, half) or self._samples.why
+        self._samples = compare_steps(whole, half, division.parts)
+        self._why_undivided = self._samples.why
         return any(each.random for each in whole.forward)
 
     def _sample_families(self, families: Sequence[_Family]) -> None:
@@ -260,24 +234,15 @@ class CompiledSearch:
         """Return the fastest plan that fits."""
         return min(filter(self._runs.fits, self._ran), key=lambda run: run.time, default=None)
 
-    @property
-    def _ran(self) -> list[PlanRun]:
-        """The script as written, and every plan that ran."""
-        return [self._as_written, *self._runs.tried]
-
     def _try(self, plan: Change) -> PlanRun | None:
         """Run a plan; return None if it cannot be."""
         made = self._run(plan, self._runs)
         if isinstance(made, str):
-            self._dropped.append(f"With {', '.join(plan.words)}, {made.rstrip('.')}.")
+            self._runs.drop(plan, made)
             return None
-        self._models = made[0].models or self._models
+        self._runs.models = made[0].models or self._runs.models
         self._offer()
         return made[1]
-
-    def _offer(self) -> None:
-        """Offer what has run as the answer so far."""
-        self._best_so_far.offer(self._ran, lambda run: self._answer(chosen=run))
 
     def _run(self, plan: Change, runs: PlanRuns) -> tuple[TrialResult, PlanRun] | str:
         """Run a plan; return why it cannot be run, if so, as a clause."""
@@ -296,29 +261,9 @@ class CompiledSearch:
         seconds = self._script.seconds
         return step_seconds(result.operations, seconds) / step_seconds(self._plain.operations, seconds)
 
-    # ---- the answer ---------------------------------------------------------------------------------------
-
-    def _answer(
-        self,
-        *,
-        chosen: PlanRun | None = None,
-        smallest: PlanRun | None = None,
-        reason: str = "",
-    ) -> ScriptPlan:
-        found = answer(
-            self._script,
-            self._plain,
-            self._budget,
-            self._as_written,
-            self._runs.tried,
-            self._models,
-            chosen=chosen,
-            smallest=smallest,
-            reason=reason,
-            undivided=self._undivided,
-            slowdown=self._allowed.slowdown,
-        )
-        return replace(found, dropped=tuple(self._dropped))
+    @property
+    def _undivided(self) -> str:
+        return self._why_undivided
 
 
 def _extrapolated(first: _Family, second: _Family, parts: int) -> tuple[float, float]:

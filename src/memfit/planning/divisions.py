@@ -10,14 +10,17 @@ allocated
 from dataclasses import replace
 
 from memfit.analysis.trial_result import TrialResult, why_it_failed
-from memfit.planning.allowed import Allowed
 from memfit.planning.bases import Base, Bases
-from memfit.planning.batch_size_search import least_with_smaller_batches
-from memfit.planning.batches import divisions, why_indivisible
+from memfit.planning.batches import divisions, least_with_smaller_batches, why_indivisible
+from memfit.planning.changes import Allowed
 from memfit.planning.optimizer_changes import saved_of_state, steps_in_backward
 from memfit.planning.plan_runs import PlanRuns
-from memfit.planning.same_samples import SampleComparison, samples_of_parts, with_samples
-from memfit.planning.sample_independence import why_dependent, why_no_mean
+from memfit.planning.sample_independence import (
+    SampleComparison,
+    compare_steps,
+    why_no_mean,
+    with_samples,
+)
 from memfit.records import Change, PlanRun, ScriptEnd
 from memfit.units import format_gib
 
@@ -93,11 +96,10 @@ class Divisions:
         elif (operations := made[0].operations) is None:
             fault = f"memfit saw no two updates of {plan.parts} batches each (the script ends before)"
         else:
-            samples, fault = samples_of_parts(whole.operations, operations, plan.parts), ""
-            if not self._are_independent:
-                fault = why_dependent(whole.operations, operations)
-                fault = fault or why_no_mean(whole.operations, operations)
-            fault = fault or samples.why
+            samples = compare_steps(
+                whole.operations, operations, plan.parts, independent=self._are_independent
+            )
+            fault = samples.why
         if fault or isinstance(made, ScriptEnd) or operations is None:
             self._ways = [way for way in self._ways if way.parts < division.parts]
             self.left, self._indivisible, self.why_no_more = [], fault, fault

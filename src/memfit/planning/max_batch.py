@@ -15,8 +15,14 @@ from memfit.analysis.stream_races import may_race
 from memfit.analysis.summary import summarize
 from memfit.analysis.trial_result import TrialResult, why_it_failed
 from memfit.errors import TargetError, UsageError
-from memfit.planning.batch_size_search import SizedRun, fixed_bytes, next_size
-from memfit.planning.batches import batch_setting, batch_size, with_batch_size
+from memfit.planning.batches import (
+    SizedRun,
+    batch_setting,
+    batch_size,
+    fixed_bytes,
+    next_size,
+    with_batch_size,
+)
 from memfit.planning.plan_runs import GhostRuns
 from memfit.records import (
     BatchLimit,

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from memfit.analysis.needed_memory import ReplayedRun, process_bytes
 from memfit.analysis.summary import summarize
 from memfit.analysis.trial_result import RunTrial, TrialResult
+from memfit.devices import Device
 from memfit.planning.changes import expandable_segments
-from memfit.records import Change, Operation, PlanRun, ScriptEnd
+from memfit.records import Change, Operation, PlanRun, ScriptEnd, StepOperations
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,19 @@ class PlanRuns:
         self.count = 0
         """How many runs were begun."""
         self.tried: list[PlanRun] = []
+        self.models: tuple[str, ...] = ()
+        """Models that got the last plan that a search went on with."""
+        self.dropped: list[str] = []
+        """As in ``ScriptPlan``."""
+
+    def drop(self, plan: Change, why: str) -> None:
+        """Note why a plan could not be run.
+
+        Args:
+            plan: the plan.
+            why: a clause or a sentence.
+        """
+        self.dropped.append(f"With {', '.join(plan.words)}, {why.rstrip('.')}.")
 
     def fits(self, run: PlanRun) -> bool:
         """Return whether a run fits the budget."""
@@ -184,3 +198,40 @@ def replayed(result: TrialResult) -> ReplayedRun:
 def all_replayed(result: TrialResult) -> list[ReplayedRun]:
     """Return the runs of all ranks, as ``replayed`` does."""
     return [replayed(each) for each in (result, *result.others)]
+
+
+LAUNCH = 5e-6
+"""Seconds from one kernel of eager PyTorch to the next, at least. Assumed: not measured on a card."""
+RULE = "roofline of the card: full arithmetic rate or memory bandwidth, at least 5 us per kernel"
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def roofline(device: Device) -> Callable[[Operation], float]:
+    """Return how many seconds an operation takes on a card.
+
+    >>> from memfit.devices import find_device
+    >>> flops, moved = 2 * 4096**3, 3 * 4096**2 * 2
+    >>> product = Operation(
+    ...     "aten.mm.default", 0, -1, (5, 6), (7,), (), flops, moved, "bfloat16", False, 0.0, 0
+    ... )
+    >>> f"{1e3 * roofline(find_device('A100-80GB'))(product):.2f} ms"
+    '0.44 ms'
+    """
+
+    def seconds(operation: Operation) -> float:
+        if not operation.creates and not operation.writes and not operation.flops:
+            return 0.0  # a view
+        rate = device.rate(_DTYPES.get(operation.dtype, operation.dtype))
+        return max(operation.flops / rate, operation.moved / device.memory_bandwidth, LAUNCH)
+
+    return seconds
+
+
+def host_copies(device: Device) -> Callable[[int], float]:
+    """Return how many seconds it takes to copy bytes to the host and back, beside nothing else."""
+    return lambda size: 2 * size / device.host_bandwidth
+
+
+def step_seconds(step: StepOperations, seconds: Callable[[Operation], float]) -> float:
+    """Return the seconds of the forward and the backward of a step."""
+    return sum(seconds(operation) for operation in (*step.forward, *step.backward))

@@ -13,7 +13,7 @@ Source: NCCL's performance notes (https://github.com/NVIDIA/nccl-tests/blob/mast
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from memfit.analysis.strategy_comparison import SHARDINGS
 from memfit.analysis.trial_result import TrialResult, why_it_failed
@@ -41,10 +41,6 @@ class Sharded:
     """The first that fits, if one does."""
     least: tuple[Change, TrialResult, PlanRun] | None = None
     """The one that needs least."""
-    models: tuple[str, ...] = ()
-    """Models that were sharded."""
-    dropped: list[str] = field(default_factory=list)
-    """Why others could not be run, as sentences."""
 
 
 def sharded(runs: PlanRuns, *, rounding: bool) -> Sharded:
@@ -58,10 +54,10 @@ def sharded(runs: PlanRuns, *, rounding: bool) -> Sharded:
     for one in _SAME_SUMS + _OTHER_SUMS * rounding:
         made = runs.make(one, 1.0, operations=True)
         if isinstance(made, ScriptEnd):
-            found.dropped.append(why_dropped(one, made))
+            runs.drop(one, why_it_failed(made))
             continue
         result, run = made
-        found.models = result.models
+        runs.models = result.models
         if found.as_written is None:
             found.as_written = runs.needs(all_replayed(result), one, 1.0, tune=False)
             if run == found.as_written:
@@ -73,11 +69,6 @@ def sharded(runs: PlanRuns, *, rounding: bool) -> Sharded:
         if found.least is None or run.needs.bytes < found.least[2].needs.bytes:
             found.least = one, result, run
     return found
-
-
-def why_dropped(change: Change, end: ScriptEnd) -> str:
-    """Return why a plan could not be run, as a sentence."""
-    return f"With {', '.join(change.words)}, {why_it_failed(end).rstrip('.')}."
 
 
 def sent_bytes(run: PlanRun, terms: tuple[Term, ...], ranks: int) -> int:
