@@ -171,6 +171,20 @@ def test_a_script_without_a_second_step_is_not_planned():
     assert Change() not in script.changes
 
 
+def test_every_block_is_checkpointed_before_the_optimizer_changes_where_the_model_predicts_too_much():
+    script = Script()
+    script.every_block = TrialResult(needing(20), ("Net",), operations=script.step)
+    budget = script.chooser.least.peak // 2 + OUTSIDE
+    ran = []
+
+    def run(change, what):
+        ran.append(change.plan)
+        return script(change, what)
+
+    assert find(run, budget).chosen.change.plan == {"checkpointing": {}}
+    assert ran == [{}, {"checkpointing": {}}]
+
+
 class OtherNumerics(Script):
     """A script that holds half as much under autocast."""
 

@@ -115,7 +115,9 @@ class Bases:
             found.append(max(least, min(updates, key=_bytes_of, default=least), key=_bytes_of))
         return min(found, key=_bytes_of)
 
-    def roots(self, start: Base, chosen: Callable[[], PlanRun | None]) -> Iterator[Base]:
+    def roots(
+        self, start: Base, chosen: Callable[[], PlanRun | None], before_optimizers: Callable[[], None]
+    ) -> Iterator[Base]:
         """Yield the script with whole batches, under changes that lower its peak, while one may be chosen.
 
         First those in which each operation takes no more time; then those of the optimizer.
@@ -123,6 +125,7 @@ class Bases:
         Args:
             start: the script with whole batches.
             chosen: returns the fastest plan so far that fits.
+            before_optimizers: called before the first change of the optimizer: it may choose a plan.
         """
         self._starts.append(start.run)
         roots = [start]
@@ -136,7 +139,8 @@ class Bases:
         for root in roots:
             if chosen() is None and self.can_fit(root.plan):
                 yield root
-        if self._script.ranks == 1:  # with several, gradients are reduced before an update
+        if self._script.ranks == 1 and optimizer_changes(self._allowed):  # several reduce gradients before
+            before_optimizers()
             yield from self._with_other_optimizers(start, least, chosen)
 
     def _with_other_optimizers(

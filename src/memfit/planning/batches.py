@@ -147,6 +147,13 @@ def _division(
     )
 
 
+def under_assumption(division: Change, assumed: str) -> Change:
+    """Return a division with what memfit assumes about its samples, as in ``DividedBatches``."""
+    if division.micro_batches is None:
+        return division
+    return replace(division, micro_batches=replace(division.micro_batches, assumed=assumed))
+
+
 def as_small_batches(division: Change) -> Change:
     """Return the change to batches that are as small as a part: each of them has an update."""
     return replace(division, plan={}, micro_batches=None)

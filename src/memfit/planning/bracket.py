@@ -53,6 +53,11 @@ class Bracket:
         over = [choice for choice, run in self._ran if not self._runs.fits(run)]
         return min(over, key=lambda choice: choice.peak, default=None)
 
+    @property
+    def has_run(self) -> bool:
+        """Whether any choice has run."""
+        return bool(self._ran)
+
     def next(self) -> CheckpointChoice | None:
         """Return the choice to run next; None if none may fit, or none that may is worth it."""
         if self._found_for != self._runs.budget:

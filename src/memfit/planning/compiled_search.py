@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from memfit.analysis.trial_result import TrialResult, why_it_failed
-from memfit.planning.batches import as_small_batches, divisions, why_indivisible
+from memfit.planning.batches import as_small_batches, divisions, under_assumption, why_indivisible
 from memfit.planning.changes import Allowed, kept_share, standard_policies
 from memfit.planning.floor import Floor, Floors, floor_of_updates
 from memfit.planning.plan_runs import PlannedScript, PlanRuns, step_seconds
@@ -23,7 +23,6 @@ from memfit.planning.plan_search import OnFound, PlanSearch, too_high, too_small
 from memfit.planning.sample_independence import (
     SampleComparison,
     compare_steps,
-    with_samples,
 )
 from memfit.records import Change, PlanRun, ScriptEnd, ScriptPlan, StepOperations
 
@@ -147,7 +146,7 @@ class CompiledSearch(PlanSearch):
             return []
         draws = self._judge(ways[0])
         found = [] if self._why_undivided else divisions(trace, draws=draws)
-        return [with_samples(each, self._samples) for each in found]
+        return [under_assumption(each, self._samples.assumed) for each in found]
 
     def _judge(self, division: Change) -> bool:
         """Find out whether batches must not be divided; return whether a step draws random numbers."""

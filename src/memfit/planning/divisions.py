@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from memfit.analysis.trial_result import TrialResult, why_it_failed
 from memfit.planning.bases import Base, Bases
-from memfit.planning.batches import divisions, least_with_smaller_batches, why_indivisible
+from memfit.planning.batches import divisions, least_with_smaller_batches, under_assumption, why_indivisible
 from memfit.planning.changes import Allowed
 from memfit.planning.optimizer_changes import saved_of_state, steps_in_backward
 from memfit.planning.plan_runs import PlanRuns
@@ -19,7 +19,6 @@ from memfit.planning.sample_independence import (
     SampleComparison,
     compare_steps,
     why_no_mean,
-    with_samples,
 )
 from memfit.records import Change, PlanRun, ScriptEnd
 from memfit.units import format_gib
@@ -109,7 +108,7 @@ class Divisions:
                 self._runs.tried.pop()
             return []
         self._are_independent = True
-        plan = with_samples(plan, samples)
+        plan = under_assumption(plan, samples.assumed)
         change = replace(made[1].change, micro_batches=plan.micro_batches)
         run = self._runs.tried[-1] = replace(made[1], change=change)
         base = replace(self._bases.base(plan, made[0], run), copies=whole.copies)

@@ -10,13 +10,12 @@ The step is seen twice, the second time with half the samples. Batch normalizati
 batch, a contrastive loss compares each sample with each other, and a ratio of two sums is no sum: there,
 samples depend on each other.
 
-And micro-batches must have the samples of the batches that they divide:
+Micro-batches must have the samples of the batches that they divide:
 
     whole batches    a b c d │ e f g h      copied to the GPU, or parts of what was copied before
     in two parts     a b│c d │ e f│g h      the same rows along one dimension, in the same order
 
-A script's batch size may be something else than a number of samples: some language models cut their corpus by
-it, so that smaller batches have other rows.
+Some language models cut their corpus by the batch size, so that smaller batches have other rows.
 """
 
 from collections import defaultdict
@@ -26,7 +25,7 @@ from enum import Enum
 from itertools import chain
 from math import prod
 
-from memfit.records import Change, FedSamples, FedTensor, Operation, StepOperations
+from memfit.records import FedSamples, FedTensor, Operation, StepOperations
 
 _HALF = 2
 _SUMS = (
@@ -290,13 +289,6 @@ def compare_steps(
     found = samples_of_parts(whole, parts, count)
     why = "" if independent else why_dependent(whole, parts) or why_no_mean(whole, parts)
     return replace(found, why=why or found.why)
-
-
-def with_samples(plan: Change, samples: SampleComparison) -> Change:
-    """Return a plan that divides batches, with what two runs have shown of their samples."""
-    if plan.micro_batches is None:
-        return plan
-    return replace(plan, micro_batches=replace(plan.micro_batches, assumed=samples.assumed))
 
 
 def compare_samples(whole: FedSamples, parts: FedSamples, count: int) -> SampleComparison:

@@ -103,6 +103,7 @@ class _OperationSearch(PlanSearch):
         self, script: PlannedScript, plain: TrialResult, budget: int, allowed: Allowed, on_found: OnFound
     ) -> None:
         super().__init__(script, plain, budget, allowed, on_found)
+        self._in_blocks: set[Change] = set()  # of which bases every block was checkpointed
         self._refusal = ""  # why nothing can be recomputed
         self._chosen: PlanRun | None = None  # the fastest so far that fits
         self._bases = Bases(script, plain, self._runs, budget, allowed)
@@ -154,7 +155,8 @@ class _OperationSearch(PlanSearch):
             self._runs.budget = self._budget  # every plan is tight
         bases: list[Base] = []
         for start in starts:
-            for root in self._bases.roots(start, lambda: self._chosen):
+            untried = functools.partial(self._try_every_block, bases)
+            for root in self._bases.roots(start, lambda: self._chosen, untried):
                 self._divisions.begin(root)
                 added = [root]
                 self._chosen = self._search(added)
@@ -271,10 +273,20 @@ class _OperationSearch(PlanSearch):
         self._runs.models = result.models
         base.bracket.add(choice, run)
 
+    def _try_every_block(self, bases: list[Base]) -> None:
+        """Checkpoint every block where the model predicts that nothing can fit: it may predict too much."""
+        may_fit = [base for base in bases if self._may_fit(base)]
+        left = self._chosen is None and not self._is_exhausted
+        if left and may_fit and not any(base.bracket.has_run for base in bases):
+            self._chosen = self._every_block(may_fit)
+
     def _every_block(self, bases: list[Base]) -> PlanRun | None:
-        """Checkpoint every block in the base that needs least; None if that does not fit either."""
+        """Checkpoint every block in the base that needs least; None if that does not fit, or was tried."""
         base = min(bases, key=lambda base: base.run.needs.bytes)
         least = base.plan
+        if least in self._in_blocks:
+            return None
+        self._in_blocks.add(least)
         made = self._runs.make(
             least | standard_policies(self._optimizer)[0],
             functools.partial(self._bases.relative, least, copies=base.copies),

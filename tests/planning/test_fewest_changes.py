@@ -6,7 +6,7 @@ import pytest
 
 from memfit.analysis.summary import summarize
 from memfit.analysis.trial_result import TrialResult
-from memfit.planning.advice import MOST_RUNS, find_advice
+from memfit.planning.fewest_changes import MOST_RUNS, find_advice
 from memfit.planning.plan_runs import GhostRuns
 from memfit.records import (
     Category,
