@@ -11,12 +11,9 @@ does not repeat them. Exits with 1 when a row differs by more than rows.toml all
 
 import argparse
 import json
-import os
 import platform
 import re
-import subprocess
 import sys
-import tempfile
 import threading
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -24,9 +21,15 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import distributions, version
 from pathlib import Path
 
+from measuring import command_line, memfit_json, table, write_json, write_or_print
+
 HERE = Path(__file__).parent / "accuracy"
 EMPTY: Mapping[str, str] = {}
 MANY = 1000  # larger figures are shown without decimals
+COLUMNS = (
+    *("set", "job", "published", "ghost", "", "as the author's software", ""),
+    "explanation of the difference",
+)
 BYTES = {"B": 1, "MiB": 1 << 20, "GiB": 1 << 30, "GB": 10**9}
 
 
@@ -144,18 +147,8 @@ def dry_run(run: tuple[str, ...], options: tuple[str, ...], environment: Mapping
         Its peaks by name, and the figures it printed as `name 1.5 MiB`; bytes.
     """
     script, *arguments = run
-    command = [sys.executable, "-m", "memfit", "dry-run", "--steps", "1000000", *options, "--json"]
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer.json"
-        done = subprocess.run(
-            [*command, str(answer), "--", str(HERE / script), *arguments],
-            env={**os.environ, **environment},
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        found = json.loads(answer.read_text()) if answer.exists() else None
+    job = ("--steps", "1000000", *options, "--", str(HERE / script), *arguments)
+    found, done = memfit_json("dry-run", *job, environment=environment)
     if found is None or found["verdict"] not in ("fits", "tight") or found["end"]["reason"] != "end":
         raise SystemExit(f"{' '.join(run)} did not run to completion on the ghost:\n{done.stderr[-2000:]}")
     printed = re.findall(r"^(\w+) +([\d.]+) MiB$", done.stdout, re.MULTILINE)
@@ -177,18 +170,14 @@ def measure(row: Row, runs: Runs) -> RowResult:
 
 def markdown(results: Iterable[RowResult], sources: dict[str, dict[str, str]]) -> str:
     """Return the table, followed by its sources."""
-    lines = [
-        "| set | job | published | ghost | | as the author's software | | explanation of the difference |",
-        "|---|---|--:|--:|--:|--:|--:|---|",
-    ]
-    results = tuple(results)
+    results, rows = tuple(results), []
     for result in results:
         row = result.row
         then = ("", "") if result.then is None else _shown(row, result.then)
-        lines.append(f"| {' | '.join((row.set, *cells(result), *then, row.explained))} |")
+        rows.append((row.set, *cells(result), *then, row.explained))
     used = dict.fromkeys((result.row.set, result.row.source) for result in results)
-    lines += ["", *(f"- {letter}: {sources[name]['cite']}. {sources[name]['of']}." for letter, name in used)]
-    return "\n".join(lines) + "\n"
+    cited = [f"- {letter}: {sources[name]['cite']}. {sources[name]['of']}." for letter, name in used]
+    return "\n".join((table(COLUMNS, "llrrrrrl", rows), "", *cited, ""))
 
 
 def cells(result: RowResult) -> tuple[str, str, str, str]:
@@ -223,12 +212,9 @@ def versions() -> str:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, results=True)
     parser.add_argument("--sets", default="", help="letters of the sets to run (default: all)")
     parser.add_argument("--markdown", type=Path, help="write the table to this file")
-    parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--runs", type=Path, help="file that caches the results of runs")
     parser.add_argument("--chart", type=Path, help="draw set J to this file, as SVG")
     options = parser.parse_args()
@@ -241,15 +227,9 @@ def main() -> None:
         results.append(result := measure(row, runs))
         print(f"{row.set} {row.what}: {_signed(row, result.difference)}", file=sys.stderr, flush=True)
     text = f"Ghost: {versions()}.\n\n{markdown(results, sources)}"
-    if options.markdown:
-        options.markdown.write_text(text)
-    else:
-        print(text)
-    if options.json:
-        measured = [
-            asdict(result) | {"difference": result.difference, "met": result.met} for result in results
-        ]
-        options.json.write_text(json.dumps({"ghost": versions(), "rows": measured}, indent=1) + "\n")
+    write_or_print(options.markdown, text)
+    measured = [asdict(result) | {"difference": result.difference, "met": result.met} for result in results]
+    write_json(options.json, {"ghost": versions(), "rows": measured})
     if missed := [f"{result.row.set} {result.row.what}" for result in results if not result.met]:
         raise SystemExit("These rows differ by more than rows.toml allows: " + "; ".join(missed))
 
@@ -260,10 +240,7 @@ def _published_cards(options: argparse.Namespace) -> None:
 
     results = published_cards.predict(published_cards.read_rows(), Runs(options.runs).peaks_of)
     text = f"Ghost: {versions()}.\n\n{published_cards.markdown(results)}"
-    if options.markdown:
-        options.markdown.write_text(text)
-    else:
-        print(text)
+    write_or_print(options.markdown, text)
     if options.chart:
         published_cards.chart(results, options.chart)
 

@@ -14,7 +14,6 @@ decomposed forward with and without backward, each on dense tensors and on views
 --operators needs expecttest, which PyTorch's operator database imports (pip install expecttest).
 """
 
-import argparse
 import copy
 import itertools
 import sys
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import command_line
 from torch import fx, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
@@ -54,9 +54,7 @@ KNOWN = {
 
 def main() -> int:
     """Compare, print the results, and return 1 if anything differs."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--models", nargs="*", choices=(*IMAGES, "gpt2"), default=(*IMAGES, "gpt2"))
     parser.add_argument("--operators", nargs="*", help="operators by name (default: all)")
     parser.add_argument("--samples", type=int, default=3, help="sample inputs per operator")

@@ -7,7 +7,6 @@ settings, in turn, to find the smallest capacity. Then it dry-runs the job under
 memory, with exactly that capacity, and with 2 MiB less. Exits with 1 if a run contradicts the replay.
 """
 
-import argparse
 import itertools
 import json
 import os
@@ -16,10 +15,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+from measuring import EXAMPLES, MIB, at_least_1, command_line, write_json
+
 from memfit import api
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-MIB = 1 << 20
 JOBS = (
     ("gan.py", "--steps", "3"),
     ("gpt.py", "--steps", "3"),
@@ -65,14 +64,9 @@ def outcome(answer: dict) -> str:
 
 def main() -> int:
     """Print a row per job; return 1 if any prediction was wrong."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--jobs", type=int, default=10, help="number of jobs")
-    parser.add_argument("--json", type=Path)
+    parser = command_line(__doc__, results=True)
+    parser.add_argument("--jobs", type=at_least_1, default=10, help="number of jobs")
     arguments = parser.parse_args()
-    if arguments.jobs < 1:
-        parser.error("--jobs must be at least 1")
     rows = []
     for job, conf in zip(JOBS[: arguments.jobs], itertools.cycle(CONFS), strict=False):
         with tempfile.TemporaryDirectory() as name:
@@ -104,8 +98,7 @@ def main() -> int:
         )
     good = sum(row["as_predicted"] for row in rows)
     print(f"{good} of {len(rows)} as predicted")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    write_json(arguments.json, rows)
     return 0 if good == len(rows) else 1
 
 

@@ -9,7 +9,6 @@ every block of every segment. No GPU is needed: the real allocator runs on the g
 differs. --seed repeats a run.
 """
 
-import argparse
 import itertools
 import json
 import os
@@ -20,10 +19,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from measuring import GIB, at_least_1, command_line, write_json
+
 from memfit.report.terminal.progress_line import progress_line
 
 DRIVER = Path(__file__).with_name("allocator") / "drive.py"
-GIB = 1 << 30
 Options = dict[str, Any]
 
 # Setting -> values to test. A conf combines values of one or two settings.
@@ -103,21 +103,16 @@ def result_of(done: "subprocess.CompletedProcess[str]") -> Options:
 
 def main() -> int:
     """Drive every situation and print a table; return 1 if anything differs."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, results=True)
     parser.add_argument(
-        "--operations", type=int, default=50_000, help="number of operations, over all situations"
+        "--operations", type=at_least_1, default=50_000, help="number of operations, over all situations"
     )
     parser.add_argument("--seed", type=int, help="random seed (default: a new one)")
     parser.add_argument(
         "--python", default=sys.executable, help="Python interpreter of an environment with another torch"
     )
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     arguments = parser.parse_args()
-    if arguments.operations < 1:
-        parser.error("--operations must be at least 1")
     seed = random.SystemRandom().randrange(1 << 30) if arguments.seed is None else arguments.seed
     chosen = situations(random.Random(seed))  # noqa: S311 - nothing secret
     each = -(-arguments.operations // len(chosen))
@@ -132,8 +127,7 @@ def main() -> int:
             show(f"{len(rows)} of {len(chosen)} situations")
     table = markdown(rows, seed)
     print(table)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"seed": seed, "rows": rows}, indent=1) + "\n")
+    write_json(arguments.json, {"seed": seed, "rows": rows})
     if arguments.markdown:
         arguments.markdown.write_text(table + "\n")
     return int(any(row["mismatch"] for row in rows))

@@ -5,12 +5,10 @@
 The benchmark records the results of PyTorch's real allocator for random operations, in every situation of
 allocator_differential.py. Each mutant repeats the operations and is caught if a result differs (``differs``).
 Python mutants also perform random operations under the referee (``referee``); compiled mutants are compared
-with ``caching_allocator.py`` (``twin``). Exits with 1 if a mutant escapes that mutants.toml does not list as
+with the reference in Python (``twin``). Exits with 1 if a mutant escapes that mutants.toml does not list as
 equivalent, or if an equivalent one is caught.
 """
 
-import argparse
-import json
 import multiprocessing
 import random
 import sys
@@ -22,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from allocator_differential import Options, drive, situations
+from measuring import at_least_1, command_line, write_json
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).with_name("allocator")))
 from compiled import replay_compiled
 from model import Log, Model
@@ -116,18 +116,15 @@ def _failure(attempt: Callable[[], object]) -> str:
 
 def main() -> int:
     """Try to catch every mutant and print a table; return 1 if a result is not as expected."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = command_line(__doc__, results=True)
+    parser.add_argument(
+        "--operations", type=at_least_1, default=800, help="number of operations in each situation"
     )
-    parser.add_argument("--operations", type=int, default=800, help="number of operations in each situation")
     parser.add_argument("--seed", type=int, default=0, help="random seed of the situations")
     parser.add_argument(
         "--logs", type=Path, help="keep the logs of PyTorch's results in this folder and reuse those in it"
     )
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    if arguments.operations < 1:
-        parser.error("--operations must be at least 1")
     chosen = [
         (conf, options | {"operations": arguments.operations})
         for conf, options in situations(random.Random(arguments.seed))  # noqa: S311 - nothing secret
@@ -144,8 +141,7 @@ def main() -> int:
         row["equal"] = equal.get(row["what"], "")
         row["as expected"] = bool(row["differs"] or row["referee"] or row["twin"]) != bool(row["equal"])
     print(markdown(rows))
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"seed": arguments.seed, "rows": rows}, indent=1) + "\n")
+    write_json(arguments.json, {"seed": arguments.seed, "rows": rows})
     return int(not all(row["as expected"] for row in rows))
 
 

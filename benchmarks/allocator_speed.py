@@ -2,37 +2,32 @@
 
     python benchmarks/allocator_speed.py [--operations 100000] [--runs 9] [--json FILE]
 
-Python calls PyTorch's allocator operation by operation; memfit's serves a list of requests, as in a replay:
-``compiled``, and ``in Python``, the fallback without a C compiler. All three count every statistic.
-``random`` is the mix of sizes of the differential test; ``training`` is a GPT's steps, recorded on the ghost.
-Exits with 1 if the median rate of the compiled allocator is less than 0.7 of PyTorch's.
+Python calls PyTorch's allocator operation by operation; memfit's serves a list of requests, as in a replay.
+Both count every statistic. ``random`` is the mix of sizes of the differential test; ``training`` is a GPT's
+steps, recorded on the ghost.
+Exits with 1 if the median rate of memfit's allocator is less than 0.7 of PyTorch's.
 """
 
-import argparse
-import json
 import random
 import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
-from memfit.allocator import compiled_allocator
+from measuring import EXAMPLES, at_least_1, command_line, in_turns, load_ghost, write_json
+
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.replay import replay
 from memfit.allocator.requests import RequestKind, Requests, read_requests
-from memfit.devices import find_device
-from memfit.ghost.build.runtime_library import build
-from memfit.ghost.device import GhostDevice
-from memfit.ghost.load import load
 
 sys.path.insert(0, str(Path(__file__).with_name("allocator")))
 from drive import Sizes
 
 TARGET = 0.7
-WAYS = ("compiled", "python")
 TOTAL = 80 << 30
-EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt.py"
+
 Operation = tuple[int, int]
 """(number of a block, bytes to allocate, or 0 to free the block)."""
 
@@ -57,7 +52,7 @@ def training_operations(count: int) -> list[Operation]:
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.memfit"
-        api.dry_run(EXAMPLE, output=path, stdout_to_stderr=True)
+        api.dry_run(EXAMPLES / "gpt.py", output=path, stdout_to_stderr=True)
         requests = read_requests(api.read(path))
     once = [
         (number, size if ask == RequestKind.MALLOC else 0)
@@ -71,20 +66,13 @@ def training_operations(count: int) -> list[Operation]:
 
 def main() -> int:
     """Run the allocators in alternation and print rates and ratios; return 1 if the target is missed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--operations", type=int, default=100_000)
-    parser.add_argument("--runs", type=int, default=9)
-    parser.add_argument("--json", type=Path)
+    parser = command_line(__doc__, results=True)
+    parser.add_argument("--operations", type=at_least_1, default=100_000)
+    parser.add_argument("--runs", type=at_least_1, default=9)
     arguments = parser.parse_args()
-    if arguments.operations < 1:
-        parser.error("--operations must be at least 1")
-    if arguments.runs < 1:
-        parser.error("--runs must be at least 1")
     training = training_operations(arguments.operations)
     workloads = {"random": random_operations(arguments.operations), "training": training}
-    load(build()).configure(GhostDevice.of(find_device("A100-80GB"), TOTAL))
+    load_ghost(total=TOTAL)
     import torch
 
     torch.cuda.init()
@@ -93,30 +81,21 @@ def main() -> int:
         requests = Requests()
         for number, size in operations:
             requests.add(RequestKind.MALLOC if size else RequestKind.FREE, 0, number, size)
-        runs = [
-            (
-                pytorch_seconds(torch, operations),
-                memfit_seconds(requests, compiled=True),
-                memfit_seconds(requests, compiled=False),
-            )
-            for _ in range(arguments.runs)
-        ]
-        rows[name] = {"operations": len(operations)} | {
-            f"{what}_us": 1e6 * statistics.median(run[way] for run in runs) / len(operations)
-            for way, what in enumerate(("pytorch", *WAYS))
+        ways = {
+            "pytorch": partial(pytorch_seconds, torch, operations),
+            "memfit": partial(memfit_seconds, requests),
         }
-        for way, what in enumerate(WAYS, 1):
-            rows[name][f"{what}_rate"] = statistics.median(run[0] / run[way] for run in runs)
-    print(f"{'':10} {'PyTorch':>10} {'compiled':>10} {'in Python':>10}    rate relative to PyTorch's")
+        runs = [*in_turns(ways, arguments.runs)]
+        rows[name] = {"operations": len(operations)} | {
+            f"{way}_us": 1e6 * statistics.median(run[way] for run in runs) / len(operations) for way in ways
+        }
+        rows[name]["rate"] = statistics.median(run["pytorch"] / run["memfit"] for run in runs)
+    print(f"{'':10} {'PyTorch':>10} {'memfit':>10}    rate relative to PyTorch's")
     for name, row in rows.items():
-        print(
-            f"{name:10} {row['pytorch_us']:7.2f} us {row['compiled_us']:7.2f} us {row['python_us']:7.2f} us"
-            f"    {row['compiled_rate']:.2f} compiled, {row['python_rate']:.2f} in Python"
-        )
-    met = all(row["compiled_rate"] >= TARGET for row in rows.values())
+        print(f"{name:10} {row['pytorch_us']:7.2f} us {row['memfit_us']:7.2f} us    {row['rate']:.2f}")
+    met = all(row["rate"] >= TARGET for row in rows.values())
     print(f"target {TARGET}: {'met' if met else 'MISSED'}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"target": TARGET, "met": met, "rows": rows}, indent=1) + "\n")
+    write_json(arguments.json, {"target": TARGET, "met": met, "rows": rows})
     return 0 if met else 1
 
 
@@ -139,16 +118,11 @@ def pytorch_seconds(torch, operations: list[Operation]) -> float:  # noqa: ANN00
     return seconds
 
 
-def memfit_seconds(requests: Requests, *, compiled: bool) -> float:
+def memfit_seconds(requests: Requests) -> float:
     """Return the seconds that memfit's allocator takes for the requests."""
-    library = compiled_allocator.load()
-    if library is None:
-        raise SystemExit("The compiled allocator is not available: no C compiler was found.")
-    compiled_allocator.load = lambda: library if compiled else None
     begun = time.perf_counter()
     fits = replay(requests, AllocatorConfig(), total=TOTAL).fits
     seconds = time.perf_counter() - begun
-    compiled_allocator.load = lambda: library
     if not fits:
         raise SystemExit("The device is too small for this workload.")
     return seconds

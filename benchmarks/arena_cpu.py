@@ -16,7 +16,6 @@ the first planned step on), and the parts of the process's peak:
 during a step than between steps (mallinfo2, sampled every millisecond in steps that are not timed).
 """
 
-import argparse
 import ctypes
 import hashlib
 import multiprocessing
@@ -30,12 +29,12 @@ from pathlib import Path
 from typing import Self
 
 import torch
+from measuring import MIB, command_line
 from torch import nn
 
 import memfit
 
 model_of = runpy.run_path(str(Path(__file__).with_name("packing") / "job.py"))["model_of"]
-MIB = 1 << 20
 BATCHES = {"resnet50": (8, 3, 224, 224), "vgg16": (4, 3, 224, 224), "gpt2": (2, 256)}
 PLANNED = 4  # steps before the first planned one: one creates optimizer state, the arena records two
 SAMPLED = 2  # steps at the end in which scratch memory is sampled
@@ -171,7 +170,7 @@ def compare(name: str, steps: int) -> None:
 
 def main() -> None:
     """Compare each model."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("--models", nargs="+", default=list(BATCHES), choices=list(BATCHES))
     parser.add_argument("--steps", type=int, default=20)
     arguments = parser.parse_args()

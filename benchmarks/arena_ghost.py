@@ -15,10 +15,12 @@ import os
 import runpy
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-MIB = 1 << 20
+from measuring import MIB, command_line, load_ghost, write_json
+
 BATCHES = {
     "resnet50": 32,
     "vgg16": 32,
@@ -35,14 +37,7 @@ MOST = 1.02
 
 def train(name: str, allocator: str, steps: int) -> dict[str, Any]:
     """Train on the ghost; return the memory in use after each step, and the arena's counts."""
-    from memfit.devices import find_device
-    from memfit.ghost.build.runtime_library import build
-    from memfit.ghost.device import GhostDevice
-    from memfit.ghost.load import load
-
-    ghost = load(build())
-    ghost.configure(GhostDevice.of(find_device("A100-80GB")))
-    from contextlib import nullcontext
+    load_ghost()
 
     import torch
 
@@ -103,10 +98,9 @@ def compare(name: str, steps: int) -> dict[str, Any]:
 
 def main() -> None:
     """Compare each model; exit with 1 if one exceeds the limit."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = command_line(__doc__, results=True)
     parser.add_argument("--models", nargs="+", default=list(BATCHES), choices=list(BATCHES))
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--allocator", choices=list(ALLOCATORS), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.allocator:
@@ -114,8 +108,7 @@ def main() -> None:
         return
     print("memory in use, relative to the live peak:", flush=True)
     rows = [compare(name, arguments.steps) for name in arguments.models]
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    write_json(arguments.json, rows)
     above = [row["name"] for row in rows if row["placed"] > MOST * row["live"]]
     if above:
         sys.exit(f"placed steps use more than {MOST} times the live peak: {', '.join(above)}")

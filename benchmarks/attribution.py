@@ -7,7 +7,6 @@ and optimizer step, both must report the same requested bytes. The benchmark als
 the peak, and checks that all rows sum to the allocated bytes. Exits with 1 if anything differs.
 """
 
-import argparse
 import importlib.util
 import json
 import subprocess
@@ -17,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from measuring import ROOT, command_line, write_json
 
 import memfit
 from memfit.allocator.timeline import timeline
@@ -24,7 +24,6 @@ from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import breakdown_at
 from memfit.records import Attribution, Category, GroupBy, MarkKind, Phase, TensorInfo, Trace
 
-ROOT = Path(__file__).parents[1]
 EXAMPLES = (
     *(
         "accumulation",
@@ -171,11 +170,8 @@ def jobs() -> Iterator[list[str]]:
 
 def main() -> int:
     """Compare the scripts and print a table; return 1 if anything differs."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, results=True)
     parser.add_argument("examples", nargs="*", help="scripts, with their arguments (default: all)")
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     commands = [one.split() for one in arguments.examples] or jobs()
     results = []
@@ -191,8 +187,7 @@ def main() -> int:
             )
             for text in found["differences"][:6]:
                 print(f"    {text}", flush=True)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1))
+    write_json(arguments.json, results)
     return int(any(found["differences"] for found in results))
 
 

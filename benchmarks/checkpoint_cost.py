@@ -6,19 +6,19 @@ Each figure is the median time of one forward and backward of a small block on t
 one thread and alternating variants.
 """
 
-import argparse
-import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 
 import torch
+from measuring import at_least_1, command_line, in_turns, seconds_of, write_json
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from memfit.strategies.checkpointing import Checkpointing
+
+WARM_UP = 20
 
 
 def block() -> nn.Module:
@@ -41,14 +41,9 @@ def checkpointed(**options: bool) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def main() -> int:
     """Time the variants in alternation and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--runs", type=int, default=300)
-    parser.add_argument("--json", type=Path)
+    parser = command_line(__doc__, results=True)
+    parser.add_argument("--runs", type=at_least_1, default=300)
     arguments = parser.parse_args()
-    if arguments.runs < 1:
-        parser.error("--runs must be at least 1")
     torch.set_num_threads(1)
     variants = {
         "plain": block(),
@@ -58,18 +53,16 @@ def main() -> int:
         "memfit, RNG state not restored": checkpointed(preserve_rng_state=False),
     }
     x = torch.randn(16, 64, requires_grad=True)
-    taken: dict[str, list[float]] = {name: [] for name in variants}
-    for run in range(arguments.runs + 20):
-        for name, call in variants.items():
-            begun = time.perf_counter()
-            call(x).sum().backward()
-            if run >= 20:  # noqa: PLR2004 - warm by then
-                taken[name].append(1e6 * (time.perf_counter() - begun))
-    medians = {name: statistics.median(times) for name, times in taken.items()}
+
+    def step(call: Callable[[torch.Tensor], torch.Tensor]) -> float:
+        return seconds_of(lambda: call(x).sum().backward())
+
+    steps = {name: partial(step, call) for name, call in variants.items()}
+    rounds = [*in_turns(steps, arguments.runs + WARM_UP)][WARM_UP:]
+    medians = {name: 1e6 * statistics.median(each[name] for each in rounds) for name in variants}
     for name, microseconds in medians.items():
         print(f"{name:34} {microseconds:8.0f} µs   {microseconds - medians['plain']:+8.0f}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(medians, indent=2) + "\n")
+    write_json(arguments.json, medians)
     return 0
 
 

@@ -8,15 +8,15 @@ is that of the storages that a step allocates, over parameters, hidden states an
 the largest difference of a gradient from the plain head's in float64, relative to the largest gradient.
 """
 
-import argparse
 import copy
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
-from planning_cpu import MIB, interval
+from measuring import MIB, command_line, in_turns, interval, seconds_of, table_head, table_line
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -91,9 +91,7 @@ class Case:
         """Run a forward and a backward, and return their processor time."""
         for each in self.leaves:
             each.grad = None
-        started = time.process_time()
-        loss(self.head, self.hidden, self.targets).backward()
-        return time.process_time() - started
+        return seconds_of(lambda: loss(self.head, self.hidden, self.targets).backward(), time.process_time)
 
     def peak(self, loss: Loss) -> float:
         """Return the peak of a step, in MiB."""
@@ -113,7 +111,7 @@ class Case:
 
 def main() -> None:
     """Measure, and print a row for each variant."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("--positions", type=int, default=1024)
     parser.add_argument("--features", type=int, default=512)
     parser.add_argument("--classes", type=int, default=16384)
@@ -127,20 +125,17 @@ def main() -> None:
     exact = [hidden.grad, head.weight.grad]
     losses = variants()
     ratios: dict[str, list[float]] = {name: [] for name in losses}
-    for number in range(options.rounds):
-        turn = number % len(losses)
-        order = [*losses][turn:] + [*losses][:turn]
-        seconds = {name: case.step(losses[name]) for name in order}
+    for seconds in in_turns(
+        {name: partial(case.step, loss) for name, loss in losses.items()}, options.rounds
+    ):
         for name, each in seconds.items():
             ratios[name].append(each / seconds["plain"])
-    print("| slices | peak MiB | time | 95 % | error |\n|---|--:|--:|--:|--:|")
+    print(table_head(("slices", "peak MiB", "time", "95 %", "error"), "lrrrr"))
     errors = {name: case.error(loss, exact) for name, loss in losses.items()}
     for name, loss in losses.items():
         low, high = interval(ratios[name])
-        print(
-            f"| {name} | {case.peak(loss):.1f} | {statistics.median(ratios[name]):.3f} | "
-            f"{low:.3f} to {high:.3f} | {errors[name]:.1e} |"
-        )
+        time = f"{statistics.median(ratios[name]):.3f}", f"{low:.3f} to {high:.3f}"
+        print(table_line((name, f"{case.peak(loss):.1f}", *time, f"{errors[name]:.1e}")))
     sys.exit(max(errors.values()) > LIMIT * errors["plain"])
 
 

@@ -14,7 +14,6 @@ can use no other. The tables show what is reserved, and the largest workspaces: 
 any engine would have used.
 """
 
-import argparse
 import csv
 import json
 import os
@@ -28,6 +27,8 @@ from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from measuring import command_line, table, write_json, write_or_print
 
 HERE = Path(__file__).parent / "accuracy"
 VERSIONS = ("9.8.0.87", "9.10.2.21", "9.13.1.26", "9.16.0.29", "9.19.0.56", "9.28.0.42")
@@ -97,7 +98,7 @@ def main() -> None:
     """Download, run and print."""
     from memfit.ghost.build.runtime_library import build
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--versions", nargs="*", default=VERSIONS)
     parser.add_argument("--jobs", nargs="*", default=["regnet", "convnext"], help="beginnings of jobs' names")
@@ -115,15 +116,14 @@ def main() -> None:
             if (card, job, batch, libraries.name) not in done:
                 results.append(_run(libraries, card, job, batch))
                 print(_line(results[-1]), file=sys.stderr, flush=True)
-                if args.json:
-                    args.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+                write_json(args.json, [asdict(result) for result in results])
     chosen = [result for result in results if result.job.startswith(tuple(args.jobs))]
     tables = (_reserved_table(chosen), _sum_table(chosen), _largest_table(chosen))
     blocks = [HEADER]
-    for caption, table in zip(CAPTIONS, tables, strict=True):
-        blocks += [caption, "\n".join(table)]
+    for caption, lines in zip(CAPTIONS, tables, strict=True):
+        blocks += [caption, "\n".join(lines)]
     text = "\n\n".join(blocks) + "\n"
-    args.markdown.write_text(text) if args.markdown else print(text)
+    write_or_print(args.markdown, text)
 
 
 def _downloaded(version: str, folder: Path, no_device: str) -> Libraries:
@@ -310,10 +310,8 @@ def _columns(results: Sequence[Result]) -> dict[str, str]:
 
 def _table(results: Sequence[Result], extra: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     headings = ["card", "job", "batch", *extra, *_columns(results).values()]
-    middle = "---|" if "convolution" in extra else "--:|" * len(extra)
-    ruler = "|---|---|--:|" + middle + "--:|" * len(_columns(results))
-    lines = ["| " + " | ".join(headings) + " |", ruler]
-    return lines + ["| " + " | ".join(cells) + " |" for cells in rows]
+    middle = "l" if "convolution" in extra else "r" * len(extra)
+    return table(headings, "llr" + middle + "r" * len(_columns(results)), rows).splitlines()
 
 
 def _reserved_table(results: Sequence[Result]) -> list[str]:

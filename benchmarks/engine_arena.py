@@ -6,7 +6,6 @@ One process each. The benchmark compares parameters and validated losses bit for
 resident memory of the process in the second epoch, in which all updates and validated batches are planned.
 """
 
-import argparse
 import hashlib
 import multiprocessing
 import runpy
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import command_line
 from torch import nn
 
 import memfit
@@ -98,7 +98,7 @@ def compare(name: str, updates: int) -> None:
 
 def main() -> None:
     """Compare each model."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("--models", nargs="+", default=list(EXCLUDED), choices=list(EXCLUDED))
     parser.add_argument("--updates", type=int, default=8)
     arguments = parser.parse_args()

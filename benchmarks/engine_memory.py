@@ -9,9 +9,7 @@ values (mean loss, norm) on the GPU. Exits with 1 if a peak of the engine differ
 but one loss (``LOSS``).
 """
 
-import argparse
 import contextlib
-import json
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import command_line, write_json
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from memfit.devices import find_device
 from memfit.ghost.build.runtime_library import build
 from memfit.ghost.device import GhostDevice
-from memfit.ghost.fork_pool import ForkPool, PoolJob
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.apply import apply
 from memfit.strategies.checkpointing import Checkpointing
@@ -35,6 +33,9 @@ from memfit.strategies.precision import LossScale, Precision
 from memfit.train.engine import Engine
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support.fork_pool import ForkPool, PoolJob
+
 STEPS, SAMPLES, PARTS = 3, 8, 4
 SCALE = {"init_scale": 1024.0, "growth_interval": 1000}
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -281,10 +282,7 @@ def measure(names: list[str], strategies: list[str]) -> Iterator[tuple[str, str,
 
 def main() -> int:
     """Print the table; return 1 if a difference is not explained."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path)
+    parser = command_line(__doc__, results=True)
     arguments = parser.parse_args()
     rows, unexplained = [], 0
     print(f"{'peak allocated, bytes':56}{'by hand':>14}{'step':>12}{'windows':>12}")
@@ -295,8 +293,7 @@ def main() -> int:
         unexplained += any(one not in (0, LOSS) for one in more)
         print(f"{name + ', ' + strategy:56}{hand:14,}{more[0]:+12,}{more[1]:+12,}", flush=True)
     print(f"{LOSS} B hold one scalar: the engine's own sum of losses, or the undivided loss during backward.")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+    write_json(arguments.json, rows)
     return int(unexplained > 0)
 
 

@@ -14,7 +14,6 @@ the kernels' own. A busy GPU hides this time; it counts where kernels take less 
 engine may take 40 us of it in every case.
 """
 
-import argparse
 import contextlib
 import copy
 import statistics
@@ -23,6 +22,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +34,9 @@ import memfit
 from memfit.devices import find_device
 from memfit.ghost.build.runtime_library import build
 from memfit.ghost.device import GhostDevice
-from memfit.ghost.fork_pool import ForkPool, PoolJob
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support.fork_pool import ForkPool, PoolJob
 
 MICROSECONDS, SHARE = 40, 0.01
 """What the engine may take: of a small step and of each of its further micro-batches; of other steps."""
@@ -210,9 +212,9 @@ def prepare() -> None:
 
 def main() -> int:
     """Print the cost in each case; return 1 if one is above its limit."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    from measuring import command_line  # the pool's processes do not find it
+
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--ghost", action="store_true")
     arguments = parser.parse_args()

@@ -14,7 +14,6 @@ On a GPU, PyTorch uses deterministic kernels where it has them, and no TF32. A d
 and is no failure, if two runs of the hand-written loop do not agree either.
 """
 
-import argparse
 import os
 import sys
 import warnings
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from measuring import command_line
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -32,9 +32,7 @@ from support.strategy_mixes import CLOSE, EXACT, LIMITS, differing, error, is_re
 
 def main() -> int:
     """Print a line for each combination; return 1 if a comparison fails."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--networks", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from measuring import EXAMPLES, command_line, table_head, table_line
 
 from memfit.analysis.trial_result import TrialResult
 from memfit.devices import NO_LIMIT
@@ -25,8 +26,7 @@ from memfit.run.resolve_options import ghost_settings
 from memfit.trials.script_standbys import ScriptStandbys
 from memfit.trials.trial_run import run_trial
 
-ROOT = Path(__file__).parents[1]
-SCRIPTS = sorted(str(path) for path in (ROOT / "examples").rglob("*.py"))
+SCRIPTS = sorted(str(path) for path in EXAMPLES.rglob("*.py"))
 SHOWN = 80 << 30
 COLUMNS = ("action", "size", "stream", "category", "pool", "tensor")
 
@@ -97,12 +97,15 @@ def row(script: str) -> tuple[list[str], bool]:
 
 def main() -> int:
     """Print the table; return 1 if a forked run is not as it should be."""
+    parser = command_line(__doc__)
+    parser.add_argument("scripts", nargs="*", metavar="SCRIPT", default=SCRIPTS)
+    scripts = parser.parse_args().scripts
     columns = ("script", "whole", "forked", "forked, late", "events", "traces", "two whole runs differ in")
-    print(f"| {' | '.join(columns)} |\n|---{'|---:' * 4}|---|---|", flush=True)
+    print(table_head(columns, "lrrrrll"), flush=True)
     failed = False
-    for script in sys.argv[1:] or SCRIPTS:
+    for script in scripts:
         cells, right = row(script)
-        print(f"| {Path(script).name} | {' | '.join(cells)} |", flush=True)
+        print(table_line((Path(script).name, *cells)), flush=True)
         failed |= not right
     return int(failed)
 

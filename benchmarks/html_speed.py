@@ -9,8 +9,6 @@ of at most 100,000 blocks takes more than 2 s to open, or if the median click ta
 playwright and Chromium: see CONTRIBUTING.md.
 """
 
-import argparse
-import json
 import os
 import shutil
 import statistics
@@ -20,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from measuring import command_line, write_json
 from playwright.sync_api import Browser, sync_playwright
 
 from memfit import api
@@ -88,13 +87,10 @@ def in_browser(browser: Browser, path: Path, runs: int) -> tuple[list[float], li
 
 def main() -> int:
     """Measure and print a row per trace; return 1 if one exceeds its limits, 2 without Chromium."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, results=True)
     parser.add_argument("traces", nargs="*", type=Path)
     parser.add_argument("--blocks", type=int, default=MOST_BLOCKS, help="blocks of the recorded trace")
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     chromium = os.environ.get("CHROMIUM") or shutil.which("chromium")
     if chromium is None:
@@ -127,8 +123,7 @@ def main() -> int:
             rows.append(row)
             print("  ".join(f"{key} {value:,}" if key != "trace" else value for key, value in row.items()))
         browser.close()
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    write_json(arguments.json, rows)
     slow = any(
         row["click_ms"] >= CLICK or (row["blocks"] <= MOST_BLOCKS and row["ready_ms"] > OPEN) for row in rows
     )

@@ -12,7 +12,6 @@ So are those in which the script imports torch, and torch imports NumPy: torch d
 refuses to be imported once more, and the script fails with a traceback of its own.
 """
 
-import argparse
 import os
 import random
 import signal
@@ -24,6 +23,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+
+from measuring import command_line
 
 import memfit
 from memfit.ctrl_c import INTERRUPTED
@@ -197,7 +198,7 @@ def interruptions(
 
 def main() -> None:
     """Interrupt all commands and print what was found."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = command_line(__doc__)
     parser.add_argument("--moments", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

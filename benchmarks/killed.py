@@ -8,7 +8,6 @@ repeatedly, and compares its result with that of an uninterrupted run. It forks 
 start at once and a kill may hit any phase: loading the file, a forward, a write.
 """
 
-import argparse
 import hashlib
 import os
 import random
@@ -19,6 +18,7 @@ import time
 from pathlib import Path
 
 import torch
+from measuring import command_line
 from torch import nn
 
 import memfit
@@ -122,9 +122,7 @@ def check(folder: Path) -> None:
 
 def main() -> None:
     """Kill runs and compare the results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

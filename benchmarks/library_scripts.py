@@ -20,11 +20,8 @@ Without --markdown the tables go to standard output. Exits with 1 if a check fai
         ultralytics==8.4.190 gymnasium==1.4.0
 """
 
-import argparse
 import json
-import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from measuring import ROOT, command_line, memfit_json, table, write_json
 
 import memfit
 from memfit.allocator.timeline import timeline
@@ -41,8 +39,8 @@ from memfit.analysis.attribution import attribute
 from memfit.records import Attribution, Category, MarkKind, Trace
 from memfit.units import format_bytes
 
-HERE = Path(__file__).parent
-TRUTH = HERE / "attribution_truth.py"
+HERE = ROOT / "benchmarks/library_scripts"
+TRUTH = ROOT / "benchmarks/attribution_truth.py"
 STEPS = 3
 LARGE = 0.01
 """The share of the peak from which a row is listed, and a difference from the truth is a failure."""
@@ -138,36 +136,21 @@ def _version(package: str) -> str:
         return ""
 
 
-def dry_run(options: list[str], script: list[str], folder: Path) -> tuple[dict[str, Any] | None, str]:
+def dry_run(options: Sequence[str], *script: str) -> tuple[dict[str, Any] | None, str]:
     """Dry-run a script; return the public JSON, or None if memfit wrote none, and the output."""
-    report = folder / "report.json"
-    report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "memfit", "dry-run", "--json", str(report), *options, "--", *script]
-    done = subprocess.run(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-        timeout=LIMIT,
-        env=os.environ | OFFLINE,
-    )
-    return (json.loads(report.read_text()) if report.exists() else None), done.stdout
+    found, done = memfit_json("dry-run", *options, "--", *script, environment=OFFLINE, seconds=LIMIT)
+    return found, done.stdout + done.stderr
 
 
 def measure(script: LibraryScript, folder: Path) -> Result:
     """Run a script both ways and compare."""
-    path, kept, facts = (
-        str(HERE / f"library_scripts/{script.name}.py"),
-        folder / "run.memfit",
-        folder / "truth",
-    )
+    path, kept, facts = str(HERE / f"{script.name}.py"), folder / "run.memfit", folder / "truth"
     kept.unlink(missing_ok=True)
     facts.unlink(missing_ok=True)
-    report, output = dry_run([*script.options, "-o", str(kept)], [path], folder)
+    report, output = dry_run((*script.options, "-o", str(kept)), path)
     if report is None:
         return _crashed(script, f"no report: {output[-300:]}")
-    checked, _ = dry_run([*script.options, "--no-labels"], [str(TRUTH), str(facts), path], folder)
+    checked, _ = dry_run((*script.options, "--no-labels"), str(TRUTH), str(facts), path)
     trace = memfit.read(kept)
     line = timeline(trace)
     compared: tuple[Row, ...] = ()
@@ -283,18 +266,16 @@ def grouped(notes: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 def overview(results: Iterable[Result]) -> str:
     """Return a table of one line per script as Markdown."""
-    lines = ["| script | verdict | allocated | largest difference | failed |", "|---|---|--:|---|---|"]
+    rows = []
     for result in results:
         largest = max(result.compared, key=lambda row: abs(row.ours - row.truth), default=None)
         difference = f"{largest.name}: {largest.ours - largest.truth:+,} B" if largest else ""
         failed = "; ".join(result.failures) or "nothing"
-        lines.append(
-            f"| {result.script} | {result.verdict} | {result.allocated:,} B | {difference} | {failed} |"
-        )
-    return "\n".join((*lines, ""))
+        rows.append((result.script, result.verdict, f"{result.allocated:,} B", difference, failed))
+    return table(("script", "verdict", "allocated", "largest difference", "failed"), "llrll", rows) + "\n"
 
 
-def table(result: Result) -> str:
+def tables(result: Result) -> str:
     """Return the figures of one script as Markdown."""
     packages = ", ".join(f"{name} {number}" for name, number in result.versions.items())
     counts = f"{result.verdict}, {result.steps} steps, {result.backwards} backwards"
@@ -303,13 +284,13 @@ def table(result: Result) -> str:
         "",
         f"{counts}; allocated {result.allocated:,} B, process {format_bytes(result.process)} ({packages})",
         "",
-        "| row | at the peak |",
-        "|---|--:|",
-        *(f"| {name} | {size:,} |" for name, size in result.rows.items()),
+        table(("row", "at the peak"), "lr", ((name, f"{size:,}") for name, size in result.rows.items())),
         "",
-        "| row | at its largest difference | memfit | truth |",
-        "|---|---|--:|--:|",
-        *(f"| {row.name} | {row.moment} | {row.ours:,} | {row.truth:,} |" for row in result.compared),
+        table(
+            ("row", "at its largest difference", "memfit", "truth"),
+            "llrr",
+            ((row.name, row.moment, f"{row.ours:,}", f"{row.truth:,}") for row in result.compared),
+        ),
         "",
         *grouped(result.notes),
         *(f"- **{failure}**" for failure in result.failures),
@@ -320,27 +301,23 @@ def table(result: Result) -> str:
 
 def document(results: Sequence[Result]) -> str:
     """Return an overview and the tables of all scripts as Markdown."""
-    return "\n".join((overview(results), *map(table, results)))
+    return "\n".join((overview(results), *map(tables, results)))
 
 
 def write(results: Sequence[Result], markdown: Path | None, to_json: Path | None) -> None:
     """Write the results so far to the files that were asked for."""
     if markdown:
         markdown.write_text(document(results))
-    if to_json:
-        to_json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+    write_json(to_json, [asdict(result) for result in results])
 
 
 def main() -> int:
     """Run the scripts and print a table for each."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, results=True)
     names = [script.name for script in SCRIPTS]
     parser.add_argument("scripts", nargs="*", metavar="SCRIPT", help=f"of {', '.join(names)} (default: all)")
     parser.add_argument("--skip-missing", action="store_true", help="a missing package is no failure")
     parser.add_argument("--markdown", type=Path, help="write the tables to this file")
-    parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args()
     if unknown := sorted(set(arguments.scripts) - set(names)):
         parser.error(f"no script {', '.join(unknown)}; there are {', '.join(names)}")

@@ -6,29 +6,26 @@ The budget is ``--share`` times what each script needs as written, rounded up to
 that budget fits with the largest batch size, and runs out of memory with the next.
 """
 
-import argparse
 import sys
 import time
 from pathlib import Path
+
+from measuring import GIB, MIB, ROOT, command_line, table_head, table_line
 
 from memfit import MemfitError, api
 from memfit.records import BatchLimit
 
 SCRIPTS = ("gpt", "resnet50", "unet", "hf_trainer", "lstm")
-ROOT = Path(__file__).parents[1]
-MIB = 1 << 20
 
 
 def main() -> None:
     """Print a row for each script, and exit with 1 if an answer is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__)
     parser.add_argument("scripts", nargs="*", default=[f"examples/{name}.py" for name in SCRIPTS])
     parser.add_argument("--share", type=float, default=1.5)
     options = parser.parse_args()
-    print(
-        "| script | budget | as written | largest | needs | next | sizes run | seconds |\n"
-        "|---|--:|--:|--:|--:|--:|--:|--:|"
-    )
+    columns = "script", "budget", "as written", "largest", "needs", "next", "sizes run", "seconds"
+    print(table_head(columns, "lrrrrrrr"))
     wrong = [fault for script in options.scripts for fault in row(ROOT / script, options.share)]
     for fault in wrong:
         print(f"WRONG: {fault}", file=sys.stderr)
@@ -52,12 +49,9 @@ def row(script: Path, share: float) -> list[str]:
     out = found.run(found.largest + 1)
     if fits is None or out is None:
         return [f"{script.stem}: {found.largest} and the next have not both run"]
-    needs = f"{fits.needs.bytes / 2**30:.2f} | {out.needs.bytes / 2**30:.2f}"
-    print(
-        f"| {script.stem} | {budget / 2**30:.2f} GiB | {found.as_written} | {fits.size} | "
-        f"{needs} | {len(found.runs)} | {seconds:.0f} |",
-        flush=True,
-    )
+    needs = (f"{run.needs.bytes / GIB:.2f}" for run in (fits, out))
+    sizes = f"{budget / GIB:.2f} GiB", found.as_written, fits.size
+    print(table_line((script.stem, *sizes, *needs, len(found.runs), f"{seconds:.0f}")), flush=True)
     option = found.how.split()[0]
     wrong = []
     for run in (fits, out):

@@ -14,25 +14,25 @@ with 1 if it finds a change that the engine did not report.
     torn         the fault hit an unprotected update; the engine refuses to save and to continue
 """
 
-import argparse
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from measuring import command_line
 
 from memfit.devices import find_device
 from memfit.errors import TargetError
 from memfit.ghost.build.runtime_library import build
 from memfit.ghost.device import GhostDevice
-from memfit.ghost.fork_pool import ForkPool, PoolJob
 
 TESTS = Path(__file__).parents[1] / "tests"
 SWEEP = TESTS / "support" / "ghost_oom_sweep.py"
 sys.path.insert(0, str(TESTS))
 
 from support.fault_injection import CASES, FAULTS, Sweep  # noqa: E402
+from support.fork_pool import ForkPool, PoolJob  # noqa: E402
 
 SITUATIONS = [(0, "always"), (0, "auto"), (1, "always"), (1, "auto")]
 """(step, protection). Step 0 creates the optimizer state."""
@@ -80,9 +80,7 @@ def with_shrinking_memory() -> None:
 
 def main() -> int:
     """Print a line for each case and kind of fault, and totals; return 1 if a fault did harm."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--every", type=int, default=1, help="test only every N-th point")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -32,9 +32,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from measuring import command_line, write_json
 from operator_samples import call, database, describe, first_line, has_backward, samples, signature
 
 from memfit.devices import find_device
@@ -277,9 +277,7 @@ def choose(names: Sequence[str], dtypes: Sequence[str], sample: int | None, seed
 
 def main() -> None:
     """Run the operators; print each one that did not run, and the counts."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, results=True)
     parser.add_argument("names", nargs="*", help="operators by name (default: all)")
     parser.add_argument("--dtype", action="append", help="a torch dtype; repeatable (default: float32)")
     parser.add_argument("--sample", type=int, help="try a random sample of this many operators")
@@ -287,7 +285,6 @@ def main() -> None:
     parser.add_argument("--inputs", type=int, default=30, help="largest number of sample inputs per operator")
     parser.add_argument("--batch", type=int, default=32, help="operators per child process")
     parser.add_argument("--traceback", action="store_true", help="print the traceback of every error")
-    parser.add_argument("--json", type=Path, help="write every result to this file")
     options = parser.parse_args()
 
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
@@ -303,8 +300,7 @@ def main() -> None:
         results.append(result)
         if result.outcome != "ran":
             print(f"{result.outcome:10} {result.op:40} {result.dtype:10} {result.text}", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+    write_json(options.json, [asdict(result) for result in results])
     print(_summary(results, options))
     sys.exit(any(result.outcome in {"other", "crashed"} for result in results))
 

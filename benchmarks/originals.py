@@ -20,7 +20,6 @@ made with (MMEngine 0.10.7 imports with setuptools 84.2.1 and torch 2.14.1 as it
     pip install mmengine==0.10.7 lightning==2.6.6 transformers==5.23.0 accelerate==1.15.0
 """
 
-import argparse
 import importlib
 import os
 import sys
@@ -29,6 +28,8 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from measuring import command_line
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # MMEngine would train on a card
 
@@ -81,9 +82,7 @@ def _value(name: str, value: Any) -> str:
 
 def main() -> int:
     """Print a table for each original; return 1 if a row failed, or nothing was compared."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--only", default=",".join(ORIGINALS), metavar="PACKAGES", help="separated by commas")
     chosen = parser.parse_args().only.split(",")
     if unknown := sorted(set(chosen) - set(ORIGINALS)):

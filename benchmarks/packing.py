@@ -18,17 +18,16 @@ diff in Caffe and none in PyTorch.
 cut into random pieces, whose smallest packing has a known height.
 """
 
-import argparse
 import itertools
-import json
 import math
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from measuring import command_line, traced, write_json
 
 from memfit import api
 from memfit.allocator.requests import read_requests
@@ -88,13 +87,12 @@ def instances(folder: Path) -> Iterator[dict[str, Any]]:
         yield {**row, "seconds": seconds, "ok": not fault and seconds <= SECONDS}
 
 
-def traced(name: str, mode: str, *options: str, workspaces: str = "cudnn") -> Trace:
+def trace_of(name: str, mode: str, *options: str, workspaces: str = "cudnn") -> Trace:
     """Run a job on the ghost; return its trace."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "run.memfit"
-        command = [sys.executable, "-m", "memfit", "dry-run", "--memory", "1TiB", "-o", str(trace)]
-        command += ["--workspaces", workspaces]
-        subprocess.run([*command, "--", str(JOB), name, mode, *options], capture_output=True, check=True)
+        ghost = ("--memory", "1TiB", "--workspaces", workspaces)
+        traced(*ghost, "--", str(JOB), name, mode, *options, trace=trace)
         return api.read(trace)
 
 
@@ -103,7 +101,7 @@ def models(names: list[str]) -> Iterator[dict[str, Any]]:
     print(f"{'':24}" + "".join(f"{name:>17}" for name in COLUMNS))
     for name in names:
         for mode in ("training", "inference"):
-            run = traced(name, mode, "--batch-size", str(BATCHES[name]))
+            run = trace_of(name, mode, "--batch-size", str(BATCHES[name]))
             best = api.pack(run, seconds=SECONDS)
             begin = time.perf_counter()
             close = api.pack(run, int(CLOSE * best.bound), seconds=SECONDS)
@@ -139,7 +137,7 @@ def beside_caffe(names: list[str]) -> Iterator[dict[str, Any]]:
     print(f"\n{'share of separate':24}{'separate':>15}{columns}  claim")
     for name, (mode, claim) in itertools.product(names, CLAIMS.items()):
         options = ["--batch-size", str(BATCHES[name]), "--steps", "1" if mode == "inference" else "3"]
-        found = api.pack(traced(name, mode, *options, workspaces="none"), seconds=SECONDS)
+        found = api.pack(trace_of(name, mode, *options, workspaces="none"), seconds=SECONDS)
         always = sum(int(part.size[always_live(sections(part))].sum()) for part, _ in found.parts)
         blobs = (found.height - always) / (found.unshared - always)
         shares = {"for all memory": found.height / found.unshared, "for what is not permanent": blobs}
@@ -160,7 +158,7 @@ def large() -> Iterator[dict[str, Any]]:
     """Pack problems of more than 50,000 buffers."""
     print(f"\n{'':24}{'buffers':>10}{'height/bound':>14}{'wall, CPU':>16}{'within 1.005':>18}")
     for job, options in LARGE.items():
-        requests = read_requests(traced(*job.split(), *options))
+        requests = read_requests(trace_of(*job.split(), *options))
         (buffers,) = lifetimes(requests).values()
         step = last_step(requests)
         yield pack_many(job, one_step(buffers, *step[1:]) if step else buffers, CLOSE)
@@ -188,20 +186,16 @@ def timed(buffers: Buffers, capacity: int | None) -> tuple[Packing, float, float
 
 def main() -> int:
     """Measure and print; return 1 if a limit is exceeded."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, results=True)
     parser.add_argument("--instances", type=Path, help="folder of minimalloc's CSV files")
     parser.add_argument("--models", nargs="*", choices=BATCHES, default=list(BATCHES))
     parser.add_argument("--large", action="store_true", help="also pack more than 50,000 buffers")
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rows = list(instances(arguments.instances)) if arguments.instances else []
     rows += models(arguments.models) if arguments.models else ()
     rows += beside_caffe([name for name in arguments.models if name in CAFFE])
     rows += large() if arguments.large else ()
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1))
+    write_json(arguments.json, rows)
     failed = [" ".join((row["name"], row.get("mode", ""))) for row in rows if not row["ok"]]
     print("all within their limits" if not failed else f"OVER THEIR LIMITS: {', '.join(failed)}")
     return bool(failed)

@@ -8,9 +8,7 @@ that no object explains, the number of rows in which ``--all-ranks`` groups the 
 run that fails. Exits with 1 if a run fails that ``REFUSED`` does not list, or if one of those succeeds.
 """
 
-import argparse
 import ast
-import json
 import subprocess
 import sys
 import tempfile
@@ -18,6 +16,8 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from measuring import command_line, memfit_json, parts, table, write_json
 
 import memfit
 from memfit.records import GroupBy
@@ -74,19 +74,18 @@ def run(variant: str, rank: str, folder: Path) -> Answer:
     trace = folder / "run.memfit"
     trace.unlink(missing_ok=True)
     which = ["--all-ranks"] if own == "all" else ["--rank", own]
-    options = ["--gpu", "H100", "--nproc", ranks, *which, "--to-end", "-o", str(trace), "--json", "-"]
-    command = [sys.executable, "-m", "memfit", "dry-run", *options, str(SCRIPTS / f"{script}.py"), name]
+    options = ("--gpu", "H100", "--nproc", ranks, *which, "--to-end", "-o", str(trace))
+    job = (*options, str(SCRIPTS / f"{script}.py"), name)
     limit = LIMIT * (int(ranks) if own == "all" else 1)
     began = time.monotonic()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, timeout=limit)
+        answer, done = memfit_json("dry-run", *job, folder=folder, seconds=limit)
     except subprocess.TimeoutExpired:
         return Answer(variant, rank, "hangs", 0, 0, limit, "")
     seconds = time.monotonic() - began
     lines = [line for line in done.stderr.splitlines() if line.strip()]
-    if not done.stdout.startswith("{"):
+    if answer is None:
         return Answer(variant, rank, f"exit {done.returncode}", 0, 0, seconds, lines[-1] if lines else "")
-    answer = json.loads(done.stdout)
     unknown = 0
     if trace.exists() and answer["peak"]["allocated"]:
         held = memfit.explain(trace).held.rows[GroupBy.CATEGORY]
@@ -99,27 +98,23 @@ def run(variant: str, rank: str, folder: Path) -> Answer:
 
 def markdown(answers: Iterable[Answer]) -> str:
     """Return the table of a file in ``results/``."""
-    lines = [
-        "| mode | ranks run | rows | peak allocated, largest rank | unexplained | verdict |",
-        "|---|--:|--:|--:|--:|---|",
-    ]
-    lines += [
-        f"| {each.variant} | {each.rank} | {each.rows} | {each.allocated:,} B | {each.unknown:,} B | "
-        f"{f'refused: {REFUSED[each.variant]}' if each.variant in REFUSED else each.verdict} |"
+    columns = "mode", "ranks run", "rows", "peak allocated, largest rank", "unexplained", "verdict"
+    rows = (
+        (
+            *(each.variant, each.rank, each.rows, f"{each.allocated:,} B", f"{each.unknown:,} B"),
+            f"refused: {REFUSED[each.variant]}" if each.variant in REFUSED else each.verdict,
+        )
         for each in answers
-    ]
-    return "\n".join(lines) + "\n"
+    )
+    return table(columns, "lrrrrl", rows) + "\n"
 
 
 def main() -> int:
     """Run the variants and print a table; return 1 if one did not end as expected."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, results=True)
     parser.add_argument("variants", nargs="*", help="SCRIPT or SCRIPT:VARIANT (default: all)")
-    parser.add_argument("--ranks", type=lambda text: text.split(","), default=RANKS, metavar="R/N,...")
+    parser.add_argument("--ranks", type=parts, default=RANKS, metavar="R/N,...")
     parser.add_argument("--markdown", type=Path)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     known = [each for path in sorted(SCRIPTS.glob("*.py")) if path.stem != "jobs" for each in variants(path)]
     chosen = [
@@ -139,8 +134,7 @@ def main() -> int:
                 )
     if arguments.markdown:
         arguments.markdown.write_text(markdown(answers))
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(answer) for answer in answers], indent=1))
+    write_json(arguments.json, [asdict(answer) for answer in answers])
     return int(not all(answer.expected for answer in answers))
 
 

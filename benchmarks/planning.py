@@ -14,15 +14,13 @@ it. Budgets are shares of all that a script needs. Checked: a plan, or that no p
 times the dry run and 20 s.
 """
 
-import argparse
 import functools
-import json
 import shlex
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
+
+from measuring import GIB, ROOT, command_line, memfit_json, table_head, table_line
 
 from memfit import MemfitError, api
 from memfit.records import ScriptPlan
@@ -35,12 +33,11 @@ SCRIPTS = (
     "examples/hf_trainer.py --model gpt2",
     *(f"benchmarks/planned_networks.py {name} --batch-size 64" for name in NETWORKS),
 )
-ROOT = Path(__file__).parents[1]
 
 
 def main() -> None:
     """Print a row for each script and budget, and exit with 1 if a promise is broken."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__)
     parser.add_argument("scripts", nargs="*", default=SCRIPTS)
     parser.add_argument("--budgets")
     parser.add_argument("--checkout", type=Path)
@@ -50,14 +47,13 @@ def main() -> None:
     )
     shares = [float(share) for share in budgets.split(",")]
     if options.checkout is not None:
-        print("| script | budget | dry run, s | plan, s | at most, s | answer | within |")
-        print("|---|--:|--:|--:|--:|---|---|")
+        columns = "script", "budget", "dry run, s", "plan, s", "at most, s", "answer", "within"
+        print(table_head(columns, "lrrrrll"))
         missed = [
             not times(options.checkout, script, share) for script in options.scripts for share in shares
         ]
         sys.exit(any(missed))
-    print("| script | budget | needs | time | bound | runs | seconds | plan |")
-    print("|---|--:|--:|--:|--:|--:|--:|---|")
+    print(table_head(("script", "budget", "needs", "time", "bound", "runs", "seconds", "plan"), "lrrrrrrl"))
     broken = [fault for script in options.scripts for fault in rows(script, shares)]
     for fault in broken:
         print(f"BROKEN: {fault}", file=sys.stderr)
@@ -123,35 +119,28 @@ def times(checkout: Path, command: str, share: float) -> bool:
     """Print how long a dry run and a plan of a script take, and return whether the plan was in time."""
     script, *arguments = shlex.split(command)
     path = (checkout / script).resolve()
-    row = f"| {script} {shlex.join(arguments)} "
+    name = f"{script} {shlex.join(arguments)}"
     dry_run, seconds = timed(path, arguments, "dry-run")
     if "error" in dry_run:
-        print(f"{row}| | {seconds:.1f} | | | {dry_run['error']} | no |", flush=True)
+        print(table_line((name, "", f"{seconds:.1f}", "", "", dry_run["error"], "no")), flush=True)
         return False
     budget = int(share * dry_run["needs"]["bytes"])
     most = 3 * seconds + 20
     found, taken = timed(path, arguments, "plan", "--budget", f"{budget}B")
     proven = "no memory left for the script" in found.get("error", "")  # the context alone needs more
     within = (proven or "error" not in found) and taken <= most
-    print(
-        f"{row}| {share:.0%} of {dry_run['needs']['bytes'] / 2**30:.2f} GiB | {seconds:.1f} | {taken:.1f} "
-        f"| {most:.1f} | {answered(found)} | {'yes' if within else 'no'} |",
-        flush=True,
-    )
+    times = f"{seconds:.1f}", f"{taken:.1f}", f"{most:.1f}"
+    of = f"{share:.0%} of {dry_run['needs']['bytes'] / GIB:.2f} GiB"
+    print(table_line((name, of, *times, answered(found), "yes" if within else "no")), flush=True)
     return within
 
 
 def timed(path: Path, arguments: list[str], *command: str) -> tuple[dict, float]:
     """Return the JSON that a command of memfit writes for a script, or its error, and its seconds."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder, "result.json")
-        words = [sys.executable, "-m", "memfit", *command, "--json", str(result), str(path), *arguments]
-        started = time.monotonic()
-        done = subprocess.run(words, cwd=path.parent, capture_output=True, text=True, check=False)
-        seconds = time.monotonic() - started
-        if not result.exists():
-            return {"error": done.stderr.strip().rpartition("\n")[-1]}, seconds
-        return json.loads(result.read_bytes()), seconds
+    started = time.monotonic()
+    found, done = memfit_json(*command, str(path), *arguments, folder=path.parent)
+    seconds = time.monotonic() - started
+    return found or {"error": done.stderr.strip().rpartition("\n")[-1]}, seconds
 
 
 def answered(found: dict) -> str:

@@ -17,7 +17,6 @@ compiled code is shared by all models of a class; with ``--sac-ilp``, its ``sac_
 which include parameters and gradients (``sac_ilp_peer.py`` names the packages it needs).
 """
 
-import argparse
 import copy
 import math
 import statistics
@@ -28,6 +27,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
+from measuring import MIB, command_line, in_turns, interval, seconds_of, table_head, table_line
 from planned_networks import NETWORKS, Network
 from sac_ilp_peer import SacIlp
 from torch import nn
@@ -39,7 +39,6 @@ from memfit.planning.sample_independence import why_dependent
 from memfit.recording.step_operations import StepOperationRecorder
 from memfit.records import Operation, StepOperations
 
-MIB = 1 << 20
 MATRIX_PRODUCTS = (
     "aten.mm",
     "aten.addmm",
@@ -92,9 +91,7 @@ class Variant:
     def step(self) -> float:
         """Run a step, and return its processor time."""
         self.clear()
-        started = time.process_time()
-        self.run()
-        return time.process_time() - started
+        return seconds_of(self.run, time.process_time)
 
     def record(self, parts: int = 1) -> StepOperations:
         """Record a step's operations: of the first of so many micro-batches."""
@@ -120,7 +117,7 @@ class Variant:
 
 def main() -> None:
     """Measure, and print a row for each policy."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__)
     parser.add_argument("--network", choices=NETWORKS, default="gpt")
     parser.add_argument("--budgets", help="MiB, separated by commas")
     parser.add_argument("--rounds", type=int, default=15)
@@ -133,20 +130,16 @@ def main() -> None:
     budgets = [int(budget) for budget in options.budgets.split(",")] if options.budgets else []
     ilp = [float(budget) for budget in filter(None, options.sac_ilp.split(","))]
     variants = list(_variants(network, budgets, options.share, NETWORKS[options.network], ilp))
-    for number in range(options.rounds):
-        turn = number % len(variants)
-        seconds = {id(each): each.step() for each in (*variants[turn:], *variants[:turn])}
-        for each in variants:
-            each.ratios.append(seconds[id(each)] / seconds[id(variants[0])])
-    print("| policy | peak MiB | time | 95 % | predicted | gradients |\n|---|--:|--:|--:|--:|---|")
+    for seconds in in_turns({f"{number}": each.step for number, each in enumerate(variants)}, options.rounds):
+        for each, taken in zip(variants, seconds.values(), strict=True):
+            each.ratios.append(taken / seconds["0"])
+    print(table_head(("policy", "peak MiB", "time", "95 %", "predicted", "gradients"), "lrrrrl"))
     for each in variants:
         low, high = interval(each.ratios)
         predicted = "" if each.predicted is None else f"{each.predicted:.3f}"
-        print(
-            f"| {each.name} | {each.peak / MIB:.1f} | {statistics.median(each.ratios):.3f} | "
-            f"{low:.3f} to {high:.3f} | {predicted} | "
-            f"{f'within {each.differs:.0e}' if each.differs else 'bit for bit'} |"
-        )
+        times = f"{statistics.median(each.ratios):.3f}", f"{low:.3f} to {high:.3f}", predicted
+        gradients = f"within {each.differs:.0e}" if each.differs else "bit for bit"
+        print(table_line((each.name, f"{each.peak / MIB:.1f}", *times, gradients)))
     wrong = [
         each.name for each in variants if each.name.startswith("plan") and each.differs and each.parts == 1
     ]
@@ -368,13 +361,6 @@ def _difference(plain: torch.Tensor, other: torch.Tensor) -> float:
     if torch.equal(plain, other):
         return 0.0
     return float((plain - other).abs().max() / plain.abs().max())
-
-
-def interval(ratios: list[float]) -> tuple[float, float]:
-    """Return the order statistics between which the median lies with 95 %."""
-    ordered, count = sorted(ratios), len(ratios)
-    below = max(math.floor(count / 2 - 0.98 * math.sqrt(count)), 0)
-    return ordered[below], ordered[count - 1 - below]
 
 
 if __name__ == "__main__":

@@ -7,11 +7,12 @@ operations. Times are processor time for one budget each: the program is built a
 ghost takes besides is not in it.
 """
 
-import functools
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
+from measuring import seconds_of, table_head, table_line
 from planned_networks import NETWORKS as PLANNED
 from torch import nn
 
@@ -19,7 +20,7 @@ from memfit.devices import DEFAULT, find_device
 from memfit.planning.choose import CheckpointChooser
 from memfit.planning.plan_runs import roofline
 from memfit.recording.step_operations import StepOperationRecorder
-from memfit.records import StepOperations
+from memfit.records import Operation, StepOperations
 
 SHARES = (0.9, 0.7, 0.5, 0.3)
 
@@ -71,30 +72,33 @@ def recorded(model: nn.Module, loss: Callable[[], torch.Tensor]) -> StepOperatio
     return recorder.stop()
 
 
+def solve(step: StepOperations, seconds: Callable[[Operation], float], share: float) -> None:
+    """Build the program of a step, and solve it for a share of the peak."""
+    chooser = CheckpointChooser(step, seconds)
+    _ = chooser.choose(int(share * chooser.plain_peak)) or chooser.smallest
+
+
 def main() -> None:
     """Print a row for each network."""
     seconds = roofline(find_device(DEFAULT))
     shares = ", ".join(f"{share:.0%}" for share in SHARES)
     print(
-        f"| network | modules | operations | build and solve at {shares} | longest |\n|---|--:|--:|--:|--:|"
+        table_head(("network", "modules", "operations", f"build and solve at {shares}", "longest"), "lrrrr")
     )
     for name, record in NETWORKS.items():
-        step, times = record(), []
-        for share in SHARES:
-            started = time.process_time()
-            chooser = CheckpointChooser(step, seconds)
-            _ = chooser.choose(int(share * chooser.plain_peak)) or chooser.smallest
-            times.append(time.process_time() - started)
+        step = record()
+        times = [seconds_of(partial(solve, step, seconds, share), time.process_time) for share in SHARES]
         modules = len({call.module for call in step.calls})
         operations = len(step.forward) + len(step.backward)
         each = ", ".join(f"{took:.1f}" for took in times)
-        print(f"| {name} | {modules:,} | {operations:,} | {each} s | {max(times):.1f} s |", flush=True)
+        row = name, f"{modules:,}", f"{operations:,}", f"{each} s", f"{max(times):.1f} s"
+        print(table_line(row), flush=True)
 
 
 NETWORKS = {
-    **{name: functools.partial(planned, name) for name in PLANNED},
+    **{name: partial(planned, name) for name in PLANNED},
     "Llama, 32 layers": llama,
-    "250 blocks": functools.partial(blocks, 250),
+    "250 blocks": partial(blocks, 250),
 }
 
 

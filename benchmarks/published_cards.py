@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import linear_regression, median
 
+from measuring import MIB, table
+
 from memfit.devices import Device, find_device
 
 ROWS = Path(__file__).parent / "accuracy" / "milabench.csv"
-MIB = 1 << 20
 CARDS = {"H100": "H100-80GB", "H200": "H200", "L40S": "L40S"}
 SAME_CHIP = {"H100": "H200", "H200": "H100-80GB", "L40S": "RTX 4090"}
 """The card whose context, by multiprocessors, predicts this one's."""
@@ -32,6 +33,11 @@ HEADINGS = (
     *("job", "card", "rows", "MiB per sample, published", "ghost", ""),
     *("published less reserved: least", "median", "most", "assumed outside", "farthest from the range"),
 )
+CONTEXT_HEADINGS = (
+    *("card", "published less reserved, the most", "less the driver's", "assumed"),
+    "by another card",
+)
+OUTSIDE_HEADINGS = "job", "card", "batch", "published", "range", "outside, its uncertainty taken off"
 Peaks = Callable[[tuple[str, ...], tuple[str, ...]], Mapping[str, int]]
 """Runs a script of accuracy/ under options of a dry run, and returns its peaks in bytes."""
 
@@ -155,59 +161,48 @@ def slope(results: Sequence[CardResult], value: Callable[[CardResult], float]) -
 
 def markdown(results: Sequence[CardResult]) -> str:
     """Return the tables: a line per card and job, and what was asked of them."""
-    lines = [
-        f"| {' | '.join(HEADINGS)} |",
-        "|---|---" + "|--:" * (len(HEADINGS) - 2) + "|",
-        *(_line(job, card, some) for (job, card), some in by_series(results).items()),
-        "",
-        "| asked | of rows or series | met |",
-        "|---|--:|--:|",
-        *(f"| {what} | {of} | {met} |" for what, of, met in claims(results)),
-        "",
+    series = (_line(job, card, some) for (job, card), some in by_series(results).items())
+    outside = (
+        (
+            *(one.row.job, one.row.card, one.row.batch, f"{one.row.published:,.0f}"),
+            f"{one.least + one.known_outside:,.0f} to {one.most + one.known_outside:,.0f}",
+            f"{one.known_beyond - unsure(one.row.card):,.0f}",
+        )
+        for one in not_in_range(results)
+    )
+    blocks = (
+        table(HEADINGS, "ll" + "r" * (len(HEADINGS) - 2), series),
+        table(("asked", "of rows or series", "met"), "lrr", claims(results)),
         "The context by the rows of transformers and channels_last. MiB:",
-        "",
-        "| card | published less reserved, the most | less the driver's | assumed | by another card |",
-        "|---|--:|--:|--:|--:|",
-        *(_context(card, results) for card in CARDS),
-        "",
+        table(CONTEXT_HEADINGS, "lrrrr", (_context(card, results) for card in CARDS)),
         "Rows of contiguous convolutions outside the range, with the card's own context. MiB, the card's:",
-        "",
-        "| job | card | batch | published | range | outside, its uncertainty taken off |",
-        "|---|---|--:|--:|--:|--:|",
-        *(
-            f"| {one.row.job} | {one.row.card} | {one.row.batch} | {one.row.published:,.0f} "
-            f"| {one.least + one.known_outside:,.0f} to {one.most + one.known_outside:,.0f} "
-            f"| {one.known_beyond - unsure(one.row.card):,.0f} |"
-            for one in not_in_range(results)
-        ),
-    ]
-    return "\n".join(lines) + "\n"
+        table(OUTSIDE_HEADINGS, "llrrrr", outside),
+    )
+    return "\n\n".join(blocks) + "\n"
 
 
-def _context(card: str, results: Iterable[CardResult]) -> str:
+def _context(card: str, results: Iterable[CardResult]) -> tuple[str, ...]:
     some = [one for one in results if one.row.card == card and one.row.job not in CONTIGUOUS]
     most = max((one.row.published - one.reserved for one in some), default=0)
     device = find_device(CARDS[card])
     driver, assumed = (device.driver_reserved or 0) / MIB, device.context_bytes / MIB
     other = context_of_same_chip(card) / MIB
-    return (
-        f"| {card} | {most:,.0f} | {most - driver:,.0f} | {assumed:,.0f} | {other:,.0f}, {SAME_CHIP[card]} |"
-    )
+    sizes = [f"{size:,.0f}" for size in (most, most - driver, assumed)]
+    return card, *sizes, f"{other:,.0f}, {SAME_CHIP[card]}"
 
 
-def _line(job: str, card: str, some: Sequence[CardResult]) -> str:
+def _line(job: str, card: str, some: Sequence[CardResult]) -> tuple[str, ...]:
     gaps = sorted(one.row.published - one.reserved for one in some)
-    slopes = " | | "
+    slopes = ("", "", "")
     if len({one.row.batch for one in some if one.row.batch > 1}) > 1:
         theirs, ours = (
             slope(some, lambda one: one.row.published),
             slope(some, lambda one: one.reserved),
         )
-        slopes = f"{theirs:,.2f} | {ours:,.2f} | {100 * (ours / theirs - 1):+.2f} %"
-    return (
-        f"| {job} | {card} | {len(some)} | {slopes} | {gaps[0]:,.0f} | {median(gaps):,.0f} | {gaps[-1]:,.0f} "
-        f"| {some[0].outside:,.0f} | {max(one.beyond for one in some):,.0f} |"
-    )
+        slopes = f"{theirs:,.2f}", f"{ours:,.2f}", f"{100 * (ours / theirs - 1):+.2f} %"
+    beyond = max(one.beyond for one in some)
+    sizes = (f"{size:,.0f}" for size in (gaps[0], median(gaps), gaps[-1], some[0].outside, beyond))
+    return job, card, f"{len(some)}", *slopes, *sizes
 
 
 def unsure(card: str) -> float:

@@ -6,10 +6,11 @@ A section is a module of benchmarks/rank_tables/; its docstring states the claim
 not what its section requires.
 """
 
-import argparse
 import importlib
 import sys
 from types import ModuleType
+
+from measuring import command_line, table_head, table_line
 
 SECTIONS = ("fsdp2", "witness", "llama", "pipeline", "published", "killed", "nodes", "engine")
 """Modules of benchmarks/rank_tables/, in the order in which their tables are printed."""
@@ -24,11 +25,10 @@ def report(name: str) -> list[str]:
     """Print the table of a section; return what failed."""
     module = section(name)
     print(f"## {name}\n\n{(module.__doc__ or '').strip()}\n")
-    print(f"| {' | '.join((*module.COLUMNS, 'as required'))} |")
-    print(f"|---|{'--:|' * (len(module.COLUMNS) - 1)}---|", flush=True)
+    print(table_head((*module.COLUMNS, "as required"), f"l{'r' * (len(module.COLUMNS) - 1)}l"), flush=True)
     failed = []
     for row in module.rows():
-        print(f"| {' | '.join((*row.cells, row.failure or 'yes'))} |", flush=True)
+        print(table_line((*row.cells, row.failure or "yes")), flush=True)
         if row.failure:
             failed.append(f"{name}, {row.cells[0]}: {row.failure}")
     print()
@@ -37,9 +37,7 @@ def report(name: str) -> list[str]:
 
 def main() -> int:
     """Print the tables; return 1 if a figure is not as required."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--only", default=",".join(SECTIONS), metavar="SECTIONS", help="separated by commas")
     chosen = parser.parse_args().only.split(",")
     if unknown := sorted(set(chosen) - set(SECTIONS)):

@@ -11,13 +11,13 @@ Prints the number of equal runs; exits with 1 if one differs. tests/train/test_e
 boundaries.
 """
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import command_line
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -59,7 +59,7 @@ def resumes_equal(stop: int, batches: list[Any], steps: int, expected: dict[str,
 
 def main() -> int:
     """Stop and resume after every micro-step; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--batches", type=int, default=102)
     parser.add_argument("--steps", type=int, default=4)
     options = parser.parse_args()

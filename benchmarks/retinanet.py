@@ -18,6 +18,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from measuring import MIB
+
 import memfit
 
 PUBLISHED = {  # MB, as published
@@ -27,7 +29,6 @@ PUBLISHED = {  # MB, as published
     "checkpointed": 2590,
 }
 STEPS = 3
-MIB = 1 << 20
 HEIGHT, WIDTH, CLASSES = 600, 1000, 20
 
 

@@ -18,7 +18,6 @@ samples and given relative to base. The time model ignores kernels: no data shee
 kernels were 4.6 times slower than its fp32 ones.
 """
 
-import argparse
 import json
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from measuring import MIB, command_line
 from retinanet import HEIGHT, WIDTH, build
 
 import memfit
@@ -35,7 +35,6 @@ import memfit
 UPDATES = 2
 """The first creates the optimizer's state; the second is as all later ones."""
 BATCH = 2
-MIB = 1 << 20
 AMP = {"fp16": {"loss_scale": 512.0}}
 CUMULATIVE = {"optimizer_config": {"type": "GradientCumulativeOptimizerHook", "cumulative_iters": 2}}
 BOTH = {"optimizer_config": {"type": "GradientCumulativeFp16OptimizerHook", "cumulative_iters": 2}}
@@ -130,9 +129,7 @@ def main() -> None:
     """Print the table."""
     from memfit.devices import find_device
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--gpu", default="GTX-1660")
     gpu = parser.parse_args().gpu
     device = find_device(gpu)

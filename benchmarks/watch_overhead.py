@@ -7,20 +7,17 @@ full overhead is visible. A busy GPU hides it. Each figure is the median over ro
 time minus that of the unwatched steps just before and after it.
 """
 
-import argparse
 import gc
 import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, redirect_stderr
 from pathlib import Path
 
-from memfit.devices import find_device
+from measuring import command_line, load_ghost
 
-sys.path.insert(0, str(Path(__file__).parent))  # for the models of engine_overhead.py
 _STEPS = 4
 
 
@@ -83,18 +80,12 @@ def compare(
 
 def main() -> None:
     """Load the ghost in place of a GPU and measure."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--gpu", default="A100-80GB")
     parameters = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from memfit.ghost.build.runtime_library import build
-    from memfit.ghost.device import GhostDevice
-    from memfit.ghost.load import load
-
-    device = find_device(parameters.gpu)
-    ghost = load(build())
-    ghost.configure(GhostDevice.of(device), in_use=device.context_bytes, context=device.context_bytes)
+    load_ghost(parameters.gpu, context=True)
     from engine_overhead import medium, small
 
     import memfit

@@ -6,26 +6,26 @@ Checked: the script ends by itself in 60 seconds, and its training allocates at 
 as many steps does, to the byte.
 """
 
-import argparse
 import sys
 import time
 from pathlib import Path
+
+from measuring import EXAMPLES, command_line, table_head, table_line
 
 from memfit import MemfitError, dry_run
 from memfit.records import DryRun, Stage
 from memfit.run.options import STEPS
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
 LIMIT = 60.0
 
 
 def main() -> None:
     """Print a row for each script, and exit with 1 if a promise is broken."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__)
     parser.add_argument("scripts", nargs="*", type=Path, default=sorted(EXAMPLES.glob("*.py")))
     scripts = parser.parse_args().scripts
-    print("| script | plain: allocated | whole: training | seconds | stages | ended |")
-    print("|---|--:|--:|--:|---|---|")
+    columns = "script", "plain: allocated", "whole: training", "seconds", "stages", "ended"
+    print(table_head(columns, "lrrrll"))
     kept = [_row(script) for script in scripts]  # all of them, also after one that fails
     sys.exit(not all(kept))
 
@@ -41,11 +41,8 @@ def _row(script: Path) -> bool:
         return False
     training = _training(whole)
     names = ", ".join(f"{use.stage} {use.times}" for use in whole.stages) or "training only"
-    print(
-        f"| {script.name} | {plain.peak_allocated:,} | {training:,} | {seconds:.0f} | {names} | "
-        f"{whole.end.reason} |",
-        flush=True,
-    )
+    sizes = f"{plain.peak_allocated:,}", f"{training:,}"
+    print(table_line((script.name, *sizes, f"{seconds:.0f}", names, whole.end.reason)), flush=True)
     return training == plain.peak_allocated and whole.end.reason == "end" and seconds <= LIMIT
 
 

@@ -48,8 +48,7 @@ def render() -> str:
 
 
 def _section(name: str, command: App) -> str:
-    collected = command.assemble_argument_collection(parse_docstring=True)
-    arguments = [argument for argument in collected if argument.parameter.show is not False]
+    arguments = shown_arguments(command)
     groups: dict[str, list[str]] = {}
     for argument in arguments:
         title = argument.parameter.group[0].name if argument.parameter.group else "Parameters"
@@ -62,6 +61,14 @@ def _section(name: str, command: App) -> str:
     usage = ["```console", *_usage(name, command, arguments), "```\n"]
     lines = [f"## memfit {name}\n", *usage, _prose(command), ""]
     return "\n".join([*lines, *tables])
+
+
+def shown_arguments(command: App) -> list[Argument]:
+    """Return the arguments and options of a command that users see."""
+    collected = command.assemble_argument_collection(
+        default_parameter=app.default_parameter, parse_docstring=True
+    )
+    return [argument for argument in collected if argument.show]
 
 
 def _column(title: str) -> str:
@@ -95,9 +102,11 @@ def _meaning(argument: Argument) -> str:
     text = " ".join((argument.parameter.help or "").split()).replace("|", "\\|")
     if choices := _choices(argument.hint):
         text += f" One of {', '.join(f'`{choice}`' for choice in choices)}."
-    default = argument.field_info.default
+    default, shown = argument.field_info.default, argument.parameter.show_default
     if default in (inspect.Parameter.empty, None, False, "", ()):
         return text
+    if callable(shown):
+        default = shown(default)
     return f"{text} Default: `{'yes' if default is True else default}`."
 
 

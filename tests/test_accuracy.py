@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import measuring
 import pytest
 
 from support import warm_process
@@ -53,7 +54,7 @@ def runs():
     """Return runs in forks of a warm process."""
     in_forks = SimpleNamespace(run=warm_process.run)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(accuracy, "subprocess", in_forks)
+        patch.setattr(measuring, "subprocess", in_forks)
         yield accuracy.Runs()
 
 

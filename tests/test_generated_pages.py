@@ -44,6 +44,5 @@ def test_every_command_and_every_shown_option_is_in_the_reference():
         if name.startswith("-"):
             continue
         assert f"## memfit {name}\n" in page
-        for argument in module.app[name].assemble_argument_collection():
-            if argument.parameter.show is not False:
-                assert all(f"`{option}`" in page for option in argument.names if option.startswith("--"))
+        for argument in module.shown_arguments(module.app[name]):
+            assert all(f"`{option}`" in page for option in argument.names if option.startswith("--"))

@@ -10,9 +10,8 @@ from memfit import api
 from memfit.cli.main import exit_code_of
 from memfit.devices import find_device
 from memfit.errors import TargetError
-from memfit.planning.search import Allowed
-from memfit.report.schema.gpus_for_schema import GpusForJson, to_json
-from memfit.run.options import RunOptions
+from memfit.records import GpusFor
+from memfit.report.public_json import public_type, to_json
 
 SCRIPT = """
     import torch
@@ -29,7 +28,7 @@ SCRIPT = """
 
 def on(cards, monkeypatch, script):
     monkeypatch.setattr("memfit.api.gpus.all_devices", lambda: [find_device(name) for name in cards])
-    return api.gpus_on_ghost(script, (), RunOptions(), Allowed(), lambda _: None)
+    return api.gpus_for(script)
 
 
 @pytest.mark.slow
@@ -59,7 +58,7 @@ def test_each_gpu_gets_a_plan_if_the_script_does_not_fit_it(tmp_path, monkeypatc
     bare = replace(found.plans[0], without_workspaces=found.plans[0].budget)
     may_fit = str(replace(found, plans=(bare, *found.plans[1:])))
     assert "GTX 1660: the script may fit as written. Where memory is short" in may_fit
-    public = msgspec.json.decode(to_json(fewer), type=GpusForJson)
+    public = msgspec.json.decode(to_json(fewer), type=public_type(GpusFor))
     assert [each.plan is None for each in public.gpus] == [True, False, False]
 
 

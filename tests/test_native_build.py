@@ -9,6 +9,7 @@ import textwrap
 import pytest
 
 from memfit import native_build
+from memfit.allocator import compiled_allocator
 from memfit.errors import UnsuitableEnvironmentError
 from memfit.native_build import cache_folder
 from support.scripts import TRAIN
@@ -65,6 +66,17 @@ def test_a_folder_that_others_can_write_to_does_not_stand_in(unwritable, monkeyp
         path.rename(fallback(unwritable))
     with pytest.raises(UnsuitableEnvironmentError, match="Set MEMFIT_CACHE to a writable folder"):
         cache_folder("ghost")
+
+
+@pytest.mark.process
+def test_a_cache_from_which_no_library_can_be_loaded_is_named(monkeypatch):
+    def refused(path):
+        raise OSError(f"{path}: failed to map segment from shared object")
+
+    monkeypatch.setattr(native_build.ctypes, "CDLL", refused)
+    library = native_build.NativeLibrary("allocator", compiled_allocator.LIBRARY.sources, {})
+    with pytest.raises(UnsuitableEnvironmentError, match=r"(?s)failed to map.*Set MEMFIT_CACHE"):
+        library.load()
 
 
 @pytest.mark.process

@@ -1,11 +1,11 @@
 """Two ways of using several GPUs: a sample of benchmarks/parallel_modes.py."""
 
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import measuring
 import pytest
 
 from support import warm_process
@@ -22,8 +22,9 @@ def benchmark():
     spec = importlib.util.spec_from_file_location("parallel_modes", path)
     sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)  # its dataclass looks itself up
     spec.loader.exec_module(module)
-    module.subprocess = SimpleNamespace(run=warm_process.run, TimeoutExpired=subprocess.TimeoutExpired)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measuring, "subprocess", SimpleNamespace(run=warm_process.run))
+        yield module
 
 
 @pytest.mark.slow

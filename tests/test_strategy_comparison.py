@@ -13,11 +13,9 @@ from memfit.analysis.strategy_comparison import compared_strategies
 from memfit.analysis.trial_result import TrialResult
 from memfit.api import comparison
 from memfit.errors import TargetError
-from memfit.records import Action, DeviceUse, Figure, Provenance, ScriptEnd
-from memfit.report.schema.compare_schema import StrategyComparisonJson, to_json
+from memfit.records import Action, DeviceUse, Figure, Provenance, ScriptEnd, StrategyComparison
+from memfit.report.public_json import public_type, to_json
 from memfit.report.terminal.strategy_comparison import print_strategies
-from memfit.run.options import RunOptions
-from memfit.run.rank import Rank
 from memfit.trials import rank_runs
 from support.traces import BASE, trace_of
 
@@ -59,8 +57,7 @@ def compare(monkeypatch):
         monkeypatch.setattr(rank_runs, "trial_runner", trial_runner)
         monkeypatch.setattr(comparison, "script_command", lambda *_: ("train.py",))
         monkeypatch.setattr(comparison, "ghost_settings", lambda _: SimpleNamespace(device=DEVICE))
-        options = RunOptions(rank=Rank(nproc=nproc, nnodes=nnodes))
-        found = comparison.compare_on_ghost("train.py", (), options, lambda _: None)
+        found = comparison.compare("train.py", nproc=nproc, nnodes=nnodes)
         return found, {run.name: run for run in found.runs}
 
     compare.made = made
@@ -69,11 +66,11 @@ def compare(monkeypatch):
 
 def test_each_row_says_what_its_run_needs_and_whether_that_fits(compare):
     sizes = {"as written": 950, "checkpointing": 100, "offload": 899}
-    found, rows = compare(lambda name, *_: run_of(sizes.get(name, 800)), nproc=1)
+    _found, rows = compare(lambda name, *_: run_of(sizes.get(name, 800)), nproc=1)
     assert list(rows) == [one.name for one in compared_strategies(1)]
     assert [rows[name].verdict for name in sizes] == ["does not fit", "fits", "fits"]
     assert rows["checkpointing"].needs.bytes == 200 * MIB
-    assert found.change(rows["checkpointing"]) == -850 * MIB
+    assert rows["checkpointing"].change == -850 * MIB
     assert rows["checkpointing"].plan == ("memfit.Checkpointing()",)
     assert rows["checkpointing + offload"].plan == (
         "memfit.Checkpointing()",
@@ -200,7 +197,7 @@ def test_a_script_with_a_sharding_of_its_own_is_told_what_to_add_to_it(compare):
 
 def test_the_json_holds_every_row(compare):
     found, rows = compare(lambda name, *_: NOT_POSSIBLE if name == "DDP" else run_of(100))
-    public = msgspec.json.decode(to_json(found), type=StrategyComparisonJson)
+    public = msgspec.json.decode(to_json(found), type=public_type(StrategyComparison))
     assert [run.name for run in public.runs] == list(rows)
     encoded = json.loads(to_json(found))
     by_name = {run["name"]: run for run in encoded["runs"]}

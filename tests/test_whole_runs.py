@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import memfit
+
 pytestmark = [pytest.mark.process, pytest.mark.warm]
 
 SCRIPT = (Path(__file__).parents[1] / "examples" / "whole_run.py").read_text()
@@ -92,6 +94,22 @@ def test_a_script_is_run_again_as_it_resumes(dry_run):
     assert "Peak in: training, resumed · " in run.out
     assert run.answer["peak"]["stage"] == "training, resumed"
     assert first["process"] < 740 << 20  # the device on which mistakes run out of memory, below
+
+
+@pytest.mark.usefixtures("warm_scripts")
+def test_the_python_function_resumes_whole_runs_and_runs_them_under_plans(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    (tmp_path / "script.py").write_text(f"""{SCRIPT}
+open("conf", "a").write(f"{{__import__('os').environ['PYTORCH_ALLOC_CONF']}} ")
+""")
+    (tmp_path / "plan.json").write_text('{"plan": {}, "allocator": "garbage_collection_threshold:0.9"}')
+    again = ("--resume", "--epochs", "4")
+    run = memfit.dry_run("script.py", whole=True, resume_with=again, plan="plan.json")
+    resumed = [stage.name.removesuffix(", resumed") for stage in run.stages if stage.resumed]
+    assert resumed == ["setup", "loading", "training", "evaluation", "saving"]
+    assert (tmp_path / "conf").read_text() == "garbage_collection_threshold:0.9 " * 2
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
 
 
 def test_a_script_that_fails_is_not_resumed(dry_run):

@@ -1,4 +1,4 @@
-"""Compare memfit's compiled allocator with PyTorch's, as ``model.py`` does for ``caching_allocator.py``."""
+"""Compare memfit's compiled allocator with PyTorch's, as ``model.py`` does for the reference in Python."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -7,9 +7,8 @@ from dataclasses import replace
 from model import BY_STEPS, DifferenceError, Kind, Log, Operation, Piece, Situation, compare_pieces
 
 from memfit.allocator import compiled_allocator
-from memfit.allocator.compiled_allocator import CompiledAllocator
+from memfit.allocator.compiled_allocator import COUNTERS, NAMES, CompiledAllocator
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.memory_stats import COUNTERS, NAMES
 from memfit.allocator.requests import RequestKind, Requests
 
 
@@ -85,6 +84,4 @@ def compiled_model(situation: Situation, numbers: int) -> Iterator[CompiledModel
         taken=0,
         version=situation.version,
     ) as allocator:
-        if allocator is None:
-            raise SystemExit("The compiled allocator is not available: no C compiler was found.")
         yield CompiledModel(allocator, situation)

@@ -17,11 +17,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from compiled import compiled_model
 from model import REFUSED, DifferenceError, Kind, Log, Model, Operation, Piece, Situation
 from sizes import size_of
 
-from memfit.allocator.memory_stats import COUNTERS, NAMES
+from memfit.allocator.compiled_allocator import COUNTERS, NAMES
 from memfit.devices import find_device
 from memfit.ghost.build.runtime_library import build
 from memfit.ghost.device import GhostDevice

@@ -11,17 +11,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from memfit.allocator import caching_allocator as ours
-from memfit.allocator.change_log import ROW
+from memfit.allocator.compiled_allocator import COUNTERS, NAMES
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.device_memory import DeviceMemory
-from memfit.allocator.memory_stats import COUNTERS, NAMES, Statistics
 from memfit.records import Segment
+from support.reference_allocator import caching_allocator as ours
+from support.reference_allocator.change_log import ROW
+from support.reference_allocator.device_memory import DeviceMemory
+from support.reference_allocator.memory_stats import Statistics
 
 if TYPE_CHECKING:
     from compiled import CompiledModel
 
-    from memfit.allocator.blocks import Block
+    from support.reference_allocator.blocks import Block
 
 CHUNK = 500  # operations between comparisons of all statistics
 REFUSED = 0

@@ -17,17 +17,21 @@ from memfit.native_build import compile_library
 
 # In import order: each module imports only those before it.
 _MODULES = (
-    "rounding",
-    "device_memory",
-    "expandable_segment",
-    "blocks",
-    "stream_events",
-    "expandable_blocks",
-    "segments",
-    "reclaim",
-    "caching_allocator",
+    "memfit.allocator.rounding",
+    *(
+        f"support.reference_allocator.{name}"
+        for name in (
+            "device_memory",
+            "expandable_segment",
+            "blocks",
+            "stream_events",
+            "expandable_blocks",
+            "segments",
+            "reclaim",
+            "caching_allocator",
+        )
+    ),
 )
-_PACKAGE = "memfit.allocator"
 _TABLE = Path(__file__).with_name("mutants.toml")
 
 
@@ -36,7 +40,7 @@ class Mutant(NamedTuple):
 
     what: str
     module: str
-    """Name of a module of ``memfit.allocator``, or of one of its C files."""
+    """Name of a module of the reference, of ``rounding``, or of one of the C files."""
     line: str
     """The original code, which occurs once in the module."""
     instead: str
@@ -61,17 +65,17 @@ def mutated(mutant: Mutant) -> Iterator[ModuleType]:
     Raises:
         ValueError: the original code does not occur exactly once.
     """
-    package = import_module(_PACKAGE)
-    names = [f"{_PACKAGE}.{module}" for module in _MODULES]
-    real = {name: import_module(name) for name in names}
+    real = {name: import_module(name) for name in _MODULES}
     try:
-        for module, name in zip(_MODULES, names, strict=True):
-            setattr(package, module, _changed(name, mutant if module == mutant.module else None))
-        yield sys.modules[names[-1]]
+        for name in _MODULES:
+            package, _, module = name.rpartition(".")
+            setattr(sys.modules[package], module, _changed(name, mutant if module == mutant.module else None))
+        yield sys.modules[_MODULES[-1]]
     finally:
         sys.modules.update(real)
-        for module, name in zip(_MODULES, names, strict=True):
-            setattr(package, module, real[name])
+        for name in _MODULES:
+            package, _, module = name.rpartition(".")
+            setattr(sys.modules[package], module, real[name])
 
 
 @contextmanager

@@ -1,17 +1,16 @@
-"""Compare the compiled allocator with ``caching_allocator.py`` on the same random requests."""
+"""Compare the compiled allocator with the reference in Python on the same random requests."""
 
 import random
 from typing import Any
-from unittest import mock
 
 from model import DifferenceError
 from watched import CONFS, random_size
 
-from memfit.allocator import compiled_allocator
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.replay import replay
 from memfit.allocator.requests import RequestKind, Requests
 from memfit.records import Replay
+from support.reference_allocator.replay import replay_in_python
 
 TWIN_CONFS = (*CONFS, "roundup_power2_divisions:8", "max_split_size_mb:20")
 GIB = 1 << 30
@@ -94,9 +93,7 @@ def random_requests(dice: random.Random, count: int) -> Requests:
 
 def both(requests: Requests, config: AllocatorConfig, **options: Any) -> tuple[Replay, Replay]:
     """Replay requests with the compiled allocator and in Python."""
-    compiled = replay(requests, config, **options)
-    with mock.patch.object(compiled_allocator, "load", return_value=None):
-        return compiled, replay(requests, config, **options)
+    return replay(requests, config, **options), replay_in_python(requests, config, **options)
 
 
 def compare(conf: str, seed: int, requests: int = 1200) -> None:

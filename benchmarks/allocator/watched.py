@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from sizes import size_of
 
-from memfit.allocator import caching_allocator as ours
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.device_memory import DeviceMemory
-from memfit.allocator.invariants import (
+from support.reference_allocator import caching_allocator as ours
+from support.reference_allocator.device_memory import DeviceMemory
+from support.reference_allocator.invariants import (
     MallocResult,
     Violation,
     check,
@@ -19,7 +19,7 @@ from memfit.allocator.invariants import (
 )
 
 if TYPE_CHECKING:
-    from memfit.allocator.blocks import Block
+    from support.reference_allocator.blocks import Block
 
 MIB = 1 << 20
 TAKEN = 300 * MIB

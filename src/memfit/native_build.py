@@ -154,11 +154,17 @@ class NativeLibrary:
         """Return the library, compiled if need be. It stays loaded.
 
         Raises:
-            MemfitError: no C compiler was found, or it failed.
-            OSError: the cache folder cannot be written, or the library cannot be loaded.
+            MemfitError: no C compiler was found, or it failed; or the cache folder cannot be written, or
+                libraries cannot be loaded from it.
         """
         if self._loaded is None:
-            self._loaded = self._cached()
+            try:
+                self._loaded = self._cached()
+            except OSError as error:
+                raise UnsuitableEnvironmentError(
+                    f"Cannot load memfit's C code: {error}. Set MEMFIT_CACHE to a folder that can be written "
+                    "and from which libraries can be loaded."
+                ) from None
         return self._loaded
 
     def open(self, path: Path) -> ctypes.CDLL:

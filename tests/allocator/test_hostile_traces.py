@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memfit.allocator.caching_allocator import CachingAllocator
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.device_memory import DeviceMemory
-from memfit.allocator.invariants import check
 from memfit.allocator.replay import replay
 from memfit.allocator.requests import read_requests
 from memfit.errors import FileFormatError, UsageError
 from memfit.records import Action, Mark, MarkKind, Segment
+from support.reference_allocator.caching_allocator import CachingAllocator
+from support.reference_allocator.device_memory import DeviceMemory
+from support.reference_allocator.invariants import check
 from support.traces import BASE, trace_of
 
 MIB, GIB = 1 << 20, 1 << 30

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from watched import BESIDE, CONFS, EDGES, Watched, run
 
-from memfit.allocator.caching_allocator import CachingAllocator
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.device_memory import DeviceMemory
-from memfit.allocator.invariants import (
+from support.reference_allocator.caching_allocator import CachingAllocator
+from support.reference_allocator.device_memory import DeviceMemory
+from support.reference_allocator.invariants import (
     Invariant,
     MallocResult,
     check,
@@ -19,7 +19,7 @@ from memfit.allocator.invariants import (
     check_emptied,
     check_refusal,
 )
-from memfit.allocator.stream_events import StreamEvent
+from support.reference_allocator.stream_events import StreamEvent
 
 MIB, GIB = 1 << 20, 1 << 30
 streams = st.integers(0, 2)

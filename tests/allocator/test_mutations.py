@@ -12,7 +12,7 @@ from model import Log, Model
 from mutants import mutants, mutated, mutated_c
 from watched import CONFS, run
 
-from memfit.allocator import caching_allocator
+from support.reference_allocator import caching_allocator
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

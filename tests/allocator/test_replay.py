@@ -207,8 +207,8 @@ def test_pytorch_accepts_every_setting_that_is_tried():
 
 
 def test_since_2_12_the_age_of_segments_orders_blocks_of_equal_size():
-    from memfit.allocator.caching_allocator import CachingAllocator
-    from memfit.allocator.device_memory import DeviceMemory
+    from support.reference_allocator.caching_allocator import CachingAllocator
+    from support.reference_allocator.device_memory import DeviceMemory
 
     def chosen(version):
         allocator = CachingAllocator(DeviceMemory(GIB), AllocatorConfig(), version)

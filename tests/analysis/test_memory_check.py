@@ -11,9 +11,9 @@ from rich.console import Console
 from memfit.analysis.memory_check import baseline_of, check_memory
 from memfit.analysis.summary import summarize
 from memfit.errors import FileFormatError
-from memfit.records import Category, CheckVerdict, Figure, Provenance
-from memfit.report.schema.check_schema import CheckJson, baseline_file, read_baseline, to_json
-from memfit.report.terminal.memory_check import print_check
+from memfit.records import Category, CheckVerdict, Figure, MemoryCheck, Provenance
+from memfit.report.public_json import baseline_file, public_type, read_baseline, to_json
+from memfit.report.terminal.run_changes import print_check
 from support.advised_runs import trace
 
 RUN = trace(1000)
@@ -158,7 +158,7 @@ def test_a_baseline_survives_its_file_which_has_a_line_for_each_module():
 
 def test_the_json_has_what_grew():
     found = check(grown(200_000, modules={("blocks.2.fc", "parameters"): 2_000}))
-    public = msgspec.json.decode(to_json(found), type=CheckJson)
+    public = msgspec.json.decode(to_json(found), type=public_type(MemoryCheck))
     assert [one.name for one in public.grew] == ["allocated", "parameters"]
     assert (public.verdict, public.run.peak) == ("grew", {**BASE.peak, "allocated": PEAK + 200_000})
 

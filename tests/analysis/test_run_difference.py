@@ -11,7 +11,7 @@ from memfit.analysis.fold_module_paths import fold_module_paths
 from memfit.analysis.run_difference import compare_runs
 from memfit.errors import UsageError
 from memfit.records import Action, Category, DeviceUse, Figure, GroupBy, JobRank, Label, Phase, Provenance
-from memfit.report.schema.diff_schema import to_json
+from memfit.report.public_json import to_json
 from support.traces import BASE, Event, segment, trace_of
 
 

@@ -14,7 +14,7 @@ from memfit.card.context_probe import Settings
 from memfit.devices import find_device
 from memfit.ghost.build.torch_install import find_torch
 from memfit.records import ContextReport, ContextStage, ContextTrial, Machine, Provenance
-from memfit.report.terminal.context import contribution
+from memfit.report.terminal.doctor import contribution
 from memfit.run.options import RunOptions
 from memfit.run.resolve_options import ghost_settings
 

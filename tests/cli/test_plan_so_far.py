@@ -11,7 +11,6 @@ from memfit.api import planning
 from memfit.cli import console
 from memfit.cli.console import PlanSoFar
 from memfit.errors import TargetError, UsageError
-from memfit.run.options import RunOptions
 from memfit.run.parent import Progress
 from memfit.units import parse_seconds
 from support.planned_script import Script, planned
@@ -81,9 +80,7 @@ def script(tmp_path):
 @pytest.mark.usefixtures("warm_scripts")
 def test_runs_after_a_plan_has_been_found_report_its_time(script):
     seen, found = [], []
-    api.plan_on_ghost(
-        script, (), RunOptions(memory=1300 << 20), seen.append, policies=True, on_found=found.append
-    )
+    api.plan(script, budget=1300 << 20, policies=True, on_progress=seen.append, on_found=found.append)
     before = [each.fits for each in seen if "every" not in each.trying]
     after = [each.fits for each in seen if "every" in each.trying]  # policies that people use
     assert (set(before), set(after)) == ({None}, {found[-1].chosen.time})

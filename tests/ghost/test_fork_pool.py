@@ -12,7 +12,7 @@ from memfit.devices import find_device
 from memfit.errors import TargetError
 from memfit.ghost.build.runtime_library import build
 from memfit.ghost.device import GhostDevice
-from memfit.ghost.fork_pool import ForkPool, PoolJob
+from support.fork_pool import ForkPool, PoolJob
 
 pytestmark = pytest.mark.process
 

@@ -6,7 +6,6 @@ from memfit.errors import TargetError
 from memfit.planning.plan_runs import PlannedScript
 from memfit.planning.plan_search import OutOfTimeError
 from memfit.planning.search import find_plan
-from memfit.report.terminal.script_plan import PrintableScriptPlan
 from support.planned_script import MIB, OUTSIDE, Script, copy, work
 
 
@@ -60,8 +59,8 @@ def test_a_search_that_is_out_of_time_answers_with_the_fastest_plan_so_far():
     assert found.out_of_time
     assert found.chosen.change.plan == whole.answers[0].chosen.change.plan
     assert found.bound == 0.0
-    assert "PLAN FOUND   needs" in str(PrintableScriptPlan.of(found))
-    assert "there may be a faster plan" in str(PrintableScriptPlan.of(found))
+    assert "PLAN FOUND   needs" in str(found)
+    assert "there may be a faster plan" in str(found)
 
 
 def test_out_of_time_before_anything_fits_is_no_claim_that_nothing_does():
@@ -69,7 +68,7 @@ def test_out_of_time_before_anything_fits_is_no_claim_that_nothing_does():
     found = search.find()
     assert (found.out_of_time, found.chosen, search.answers) == (True, None, [])
     assert found.smallest is found.tried[0]
-    text = str(PrintableScriptPlan.of(found))
+    text = str(found)
     assert text.startswith("NO PLAN FOUND IN TIME   the smallest so far needs ")
     assert "NO PLAN FITS" not in text
 

@@ -22,7 +22,7 @@ from memfit.records import (
     ScriptEnd,
     StepOperations,
 )
-from memfit.report.schema.plan_schema import to_json
+from memfit.report.public_json import to_json
 from memfit.report.terminal.script_plan import print_plan
 from support.planned_networks import feed_forward
 from support.traces import BASE, trace_of

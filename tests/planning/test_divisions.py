@@ -9,7 +9,7 @@ from memfit.analysis.trial_result import TrialResult
 from memfit.planning.changes import Allowed
 from memfit.planning.choose import CheckpointChooser
 from memfit.records import LoaderBatchSize, ScriptEnd
-from memfit.report.schema.plan_schema import to_json
+from memfit.report.public_json import to_json
 from support.planned_networks import feed_forward
 from support.planned_script import (
     MIB,

@@ -18,12 +18,13 @@ from memfit.planning.plan_runs import GhostRuns
 from memfit.records import (
     BatchLimit,
     LoaderBatchSize,
+    MaxBatch,
     OptionPurpose,
     ScriptEnd,
     ScriptOption,
     SizeBound,
 )
-from memfit.report.schema.max_batch_schema import MaxBatchJson, to_json
+from memfit.report.public_json import public_type, to_json
 from memfit.report.terminal.max_batch import print_max_batch
 from support.advised_runs import FAILED, MEASURED, MIB, device, trace
 
@@ -245,7 +246,7 @@ def text_of(found):
 
 def test_the_json_has_every_run():
     found = Script(line, 1000).find()
-    public = msgspec.json.decode(to_json(found), type=MaxBatchJson)
+    public = msgspec.json.decode(to_json(found), type=public_type(MaxBatch))
     assert json.loads(to_json(found))["runs"][0]["size"] == 4
     assert [run.size for run in public.runs] == [run.size for run in found.runs]
     assert (public.largest, public.limit, public.budget) == (23, BatchLimit.MEMORY, 1000 * MIB)

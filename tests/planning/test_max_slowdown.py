@@ -5,11 +5,11 @@ import json
 import msgspec
 import pytest
 
-from memfit.api import allowed_changes
+from memfit.api.planning import allowed_changes
 from memfit.errors import UsageError
 from memfit.planning.changes import Allowed
-from memfit.report.schema.plan_schema import ScriptPlanJson, to_json
-from memfit.report.terminal.script_plan import PrintableScriptPlan
+from memfit.records import ScriptPlan
+from memfit.report.public_json import public_type, to_json
 from support.planned_script import MIB, OUTSIDE, Script, find, planned
 
 
@@ -23,11 +23,11 @@ def test_a_plan_that_takes_too_long_is_named_but_not_taken():
     assert (found.chosen, found.smallest) == (None, None)
     assert found.too_slow.change.plan == taken.change.plan
     assert found.too_slow.needs.bytes <= found.budget
-    text = str(PrintableScriptPlan.of(found))
+    text = str(found)
     assert text.startswith(f"NO PLAN FITS   within {taken.time - 0.01:g} times the time; one that needs ")
     assert f"takes {taken.time:.3f}\n" in text
     assert text.count("<- too slow") == 1
-    written = msgspec.convert(json.loads(to_json(found)), ScriptPlanJson)
+    written = msgspec.convert(json.loads(to_json(found)), public_type(ScriptPlan))
     assert (written.plan, written.too_slow.time, written.max_slowdown) == (
         None,
         taken.time,

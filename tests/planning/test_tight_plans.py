@@ -10,7 +10,7 @@ from memfit.planning.changes import Allowed
 from memfit.planning.plan_runs import PlannedScript
 from memfit.planning.search import find_plan
 from memfit.records import Provenance, ScriptEnd
-from memfit.report.schema.plan_schema import to_json
+from memfit.report.public_json import to_json
 from memfit.report.terminal.script_plan import print_plan
 from support.planned_script import MIB, OUTSIDE, Script, copy, find, work
 

@@ -7,8 +7,8 @@ import msgspec
 from rich.console import Console
 
 from memfit.analysis.allocator_comparison import compare_settings
-from memfit.records import Action, DeviceUse, Figure, Mark, MarkKind, Provenance
-from memfit.report.schema.replay_schema import ComparisonJson, to_json
+from memfit.records import Action, AllocatorComparison, DeviceUse, Figure, Mark, MarkKind, Provenance
+from memfit.report.public_json import public_type, to_json
 from memfit.report.terminal.allocator_comparison import print_comparison
 from support.traces import BASE, freed, trace_of
 
@@ -63,7 +63,7 @@ def test_the_memory_fraction_is_named():
 
 def test_json_has_a_row_per_setting():
     found = compared(["", "per_process_memory_fraction:0.0001"], STEPS, smallest=True)
-    answer = msgspec.json.decode(to_json(found), type=ComparisonJson)
+    answer = msgspec.json.decode(to_json(found), type=public_type(AllocatorComparison))
     assert [(row.setting, row.current, row.fits) for row in answer.settings] == [
         ("roundup_power2_divisions:2", True, True),
         ("", False, True),

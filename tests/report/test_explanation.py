@@ -16,7 +16,7 @@ MIB, GIB = 1 << 20, 1 << 30
 
 def printed(explanation, by=None, *, notes=False, width=100):
     console = Console(file=io.StringIO(), width=width, highlight=False, markup=False, emoji=False)
-    print_explanation(explanation, by, console, notes=notes)
+    print_explanation(explanation, console, by=by, notes=notes)
     return console.file.getvalue()
 
 

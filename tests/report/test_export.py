@@ -25,8 +25,8 @@ from memfit.records import (
 )
 from memfit.report.escape import escaped
 from memfit.report.export import COLUMNS
-from memfit.report.schema.diff_schema import to_json
-from memfit.report.terminal.run_difference import print_difference
+from memfit.report.public_json import to_json
+from memfit.report.terminal.run_changes import print_difference
 from support.traces import BASE, Event, freed, segment, trace_of
 
 MIB = 1 << 20

@@ -22,7 +22,7 @@ from memfit.records import (
     SnapshotBlock,
 )
 from memfit.report.html.payload import payload
-from memfit.report.html.texts import PageTexts
+from memfit.report.html.safe_page import PageTexts
 from support.html_reports import GIB, MIB, blocks, run, sums, unpacked
 from support.traces import BASE, Event, freed, segment, trace_of
 

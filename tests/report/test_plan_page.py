@@ -8,11 +8,9 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from memfit.records import Change, Figure, Phase, PlanRun, Provenance, ScriptLocation, ScriptPlan
-from memfit.report.drawn_plans import PlanKind, drawn_plans
-from memfit.report.html.plan_page import plan_page
-from memfit.report.html.plan_svg import chart
-from memfit.report.html.self_contained import policy
-from memfit.report.terminal.plan_chart import chart_lines
+from memfit.report.html.plan_page import chart, plan_page
+from memfit.report.html.safe_page import policy
+from memfit.report.terminal.plan_chart import PlanKind, chart_lines, drawn_plans
 from support.html_reports import EVIL, GIB, Elements
 
 SVG = "{http://www.w3.org/2000/svg}"

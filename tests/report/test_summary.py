@@ -11,6 +11,7 @@ from rich.console import Console
 
 from memfit import api
 from memfit.records import (
+    DryRun,
     Figure,
     Growth,
     Note,
@@ -23,8 +24,8 @@ from memfit.records import (
     Term,
 )
 from memfit.report.escape import escaped
-from memfit.report.schema.dry_run_schema import DryRunJson, to_json
-from memfit.report.terminal.summary import PrintableDryRun, print_summary
+from memfit.report.public_json import public_type, to_json
+from memfit.report.terminal.summary import print_summary
 from support.html_reports import run
 
 GIB = 1 << 30
@@ -54,7 +55,7 @@ def test_a_printable_result_returns_its_text_in_a_notebook(answer, monkeypatch):
     shell = type("ZMQInteractiveShell", (), {})()
     monkeypatch.setattr(builtins, "get_ipython", lambda: shell, raising=False)
     assert Console().is_jupyter
-    assert repr(PrintableDryRun.of(answer)).splitlines() == [line.rstrip() for line in text]
+    assert repr(answer).splitlines() == [line.rstrip() for line in text]
 
 
 def test_every_result_prints_itself():
@@ -194,7 +195,7 @@ def test_long_names_are_shortened(answer):
 
 
 def test_the_json_decodes_to_the_public_schema(answer):
-    decoded = msgspec.json.decode(to_json(answer), type=DryRunJson)
+    decoded = msgspec.json.decode(to_json(answer), type=public_type(DryRun))
     assert decoded.peak.process == 15 * GIB // 2
     assert decoded.terms[0].provenance == "exact"
     assert json.loads(to_json(answer))["out_of_memory"] is None

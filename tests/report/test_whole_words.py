@@ -48,7 +48,7 @@ def summary(trace):
 
 
 def explanation(trace):
-    return lambda console: print_explanation(api.explain(trace), GroupBy.LINE, console)
+    return lambda console: print_explanation(api.explain(trace), console, by=GroupBy.LINE)
 
 
 def comparison(trace):

@@ -1,14 +1,13 @@
-"""The compiled allocator: ``caching_allocator.py`` in C, for hundreds of replays.
+"""PyTorch's caching allocator in C, for hundreds of replays.
 
     AllocatorConfig  ──>  struct settings  ─┐
     Requests         ──>  their columns    ─┴──>  c/*.c  ──>  figures, blocks
 
-It is compiled on first use and kept in the cache folder. Without a C compiler, ``caching_allocator.py`` does
-the same, more slowly.
+It is compiled on first use and kept in the cache folder. ``tests/support/reference_allocator/`` is the same
+allocator in Python: tests compare the two.
 """
 
 import ctypes
-import functools
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,12 +15,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from memfit import records
-from memfit.allocator.blocks import PoolId
-from memfit.allocator.caching_allocator import NUMBERED
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.memory_stats import COUNTERS, NAMES
-from memfit.allocator.requests import Requests
-from memfit.errors import MemfitError, UsageError
+from memfit.allocator.requests import PoolId, Requests
+from memfit.errors import UsageError
 from memfit.native_build import NativeLibrary
 from memfit.records import DriverCalls, Segment
 
@@ -30,6 +26,36 @@ _NEVER = 1 << 62
 
 _MOST = 1 << 60
 """Largest device in bytes: adding sizes to it stays within 64 bits."""
+NUMBERED = (2, 12)
+"""The first version of PyTorch that orders blocks of equal size by the age of their segment."""
+FIGURES = (
+    "allocation",
+    "allocated_bytes",
+    "active",
+    "active_bytes",
+    "requested_bytes",
+    "inactive_split",
+    "inactive_split_bytes",
+    "segment",
+    "reserved_bytes",
+)
+POOLS = ("all", "small_pool", "large_pool")
+OVERSIZE = ("oversize_allocations", "oversize_segments")
+FIELDS = ("current", "peak", "allocated", "freed")
+COUNTERS = (
+    "num_alloc_retries",
+    "num_ooms",
+    "num_sync_all_streams",
+    "num_device_alloc",
+    "num_device_free",
+    "num_oom_rejections",
+)
+NAMES = tuple(
+    f"{name}.{field}"
+    for field in FIELDS
+    for name in (*(f"{figure}.{pool}" for pool in POOLS for figure in FIGURES), *OVERSIZE)
+)
+"""Names of the figures that C counts, as ``torch.cuda.memory_stats()`` spells them; ``COUNTERS`` follow."""
 _SERVED = ("ask", "block", "size", "stream", "pool")  # the columns of requests that C reads
 _OUT_OF_MEMORY, _IMPOSSIBLE, _NO_HOST_MEMORY, _BEYOND_64_BITS = 1, 2, 3, 4
 _NAMES = (*NAMES, *COUNTERS)
@@ -55,15 +81,7 @@ LIBRARY = NativeLibrary(
         "allocator_outcome": (_NUMBER, (_POINTER, _POINTER)),
     },
 )
-
-
-@functools.cache
-def load() -> ctypes.CDLL | None:
-    """Return the library, compiled if need be; None if it cannot be compiled."""
-    try:
-        return LIBRARY.load()
-    except (MemfitError, OSError):
-        return None
+load = LIBRARY.load
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +113,19 @@ class CompiledAllocator:
         """Serve requests; return False if a malloc failed, which ends serving.
 
         Raises:
-            UsageError: a request is impossible: its block does not exist, or its size is invalid.
+            UsageError: a request is impossible: its block does not exist, or its size is invalid. Or
+                addresses exceed 64 bits, because a huge device has many reservations.
             MemoryError: this machine is out of memory.
-            OverflowError: addresses exceed 64 bits: a huge device has many reservations.
         """
         columns = (getattr(asked, name).buffer_info()[0] for name in _SERVED)
         status: int = self._library.allocator_serve(self._handle, len(asked.ask), *columns)
         if status == _NO_HOST_MEMORY:
             raise MemoryError
         if status == _BEYOND_64_BITS:
-            raise OverflowError
+            raise UsageError(
+                "Cannot replay on so large a GPU: the addresses that expandable segments reserve there "
+                "exceed 64 bits. Choose one with less memory, for example --memory 24GiB."
+            )
         if status == _IMPOSSIBLE:
             raise UsageError(
                 f"Request {self.outcome().position} of {len(asked.ask)} cannot be served: its block does not "
@@ -163,8 +184,8 @@ def opened(
     taken: int,
     version: tuple[int, int],
     empty_cache_each_step: bool = False,
-) -> Iterator[CompiledAllocator | None]:
-    """Yield an allocator and delete it afterwards; yield None where it cannot be compiled.
+) -> Iterator[CompiledAllocator]:
+    """Yield an allocator and delete it afterwards.
 
     Args:
         config: the settings in force.
@@ -174,12 +195,14 @@ def opened(
         taken: bytes of it that are in use already.
         version: of PyTorch, major and minor.
         empty_cache_each_step: empty the cache after each training step.
+
+    Raises:
+        UsageError: the device is larger than 1 EiB.
+        MemfitError: no C compiler was found, or it failed.
+        MemoryError: this machine is out of memory.
     """
     settings = _settings(config, total, taken, version, empty_cache_each_step)
-    library = load() if settings else None
-    if settings is None or library is None:
-        yield None
-        return
+    library = load()
     handle: int | None = library.allocator_new(settings.buffer_info()[0], blocks, len(pools))
     if handle is None:
         raise MemoryError
@@ -191,8 +214,17 @@ def opened(
 
 def _settings(
     config: AllocatorConfig, total: int, taken: int, version: tuple[int, int], empties: bool
-) -> "array[int] | None":
-    """Return the settings in the layout of ``c/allocator.h``; None if a number exceeds its range."""
+) -> "array[int]":
+    """Return the settings in the layout of ``c/allocator.h``.
+
+    Raises:
+        UsageError: the device is larger than ``_MOST``.
+    """
+    if total > _MOST:
+        raise UsageError(
+            f"Cannot replay on a GPU of {total:,} bytes: the largest is {_MOST:,}. Choose one with less "
+            "memory, for example --memory 24GiB."
+        )
     fraction, threshold = config.per_process_memory_fraction, config.garbage_collection_threshold
     allowed = _NEVER if fraction is None else int(fraction * total)
     collects = fraction is not None and threshold > 0
@@ -210,7 +242,7 @@ def _settings(
         empties,
         *config.roundup_power2_divisions,
     )
-    return array("q", values) if max(values) <= _NEVER and total <= _MOST else None
+    return array("q", (min(value, _NEVER) for value in values))  # no request reaches ``_NEVER``
 
 
 def _segment(rows: list[list[int]], pools: Sequence[PoolId]) -> Segment:

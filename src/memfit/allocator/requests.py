@@ -30,6 +30,9 @@ from memfit.allocator.release_cause import MemoryRelease, memory_releases
 from memfit.errors import FileFormatError, UsageError
 from memfit.records import DEFAULT_POOL, Action, MarkKind, Trace
 
+PoolId = tuple[int, int]
+"""PyTorch's id of a private pool, or ``DEFAULT_POOL``."""
+
 
 class RequestKind(IntEnum):
     """What a request asks of the allocator."""
@@ -75,7 +78,7 @@ class Requests:
     """Index into ``pools``, of ``MALLOC``, ``FAILED``, ``RELEASE_POOL`` and ``EMPTY_POOL``; 0 elsewhere."""
     event: "array[int]" = field(default_factory=_column)
     """Index of the event that shows the request."""
-    pools: tuple[tuple[int, int], ...] = (DEFAULT_POOL,)
+    pools: tuple[PoolId, ...] = (DEFAULT_POOL,)
     """As PyTorch numbers them."""
     reserved_before: int = 0
     """Bytes reserved before the history begins; their segments are unknown."""

@@ -19,6 +19,9 @@ SMALL_SEGMENT = 2 * MIB  # kSmallBuffer
 MIN_LARGE_ALLOC = 10 * MIB  # kMinLargeAlloc: from here on a segment has the size of its request
 ROUND_LARGE = 2 * MIB  # kRoundLarge
 
+GRANULE = 2 * MIB
+"""For sizes from 1 MiB up cudaMalloc takes whole multiples of this. Assumed: it is documented nowhere."""
+
 _FIRST_INTERVAL = MIB.bit_length()
 _DEFAULTS = AllocatorConfig()
 
@@ -113,3 +116,9 @@ def should_split(rounded: int, remainder: int, config: AllocatorConfig = _DEFAUL
 def least_remainder(config: AllocatorConfig, *, small: bool) -> int:
     """Return the smallest remainder, in bytes, that becomes a block of the small or the large pool."""
     return MIN_BLOCK if small or config.expandable_segments else SMALL_SIZE + 1
+
+
+def bytes_taken(size: int) -> int:
+    """Return the bytes that a cudaMalloc of ``size`` bytes takes from the device, by ``GRANULE``."""
+    granule = GRANULE if size >= MIB else MIN_BLOCK
+    return -(-size // granule) * granule

@@ -4,9 +4,9 @@ import math
 from collections.abc import Callable, Iterable
 
 from memfit.allocator.config import FIRST_VERSION, AllocatorConfig
-from memfit.allocator.device_memory import GRANULE
 from memfit.allocator.replay import replay
 from memfit.allocator.requests import Requests
+from memfit.allocator.rounding import GRANULE
 from memfit.errors import UsageError
 from memfit.records import AllocatorSetting, CallRates, SettingOutcome
 from memfit.units import MIB

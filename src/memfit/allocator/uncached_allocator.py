@@ -1,83 +1,82 @@
-"""The allocator with ``PYTORCH_NO_CUDA_MEMORY_CACHING=1``: each tensor is a cudaMalloc and a cudaFree.
+"""The allocator with ``PYTORCH_NO_CUDA_MEMORY_CACHING=1``: each tensor is a cudaMalloc and a cudaFree."""
 
-How much cudaMalloc takes from the device is assumed (``device_memory.py``).
-"""
+from copy import copy
 
-from dataclasses import dataclass
+from memfit.allocator.requests import RequestKind, Requests
+from memfit.allocator.rounding import bytes_taken
+from memfit.records import DriverCalls, FailedMalloc, Replay
 
-from memfit.allocator.blocks import PoolId
-from memfit.allocator.device_memory import DeviceMemory, SimulatedOutOfMemoryError
-from memfit.records import DEFAULT_POOL, Segment
-
-
-@dataclass(slots=True)
-class UncachedBlock:
-    """The device memory of one tensor."""
-
-    address: int
-    size: int
+_MALLOC, _FAILED, _STEP = map(int, (RequestKind.MALLOC, RequestKind.FAILED, RequestKind.STEP))
+_FREES = frozenset(map(int, (RequestKind.FREE, RequestKind.FREE_LATER)))  # cudaFree waits for every stream
 
 
 class UncachedAllocator:
-    """The part of ``CachingAllocator`` that a replay needs."""
+    """A device whose memory is handed out without a cache.
 
-    def __init__(self, memory: DeviceMemory) -> None:
-        self.memory = memory
-        self.captures = 0
-        self.allocated = 0
+    Args:
+        total: bytes of the device.
+        taken: bytes of it that the context and other processes hold.
+    """
+
+    def __init__(self, total: int, taken: int) -> None:
+        self.free_bytes = total - taken
+        """Bytes that the device has left."""
+        self.calls = DriverCalls()
+        self.allocated = self.peak_allocated = 0
         """Bytes as requested."""
-        self.peak_allocated = 0
-        self.peak_reserved = memory.used
-        self._before = memory.used
+        self.reserved = self.peak_reserved = 0
+        """Bytes taken from the device."""
 
-    def malloc(self, size: int, stream: int = 0) -> UncachedBlock:
-        """Allocate ``size`` bytes; the stream does not matter.
-
-        Raises:
-            SimulatedOutOfMemoryError: the device has too little memory left.
-        """
-        del stream
-        address = self.memory.malloc(size)
-        if address is None:
-            raise SimulatedOutOfMemoryError(size, self.memory.total - self.memory.used)
-        self.allocated += size
+    def malloc(self, size: int) -> bool:
+        """Allocate ``size`` bytes; return False if the device has too little memory left."""
+        self.calls.malloc += 1
+        if bytes_taken(size) > self.free_bytes:
+            return False
+        self._add(size, bytes_taken(size))
         self.peak_allocated = max(self.peak_allocated, self.allocated)
-        self.peak_reserved = max(self.peak_reserved, self.memory.used)
-        return UncachedBlock(address, size)
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        return True
 
-    def free(self, block: UncachedBlock) -> None:
-        """Free the memory; cudaFree waits for every stream."""
-        self.allocated -= block.size
-        self.memory.free(block.address, block.size)
+    def free(self, size: int) -> None:
+        """Free memory that was allocated as ``size`` bytes."""
+        self.calls.free += 1
+        self._add(-size, -bytes_taken(size))
 
-    def record_stream(self, block: UncachedBlock, stream: int) -> None:
-        """Do nothing: see ``free``."""
+    def _add(self, size: int, taken: int) -> None:
+        self.allocated += size
+        self.reserved += taken
+        self.free_bytes -= taken
 
-    def stream_is_done(self, stream: int) -> None:
-        """Do nothing: see ``free``."""
 
-    def all_streams_are_done(self) -> None:
-        """Do nothing: see ``free``."""
-
-    def empty_cache(self, pool_id: PoolId = DEFAULT_POOL) -> None:
-        """Do nothing: there is no cache."""
-
-    def begin_allocate_to_pool(self, pool_id: PoolId) -> None:
-        """Do nothing: there are no pools."""
-
-    def end_allocate_to_pool(self, pool_id: PoolId) -> None:
-        """Do nothing: there are no pools."""
-
-    def release_pool(self, pool_id: PoolId) -> None:
-        """Do nothing: there are no pools."""
-
-    def memory_stats(self) -> dict[str, int]:
-        """Return the peaks, by PyTorch's names; PyTorch itself counts nothing in this mode."""
-        return {
-            "allocated_bytes.all.peak": self.peak_allocated,
-            "reserved_bytes.all.peak": self.peak_reserved - self._before,
-        }
-
-    def snapshot(self) -> tuple[Segment, ...]:
-        """Return no segments."""
-        return ()
+def replay_uncached(asked: Requests, *, total: int, taken: int) -> Replay:
+    """Replay requests without a cache; arguments as those of ``replay``."""
+    device = UncachedAllocator(total, taken)
+    sizes: dict[int, int] = {}
+    steps: list[DriverCalls] = []
+    failure = None
+    for ask, number, size, event in zip(asked.ask, asked.block, asked.size, asked.event, strict=True):
+        if ask == _MALLOC:
+            if not device.malloc(size):
+                failure = FailedMalloc(event, size, device.free_bytes)
+                break
+            sizes[number] = size
+        elif ask in _FREES:
+            device.free(sizes.pop(number))
+        elif ask == _FAILED:  # the script went on without the block, even if the malloc succeeds here
+            if device.malloc(size):
+                device.free(size)
+        elif ask == _STEP:
+            steps.append(copy(device.calls))
+    return Replay(
+        failure=failure,
+        peak_allocated=device.peak_allocated,
+        peak_reserved=device.peak_reserved,
+        most_taken=taken + device.peak_reserved if device.peak_reserved else 0,
+        calls=device.calls,
+        calls_per_step=steps[-1] - steps[-2] if len(steps) > 1 else None,
+        statistics={  # PyTorch itself counts nothing in this mode
+            "allocated_bytes.all.peak": device.peak_allocated,
+            "reserved_bytes.all.peak": device.peak_reserved,
+        },
+        segments=(),
+    )

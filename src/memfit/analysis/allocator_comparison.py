@@ -16,7 +16,15 @@ from memfit.analysis.location import location_at
 from memfit.analysis.replay_caveats import NEWEST, caveats
 from memfit.devices import Device
 from memfit.errors import UsageError
-from memfit.records import AllocatorComparison, AllocatorSetting, CallRates, Machine, Trace
+from memfit.records import (
+    AllocatorComparison,
+    AllocatorSetting,
+    CallRates,
+    Machine,
+    Replay,
+    SettingOutcome,
+    Trace,
+)
 from memfit.units import format_bytes
 
 
@@ -69,28 +77,29 @@ def compare_settings(
     for conf in confs or ():
         check_version(conf, version)
     tried = [*map(AllocatorSetting, confs)] if confs is not None else _worth_trying(asked, version)
-    outcomes = []
+    outcomes: list[SettingOutcome] = []
     for setting in (replace(setting, script=script) for setting in dict.fromkeys((own, *tried))):
         on_progress(setting.name or "default")
         row = replay_setting(asked, setting, total=total, taken=taken, version=version, rates=rates)
         if smallest:
             size = smallest_capacity(asked, setting, taken=taken, version=version)
             row = replace(row, smallest=size)
-        outcomes.append(row)
+        outcomes.append(replace(row, replay=_located(trace, row.replay), current=not outcomes))
     return AllocatorComparison(
         outcomes=tuple(outcomes),
-        current=outcomes[0],
         recommended=recommended_outcome(outcomes[1:], outcomes[0]),
-        places={
-            row.setting.name: location_at(trace, failure.event)
-            for row in outcomes
-            if (failure := row.replay.failure) is not None
-        },
         total=total,
         taken=taken,
         rates=rates,
         notes=tuple(caveats(trace, asked, outcomes, total=total, taken=taken, context=context)),
     )
+
+
+def _located(trace: Trace, replay: Replay) -> Replay:
+    """Return a replay of a trace with the place of its failure, if there is one."""
+    if (failure := replay.failure) is None:
+        return replay
+    return replace(replay, failure=replace(failure, where=location_at(trace, failure.event)))
 
 
 def _gpu(trace: Trace, device: Device | None, memory: int | None) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from memfit.allocator.setting_outcomes import setting_config, smallest_capacity
 from memfit.analysis.allocator_comparison import torch_version
 from memfit.analysis.location import least_certain
 from memfit.devices import NO_LIMIT
-from memfit.errors import MemfitError
+from memfit.errors import FileFormatError, UsageError
 from memfit.records import AllocatorSetting, DeviceUse, DryRun, Figure, Provenance, Replay, Trace, worst
 
 
@@ -117,7 +117,7 @@ def needed_process(trace: Trace, found: DryRun, device: DeviceUse, *, fails_at: 
     """
     try:
         reserved = ReplayedRun.of(trace, found).needs(fails_at)
-    except MemfitError:  # memfit has no model of that allocator
+    except (FileFormatError, UsageError):  # memfit has no model of that allocator
         return found.peak_process
     needs = process_bytes(reserved, device)
     return needs if fails_at else min(needs, found.peak_process, key=lambda figure: figure.bytes)

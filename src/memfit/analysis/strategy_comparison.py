@@ -135,6 +135,15 @@ def compared_run(
     )
 
 
+def with_changes(runs: Sequence[ComparedRun]) -> tuple[ComparedRun, ...]:
+    """Return runs with what each needs beyond the first, the script as written."""
+    base = runs[0].needs
+    return tuple(
+        run if base is None or run.needs is None else replace(run, change=run.needs.bytes - base.bytes)
+        for run in runs
+    )
+
+
 def impossible(of: ComparedStrategies, end: ScriptEnd) -> ComparedRun:
     """Return that strategies cannot be applied, or that the script fails with them, and why."""
     return ComparedRun(of.name, of.change.code, reason=why_it_failed(end))

@@ -7,15 +7,14 @@ script ── run.parent ──> trace file ── trace.trace_file ──> Trac
                                                                    └─ packing.run_packing ─────────> pack
 """
 
-from memfit.api.batch_size import max_batch, max_batch_on_ghost
-from memfit.api.checking import check, check_on_ghost
-from memfit.api.comparison import compare, compare_on_ghost
+from memfit.api.batch_size import max_batch
+from memfit.api.checking import check
+from memfit.api.comparison import compare
 from memfit.api.ghost_runs import FinishedRun, run_on_ghost
-from memfit.api.gpus import gpus_for, gpus_on_ghost
+from memfit.api.gpus import gpus_for
 from memfit.api.packings import pack, pack_table
-from memfit.api.planning import allowed_changes, auto_checkpoint, plan, plan_on_ghost
+from memfit.api.planning import auto_checkpoint, plan
 from memfit.api.ranks_together import run_beside_ranks
-from memfit.api.resumed_runs import run_and_resume
 from memfit.api.runs import dry_run, estimate, record, run_on_card
 from memfit.api.traces import (
     chrome_trace,
@@ -37,34 +36,27 @@ from memfit.trace.snapshot import write_snapshot
 
 __all__ = [
     "FinishedRun",
-    "allowed_changes",
     "auto_checkpoint",
     "check",
-    "check_on_ghost",
     "chrome_trace",
     "compare",
-    "compare_on_ghost",
     "diagnose",
     "diff",
     "dry_run",
     "estimate",
     "explain",
     "gpus_for",
-    "gpus_on_ghost",
     "html",
     "keep_context",
     "max_batch",
-    "max_batch_on_ghost",
     "measure_context",
     "pack",
     "pack_table",
     "packed_table",
     "plan",
-    "plan_on_ghost",
     "read",
     "record",
     "replay",
-    "run_and_resume",
     "run_beside_ranks",
     "run_on_card",
     "run_on_ghost",

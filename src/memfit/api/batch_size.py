@@ -8,10 +8,9 @@ from memfit.devices import DEFAULT, NO_LIMIT
 from memfit.errors import UsageError
 from memfit.planning.max_batch import BudgetedScript, find_max_batch
 from memfit.records import MaxBatch
-from memfit.report.terminal.max_batch import PrintableMaxBatch
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, script_command
-from memfit.run.rank import ALONE, Rank
+from memfit.run.rank import Rank
 from memfit.run.resolve_options import ghost_settings
 from memfit.trials.trial_run import ghost_runs
 
@@ -26,7 +25,9 @@ def max_batch(  # noqa: PLR0913 - one parameter an option
     module: bool = False,
     gpu: str = DEFAULT,
     in_use: int = 0,
-    rank: Rank = ALONE,
+    nproc: int = 1,
+    nnodes: int = 1,
+    rank: int = 0,
     steps: int | None = STEPS,
     values: str = "",
     on_progress: Callable[[Progress], None] = lambda _: None,
@@ -48,7 +49,9 @@ def max_batch(  # noqa: PLR0913 - one parameter an option
         module: run a module as ``python -m`` does.
         gpu: name of a device in the table (``memfit gpus``).
         in_use: bytes of device memory that other processes hold.
-        rank: of a job on several GPUs: the batch size is that of this rank.
+        nproc: processes on each machine, with a GPU each; memfit runs the one that ``rank`` names.
+        nnodes: machines.
+        rank: the process to run, counted from 0 over all machines.
         steps: training steps after which memfit stops each run; None lets it run to its end.
         values: what the ghost returns when the script reads a GPU value, see ``RunOptions.values``.
         on_progress: called about ten times a second.
@@ -62,23 +65,14 @@ def max_batch(  # noqa: PLR0913 - one parameter an option
     17
     """
     options = RunOptions(
-        module=module, steps=steps, gpu=gpu, memory=budget, in_use=in_use, rank=rank, values=values
+        module=module,
+        steps=steps,
+        gpu=gpu,
+        memory=budget,
+        rank=Rank(rank=rank, nproc=nproc, nnodes=nnodes),
+        in_use=in_use,
+        values=values,
     )
-    return max_batch_on_ghost(
-        script, arguments, options, option=option, multiple=multiple, on_progress=on_progress
-    )
-
-
-def max_batch_on_ghost(
-    script: str | Path,
-    arguments: Sequence[str],
-    options: RunOptions,
-    *,
-    option: str,
-    multiple: int,
-    on_progress: Callable[[Progress], None],
-) -> MaxBatch:
-    """Do what ``max_batch`` does; ``options.memory`` is the budget."""
     if multiple < 1:
         raise UsageError(f"multiple must be at least 1, not {multiple}.")
     command = script_command(script, arguments, options, None)
@@ -89,4 +83,4 @@ def max_batch_on_ghost(
         for way in (options, replace(options, memory=NO_LIMIT))
     )
     budgeted = BudgetedScript(limited, unlimited, command[1:], device)
-    return PrintableMaxBatch.of(find_max_batch(budgeted, multiple=multiple, option=option), command=command)
+    return replace(find_max_batch(budgeted, multiple=multiple, option=option), command=command)

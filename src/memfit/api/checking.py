@@ -13,8 +13,7 @@ from memfit.devices import DEFAULT, NO_LIMIT
 from memfit.errors import TargetError, UsageError
 from memfit.input_files import read_input
 from memfit.records import Change, CheckVerdict, MemoryBaseline, MemoryCheck, Trace
-from memfit.report.schema.check_schema import baseline_file, read_baseline
-from memfit.report.terminal.memory_check import PrintableMemoryCheck
+from memfit.report.public_json import baseline_file, read_baseline
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress
 from memfit.trials.trial_run import trial_runner
@@ -37,6 +36,7 @@ def check(  # noqa: PLR0913 - one parameter an option
     in_use: int = 0,
     steps: int | None = STEPS,
     values: str = "",
+    stdout_to_stderr: bool = False,
     on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> MemoryCheck:
     """Run an unmodified script on the ghost, and compare its memory with a baseline; needs no GPU.
@@ -55,6 +55,7 @@ def check(  # noqa: PLR0913 - one parameter an option
         in_use: bytes of device memory that other processes hold.
         steps: training steps after which memfit stops the script; None lets it run to its end.
         values: what the ghost returns when the script reads a GPU value, see ``RunOptions.values``.
+        stdout_to_stderr: send the script's standard output to standard error.
         on_progress: called about ten times a second.
 
     Returns:
@@ -69,28 +70,20 @@ def check(  # noqa: PLR0913 - one parameter an option
     >>> check("train.py").passed  # doctest: +SKIP
     True
     """
-    options = RunOptions(module=module, steps=steps, gpu=gpu, memory=budget, in_use=in_use, values=values)
-    file = None if baseline is None else Path(baseline)
-    return check_on_ghost(
-        script, arguments, options, baseline=file, update=update, tolerance=tolerance, on_progress=on_progress
+    options = RunOptions(
+        module=module,
+        steps=steps,
+        stdout_to_stderr=stdout_to_stderr,
+        gpu=gpu,
+        memory=budget,
+        in_use=in_use,
+        values=values,
     )
-
-
-def check_on_ghost(
-    script: str | Path,
-    arguments: Sequence[str],
-    options: RunOptions,
-    *,
-    baseline: Path | None,
-    update: bool,
-    tolerance: float,
-    on_progress: Callable[[Progress], None],
-) -> MemoryCheck:
-    """Do what ``check`` does; ``options.memory`` is the budget."""
     if tolerance < 0:
         raise UsageError(f"tolerance must not be negative: {tolerance}.")
-    before = _baseline(baseline, update=update)
-    done = run_on_ghost(script, arguments, options, output=None, advise=False, on_progress=on_progress)
+    file = None if baseline is None else Path(baseline)
+    before = _baseline(file, update=update)
+    done = run_on_ghost(script, arguments, options, output=None, on_progress=on_progress)
     trace, found, fits = done.trace, done.result, not done.result.ran_out
     needs = found.needs or found.peak_process
     if not fits:
@@ -101,11 +94,11 @@ def check_on_ghost(
     if before is not None:
         result = check_memory(before, run, found, needs, tolerance, fits=fits)
     else:
-        fitting = CheckVerdict.FITS if baseline is None else CheckVerdict.WRITTEN
+        fitting = CheckVerdict.FITS if file is None else CheckVerdict.WRITTEN
         result = MemoryCheck(fitting if fits else CheckVerdict.NO_FIT, tolerance, run, needs)
-    if update and fits and baseline is not None:
-        write_bytes(baseline, baseline_file(run))
-    return PrintableMemoryCheck.of(result)
+    if update and fits and file is not None:
+        write_bytes(file, baseline_file(run))
+    return result
 
 
 def _baseline(file: Path | None, *, update: bool) -> MemoryBaseline | None:

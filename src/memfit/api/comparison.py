@@ -10,11 +10,11 @@ from memfit.analysis.strategy_comparison import (
     compared_strategies,
     impossible,
     refused_with,
+    with_changes,
 )
 from memfit.devices import DEFAULT
 from memfit.errors import TargetError
 from memfit.records import ComparedRun, DeviceUse, ScriptEnd, StrategyComparison, Trace
-from memfit.report.terminal.strategy_comparison import PrintableStrategyComparison
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, script_command
 from memfit.run.rank import Rank
@@ -73,16 +73,6 @@ def compare(  # noqa: PLR0913 - one parameter an option
         in_use=in_use,
         values=values,
     )
-    return compare_on_ghost(script, arguments, options, on_progress)
-
-
-def compare_on_ghost(
-    script: str | Path,
-    arguments: Sequence[str],
-    options: RunOptions,
-    on_progress: Callable[[Progress], None],
-) -> StrategyComparison:
-    """Do what ``compare`` does; ``options.rank`` says how many ranks there are."""
     command = script_command(script, arguments, options, None)
     device = ghost_settings(options).device
     with RankRuns(command, options, device.total.bytes, on_progress) as ranks:
@@ -109,17 +99,15 @@ def _compared_on_ghost(
                 runs.append(_largest(one, found, device))
     except KeyboardInterrupt:
         interrupted = True
-    return PrintableStrategyComparison.of(
-        StrategyComparison(
-            device=device,
-            nproc=options.rank.nproc,
-            nnodes=options.rank.nnodes,
-            runs=tuple(runs),
-            command=command,
-            versions=trace.versions,
-            distributed=ranks.distributed,
-            interrupted=interrupted,
-        )
+    return StrategyComparison(
+        device=device,
+        nproc=options.rank.nproc,
+        nnodes=options.rank.nnodes,
+        runs=with_changes(runs),
+        command=command,
+        versions=trace.versions,
+        distributed=ranks.distributed,
+        interrupted=interrupted,
     )
 
 

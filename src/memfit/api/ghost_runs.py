@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from memfit.analysis.even_routing import beside_even_routing, rests_on_routing, with_even_routing
@@ -12,9 +13,10 @@ from memfit.analysis.total_needs import find_total
 from memfit.analysis.trial_result import RunTrial, TrialResult
 from memfit.api.traces import summarize
 from memfit.devices import NO_LIMIT
-from memfit.errors import MemfitError, OutputError, UsageError
+from memfit.errors import MemfitError, OutputError, TargetError, UsageError
 from memfit.planning.advice import find_advice
-from memfit.records import Change, DryRun, Note, Provenance, RankRole, Trace
+from memfit.planning.plan_file import read_plan
+from memfit.records import Change, DryRun, Note, Provenance, RankRole, ScriptLocation, Trace
 from memfit.run.launchers import check_world_size
 from memfit.run.options import RunOptions
 from memfit.run.parent import PATIENCE, Progress, RecordedRun, run_script, script_command
@@ -56,18 +58,122 @@ def run_on_ghost(  # noqa: PLR0913 - what a dry run is asked for
     options: RunOptions,
     *,
     output: Path | None,
-    advise: bool,
+    advise: bool = False,
     all_ranks: bool = False,
-    change: Change = Change(),  # noqa: B008 - frozen
+    plan: Path | None = None,
+    resume_with: Sequence[str] | None = None,
     on_progress: Callable[[Progress], None],
 ) -> FinishedRun:
-    """Do what ``dry_run`` does, and return a result whose trace may not have been saved."""
+    """Do what ``dry_run`` does, and return a result whose trace may not have been saved.
+
+    Raises:
+        UsageError: what is asked for does not go together, or the plan does not suit the script.
+        TargetError: the script failed or was stopped, so that it may have written nothing to resume from.
+        MemfitError: one of the runs was not possible.
+    """
+    _expect_to_go_together(options, advise=advise, all_ranks=all_ranks, resumes=resume_with is not None)
+    change = Change()
+    if plan is not None:
+        change, options = _planned(plan, options)
+    run = partial(_run, script, options=options, change=change, on_progress=on_progress)
+    first = run(arguments, output=output, advise=advise, all_ranks=all_ranks)
+    end = first.result.end
+    if resume_with is None or first.result.ran_out or end.reason == "interrupted":
+        return first
+    if end.reason != "end" or end.exit_code:
+        how = "Its time was up: pass more --seconds." if end.stopped else end.exception
+        raise TargetError(
+            f"Cannot resume {first.result.command[0]}: its first run did not come to its end. {how}"
+        )
+    second = run((*arguments, *resume_with), output=None, advise=advise, all_ranks=all_ranks)
+    return _larger_of(first, second, output)
+
+
+def _expect_to_go_together(options: RunOptions, *, advise: bool, all_ranks: bool, resumes: bool) -> None:
+    """Check that what a dry run is asked for does not contradict itself.
+
+    Raises:
+        UsageError: it does.
+    """
+    if options.batches is not None and advise:
+        raise UsageError(
+            "--advise lowers the peak of training steps. Run --whole first, which names the stage that needs "
+            "most, and then --advise without --whole."
+        )
+    batches, seconds = options.batches, options.seconds
+    if (batches is not None and batches < 1) or (seconds is not None and not seconds > 0):
+        raise UsageError("--batches must be at least 1, and --seconds more than 0.")
+    if options.scan is not None and not options.scan > 0:
+        raise UsageError("--scan must be more than 0.")
+    if resumes and options.batches is None:
+        raise UsageError("--resume-with runs a whole script twice: add --whole.")
+    if all_ranks and options.rank.rank:
+        raise UsageError("--rank is one rank, and --all-ranks is all of them: give one of the two.")
+
+
+def _planned(file: Path, options: RunOptions) -> tuple[Change, RunOptions]:
+    """Return what a plan changes about a script, and the options with which the script runs under it.
+
+    Raises:
+        UsageError: the plan shards the model, and the script is to run as one process.
+    """
+    planned = read_plan(file)
+    rank = options.rank
+    if planned.is_sharded:
+        if rank.world_size == 1:
+            raise UsageError(
+                f"{file} shards the model over {planned.world_size} GPUs. Say how many there are, as in "
+                f"memfit dry-run --nproc {planned.nproc}"
+                f"{f' --nnodes {planned.nnodes}' * (planned.nnodes > 1)} --all-ranks --plan {file}."
+            )
+        rank = replace(rank, own_gpu_only=True)
+    return planned.change, replace(options, rank=rank, allocator=planned.change.allocator)
+
+
+def _larger_of(first: FinishedRun, resumed: FinishedRun, output: Path | None) -> FinishedRun:
+    """Return the run that needs most of a script's own and the one that resumed, with the stages of both."""
+    stages = (*first.result.stages, *(replace(use, resumed=True) for use in resumed.result.stages))
+    shortened = tuple(dict.fromkeys((*first.result.shortened, *resumed.result.shortened)))
+    if _severity(resumed.result) <= _severity(first.result):
+        return replace(first, result=replace(first.result, stages=stages, shortened=shortened))
+    failed = resumed.result.out_of_memory
+    result = replace(
+        resumed.result,
+        stages=stages,
+        shortened=shortened,
+        peak_place=_in_resumed(resumed.result.peak_place),
+        out_of_memory=failed and replace(failed, place=_in_resumed(failed.place)),
+        resumed=True,
+    )
+    return FinishedRun(resumed.trace, result, save_trace(resumed.trace, output))
+
+
+def _in_resumed(place: ScriptLocation) -> ScriptLocation:
+    return replace(place, stage=f"{place.stage or 'the run'}, resumed")
+
+
+def _severity(result: DryRun) -> tuple[bool, tuple[bool, int]]:
+    return result.ran_out, weight(result)
+
+
+def _run(  # noqa: PLR0913 - what a dry run is asked for
+    script: str | Path,
+    arguments: Sequence[str],
+    *,
+    options: RunOptions,
+    output: Path | None,
+    advise: bool,
+    all_ranks: bool,
+    change: Change,
+    on_progress: Callable[[Progress], None],
+) -> FinishedRun:
+    """Run a script once, as one process or as every rank in turn."""
     if options.rank.world_size > 1 and not options.objects:
         with TemporaryFolder() as folder:  # for all runs of the job
-            return run_on_ghost(
+            return _run(
                 script,
                 arguments,
-                replace(options, objects=folder),
+                options=replace(options, objects=folder),
                 output=output,
                 advise=advise,
                 all_ranks=all_ranks,
@@ -178,12 +284,13 @@ def _run_all_ranks(
         nonlocal largest
         rank = replace(job, rank=number)
         try:
-            found = run_on_ghost(
+            found = _run(
                 script,
                 arguments,
-                replace(options, rank=rank),
+                options=replace(options, rank=rank),
                 output=own_file(output, number) if one_each else None,
                 advise=False,
+                all_ranks=False,
                 change=change,
                 on_progress=lambda progress: on_progress(replace(progress, rank=str(rank))),
             )

@@ -12,7 +12,6 @@ from memfit.planning.changes import Allowed
 from memfit.planning.plan_runs import RULE, PlannedScript, host_copies, roofline
 from memfit.planning.search import find_plan
 from memfit.records import Change, DeviceUse, GpusFor, ScriptEnd, ScriptPlan
-from memfit.report.terminal.gpus_for import PrintableGpusFor
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, script_command
 from memfit.run.resolve_options import ghost_settings
@@ -45,17 +44,7 @@ def gpus_for(  # noqa: PLR0913 - one parameter an option
     ['RTX 3060', 'RTX 4070']
     """
     options = RunOptions(module=module, steps=steps, in_use=in_use, values=values)
-    return gpus_on_ghost(script, arguments, options, Allowed(rounding=not bitwise), on_progress)
-
-
-def gpus_on_ghost(
-    script: str | Path,
-    arguments: Sequence[str],
-    options: RunOptions,
-    allowed: Allowed,
-    on_progress: Callable[[Progress], None],
-) -> GpusFor:
-    """Do what ``gpus_for`` does, for the whole of ``options``."""
+    allowed = Allowed(rounding=not bitwise)
     command = script_command(script, arguments, options, None)
     alike: dict[tuple[int, int], list[Device]] = defaultdict(list)
     for card in sorted(all_devices(), key=lambda card: -card.total_bytes):
@@ -76,7 +65,7 @@ def gpus_on_ghost(
         raise next(iter(failed.values()))
     plans.sort(key=lambda plan: plan.device.total.bytes)
     reasons = {name: str(error) for name, error in failed.items()}
-    return PrintableGpusFor.of(GpusFor(tuple(plans), reasons, command, plans[0].versions))
+    return GpusFor(tuple(plans), reasons, command, plans[0].versions)
 
 
 def _plans(

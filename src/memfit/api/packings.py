@@ -12,11 +12,10 @@ from memfit.devices import NO_LIMIT
 from memfit.packing import best_packing
 from memfit.packing.best_packing import Packing
 from memfit.packing.csv_table import read_buffers
-from memfit.packing.graph_packing import pack_graph
+from memfit.packing.graph_packing import GraphPacking, pack_graph
 from memfit.packing.lifetimes import ALIGNMENT, CPU_ALIGNMENT
-from memfit.packing.run_packing import pack_run
+from memfit.packing.run_packing import RunPacking, pack_run
 from memfit.records import Machine, Trace
-from memfit.report.terminal.packing import PrintableGraphPacking, PrintableRunPacking
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +30,7 @@ def pack(
     *,
     seconds: float = 10.0,
     on_progress: Callable[[str], None] = ...,
-) -> PrintableRunPacking: ...
+) -> RunPacking: ...
 @overload
 def pack(
     target: "torch.fx.GraphModule",
@@ -39,14 +38,14 @@ def pack(
     *,
     seconds: float = 10.0,
     on_progress: Callable[[str], None] = ...,
-) -> PrintableGraphPacking: ...
+) -> GraphPacking: ...
 def pack(
     target: "Trace | str | Path | torch.fx.GraphModule",
     capacity: int | None = None,
     *,
     seconds: float = 10.0,
     on_progress: Callable[[str], None] = lambda _: None,
-) -> PrintableRunPacking | PrintableGraphPacking:
+) -> RunPacking | GraphPacking:
     """Find the least memory a run or a graph needs if every buffer gets a planned offset.
 
     Args:
@@ -81,9 +80,7 @@ def pack(
         from memfit.graph.fx_dataflow import dataflow
 
         flow = dataflow(target)
-        return PrintableGraphPacking.of(
-            pack_graph(flow, capacity=capacity, seconds=seconds, on_progress=on_progress)
-        )
+        return pack_graph(flow, capacity=capacity, seconds=seconds, on_progress=on_progress)
     trace = target if isinstance(target, Trace) else read(target)
     reserved: tuple[SettingOutcome, ...] = ()
     is_of_cpu = trace.device.machine is Machine.CPU  # PyTorch caches no CPU memory
@@ -91,7 +88,7 @@ def pack(
         reserved = compare_settings(
             trace, "expandable_segments:True", memory=NO_LIMIT, on_progress=on_progress
         ).outcomes
-    packed = pack_run(
+    return pack_run(
         read_requests(trace),
         reserved,
         least_certain(note for note in trace.notes if note.sizes),
@@ -100,7 +97,6 @@ def pack(
         seconds=seconds,
         on_progress=on_progress,
     )
-    return PrintableRunPacking.of(packed)
 
 
 def pack_table(

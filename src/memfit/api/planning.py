@@ -16,7 +16,6 @@ from memfit.planning.plan_search import OnFound, OutOfTimeError
 from memfit.planning.search import find_plan
 from memfit.records import Change, ScriptEnd, ScriptPlan
 from memfit.records.targets import is_job, typed
-from memfit.report.terminal.script_plan import PrintableScriptPlan
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, script_command
 from memfit.run.rank import Rank
@@ -47,7 +46,9 @@ def plan(  # noqa: PLR0913 - one parameter an option
     allow: Sequence[str] = (),
     max_slowdown: float | None = None,
     max_time: float | None = None,
+    policies: bool = False,
     on_progress: Callable[[Progress], None] = lambda _: None,
+    on_found: OnFound = lambda _: None,
 ) -> ScriptPlan:
     """Return the fastest plan with which an unmodified script fits a budget; needs no GPU.
 
@@ -76,7 +77,10 @@ def plan(  # noqa: PLR0913 - one parameter an option
             fits is predicted to take longer, nothing is chosen, and ``too_slow`` is the fastest that fits.
         max_time: seconds after which the search ends: the answer is the fastest plan found by then. If none
             fitted, ``out_of_time`` tells that from a search that ended.
+        policies: also run three policies that people use: checkpoint every block, every second one, and every
+            block with matrix products kept.
         on_progress: called about ten times a second.
+        on_found: called with each plan that is faster than those before it, as soon as it is found.
 
     Raises:
         MemfitError: the script or the device does not exist, this PyTorch or platform is not supported, or
@@ -96,7 +100,8 @@ def plan(  # noqa: PLR0913 - one parameter an option
         values=values,
     )
     allowed = allowed_changes(bitwise=bitwise, allow=allow, max_slowdown=max_slowdown)
-    return plan_on_ghost(script, arguments, options, on_progress, allowed, max_time=max_time)
+    command = script_command(script, arguments, options, None)
+    return _plan_for(command, options, on_progress, allowed, policies, max_time, on_found)
 
 
 def auto_checkpoint(  # noqa: PLR0913 - one parameter an option
@@ -151,14 +156,11 @@ def auto_checkpoint(  # noqa: PLR0913 - one parameter an option
     with TemporaryFolder() as folder:
         file = Path(folder) / "model.job"
         file.write_bytes(pack(step).data)
-        script = "memfit.estimating.training_script"
-        found = plan_on_ghost(
-            script,
-            [str(file)],
-            options,
-            on_progress,
-            Allowed(allocator=False, rounding=False, optimizer=False),  # what applies to the model alone
-        )
+        command = script_command("memfit.estimating.training_script", [str(file)], options, None)
+        applicable = Allowed(
+            allocator=False, rounding=False, optimizer=False
+        )  # what applies to the model alone
+        found = _plan_for(command, options, on_progress, applicable)
     found = replace(found, command=(type(model).__name__,), models=())
     if found.chosen is None:
         smallest = format_bytes((found.smallest or found.as_written).needs.bytes)
@@ -198,19 +200,16 @@ def allowed_changes(
     return replace(allowed, slowdown=max_slowdown)
 
 
-def plan_on_ghost(  # noqa: PLR0913 - one parameter an option
-    script: str | Path,
-    arguments: Sequence[str],
+def _plan_for(
+    command: tuple[str, ...],
     options: RunOptions,
     on_progress: Callable[[Progress], None],
-    allowed: Allowed = Allowed(),  # noqa: B008 - frozen
-    *,
+    allowed: Allowed,
     policies: bool = False,
     max_time: float | None = None,
     on_found: OnFound = lambda _: None,
 ) -> ScriptPlan:
-    """Do what ``plan`` does; ``options.memory`` is the budget, the rest as for ``find_plan``."""
-    command = script_command(script, arguments, options, None)
+    """Return the fastest plan for a command; ``options.memory`` is the budget, the rest as for ``plan``."""
     if options.rank.world_size > 1 and is_job(command):
         raise UsageError(
             f"{typed(command)[0]}: memfit plans jobs for one GPU. For several, give memfit.Engine a sharding "
@@ -228,10 +227,15 @@ def plan_on_ghost(  # noqa: PLR0913 - one parameter an option
         on_progress(replace(progress, fits=fits))
 
     def completed(found: ScriptPlan) -> ScriptPlan:
-        found = replace(
-            found, nproc=job.nproc, nnodes=job.nnodes, ran=ranks.count, distributed=ranks.distributed
+        return replace(
+            found,
+            nproc=job.nproc,
+            nnodes=job.nnodes,
+            ran=ranks.count,
+            distributed=ranks.distributed,
+            device=device,
+            command=command,
         )
-        return PrintableScriptPlan.of(found, device=device, command=command)
 
     def note(found: ScriptPlan) -> None:
         nonlocal fits

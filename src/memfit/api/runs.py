@@ -14,7 +14,7 @@ from memfit.card.find import find_card
 from memfit.devices import DEFAULT, NO_LIMIT
 from memfit.records import DeviceUse, DryRun
 from memfit.report.estimate import Estimate
-from memfit.run.options import STEPS, RunOptions
+from memfit.run.options import BATCHES, LONGEST_STEPS, SCAN, SECONDS, STEPS, RunOptions
 from memfit.run.parent import Progress, run_script, script_command
 from memfit.run.rank import Rank
 from memfit.run.resolve_options import ghost_settings
@@ -36,8 +36,11 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     rank: int = 0,
     all_ranks: bool = False,
     steps: int | None = STEPS,
+    whole: bool = False,
     batches: int | None = None,
     seconds: float | None = None,
+    resume_with: Sequence[str] | None = None,
+    longest: bool = False,
     scan: float | None = None,
     values: str = "",
     host_memory: bool = True,
@@ -47,6 +50,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     output: Path | None = None,
     html: Path | None = None,
     advise: bool = False,
+    plan: str | Path | None = None,
     stdout_to_stderr: bool = False,
     on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> DryRun:
@@ -68,11 +72,15 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         all_ranks: run every rank whose memory may differ, one after the other. The result is of the rank that
             needs most; ``ranks`` has them all.
         steps: training steps after which memfit stops the script; None lets it run to its end.
-        batches: end each pass over a ``DataLoader`` after so many batches: a whole run in a short time, with
-            ``steps=None``. The result's ``stages`` have what training, evaluation and saving use.
+        whole: let the script run to its end, but shorter: ``steps=None``, with 3 ``batches`` and 120
+            ``seconds`` unless given. The result's ``stages`` have what training, evaluation and saving use.
+        batches: end each pass over a ``DataLoader`` after so many batches.
         seconds: end the script after this time, where it next asks for a batch or calls a model.
-        scan: draw batches from each ``DataLoader`` for so many seconds before the script reads it, and give
-            the script the largest first. The result's ``longest`` says how the peak follows their size.
+        resume_with: with ``whole``, run the script a second time with these further arguments, to resume from
+            what it has just written. The result is of the run that needs most, with the stages of both.
+        longest: give the script the largest of the batches that memfit has drawn first, with a ``scan`` of 60
+            seconds and 4 ``steps`` unless given. The result's ``longest`` says how the peak follows it.
+        scan: draw batches from each ``DataLoader`` for so many seconds before the script reads it.
         values: what the ghost returns when the script reads a GPU value, see ``RunOptions.values``.
         host_memory: skip the filling of large CPU tensors, so that their pages take no host memory.
         weights: load the checkpoints that transformers' ``from_pretrained`` requests. Those missing from this
@@ -86,6 +94,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
             ``plan``. memfit runs the script again for each change, without input and with its output hidden,
             up to 13 times; each run writes the script's output files again. The result's ``advice`` lists
             alternatives, the fewest changes first; if the search is interrupted, those found so far.
+        plan: run the script under the plan in this file, which ``memfit plan -o`` wrote.
         stdout_to_stderr: send the script's standard output to standard error.
         on_progress: called about ten times a second.
 
@@ -98,6 +107,13 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
 
     >>> result = dry_run("train.py", ["--batch-size", "8"], gpu="RTX-3060")  # doctest: +SKIP
     """
+    if whole:
+        steps = None
+        batches = BATCHES if batches is None else batches
+        seconds = SECONDS if seconds is None else seconds
+    if longest:
+        steps = LONGEST_STEPS if steps == STEPS else steps
+        scan = SCAN if scan is None else scan
     options = RunOptions(
         module=module,
         steps=steps,
@@ -122,6 +138,8 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         output=output,
         advise=advise,
         all_ranks=all_ranks,
+        plan=None if plan is None else Path(plan),
+        resume_with=resume_with,
         on_progress=on_progress,
     )
     if html is not None:

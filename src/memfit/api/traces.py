@@ -1,6 +1,7 @@
 """Read a recorded run and answer questions about it: ``explain``, ``diff``, ``replay``, and the exports."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from memfit.allocator.timeline import timeline
@@ -14,13 +15,9 @@ from memfit.analysis.workspace_range import with_workspace_range
 from memfit.atomic_files import write_bytes
 from memfit.devices import find_device
 from memfit.planning.advice import find_advice
-from memfit.records import AllocatorComparison, DryRun, GroupBy, RunDifference, Trace
+from memfit.records import AllocatorComparison, DryRun, Explanation, GroupBy, RunDifference, Trace
 from memfit.report import export
 from memfit.report.html import page
-from memfit.report.terminal.allocator_comparison import PrintableComparison
-from memfit.report.terminal.explanation import PrintableExplanation
-from memfit.report.terminal.run_difference import PrintableDifference
-from memfit.report.terminal.summary import PrintableDryRun
 from memfit.trace.snapshot import read_snapshot
 from memfit.trace.trace_file import is_trace, read_trace
 
@@ -41,14 +38,14 @@ def summarize(trace: Trace) -> DryRun:
     Raises:
         FileFormatError: the history contradicts itself.
     """
-    return PrintableDryRun.of(_with_needs(trace, summary.summarize(trace)))
+    return _with_needs(trace, summary.summarize(trace))
 
 
 def _with_needs(trace: Trace, found: DryRun) -> DryRun:
     return with_workspace_range(trace, with_needs(trace, found))
 
 
-def explain(target: Trace | str | Path, at: str = "peak", *, fragments: bool = False) -> PrintableExplanation:
+def explain(target: Trace | str | Path, at: str = "peak", *, fragments: bool = False) -> Explanation:
     """Return what holds the GPU memory of a run, when, and which line allocated it.
 
     Args:
@@ -74,9 +71,7 @@ def explain(target: Trace | str | Path, at: str = "peak", *, fragments: bool = F
     found = _with_needs(trace, explanation.summary)
     advised = find_advice(trace, found)  # the script is not run: settings of the allocator only
     shown = advised if advised.advice else found
-    return PrintableExplanation.of(
-        explanation, summary=PrintableDryRun.of(shown), page=lambda: html(trace, shown)
-    )
+    return replace(explanation, summary=shown, page=lambda: html(trace, shown))
 
 
 def diff(
@@ -95,7 +90,7 @@ def diff(
         FileFormatError: a file is neither of them, or contradicts itself.
     """
     runs = [run if isinstance(run, Trace) else read(run) for run in (before, after)]
-    return PrintableDifference.of(compare_runs(runs[0], runs[1], at, GroupBy(by)))
+    return compare_runs(runs[0], runs[1], at, GroupBy(by))
 
 
 def replay(
@@ -124,16 +119,14 @@ def replay(
         UsageError: PyTorch does not accept a setting, or the device does not exist.
         FileFormatError: the trace does not hold the sizes that were requested.
     """
-    return PrintableComparison.of(
-        compare_settings(
-            trace,
-            confs,
-            device=find_device(gpu) if gpu is not None else None,
-            memory=memory,
-            in_use=in_use,
-            smallest=smallest,
-            on_progress=on_progress,
-        )
+    return compare_settings(
+        trace,
+        confs,
+        device=find_device(gpu) if gpu is not None else None,
+        memory=memory,
+        in_use=in_use,
+        smallest=smallest,
+        on_progress=on_progress,
     )
 
 

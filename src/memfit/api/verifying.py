@@ -8,7 +8,6 @@ from memfit.card.find import find_card
 from memfit.errors import UnsuitableEnvironmentError, UsageError
 from memfit.planning.plan_file import read_plan
 from memfit.records import Verification, VerificationVerdict
-from memfit.report.terminal.verification import PrintableVerification
 from memfit.run.options import RunOptions
 from memfit.run.parent import Progress, script_command
 from memfit.verification.measured_peak import measured_peak
@@ -65,6 +64,6 @@ def verify(
     if card is not None and card.rehearsal:
         found = replace(found, verdict=VerificationVerdict.NOT_COMPARABLE, reason=_REHEARSAL, peaks=None)
     elif card is None or found.verdict is not VerificationVerdict.VERIFIED:
-        return PrintableVerification.of(found)
+        return found
     peak = measured_peak(command, change, module=module, on_progress=on_progress)
-    return PrintableVerification.of(found, measured=peak)
+    return replace(found, measured=peak)

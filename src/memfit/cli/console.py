@@ -17,25 +17,12 @@ from memfit.errors import MemfitError, OutputError, TargetError
 from memfit.report.escape import escaped
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from rich.console import Console
 
     from memfit.api.ghost_runs import FinishedRun
-    from memfit.packing.best_packing import Packing
-    from memfit.packing.run_packing import RunPacking
-    from memfit.records import (
-        AllocatorComparison,
-        DryRun,
-        Explanation,
-        GpusFor,
-        MaxBatch,
-        MemoryCheck,
-        RunDifference,
-        ScriptPlan,
-        StrategyComparison,
-        Verification,
-    )
+    from memfit.records import DryRun, ScriptPlan
     from memfit.run.parent import Progress
 
 Output = tuple[Path | None, Callable[[Path], object]]
@@ -53,195 +40,32 @@ FORKED = (
 )
 
 
-def write_result(result: "DryRun", json: str | None, *files: Output, notes: bool) -> None:
-    """Print a run's summary and write it to files; arguments as for ``write_explanation``."""
-    from memfit.report.schema.dry_run_schema import to_json
-    from memfit.report.terminal.summary import print_summary
-
-    _write(lambda: to_json(result), json, lambda console: print_summary(result, console, notes=notes), files)
-
-
-def write_explanation(
-    explanation: "Explanation", json: str | None, by: str | None, *files: Output, notes: bool
-) -> None:
-    """Print an explanation and write it to files.
-
-    Args:
-        explanation: what to print.
-        json: where JSON goes; ``-`` prints it in place of the text, and None writes none.
-        by: what the table sums bytes by; None for the default tables.
-        files: further files to write.
-        notes: whether to list every note.
-    """
-    from memfit.records import GroupBy
-    from memfit.report.schema.explain_schema import to_json
-    from memfit.report.terminal.explanation import print_explanation
-
-    group = None if by is None else GroupBy(by)
-    _write(
-        lambda: to_json(explanation),
-        json,
-        lambda console: print_explanation(explanation, group, console, notes=notes),
-        files,
-    )
-
-
-def write_difference(difference: "RunDifference", json: str | None) -> None:
-    """Print a difference and write it to files; ``json`` as for ``write_explanation``."""
-    from memfit.report.schema.diff_schema import to_json
-    from memfit.report.terminal.run_difference import print_difference
-
-    _write(lambda: to_json(difference), json, lambda console: print_difference(difference, console))
-
-
-def write_comparison(comparison: "AllocatorComparison", json: str | None) -> None:
-    """Print allocator settings compared and write them to files; ``json`` as for ``write_explanation``."""
-    from memfit.report.schema.replay_schema import to_json
-    from memfit.report.terminal.allocator_comparison import print_comparison
-
-    _write(lambda: to_json(comparison), json, lambda console: print_comparison(comparison, console))
-
-
-def write_strategies(comparison: "StrategyComparison", json: str | None) -> None:
-    """Print strategies compared and write them to files; ``json`` as for ``write_explanation``."""
-    from memfit.report.schema.compare_schema import to_json
-    from memfit.report.terminal.strategy_comparison import print_strategies
-
-    _write(lambda: to_json(comparison), json, lambda console: print_strategies(comparison, console))
-
-
-def write_plan(
-    plan: "ScriptPlan", json: str | None, output: Path | None = None, html: Path | None = None
-) -> None:
-    """Print a plan and write it to files; ``json`` as for ``write_explanation``."""
-    from memfit.report.schema.plan_schema import to_json
-    from memfit.report.terminal.script_plan import print_plan
-
-    def write_file(path: Path) -> None:
-        if plan.chosen is None:
-            why = "none was found in time" if plan.out_of_time else "no plan fits"
-            print(f"memfit: {path} was not written, because {why}.", file=sys.stderr)
-            return
-        write_bytes(path, to_json(plan) + b"\n")
-        ranks = f"--nproc {plan.nproc} " * (plan.nproc > 1) + f"--nnodes {plan.nnodes} " * (plan.nnodes > 1)
-        ranks += "--all-ranks " * (plan.world_size > 1)
-        command = f"memfit dry-run {ranks}--plan {shlex.quote(str(path))} SCRIPT"
-        print(escaped(f"Plan: {path}  ({command})"), file=sys.stderr)
-
-    def write_page(path: Path) -> None:
-        from memfit.report.html.plan_page import plan_page
-
-        write_bytes(path, plan_page(plan, output).encode(errors="replace"))
-
-    files: list[Output] = [(output, write_file), (html, write_page)]
-    _write(lambda: to_json(plan), json, lambda console: print_plan(plan, console, output), files)
-
-
-class PlanSoFar:
-    """The fastest plan that a search has found so far, in the file of ``-o``.
-
-    Args:
-        output: the file; None for none.
-    """
-
-    def __init__(self, output: Path | None) -> None:
-        self._output = output
-        self._time: float | None = None
-
-    def keep(self, plan: "ScriptPlan") -> None:
-        """Write a plan in place of the one before. Should that fail, the last attempt reports it."""
-        from memfit.report.schema.plan_schema import to_json
-
-        if plan.chosen is None:
-            return
-        self._time = plan.chosen.time
-        if self._output is not None:
-            with suppress(MemfitError):
-                write_bytes(self._output, to_json(plan) + b"\n")
-
-    @contextmanager
-    def named_on_ctrl_c(self) -> "Iterator[None]":
-        """Have Ctrl-C in the block say what has been found, and where it is."""
-        try:
-            yield
-        except KeyboardInterrupt:
-            if self._time is None:
-                raise
-            what = f"the fastest plan so far takes {self._time:.2f} times the time"
-            where = "not written, without -o" if self._output is None else f"in {self._output}"
-            raise KeyboardInterrupt(f"{what}: {where}") from None
-
-
-def write_verification(result: "Verification", json: str | None) -> None:
-    """Print a verification and write it to files; ``json`` as for ``write_explanation``."""
-    from memfit.report.schema.verification_schema import to_json
-    from memfit.report.terminal.verification import print_verification
-
-    _write(lambda: to_json(result), json, lambda console: print_verification(result, console))
-
-
-def write_gpus_for(result: "GpusFor", json: str | None) -> None:
-    """Print which GPUs run a script and write it to files; ``json`` as for ``write_explanation``."""
-    from memfit.report.schema.gpus_for_schema import to_json
-    from memfit.report.terminal.gpus_for import print_gpus_for
-
-    _write(lambda: to_json(result), json, lambda console: print_gpus_for(result, console))
-
-
-def write_max_batch(result: "MaxBatch", json: str | None) -> None:
-    """Print a largest batch size and write it to files; ``json`` as for ``write_explanation``."""
-    from memfit.report.schema.max_batch_schema import to_json
-    from memfit.report.terminal.max_batch import print_max_batch
-
-    _write(lambda: to_json(result), json, lambda console: print_max_batch(result, console))
-
-
-def write_check(check: "MemoryCheck", json: str | None) -> None:
-    """Print a check and write it to files; ``json`` as for ``write_explanation``."""
-    from memfit.report.schema.check_schema import to_json
-    from memfit.report.terminal.memory_check import print_check
-
-    _write(lambda: to_json(check), json, lambda console: print_check(check, console))
-
-
-def write_packing(
-    packing: "Packing | RunPacking", capacity: int | None, json: str | None, *files: Output
-) -> None:
-    """Print a packing and write it to files; ``json`` as for ``write_explanation``."""
-    from memfit.report.schema.pack_schema import to_json
-    from memfit.report.terminal.packing import print_packing
-
-    _write(
-        lambda: to_json(packing, capacity),
-        json,
-        lambda console: print_packing(packing, capacity, console),
-        files,
-    )
-
-
-def _write(
-    content: Callable[[], bytes],
-    json: str | None,
-    show: "Callable[[Console], object]",
-    files: "Sequence[Output]" = (),
-) -> None:
+def write_result(result: object, json: str | None, *files: Output, **shown: object) -> None:
     """Print a result, as text or as JSON, and then write its files: a full disk must not cost the answer.
+
+    Args:
+        result: what a function of ``api`` returned.
+        json: where JSON goes; ``-`` prints it in place of the text, and None writes none.
+        files: further files to write.
+        shown: options of what prints the result.
 
     Raises:
         OutputError: standard output or a file could not be written; everything else was.
         BrokenPipeError: the reader of standard output has gone; the files were written.
         KeyboardInterrupt: the user interrupted the writing; its message says so.
     """
+    from memfit.report.printers import print_result
+    from memfit.report.public_json import to_json
 
     def write_output() -> None:
         with stdout() as console:
             if json == "-":
-                console.file.write(content().decode() + "\n")
+                console.file.write(to_json(result).decode() + "\n")
             else:
-                show(console)
+                print_result(result, console, **shown)
 
     def write_json(path: Path) -> None:
-        write_bytes(path, content() + b"\n")
+        write_bytes(path, to_json(result) + b"\n")
 
     outputs = ((json_file(json), write_json), *files)
     jobs: list[Callable[[], object]] = [write_output]
@@ -263,6 +87,66 @@ def _failure(job: Callable[[], object]) -> MemfitError | BrokenPipeError | None:
     except (MemfitError, BrokenPipeError) as error:
         return error
     return None
+
+
+def write_plan(
+    plan: "ScriptPlan", json: str | None, output: Path | None = None, html: Path | None = None
+) -> None:
+    """Print a plan and write it to files; ``json`` as for ``write_result``."""
+    from memfit.report.public_json import to_json
+
+    def write_file(path: Path) -> None:
+        if plan.chosen is None:
+            why = "none was found in time" if plan.out_of_time else "no plan fits"
+            print(f"memfit: {path} was not written, because {why}.", file=sys.stderr)
+            return
+        write_bytes(path, to_json(plan) + b"\n")
+        ranks = f"--nproc {plan.nproc} " * (plan.nproc > 1) + f"--nnodes {plan.nnodes} " * (plan.nnodes > 1)
+        ranks += "--all-ranks " * (plan.world_size > 1)
+        command = f"memfit dry-run {ranks}--plan {shlex.quote(str(path))} SCRIPT"
+        print(escaped(f"Plan: {path}  ({command})"), file=sys.stderr)
+
+    def write_page(path: Path) -> None:
+        from memfit.report.html.plan_page import plan_page
+
+        write_bytes(path, plan_page(plan, output).encode(errors="replace"))
+
+    write_result(plan, json, (output, write_file), (html, write_page), file=output)
+
+
+class PlanSoFar:
+    """The fastest plan that a search has found so far, in the file of ``-o``.
+
+    Args:
+        output: the file; None for none.
+    """
+
+    def __init__(self, output: Path | None) -> None:
+        self._output = output
+        self._time: float | None = None
+
+    def keep(self, plan: "ScriptPlan") -> None:
+        """Write a plan in place of the one before. Should that fail, the last attempt reports it."""
+        from memfit.report.public_json import to_json
+
+        if plan.chosen is None:
+            return
+        self._time = plan.chosen.time
+        if self._output is not None:
+            with suppress(MemfitError):
+                write_bytes(self._output, to_json(plan) + b"\n")
+
+    @contextmanager
+    def named_on_ctrl_c(self) -> "Iterator[None]":
+        """Have Ctrl-C in the block say what has been found, and where it is."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if self._time is None:
+                raise
+            what = f"the fastest plan so far takes {self._time:.2f} times the time"
+            where = "not written, without -o" if self._output is None else f"in {self._output}"
+            raise KeyboardInterrupt(f"{what}: {where}") from None
 
 
 def exit_code(result: "DryRun", *, fail: bool) -> int:

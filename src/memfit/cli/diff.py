@@ -1,13 +1,11 @@
 """``memfit diff``."""
 
 from pathlib import Path
-from typing import Annotated, Literal
-
-from cyclopts import Parameter
+from typing import Literal
 
 from memfit.atomic_files import check_outputs
-from memfit.cli.console import write_difference
-from memfit.cli.options import json_file
+from memfit.cli.console import write_result
+from memfit.cli.options import Json, json_file
 
 
 def diff(
@@ -17,7 +15,7 @@ def diff(
     *,
     at: str = "peak",
     by: Literal["category", "module", "line", "op"] = "category",
-    json: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
+    json: Json = None,
 ) -> int:
     """Compare what holds the GPU memory in two recorded runs, at the same point in each.
 
@@ -30,10 +28,9 @@ def diff(
         at: The moment to compare: peak, a phase (forward, loss, backward, optimizer, ...), a stage of a whole
             run (training, evaluation, saving, loading), or the number of a training step, such as 2.
         by: Sum the allocated memory by category, module, line or op.
-        json: Write the result as JSON to this file. With -, print the JSON instead of the summary.
     """
     from memfit import api
 
     check_outputs({"--json": json_file(json)}, {"the first run": before, "the second run": after})
-    write_difference(api.diff(before, after, at, by), json)
+    write_result(api.diff(before, after, at, by), json)
     return 0

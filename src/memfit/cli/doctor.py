@@ -1,17 +1,14 @@
 """``memfit doctor``."""
 
 import sys
-from typing import Annotated
-
-from cyclopts import Parameter
 
 from memfit.cli.console import stdout
 
 
 def doctor(
     *,
-    gaps: Annotated[bool, Parameter(negative="")] = False,
-    context: Annotated[bool, Parameter(negative="")] = False,
+    gaps: bool = False,
+    context: bool = False,
 ) -> int:
     """Check that PyTorch, the C compiler, and the ghost (memfit's stand-in for a GPU) work on this machine.
 
@@ -33,7 +30,7 @@ def doctor(
 
 def _measure_context() -> int:
     from memfit import api
-    from memfit.report.terminal.context import contribution, print_context
+    from memfit.report.terminal.doctor import contribution, print_context
 
     report = api.measure_context()
     with stdout() as console:

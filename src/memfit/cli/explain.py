@@ -7,24 +7,24 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from memfit.atomic_files import check_outputs
-from memfit.cli.console import write_explanation
-from memfit.cli.options import OUTPUT, json_file
+from memfit.cli.console import write_result
+from memfit.cli.options import OUTPUT, Html, Json, Notes, json_file
 
 
-def explain(  # noqa: PLR0913 - one parameter an option
+def explain(
     path: Path,
     /,
     *,
     at: str = "peak",
     by: Literal["category", "module", "line", "op"] | None = None,
-    json: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
+    json: Json = None,
     snapshot: Annotated[Path | None, Parameter(group=OUTPUT)] = None,
-    html: Annotated[Path | None, Parameter(group=OUTPUT)] = None,
-    source: Annotated[bool, Parameter(group=OUTPUT)] = True,
+    html: Html = None,
+    source: Annotated[bool, Parameter(group=OUTPUT, negative="--no-source")] = True,
     chrome: Annotated[Path | None, Parameter(group=OUTPUT)] = None,
     csv: Annotated[Path | None, Parameter(group=OUTPUT)] = None,
-    fragmentation: Annotated[bool, Parameter(negative="")] = False,
-    notes: Annotated[bool, Parameter(negative="")] = False,
+    fragmentation: bool = False,
+    notes: Notes = False,
 ) -> int:
     """Show what holds the GPU memory of a recorded run at a given moment, and which line allocated it.
 
@@ -35,32 +35,29 @@ def explain(  # noqa: PLR0913 - one parameter an option
             training step, such as 2, or a stage of a whole run (training, evaluation, saving, loading).
             Within any of these, memfit chooses the moment with the most allocated memory.
         by: Sum the allocated memory by category, module, line or op. The rows add up to the total.
-        json: Write the result as JSON to this file. With -, print the JSON instead of the summary.
         snapshot: Write the trace to this file as a memory snapshot, for PyTorch's viewer (memory_viz).
-        html: Write an HTML report to this file: a single page that loads no other files.
         source: Include file names and line numbers in the HTML report.
         chrome: Write a timeline of each category's memory to this file, as a Chrome trace for Perfetto.
         csv: Write a table of all allocations to this file.
         fragmentation: Also show, at the peaks and at the end of the run, the reserved memory that no tensor
             uses (rounding, holes between blocks, cached segments). Also name the blocks that keep PyTorch
             from returning the largest holes to the GPU.
-        notes: List every assumption behind the figures. By default, the summary shows only those that may
-            change a figure by more than 1 %, and says how many others there are.
     """
     from memfit import api
+    from memfit.records import GroupBy
 
     outputs = {"--snapshot": snapshot, "--html": html, "--chrome": chrome, "--csv": csv}
     check_outputs({**outputs, "--json": json_file(json)}, {"the input": path})
     trace = api.read(path)
     explanation = api.explain(trace, at, fragments=fragmentation)
-    write_explanation(
+    write_result(
         explanation,
         json,
-        by,
         (snapshot, partial(api.write_snapshot, trace)),
         (html, partial(api.write_html, trace, explanation.summary, source=source)),
         (chrome, lambda path: api.write_bytes(path, api.chrome_trace(trace))),
         (csv, lambda path: api.write_bytes(path, api.table(trace).encode())),
+        by=None if by is None else GroupBy(by),
         notes=notes,
     )
     return 0

@@ -11,40 +11,57 @@ import io
 import sys
 from collections.abc import Sequence
 
-from cyclopts import App, CycloptsError, Group
+from cyclopts import App, CycloptsError, Group, Parameter
 
-from memfit.cli import check, compare, dry_run, gpus, max_batch, plan, record, train, verify
-from memfit.cli.allocator import allocator
+from memfit.cli.check import check
+from memfit.cli.compare import compare
 from memfit.cli.diff import diff
 from memfit.cli.doctor import doctor
+from memfit.cli.dry_run import dry_run
 from memfit.cli.explain import explain
+from memfit.cli.gpus import gpus
+from memfit.cli.max_batch import max_batch
 from memfit.cli.pack import pack
-from memfit.cli.replay import replay
+from memfit.cli.plan import plan
+from memfit.cli.record import record
+from memfit.cli.replay import allocator, replay
 from memfit.cli.script_arguments import separate_script
+from memfit.cli.train import train
+from memfit.cli.verify import verify
 from memfit.ctrl_c import INTERRUPTED, SignalsRaise
 from memfit.errors import MemfitError, UsageError
 from memfit.versions import __version__
 
 _BROKEN_PIPE = 141  # the exit code of a program that SIGPIPE ended
 
+
+def _usage(name: str, options: str = "[OPTIONS]") -> str:
+    """Return how a command that runs a script is written."""
+    command = f"memfit {name} {options}"
+    return f"Usage: {command} SCRIPT.py [ARGS...]\n       {command} -m MODULE [ARGS...]"
+
+
+_PLAN = "--plan plan.json"
+_UNDER_TORCHRUN = f"\n       torchrun --nproc-per-node 8 -m memfit train {_PLAN} SCRIPT.py [ARGS...]"
 _MORE = Group("More", sort_key=2)
 app = App(
     name="memfit",
     group_commands=Group("Commands", sort_key=1),
     help="Find out how much GPU memory a training script will use, before you have the GPU.",
     version=__version__,
+    default_parameter=Parameter(negative=""),
     result_action="return_value",
     suppress_keyboard_interrupt=False,
 )
-app.command(dry_run.dry_run, name="dry-run", usage=dry_run.USAGE, sort_key=1)
-app.command(plan.plan, usage=plan.USAGE, sort_key=2)
-app.command(train.train, usage=train.USAGE, sort_key=3)
-app.command(record.record, usage=record.USAGE, group=_MORE)
-app.command(compare.compare, usage=compare.USAGE, group=_MORE)
-app.command(check.check, usage=check.USAGE, group=_MORE)
-app.command(verify.verify, usage=verify.USAGE, group=_MORE)
-app.command(max_batch.max_batch, name="max-batch", usage=max_batch.USAGE, group=_MORE)
-app.command(gpus.gpus, usage=gpus.USAGE, group=_MORE)
+app.command(dry_run, name="dry-run", usage=_usage("dry-run"), sort_key=1)
+app.command(plan, usage=_usage("plan"), sort_key=2)
+app.command(train, usage=_usage("train", _PLAN) + _UNDER_TORCHRUN, sort_key=3)
+app.command(record, usage=_usage("record"), group=_MORE)
+app.command(compare, usage=_usage("compare"), group=_MORE)
+app.command(check, usage=_usage("check"), group=_MORE)
+app.command(verify, usage=_usage("verify", _PLAN), group=_MORE)
+app.command(max_batch, name="max-batch", usage=_usage("max-batch"), group=_MORE)
+app.command(gpus, usage=_usage("gpus --for").replace("Usage:", "Usage: memfit gpus\n      "), group=_MORE)
 for command in (explain, diff, replay, allocator, pack, doctor):
     app.command(command, group=_MORE)
 for flag in ("--help", "--version"):
@@ -76,12 +93,14 @@ def _run(tokens: list[str]) -> int:
     try:
         code = app(separate_script(tokens, app), exit_on_error=False, print_error=False)
         sys.stdout.flush()
-    except CycloptsError as error:
-        print(f"memfit: {error}\nSee memfit {' '.join(tokens[:1])} --help.", file=sys.stderr)
-        code = UsageError.exit_code
-    except MemfitError as error:
-        print("memfit: " + "\n".join(map(escaped, str(error).split("\n"))), file=sys.stderr)
-        code = error.exit_code
+    except (CycloptsError, MemfitError) as error:
+        own = error if isinstance(error, MemfitError) else error.__cause__  # of what reads an option's text
+        if isinstance(own, MemfitError):
+            print("memfit: " + "\n".join(map(escaped, str(own).split("\n"))), file=sys.stderr)
+            code = own.exit_code
+        else:
+            print(f"memfit: {error}\nSee memfit {' '.join(tokens[:1])} --help.", file=sys.stderr)
+            code = UsageError.exit_code
     except BrokenPipeError:
         code = _BROKEN_PIPE
     return code or 0  # --help returns nothing

@@ -6,20 +6,21 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from memfit.atomic_files import check_outputs
-from memfit.cli.console import Output, write_packing
-from memfit.cli.options import OUTPUT, bytes_or_none, json_file
+from memfit.cli.console import Output, write_result
+from memfit.cli.options import OUTPUT, Fail, Json, json_file, read_as
 from memfit.errors import UsageError
+from memfit.units import parse_bytes
 
 
 def pack(
     path: Path,
     /,
     *,
-    capacity: str | None = None,
+    capacity: Annotated[int | None, read_as(parse_bytes)] = None,
     seconds: float = 10.0,
     csv: Annotated[Path | None, Parameter(group=OUTPUT)] = None,
-    json: Annotated[str | None, Parameter(group=OUTPUT, allow_leading_hyphen=True)] = None,
-    fail: Annotated[bool, Parameter(negative="", group=OUTPUT)] = False,
+    json: Json = None,
+    fail: Fail = False,
 ) -> int:
     """Plan an offset for every buffer of a recorded step, and report how much memory the plan needs.
 
@@ -34,19 +35,20 @@ def pack(
             size.
         seconds: Stop the search after this many seconds.
         csv: Write a table of all buffers and their offsets to this file.
-        json: Write the result as JSON to this file. With -, print the JSON instead of the summary.
         fail: Exit with code 1 if memfit finds no packing that fits within --capacity.
     """
     from memfit import api
+    from memfit.report.terminal.packing import PackingSizes
     from memfit.report.terminal.progress_line import progress_line
 
     if fail and capacity is None:
         raise UsageError("--fail needs a capacity to compare with. Add one, for example --capacity 8GiB.")
     check_outputs({"--csv": csv, "--json": json_file(json)}, {"the input": path})
-    limit = bytes_or_none(capacity)
     with progress_line() as show:
         run = api.pack_table if path.suffix.lower() == ".csv" else api.pack
-        packing = run(path, limit, seconds=seconds, on_progress=lambda what: show(f"memfit: packing, {what}"))
+        packing = run(
+            path, capacity, seconds=seconds, on_progress=lambda what: show(f"memfit: packing, {what}")
+        )
     table: Output = (csv, lambda path: api.write_bytes(path, api.packed_table(packing.parts).encode()))
-    write_packing(packing, limit, json, table)
-    return int(fail and limit is not None and packing.height > limit)
+    write_result(PackingSizes.of(packing, capacity), json, table)
+    return int(fail and capacity is not None and packing.height > capacity)

@@ -1,31 +1,34 @@
 """``memfit record``."""
 
 from pathlib import Path
-from typing import Annotated
 
-from cyclopts import Parameter
-
-from memfit.atomic_files import check_outputs
 from memfit.cli.console import exit_code, progress, trace_file, write_result
-from memfit.cli.options import OUTPUT, expect_script, json_file, script_file
+from memfit.cli.options import (
+    Fail,
+    Json,
+    Labels,
+    Module,
+    Notes,
+    Output,
+    Script,
+    ToEnd,
+    json_file,
+    script_to_run,
+)
 from memfit.errors import UsageError
 from memfit.run.options import STEPS, RunOptions
 
-USAGE = (
-    "Usage: memfit record [OPTIONS] SCRIPT.py [ARGS...]\n       memfit record [OPTIONS] -m MODULE [ARGS...]"
-)
 
-
-def record(  # noqa: PLR0913 - one parameter an option
-    *command: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
-    module: Annotated[bool, Parameter(name=["-m", "--module"], negative="")] = False,
+def record(
+    *command: Script,
+    module: Module = False,
     steps: int = STEPS,
-    to_end: Annotated[bool, Parameter(negative="")] = False,
-    output: Annotated[Path | None, Parameter(name=["-o", "--output"], group=OUTPUT)] = None,
-    json: Annotated[str | None, Parameter(group=OUTPUT, allow_leading_hyphen=True)] = None,
-    fail: Annotated[bool, Parameter(negative="", group=OUTPUT)] = False,
-    labels: Annotated[bool, Parameter(group=OUTPUT)] = True,
-    notes: Annotated[bool, Parameter(negative="", group=OUTPUT)] = False,
+    to_end: ToEnd = False,
+    output: Output = None,
+    json: Json = None,
+    fail: Fail = False,
+    labels: Labels = True,
+    notes: Notes = False,
 ) -> int:
     """Run a script on this machine's GPU and report the GPU memory it used.
 
@@ -34,30 +37,21 @@ def record(  # noqa: PLR0913 - one parameter an option
     outside PyTorch's allocator. It saves the trace, which memfit explain can read on any machine.
 
     Args:
-        command: The script and its own arguments.
-        module: Run a module, as python -m does.
         steps: Stop the script after this many training steps.
-        to_end: Let the script run to its end instead of stopping it. Each recorded allocation takes host
-            memory, so a long run may need a lot of it.
         output: Save the trace to this file. The default is run.memfit. memfit overwrites an existing
             run.memfit only if you name it with this option.
-        json: Write the result as JSON to this file. With -, print the JSON instead of the summary.
         fail: Exit with code 1 unless the verdict is FITS.
-        labels: For each allocation, record the module that made it and the phase of the training step. With
-            --no-labels, memfit records neither; the byte counts are the same either way.
-        notes: List every assumption behind the figures. By default, the summary shows only those that may
-            change a figure by more than 1 %, and says how many others there are.
     """
     from memfit import api
 
-    expect_script("record", command, {"--json": json, "-o": output})
     trace = Path("run.memfit") if output is None else output
+    outputs = {"-o": trace, "--json": json_file(json)}
+    script = script_to_run("record", command, outputs, module=module)
     if output is None and trace.exists():
         raise UsageError(
             f"{trace} already exists. Name another file with -o, or overwrite the existing one with "
             f"-o {trace}."
         )
-    check_outputs({"-o": trace, "--json": json_file(json)}, script_file(command[0], module=module))
     options = RunOptions(
         module=module,
         steps=None if to_end else steps,
@@ -65,6 +59,6 @@ def record(  # noqa: PLR0913 - one parameter an option
         stdout_to_stderr=json == "-",
     )
     with progress(options.steps) as show:
-        run = api.run_on_card(command[0], command[1:], options, output=trace, on_progress=show)
+        run = api.run_on_card(script["script"], script["arguments"], options, output=trace, on_progress=show)
     write_result(run.result, json, trace_file(trace, run), notes=notes)
     return exit_code(run.result, fail=fail)

@@ -12,18 +12,6 @@ from memfit.errors import UnknownDeviceError, UsageError
 from memfit.records.targets import JOBS, LIBRARY_MODELS
 from memfit.run.launchers import LAUNCHERS
 
-_RUN_A_SCRIPT = (
-    "dry-run",
-    "record",
-    "compare",
-    "plan",
-    "max-batch",
-    "check",
-    "gpus",
-    "verify",
-    "train",
-    "job",
-)
 _PYTHON = re.compile(r"python[0-9.]*")
 _LIBRARY_MODEL = re.compile(r"(hf|timm|torchvision):.")
 _JOB = re.compile(r".+\.py:[^/:]+")
@@ -51,13 +39,9 @@ def separate_script(tokens: list[str], app: App) -> list[str]:
     if tokens and tokens[0] not in app and (tokens[0].endswith(".py") or tokens[0] in LAUNCHERS):
         typed = shlex.join(tokens)
         raise UsageError(f"No such command: {tokens[0]}. To run a script, write memfit dry-run {typed}")
-    if not tokens or tokens[0] not in _RUN_A_SCRIPT:
+    values_taken = _values_taken(tokens[:1], app)
+    if not values_taken:
         return tokens
-    values_taken = {
-        name: argument.token_count()[0]
-        for argument in app[tokens[0]].assemble_argument_collection()
-        for name in argument.names
-    }
     position = 1
     while position < len(tokens) and tokens[position].startswith("-") and tokens[position] != "--":
         name, inline, _ = tokens[position].partition("=")
@@ -80,6 +64,16 @@ def separate_script(tokens: list[str], app: App) -> list[str]:
     _refuse_misplaced(tokens, position, values_taken)
     loop = _loop_for(tokens[position])
     return [*tokens[:position], *(["-m", "--", loop] if loop else ["--"]), *tokens[position:]]
+
+
+def _values_taken(command: list[str], app: App) -> dict[str, int]:
+    """Return, by the name of each option of a command that runs a script, how many values follow it."""
+    if not command or command[0].startswith("-") or command[0] not in app:
+        return {}
+    arguments = app[command[0]].assemble_argument_collection(default_parameter=app.default_parameter)
+    if "command" not in {argument.field_info.name for argument in arguments}:  # it runs no script
+        return {}
+    return {name: argument.token_count()[0] for argument in arguments for name in argument.names}
 
 
 def _loop_for(target: str) -> str:

@@ -3,27 +3,18 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
 
-from cyclopts import Parameter
-
-from memfit.cli.options import expect_plan, expect_script
+from memfit.cli.options import Module, Script, expect_plan, expect_script
 from memfit.errors import UsageError
 from memfit.records.targets import JOBS, LIBRARY_MODELS
 
-USAGE = (
-    "Usage: memfit train --plan plan.json SCRIPT.py [ARGS...]\n"
-    "       memfit train --plan plan.json -m MODULE [ARGS...]\n"
-    "       torchrun --nproc-per-node 8 -m memfit train --plan plan.json SCRIPT.py [ARGS...]"
-)
-
 
 def train(
-    *command: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+    *command: Script,
     plan: Path | None = None,
-    module: Annotated[bool, Parameter(name=["-m", "--module"], negative="")] = False,
+    module: Module = False,
     prediction: Path | None = None,
-    as_far_as_it_goes: Annotated[bool, Parameter(negative="")] = False,
+    as_far_as_it_goes: bool = False,
 ) -> int:
     """Train an unmodified script under a plan.
 
@@ -35,9 +26,7 @@ def train(
     output and exit code. A script that ends without the plan has the exit code 3.
 
     Args:
-        command: The script and its own arguments.
         plan: The file that memfit plan -o wrote.
-        module: Run a module, as python -m does.
         as_far_as_it_goes: Train even if a part of the plan cannot be applied. memfit says at the end what was
             left out.
         prediction: The trace that memfit dry-run --plan plan.json -o FILE wrote, to compare each step with.

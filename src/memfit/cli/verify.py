@@ -1,18 +1,10 @@
 """``memfit verify``."""
 
 from pathlib import Path
-from typing import Annotated
 
-from cyclopts import Parameter
+from memfit.cli.console import progress, write_result
+from memfit.cli.options import Json, Module, Script, expect_plan, json_file, script_to_run
 
-from memfit.atomic_files import check_outputs
-from memfit.cli.console import progress, write_verification
-from memfit.cli.options import OUTPUT, expect_plan, expect_script, json_file, script_file
-
-USAGE = (
-    "Usage: memfit verify --plan plan.json SCRIPT.py [ARGS...]\n"
-    "       memfit verify --plan plan.json -m MODULE [ARGS...]"
-)
 _RUNS = (
     "memfit: running the script until its first update, as written and under the plan, without terminal "
     "input and with its output hidden."
@@ -20,10 +12,10 @@ _RUNS = (
 
 
 def verify(
-    *command: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+    *command: Script,
     plan: Path | None = None,
-    module: Annotated[bool, Parameter(name=["-m", "--module"], negative="")] = False,
-    json: Annotated[str | None, Parameter(group=OUTPUT, allow_leading_hyphen=True)] = None,
+    module: Module = False,
+    json: Json = None,
 ) -> int:
     """Compare the gradients of a script's first update, under a plan and as written, by real arithmetic.
 
@@ -32,21 +24,18 @@ def verify(
     compared before they are clipped: bit for bit, or to the rounding of sums in another order if the plan
     divides batches. If they differ by more, the script runs once more as written, to see whether it computes
     the same twice. On a GPU, three steps under a verified plan follow, and their peak is compared with what
-    the plan predicts. The exit code is 1 if the gradients differ, or cannot be compared.
+    the plan predicts. The exit code is 1 if the gradients differ, or cannot be compared. The script's own
+    arguments may make the model smaller than in training.
 
     Args:
-        command: The script and its own arguments. They may make the model smaller than in training.
         plan: The file that memfit plan -o wrote.
-        module: Run a module, as python -m does.
-        json: Write the result as JSON to this file. With -, print the JSON instead of the text.
     """
     from memfit import api
     from memfit.records import VerificationVerdict
 
-    expect_script("verify", command, {"--json": json, "--plan": plan})
-    plan = expect_plan("verify", plan)
-    check_outputs({"--json": json_file(json)}, script_file(command[0], module=module))
+    outputs = {"--json": json_file(json)}
+    options = script_to_run("verify", command, outputs, module=module, inputs={"--plan": plan})
     with progress(None, reruns=_RUNS) as show:
-        result = api.verify(command[0], command[1:], plan=plan, module=module, on_progress=show)
-    write_verification(result, json)
+        result = api.verify(**options, plan=expect_plan("verify", plan), on_progress=show)
+    write_result(result, json)
     return 0 if result.verdict is VerificationVerdict.VERIFIED else 1

@@ -12,6 +12,7 @@ from memfit.packing.buffers import Buffers
 from memfit.packing.lifetimes import ALIGNMENT
 from memfit.packing.run_packing import IndependentPackings, pack_each
 from memfit.records import Dataflow
+from memfit.records.result import PrintedResult
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,8 +25,8 @@ class DevicePacking:
     """Each buffer is named after the first value of its alias set."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GraphPacking(IndependentPackings):
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class GraphPacking(PrintedResult, IndependentPackings):
     """The packed memory of a graph's values.
 
     Inputs, parameters and constants are not packed: they exist before and after the graph runs, and a plan of

@@ -13,6 +13,7 @@ from memfit.packing.best_packing import Packing, pack
 from memfit.packing.buffers import Buffers, Column, concatenate, sections
 from memfit.packing.lifetimes import ALIGNMENT, last_step, lifetimes, one_step
 from memfit.records import Provenance, SettingOutcome
+from memfit.records.result import PrintedResult
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,8 +63,8 @@ class IndependentPackings:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RunPacking(IndependentPackings):
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class RunPacking(PrintedResult, IndependentPackings):
     """The packed memory of a training step, or of a run without steps, and what the allocator reserves."""
 
     step: int

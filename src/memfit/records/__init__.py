@@ -16,7 +16,6 @@ from memfit.records.allocator_comparison import (
     SettingOutcome,
 )
 from memfit.records.attribution import Attribution
-from memfit.records.breakdown import Breakdown, BreakdownRow, GroupBy, LiveAllocation, MemoryPeak, PhaseChange
 from memfit.records.card_context import ContextReport, ContextStage, ContextTrial, NcclMeasurement, NcclStage
 from memfit.records.change import Change, DividedBatches, Equality, equality_of
 from memfit.records.dataflow import Dataflow, GraphValue
@@ -30,10 +29,21 @@ from memfit.records.dry_run import (
     RangeCause,
     RankRole,
     SizeBound,
+    Stage,
+    StageUse,
     Term,
 )
-from memfit.records.explanation import Explanation
-from memfit.records.fed_samples import FedSamples, FedTensor
+from memfit.records.explanation import (
+    Breakdown,
+    BreakdownRow,
+    Explanation,
+    GroupBy,
+    LiveAllocation,
+    MemoryPeak,
+    PhaseChange,
+    RowChange,
+    RunDifference,
+)
 from memfit.records.fragmentation import Fragmentation, Hole, PinningBlock, ReservedBytes, ReservedMemoryUse
 from memfit.records.gpus_for import GpusFor
 from memfit.records.longest_batch import BatchSize, LoaderScan, LongestBatch, MeasuredBatch
@@ -41,13 +51,13 @@ from memfit.records.marks import Mark, MarkKind, Saved, Untrained
 from memfit.records.max_batch import BatchLimit, BatchRun, MaxBatch
 from memfit.records.memory_check import CheckedFigure, CheckVerdict, MemoryBaseline, MemoryCheck
 from memfit.records.provenance import Figure, Note, Provenance, worst
-from memfit.records.run_difference import RowChange, RunDifference
-from memfit.records.run_stages import Stage, StageUse
-from memfit.records.schema_version import SCHEMA_VERSION
+from memfit.records.result import SCHEMA_VERSION
 from memfit.records.script_options import LoaderBatchSize, OptionPurpose, ScriptOption
 from memfit.records.script_plan import PlanRun, ScriptPlan
 from memfit.records.step_operations import (
     LEAST_RECOMPUTED,
+    FedSamples,
+    FedTensor,
     ModuleCall,
     Operation,
     OperationCounts,

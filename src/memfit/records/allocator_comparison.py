@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, fields
 
 from memfit.records.provenance import Note
+from memfit.records.result import PrintedResult
 from memfit.records.trace import ScriptLocation, Segment
 
 
@@ -59,7 +60,9 @@ class FailedMalloc:
     requested: int
     """Bytes, as requested."""
     free: int
-    """Bytes that the device had left then."""
+    """Bytes that the device had left then, whether or not the allocator may use them."""
+    where: ScriptLocation | None = None
+    """Where the script was; None from the replay alone, which knows only requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,23 +123,31 @@ class SettingOutcome:
     smallest: int | None = None
     """Bytes of the smallest device on which the trace fits, as it does on every larger one; None if it was
     not searched for."""
+    current: bool = False
+    """Whether the trace was made with this setting."""
 
 
-@dataclass(frozen=True, slots=True)
-class AllocatorComparison:
+@dataclass(frozen=True, slots=True, repr=False)
+class AllocatorComparison(PrintedResult):
     """One trace under several allocator settings."""
 
     outcomes: tuple[SettingOutcome, ...]
-    current: SettingOutcome
-    """Under the settings that the trace was made with; the first of the outcomes."""
+    """The first is that of the settings that the trace was made with."""
     recommended: SettingOutcome | None
     """The outcome that reserves less than ``current`` at no cost in a steady step, if there is one."""
-    places: dict[str, ScriptLocation]
-    """Where the replays that do not fit fail, by the setting's name."""
     total: int
     """Bytes of the device."""
     taken: int
     """Bytes of it that the context and other processes hold."""
     rates: CallRates
-    """The rates behind ``seconds_per_step``."""
+    """The rates behind ``seconds_per_step``: seconds that one call of each kind takes."""
     notes: tuple[Note, ...]
+    provenance: str = "simulated"
+    """Of bytes and calls."""
+    seconds: str = "assumed"
+    """Provenance of the rates."""
+
+    @property
+    def current(self) -> SettingOutcome:
+        """The outcome of the settings that the trace was made with."""
+        return self.outcomes[0]

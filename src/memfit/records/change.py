@@ -21,10 +21,7 @@ class Equality(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DividedBatches:
-    """Batches in equal parts: each part has a forward and a backward, and an update sums their gradients.
-
-    Two are equal if they do the same, whatever they say about it.
-    """
+    """Batches in equal parts: each part has a forward and a backward, and an update sums their gradients."""
 
     count: int
     """Parts of a batch."""

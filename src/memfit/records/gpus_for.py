@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from memfit.records.result import PrintedResult
 from memfit.records.script_plan import ScriptPlan
 
 
-@dataclass(frozen=True, slots=True)
-class GpusFor:
+@dataclass(frozen=True, slots=True, repr=False)
+class GpusFor(PrintedResult):
     """A script on every GPU of the table."""
 
     plans: tuple[ScriptPlan, ...]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from memfit.records.provenance import Figure
+from memfit.records.result import PrintedResult
 from memfit.records.trace import DeviceUse, ScriptLocation
 
 
@@ -35,8 +36,8 @@ class BatchRun:
     """Where most was allocated."""
 
 
-@dataclass(frozen=True, slots=True)
-class MaxBatch:
+@dataclass(frozen=True, slots=True, repr=False)
+class MaxBatch(PrintedResult):
     """The largest batch size with which a script fits a budget."""
 
     device: DeviceUse

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from memfit.records.provenance import Figure, Provenance
+from memfit.records.result import PrintedResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +60,8 @@ class CheckVerdict(StrEnum):
     NO_FIT = "does not fit"
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryCheck:
+@dataclass(frozen=True, slots=True, repr=False)
+class MemoryCheck(PrintedResult):
     """The memory of a run compared with a baseline."""
 
     verdict: CheckVerdict

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from memfit.records.change import Change, Equality, equality_of
 from memfit.records.dry_run import Term
 from memfit.records.provenance import Figure
+from memfit.records.result import PrintedResult
 from memfit.records.step_operations import OperationCounts
 from memfit.records.trace import DeviceUse, ScriptLocation
 
@@ -46,26 +47,26 @@ class PlanRun:
         return equality_of(self.change, compiled=self.compiled)
 
 
-@dataclass(frozen=True, slots=True)
-class ScriptPlan:
+@dataclass(frozen=True, slots=True, repr=False)
+class ScriptPlan(PrintedResult):
     """The fastest plan found for a script under a budget, or why there is none.
 
     A plan that may not fit, because the CUDA context is assumed, is tight: it is chosen if there is no other.
     """
 
-    device: DeviceUse
-    budget: int
-    """Bytes that the process may use, the CUDA context included."""
-    as_written: PlanRun
     chosen: PlanRun | None
     """None if no plan fits; the script as written if that fits."""
-    smallest: PlanRun | None
-    """The plan that needs least, if none fits the budget."""
     bound: float
     """No plan of this kind that fits as well takes less time, relative to the script as written: none that is
     not tight, unless the chosen one is. 0 if no bound is known."""
     rule: str
     """What the times are based on; they are assumed."""
+    budget: int
+    """Bytes that the process may use, the CUDA context included."""
+    device: DeviceUse
+    as_written: PlanRun
+    smallest: PlanRun | None
+    """The plan that needs least, if none fits the budget."""
     tried: tuple[PlanRun, ...]
     """Every plan that ran on the ghost, in order."""
     models: tuple[str, ...]

@@ -2,13 +2,35 @@
 
 from dataclasses import dataclass
 
-from memfit.records.fed_samples import FedSamples
-
 LEAST_RECOMPUTED = 1 << 14
 """Bytes: where tensors are recomputed one by one, smaller results are kept."""
 _NOT_THE_SAME = ("empty", "new_empty")
 """Operations whose results others fill, perhaps past PyTorch's dispatcher."""
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
+
+
+@dataclass(frozen=True, slots=True)
+class FedTensor:
+    """A tensor that a script copied to the GPU, or passed to its model."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    rows: tuple[tuple[str, ...], ...]
+    """For each of its first two dimensions: a digest of every row along it."""
+
+
+@dataclass(frozen=True, slots=True)
+class FedSamples:
+    """What a script fed its model, in order."""
+
+    copied: tuple[FedTensor, ...] = ()
+    """Copied to the GPU since the script began, models apart."""
+    passed: tuple[FedTensor, ...] = ()
+    """Parts of such copies that the model was passed in the recorded step."""
+    drawn: tuple[tuple[tuple[str, ...], ...], ...] = ()
+    """By pass over a loader that makes batches of samples: the indices of those in each batch."""
+    computed: bool = False
+    """Whether the model was passed, in the recorded step, what the GPU had computed."""
 
 
 @dataclass(frozen=True, slots=True)

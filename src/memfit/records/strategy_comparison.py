@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from memfit.records.dry_run import PeakRange
 from memfit.records.provenance import Figure, Provenance
+from memfit.records.result import PrintedResult
 from memfit.records.trace import DeviceUse, ScriptLocation
 
 
@@ -29,14 +30,16 @@ class ComparedRun:
     does. Where streams race, the most."""
     verdict: str = "unknown"
     """As in ``DryRun``; ``unknown`` without figures."""
+    change: int | None = None
+    """Bytes by which ``needs`` exceeds what the script as written needs; None if either is unknown."""
     place: ScriptLocation | None = None
     """Where most was allocated."""
     reason: str = ""
     """Why there are no figures."""
 
 
-@dataclass(frozen=True, slots=True)
-class StrategyComparison:
+@dataclass(frozen=True, slots=True, repr=False)
+class StrategyComparison(PrintedResult):
     """What a script would need under each set of strategies."""
 
     device: DeviceUse
@@ -57,8 +60,3 @@ class StrategyComparison:
     def world_size(self) -> int:
         """Number of ranks."""
         return self.nproc * self.nnodes
-
-    def change(self, run: ComparedRun) -> int | None:
-        """Return by how many bytes a run needs more than the script as written; None if it is not known."""
-        base = self.runs[0].needs
-        return None if base is None or run.needs is None else run.needs.bytes - base.bytes

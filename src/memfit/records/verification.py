@@ -6,6 +6,7 @@ from enum import StrEnum
 
 from memfit.records.change import Equality
 from memfit.records.provenance import Figure
+from memfit.records.result import PrintedResult
 from memfit.records.step_operations import OperationCounts
 
 
@@ -58,8 +59,8 @@ class MeasuredPeak:
     """Most bytes allocated on the ghost; None if the plan file does not say, or is for another command."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verification:
+@dataclass(frozen=True, slots=True, repr=False)
+class Verification(PrintedResult):
     """What a plan's first update shows."""
 
     verdict: VerificationVerdict

@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 
 from memfit.records import DryRun, Figure
-from memfit.report.printable import Printable
+from memfit.records.result import PrintedResult
 from memfit.report.terminal.summary import print_summary
 
 _TOTALS = {"allocated", "reserved", "process"}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Estimate(Printable):
+class Estimate(PrintedResult):
     """The memory a model would use; printing it shows the summary."""
 
     run: DryRun
@@ -49,12 +49,13 @@ class Estimate(Printable):
         done = self.run if gpu is None else self.again(gpu, None)
         return done.verdict == "fits"
 
-    def show(self, console: Console) -> None:
-        """Print the summary."""
-        whole = replace(
-            self.run,
-            needs=self.unlimited.needs,
-            needs_without_workspaces=self.unlimited.needs_without_workspaces,
-            bounds=self.unlimited.bounds or self.run.bounds,
-        )
-        print_summary(whole, console, hints=False)
+
+def print_estimate(result: Estimate, console: Console) -> None:
+    """Print the summary."""
+    whole = replace(
+        result.run,
+        needs=result.unlimited.needs,
+        needs_without_workspaces=result.unlimited.needs_without_workspaces,
+        bounds=result.unlimited.bounds or result.run.bounds,
+    )
+    print_summary(whole, console, hints=False)

@@ -33,6 +33,8 @@ def main() -> None:
     faulthandler.enable()
     if settings.options.stdout_to_stderr:
         os.dup2(2, 1)
+    if settings.options.allocator:
+        os.environ["PYTORCH_ALLOC_CONF"] = settings.options.allocator
     try:
         backend = CardBackend() if settings.ghost is None else GhostBackend(settings.ghost, settings.options)
     except MemfitError as error:

@@ -46,6 +46,8 @@ class RunOptions:
     """Name of a device in the table (``memfit gpus``), or of a MIG slice of one."""
     memory: int | None = None
     """Bytes of device memory; None for the memory of ``gpu``."""
+    allocator: str = ""
+    """``PYTORCH_ALLOC_CONF`` of the script's process; empty for the one of memfit's own process."""
     rank: Rank = ALONE
     """The rank that the script's process stands for, and of how many."""
     real_ranks: bool = False

@@ -7,8 +7,7 @@ from memfit.analysis.reserved_ranges import has_segments
 from memfit.records import Attribution, DryRun, Timeline, Trace
 from memfit.report.html import static_html
 from memfit.report.html.payload import payload
-from memfit.report.html.self_contained import asset, policy
-from memfit.report.html.texts import PageTexts
+from memfit.report.html.safe_page import PageTexts, asset, policy
 
 _STYLES = ("common.css", "dark.css", "page.css")
 _SCRIPTS = (

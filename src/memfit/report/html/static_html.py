@@ -6,9 +6,8 @@ from html import escape
 from memfit.analysis.breakdown import CATEGORY_NAMES
 from memfit.records import Category, DryRun, Figure, Provenance
 from memfit.records.targets import typed
-from memfit.report.html.page_facts import PageFacts
-from memfit.report.html.payload import Payload
-from memfit.report.html.texts import PageTexts
+from memfit.report.html.payload import PageFacts, Payload
+from memfit.report.html.safe_page import PageTexts
 from memfit.report.terminal.advice import NONE, heading, needs, outcome
 from memfit.report.terminal.longest_batch import longest_lines
 from memfit.report.terminal.notes import outside_sources

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
@@ -10,21 +9,11 @@ from rich.text import Text
 
 from memfit.records import AllocatorComparison, FailedMalloc, ScriptLocation, SettingOutcome
 from memfit.report.escape import escaped
-from memfit.report.printable import Printable
 from memfit.report.short_path import short_path
 from memfit.units import format_bytes, format_gib
 
 _BETWEEN_SETTINGS = re.compile(r",(?![^\[]*\])")
 _CALLS = {"malloc": "malloc", "free": "free", "map": "map", "unmap": "unmap", "synchronize": "wait"}
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class PrintableComparison(Printable, AllocatorComparison):
-    """A comparison of allocator settings that prints itself."""
-
-    def show(self, console: Console) -> None:
-        """Print one row per setting."""
-        print_comparison(self, console)
 
 
 def print_comparison(result: AllocatorComparison, console: Console) -> None:
@@ -36,7 +25,7 @@ def print_comparison(result: AllocatorComparison, console: Console) -> None:
     for heading in ("allocated", "reserved", *["smallest\nGPU"] * sized, "a step\ncosts"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in result.outcomes:
-        table.add_row(*_cells(row, result, sized=sized))
+        table.add_row(*_cells(row, sized=sized))
     console.print(table)
     console.print(
         f"Replayed on a GPU with {format_gib(result.total)}; the CUDA context and other processes already "
@@ -48,8 +37,8 @@ def print_comparison(result: AllocatorComparison, console: Console) -> None:
         style="dim",
     )
     for row in result.outcomes:
-        if row.replay.failure is not None:
-            console.print(_failure(row, row.replay.failure, result.places[row.setting.name]))
+        if (failure := row.replay.failure) is not None and failure.where is not None:
+            console.print(_failure(row, failure, failure.where))
     console.print(_advice(result))
     for note in result.notes:
         console.print(f"note ({note.provenance}): {escaped(note.text)}")
@@ -59,9 +48,9 @@ def print_comparison(result: AllocatorComparison, console: Console) -> None:
     )
 
 
-def _cells(row: SettingOutcome, result: AllocatorComparison, *, sized: bool) -> Sequence[Text | str]:
+def _cells(row: SettingOutcome, *, sized: bool) -> Sequence[Text | str]:
     name = Text(_BETWEEN_SETTINGS.sub(",\n", escaped(row.setting.name)) or "default")
-    details = [*["as recorded"] * (row is result.current), *_calls(row)]
+    details = [*["as recorded"] * row.current, *_calls(row)]
     if details:
         name.append("\n  " + ", ".join(details), style="dim")
     fits = Text("yes", style="green") if row.replay.fits else Text("no", style="bold red")

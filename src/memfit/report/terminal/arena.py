@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.records import Figure, Provenance, Term
+from memfit.records.result import PrintedResult
 from memfit.report.escape import escaped
-from memfit.report.printable import Printable
 from memfit.units import format_bytes
 
 
@@ -38,7 +38,7 @@ class StepKindReport:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class ArenaReport(Printable):
+class ArenaReport(PrintedResult):
     """What ``Arena.report`` returns; it prints itself."""
 
     steps: tuple[StepKindReport, ...]
@@ -50,19 +50,18 @@ class ArenaReport(Printable):
         """Size of the arena in bytes: what the largest plan needs."""
         return max((step.planned for step in self.steps), default=0)
 
-    def show(self, console: Console) -> None:
-        """Print the report."""
-        console.print(
-            Text("ARENA", style="bold").append(f"   {format_bytes(self.planned)}", style="not bold")
-        )
-        for step in self.steps:
-            console.print(Text(escaped(step.name), style="bold"))
-            console.print(Text(f"  {_counts(step)}"))
-            if step.allocations:
-                console.print(_table(_plan_sizes(step)))
-        if self.terms:
-            console.print(Text("in total", style="bold"))
-            console.print(_table(self.terms))
+
+def print_arena(report: ArenaReport, console: Console) -> None:
+    """Print where the steps of an arena placed their allocations, and what that takes."""
+    console.print(Text("ARENA", style="bold").append(f"   {format_bytes(report.planned)}", style="not bold"))
+    for step in report.steps:
+        console.print(Text(escaped(step.name), style="bold"))
+        console.print(Text(f"  {_counts(step)}"))
+        if step.allocations:
+            console.print(_table(_plan_sizes(step)))
+    if report.terms:
+        console.print(Text("in total", style="bold"))
+        console.print(_table(report.terms))
 
 
 def _counts(step: StepKindReport) -> str:

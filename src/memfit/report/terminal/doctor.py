@@ -1,10 +1,16 @@
-"""The findings of ``memfit doctor``, on the terminal."""
+"""What ``memfit doctor`` finds, and what a process holds on a card stage by stage, on the terminal."""
 
+import json
 from collections.abc import Sequence
 from typing import Protocol
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
+
+from memfit.records import ContextReport, ContextStage, Machine, NcclMeasurement
+from memfit.report.escape import escaped
+from memfit.units import MIB
 
 _CANNOT_RUN = 3
 
@@ -38,3 +44,94 @@ def print_diagnosis(findings: Sequence[Finding], console: Console, *, details: b
             for line in finding.details:
                 console.print(Text(f"                  {line}", style="dim"))
     return 0 if all(finding.serves for finding in findings) else _CANNOT_RUN
+
+
+def print_context(report: ContextReport, console: Console) -> None:
+    """Print what the process held after each stage, and what it held at the end with each change."""
+    versions = f"driver {report.driver or 'unknown'} (CUDA {report.cuda}) · torch {report.torch}"
+    console.print(Text(f"{escaped(report.card)} · {escaped(versions)}", style="bold"))
+    console.print(_stages(report))
+    console.print()
+    console.print(_trials(report))
+    for trial in report.trials:
+        console.print(Text(f"{trial.what}: {trial.why}.", style="dim"))
+    if report.nccl is not None:
+        console.print()
+        console.print(_nccl(report.nccl))
+    console.print(Text(f"All figures are in MiB. The column 'process' shows {report.way}.", style="dim"))
+    if report.machine is Machine.REHEARSAL:
+        console.print(
+            Text(
+                "REHEARSAL: memfit's ghost stood in for the GPU. Nothing was measured, and nothing is saved."
+            )
+        )
+
+
+def contribution(report: ContextReport) -> str:
+    """Return a card's measurement as lines for ``devices.toml``; they name no person and no machine."""
+    source = f"memfit doctor --context, {report.day}"
+    facts = {
+        "torch": report.torch.partition("+")[0],
+        "cuda": report.cuda,
+        "driver": report.driver,
+        "source": source,
+    }
+    card = _quoted(report.card)
+    known = "".join(f", {name} = {_quoted(fact)}" for name, fact in facts.items() if fact)
+    stages = {"bare": report.stages[0], "after work": report.stages[-1]}
+    return "\n".join(
+        f"    {{ card = {card}, what = {_quoted(what)}, mib = {round(stage.outside / MIB)}{known} }},"
+        for what, stage in stages.items()
+    )
+
+
+def _quoted(text: str) -> str:
+    """Return a text as TOML writes it: JSON's escapes are among TOML's."""
+    return json.dumps(text)
+
+
+def _stages(report: ContextReport) -> Table:
+    table = _table("after the", "allocated", "reserved", "process", "outside PyTorch")
+    for stage in report.stages:
+        figures = (stage.allocated, stage.reserved, stage.process, stage.outside)
+        table.add_row(stage.what, *(f"{figure / MIB:,.1f}" for figure in figures))
+    return table
+
+
+def _nccl(measured: NcclMeasurement) -> Table:
+    table = _table(f"NCCL itself on {measured.ranks} GPUs, rank 0, after the", "held", "assumed in dry runs")
+    if not measured.stages:
+        table.add_row(f"failed: {escaped((measured.failed.splitlines() or ['no output'])[-1])}")
+    for stage in measured.stages:
+        assumed = "unknown GPU" if stage.rule is None else f"{stage.rule / MIB:,.1f}"
+        table.add_row(stage.what, f"{stage.held / MIB:,.1f}", assumed)
+    return table
+
+
+def _trials(report: ContextReport) -> Table:
+    table = _table("at the end, with", "allocated", "reserved", "process", "outside PyTorch")
+    last = report.stages[-1]
+    for trial in report.trials:
+        if not trial.stages:
+            table.add_row(trial.what, f"failed: {escaped((trial.failed.splitlines() or ['no output'])[-1])}")
+            continue
+        table.add_row(trial.what, *_changes(trial.stages[-1], last))
+    return table
+
+
+def _changes(stage: ContextStage, plain: ContextStage) -> list[str]:
+    pairs = (
+        (stage.allocated, plain.allocated),
+        (stage.reserved, plain.reserved),
+        (stage.process, plain.process),
+        (stage.outside, plain.outside),
+    )
+    return [f"{(now - before) / MIB:+,.1f}" for now, before in pairs]
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    table.add_column(first)
+    for name in others:
+        table.add_column(name, justify="right")
+    return table

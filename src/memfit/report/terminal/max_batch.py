@@ -1,7 +1,6 @@
 """The largest batch with which a script fits, on the terminal: every run that was made, and what to write."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
@@ -10,18 +9,8 @@ from rich.text import Text
 from memfit.records import BatchLimit, BatchRun, MaxBatch
 from memfit.records.targets import typed
 from memfit.report.escape import escaped
-from memfit.report.printable import Printable
 from memfit.report.short_path import short_path
 from memfit.units import format_bytes, format_gib, unit_for
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class PrintableMaxBatch(Printable, MaxBatch):
-    """A largest batch size that prints itself."""
-
-    def show(self, console: Console) -> None:
-        """Print the batch size and the runs that show it."""
-        print_max_batch(self, console)
 
 
 def print_max_batch(result: MaxBatch, console: Console) -> None:

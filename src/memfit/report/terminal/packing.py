@@ -1,7 +1,8 @@
-"""A packing, on the terminal."""
+"""The sizes of a packing, as ``memfit pack --json`` writes them, and how they are printed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 from rich.console import Console
 from rich.table import Table
@@ -9,94 +10,159 @@ from rich.text import Text
 
 from memfit.packing.best_packing import Packing
 from memfit.packing.graph_packing import GraphPacking
-from memfit.packing.run_packing import IndependentPackings, RunPacking
+from memfit.packing.run_packing import PoolPacking, RunPacking
 from memfit.records import DEFAULT_POOL, Provenance, worst
-from memfit.report.printable import Printable
 from memfit.units import format_bytes, format_gib
 
 
-@dataclass(frozen=True, slots=True, repr=False, eq=False)
-class PrintableRunPacking(Printable, RunPacking):
-    """The packing of a run that prints itself."""
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """An amount of memory: bytes for a run, the table's own units for a table."""
 
-    def show(self, console: Console) -> None:
-        """Print the packing."""
-        print_packing(self, None, console)
+    amount: int
+    provenance: Provenance
 
 
-@dataclass(frozen=True, slots=True, repr=False, eq=False)
-class PrintableGraphPacking(Printable, GraphPacking):
-    """The packing of a graph that prints itself."""
+@dataclass(frozen=True, slots=True)
+class ReservedAmount:
+    """The peak that PyTorch's allocator reserves over the whole run under a setting."""
 
-    def show(self, console: Console) -> None:
-        """Print the packing."""
-        console.print(_verdict(self, None))
-        rows = [
-            ("each buffer of the graph by itself", self.unshared),
-            ("live at once", self.live),
-            ("planned", self.height),
-        ]
-        table = _sizes([(name, size, Provenance.SIMULATED) for name, size in rows], self.live, format_bytes)
-        console.print(table)
-        if len(self.arenas) > 1:
-            console.print(_devices(self))
-        text = (
-            f"Not included: {format_bytes(self.given)} of inputs, parameters and constants, and memory that "
-            "operations allocate and free internally, which a graph does not show."
+    setting: str
+    """A value of PYTORCH_ALLOC_CONF; an empty string is the default."""
+    amount: int
+    provenance: Provenance
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaSizes:
+    """The arena of one stream and memory pool. A table has a single arena."""
+
+    stream: int
+    pool: tuple[int, int]
+    """[0, 0] is the default pool."""
+    buffers: int
+    planned: int
+    bound: int
+    how: str
+    """The packer that found the packing."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackingSizes:
+    """The sizes of a packing."""
+
+    capacity: int | None
+    """The capacity requested; None if none was."""
+    fits: bool | None
+    """Whether the packing is within the capacity; None without one."""
+    step: int | None
+    """The training step that is packed, from 1, on behalf of all steps like it; 0 for the whole run, None
+    for a table."""
+    planned: Amount
+    """The size of all arenas together."""
+    bound: Amount
+    """A lower bound: no packing is smaller. If it exceeds the capacity, no packing fits."""
+    live: Amount
+    """The most that is live at once."""
+    unshared: Amount
+    """The sum of all buffers: the size if no memory were reused."""
+    reserved: tuple[ReservedAmount, ...]
+    """For comparison, what PyTorch's allocator reserves without a plan; empty for a table."""
+    arenas: tuple[ArenaSizes, ...]
+
+    @classmethod
+    def of(cls, found: Packing | RunPacking, capacity: int | None) -> Self:
+        """Return the sizes of a packing, searched for within a capacity if there is one."""
+        run = found if isinstance(found, RunPacking) else None
+        arenas = (PoolPacking(0, DEFAULT_POOL, found),) if isinstance(found, Packing) else found.arenas
+        provenance = run.sure if run else Provenance.EXACT
+        planned = worst(Provenance.SIMULATED, provenance)
+        return cls(
+            capacity=capacity,
+            fits=None if capacity is None else found.height <= capacity,
+            step=run.step if run else None,
+            planned=Amount(found.height, planned),
+            bound=Amount(found.bound, provenance),
+            live=Amount(found.live, provenance),
+            unshared=Amount(found.unshared, provenance),
+            reserved=tuple(
+                ReservedAmount(row.setting.name, row.replay.peak_reserved, planned)
+                for row in (run.reserved if run else ())
+            ),
+            arenas=tuple(
+                ArenaSizes(
+                    arena.stream,
+                    arena.pool,
+                    len(arena.packing.buffers),
+                    arena.packing.height,
+                    arena.packing.bound,
+                    arena.packing.how,
+                )
+                for arena in arenas
+            ),
         )
-        console.print(Text(text))
 
 
-def print_packing(found: Packing | RunPacking, capacity: int | None, console: Console) -> None:
+def print_packing(found: PackingSizes, console: Console) -> None:
     """Print how buffers pack; for a run, also what PyTorch's allocator reserves without a plan."""
-    console.print(_verdict(found, capacity))
-    if isinstance(found, RunPacking):
-        console.print(_run_sizes(found))
-        if len(found.arenas) > 1:
-            console.print(_arenas(found))
-    else:
-        console.print(Text(f"{len(found.buffers):,} buffers, packed {found.how}"))
+    # The sizes of a table have its own unit.
+    amount = "{:,}".format if found.step is None else format_bytes
+    console.print(_verdict(found.planned.amount, found.bound.amount, found.capacity, amount))
+    if found.step is None:
+        (table,) = found.arenas
+        console.print(Text(f"{table.buffers:,} buffers, packed {table.how}"))
+        return
+    whose = f"step {found.step}" if found.step else "the run"
+    rows: list[tuple[str, Amount | ReservedAmount]] = [
+        (f"each buffer of {whose} by itself", found.unshared),
+        ("live at once", found.live),
+        ("planned", found.planned),
+        *((f"reserved, {each.setting or 'default settings'}", each) for each in found.reserved),
+    ]
+    sizes = [(name, each.amount, each.provenance) for name, each in rows]
+    console.print(_sizes(sizes, found.live.amount, format_gib))
+    if len(found.arenas) > 1:
+        console.print(_arenas(found))
 
 
-def _verdict(found: Packing | IndependentPackings, capacity: int | None) -> Text:
-    if capacity is None or found.height <= capacity:
+def print_run_packing(found: RunPacking, console: Console) -> None:
+    """Print how the buffers of a run pack."""
+    print_packing(PackingSizes.of(found, None), console)
+
+
+def print_graph_packing(found: GraphPacking, console: Console) -> None:
+    """Print how the memory of a graph packs."""
+    console.print(_verdict(found.height, found.bound, None, format_bytes))
+    rows = [
+        ("each buffer of the graph by itself", found.unshared),
+        ("live at once", found.live),
+        ("planned", found.height),
+    ]
+    table = _sizes([(name, size, Provenance.SIMULATED) for name, size in rows], found.live, format_bytes)
+    console.print(table)
+    if len(found.arenas) > 1:
+        console.print(_devices(found))
+    text = (
+        f"Not included: {format_bytes(found.given)} of inputs, parameters and constants, and memory that "
+        "operations allocate and free internally, which a graph does not show."
+    )
+    console.print(Text(text))
+
+
+def _verdict(height: int, bound: int, capacity: int | None, amount: Callable[[int], str]) -> Text:
+    ratio = "proven minimal" if height == bound else f"{height / bound:.4f} times the lower bound"
+    if capacity is None or height <= capacity:
         verdict = Text("PACKED" if capacity is None else "FITS", style="bold green")
-        verdict.append(f"   {_amount(found, found.height)}", style="not bold default")
+        verdict.append(f"   {amount(height)}", style="not bold default")
         if capacity is not None:
-            verdict.append(f" of {_amount(found, capacity)}", style="not bold default")
-        verdict.append(f", {_ratio(found)}", style="not bold default")
+            verdict.append(f" of {amount(capacity)}", style="not bold default")
+        verdict.append(f", {ratio}", style="not bold default")
         return verdict
-    none = "no packing fits" if found.bound > capacity else "no packing that fits was found"
+    none = "no packing fits" if bound > capacity else "no packing that fits was found"
     return Text("DOES NOT FIT", style="bold red").append(
-        f"   {_amount(found, capacity)}: {none}; the smallest found is {_amount(found, found.height)}, "
-        f"{_ratio(found)}",
+        f"   {amount(capacity)}: {none}; the smallest found is {amount(height)}, {ratio}",
         style="not bold default",
     )
-
-
-def _amount(found: Packing | IndependentPackings, size: int) -> str:
-    # The sizes of a table have its own unit.
-    return format_bytes(size) if isinstance(found, IndependentPackings) else f"{size:,}"
-
-
-def _ratio(found: Packing | IndependentPackings) -> str:
-    if found.height == found.bound:
-        return "proven minimal"
-    return f"{found.height / found.bound:.4f} times the lower bound"
-
-
-def _run_sizes(found: RunPacking) -> Table:
-    whose = f"step {found.step}" if found.step else "the run"
-    planned = worst(Provenance.SIMULATED, found.sure)
-    rows = [
-        (f"each buffer of {whose} by itself", found.unshared, found.sure),
-        ("live at once", found.live, found.sure),
-        ("planned", found.height, planned),
-    ]
-    for outcome in found.reserved:
-        name = f"reserved, {outcome.setting.name or 'default settings'}"
-        rows.append((name, outcome.replay.peak_reserved, planned))
-    return _sizes(rows, found.live, format_gib)
 
 
 def _sizes(rows: list[tuple[str, int, Provenance]], live: int, amount: Callable[[int], str]) -> Table:
@@ -109,14 +175,14 @@ def _sizes(rows: list[tuple[str, int, Provenance]], live: int, amount: Callable[
     return table
 
 
-def _arenas(found: RunPacking) -> Table:
+def _arenas(found: PackingSizes) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for name in ("stream", "pool", "buffers", "planned", "bound"):
         table.add_column(name, justify="right", no_wrap=True)
     for arena in found.arenas:
         pool = "" if arena.pool == DEFAULT_POOL else str(arena.pool)
-        sizes = map(format_bytes, (arena.packing.height, arena.packing.bound))
-        table.add_row(str(arena.stream), pool, f"{len(arena.packing.buffers):,}", *sizes)
+        sizes = map(format_bytes, (arena.planned, arena.bound))
+        table.add_row(str(arena.stream), pool, f"{arena.buffers:,}", *sizes)
     return table
 
 

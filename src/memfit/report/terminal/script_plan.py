@@ -4,7 +4,6 @@ import json
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,12 @@ from rich.text import Text
 from memfit.records import Equality, PlanRun, ScriptPlan
 from memfit.records.targets import JOBS, LIBRARY_MODELS, is_job, typed
 from memfit.report.escape import escaped
-from memfit.report.printable import Printable
-from memfit.report.terminal.optimizer_changes import optimizer_changes, optimizer_state
 from memfit.report.terminal.plan_chart import chart_lines, policy_name
-from memfit.report.terminal.several_gpus import (
+from memfit.report.terminal.plan_code import (
     before_sharding,
     how_to_start,
+    optimizer_changes,
+    optimizer_state,
     sharded_optimizer,
     sharding_name,
 )
@@ -40,15 +39,6 @@ _EQUAL = {
 _OTHER_KERNELS = (
     "The same results up to rounding, because torch.compile makes other kernels: they round at other places."
 )
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class PrintableScriptPlan(Printable, ScriptPlan):
-    """A plan that prints itself."""
-
-    def show(self, console: Console) -> None:
-        """Print the plan."""
-        print_plan(self, console)
 
 
 def print_plan(result: ScriptPlan, console: Console, file: Path | None = None) -> None:

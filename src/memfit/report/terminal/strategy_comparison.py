@@ -1,7 +1,6 @@
 """A script under several strategies, on the terminal: a row for each, and what to write to get it."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
@@ -10,23 +9,13 @@ from rich.text import Text
 from memfit.records import ComparedRun, ScriptLocation, StrategyComparison
 from memfit.records.targets import typed
 from memfit.report.escape import escaped
-from memfit.report.printable import Printable
 from memfit.report.short_path import short_path
+from memfit.report.terminal.plan_code import before_sharding, how_to_start, sharded_optimizer
 from memfit.report.terminal.ranks import byte_range
-from memfit.report.terminal.several_gpus import before_sharding, how_to_start, sharded_optimizer
 from memfit.units import format_gib, unit_for
 
 _HEADINGS = ("allocated", "process", "change")
 _SHARDED = "memfit.Sharding("
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class PrintableStrategyComparison(Printable, StrategyComparison):
-    """A comparison of strategies that prints itself."""
-
-    def show(self, console: Console) -> None:
-        """Print a row for each set of strategies."""
-        print_strategies(self, console)
 
 
 def print_strategies(result: StrategyComparison, console: Console) -> None:
@@ -81,12 +70,11 @@ def _table(result: StrategyComparison) -> Table:
         if run.peak is None or run.place is None:
             table.add_row(run.name, "", "", "", *rank, Text("not possible", style="dim"), "")
             continue
-        change = result.change(run)
         table.add_row(
             run.name,
             f"{byte_range(run.peak.allocated, unit)} {run.provenance:<9}",
             byte_range(run.peak.process, unit),
-            "" if not change else unit.number(change, "+"),
+            "" if not run.change else unit.number(run.change, "+"),
             *rank,
             Text(run.verdict, style="" if run.verdict == "fits" else "bold yellow"),
             _place(run.place),

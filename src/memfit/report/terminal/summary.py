@@ -5,7 +5,6 @@ colour the terminal nor move its cursor.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from rich.console import Console
 from rich.text import Text
@@ -22,7 +21,6 @@ from memfit.records import (
 )
 from memfit.records.targets import typed
 from memfit.report.escape import escaped
-from memfit.report.printable import Printable
 from memfit.report.short_path import short_path
 from memfit.report.terminal.advice import advice_lines, steps_in_words
 from memfit.report.terminal.longest_batch import longest_lines
@@ -41,15 +39,6 @@ MACHINES = {
     Machine.REHEARSAL: "REHEARSAL: memfit's ghost stood in for the GPU. Nothing was measured on a GPU.",
     Machine.CPU: "CPU tensors that were allocated after memfit.arena() was called, as the arena logged them.",
 }
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class PrintableDryRun(Printable, DryRun):
-    """A run's result that prints itself as the summary."""
-
-    def show(self, console: Console) -> None:
-        """Print the summary."""
-        print_summary(self, console)
 
 
 def print_summary(result: DryRun, console: Console, *, hints: bool = True, notes: bool = False) -> None:

@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from rich.console import Console
 from rich.text import Text
@@ -18,7 +17,6 @@ from memfit.records import (
 )
 from memfit.records.targets import typed
 from memfit.report.escape import escaped
-from memfit.report.printable import Printable
 from memfit.units import format_gib
 
 _VERDICTS = {
@@ -27,15 +25,6 @@ _VERDICTS = {
     VerificationVerdict.NOT_COMPARABLE: "NOT COMPARABLE",
     VerificationVerdict.OTHER_OPERATIONS: "NOT VERIFIED",
 }
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class PrintableVerification(Printable, Verification):
-    """A verification that prints itself."""
-
-    def show(self, console: Console) -> None:
-        """Print the verification."""
-        print_verification(self, console)
 
 
 def print_verification(result: Verification, console: Console) -> None:

@@ -1,0 +1,99 @@
+"""List the benchmarks, or run one.
+
+    python benchmarks/run.py                       the table
+    python benchmarks/run.py NAME [ARGUMENTS]      a benchmark; NAME --help shows its options
+
+Each is a script that also runs by itself: ``python benchmarks/NAME.py``. docs/benchmarks.md has the figures.
+"""
+
+import sys
+from pathlib import Path
+from subprocess import run
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+CARD = "a GPU"
+"""What the benchmarks of gpu/ need; with ``--rehearse GPU`` the ghost stands in for it."""
+
+
+class Benchmark(NamedTuple):
+    """A line of the table."""
+
+    name: str
+    """Of its script, without the ending."""
+    minutes: int
+    """About so many, on two processors with nothing beside it."""
+    shows: str
+    needs: str = ""
+    """What it cannot run without, beside what memfit's tests need."""
+
+
+BENCHMARKS = (
+    Benchmark("accuracy", 60, "dry runs against figures that others published for real cards"),
+    Benchmark("aliases", 1, "which values of a graph share memory, and when, against a real run"),
+    Benchmark("allocator_capacity", 3, "the smallest GPU that a replay reports, against dry runs"),
+    Benchmark("allocator_differential", 3, "memfit's allocator against PyTorch's: random operations"),
+    Benchmark("allocator_mutations", 10, "whether the allocator's tests catch wrong rules"),
+    Benchmark("allocator_speed", 1, "replays against PyTorch's own allocator: requests per second"),
+    Benchmark("arena_cpu", 4, "training in memfit.arena on the CPU: time, and the process's peak"),
+    Benchmark("arena_ghost", 3, "training in memfit.arena on the ghost: the GPU's memory in use"),
+    Benchmark("attribution", 10, "who holds the memory, against a ground truth found by other means"),
+    Benchmark("checkpoint_cost", 1, "what a checkpointed block costs beyond its recomputation"),
+    Benchmark("chunked_head", 1, "ChunkedHead beside the plain head and PyTorch's operation: time and peak"),
+    Benchmark("cudnn_versions", 30, "cuDNN's answers by version, for published jobs", "6 GB of wheels"),
+    Benchmark("dry_run_speed", 6, "dry runs relative to `import torch`: time and host memory"),
+    Benchmark("engine_arena", 2, "memfit.Engine with Caffe's mem_param: the process's peak"),
+    Benchmark("engine_memory", 2, "memfit.Engine against hand-written loops: peaks on the ghost"),
+    Benchmark("engine_overhead", 5, "memfit.Engine against hand-written loops: time of a step"),
+    Benchmark("equality", 20, "strategies against hand-written loops on random networks, bit for bit"),
+    Benchmark("explain_speed", 2, "memfit explain and the HTML report: time and memory"),
+    Benchmark("forked_runs", 15, "runs that share the script's start against whole runs: traces, time"),
+    Benchmark("html_speed", 1, "the HTML report in a browser: time to draw and to answer", "Chromium"),
+    Benchmark("interrupts", 15, "Ctrl-C at random moments of memfit's commands: nothing is left behind"),
+    Benchmark("killed", 2, "a run that is killed at random moments resumes bit for bit"),
+    Benchmark("library_scripts", 10, "scripts in the idiom of twelve libraries: every row of the report"),
+    Benchmark("max_batch", 3, "memfit max-batch: the answer fits, the next size does not"),
+    Benchmark("oom_everywhere", 13, "out of memory and Ctrl-C at every place inside a step"),
+    Benchmark("ops", 10, "PyTorch's database of operators on the ghost: outcomes"),
+    Benchmark("originals", 1, "settings of trainers against these trainers themselves, bit for bit"),
+    Benchmark("packing", 5, "offsets of buffers relative to their lower bound"),
+    Benchmark("parallel_modes", 20, "every parallel mode of PyTorch, as some ranks of a job"),
+    Benchmark("planning", 30, "memfit plan under one budget after another: what plans promise"),
+    Benchmark("planning_cpu", 10, "plans in training on the CPU beside other policies: peak and time"),
+    Benchmark("planning_time", 2, "the planner alone: seconds to build and to solve a program"),
+    Benchmark("ranks", 15, "what memfit claims about many GPUs, a table for each claim"),
+    Benchmark("resume_everywhere", 1, "a run that stops after any micro-step resumes bit for bit"),
+    Benchmark("retinanet", 1, "memory of RetinaNet by strategy against a published experiment"),
+    Benchmark("seed_table", 1, "memory and time of RetinaNet under MMDetection's settings"),
+    Benchmark("torch_versions", 15, "memfit with other versions of PyTorch; make test-versions runs all"),
+    Benchmark("watch_overhead", 1, "what memfit.watch costs per step"),
+    Benchmark("whole_runs", 10, "memfit dry-run --whole on every example against plain dry runs"),
+    Benchmark("gpu/ghost_today", 5, "the ghost of today beside what validate measured on cards earlier"),
+    Benchmark("gpu/operators", 3, "memory that operators request, on the card and on the ghost", CARD),
+    Benchmark("gpu/operators_today", 5, "the ghost of today beside what operators measured earlier"),
+    Benchmark("gpu/plans", 4, "training under plans: peaks, times and losses against the plans", CARD),
+    Benchmark("gpu/validate", 9, "whole scripts on the card and on the ghost: memory and events", CARD),
+)
+
+
+def listed() -> str:
+    """Return the table."""
+    lines = [f"{'name':20} {'minutes':>7}  {'needs':15} shows"]
+    lines += [f"{each.name:20} {each.minutes:7}  {each.needs:15} {each.shows}" for each in BENCHMARKS]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Print the table, or run a benchmark and return its exit code."""
+    if sys.argv[1:] in ([], ["-h"], ["--help"]):
+        print(f"{__doc__}\n{listed()}")
+        return 0
+    name, *arguments = sys.argv[1:]
+    if name not in {each.name for each in BENCHMARKS}:
+        print(f"No benchmark is named {name!r}. There are:\n\n{listed()}", file=sys.stderr)
+        return 2
+    return run([sys.executable, str(HERE / f"{name}.py"), *arguments], check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

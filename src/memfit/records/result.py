@@ -1,0 +1,21 @@
+"""What all results share: that they print as the command shows them, and the version of their JSON."""
+
+from importlib import import_module
+
+SCHEMA_VERSION = 1
+"""``schema`` in the public JSON. Fields may be added within a version; none is removed or changes meaning."""
+
+
+class PrintedResult:
+    """Mix-in for the dataclasses of results, declared with ``repr=False``: text is what the command prints.
+
+    With ``print``, and as the last line of a notebook cell.
+    """
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        # By its name, and only now: records are below report, and whoever prints nothing need not load it.
+        return str(import_module("memfit.report.printers").text_of(self))
+
+    __repr__ = __str__

@@ -1,1 +1,0 @@
-"""The public JSON of each command."""

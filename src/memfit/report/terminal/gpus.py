@@ -1,0 +1,112 @@
+"""The GPUs that memfit knows, and which of them run a script, on the terminal."""
+
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from memfit.devices import Device
+from memfit.records import GpusFor, ScriptPlan
+from memfit.records.targets import typed
+from memfit.report.escape import escaped
+from memfit.report.terminal.script_plan import plan_name
+from memfit.units import format_gib
+
+
+def print_devices(devices: Iterable[Device], console: Console) -> None:
+    """Print one row per GPU: its name for --gpu, and the figures that decide whether a job fits."""
+    table = Table(box=None, pad_edge=False)
+    for heading, justify in (
+        ("--gpu", "left"),
+        ("memory", "right"),
+        ("sm", "right"),
+        ("units", "right"),
+        ("context", "right"),
+        ("fast dtypes", "left"),
+    ):
+        table.add_column(heading, justify="right" if justify == "right" else "left", no_wrap=True)
+    for device in devices:
+        table.add_row(
+            device.name.replace(" ", "-"),  # needs no quotes in a shell
+            ("≈ " if "total_bytes" in device.approximate else "") + format_gib(device.total_bytes),
+            "{}{}".format(*device.compute_capability),
+            str(device.multiprocessors),
+            "≈ " + format_gib(device.context_bytes),
+            " ".join(dtype for dtype in ("tf32", "bf16", "fp16", "fp8") if device.fast(dtype)) or "none",
+        )
+    console.print(table)
+    console.print("sm: compute capability; units: multiprocessors; context: CUDA's own memory.", style="dim")
+    console.print(
+        "≈ approximate or assumed; memfit/devices.toml gives the source of every figure.", style="dim"
+    )
+
+
+def print_gpus_for(result: GpusFor, console: Console) -> None:
+    """Print which GPUs run a script, and what each needs."""
+    written = sum(_as_written(plan) for plan in result.plans)
+    planned = sum(plan.chosen is not None for plan in result.plans) - written
+    verdict = f"RUNS ON {written} OF {len(result.plans) + len(result.failed)} GPUS as written"
+    parts = [escaped(typed(result.command)[0]), f"torch {escaped(result.versions.get('torch', '?'))}"]
+    console.print(Text(verdict + f", and on {planned} more with a plan" * bool(planned), style="bold"))
+    console.print(Text(" · ".join(parts), style="dim"))
+    console.print()
+    console.print(_table(result))
+    for reason, names in _by_reason(result).items():
+        console.print(Text(f"\n{', '.join(names)}: {reason}"))
+    if may_fit := [plan.device.name for plan in result.plans if plan.may_fit_as_written]:
+        console.print(
+            Text(
+                f"\n{', '.join(may_fit)}: the script may fit as written. Where memory is short, PyTorch "
+                "takes engines with smaller workspaces for convolutions. memfit dry-run --gpu NAME tells."
+            )
+        )
+    for line in (
+        "The CUDA context, which is assumed, is included. ~ What is left is less than its uncertainty.",
+        f"The plan for one of them: memfit plan --gpu NAME {escaped(' '.join(typed(result.command)))}",
+    ):
+        console.print(Text(line, style="dim"))
+
+
+def _by_reason(result: GpusFor) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, reason in result.failed.items():
+        found.setdefault(escaped(reason), []).append(name)
+    return found
+
+
+def _as_written(plan: ScriptPlan) -> bool:
+    return plan.chosen is not None and not plan.chosen.changes
+
+
+def _table(result: GpusFor) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    table.add_column("--gpu", no_wrap=True)
+    for heading in ("memory", "as written", "with a plan", "time"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("plan")
+    for plan in result.plans:
+        table.add_row(
+            plan.device.name.replace(" ", "-"),
+            format_gib(plan.device.total.bytes),
+            *_cells(plan),
+            style="" if plan.chosen is not None else "dim",
+        )
+    return table
+
+
+def _cells(plan: ScriptPlan) -> tuple[str, str, str, str]:
+    """Return what the script needs as written and with a plan, and the plan's time and name."""
+    chosen = plan.chosen
+    written = f"{_tight(plan, plan.as_written.needs.bytes)}{format_gib(plan.as_written.needs.bytes)}"
+    if chosen is None:
+        smallest = plan.smallest or plan.as_written
+        return written, format_gib(smallest.needs.bytes), "", "does not fit"
+    if not chosen.changes:
+        return written, "", "", "fits as written"
+    needs = f"{_tight(plan, chosen.needs.bytes)}{format_gib(chosen.needs.bytes)}"
+    return written, needs, f"{chosen.time:.2f}x", plan_name(chosen)
+
+
+def _tight(plan: ScriptPlan, needs: int) -> str:
+    return "~ " if 0 <= plan.budget - needs < plan.uncertainty else ""

@@ -1,0 +1,73 @@
+"""What to write for a plan: the code before sharding, the start on several GPUs, the optimizer."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from memfit.analysis.strategy_comparison import SHARDINGS
+
+
+def sharding_name(settings: Mapping[str, Any]) -> str:
+    """Return the name of a sharding, given the settings of a ``memfit.Sharding``.
+
+    >>> sharding_name({"mode": "fsdp2", "offload": True})
+    'FSDP2 with offload'
+    """
+    name = next(name for name, mode in SHARDINGS.items() if mode == settings["mode"])
+    return f"{name} with offload" if settings.get("offload") else name
+
+
+def before_sharding() -> Iterator[str]:
+    """Yield the lines to write before a model is sharded."""
+    yield "    torch.distributed.init_process_group()"
+    yield '    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))'
+
+
+def sharded_optimizer(when: str) -> str:
+    """Return the line that shards the optimizer with ZeRO-1."""
+    return f'    optimizer = memfit.Sharding("zero1").optimizer(optimizer, model){when}'
+
+
+def how_to_start(nproc: int) -> str:
+    """Return how to start a script so that its ranks train on different samples."""
+    return (
+        "Give each rank its own part of the data (DistributedSampler), and start the script with "
+        f"torchrun --nproc-per-node {nproc}."
+    )
+
+
+_WORDS = {
+    "bits": (
+        "{bits}-bit optimizer state",
+        "The optimizer's state has {bits} bits ({backend}).",
+    ),
+    "offload": (
+        "optimizer state offloaded",
+        "The optimizer's state waits on the host between updates, which are made on the GPU.",
+    ),
+    "step_in_backward": (
+        "step in backward",
+        "The backward updates each parameter once its gradient is complete, and frees the gradient.",
+    ),
+}
+"""By setting: in a few words, and in a sentence."""
+
+
+def optimizer_state(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Name the settings, in a few words each.
+
+    >>> list(optimizer_state({"bits": 8, "step_in_backward": True}))
+    ['8-bit optimizer state', 'step in backward']
+    """
+    return (words for words, _ in _filled(settings))
+
+
+def optimizer_changes(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Say what a plan changes about the optimizer, in a sentence for each setting."""
+    return (sentence for _, sentence in _filled(settings))
+
+
+def _filled(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    values = {"backend": "torchao", **settings}
+    for name, (words, sentence) in _WORDS.items():
+        if settings.get(name):
+            yield words.format(**values), sentence.format(**values)
