@@ -9,7 +9,7 @@ from memfit.records.script_options import LoaderBatchSize
 
 
 class Equality(StrEnum):
-    """How near the results under a change are to those of the script as written."""
+    """How near the results under a plan are to those of the script as written."""
 
     BITWISE = "bit for bit"
     """The same results, bit for bit."""

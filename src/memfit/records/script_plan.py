@@ -13,7 +13,7 @@ from memfit.records.trace import DeviceUse, ScriptLocation
 
 @dataclass(frozen=True, slots=True)
 class PlanRun:
-    """A change that ran on the ghost, and what the script then needs."""
+    """A plan that ran on the ghost."""
 
     change: Change
     """Nothing for the script as written. Its ``allocator`` is what was replayed."""
