@@ -33,6 +33,17 @@ def test_doctor_names_a_missing_compiler_and_how_to_install_one(tmp_path):
     assert "Install one" in done.stdout
 
 
+def test_doctor_lists_every_name_that_memfit_replaces_and_pytorch_has_them_all():
+    done = memfit("doctor", "--patches")
+    assert done.returncode == 0, [line for line in done.stdout.splitlines() if line.startswith("absent")]
+    *rows, last = done.stdout.splitlines()
+    assert last.endswith(" names, 0 missing")
+    assert len(rows) > 200
+    listed = {row.split()[1].removesuffix(":") for row in rows}
+    assert {"torch._C._InferenceMode", "torch.ops.aten.nonzero", "torch._foreach_*_"} <= listed
+    assert not [row for row in rows if row.startswith("absent torch") and "PyTorch" not in row]
+
+
 def test_gpus_lists_every_gpu_by_a_name_that_find_device_accepts():
     rows = memfit("gpus").stdout.splitlines()[1:]
     listed = [row.split()[0] for row in rows[: len(all_devices())]]

@@ -69,7 +69,10 @@ def _home(module: str, folder: Path) -> Path | None:
     """Return the file of a module of the package or beside a benchmark; None for others."""
     stem = Path(*module.split("."))
     places = (root / stem for root in (ROOT / "src", folder))
-    files = (file for place in places for file in (place.with_suffix(".py"), place / "__init__.py"))
+    names = ("__init__.pyi", "__init__.py")  # the package lists its names in the first
+    files = (
+        file for place in places for file in (place.with_suffix(".py"), *(place / name for name in names))
+    )
     return next(filter(Path.is_file, files), None)
 
 

@@ -8,7 +8,7 @@ from torch import nn
 import memfit
 from memfit.errors import UsageError
 from memfit.injection import inject_plan
-from memfit.injection.injection_files import InjectionReport, InjectionSettings
+from memfit.injection.injection_files import InjectionReport, InjectionSettings, report_writer
 from memfit.injection.optimized_models import OptimizedModels
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.records import Change
@@ -26,7 +26,7 @@ class Injection:
 
     def __init__(self, folder):
         self.hooks, self.file = InstalledHooks(), folder / "report.json"
-        self.models, self.report_file = OptimizedModels(), inject_plan._Report(inject_plan._writer(self.file))
+        self.models, self.report_file = OptimizedModels(), inject_plan._Report(report_writer(self.file))
         self.models.learn_names(self.hooks)
 
     def change(self, settings, **more):

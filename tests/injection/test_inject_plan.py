@@ -125,7 +125,7 @@ def test_loaders_created_at_the_line_get_the_other_batch_size():
     hooks = InstalledHooks()
     line = sys._getframe().f_lineno + 4
     size = LoaderBatchSize(2, f"{__file__}:{line}")
-    hooks.wrap(DataLoader, "__init__", functools.partial(inject_plan._resized, size))
+    hooks.wrap(inject_plan._LOADER, "__init__", functools.partial(inject_plan._resized, size))
     sampler = BatchSampler(SequentialSampler(data), 4, drop_last=False)
     found = [DataLoader(data, 4), DataLoader(data, batch_size=4), DataLoader(data, **others, batch_size=None)]
     own = DataLoader(data, batch_sampler=sampler)

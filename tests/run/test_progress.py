@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from memfit.cli import console
-from memfit.run.compilations import follow_compilations
 from memfit.run.parent import Progress
-from memfit.run.parent_pipe import ParentPipe
+from memfit.run.parent_pipe import ParentPipe, follow_compilations
 
 
 @pytest.fixture

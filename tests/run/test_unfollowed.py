@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from memfit.run import unfollowed
-from memfit.run.children import read_children
+from memfit.run.started_processes import read_started_processes
 
 
 @pytest.mark.parametrize(("command", "recorded"), [(["python", "other.py"], ["python other.py"]), ([], [])])
@@ -21,4 +21,4 @@ def test_a_process_that_is_ending_is_not_recorded_by_a_map_of_which_parts_are_go
     ghost = SimpleNamespace(build=SimpleNamespace(library="/no/such/library.so"))
     settings = SimpleNamespace(ghost=ghost, folder=str(tmp_path))
     unfollowed.UnfollowedProcesses(0, settings).look()
-    assert [child.name for child in read_children(tmp_path)] == recorded
+    assert [child.name for child in read_started_processes(tmp_path)] == recorded

@@ -6,6 +6,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memfit.patching.installed_hooks import InstalledHooks
+from memfit.verification import first_update
 from memfit.verification.first_update import UpdateReached, UpdateSettings, WatchedUpdate, read_update
 
 
@@ -13,8 +14,8 @@ from memfit.verification.first_update import UpdateReached, UpdateSettings, Watc
 def watched(tmp_path):
     """Watch this process as that of a script."""
     hooks, update = InstalledHooks(), WatchedUpdate(UpdateSettings(str(tmp_path), False, "", True, True))
-    hooks.wrap(torch.optim.Optimizer, "__init__", update.created)
-    hooks.wrap(torch.nn.Module, "__call__", update.called)
+    hooks.wrap(first_update._OPTIMIZER, "__init__", update.created)
+    hooks.wrap(first_update._MODULE, "__call__", update.called)
     hooks.add(register_optimizer_step_pre_hook(update.steps))
     yield lambda: read_update(tmp_path)
     hooks.remove()

@@ -32,6 +32,7 @@ from memfit.atomic_files import write_bytes
 from memfit.card.context_measurement import keep_context, measure_context
 from memfit.ghost.doctor import Check, checks
 from memfit.packing.csv_table import packed_table
+from memfit.patching.patch_list import replaced_names
 from memfit.trace.snapshot import write_snapshot
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "plan",
     "read",
     "record",
+    "replaced_names",
     "replay",
     "run_beside_ranks",
     "run_on_card",

@@ -15,7 +15,7 @@ from memfit.planning.plan_runs import RULE, PlannedScript, host_copies, roofline
 from memfit.planning.plan_search import OnFound, OutOfTimeError
 from memfit.planning.search import find_plan
 from memfit.records import Change, ScriptEnd, ScriptPlan
-from memfit.records.targets import is_job, typed
+from memfit.records.job_target import is_job, typed
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, script_command
 from memfit.run.rank import Rank

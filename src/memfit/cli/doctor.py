@@ -9,6 +9,7 @@ def doctor(
     *,
     gaps: bool = False,
     context: bool = False,
+    patches: bool = False,
 ) -> int:
     """Check that PyTorch, the C compiler, and the ghost (memfit's stand-in for a GPU) work on this machine.
 
@@ -17,9 +18,13 @@ def doctor(
         context: Measure, on this machine's GPU, how much memory a process holds outside PyTorch's allocator,
             and how several settings change that amount. Later dry runs for this GPU use the measured figure,
             and memfit prints it as lines that you can contribute.
+        patches: List every name that memfit replaces in PyTorch and in other libraries while a script runs,
+            and whether the versions installed here have it.
     """
     if context:
         return _measure_context()
+    if patches:
+        return _list_patches()
     from memfit.api import diagnose
     from memfit.report.terminal.doctor import print_diagnosis
 
@@ -40,3 +45,12 @@ def _measure_context() -> int:
         print("To share it with other users, send these lines for memfit's devices.toml:", file=sys.stderr)
         print(contribution(report), file=sys.stderr)
     return 0
+
+
+def _list_patches() -> int:
+    from memfit.api import replaced_names
+    from memfit.report.terminal.doctor import print_replaced_names
+
+    names = replaced_names()
+    with stdout() as console:
+        return print_replaced_names(names, console)

@@ -9,11 +9,10 @@ from cyclopts import App
 
 from memfit.devices import find_device
 from memfit.errors import UnknownDeviceError, UsageError
-from memfit.records.targets import JOBS, LIBRARY_MODELS
+from memfit.records.job_target import JOB_LOOP
 from memfit.run.launchers import LAUNCHERS
 
 _PYTHON = re.compile(r"python[0-9.]*")
-_LIBRARY_MODEL = re.compile(r"(hf|timm|torchvision):.")
 _JOB = re.compile(r".+\.py:[^/:]+")
 _LONGEST_SCRIPT = 1 << 20
 """Bytes of a script that is searched for its options."""
@@ -29,8 +28,6 @@ def separate_script(tokens: list[str], app: App) -> list[str]:
     >>> from memfit.cli.main import app
     >>> separate_script(["dry-run", "--steps", "2", "train.py", "--epochs", "9"], app)
     ['dry-run', '--steps', '2', '--', 'train.py', '--epochs', '9']
-    >>> separate_script(["plan", "timm:vit_tiny_patch16_224", "--batch-size", "9"], app)[1:4]
-    ['-m', '--', 'memfit.estimating.library_model']
     >>> separate_script(["plan", "job.py:make_job"], app)
     ['plan', '-m', '--', 'memfit.train.job_loop', 'job.py:make_job']
     >>> separate_script(["dry-run", "--", "train.py", "--steps", "9"], app)
@@ -62,8 +59,8 @@ def separate_script(tokens: list[str], app: App) -> list[str]:
     if Path(tokens[position]).name in LAUNCHERS:  # they have this option as well, for the script's module
         values_taken = {name: count for name, count in values_taken.items() if name not in ("-m", "--module")}
     _refuse_misplaced(tokens, position, values_taken)
-    loop = _loop_for(tokens[position])
-    return [*tokens[:position], *(["-m", "--", loop] if loop else ["--"]), *tokens[position:]]
+    job = _JOB.fullmatch(tokens[position]) and not Path(tokens[position]).exists()
+    return [*tokens[:position], *(["-m", "--", JOB_LOOP] if job else ["--"]), *tokens[position:]]
 
 
 def _values_taken(command: list[str], app: App) -> dict[str, int]:
@@ -74,13 +71,6 @@ def _values_taken(command: list[str], app: App) -> dict[str, int]:
     if "command" not in {argument.field_info.name for argument in arguments}:  # it runs no script
         return {}
     return {name: argument.token_count()[0] for argument in arguments for name in argument.names}
-
-
-def _loop_for(target: str) -> str:
-    """Return the module that trains what a target names in place of a script; empty for a script."""
-    if _LIBRARY_MODEL.match(target):
-        return LIBRARY_MODELS
-    return JOBS if _JOB.fullmatch(target) and not Path(target).exists() else ""
 
 
 def _refuse_misplaced(tokens: list[str], script: int, values_taken: dict[str, int]) -> None:

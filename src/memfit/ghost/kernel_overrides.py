@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from memfit.patching.patches import Patch
+
 Kernel = Callable[..., Any]
 """PyTorch's original kernel, called with the op's arguments."""
 
@@ -16,7 +18,10 @@ class Overrides:
 
     A replacement is called as ``function(run, *arguments, **keywords)``, at a cost of about 5 µs per call.
 
-    >>> overrides = Overrides()
+    Args:
+        patches: declare the ops, of one namespace.
+
+    >>> overrides = Overrides(Patch("torch:ops.aten", "neg", why="show this"))
     >>> @overrides.add("neg", "CPU")
     ... def negative(run, tensor):
     ...     return run(tensor) - 1
@@ -25,18 +30,22 @@ class Overrides:
     >>> overrides.remove()
     """
 
-    def __init__(self, namespace: str = "aten") -> None:
-        self._namespace = namespace
-        self._library = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
+    def __init__(self, *patches: Patch) -> None:
+        self._patches = patches
+        self._namespace = patches[0].owner.rpartition(".")[2]
+        self._library = torch.library.Library(self._namespace, "IMPL")  # type: ignore[no-untyped-call]
 
     def add(self, op: str, key: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Decorate a function that replaces the kernel of ``op`` for one dispatch key.
 
         Args:
-            op: name and overload, such as ``max.dim``. An op that this PyTorch lacks is skipped.
+            op: name and overload, such as ``max.dim``, declared by its name. An op that this PyTorch lacks is
+                skipped.
             key: ``CUDA`` covers every call, also from within PyTorch's own kernels; ``AutogradCUDA`` only
                 calls that autograd sees, and fake tensors.
         """
+        if not any(patch.declares(op.partition(".")[0]) for patch in self._patches):
+            raise LookupError(f"{op} is not declared")
 
         def register(function: Callable[..., Any]) -> Callable[..., Any]:
             try:

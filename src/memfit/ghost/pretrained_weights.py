@@ -16,9 +16,23 @@ from typing import Any
 import torch
 
 from memfit.ghost.note_callback import NoteCallback
+from memfit.patching.patches import Patch
 from memfit.records import Provenance
 from memfit.temporary_folders import TemporaryFolder
 from memfit.user_frame import user_line
+
+_FIND = Patch(
+    "transformers.modeling_utils",
+    "_get_resolved_checkpoint_files",
+    why="build models without their weights",
+    optional="some versions of transformers",
+)
+_LOAD = Patch(
+    "transformers.modeling_utils:PreTrainedModel",
+    "_load_pretrained_model",
+    why="build models without their weights",
+    optional="some versions of transformers",
+)
 
 _DTYPE_KNOWN = (
     "{name}: the weights were not loaded. The model was built from its configuration, with zero weights in "
@@ -45,8 +59,10 @@ def install(modeling: Any, note: NoteCallback, *, no_weights: bool) -> None:
     load = vars(modeling.PreTrainedModel).get("_load_pretrained_model")
     if find is not None and isinstance(load, staticmethod):
         empty = _EmptyCheckpoints(modeling, note, find, load.__func__, no_weights=no_weights)
-        modeling._get_resolved_checkpoint_files = empty.find
-        modeling.PreTrainedModel._load_pretrained_model = staticmethod(empty.load)
+        _FIND.install("_get_resolved_checkpoint_files", lambda _: empty.find, on=modeling)
+        _LOAD.install(
+            "_load_pretrained_model", lambda _: staticmethod(empty.load), on=modeling.PreTrainedModel
+        )
 
 
 class _EmptyCheckpoints:

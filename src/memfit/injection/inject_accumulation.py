@@ -16,10 +16,22 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit.ghost.ranks.settle_collectives import settle_collectives
+from memfit.patching.patches import Patch
 from memfit.strategies.mechanisms.own_step import calling_own_step, own_step
 
 if TYPE_CHECKING:
     from memfit.patching.installed_hooks import InstalledHooks
+
+_OPTIMIZER = Patch(
+    "torch.optim.optimizer:Optimizer",
+    "__init__",
+    "zero_grad",
+    why="update only every few steps",
+)
+_MODULE = Patch("torch.nn.modules.module:Module", "zero_grad", why="keep gradients until the update")
+_DDP = Patch(
+    "torch.nn.parallel.distributed:DistributedDataParallel", "forward", why="keep gradients until the update"
+)
 
 _TWO = (
     "it has more than one optimizer, and memfit cannot tell which updates belong to the same batch. "
@@ -53,10 +65,10 @@ class HeldBackUpdates:
 
     def install(self, hooks: "InstalledHooks") -> None:
         """Hook optimizers, and what clears gradients."""
-        hooks.wrap(torch.optim.Optimizer, "__init__", self._created)
-        hooks.wrap(torch.optim.Optimizer, "zero_grad", self._cleared)
-        hooks.wrap(torch.nn.Module, "zero_grad", self._cleared)
-        hooks.wrap(DistributedDataParallel, "forward", self._distributed)
+        hooks.wrap(_OPTIMIZER, "__init__", self._created)
+        hooks.wrap(_OPTIMIZER, "zero_grad", self._cleared)
+        hooks.wrap(_MODULE, "zero_grad", self._cleared)
+        hooks.wrap(_DDP, "forward", self._distributed)
 
     def _created(
         self, original: Callable[..., None], optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any

@@ -8,14 +8,15 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
-
 from memfit.errors import UsageError
 from memfit.injection.injection_files import NEVER_CALLED
 from memfit.patching.installed_hooks import InstalledHooks
+from memfit.patching.patches import Patch
 from memfit.strategies.apply_to_optimizer import apply_to_optimizer
 from memfit.strategies.mechanisms.optimizer_info import parameters_of
 from memfit.strategies.optimizer_state import OptimizerState
+
+_MODULE = Patch("torch.nn.modules.module:Module", "__call__", why="change the state of its optimizer")
 
 _OWN_SETTINGS = "the script applies optimizer_state itself. Change it there."
 _SHARED = (
@@ -65,7 +66,7 @@ class OptimizerStateInjector:
             return
         if not self._waiting:
             self._hooks = InstalledHooks()
-            self._hooks.wrap(torch.nn.Module, "__call__", self._called)
+            self._hooks.wrap(_MODULE, "__call__", self._called)
         self._waiting.append((weakref.ref(optimizer), list(map(weakref.ref, models))))
         self._report(self._refusal or NEVER_CALLED)
 

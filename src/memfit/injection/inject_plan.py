@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from memfit.errors import UsageError
-from memfit.injection.injection_files import InjectionReport, InjectionSettings
+from memfit.injection.injection_files import InjectionReport, InjectionSettings, report_writer
 from memfit.injection.optimized_models import OptimizedModels, listed, parameters_in
 from memfit.patching.after_import import after_import
+from memfit.patching.patches import Patch
 from memfit.random_state import seed_generators
 from memfit.recording.loader_batch_size import creator
 from memfit.records import LoaderBatchSize, OperationCounts
-from memfit.run.output import silence
+from memfit.run.script import hide_output
 from memfit.user_frame import innermost_line, user_line
 
 if TYPE_CHECKING:
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
     from memfit.recording.script_operations import ScriptOperations
     from memfit.strategies.mechanisms.operation_counter import OperationCounter
     from memfit.strategies.plan import Plan
+
+_OPTIMIZER = Patch("torch.optim.optimizer:Optimizer", "__init__", why="carry out a plan on what it trains")
+_LOADER = Patch("torch.utils.data.dataloader:DataLoader", "__init__", why="change the script's batch size")
+_APPLY = Patch("memfit.strategies.apply", "apply_to_model", "apply_for_engine", why="pass on the plan")
 
 
 _ENGINE = "memfit.train.engine"
@@ -47,7 +52,7 @@ def install(path: str) -> None:
         path: of ``InjectionSettings`` as JSON.
     """
     settings = msgspec.json.decode(Path(path).read_bytes(), type=InjectionSettings)
-    inject(settings, _writer(Path(settings.report)))
+    inject(settings, report_writer(Path(settings.report)))
 
 
 def inject(settings: InjectionSettings, on_report: Callable[[InjectionReport], None]) -> None:
@@ -58,7 +63,7 @@ def inject(settings: InjectionSettings, on_report: Callable[[InjectionReport], N
         on_report: called with what became of it, whenever that changes.
     """
     if settings.silent:  # a user who has answered the script's prompts once is not asked again
-        silence()
+        hide_output()
     if settings.change.eager:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # PyTorch's own switch
     after_import("torch", functools.partial(_inject_now, settings, on_report))
@@ -114,12 +119,12 @@ def _inject_now(settings: InjectionSettings, on_report: Callable[[InjectionRepor
     if change.fused:
         for kind in vars(torch.optim).values():
             if isinstance(kind, type) and "fused" in inspect.signature(kind).parameters:
-                hooks.wrap(kind, "__init__", _fused)
+                hooks.wrap(_OPTIMIZER, "__init__", _fused, on=kind)
     if operations is not None:
         seed_generators()  # a script that seeds none must draw the same samples in each run
         operations.install(recording)
     if change.loader is not None:
-        hooks.wrap(torch.utils.data.DataLoader, "__init__", functools.partial(_resized, change.loader))
+        hooks.wrap(_LOADER, "__init__", functools.partial(_resized, change.loader))
 
 
 def _script_operations(settings: InjectionSettings) -> "ScriptOperations | None":
@@ -152,24 +157,13 @@ class _Report:
 
     def move(self, path: Path) -> None:
         """Report to a file from now on."""
-        self._on_change = _writer(path)
+        self._on_change = report_writer(path)
         self.update()
 
     def update(self, **fields: Any) -> None:
         """Replace fields of the report."""
         self._report = msgspec.structs.replace(self._report, **fields)
         self._on_change(self._report)
-
-
-def _writer(path: Path) -> Callable[[InjectionReport], None]:
-    """Return what writes reports to a file, each in place of the one before."""
-
-    def write(report: InjectionReport) -> None:
-        beside = path.with_suffix(".new")  # memfit reads the file at any time
-        beside.write_bytes(msgspec.json.encode(report))
-        beside.replace(path)
-
-    return write
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +201,7 @@ class _Injected:
 
 
 _injected: list[_Injected] = []
+"""What ``install`` has injected: state of the process, for a fork of it that goes on under another change."""
 
 
 class _PlanInjector:
@@ -248,14 +243,10 @@ class _PlanInjector:
 
     def install(self, hooks: "InstalledHooks") -> None:
         """Hook the creation of optimizers, and ``memfit.apply``."""
-        import torch
-
-        from memfit.strategies import apply
-
         self._counter.install(hooks)
-        hooks.wrap(torch.optim.Optimizer, "__init__", self._optimized)
-        hooks.wrap(apply, "apply_to_model", self._applied)
-        hooks.wrap(apply, "apply_for_engine", self._applied_for_engine)
+        hooks.wrap(_OPTIMIZER, "__init__", self._optimized)
+        hooks.wrap(_APPLY, "apply_to_model", self._applied)
+        hooks.wrap(_APPLY, "apply_for_engine", self._applied_for_engine)
         if self._sharder is not None:
             self._sharder.install(hooks)
 

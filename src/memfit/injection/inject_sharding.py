@@ -25,11 +25,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from memfit.errors import UsageError
 from memfit.patching.installed_hooks import InstalledHooks
+from memfit.patching.patches import Patch
 from memfit.strategies.apply import apply
 from memfit.strategies.mechanisms.module_patterns import class_name
 from memfit.strategies.plan import Plan
 from memfit.strategies.sharding import Sharding, sharding_of
 from memfit.units import format_bytes
+
+_DDP = Patch("torch.nn.parallel.distributed:DistributedDataParallel", "__init__", why="shard in its place")
+_OPTIMIZER = Patch("torch.optim.optimizer:Optimizer", "__new__", why="shard optimizer state over ranks")
 
 _NEGLIGIBLE = 0.01
 """Share of the parameters' bytes that a script may keep as they were before."""
@@ -65,9 +69,9 @@ class ShardingInjector:
 
     def install(self, hooks: InstalledHooks) -> None:
         """Hook what the script may shard itself and, with zero1, the creation of optimizers."""
-        hooks.wrap(DistributedDataParallel, "__init__", self._wrapped)
+        hooks.wrap(_DDP, "__init__", self._wrapped)
         if self._sharding.mode == "zero1":
-            hooks.replace(torch.optim.Optimizer, "__new__", staticmethod(self._new_optimizer))
+            hooks.replace(_OPTIMIZER, "__new__", lambda _: staticmethod(self._new_optimizer))
         if self._sharding.mode == "fsdp2":
             hooks.on_removal(register_optimizer_step_pre_hook(self._check_released).remove)
 

@@ -1,5 +1,8 @@
 """The files between memfit and the process of a script under a change: settings, and a report; both JSON."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import msgspec
 
 from memfit.records import Change, OperationCounts
@@ -59,3 +62,14 @@ class InjectionReport(msgspec.Struct, frozen=True):
     def is_unfit(self) -> bool:
         """Whether the script has done what the change does not permit, whatever it does afterwards."""
         return bool(self.cannot_accumulate) or self.unfit_optimizer not in ("", NEVER_CALLED)
+
+
+def report_writer(path: Path) -> Callable[[InjectionReport], None]:
+    """Return what writes reports to a file, each in place of the one before."""
+
+    def write(report: InjectionReport) -> None:
+        beside = path.with_suffix(".new")  # memfit reads the file at any time
+        beside.write_bytes(msgspec.json.encode(report))
+        beside.replace(path)
+
+    return write

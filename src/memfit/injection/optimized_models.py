@@ -6,10 +6,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from memfit.patching.patches import Patch
 from memfit.user_frame import innermost_line, user_line
 
 if TYPE_CHECKING:
     from memfit.patching.installed_hooks import InstalledHooks
+
+_MODULE = Patch("torch.nn.modules.module:Module", "__setstate__", why="name the modules of copied models")
+_OPTIMIZER = Patch("torch.optim.optimizer:Optimizer", "__init__", why="find the models that a script trains")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +44,14 @@ class OptimizedModels:
 
     def learn_names(self, hooks: "InstalledHooks") -> None:
         """Hook the creation of modules."""
-        import torch
         from torch.nn.modules.module import register_module_module_registration_hook
 
         hooks.add(register_module_module_registration_hook(self._registered))
-        hooks.wrap(torch.nn.Module, "__setstate__", self._copied)
+        hooks.wrap(_MODULE, "__setstate__", self._copied)
 
     def note_optimizers(self, hooks: "InstalledHooks") -> None:
         """Hook the creation of optimizers."""
-        import torch
-
-        hooks.wrap(torch.optim.Optimizer, "__init__", self._optimized)
+        hooks.wrap(_OPTIMIZER, "__init__", self._optimized)
 
     def taken_by(self, parameters: Iterable[Any]) -> list[Any]:
         """Return the outermost models that have one of some parameters, in the order of their names."""

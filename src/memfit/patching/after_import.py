@@ -7,7 +7,7 @@ import types
 from collections.abc import Callable, Sequence
 
 
-def after_import(name: str, action: Callable[[], None]) -> Callable[[], None]:
+def after_import(name: str, action: Callable[[], object]) -> Callable[[], None]:
     """Call a function once a module has been imported; at once if it already has been.
 
     Returns:
@@ -24,7 +24,7 @@ def after_import(name: str, action: Callable[[], None]) -> Callable[[], None]:
 class AfterImport(importlib.abc.MetaPathFinder):
     """Calls a function once a module has been imported, without changing the import itself."""
 
-    def __init__(self, name: str, action: Callable[[], None]) -> None:
+    def __init__(self, name: str, action: Callable[[], object]) -> None:
         self._name = name
         self._action = action
 

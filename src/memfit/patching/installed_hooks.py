@@ -1,4 +1,4 @@
-"""A registry of memfit's hooks and patches in PyTorch: suspend them while compiled code runs, or remove them.
+"""The hooks and patches that are installed in PyTorch now: suspended while compiled code runs, or removed.
 
 ``torch.compile`` reads PyTorch's hook tables: it traces the hooks that it finds into the user's graph, and
 guards on the lengths of the tables. So memfit's own hooks are suspended while a compiled region runs or is
@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from memfit.patching.patches import Patch
+
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 _Table = OrderedDict[int, Any]
-_ABSENT = object()
 
 
 class InstalledHooks:
@@ -39,32 +40,23 @@ class InstalledHooks:
                 self._hooks.append((table, handle.id, table[handle.id]))
         self.on_removal(handle.remove)
 
-    def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        """Replace ``owner.name`` by ``around(original, ...)``; a method passes its object next."""
-        original = getattr(owner, name)
+    def wrap(self, patch: Patch, name: str, around: Callable[..., Any], *, on: Any = None) -> None:
+        """Replace a name by ``around(original, ...)``, until removal; a method passes its object next."""
 
-        @functools.wraps(original)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if self.removed:  # the script has kept a reference, or has wrapped the wrapper
-                return original(*args, **kwargs)
-            return around(original, *args, **kwargs)
+        def wrapping(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def wrapped(*args: Any, **kwargs: Any) -> Any:
+                if self.removed:  # the script has kept a reference, or has wrapped the wrapper
+                    return original(*args, **kwargs)
+                return around(original, *args, **kwargs)
 
-        self.replace(owner, name, wrapped)
+            return wrapped
 
-    def replace(self, owner: Any, name: str, value: object) -> None:
-        """Replace ``owner.name`` by a value, until removal."""
-        before = vars(owner).get(name, _ABSENT)
-        setattr(owner, name, value)
+        self.replace(patch, name, wrapping, on=on)
 
-        def restore() -> None:
-            if vars(owner).get(name) is not value:
-                return  # other code has replaced it since
-            if before is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
-
-        self.on_removal(restore)
+    def replace(self, patch: Patch, name: str, replacement: Callable[[Any], Any], *, on: Any = None) -> None:
+        """Replace a name by ``replacement(original)``, until removal; see ``Patch.install``."""
+        self.on_removal(patch.install(name, replacement, on=on))
 
     def on_removal(self, action: Callable[[], None]) -> None:
         """Add an action to run on removal; the last one added runs first."""

@@ -15,10 +15,15 @@ import torch
 
 from memfit.ghost.ffi import Ghost, LogAction
 from memfit.patching.installed_hooks import InstalledHooks
+from memfit.patching.patches import Patch
 from memfit.recording.event_labels import LabelBook, metadata_of, serial_of
 from memfit.recording.memory_snapshot import without_inductor
 from memfit.recording.script_history import FREES, ScriptHistory, with_stacks_of_blocks
 from memfit.trace.snapshot import settings, with_earlier
+
+_HISTORY = Patch(
+    "torch.cuda.memory", "_record_memory_history", "_snapshot", why="share one history with the script"
+)
 
 UNCACHED = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 _NO_HISTORY_NOTES = {
@@ -86,8 +91,8 @@ class AllocatorHistory:
 
             return around
 
-        hooks.wrap(torch.cuda.memory, "_record_memory_history", call_on(script.record))
-        hooks.wrap(torch.cuda.memory, "_snapshot", call_on(script.snapshot))
+        hooks.wrap(_HISTORY, "_record_memory_history", call_on(script.record))
+        hooks.wrap(_HISTORY, "_snapshot", call_on(script.snapshot))
 
     def yield_to_script(self, hooks: InstalledHooks) -> None:
         """Leave the history to the script if it calls ``_record_memory_history`` itself, now or earlier."""
@@ -97,7 +102,7 @@ class AllocatorHistory:
             self._own = False
             original(*args, **kwargs)
 
-        hooks.wrap(torch.cuda.memory, "_record_memory_history", yield_history)
+        hooks.wrap(_HISTORY, "_record_memory_history", yield_history)
 
     def forget(self) -> None:
         """Restart the history, unless it is the script's, and have the book forget past serials."""

@@ -13,11 +13,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from memfit.patching.installed_hooks import InstalledHooks
+from memfit.patching.patches import Patch
 from memfit.recording.event_labels import LabelBook
 from memfit.records import Action, Category, Events
+
+_AUTOCAST = Patch("torch.amp.autocast_mode:autocast", "__exit__", why="find autocast's copies of parameters")
 
 EXIT_OP = "autocast exit"
 COPY_OP = "autocast's copy of a parameter"
@@ -30,7 +31,7 @@ def label_autocast_exits(hooks: InstalledHooks, book: LabelBook) -> None:
         with book.doing(EXIT_OP):
             return original(*args)
 
-    hooks.wrap(torch.amp.autocast_mode.autocast, "__exit__", exit_autocast)
+    hooks.wrap(_AUTOCAST, "__exit__", exit_autocast)
 
 
 def name_copies(events: Events, book: LabelBook) -> None:

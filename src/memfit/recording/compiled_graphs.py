@@ -26,13 +26,34 @@ from torch.optim import Optimizer
 
 from memfit.patching.after_import import after_import
 from memfit.patching.installed_hooks import InstalledHooks
+from memfit.patching.patches import Patch
 from memfit.recording.event_labels import LabelBook
 from memfit.recording.module_hooks import ModuleHooks, requires_grad
 from memfit.recording.training_steps import StepTracker
 from memfit.records import Phase
 
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(?P<name>.+)_at_(?P<line>\d+)")
-_CAPTURE = "fullgraph_capture", "get_traced_fn"
+_REGION = Patch("torch._dynamo.eval_frame:OptimizeContext", "__call__", why="learn when compiled code runs")
+_CAPTURE = Patch(
+    "torch._dynamo.convert_frame",
+    *("fullgraph_capture", "get_traced_fn"),
+    why="suspend its hooks while code is only traced",
+)
+_EXPORT = Patch(
+    "torch._dynamo.functional_export",
+    *("fullgraph_capture", "get_traced_fn"),
+    why="suspend its hooks while code is only traced",
+)
+_GRAPH = Patch("torch._dynamo.output_graph:OutputGraph", "call_user_compiler", why="label compiled graphs")
+_OPTIMIZER = Patch(
+    "torch._dynamo.variables.optimizer:OptimizerVariable", "call_method", why="count steps in compiled code"
+)
+_RANGE = Patch("torch.autograd.profiler:record_function", "__enter__", "__exit__", why="count compiled steps")
+_ANY_HOOK = Patch(
+    "torch.nn.modules.module",
+    "_has_any_global_hook",
+    why="hide its hooks when PyTorch warns the author of global hooks, on each call of a compiled module",
+)
 _STEP = "Optimizer.step#"  # prefix of the profiler range that torch.optim opens for every step
 _STEPPING = "memfit_stepping"  # attribute with the optimizers of a graph that is being traced
 _COMPILES = "_torchdynamo_orig_callable"  # attribute of a compiled function with the original one
@@ -95,31 +116,20 @@ class CompiledCode:
         return f"{text}. Allocations in compiled code are labelled with the graph that made them."
 
     def _watch(self) -> None:
-        from torch._dynamo import convert_frame, trace_rules
+        from torch._dynamo import trace_rules
         from torch._dynamo.eval_frame import OptimizeContext
-        from torch._dynamo.output_graph import OutputGraph
-        from torch._dynamo.variables.optimizer import OptimizerVariable
-        from torch.autograd.profiler import record_function
-        from torch.nn.modules import module
 
         for package in _NEVER_COMPILED:
             trace_rules.add(package)
-        self._hooks.wrap(OptimizeContext, "__call__", self._make_region)
-        for user in (convert_frame, sys.modules.get("torch._dynamo.functional_export")):
-            for name in _CAPTURE if user else ():
-                self._hooks.wrap(user, name, self._capture)
-        self._hooks.wrap(OutputGraph, "call_user_compiler", self._compile)
-        self._hooks.wrap(OptimizerVariable, "call_method", self._trace_optimizer)
-        self._hooks.wrap(record_function, "__enter__", self._enter_range)
-        self._hooks.wrap(record_function, "__exit__", self._leave_range)
-        # PyTorch checks this on every call of a compiled module, to warn the author of global hooks.
-        any_hook = module._has_any_global_hook
-
-        def any_other_hook() -> object:
-            with self._hooks.suspended():
-                return any_hook()  # type: ignore[no-untyped-call]
-
-        self._hooks.replace(module, "_has_any_global_hook", any_other_hook)
+        self._hooks.wrap(_REGION, "__call__", self._make_region)
+        for capture in (_CAPTURE, _EXPORT):
+            for name in capture.names if capture.owner in sys.modules else ():
+                self._hooks.wrap(capture, name, self._suspended)
+        self._hooks.wrap(_GRAPH, "call_user_compiler", self._compile)
+        self._hooks.wrap(_OPTIMIZER, "call_method", self._trace_optimizer)
+        self._hooks.wrap(_RANGE, "__enter__", self._enter_range)
+        self._hooks.wrap(_RANGE, "__exit__", self._leave_range)
+        self._hooks.wrap(_ANY_HOOK, "_has_any_global_hook", self._suspended)
         for context, function in _existing_contexts(OptimizeContext):
             context.enter_exit_hooks.append(_RegionHook(self._enter_region, function))
 
@@ -132,8 +142,8 @@ class CompiledCode:
         entries.append(_RegionHook(self._enter_region, function))
         return original(context, function)
 
-    def _capture(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Suspend memfit's hooks while code is only traced (``torch.export``, ``aot_compile``)."""
+    def _suspended(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Suspend memfit's hooks while a function runs."""
         with self._hooks.suspended():
             return original(*args, **options)
 

@@ -21,8 +21,14 @@ from torch.utils.flop_counter import flop_registry
 from memfit.ghost.compile.kernel_work import KERNELS
 from memfit.patching.after_import import after_import
 from memfit.patching.installed_hooks import InstalledHooks
+from memfit.patching.patches import Patch
 from memfit.recording.dispatched_operations import OperationsBesideGraphs
 from memfit.records.step_operations import Operation, StepOperations
+
+_COMPILATIONS = Patch(
+    "torch._dynamo.callback:CompilationCallbackHandler", "run_start_callbacks", why="notice compilations"
+)
+_GRAPH = Patch("torch._inductor.output_code:CompiledFxGraph", "__call__", why="record the kernels of a step")
 
 _SOMETHING = 0
 """The storage that stands for what kernels create: which tensors those are is not known."""
@@ -32,9 +38,7 @@ def before_compilations(hooks: InstalledHooks, call: Callable[[], None]) -> None
     """Call a function whenever ``torch.compile`` begins to compile, not where it decorates a function."""
 
     def watch() -> None:
-        from torch._dynamo.callback import CompilationCallbackHandler
-
-        hooks.wrap(CompilationCallbackHandler, "run_start_callbacks", started)
+        hooks.wrap(_COMPILATIONS, "run_start_callbacks", started)
 
     def started(original: Callable[..., None], *args: Any) -> None:
         call()
@@ -100,9 +104,7 @@ class CompiledStepRecorder:
         return result
 
     def _watch_graphs(self, hooks: InstalledHooks) -> None:
-        from torch._inductor.output_code import CompiledFxGraph
-
-        hooks.wrap(CompiledFxGraph, "__call__", self._run_graph)
+        hooks.wrap(_GRAPH, "__call__", self._run_graph)
 
     def _run_graph(self, original: Callable[..., Any], graph: Any, inputs: Any) -> Any:
         if not self._is_recording:

@@ -9,11 +9,13 @@ from collections.abc import Callable
 import torch
 
 from memfit.patching.installed_hooks import InstalledHooks
+from memfit.patching.patches import Patch
 from memfit.recording.allocator_history import AllocatorHistory
 from memfit.recording.event_labels import LabelBook
 from memfit.recording.owners import MemoryOwners
 
 _RELEASE = "_cuda_clearCublasWorkspaces"
+_WORKSPACES = Patch("torch._C", _RELEASE, why="learn the addresses of cuBLAS workspaces")
 
 
 def record_released_workspaces(
@@ -38,7 +40,7 @@ def record_released_workspaces(
         freed = {address: size for address, size in before.items() if address not in after}
         owners.record_cublas_workspaces(moment, freed)
 
-    hooks.wrap(torch._C, _RELEASE, around)
+    hooks.wrap(_WORKSPACES, _RELEASE, around)
 
 
 def release_cublas_workspaces() -> None:

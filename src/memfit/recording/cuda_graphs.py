@@ -16,7 +16,17 @@ from typing import Any
 import torch
 
 from memfit.patching.installed_hooks import InstalledHooks
+from memfit.patching.patches import Patch
 from memfit.records import MarkKind
+
+_GRAPH = Patch(
+    "torch.cuda.graphs:CUDAGraph",
+    "capture_begin",
+    "capture_end",
+    "replay",
+    why="repeat captured steps",
+)
+_POOL = Patch("torch.cuda.memory:MemPool", "__del__", why="mark the end of a private pool", adds=True)
 
 Replayable = Callable[[], None]
 
@@ -63,9 +73,9 @@ class GraphCaptures:
             ("capture_end", capture_end),
             ("replay", replay_and_repeat),
         ):
-            hooks.wrap(torch.cuda.CUDAGraph, name, around)
+            hooks.wrap(_GRAPH, name, around)
         # A weakref finalizer would run too late, when the memory has already been released.
-        hooks.replace(torch.cuda.MemPool, "__del__", mark_deletion)
+        hooks.replace(_POOL, "__del__", lambda _: mark_deletion)
 
     def keep_for_replays(self, action: Replayable) -> bool:
         """Keep an action for each replay if the calling thread is capturing; return whether it is."""

@@ -10,7 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from memfit.patching.patches import Patch
 from memfit.user_frame import is_user_file, lines_outwards
+
+_MODULE = Patch("torch.nn.modules.module:Module", "train", why="learn which evaluations ran")
 
 _LONGEST = 1 << 20
 """Bytes of a source file that is searched."""
@@ -26,20 +29,20 @@ class Evaluations:
 
     def install(self) -> None:
         """Note each call; torch has been imported."""
-        import torch
-
         # Once a module has run, Python has removed it (runpy.run_module).
         self._script = getattr(sys.modules["__main__"], "__file__", None) or ""
-        original = torch.nn.Module.train
 
-        @functools.wraps(original)
-        def noted(module: torch.nn.Module, mode: bool = True) -> Any:
-            caller = sys._getframe(1)
-            if not mode and caller.f_code is not original.__code__:  # which sets each submodule likewise
-                self._called.update(lines_outwards(caller))
-            return original(module, mode)
+        def noting(original: Any) -> Any:
+            @functools.wraps(original)
+            def noted(module: Any, mode: bool = True) -> Any:
+                caller = sys._getframe(1)
+                if not mode and caller.f_code is not original.__code__:  # which sets each submodule likewise
+                    self._called.update(lines_outwards(caller))
+                return original(module, mode)
 
-        torch.nn.Module.train = noted  # type: ignore[assignment,method-assign]
+            return noted
+
+        _MODULE.install("train", noting)
 
     def not_run(self) -> str:
         """Return the first ``file:line`` in the script, or in modules beside it, that was not called."""

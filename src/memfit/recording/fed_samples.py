@@ -8,7 +8,6 @@ these. A tensor that the GPU makes of them, or draws by itself, has none that me
 """
 
 import hashlib
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,8 +20,16 @@ from torch.utils._pytree import tree_leaves
 from memfit.dispatch_modes import without_dispatch_modes
 from memfit.patching.after_import import after_import
 from memfit.patching.installed_hooks import InstalledHooks
+from memfit.patching.patches import Patch
 from memfit.recording.tensor_storage import storage_of
 from memfit.records import FedSamples, FedTensor
+
+_METHODS = Patch("torch._tensor:Tensor", "to", "cuda", "copy_", why="see what a script copies to the GPU")
+_FUNCTIONS = Patch("torch", "tensor", "as_tensor", why="see what a script copies to the GPU")
+_MODULE = Patch("torch.nn.modules.module:Module", "_apply", why="tell a model's copies from those of samples")
+_LOADER_ITERATOR = Patch(
+    "torch.utils.data.dataloader:_BaseDataLoaderIter", "_next_index", why="see which samples a loader draws"
+)
 
 _DIMENSIONS = 2
 _MOST_ROWS = 4096
@@ -69,12 +76,15 @@ class FedSampleRecorder:
 
     def install(self, hooks: InstalledHooks) -> None:
         """Hook copies to the GPU, and loaders."""
-        for owner, names in ((torch.Tensor, ("to", "cuda", "copy_")), (torch, ("tensor", "as_tensor"))):
-            for name in names:
-                hooks.wrap(owner, name, self._copy)
-        hooks.wrap(torch.nn.Module, "_apply", self._move_model)
-        loaders = "torch.utils.data.dataloader"
-        hooks.on_removal(after_import(loaders, lambda: self._follow_loaders(hooks, sys.modules[loaders])))
+        for patch in (_METHODS, _FUNCTIONS):
+            for name in patch.names:
+                hooks.wrap(patch, name, self._copy)
+        hooks.wrap(_MODULE, "_apply", self._move_model)
+
+        def follow_loaders() -> None:
+            hooks.wrap(_LOADER_ITERATOR, "_next_index", self._draw)
+
+        hooks.on_removal(after_import("torch.utils.data.dataloader", follow_loaders))
 
     def found(self) -> FedSamples:
         """Return what has been recorded."""
@@ -134,9 +144,6 @@ class FedSampleRecorder:
             return original(model, *args, **kwargs)
         finally:
             self._in_model -= 1
-
-    def _follow_loaders(self, hooks: InstalledHooks, loaders: Any) -> None:
-        hooks.wrap(loaders._BaseDataLoaderIter, "_next_index", self._draw)
 
     def _draw(self, original: Callable[..., Any], iterator: Any) -> Any:
         index = original(iterator)

@@ -13,6 +13,13 @@ import torch
 
 from memfit.patching.after_import import after_import
 from memfit.patching.installed_hooks import InstalledHooks
+from memfit.patching.patches import Patch
+
+_FSDP = Patch(
+    "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam",
+    "init_unsharded_param",
+    why="tell gathered parameters from shares",
+)
 
 
 class GatheredParameters:
@@ -25,9 +32,7 @@ class GatheredParameters:
         """Note what FSDP gathers from now on."""
 
         def follow() -> None:
-            from torch.distributed.fsdp._fully_shard import _fsdp_param
-
-            hooks.wrap(_fsdp_param.FSDPParam, "init_unsharded_param", self._note)
+            hooks.wrap(_FSDP, "init_unsharded_param", self._note)
 
         hooks.on_removal(after_import("torch.distributed.fsdp._fully_shard._fsdp_param", follow))
 

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.patching.after_import import after_import
 from memfit.patching.installed_hooks import InstalledHooks
+from memfit.patching.patches import Patch
 from memfit.records import LoaderBatchSize
 from memfit.user_frame import is_user_file, user_line
 
 if TYPE_CHECKING:
     from types import FrameType
 
-_LOADERS = "torch.utils.data.dataloader"
+_LOADER = Patch("torch.utils.data.dataloader:DataLoader", "__init__", why="learn the script's batch size")
+_SAMPLER = Patch("torch.utils.data.sampler:BatchSampler", "__iter__", why="learn which loader is read")
 
 
 class LoaderBatchSizes:
@@ -32,12 +34,11 @@ class LoaderBatchSizes:
 
     def install(self) -> None:
         """Follow loaders as soon as PyTorch has them."""
-        after_import(_LOADERS, self._follow)
+        after_import("torch.utils.data.dataloader", self._follow)
 
     def _follow(self) -> None:
-        loaders = sys.modules[_LOADERS]
-        self._hooks.wrap(loaders.DataLoader, "__init__", self._create)
-        self._hooks.wrap(loaders.BatchSampler, "__iter__", self._read)
+        self._hooks.wrap(_LOADER, "__init__", self._create)
+        self._hooks.wrap(_SAMPLER, "__iter__", self._read)
 
     def _create(self, original: Callable[..., None], loader: Any, *args: Any, **kwargs: Any) -> None:
         original(loader, *args, **kwargs)

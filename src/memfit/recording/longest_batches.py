@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.patching.after_import import after_import
 from memfit.patching.installed_hooks import InstalledHooks
+from memfit.patching.patches import Patch
 from memfit.recording.loader_batch_size import creator
 from memfit.recording.short_loaders import ShortLoaders, counts_batches
 from memfit.records import LoaderScan
@@ -24,7 +25,11 @@ if TYPE_CHECKING:
 
 _MOST = 1000
 """Loaders that are looked through: fewer than a trace can have."""
-_LOADERS = "torch.utils.data.dataloader"
+_LOADER = Patch(
+    "torch.utils.data.dataloader:DataLoader",
+    *("__init__", "_get_iterator"),
+    why="look through a loader's batches when the script first reads it",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +71,11 @@ class LongestBatches:
 
     def install(self) -> None:
         """Look through loaders as soon as PyTorch has them."""
-        after_import(_LOADERS, self._follow)
+        after_import("torch.utils.data.dataloader", self._follow)
 
     def _follow(self) -> None:
-        loader = sys.modules[_LOADERS].DataLoader
-        self._hooks.wrap(loader, "__init__", self._create)
-        self._hooks.wrap(loader, "_get_iterator", self._begin)
+        self._hooks.wrap(_LOADER, "__init__", self._create)
+        self._hooks.wrap(_LOADER, "_get_iterator", self._begin)
 
     def _create(self, original: Callable[..., None], loader: Any, *args: Any, **kwargs: Any) -> None:
         self._created[loader] = creator(sys._getframe(2))[0]

@@ -1,11 +1,10 @@
 """Mark the moments at which the script resets PyTorch's peaks or empties its cache."""
 
 from collections.abc import Callable
+from functools import partial
 
-import torch
-
-from memfit.patching.before_call import before
 from memfit.patching.installed_hooks import InstalledHooks
+from memfit.patching.patches import Patch, before
 from memfit.recording.event_labels import LabelBook
 from memfit.records import MarkKind
 
@@ -16,6 +15,7 @@ _MARKED_CALLS = {
     "_accelerator_emptyCache": MarkKind.EMPTY_CACHE,
 }
 """Functions of ``torch._C`` and the mark that a call of each leaves."""
+_PEAKS = Patch("torch._C", *_MARKED_CALLS, why="mark where a script resets peaks or empties the cache")
 
 
 def mark_calls(hooks: InstalledHooks, book: LabelBook) -> None:
@@ -25,4 +25,4 @@ def mark_calls(hooks: InstalledHooks, book: LabelBook) -> None:
         return lambda *_args: book.mark(kind, 0)
 
     for name, kind in _MARKED_CALLS.items():
-        hooks.replace(torch._C, name, before(marker(kind), getattr(torch._C, name)))
+        hooks.replace(_PEAKS, name, partial(before, marker(kind)))

@@ -26,10 +26,13 @@ from torch.nn.modules.module import (
 )
 
 from memfit.patching.installed_hooks import InstalledHooks
+from memfit.patching.patches import Patch
 from memfit.recording.event_labels import LabelBook
 from memfit.recording.module_names import ModuleNames
 from memfit.records import Phase
 from memfit.trace.stack_table import StackTable
+
+_MODULE = Patch("torch.nn.modules.module:Module", "__setstate__", why="name the modules of copied models")
 
 CLAIMED = "memfit"
 """In a node's metadata: whether autocast was on when it was claimed."""
@@ -81,7 +84,7 @@ class ModuleHooks:
             register_module_forward_hook(self._leave_hook, always_call=True),
         ):
             hooks.add(handle)
-        hooks.wrap(torch.nn.Module, "__setstate__", self._set_state)
+        hooks.wrap(_MODULE, "__setstate__", self._set_state)
 
     def claim_loss(self, roots: Iterable[object], caller: FrameType) -> None:
         """Claim the nodes that no module has claimed, between the model's output and ``backward()``.

@@ -7,23 +7,29 @@
 """
 
 import itertools
-import sys
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from memfit.patching.after_import import after_import
 from memfit.patching.installed_hooks import InstalledHooks
+from memfit.patching.patches import Patch
 from memfit.recording.event_labels import LabelBook
 from memfit.recording.next_forward import NextForward
 from memfit.recording.training_steps import StepTracker
 from memfit.records import MarkKind, Saved, Untrained
 
-_SAFETENSORS = "safetensors.torch"
+_LOADER = Patch("torch.utils.data.dataloader:DataLoader", "_get_iterator", why="number the loaders")
+_LOADER_ITERATOR = Patch(
+    "torch.utils.data.dataloader:_BaseDataLoaderIter", "__next__", why="mark each batch and the end of a pass"
+)
+_MODULE = Patch("torch.nn.modules.module:Module", "state_dict", why="mark checkpoints")
+_OPTIMIZER = Patch("torch.optim.optimizer:Optimizer", "state_dict", why="mark checkpoints")
+_FILES = Patch("torch", "save", "load", why="mark checkpoints", source="torch/serialization.py")
+_SAFETENSORS = Patch("safetensors.torch", "save_file", "load_file", why="mark checkpoints")
 
 
 class RunStageMarks:
@@ -54,19 +60,18 @@ class RunStageMarks:
         """Hook loaders, and what reads and writes checkpoints."""
         if not self.wanted:
             return
-        loaders = sys.modules["torch.utils.data.dataloader"]
-        hooks.wrap(loaders.DataLoader, "_get_iterator", self._begin)
-        hooks.wrap(loaders._BaseDataLoaderIter, "__next__", self._next)
-        for owner in (torch.nn.Module, Optimizer):
-            hooks.wrap(owner, "state_dict", self._make_state)
-        hooks.wrap(torch, "save", self._save)
-        hooks.wrap(torch, "load", self._load)
+        hooks.wrap(_LOADER, "_get_iterator", self._begin)
+        hooks.wrap(_LOADER_ITERATOR, "__next__", self._next)
+        hooks.wrap(_MODULE, "state_dict", self._make_state)
+        hooks.wrap(_OPTIMIZER, "state_dict", self._make_state)
+        hooks.wrap(_FILES, "save", self._save)
+        hooks.wrap(_FILES, "load", self._load)
 
         def hook_safetensors() -> None:
-            hooks.wrap(sys.modules[_SAFETENSORS], "save_file", self._save)
-            hooks.wrap(sys.modules[_SAFETENSORS], "load_file", self._load)
+            hooks.wrap(_SAFETENSORS, "save_file", self._save)
+            hooks.wrap(_SAFETENSORS, "load_file", self._load)
 
-        hooks.on_removal(after_import(_SAFETENSORS, hook_safetensors))
+        hooks.on_removal(after_import(_SAFETENSORS.owner, hook_safetensors))
         if not self._labelled:
             forwards = NextForward(lambda: self._steps.in_backward, self._enter_unlabelled_root)
             forwards.install(hooks, self._book)

@@ -11,7 +11,6 @@ PyTorch 2.14.1); a ``torch.autograd.Function`` has ``_raw_saved_tensors``, and t
 
 import functools
 import re
-import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -20,7 +19,10 @@ import torch
 
 from memfit.patching.after_import import after_import
 from memfit.patching.installed_hooks import InstalledHooks
+from memfit.patching.patches import Patch
 from memfit.recording.module_hooks import ACCUMULATE, CLAIMED, tensors_in
+
+_CHECKPOINT = Patch("torch.utils.checkpoint:_CheckpointFrame", "__init__", why="find what checkpoints keep")
 
 _RAW = "_raw_saved_"
 _ALL = "_raw_saved_tensors"
@@ -112,7 +114,7 @@ class Checkpoints:
             original(frame, *args, **options)
             self._frames.add(frame)
 
-        hooks.wrap(sys.modules["torch.utils.checkpoint"]._CheckpointFrame, "__init__", build)
+        hooks.wrap(_CHECKPOINT, "__init__", build)
 
 
 def leaves_of(nodes: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -22,11 +22,17 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memfit.patching.installed_hooks import InstalledHooks
+from memfit.patching.patches import Patch
 from memfit.recording.compiled_step import CompiledStepRecorder
 from memfit.recording.fed_samples import FedSampleRecorder
 from memfit.recording.module_names import ModuleNames
 from memfit.recording.step_operations import LeftStorages, StepOperationRecorder
 from memfit.records import StepOperations
+
+_MODULE = Patch(
+    "torch.nn.modules.module:Module", "__setstate__", "__call__", why="record the operations of a step"
+)
+_OPTIMIZER = Patch("torch.optim.optimizer:Optimizer", "__init__", why="learn which parameters it updates")
 
 
 class ScriptOperations:
@@ -63,8 +69,8 @@ class ScriptOperations:
         """Hook the calls of models and the steps of optimizers."""
         hooks.add(register_module_module_registration_hook(self._names.learn))
         hooks.add(register_optimizer_step_pre_hook(self._before_step))
-        hooks.wrap(torch.nn.Module, "__setstate__", self._copied)
-        hooks.wrap(torch.optim.Optimizer, "__init__", self._optimized)
+        hooks.wrap(_MODULE, "__setstate__", self._copied)
+        hooks.wrap(_OPTIMIZER, "__init__", self._optimized)
         hooks.on_removal(self._eager.remove)
         hooks.add(register_optimizer_step_post_hook(self._after_step))
         self._compiled.install(hooks)
@@ -112,7 +118,7 @@ class ScriptOperations:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self._stepped and not self._is_compiled:
-            self._eager.wrap(torch.nn.Module, "__call__", self._called)
+            self._eager.wrap(_MODULE, "__call__", self._called)
         self._stepped = True
         self._finish()
         if self._kept is not None:

@@ -10,7 +10,11 @@ from typing import Any
 
 from memfit.patching.after_import import after_import
 from memfit.patching.installed_hooks import InstalledHooks
+from memfit.patching.patches import Patch
 from memfit.records import OptionPurpose, ScriptOption
+
+_ARGPARSE = Patch("argparse:ArgumentParser", "parse_known_args", why="learn the script's options")
+_CLICK = Patch("click.core:Command", "parse_args", why="learn the script's options")
 
 _NAMES = {
     OptionPurpose.BATCH_SIZE: (
@@ -68,10 +72,10 @@ class ScriptOptions:
 
     def _follow_argparse(self) -> None:
         # parse_args and the parsers of transformers, which derive from this class, end up here.
-        self._hooks.wrap(sys.modules["argparse"].ArgumentParser, "parse_known_args", self._argparse)
+        self._hooks.wrap(_ARGPARSE, "parse_known_args", self._argparse)
 
     def _follow_click(self) -> None:
-        self._hooks.wrap(sys.modules["click.core"].Command, "parse_args", self._click)
+        self._hooks.wrap(_CLICK, "parse_args", self._click)
 
     def _argparse(self, original: Callable[..., Any], parser: Any, args: Any = None, *more: Any) -> Any:
         given = None if args is None else list(args)

@@ -17,9 +17,16 @@ from typing import Any
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from memfit.patching.patches import Patch
 from memfit.recording.batch_sizes import DrawnBatch
 from memfit.recording.recorder import Recorder
 from memfit.records import MarkKind
+
+_ITERATOR = Patch(
+    "torch.utils.data.dataloader:_BaseDataLoaderIter",
+    "_next_data",
+    why="give the largest batch first",
+)
 
 _OWN = 3
 """In the index of a mark: the loader's own batch."""
@@ -82,7 +89,7 @@ class ServedBatches:
                 return batch
             return self._copy(current, batch)
 
-        iterator._next_data = next_data
+        _ITERATOR.install("_next_data", lambda _: next_data, on=iterator)
 
     def _advance(self) -> None:
         """Go on to the next of the chosen batches if the script has used this one often enough."""

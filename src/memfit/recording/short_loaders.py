@@ -13,10 +13,17 @@ from typing import Any
 
 from memfit.patching.after_import import after_import
 from memfit.patching.installed_hooks import InstalledHooks
+from memfit.patching.patches import Patch
 from memfit.recording.loader_batch_size import creator, known_length
 from memfit.records import Shortened
 
 _LOADERS, _ACCELERATE = "torch.utils.data.dataloader", "accelerate.data_loader"
+_LOADER = Patch(
+    f"{_LOADERS}:DataLoader",
+    *("__init__", "__len__", "_get_iterator", "_index_sampler"),
+    why="end each pass after a few batches",
+)
+_PREPARED = Patch(f"{_ACCELERATE}:DataLoaderStateMixin", "begin", why="keep the last batch of a shorter pass")
 
 
 class ShortLoaders:
@@ -46,20 +53,20 @@ class ShortLoaders:
         after_import(_ACCELERATE, self._hook_accelerate)
 
     def _shorten(self) -> None:
-        loader = sys.modules[_LOADERS].DataLoader
-        sampler = loader._index_sampler.fget
+        def shorter(sampler: Any) -> property:
+            def index_sampler(self_: Any) -> Any:
+                full = sampler.fget(self_)
+                if self._whole or counts_batches(self_, full) or _is_endless(self_, full):
+                    return full
+                return _First(full, self.batches)
 
-        def index_sampler(self_: Any) -> Any:
-            full = sampler(self_)
-            if self._whole or counts_batches(self_, full) or _is_endless(self_, full):
-                return full
-            return _First(full, self.batches)
+            return property(index_sampler)
 
-        self._hooks.wrap(loader, "__init__", self._create)
-        self._hooks.wrap(loader, "__len__", self._length)
-        self._hooks.wrap(loader, "_get_iterator", self._begin)
-        self._hooks.replace(loader, "_index_sampler", property(index_sampler))
-        self._measured = {loader}
+        self._hooks.wrap(_LOADER, "__init__", self._create)
+        self._hooks.wrap(_LOADER, "__len__", self._length)
+        self._hooks.wrap(_LOADER, "_get_iterator", self._begin)
+        self._hooks.replace(_LOADER, "_index_sampler", shorter)
+        self._measured = {sys.modules[_LOADERS].DataLoader}
 
     @contextmanager
     def whole_passes(self) -> Iterator[None]:
@@ -75,7 +82,7 @@ class ShortLoaders:
         for kind in type(loader).__mro__:
             if "__len__" in vars(kind) and kind not in self._measured:
                 self._measured.add(kind)
-                self._hooks.wrap(kind, "__len__", self._length)
+                self._hooks.wrap(_LOADER, "__len__", self._length, on=kind)
             if kind is sys.modules[_LOADERS].DataLoader:
                 break
         original(loader, *args, **kwargs)
@@ -98,7 +105,7 @@ class ShortLoaders:
         return original(loader)
 
     def _hook_accelerate(self) -> None:
-        self._hooks.wrap(sys.modules[_ACCELERATE].DataLoaderStateMixin, "begin", self._begin_prepared)
+        self._hooks.wrap(_PREPARED, "begin", self._begin_prepared)
 
     def _begin_prepared(self, original: Callable[..., None], prepared: Any) -> None:
         """Have accelerate's ``gather_for_metrics`` cut nothing off: the last batch of a shorter pass is full.

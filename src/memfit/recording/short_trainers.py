@@ -6,20 +6,40 @@ at least once in the shorter run. Loaders are shortened by ``short_loaders.py``.
 """
 
 import math
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from memfit.patching.after_import import after_import
 from memfit.patching.installed_hooks import InstalledHooks
+from memfit.patching.patches import Patch
 from memfit.records import Shortened
 
 EPOCHS = 2
 """Epochs at most: the second shows what the first leaves behind. Steps at most are those of as many passes
 over a shortened loader. A run that resumes has as many more."""
 _STATE, _TRAINER = "transformers.trainer_callback", "transformers.trainer"
-_LIGHTNING = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
+_TRAINER_STATE = Patch(
+    f"{_STATE}:TrainerState",
+    *("compute_steps", "load_from_json"),
+    why="shorten training that is counted in steps",
+    optional="some versions of transformers",
+)
+_TRAIN = Patch(
+    f"{_TRAINER}:Trainer",
+    "train",
+    why="shorten training that is counted in steps or epochs",
+    optional="some versions of transformers",
+)
+_LIGHTNING = tuple(
+    Patch(
+        f"{package}.trainer.trainer:Trainer",
+        "_run_stage",
+        why="shorten training that is counted in steps or epochs",
+        optional="some versions of Lightning",
+    )
+    for package in ("lightning.pytorch", "pytorch_lightning")
+)
 _UNLIMITED = (None, -1)  # as Lightning says it
 
 
@@ -46,13 +66,12 @@ class ShortTrainers:
     def install(self) -> None:
         """Shorten loops as soon as the script has imported a trainer."""
         after_import(_STATE, self._hook_state)
-        after_import(_TRAINER, lambda: self._wrap(sys.modules[_TRAINER].Trainer, "train", self._train))
-        for name in _LIGHTNING:
-            after_import(name, partial(self._hook_lightning, name))
-
-    def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        if hasattr(owner, name):  # in some versions of the library
-            self._hooks.wrap(owner, name, around)
+        after_import(_TRAINER, lambda: self._hooks.wrap(_TRAIN, "train", self._train))
+        for trainer in _LIGHTNING:
+            after_import(
+                trainer.owner.partition(":")[0],
+                partial(self._hooks.wrap, trainer, "_run_stage", self._run_stage),
+            )
 
     def _lower(self, holder: Any, attribute: str, most: int, option: str) -> None:
         """Lower an attribute, unless it is unset or no greater; ``option`` is its name for the user."""
@@ -64,9 +83,8 @@ class ShortTrainers:
     # -- transformers -------------------------------------------------------------------------
 
     def _hook_state(self) -> None:
-        state = sys.modules[_STATE].TrainerState
-        self._wrap(state, "compute_steps", self._compute_steps)
-        self._wrap(state, "load_from_json", self._load_state)
+        self._hooks.wrap(_TRAINER_STATE, "compute_steps", self._compute_steps)
+        self._hooks.wrap(_TRAINER_STATE, "load_from_json", self._load_state)
 
     def _train(
         self,
@@ -116,9 +134,6 @@ class ShortTrainers:
         original(state, arguments, max_steps)
 
     # -- Lightning ----------------------------------------------------------------------------
-
-    def _hook_lightning(self, name: str) -> None:
-        self._wrap(sys.modules[name].Trainer, "_run_stage", self._run_stage)
 
     def _run_stage(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
         for kind in ("train", "val", "test", "predict"):

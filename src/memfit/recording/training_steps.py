@@ -29,9 +29,17 @@ from torch.optim.optimizer import (
 )
 
 from memfit.patching.installed_hooks import InstalledHooks
+from memfit.patching.patches import Patch
 from memfit.recording.cuda_graphs import GraphCaptures, on_side_stream
 from memfit.recording.event_labels import LabelBook
 from memfit.records import MarkKind, Phase
+
+_OPTIMIZER = Patch("torch.optim.optimizer:Optimizer", "__init__", why="learn which optimizers exist")
+_AUTOGRAD = Patch("torch.autograd", "backward", "grad", why="mark backward passes")
+_ENGINE = Patch(
+    "torch.autograd.graph", "_engine_run_backward", also="torch.autograd", why="mark backward passes"
+)
+_SCALER = Patch("torch.amp.grad_scaler:GradScaler", "step", "_maybe_opt_step", why="mark skipped steps")
 
 PATIENCE = 8
 """Number of steps that other optimizers may make before an optimizer that does not step is ignored. A critic
@@ -143,13 +151,12 @@ class StepTracker:
         hooks.add(register_optimizer_step_pre_hook(lambda optimizer, *_: self.enter_optimizer(optimizer)))
         hooks.add(register_optimizer_step_post_hook(lambda optimizer, *_: self.leave_optimizer(optimizer)))
         self._captures.install(hooks, self._book.mark)
-        hooks.wrap(Optimizer, "__init__", self._create_optimizer)
-        for name in ("backward", "grad"):
-            hooks.wrap(torch.autograd, name, self._call_backward)
-        hooks.wrap(torch.autograd.graph, "_engine_run_backward", self._run_backward)
-        hooks.replace(torch.autograd, "_engine_run_backward", torch.autograd.graph._engine_run_backward)
-        hooks.wrap(torch.amp.GradScaler, "step", self._call_scaler_step)
-        hooks.wrap(torch.amp.GradScaler, "_maybe_opt_step", self._step_or_skip)
+        hooks.wrap(_OPTIMIZER, "__init__", self._create_optimizer)
+        for name in _AUTOGRAD.names:
+            hooks.wrap(_AUTOGRAD, name, self._call_backward)
+        hooks.wrap(_ENGINE, "_engine_run_backward", self._run_backward)
+        hooks.wrap(_SCALER, "step", self._call_scaler_step)
+        hooks.wrap(_SCALER, "_maybe_opt_step", self._step_or_skip)
 
     def enter_forward(self) -> None:
         """Add a mark: an outermost module is about to run."""

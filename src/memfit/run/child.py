@@ -15,12 +15,12 @@ from memfit.patching.after_import import after_import
 from memfit.records import ScriptEnd
 from memfit.run.backend import CardBackend, GhostBackend
 from memfit.run.child_settings import read_settings
-from memfit.run.children import follow_children
 from memfit.run.interruption import release_ctrl_c
 from memfit.run.launchers import free_port
 from memfit.run.parent_pipe import ParentPipe, end_with_parent, open_pipe
 from memfit.run.script_process import ScriptProcess
 from memfit.run.standby import StandbyFork
+from memfit.run.started_processes import follow_started_processes
 
 
 def main() -> None:
@@ -47,6 +47,6 @@ def main() -> None:
         process.standby = StandbyFork(settings.standby, descriptor, process.go_on)
     after_import("torch", process.begin)
     if settings.ghost is not None:
-        follow_children(settings)
+        follow_started_processes(settings)
     release_ctrl_c()
     process.finish(process.script())

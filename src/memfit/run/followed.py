@@ -1,6 +1,7 @@
 """Python processes that the script starts: they run on the ghost too, and record themselves.
 
-``children.py`` has Python call ``follow`` when it starts. Nothing else happens in a process without torch.
+``started_processes.py`` has Python call ``follow`` when it starts. Nothing else happens in a process without
+torch.
 """
 
 import atexit
@@ -15,9 +16,9 @@ from pathlib import Path
 from memfit.patching.after_import import after_import
 from memfit.run.backend import GhostBackend
 from memfit.run.child_settings import ChildSettings, read_settings
-from memfit.run.children import SETTINGS, SITE
 from memfit.run.parent_pipe import ParentPipe
 from memfit.run.script_process import ScriptProcess
+from memfit.run.started_processes import SETTINGS, SITE
 
 
 def follow() -> None:

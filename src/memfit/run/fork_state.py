@@ -18,7 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from memfit.patching.patches import Patch
 from memfit.run.process_tree import descendants
+
+_THREADS = Patch("torch", "set_num_threads", why="keep a fork, whose OpenMP has lost its threads, on one")
 
 _HARMLESS = ("tqdm._monitor",)
 """Modules whose threads nothing waits for: tqdm's only refreshes bars."""
@@ -119,7 +122,7 @@ def repair(random_state: Any, files: Iterable[OpenFile]) -> None:
     for library in _gnu_openmp():  # it has lost its threads, and would wait for them
         library.omp_set_num_threads(1)
     torch.set_num_threads(1)
-    torch.set_num_threads = lambda _: None  # type: ignore[assignment]
+    _THREADS.install("set_num_threads", lambda _: lambda _: None)
 
 
 def _unmark_bad_fork() -> "Callable[[int, bool], None] | None":

@@ -1,6 +1,5 @@
 """Launchers typed in front of a script: run the script itself, as one of their processes."""
 
-import functools
 import os
 import shlex
 import socket
@@ -11,6 +10,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from memfit.errors import UsageError
+from memfit.ghost.ranks.process_groups import wrap_process_groups
 from memfit.run.rank import ALONE, Rank
 
 LAUNCHERS = ("torchrun", "accelerate")
@@ -105,7 +105,6 @@ def check_process_groups(refuse: Callable[[str], object], in_script: Callable[[]
         in_script: returns whether this is the script's own process. The others that it starts may meet each
             other on the CPU.
     """
-    from torch.distributed import distributed_c10d
 
     def check(size: int) -> None:
         if size > 1:
@@ -114,27 +113,27 @@ def check_process_groups(refuse: Callable[[str], object], in_script: Callable[[]
                 f"script would wait for the others. Write --nproc {size} to run it as one of {size}."
             )
 
-    find_peers: Callable[..., Any] = distributed_c10d.rendezvous  # type: ignore[attr-defined]
-    make_group: Callable[..., Any] = distributed_c10d._new_process_group_helper
-
-    @functools.wraps(find_peers)
-    def rendezvous(url: str, rank: int = -1, world_size: int = -1, **more: Any) -> Any:
+    def rendezvous(find_peers: Any, url: str, rank: int = -1, world_size: int = -1, **more: Any) -> Any:
         in_url = dict(parse_qsl(urlsplit(url).query)).get("world_size", "")
         if in_script():
             check(world_size if world_size > 0 else int(in_url or os.environ.get("WORLD_SIZE", "1")))
         return find_peers(url, rank, world_size, **more)
 
-    @functools.wraps(make_group)
     def new_process_group(
-        group_size: int, group_rank: int, ranks: list[int], backend: object, *args: Any, **more: Any
+        make_group: Any,
+        group_size: int,
+        group_rank: int,
+        ranks: list[int],
+        backend: object,
+        *args: Any,
+        **more: Any,
     ) -> Any:  # the script may pass a store
         # PyTorch's own fake backend needs no other process.
         if str(backend) != "fake" if in_script() else _is_on_gpu(str(backend)):
             check(group_size)
         return make_group(group_size, group_rank, ranks, backend, *args, **more)
 
-    distributed_c10d.rendezvous = rendezvous  # type: ignore[attr-defined]
-    distributed_c10d._new_process_group_helper = new_process_group  # type: ignore[assignment]
+    wrap_process_groups(rendezvous, new_process_group)
 
 
 def _is_on_gpu(backend: str) -> bool:

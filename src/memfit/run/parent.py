@@ -25,15 +25,15 @@ from memfit.atomic_files import check_outputs
 from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import MemfitError, OutputError, TargetError, UsageError
 from memfit.records import ChildProcess, ScriptEnd, Trace
-from memfit.records.targets import typed
+from memfit.records.job_target import typed
 from memfit.run.check_script import check_script
 from memfit.run.child_settings import ChildSettings, GhostSettings
-from memfit.run.children import read_children
 from memfit.run.interruption import Interruption, ctrl_c_held, script_handles_ctrl_c
 from memfit.run.options import RunOptions
 from memfit.run.other_ranks import OtherRanks
 from memfit.run.process_tree import kill_descendants
 from memfit.run.start_script import RunningScript, StartScript, start_script
+from memfit.run.started_processes import read_started_processes
 from memfit.run.started_ranks import StartedRanks
 from memfit.run.unfollowed import UnfollowedProcesses
 from memfit.temporary_folders import TemporaryFolder
@@ -154,7 +154,9 @@ def run_script(
         if interruption.pressed and (last.end is None or last.end.reason != "interrupted"):
             raise KeyboardInterrupt  # the script caught it, or had just ended
         ranks = StartedRanks(Path(folder), options.rank.nproc)
-        _check_end(typed(command)[0], last, read_children(Path(folder)), ranks.why_none_ran(options.rank))
+        _check_end(
+            typed(command)[0], last, read_started_processes(Path(folder)), ranks.why_none_ran(options.rank)
+        )
         if last.unsaved:
             return RecordedRun(read_trace(fallback), OutputError(last.unsaved))
         return RecordedRun(read_trace(path), None)

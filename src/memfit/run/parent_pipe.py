@@ -5,6 +5,7 @@ import os
 import select
 import signal
 import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -100,3 +101,11 @@ def end_with_parent(progress: int) -> None:
     parent.register(progress, select.POLLERR)  # the parent alone holds the end that reads
     if parent.poll(0):
         os._exit(TargetError.exit_code)
+
+
+def follow_compilations(report: Callable[[bool], None]) -> None:
+    """Call ``report`` with True when torch.compile begins to compile, and with False when it ends."""
+    from torch._dynamo.callback import callback_handler
+
+    callback_handler.register_start_callback(lambda _: report(True))
+    callback_handler.register_end_callback(lambda _: report(False))

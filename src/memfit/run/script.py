@@ -1,4 +1,4 @@
-"""Run a script as the interpreter's command line would, and classify how it ended."""
+"""Run a script as the interpreter's command line would, with its threads and its output; classify its end."""
 
 import builtins
 import importlib.machinery
@@ -6,8 +6,11 @@ import io
 import os
 import runpy
 import sys
+import threading
+import time
 import traceback
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 from memfit.ctrl_c import INTERRUPTED
@@ -146,3 +149,42 @@ def _innermost_user_line(error: BaseException) -> str:
         if is_user_file(frame.f_code.co_filename)
     ]
     return lines[-1] if lines else ""
+
+
+def join_threads(timeout: float | None) -> None:
+    """Wait for the threads that Python waits for, at most ``timeout`` seconds in total."""
+    until = None if timeout is None else time.monotonic() + timeout
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join(None if until is None else max(0.0, until - time.monotonic()))
+
+
+def noting_excepthook(
+    original: Callable[[threading.ExceptHookArgs], object], noted: list[BaseException]
+) -> Callable[[threading.ExceptHookArgs], object]:
+    """Return a hook that notes the exceptions which end threads, and is silent where memfit ends them."""
+
+    def hook(arguments: threading.ExceptHookArgs) -> object:
+        if ended_by_memfit(arguments.exc_type):
+            return None
+        if arguments.exc_value is not None:
+            noted.append(arguments.exc_value)
+        return original(arguments)
+
+    return hook
+
+
+def hide_output() -> None:
+    """Hide what this process prints, and give it no input."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(nothing, stream)
+
+
+def flush_output() -> None:
+    """Write what Python has buffered."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue  # closed, or without a reader: Python itself exits silently then

@@ -22,25 +22,33 @@ from memfit.ghost.ranks.absent_ranks import stand_for_a_rank
 from memfit.ghost.ranks.exchanged_objects import ExchangedObjects
 from memfit.ghost.ranks.present_ranks import PresentRanks
 from memfit.patching.after_import import after_import
-from memfit.patching.before_call import before
+from memfit.patching.patches import before
 from memfit.recording.evaluations import Evaluations
 from memfit.recording.loader_batch_size import LoaderBatchSizes
 from memfit.recording.script_options import ScriptOptions
 from memfit.records import Provenance, ScriptEnd
 from memfit.run.backend import Backend
-from memfit.run.child_record import ChildRecord, record_failing_fork
 from memfit.run.child_settings import ChildSettings, read_settings
-from memfit.run.children import follow_children, read_children
-from memfit.run.compilations import follow_compilations
 from memfit.run.launchers import check_process_groups, wrong_size
-from memfit.run.output import flush_output
-from memfit.run.parent_pipe import ParentPipe, open_pipe
+from memfit.run.parent_pipe import ParentPipe, follow_compilations, open_pipe
 from memfit.run.process_end import at_process_end
 from memfit.run.process_tree import kill_descendants
 from memfit.run.rank import traced_rank
-from memfit.run.script import end_of, print_as_python_does, run_as_main
+from memfit.run.script import (
+    end_of,
+    flush_output,
+    join_threads,
+    noting_excepthook,
+    print_as_python_does,
+    run_as_main,
+)
 from memfit.run.script_batches import ScriptBatches
-from memfit.run.script_threads import join_threads, noting_excepthook
+from memfit.run.started_processes import (
+    ProcessRecord,
+    follow_started_processes,
+    read_started_processes,
+    record_failing_fork,
+)
 from memfit.run.started_ranks import StartedRanks
 from memfit.run.unfollowed import record_running
 
@@ -81,7 +89,7 @@ class ScriptProcess:
         self._interrupted = False  # while it stands for the script
         self._runs_as_rank = False  # of a process group that it has joined
         self._steps_reported = 0
-        self._record: ChildRecord | None = None  # of a process beside the script's
+        self._record: ProcessRecord | None = None  # of a process beside the script's
         self._options, self._loaders = ScriptOptions(), LoaderBatchSizes()
         self._loader: LoaderBatchSize | None = None  # that of the last training step
         self._evaluations = Evaluations()
@@ -98,7 +106,7 @@ class ScriptProcess:
         self._parent.move(self._settings.progress)
         self._pid = self._script = os.getpid()
         self._ranks = StartedRanks(Path(self._settings.folder), self._settings.options.rank.nproc)
-        follow_children(self._settings, before)
+        follow_started_processes(self._settings, before)
         self._backend.go_on(self._settings)
         if (preload := self._settings.options.preload) is not None:
             module, argument = preload
@@ -147,7 +155,7 @@ class ScriptProcess:
             self._ranks.note_gpu_use()
         if not self._is_the_script() and self._settings.ghost is not None:
             context = self._settings.ghost.device.context
-            self._record = ChildRecord(Path(self._settings.folder), context)
+            self._record = ProcessRecord(Path(self._settings.folder), context)
             self._record.begin()
 
     def _leave(self, status: int) -> NoReturn:
@@ -354,7 +362,7 @@ class ScriptProcess:
         trace = self._recorder.finish(
             self._backend.device(), end, self._command or tuple(sys.argv), all_versions, index=job.device
         )
-        children = read_children(Path(self._settings.folder))
+        children = read_started_processes(Path(self._settings.folder))
         return replace(
             trace,
             options=self._options.found(),

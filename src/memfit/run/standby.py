@@ -22,24 +22,29 @@ import random
 import select
 import signal
 import socket
-import subprocess
-import threading
 import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from memfit.patching.patches import Patch
 from memfit.run.fork_state import is_harmless, obstacle, open_files, repair, shortage
 from memfit.run.interruption import ctrl_c_held, release_ctrl_c
-from memfit.run.output import flush_output
 from memfit.run.process_tree import kill_descendants
+from memfit.run.script import flush_output
 
 if TYPE_CHECKING:
     from memfit.patching.installed_hooks import InstalledHooks
+
+_MODULE = Patch("torch.nn.modules.module:Module", "__call__", why="fork before a model runs on the GPU")
+_LOADER = Patch("torch.utils.data.dataloader:DataLoader", "__iter__", why="fork before a loader has workers")
+_STREAM = Patch("torch.cuda.streams:Stream", "__new__", why="fork before there is a second stream")
+_THREAD = Patch("threading:Thread", "start", why="fork before there is a second thread")
+_PROCESS = Patch("multiprocessing.process:BaseProcess", "__init__", why="fork before another process exists")
+_PROGRAM = Patch("subprocess:Popen", "__init__", why="fork before another process exists")
 
 MOST_BYTES = 1 << 16
 """Of one message."""
@@ -95,17 +100,15 @@ class StandbyFork:
 
     def watch(self) -> None:
         """Wait for the moment: torch has been imported."""
-        import torch
-
         from memfit.patching.installed_hooks import InstalledHooks
 
         self._hooks = InstalledHooks()
-        self._hooks.wrap(torch.nn.Module, "__call__", self._calls)
-        self._hooks.wrap(torch.utils.data.DataLoader, "__iter__", self._iterates)
-        self._hooks.wrap(torch.cuda.Stream, "__new__", self._before)
-        self._hooks.wrap(threading.Thread, "start", self._starts)
-        self._hooks.wrap(BaseProcess, "__init__", self._starts)  # it can be started where it was created
-        self._hooks.wrap(subprocess.Popen, "__init__", self._starts)
+        self._hooks.wrap(_MODULE, "__call__", self._calls)
+        self._hooks.wrap(_LOADER, "__iter__", self._iterates)
+        self._hooks.wrap(_STREAM, "__new__", self._before)
+        self._hooks.wrap(_THREAD, "start", self._starts)
+        self._hooks.wrap(_PROCESS, "__init__", self._starts)  # it can be started where it was created
+        self._hooks.wrap(_PROGRAM, "__init__", self._starts)
 
     def _calls(self, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
         parameter = next(module.parameters(), None)

@@ -15,8 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from memfit.run.child_settings import ChildSettings
-from memfit.run.children import command_name, is_recorded, record_process
 from memfit.run.process_tree import descendants, with_environment
+from memfit.run.started_processes import command_name, is_recorded, record_process
 
 _INTERVAL = 0.5
 """Seconds between two looks; importing torch takes longer."""

@@ -19,7 +19,7 @@ from memfit.errors import TargetError
 from memfit.injection.injection_files import InjectionReport
 from memfit.planning.plan_file import PlanFile
 from memfit.records import Change
-from memfit.records.targets import typed
+from memfit.records.job_target import typed
 from memfit.report.escape import escaped
 from memfit.trials.trial_run import why_again
 

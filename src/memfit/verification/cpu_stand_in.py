@@ -13,10 +13,17 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from memfit.patching.installed_hooks import InstalledHooks
+from memfit.patching.patches import Patch
 
 _CUDA = re.compile(r"cuda(:\d+)?")
 _STAYS = {torch.Tensor.cuda, torch.Tensor.pin_memory}
-_NOTHING_TO_DO = ("synchronize", "set_device", "empty_cache", "reset_peak_memory_stats")
+_NOTHING_TO_DO = Patch(
+    "torch.cuda",
+    *("synchronize", "set_device", "empty_cache", "reset_peak_memory_stats"),
+    why="verify on the CPU, where there is nothing to do",
+)
+_DEVICE = Patch("torch.cuda", "current_device", why="verify on the CPU")
+_AUTOCAST = Patch("torch.amp.autocast_mode:autocast", "__init__", why="verify on the CPU")
 
 
 class CpuInsteadOfCuda(TorchFunctionMode):
@@ -37,10 +44,10 @@ class CpuInsteadOfCuda(TorchFunctionMode):
 def stand_in(hooks: InstalledHooks) -> None:
     """Have the script that this process runs use the CPU where it names a CUDA device."""
     CpuInsteadOfCuda().__enter__()  # type: ignore[no-untyped-call]  # until the process ends
-    for name in _NOTHING_TO_DO:
-        hooks.replace(torch.cuda, name, lambda *_args, **_kwargs: None)
-    hooks.replace(torch.cuda, "current_device", lambda: 0)
-    hooks.wrap(torch.amp.autocast_mode.autocast, "__init__", _autocast)
+    for name in _NOTHING_TO_DO.names:
+        hooks.replace(_NOTHING_TO_DO, name, lambda _: lambda *_args, **_kwargs: None)
+    hooks.replace(_DEVICE, "current_device", lambda _: lambda: 0)
+    hooks.wrap(_AUTOCAST, "__init__", _autocast)
 
 
 def _here(value: Any) -> Any:

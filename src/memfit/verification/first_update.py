@@ -13,9 +13,13 @@ from typing import Any
 import msgspec
 
 from memfit.patching.after_import import after_import
+from memfit.patching.patches import Patch
 from memfit.records import FedTensor
 from memfit.run.parent_pipe import end_with_parent
 from memfit.run.script import end_of, run_as_main
+
+_OPTIMIZER = Patch("torch.optim.optimizer:Optimizer", "__init__", why="verify its first update")
+_MODULE = Patch("torch.nn.modules.module:Module", "__call__", why="see what a model is passed")
 
 _LISTING = "update.json"
 _FINEST_FIRST = ("float64", "float32", "tf32", "float16", "bfloat16")
@@ -109,7 +113,6 @@ def _write(settings: UpdateSettings, update: FirstUpdate) -> None:
 
 def _watch(settings: UpdateSettings) -> None:
     """Hook optimizers and models: torch has just been imported."""
-    import torch
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     from memfit.patching.installed_hooks import InstalledHooks
@@ -126,8 +129,8 @@ def _watch(settings: UpdateSettings) -> None:
 
         stand_in(hooks)
     watched = WatchedUpdate(settings)
-    hooks.wrap(torch.optim.Optimizer, "__init__", watched.created)
-    hooks.wrap(torch.nn.Module, "__call__", watched.called)
+    hooks.wrap(_OPTIMIZER, "__init__", watched.created)
+    hooks.wrap(_MODULE, "__call__", watched.called)
     register_optimizer_step_pre_hook(watched.steps)
 
 

@@ -10,7 +10,7 @@ from memfit.analysis.trial_result import ran_to_completion, why_it_failed
 from memfit.errors import TargetError
 from memfit.planning.plan_file import PlanFile
 from memfit.records import MeasuredPeak
-from memfit.records.targets import typed
+from memfit.records.job_target import typed
 from memfit.run.options import RunOptions
 from memfit.run.parent import Progress, run_script
 from memfit.trials.trial_run import injected

@@ -6,13 +6,22 @@ after each of them. Micro-batches draw other numbers in dropout than the whole b
 
 from typing import Any
 
-import torch
-from torch.nn import functional
-from torch.nn.utils import clip_grad
-
 from memfit.patching.installed_hooks import InstalledHooks
+from memfit.patching.patches import Patch
 
-_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+_CLIPPING = Patch(
+    "torch.nn.utils.clip_grad",
+    *("clip_grad_norm_", "clip_grad_value_"),
+    also="torch.nn.utils",
+    why="leave the gradients of a backward as they are",
+)
+_SCALER = Patch("torch.amp.grad_scaler:GradScaler", "__init__", why="leave losses unscaled")
+_DROPOUTS = Patch(
+    "torch.nn.functional",
+    *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"),
+    why="switch dropout off",
+)
+_ATTENTION = Patch("torch.nn.functional", "scaled_dot_product_attention", why="switch dropout off")
 _POSITION = {"training": 2, "dropout_p": 4}
 """Of arguments that switch dropout off, where they are not named.
 
@@ -22,17 +31,16 @@ Source: torch/nn/functional.py, PyTorch 2.14.1.
 
 def leave_gradients_alone(hooks: InstalledHooks) -> None:
     """Have nothing clip or scale gradients."""
-    for owner in (torch.nn.utils, clip_grad):
-        hooks.wrap(owner, "clip_grad_norm_", _norm)
-        hooks.wrap(owner, "clip_grad_value_", _nothing)
-    hooks.wrap(torch.amp.GradScaler, "__init__", _disabled)
+    hooks.wrap(_CLIPPING, "clip_grad_norm_", _norm)
+    hooks.wrap(_CLIPPING, "clip_grad_value_", _nothing)
+    hooks.wrap(_SCALER, "__init__", _disabled)
 
 
 def switch_dropout_off(hooks: InstalledHooks) -> None:
     """Have PyTorch's dropouts, and that of attention, drop nothing."""
-    for name in _DROPOUTS:
-        hooks.wrap(functional, name, _without("training", value=False))
-    hooks.wrap(functional, "scaled_dot_product_attention", _without("dropout_p", value=0.0))
+    for name in _DROPOUTS.names:
+        hooks.wrap(_DROPOUTS, name, _without("training", value=False))
+    hooks.wrap(_ATTENTION, "scaled_dot_product_attention", _without("dropout_p", value=0.0))
 
 
 def _norm(original: Any, parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG001

@@ -16,7 +16,7 @@ from memfit.errors import TargetError, UsageError
 from memfit.planning.plan_file import PlanFile
 from memfit.python_command import python_command
 from memfit.records import Change, Verification, VerificationVerdict
-from memfit.records.targets import typed
+from memfit.records.job_target import typed
 from memfit.run.options import RunOptions
 from memfit.run.parent import Progress
 from memfit.run.process_tree import kill_descendants

@@ -16,6 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memfit.ghost.values.known_values import Known, KnownValues, is_plain
+from memfit.patching.patches import Patch
+
+_FOLDER = Patch(
+    "torch._inductor.fx_passes.joint_graph:UniformValueConstantFolder", "run", why="compute folded constants"
+)
 
 
 def track_folded_constants(known: KnownValues) -> None:
@@ -24,17 +29,16 @@ def track_folded_constants(known: KnownValues) -> None:
     Args:
         known: the known values of tensors, from which reads are answered.
     """
-    from torch._inductor.fx_passes import joint_graph
 
-    folder = joint_graph.UniformValueConstantFolder
-    run = folder.run
+    def tracking(run: Any) -> Any:
+        @functools.wraps(run)
+        def run_tracked(self: Any) -> Any:
+            with _OnCpuToo(known):
+                return run(self)
 
-    @functools.wraps(run)
-    def run_tracked(self: Any) -> Any:
-        with _OnCpuToo(known):
-            return run(self)
+        return run_tracked
 
-    folder.run = run_tracked  # type: ignore[method-assign]
+    _FOLDER.install("run", tracking)
 
 
 class _OnCpuToo(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -10,6 +10,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from memfit.patching.after_import import after_import
+from memfit.patching.patches import Patch
+
+_GRAPH = Patch("torch._inductor.output_code:CompiledFxGraph", "__init__", why="keep the work of its kernels")
 
 KERNELS = "memfit_kernels"
 """Attribute of a ``CompiledFxGraph``: name, floating-point operations, bytes moved, and the
@@ -19,19 +22,15 @@ KernelWork = tuple[str, int, int, str]
 
 def install() -> None:
     """Keep it from now on; call directly after torch was imported."""
-    after_import("torch._inductor.output_code", _note_kernels)
+    after_import("torch._inductor.output_code", lambda: _GRAPH.install("__init__", _noting_kernels))
 
 
-def _note_kernels() -> None:
-    from torch._inductor.output_code import CompiledFxGraph
-
-    original: Any = CompiledFxGraph.__init__
-
+def _noting_kernels(original: Any) -> Any:
     def initialize(compiled: Any, current_callable: Any, graph: Any, *args: Any, **options: Any) -> None:
         original(compiled, current_callable, graph, *args, **options)
         setattr(compiled, KERNELS, _kernels(graph))
 
-    CompiledFxGraph.__init__ = initialize  # type: ignore[method-assign,assignment]
+    return initialize
 
 
 def _kernels(graph: Any) -> tuple[KernelWork, ...]:

@@ -21,6 +21,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from memfit.patching.after_import import after_import
+from memfit.patching.patches import Patch
+
+_AUTOTUNER = Patch(
+    "torch._inductor.runtime.triton_heuristics:CachingAutotuner",
+    "_precompile_config",
+    why="generate machine code once, which no GPU runs",
+)
+_BACKEND = Patch(
+    "triton.backends.nvidia.compiler:CUDABackend",
+    "add_stages",
+    why="generate machine code once, which no GPU runs",
+)
 
 _LAST_FULL_STAGE = "ttir"
 _POINTWISE = "POINTWISE"  # its threads share no memory that could exceed a limit
@@ -46,21 +58,20 @@ _skippable: ContextVar[bool] = ContextVar("skippable", default=False)
 
 def install() -> None:
     """Skip machine code stages from now on; call directly after torch was imported."""
-    after_import("torch._inductor.runtime.triton_heuristics", _mark_skippable_kernels)
-    after_import("triton.backends.nvidia.compiler", _reuse_stages)
+    after_import(
+        "torch._inductor.runtime.triton_heuristics",
+        lambda: _AUTOTUNER.install("_precompile_config", _marking_skippable_kernels),
+    )
+    after_import("triton.backends.nvidia.compiler", lambda: _BACKEND.install("add_stages", _reusing_stages))
 
 
-def _mark_skippable_kernels() -> None:
-    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-
-    compile_one = CachingAutotuner._precompile_config
-
+def _marking_skippable_kernels(compile_one: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compile_one)
     def precompile(kernel: Any, *args: Any, **options: Any) -> Any:
         with _marking(_is_skippable(kernel)):
             return compile_one(kernel, *args, **options)
 
-    CachingAutotuner._precompile_config = precompile  # type: ignore[method-assign,assignment]
+    return precompile
 
 
 def _is_skippable(kernel: Any) -> bool:
@@ -82,11 +93,7 @@ def _marking(skippable: bool) -> Iterator[None]:
         _skippable.reset(before)
 
 
-def _reuse_stages() -> None:
-    from triton.backends.nvidia.compiler import CUDABackend  # type: ignore[import-untyped]
-
-    add_stages = CUDABackend.add_stages
-
+def _reusing_stages(add_stages: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(add_stages)
     def add(backend: Any, stages: dict[str, _Stage], *args: Any, **options: Any) -> None:
         add_stages(backend, stages, *args, **options)
@@ -95,7 +102,7 @@ def _reuse_stages() -> None:
             for name in later:
                 stages[name] = _run_once((backend.target, name), stages[name])
 
-    CUDABackend.add_stages = add
+    return add
 
 
 def _run_once(key: tuple[Any, str], stage: _Stage) -> _Stage:

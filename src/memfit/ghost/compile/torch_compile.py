@@ -24,6 +24,7 @@ import functools
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from memfit.ghost.compile import kernel_work, skip_triton_codegen
 from memfit.ghost.ffi import Ghost
 from memfit.ghost.note_callback import NoteCallback
 from memfit.patching.after_import import after_import
-from memfit.patching.before_call import before
+from memfit.patching.patches import Patch, before
 from memfit.records import Provenance
 
 _TIE_MS = 1000.0
@@ -48,6 +49,38 @@ _GRAPH_NOT_TIMED = (
     "On the ghost, torch.compile took the first of several implementations without timing them. Sizes differ "
     "if a card would choose an implementation that pads its inputs or needs a workspace."
 )
+_FOLDERS = Patch(
+    "torch._inductor.runtime.cache_dir_utils", "cache_dir", "triton_cache_dir", why="keep its own caches"
+)
+_COMPILE = Patch("torch._inductor.compile_fx", "compile_fx", why="keep its own caches")
+_TRITON_CACHE = Patch("triton.runtime.cache:FileCacheManager", "__init__", why="keep its own caches")
+_LINES = Patch(
+    "torch._inductor.codecache:PyCodeCache", "stack_frames_for_code", why="leave out lines of other scripts"
+)
+_TIMINGS = Patch(
+    "torch._inductor.codecache:CacheBase",
+    *("get_local_cache", "update_local_cache"),
+    why="keep timings in the process",
+)
+_GRAPH_CACHE = Patch(
+    "torch._inductor.codecache:FxGraphCache",
+    "_save_graph",
+    why="cache no graph that rests on timings",
+)
+_AUTOGRAD_CACHE = Patch(
+    "torch._functorch._aot_autograd.autograd_cache:AOTAutogradCache",
+    "save",
+    why="cache no graph that rests on timings",
+)
+_TRITON_TIMING = Patch(
+    "torch._inductor.runtime.benchmarking:TritonBenchmarker", "benchmark_gpu", why="time no candidates"
+)
+_INDUCTOR_TIMING = Patch(
+    "torch._inductor.runtime.benchmarking:InductorBenchmarker",
+    "benchmark_gpu",
+    why="time no candidates",
+)
+_TIMING_FUNCTIONS = Patch("triton.testing", "do_bench", "do_bench_cudagraph", why="time no candidates")
 _TIMING = "timing kernels"
 _TIMED = "memfit_timed"  # set on the tracing context of a graph that depends on timings
 _OFF = (
@@ -119,57 +152,43 @@ class CompilerPatches:
         config.bundle_triton_into_fx_graph_cache = False
 
     def _redirect_inductor_cache(self) -> None:
-        from torch._inductor.runtime import cache_dir_utils as folders
-
-        for name in ("cache_dir", "triton_cache_dir"):  # the others import them from here
-            setattr(folders, name, before(self._set_environment, getattr(folders, name)))
+        for name in _FOLDERS.names:  # the others import them from here
+            _FOLDERS.install(name, partial(before, self._set_environment))
 
     def _configure_each_compilation(self) -> None:
-        from torch._inductor import compile_fx
-
-        compile_fx.compile_fx = before(self._configure_inductor, compile_fx.compile_fx)
+        _COMPILE.install("compile_fx", partial(before, self._configure_inductor))
 
     def _redirect_triton_cache(self) -> None:
         from triton import knobs  # type: ignore[import-untyped]
-        from triton.runtime.cache import FileCacheManager  # type: ignore[import-untyped]
 
         def set_folder(*_args: object, **_options: object) -> None:
             self._set_environment()
             knobs.cache.dir = os.environ["TRITON_CACHE_DIR"]  # a script may also have set this
 
-        FileCacheManager.__init__ = before(set_folder, FileCacheManager.__init__)
+        _TRITON_CACHE.install("__init__", partial(before, set_folder))
 
     def _discard_lines(self) -> None:
         """Keep PyTorch's allocation history from adding script lines to those of Inductor's generated code.
 
         Source: ``PythonTraceback::appendSymbolized`` in torch/csrc/profiler/python/combined_traceback.cpp.
         """
-        from torch._inductor.codecache import PyCodeCache
-
-        PyCodeCache.stack_frames_for_code = staticmethod(lambda _path, _line: None)  # type: ignore[method-assign,assignment]
+        _LINES.install("stack_frames_for_code", lambda _: staticmethod(lambda _path, _line: None))
 
     def _discard_choices(self) -> None:
         """Keep timings in this process only, and graphs that depend on them out of the caches."""
-        from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
-        from torch._inductor.codecache import CacheBase, FxGraphCache
-
         timings: dict[str, Any] = {}
-        CacheBase.get_local_cache = lambda _: timings  # type: ignore[method-assign,assignment]
-        CacheBase.update_local_cache = lambda _, cache: timings.update(cache)  # type: ignore[method-assign,assignment]
-        for cache, name in ((FxGraphCache, "_save_graph"), (AOTAutogradCache, "save")):
-            setattr(cache, name, staticmethod(_unless_timed(getattr(cache, name))))
+        _TIMINGS.install("get_local_cache", lambda _: lambda _: timings)
+        _TIMINGS.install("update_local_cache", lambda _: lambda _, cache: timings.update(cache))
+        _GRAPH_CACHE.install("_save_graph", lambda save: staticmethod(_unless_timed(save)))
+        _AUTOGRAD_CACHE.install("save", lambda save: staticmethod(_unless_timed(save)))
 
     def _skip_inductor_timing(self) -> None:
-        from torch._inductor.runtime import benchmarking
-
-        for benchmarker in (benchmarking.TritonBenchmarker, benchmarking.InductorBenchmarker):
-            benchmarker.benchmark_gpu = self._skip_timing(benchmarker.benchmark_gpu)  # type: ignore[method-assign]
+        _TRITON_TIMING.install("benchmark_gpu", self._skip_timing)
+        _INDUCTOR_TIMING.install("benchmark_gpu", self._skip_timing)
 
     def _skip_triton_timing(self) -> None:
-        import triton.testing as timing  # type: ignore[import-untyped]
-
-        for name in ("do_bench", "do_bench_cudagraph"):
-            setattr(timing, name, self._skip_timing(getattr(timing, name)))
+        for name in _TIMING_FUNCTIONS.names:
+            _TIMING_FUNCTIONS.install(name, self._skip_timing)
 
     def _skip_timing(self, benchmark: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function that times a kernel, so that all kernels take equally long."""

@@ -27,6 +27,7 @@ from memfit.ghost.host_memory.zero_pages import ZeroPageTensors
 from memfit.ghost.kernel_overrides import Kernel, Overrides
 from memfit.ghost.note_callback import NoteCallback
 from memfit.ghost.values.known_values import is_plain
+from memfit.patching.patches import Patch
 from memfit.records import Provenance
 
 _RANDOM_FILLS = ("normal_", "uniform_", "exponential_", "log_normal_", "cauchy_")
@@ -38,6 +39,17 @@ _CASTS = {
     "float": torch.float32,
     "double": torch.float64,
 }
+_METHODS = Patch(
+    "torch._tensor:Tensor",
+    *(*_RANDOM_FILLS, *_SCALINGS, *_SHIFTS, *_CASTS, "to", "clone", "copy_"),
+    why="leave large CPU tensors without memory",
+)
+_KERNELS = Patch(
+    "torch:ops.aten",
+    *("zero_", "fill_", "erfinv_", "clamp_", "linalg_qr"),
+    why="leave large CPU tensors without memory",
+    source="aten/src/ATen/native/native_functions.yaml",
+)
 _SKIPPED = (
     "Large CPU tensors were not filled with random numbers: they hold zeros, and later CPU random numbers "
     "differ from those of a normal run. To fill these tensors, pass --fill-host-memory."
@@ -61,8 +73,8 @@ class RandomFillSkipper:
         self._note = note
         self._threshold = threshold_elements
         self._zero_pages = ZeroPageTensors()
-        self._overrides = Overrides()
-        self._methods: dict[str, Any] = {}
+        self._overrides = Overrides(_KERNELS)
+        self._removals: list[Callable[[], None]] = []
         for name in _RANDOM_FILLS:
             self._wrap(name, self._random)
         for op in ("zero_", "fill_.Scalar"):
@@ -81,19 +93,20 @@ class RandomFillSkipper:
         self._wrap("copy_", self._copy)
 
     def _wrap(self, name: str, function: Callable[..., Any]) -> None:
-        method = self._methods[name] = getattr(torch.Tensor, name)
+        def wrapped(method: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(method)
+            def call(self: torch.Tensor, *args: Any, **options: Any) -> Any:
+                return function(method, self, *args, **options)
 
-        @functools.wraps(method)
-        def call(self: torch.Tensor, *args: Any, **options: Any) -> Any:
-            return function(method, self, *args, **options)
+            return call
 
-        setattr(torch.Tensor, name, call)
+        self._removals.append(_METHODS.install(name, wrapped))
 
     def remove(self) -> None:
         """Stop skipping fills; tensors without memory keep reading as zeros."""
         self._overrides.remove()
-        for name, method in self._methods.items():
-            setattr(torch.Tensor, name, method)
+        for remove in reversed(self._removals):
+            remove()
 
     def _random(self, method: Kernel, tensor: torch.Tensor, *args: object, **options: object) -> Any:
         large = tensor.numel() >= self._threshold and is_plain(tensor) and tensor.is_floating_point()

@@ -20,7 +20,26 @@ from urllib.parse import parse_qsl, urlsplit
 
 from memfit.ghost.ranks.agreements import agree_with_this_rank
 from memfit.ghost.ranks.exchanged_objects import ExchangedObjects
+from memfit.ghost.ranks.process_groups import wrap_process_groups
 from memfit.patching.after_import import after_import
+from memfit.patching.patches import Patch
+
+_EXCHANGES = Patch(
+    "torch.distributed.distributed_c10d",
+    *("broadcast_object_list", "scatter_object_list", "send_object_list", "recv_object_list"),
+    "monitored_barrier",
+    also="torch.distributed",
+    why="answer for ranks that do not exist",
+)
+_STORES = Patch("torch.distributed", "TCPStore", "FileStore", why="answer for ranks that do not exist")
+_CHECKPOINTS = Patch(
+    "torch.distributed.checkpoint.utils:_DistWrapper", "__init__", why="plan checkpoints on one rank"
+)
+_PLANS = Patch(
+    "torch.distributed.checkpoint.default_planner",
+    "_validate_global_plan",
+    why="accept a plan that holds the shards of one rank",
+)
 
 VARIABLES = {"TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 """The watchdogs would miss the other ranks."""
@@ -53,21 +72,25 @@ def stand_for_a_rank(
     os.environ.update(VARIABLES)
     plugins = distributed_c10d.Backend._plugins
     plugins["GLOO"] = plugins["FAKE"]
-    make_group: Callable[..., Any] = distributed_c10d._new_process_group_helper
     waits = EndlessWaits(refuse, work)
     store_of = functools.cache(functools.partial(AnsweringStore, waits=waits))
 
-    @functools.wraps(distributed_c10d.rendezvous)  # type: ignore[attr-defined]
-    def rendezvous(url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Any:
+    def rendezvous(_find_peers: Any, url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Any:
         in_url = dict(parse_qsl(urlsplit(url).query))
         rank = rank if rank >= 0 else int(in_url.get("rank") or os.environ["RANK"])
         size = world_size if world_size > 0 else int(in_url.get("world_size") or os.environ["WORLD_SIZE"])
         join(rank, size)
         yield store_of(size), rank, size
 
-    @functools.wraps(make_group)
     def new_process_group(
-        group_size: int, group_rank: int, ranks: list[int], backend: Any, _store: Any, *args: Any, **more: Any
+        make_group: Any,
+        group_size: int,
+        group_rank: int,
+        ranks: list[int],
+        backend: Any,
+        _store: Any,
+        *args: Any,
+        **more: Any,
     ) -> Any:
         if not ranks:  # the default group, perhaps with a store of the script's own
             join(group_rank, group_size)
@@ -78,14 +101,17 @@ def stand_for_a_rank(
 
     functions = exchanging_functions(refuse, objects)
     functions["monitored_barrier"] = distributed_c10d.barrier  # the fake backend has none
-    for name, replacement in (functions | script_stores(waits)).items():
-        setattr(distributed_c10d, name, replacement)
-        setattr(dist, name, replacement)  # imported from there before
-    distributed_c10d.rendezvous = rendezvous  # type: ignore[attr-defined]
-    distributed_c10d._new_process_group_helper = new_process_group  # type: ignore[assignment]
+    for patch, replacements in ((_EXCHANGES, functions), (_STORES, script_stores(waits))):
+        for name, replacement in replacements.items():
+            patch.install(name, functools.partial(_replaced_by, replacement))
+    wrap_process_groups(rendezvous, new_process_group)
     agree_with_this_rank()
     after_import("torch.distributed.checkpoint.utils", _plan_checkpoints_alone)
     after_import("torch.distributed.checkpoint.default_planner", _accept_a_part_of_a_checkpoint)
+
+
+def _replaced_by(replacement: Any, _original: Any) -> Any:
+    return replacement
 
 
 def _exchange_objects_on_cpu(group: Any) -> None:
@@ -110,18 +136,16 @@ def _plan_checkpoints_alone() -> None:
 
     Ranks send what each of them saves to the first, which plans the files and answers.
     """
-    from torch.distributed.checkpoint import utils
 
-    prepare = utils._DistWrapper.__init__
+    def alone(prepare: Callable[..., None]) -> Callable[..., None]:
+        def prepare_alone(wrapper: Any, group: Any, _use_dist: bool, coordinator_rank: int) -> None:
+            prepare(wrapper, group, use_dist=False, coordinator_rank=coordinator_rank)
 
-    def prepare_alone(wrapper: Any, group: Any, _use_dist: bool, coordinator_rank: int) -> None:
-        prepare(wrapper, group, use_dist=False, coordinator_rank=coordinator_rank)
+        return prepare_alone
 
-    utils._DistWrapper.__init__ = prepare_alone  # type: ignore[assignment]
+    _CHECKPOINTS.install("__init__", alone)
 
 
 def _accept_a_part_of_a_checkpoint() -> None:
     """Accept a plan that holds this rank's shards only."""
-    from torch.distributed.checkpoint import default_planner
-
-    default_planner._validate_global_plan = lambda *_: []
+    _PLANS.install("_validate_global_plan", lambda _: lambda *_: [])

@@ -20,6 +20,27 @@ from collections.abc import Callable
 from typing import Any
 
 from memfit.patching.after_import import after_import
+from memfit.patching.patches import Patch
+
+_JOIN = Patch(
+    "torch.distributed.algorithms.join:Join", "_get_num_nonjoined_procs", why="have all ranks join together"
+)
+_STAGE = Patch(
+    "torch.distributed.pipelining.stage:PipelineStage",
+    *("_warmup_forward_vote", "_warmup_backward_result"),
+    why="have the stages of a pipeline agree whether shapes were given",
+    optional="before PyTorch 2.13, stages do not vote",
+)
+_ZERO = Patch(
+    "torch.distributed.optim.zero_redundancy_optimizer",
+    "_broadcast_object",
+    why="stand for the optimizer state of other ranks",
+)
+_ZERO_OPTIMIZER = Patch(
+    "torch.distributed.optim.zero_redundancy_optimizer:ZeroRedundancyOptimizer",
+    "consolidate_state_dict",
+    why="stand for the optimizer state of other ranks",
+)
 
 
 def agree_with_this_rank() -> None:
@@ -36,17 +57,16 @@ def agree_between_ranks() -> None:
 
 def _join_together() -> None:
     """Have ``Join`` find, once this rank has no more inputs, that no rank has."""
-    from torch.distributed.algorithms import join
 
-    context: Any = join.Join
-    count = context._get_num_nonjoined_procs
+    def counting(count: Callable[[Any], int]) -> Callable[[Any], int]:
+        @functools.wraps(count)
+        def counted(self: Any) -> int:
+            count(self)  # it allocates
+            return 0
 
-    @functools.wraps(count)
-    def counted(self: Any) -> int:
-        count(self)  # it allocates
-        return 0
+        return counted
 
-    context._get_num_nonjoined_procs = counted
+    _JOIN.install("_get_num_nonjoined_procs", counting)
 
 
 def _vote_of_all(stage: Any, own: int) -> int:
@@ -62,52 +82,59 @@ def _vote(result: Callable[[Any, int], int]) -> None:
     """Have the stages of a pipeline take ``result(stage, own vote)`` as their vote: 0 to infer shapes."""
     from torch.distributed.pipelining import stage as stages
 
-    stage: Any = stages.PipelineStage
-    if not hasattr(stage, "_warmup_forward_vote"):
-        return
-    vote, result_of = stage._warmup_forward_vote, stage._warmup_backward_result
     own_votes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
-    @functools.wraps(vote)
-    def voted(self: Any, has_backward: bool, *args: Any, **options: Any) -> Any:
-        infers = stages.InferenceMode.needs_dynamic(self._user_meta, has_backward)  # type: ignore[attr-defined]
-        own_votes[self] = int(not infers)
-        return vote(self, has_backward, *args, **options)
+    def voting(vote: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(vote)
+        def voted(self: Any, has_backward: bool, *args: Any, **options: Any) -> Any:
+            infers = stages.InferenceMode.needs_dynamic(self._user_meta, has_backward)  # type: ignore[attr-defined]
+            own_votes[self] = int(not infers)
+            return vote(self, has_backward, *args, **options)
 
-    @functools.wraps(result_of)
-    def agreed(self: Any, *args: Any, **options: Any) -> Any:
-        return result_of(self, *args, **options).fill_(result(self, own_votes[self]))
+        return voted
 
-    stage._warmup_forward_vote, stage._warmup_backward_result = voted, agreed
+    def agreeing(result_of: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(result_of)
+        def agreed(self: Any, *args: Any, **options: Any) -> Any:
+            return result_of(self, *args, **options).fill_(result(self, own_votes[self]))
+
+        return agreed
+
+    _STAGE.install("_warmup_forward_vote", voting)
+    _STAGE.install("_warmup_backward_result", agreeing)
 
 
 def _send_state_of_partitions() -> None:
     """Have the other ranks send state for their parameters, with the entries that this rank's state has."""
-    from torch.distributed.optim import zero_redundancy_optimizer
-
-    zero: Any = zero_redundancy_optimizer
-    send, consolidate = zero._broadcast_object, zero.ZeroRedundancyOptimizer.consolidate_state_dict
     consolidating: list[Any] = []
 
-    @functools.wraps(consolidate)
-    def consolidated(self: Any, *args: Any, **options: Any) -> None:
-        consolidating.append(self)
-        try:
-            consolidate(self, *args, **options)
-        finally:
-            consolidating.pop()
+    def noting(consolidate: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(consolidate)
+        def consolidated(self: Any, *args: Any, **options: Any) -> None:
+            consolidating.append(self)
+            try:
+                consolidate(self, *args, **options)
+            finally:
+                consolidating.pop()
 
-    @functools.wraps(send)
-    def sent(obj: Any, src_rank: int, group: Any = None, device: Any = "cpu") -> Any:
-        import torch.distributed as dist
+        return consolidated
 
-        if dist.get_rank() == src_rank or not consolidating:
-            return send(obj, src_rank, group, device)
-        optimizer = consolidating[-1]
-        return _state_of_partition(optimizer, dist.get_group_rank(optimizer.process_group, src_rank), device)
+    def sending(send: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(send)
+        def sent(obj: Any, src_rank: int, group: Any = None, device: Any = "cpu") -> Any:
+            import torch.distributed as dist
 
-    zero._broadcast_object = sent
-    zero.ZeroRedundancyOptimizer.consolidate_state_dict = consolidated
+            if dist.get_rank() == src_rank or not consolidating:
+                return send(obj, src_rank, group, device)
+            optimizer = consolidating[-1]
+            return _state_of_partition(
+                optimizer, dist.get_group_rank(optimizer.process_group, src_rank), device
+            )
+
+        return sent
+
+    _ZERO.install("_broadcast_object", sending)
+    _ZERO_OPTIMIZER.install("consolidate_state_dict", noting)
 
 
 def _state_of_partition(optimizer: Any, rank: int, device: Any) -> dict[str, Any]:

@@ -11,6 +11,16 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from memfit.patching.patches import Patch
+
+_COLLECTIVES = Patch(
+    "torch.distributed:ProcessGroup",
+    "*",
+    why="release the tensors of a collective when it is issued (methods that return c10d::Work)",
+    source="torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp",
+)
+_WORK = Patch("torch.distributed:Work", "wait", "synchronize", why="see which collectives a script awaits")
+
 
 class EarlyCollectives:
     """Watches the collectives that a script issues from Python."""
@@ -29,16 +39,14 @@ class EarlyCollectives:
             return
         import torch.distributed as dist
 
-        group: Any = dist.ProcessGroup
-        work: Any = dist.Work
-        self._wait = work.wait
-        for name in dir(group):
-            method = getattr(group, name)
-            if "-> c10d::Work" in (method.__doc__ or ""):
-                setattr(group, name, self._released(method))
-        for name in ("wait", "synchronize"):
-            setattr(work, name, self._noted(getattr(work, name)))
-        group._start_coalescing = self._started(group._start_coalescing)
+        group, work = dist.ProcessGroup, dist.Work
+        self._wait: Any = work.wait
+        for name in _COLLECTIVES.present():
+            if "-> c10d::Work" in (getattr(group, name).__doc__ or ""):
+                _COLLECTIVES.install(name, self._released)
+        for name in _WORK.names:
+            _WORK.install(name, self._noted)
+        _COLLECTIVES.install("_start_coalescing", self._started)
 
     def remove(self) -> None:
         """Leave all collectives as they are from now on."""

@@ -20,11 +20,18 @@ from typing import Any
 from memfit.ghost.ffi import Ghost
 from memfit.ghost.ranks.absent_ranks import VARIABLES
 from memfit.ghost.ranks.agreements import agree_between_ranks
+from memfit.ghost.ranks.process_groups import wrap_process_groups
+from memfit.patching.patches import Patch
 
 _TIMEOUT = timedelta(minutes=5)
 """How long a rank waits for the others in a collective."""
 _INTERVAL = 0.05
-_ON_A_DEVICE = ("broadcast_object_list", "send_object_list", "recv_object_list")
+_ON_A_DEVICE = Patch(
+    "torch.distributed.distributed_c10d",
+    *("broadcast_object_list", "send_object_list", "recv_object_list"),
+    also="torch.distributed",
+    why="send objects by the device where their bytes are known",
+)
 """The functions that take the device by which they send objects."""
 
 
@@ -50,20 +57,22 @@ class PresentRanks:
             joined: called when this process has joined the default group.
         """
         import torch.distributed as dist
-        from torch.distributed import distributed_c10d
 
         os.environ.update(VARIABLES)  # a rank that has ended is no failure
-        find_peers: Any = distributed_c10d.rendezvous  # type: ignore[attr-defined]
-        make_group: Any = distributed_c10d._new_process_group_helper
 
-        @functools.wraps(find_peers)
-        def rendezvous(*args: Any, **more: Any) -> Any:
+        def rendezvous(find_peers: Any, *args: Any, **more: Any) -> Any:
             for store, rank, size in find_peers(*args, **more):
                 yield dist.PrefixStore(self._run, store), rank, size  # type: ignore[attr-defined]
 
-        @functools.wraps(make_group)
         def new_process_group(
-            size: int, rank: int, ranks: list[int], backend: Any, store: Any, *args: Any, **more: Any
+            make_group: Any,
+            size: int,
+            rank: int,
+            ranks: list[int],
+            backend: Any,
+            store: Any,
+            *args: Any,
+            **more: Any,
         ) -> Any:
             if not ranks:  # the default group
                 self._join(store.clone(), size)
@@ -74,12 +83,9 @@ class PresentRanks:
             return made
 
         agree_between_ranks()
-        for name in _ON_A_DEVICE:
-            function = _by_the_preferred_device(getattr(distributed_c10d, name))
-            setattr(distributed_c10d, name, function)
-            setattr(dist, name, function)  # imported from there before
-        distributed_c10d.rendezvous = rendezvous  # type: ignore[attr-defined]
-        distributed_c10d._new_process_group_helper = new_process_group  # type: ignore[assignment]
+        for name in _ON_A_DEVICE.names:
+            _ON_A_DEVICE.install(name, _by_the_preferred_device)
+        wrap_process_groups(rendezvous, new_process_group)
 
     def _join(self, store: Any, size: int) -> None:
         store.set_timeout(_TIMEOUT)

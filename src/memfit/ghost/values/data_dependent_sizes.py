@@ -25,11 +25,19 @@ from memfit.ghost.kernel_overrides import Kernel, Overrides
 from memfit.ghost.values.assumed_values import AssumedValues
 from memfit.ghost.values.known_values import Basis
 from memfit.ghost.values.value_options import count_of
+from memfit.patching.patches import Patch
 
 _CLASSES = 1000
 """Number of classes without an upper bound: that of ImageNet, the most common large label set."""
 
 _SHORT_SLICE = 2048
+SIZED_KERNELS = Patch(
+    "torch:ops.aten",
+    *("nonzero", "_unique2", "unique_consecutive", "unique_dim", "_coalesce", "mode", "linalg_matrix_exp"),
+    *("repeat_interleave", "one_hot", "bincount", "_nested_tensor_from_mask_left_aligned"),
+    why="choose sizes that depend on GPU values",
+    source="aten/src/ATen/native/native_functions.yaml",
+)
 _NAMES = {"_unique2": "unique", "unique_dim": "unique", "_coalesce": "coalesce"}
 """ATen op -> the operator that scripts call."""
 

@@ -8,6 +8,7 @@ share or a number choose otherwise, spread over the senders and this rank's expe
 
 import functools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +18,24 @@ from memfit.ghost.values.assumed_values import AssumedValues
 from memfit.ghost.values.known_values import Elements, Known, Routing
 from memfit.ghost.values.small_tensors import even_counts
 from memfit.ghost.values.value_options import count_of
+from memfit.patching.patches import Patch
 
-_RECEIVING = (
-    *("allreduce", "reduce", "allgather", "all_gather", "gather", "scatter"),
-    *("alltoall", "all_to_all", "recv"),
+_RECEIVING = Patch(
+    "torch.distributed:ProcessGroup",
+    *("allreduce*", "reduce*", "allgather*", "all_gather*", "gather*", "scatter*"),
+    *("alltoall*", "all_to_all*", "recv*", "_reduce*", "_allgather*"),
+    why="know sizes that ranks exchange",
+    source="torch/csrc/distributed/c10d/init.cpp",
 )
-"""Beginnings of the names of a process group's methods whose first argument receives from other ranks.
-``broadcast`` is not among them: a sender that does not exist is taken to have what this rank has."""
+"""The methods whose first argument receives from other ranks."""
+_BROADCAST = Patch("torch.distributed:ProcessGroup", "broadcast*", why="know sizes that ranks exchange")
+"""A sender that does not exist is taken to have what this rank has."""
+_FUNCTIONAL = Patch(
+    "torch:ops._c10d_functional",
+    *("all_to_all_single", "all_gather_into_tensor"),
+    why="know sizes that ranks exchange",
+    source="torch/csrc/distributed/c10d/Functional.cpp",
+)
 
 Fact = Known | Elements | None
 
@@ -35,23 +47,20 @@ def follow_exchanges(values: AssumedValues) -> None:
     """
     if not torch.distributed.is_available():
         return
-    from torch.distributed import ProcessGroup
-
     exchanges = {
         **dict.fromkeys(("allgather",), _gather_lists),
         **dict.fromkeys(("_allgather_base", "all_gather_single"), _gather),
         **dict.fromkeys(("alltoall_base", "all_to_all_single"), _swap),
     }
-    receiving = (*_RECEIVING, "broadcast") if values.senders_exist else _RECEIVING
-    for name in dir(ProcessGroup):
-        if name.strip("_").startswith(receiving):
-            method = _receiving(getattr(ProcessGroup, name), values, exchanges.get(name, _nothing))
-            setattr(ProcessGroup, name, method)
+    for patch in (_RECEIVING, _BROADCAST) if values.senders_exist else (_RECEIVING,):
+        for name in patch.present():
+            exchange = exchanges.get(name, _nothing)
+            patch.install(name, partial(_receiving, values=values, exchange=exchange))
 
 
 def override_functional_exchanges(values: AssumedValues) -> Overrides:
     """Do the same for the functional collectives, which call no method; return the overrides."""
-    overrides = Overrides("_c10d_functional")
+    overrides = Overrides(_FUNCTIONAL)
 
     def group_of(name: str) -> Any:
         from torch.distributed import distributed_c10d

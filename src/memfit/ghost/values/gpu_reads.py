@@ -27,7 +27,7 @@ from memfit.ghost.ffi import Ghost
 from memfit.ghost.kernel_overrides import Kernel, Overrides
 from memfit.ghost.note_callback import NoteCallback
 from memfit.ghost.values.assumed_values import AssumedValues, GpuRead, explained
-from memfit.ghost.values.data_dependent_sizes import override_sized_ops
+from memfit.ghost.values.data_dependent_sizes import SIZED_KERNELS, override_sized_ops
 from memfit.ghost.values.exchanged_sizes import override_functional_exchanges
 from memfit.ghost.values.known_values import Elements, Known, Number, Selection, is_plain
 from memfit.ghost.values.propagation_rules import (
@@ -40,9 +40,12 @@ from memfit.ghost.values.propagation_rules import (
 from memfit.ghost.values.small_tensors import is_small_integer
 from memfit.ghost.values.torch_patches import patch_torch
 from memfit.ghost.values.value_options import ValueOptions
+from memfit.patching.patches import Patch
 
 __all__ = ["AssumedValues", "GpuRead", "ValueOptions", "install"]
 
+_INFERENCE = Patch("torch._C", "_InferenceMode", why="count the versions of tensors in inference mode, too")
+_AUTOCAST = Patch("torch", "set_autocast_cache_enabled", why="keep autocast's cache off in inference mode")
 
 _CHECKS: Mapping[str, tuple[Number, ...]] = {
     "_linalg_check_errors": (0, 0),  # every matrix was factorized
@@ -51,6 +54,14 @@ _CHECKS: Mapping[str, tuple[Number, ...]] = {
     "segment_reduce": (0, True),  # the least length, and that the lengths add up
 }
 """Op that reads values to check its arguments -> the values that pass the check."""
+_KERNELS = Patch(
+    "torch:ops.aten",
+    *("_local_scalar_dense", "equal", "allclose", "cov", "lift_fresh"),
+    *("_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_"),
+    *sorted({op.partition(".")[0] for op in (*_CHECKS, *RULES)}),
+    why="answer the script's reads of GPU values",
+    source="aten/src/ATen/native/native_functions.yaml",
+)
 
 
 def install(
@@ -78,7 +89,7 @@ def install(
         keeps a reference: the overrides end with it.
     """
     values = AssumedValues(options, note, forward_lines, fallback_where, senders_exist=senders_exist)
-    overrides = Overrides()
+    overrides = Overrides(_KERNELS, SIZED_KERNELS)
     inputs = KnownInputs(values.known, all=options.choose("all").value, any=options.choose("bool").value)
     _answer_scalars(overrides, values, ghost)
     _answer_checks(overrides, values, inputs)
@@ -88,8 +99,8 @@ def install(
     _track_constants(overrides, values, ghost)
     override_sized_ops(overrides, values, ghost)
     patch_torch(values, ghost)
-    torch._C._InferenceMode = _NoGrad  # type: ignore[misc,assignment]
-    torch.set_autocast_cache_enabled = _NoGrad.set_cache
+    _INFERENCE.install("_InferenceMode", lambda _: _NoGrad)
+    _AUTOCAST.install("set_autocast_cache_enabled", lambda _: _NoGrad.set_cache)
     values.keep(overrides, override_functional_exchanges(values))
     return values
 

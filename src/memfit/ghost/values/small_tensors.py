@@ -11,45 +11,70 @@ to the CPU and allocates what it will receive. What it reads must add up, or its
 
 import functools
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
+from torch.jit._builtins import _find_builtin, _register_builtin
+from torch.utils._device import _device_constructors
 
 from memfit.dispatch_modes import without_dispatch_modes
 from memfit.ghost.values.assumed_values import AssumedValues
 from memfit.ghost.values.known_values import Basis, Elements, Known, Routing, is_plain, storage_id
+from memfit.patching.patches import Patch
 
 _SMALL = 4096
 """The largest tensor, in elements, whose elements are kept."""
 _INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
-_METHODS = (
+_METHODS = Patch(
+    "torch._tensor:Tensor",
     *("sum", "cumsum", "max", "amax", "long", "int", "float", "double", "clone", "contiguous", "type"),
     *("reshape", "flatten", "index_select", "add", "sub", "mul"),
     *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__floordiv__", "__mod__"),
+    why="know sizes that a script computes",
 )
-_FUNCTIONS = ("sum", "cumsum", "max", "amax", "stack", "cat", "flatten", "reshape")
+_FUNCTIONS = Patch(
+    "torch",
+    *("sum", "cumsum", "max", "amax", "stack", "cat", "flatten", "reshape"),
+    why="know sizes that a script computes",
+)
 """Methods and functions that are computed on the CPU, too, if all their tensors are known."""
+_COUNTING_FUNCTIONS = Patch("torch", "bincount", "histc", why="count by class")
+_COUNTING_METHODS = Patch("torch._tensor:Tensor", "bincount", "histc", "scatter_add_", why="count by class")
+_ONE_HOT = Patch("torch.nn.functional", "one_hot", why="count by class")
 
 
-def follow_small_tensors(values: AssumedValues, replace: Callable[[str, Callable[..., Any]], None]) -> None:
-    """Follow the elements of small tensors through what a script calls, for the life of the process.
-
-    Args:
-        values: receives the elements.
-        replace: replaces a function of ``torch`` wherever PyTorch refers to it.
-    """
-    for name in _METHODS:
-        setattr(torch.Tensor, name, _followed(getattr(torch.Tensor, name), values))
-    for name in _FUNCTIONS:
-        replace(name, _followed(getattr(torch, name), values))
+def follow_small_tensors(values: AssumedValues) -> None:
+    """Follow the elements of small tensors through what a script calls, for the life of the process."""
+    for name in _METHODS.names:
+        _METHODS.install(name, partial(_followed, values=values))
+    for name in _FUNCTIONS.names:
+        replace_function(_FUNCTIONS, name, partial(_followed, values=values))
     for name in ("bincount", "histc"):
-        replace(name, _counting(getattr(torch, name), values))
-        setattr(torch.Tensor, name, _counting(getattr(torch.Tensor, name), values))
-    torch.Tensor.scatter_add_ = _adding(torch.Tensor.scatter_add_, values)  # type: ignore[method-assign]
-    functional: Any = torch.nn.functional
-    functional.one_hot = _marking(functional.one_hot, values)
-    torch.Tensor.sum = _summing(torch.Tensor.sum, values)  # type: ignore[method-assign]
-    replace("sum", _summing(torch.sum, values))
+        replace_function(_COUNTING_FUNCTIONS, name, partial(_counting, values=values))
+        _COUNTING_METHODS.install(name, partial(_counting, values=values))
+    _COUNTING_METHODS.install("scatter_add_", partial(_adding, values=values))
+    _ONE_HOT.install("one_hot", partial(_marking, values=values))
+    _METHODS.install("sum", partial(_summing, values=values))
+    replace_function(_FUNCTIONS, "sum", partial(_summing, values=values))
+
+
+def replace_function(
+    patch: Patch, name: str, replacement: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    """Replace a function of ``torch``, also where PyTorch identifies functions by identity.
+
+    ``torch.jit.script`` and ``torch.set_default_device`` have their own tables of functions.
+    """
+
+    def registered(original: Callable[..., Any]) -> Callable[..., Any]:
+        wrapper = replacement(original)
+        _register_builtin(wrapper, _find_builtin(original))  # type: ignore[no-untyped-call]
+        if original in _device_constructors():
+            _device_constructors().add(wrapper)
+        return wrapper
+
+    patch.install(name, registered)
 
 
 def is_small_integer(tensor: torch.Tensor) -> bool:

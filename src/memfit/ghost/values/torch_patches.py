@@ -16,11 +16,10 @@ PyTorch's C++ code fills and copies tensors, gradients among others, without cal
 import functools
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch.jit._builtins import _find_builtin, _register_builtin
-from torch.utils._device import _device_constructors
 
 from memfit.dispatch_modes import without_dispatch_modes
 from memfit.ghost.ffi import Ghost
@@ -28,8 +27,8 @@ from memfit.ghost.values.assumed_values import AssumedValues
 from memfit.ghost.values.exchanged_sizes import follow_exchanges
 from memfit.ghost.values.known_values import Elements, Known, is_plain, known_number
 from memfit.ghost.values.selections import union
-from memfit.ghost.values.small_tensors import follow_small_tensors, is_small_integer
-from memfit.patching.before_call import before
+from memfit.ghost.values.small_tensors import follow_small_tensors, is_small_integer, replace_function
+from memfit.patching.patches import Patch, before
 
 _SMALL = 1 << 16
 """The largest CPU copy, in elements, that is filled with its known value."""
@@ -57,19 +56,48 @@ _METHODS: dict[str, Known | int | None] = {
 ``value`` by keyword). A tensor without a value is recorded too: its storage may be at the address of one that
 was exposed and freed."""
 
+_FACTORY = Patch("torch", *_FACTORIES, why="know the values of new tensors")
+_FILLING = Patch("torch._tensor:Tensor", *_METHODS, why="know the values of new and filled tensors")
+_WRITING = Patch("torch._tensor:Tensor", "__setitem__", "scatter_", why="know values around few writes")
+_COPYING = Patch(
+    "torch._tensor:Tensor",
+    *("to", "cpu", "cuda", "copy_", "__setitem__", "numpy", "tolist"),
+    why="answer what a script copies to the CPU",
+)
+_DATA = Patch("torch._tensor:Tensor", "data", why="forget values that are written past autograd")
+_EXPOSING = Patch(
+    "torch._tensor:Tensor",
+    *("data_ptr", "__dlpack__", "untyped_storage", "storage", "_typed_storage", "set_"),
+    why="forget values whose memory is exposed",
+)
+_DLPACK = Patch("torch.utils.dlpack", "to_dlpack", also="torch", why="forget values whose memory is exposed")
+_PRESERVING = Patch(
+    "torch.autograd.grad_mode:_unsafe_preserve_version_counter", "__init__", why="forget values that it hides"
+)
+_GRAPH = Patch("torch.cuda.graphs:CUDAGraph", "replay", why="forget values that captured writes replace")
+_SWAPPING = Patch("torch.utils", "swap_tensors", why="drop the references that it refuses")
+_LISTWISE = Patch("torch", "_foreach_*_", "_fused_*_", why="forget values that are written past autograd")
+
 
 def patch_torch(values: AssumedValues, ghost: Ghost) -> None:
     """Wrap every function of the table above, for the life of the process."""
     for name, value in _FACTORIES.items():
-        _replace_function(name, _recording(getattr(torch, name), value, values))
+        replace_function(_FACTORY, name, partial(_recording, value=value, values=values))
     for name, value in _METHODS.items():
-        setattr(torch.Tensor, name, _recording(getattr(torch.Tensor, name), value, values))
+        _FILLING.install(name, partial(_recording, value=value, values=values))
     _track_indexed_writes(values)
-    _answer_copies(_copies_answered(values, ghost))
+    answered = _copies_answered(values, ghost)
+
+    def arrived(source: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+        with without_dispatch_modes():
+            return answered(source, copy)
+
+    _answer_copies(arrived)
+    _answer_writes(arrived)
     _convert_copies()
     _forget_exposed(values)
     _forget_uncounted(values)
-    follow_small_tensors(values, _replace_function)
+    follow_small_tensors(values)
     follow_exchanges(values)
 
 
@@ -98,26 +126,24 @@ def _number_at(position: int, args: tuple[object, ...], options: dict[str, objec
 def _track_indexed_writes(values: AssumedValues) -> None:
     """Keep the known value of a tensor that is written by index: it holds for all other elements."""
 
-    def wrap(name: str, written: Callable[..., int | None]) -> None:
-        method = getattr(torch.Tensor, name)
-
+    def tracking(method: Callable[..., Any], written: Callable[..., int | None]) -> Callable[..., Any]:
         @functools.wraps(method)
         def call(self: torch.Tensor, *args: Any, **options: Any) -> Any:
             known = values.known.mostly(self) if is_plain(self) and self.is_cuda else None
             result = method(self, *args, **options)
             count = written(self, *args, **options) if known is not None else None
             if known is not None and count is not None:
-                at = args[0] if name == "__setitem__" and self.dim() == 1 else None
+                at = args[0] if written is _selected and self.dim() == 1 else None
                 new = values.known.selection(at) if isinstance(at, torch.Tensor) else None
                 where = union([(known.exceptions, known.selection), (count, new)])
                 fact = known._replace(exceptions=known.exceptions + count, selection=where)
                 values.known.put(self, fact)
             return result
 
-        setattr(torch.Tensor, name, call)
+        return call
 
-    wrap("__setitem__", lambda tensor, index, _: _selected(tensor, index))
-    wrap("scatter_", _scattered)
+    _WRITING.install("__setitem__", partial(tracking, written=_selected))
+    _WRITING.install("scatter_", partial(tracking, written=_scattered))
 
 
 def _scattered(_tensor: torch.Tensor, *args: Any, **options: Any) -> int:
@@ -126,7 +152,7 @@ def _scattered(_tensor: torch.Tensor, *args: Any, **options: Any) -> int:
     return int(index.numel())
 
 
-def _selected(tensor: torch.Tensor, index: object) -> int | None:
+def _selected(tensor: torch.Tensor, index: object, _value: object) -> int | None:
     """Count the elements that integer indices select from the first dimensions; None for any other index."""
     indices = index if isinstance(index, tuple) else (index,)
     shapes = []
@@ -137,18 +163,6 @@ def _selected(tensor: torch.Tensor, index: object) -> int | None:
             return None
     selected = math.prod(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
     return selected * math.prod(tensor.shape[len(indices) :])
-
-
-def _replace_function(name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace ``torch.name`` by ``wrapper``, also where PyTorch identifies functions by identity.
-
-    ``torch.jit.script`` and ``torch.set_default_device`` have their own tables of functions.
-    """
-    original = getattr(torch, name)
-    _register_builtin(wrapper, _find_builtin(original))  # type: ignore[no-untyped-call]
-    if original in _device_constructors():
-        _device_constructors().add(wrapper)
-    setattr(torch, name, wrapper)
 
 
 def _copies_answered(values: AssumedValues, ghost: Ghost) -> Callable[..., torch.Tensor]:
@@ -184,14 +198,8 @@ def _copies_answered(values: AssumedValues, ghost: Ghost) -> Callable[..., torch
     return arrived
 
 
-def _answer_copies(answered: Callable[..., torch.Tensor]) -> None:
-    def arrived(source: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
-        with without_dispatch_modes():
-            return answered(source, copy)
-
-    def wrap(name: str) -> None:
-        method = getattr(torch.Tensor, name)
-
+def _answer_copies(arrived: Callable[..., torch.Tensor]) -> None:
+    def moving(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def call(self: torch.Tensor, *args: Any, **options: Any) -> Any:
             result = method(self, *args, **options)
@@ -199,99 +207,90 @@ def _answer_copies(answered: Callable[..., torch.Tensor]) -> None:
                 return result
             return arrived(self, result) if self.is_cuda or result.is_cuda else result
 
-        setattr(torch.Tensor, name, call)
+        return call
 
-    wrap("to")
-    wrap("cpu")
-    wrap("cuda")
-    copy_ = torch.Tensor.copy_
+    for name in ("to", "cpu", "cuda"):
+        _COPYING.install(name, moving)
 
-    @functools.wraps(copy_)
-    def call_copy(self: torch.Tensor, src: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        result = copy_(self, src, *args, **options)
-        from_ghost = self.is_cpu and isinstance(src, torch.Tensor) and src.is_cuda and is_plain(src)
-        return arrived(src, result) if from_ghost and self.shape == src.shape else result
 
-    torch.Tensor.copy_ = call_copy  # type: ignore[assignment,method-assign]
-    setitem = torch.Tensor.__setitem__
+def _answer_writes(arrived: Callable[..., torch.Tensor]) -> None:
+    """Answer what a script writes into tensors on the CPU."""
 
-    @functools.wraps(setitem)
-    def call_setitem(self: torch.Tensor, index: Any, value: Any) -> None:
-        setitem(self, index, value)
-        if self.is_cpu and isinstance(value, torch.Tensor) and value.is_cuda and is_plain(value):
-            with torch.no_grad():
-                arrived(value, self[index])
+    def copying(copy_: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(copy_)
+        def call(self: torch.Tensor, src: torch.Tensor, *args: Any, **options: Any) -> Any:
+            result = copy_(self, src, *args, **options)
+            from_ghost = self.is_cpu and isinstance(src, torch.Tensor) and src.is_cuda and is_plain(src)
+            return arrived(src, result) if from_ghost and self.shape == src.shape else result
 
-    torch.Tensor.__setitem__ = call_setitem  # type: ignore[assignment,method-assign]
+        return call
+
+    def writing(setitem: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(setitem)
+        def call(self: torch.Tensor, index: Any, value: Any) -> None:
+            setitem(self, index, value)
+            if self.is_cpu and isinstance(value, torch.Tensor) and value.is_cuda and is_plain(value):
+                with torch.no_grad():
+                    arrived(value, self[index])
+
+        return call
+
+    _COPYING.install("copy_", copying)
+    _COPYING.install("__setitem__", writing)
 
 
 def _convert_copies() -> None:
     """Have the conversions to lists and arrays copy with ``cpu()`` first."""
-    numpy = torch.Tensor.numpy
 
-    @functools.wraps(numpy)
-    def call_numpy(self: torch.Tensor, *, force: bool = False) -> Any:
-        return numpy(self.cpu() if force and is_plain(self) and self.is_cuda else self, force=force)
+    def to_array(numpy: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(numpy)
+        def call(self: torch.Tensor, *, force: bool = False) -> Any:
+            return numpy(self.cpu() if force and is_plain(self) and self.is_cuda else self, force=force)
 
-    torch.Tensor.numpy = call_numpy  # type: ignore[assignment,method-assign]
-    tolist = torch.Tensor.tolist
+        return call
 
-    @functools.wraps(tolist)
-    def call_tolist(self: torch.Tensor) -> Any:
-        return tolist(self.cpu() if is_plain(self) and self.is_cuda else self)
+    def to_list(tolist: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(tolist)
+        def call(self: torch.Tensor) -> Any:
+            return tolist(self.cpu() if is_plain(self) and self.is_cuda else self)
 
-    torch.Tensor.tolist = call_tolist  # type: ignore[assignment,method-assign]
+        return call
+
+    _COPYING.install("numpy", to_array)
+    _COPYING.install("tolist", to_list)
 
 
 def _forget_exposed(values: AssumedValues) -> None:
     """Forget tensors whose memory is exposed to writes that autograd does not count."""
 
-    def expose(tensor: object) -> None:
-        for part in tensor if isinstance(tensor, tuple | list) else (tensor,):
-            if isinstance(part, torch.Tensor) and is_plain(part) and part.is_cuda:
-                values.known.expose(part)
+    def expose(*given: object, **_: object) -> None:
+        for each in given:
+            for part in each if isinstance(each, tuple | list) else (each,):
+                if isinstance(part, torch.Tensor) and is_plain(part) and part.is_cuda:
+                    values.known.expose(part)
 
-    data: Any = torch.Tensor.data
+    def exposing(data: Any) -> property:
+        def get_data(self: torch.Tensor) -> torch.Tensor:
+            expose(self)
+            return data.__get__(self)  # type: ignore[no-any-return]
 
-    def get_data(self: torch.Tensor) -> torch.Tensor:
-        expose(self)
-        return data.__get__(self)  # type: ignore[no-any-return]
+        def set_data(self: torch.Tensor, other: torch.Tensor) -> None:
+            expose(self, other)
+            data.__set__(self, other)
 
-    def set_data(self: torch.Tensor, other: torch.Tensor) -> None:
-        expose(self)
-        expose(other)
-        data.__set__(self, other)
+        return property(get_data, set_data, doc=data.__doc__)
 
-    torch.Tensor.data = property(get_data, set_data, doc=data.__doc__)  # type: ignore[assignment]
-
-    def wrap(name: str) -> None:
-        method = getattr(torch.Tensor, name)
-
-        @functools.wraps(method)
-        def call(self: torch.Tensor, *args: Any, **options: Any) -> Any:
-            expose((self, *args))
-            return method(self, *args, **options)
-
-        setattr(torch.Tensor, name, call)
-
-    for name in ("data_ptr", "__dlpack__", "untyped_storage", "storage", "_typed_storage", "set_"):
-        wrap(name)
-    dlpack: Any = torch.utils.dlpack
-    dlpack.to_dlpack = before(expose, dlpack.to_dlpack)
-    torch.to_dlpack = dlpack.to_dlpack  # type: ignore[attr-defined]
-    preserve: Any = torch.autograd.grad_mode._unsafe_preserve_version_counter
-    preserve.__init__ = before(lambda _, tensors: expose(tensors), preserve.__init__)
-    graph: Any = torch.cuda.CUDAGraph
-    graph.replay = before(lambda _: values.known.clear(), graph.replay)
-    swap = torch.utils.swap_tensors
-
-    @functools.wraps(swap)
-    def call_swap(t1: torch.Tensor, t2: torch.Tensor) -> None:
+    def release(t1: torch.Tensor, t2: torch.Tensor) -> None:
         values.known.release(t1)  # swap_tensors refuses tensors with weak references
         values.known.release(t2)
-        swap(t1, t2)  # type: ignore[no-untyped-call]
 
-    torch.utils.swap_tensors = call_swap
+    _DATA.install("data", exposing)
+    for name in _EXPOSING.names:
+        _EXPOSING.install(name, partial(before, expose))
+    _DLPACK.install("to_dlpack", partial(before, expose))
+    _PRESERVING.install("__init__", partial(before, expose))
+    _GRAPH.install("replay", partial(before, lambda _: values.known.clear()))
+    _SWAPPING.install("swap_tensors", partial(before, release))
 
 
 def _forget_uncounted(values: AssumedValues) -> None:
@@ -303,6 +302,5 @@ def _forget_uncounted(values: AssumedValues) -> None:
                 if isinstance(tensor, torch.Tensor):
                     values.known.forget(tensor)
 
-    for name in dir(torch):
-        if name.startswith(("_foreach_", "_fused_")) and name.endswith("_"):
-            setattr(torch, name, before(forget, getattr(torch, name)))
+    for name in _LISTWISE.present():
+        _LISTWISE.install(name, partial(before, forget))

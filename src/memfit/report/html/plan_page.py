@@ -14,7 +14,7 @@ from pathlib import Path
 from string import Template
 
 from memfit.records import Provenance, ScriptPlan
-from memfit.records.targets import typed
+from memfit.records.job_target import typed
 from memfit.report.html.safe_page import PageTexts, asset, policy
 from memfit.report.terminal.plan_chart import DrawnPlan, PlanKind, drawn_plans, marked_last
 from memfit.report.terminal.script_plan import plan_details, plan_name, plan_verdict

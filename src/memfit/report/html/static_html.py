@@ -5,7 +5,7 @@ from html import escape
 
 from memfit.analysis.breakdown import CATEGORY_NAMES
 from memfit.records import Category, DryRun, Figure, Provenance
-from memfit.records.targets import typed
+from memfit.records.job_target import typed
 from memfit.report.html.payload import PageFacts, Payload
 from memfit.report.html.safe_page import PageTexts
 from memfit.report.terminal.advice import NONE, heading, needs, outcome

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from memfit.patching.patch_list import ReplacedName
 from memfit.records import ContextReport, ContextStage, Machine, NcclMeasurement
 from memfit.report.escape import escaped
 from memfit.units import MIB
@@ -44,6 +45,19 @@ def print_diagnosis(findings: Sequence[Finding], console: Console, *, details: b
             for line in finding.details:
                 console.print(Text(f"                  {line}", style="dim"))
     return 0 if all(finding.serves for finding in findings) else _CANNOT_RUN
+
+
+def print_replaced_names(names: Sequence[ReplacedName], console: Console) -> int:
+    """Print one line per name and purpose; return the command's exit code: an error if a name is missing."""
+    width = max(len(each.state) for each in names)
+    missing = [each for each in names if each.state == "absent" and not each.optional]
+    for each in names:
+        style = "bold red" if each in missing else "green" if each.state == "present" else "dim"
+        more = "; ".join(filter(None, (each.source, each.optional)))
+        line = f" {each.name}: to {each.why}" + (f" ({more})" if more else "")
+        console.print(Text.assemble((f"{each.state:{width}}", style), line))
+    console.print(f"{len({each.name for each in names}):,} names, {len(missing)} missing")
+    return _CANNOT_RUN if missing else 0
 
 
 def print_context(report: ContextReport, console: Console) -> None:

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.records import BatchLimit, BatchRun, MaxBatch
-from memfit.records.targets import typed
+from memfit.records.job_target import typed
 from memfit.report.escape import escaped
 from memfit.report.short_path import short_path
 from memfit.units import format_bytes, format_gib, unit_for

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from memfit.analysis.fold_module_paths import fold_module_paths
 from memfit.records import CheckedFigure, CheckVerdict, GroupBy, MemoryCheck, RunDifference
-from memfit.records.targets import typed
+from memfit.records.job_target import typed
 from memfit.report.escape import escaped
 from memfit.report.terminal.explanation import row_name
 from memfit.report.terminal.summary import in_words

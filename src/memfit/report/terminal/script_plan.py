@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.records import Equality, PlanRun, ScriptPlan
-from memfit.records.targets import JOBS, LIBRARY_MODELS, is_job, typed
+from memfit.records.job_target import is_job, typed
 from memfit.report.escape import escaped
 from memfit.report.terminal.plan_chart import chart_lines, policy_name
 from memfit.report.terminal.plan_code import (
@@ -318,7 +318,7 @@ def _how_to_train(result: ScriptPlan, chosen: PlanRun, file: Path | None) -> Ite
 
 def _trains(result: ScriptPlan, chosen: PlanRun) -> bool:
     """Return whether ``memfit train`` carries out any of a plan."""
-    if result.sharded or result.command[0] in (JOBS, LIBRARY_MODELS):
+    if result.sharded or is_job(result.command):
         return False
     by_option = chosen.change.micro_batches is not None and chosen.change.micro_batches.by_option
     own = chosen.change.plan.keys() - {"accumulation"}

@@ -19,7 +19,7 @@ from memfit.records import (
     ScriptLocation,
     Stage,
 )
-from memfit.records.targets import typed
+from memfit.records.job_target import typed
 from memfit.report.escape import escaped
 from memfit.report.short_path import short_path
 from memfit.report.terminal.advice import advice_lines, steps_in_words

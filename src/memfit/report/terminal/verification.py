@@ -15,7 +15,7 @@ from memfit.records import (
     Verification,
     VerificationVerdict,
 )
-from memfit.records.targets import typed
+from memfit.records.job_target import typed
 from memfit.report.escape import escaped
 from memfit.units import format_gib
 

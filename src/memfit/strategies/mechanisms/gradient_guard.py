@@ -19,10 +19,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memfit.errors import UsageError
+from memfit.patching.patches import Patch
 from memfit.strategies.mechanisms.optimizer_info import optimizer_name, parameters_of
 from memfit.strategies.mechanisms.step_in_backward import StepInBackward, raise_usage_error
 from memfit.user_frame import innermost_line, is_user_file, user_line
 
+_PARAMETER = Patch("torch.nn.parameter:Parameter", "grad", why="notice who reads used gradients")
 _OPTIMIZERS = ("torch.optim.", "torchao.", "bitsandbytes.")
 _SCALED = (
     "step_in_backward: a GradScaler scales the loss, and divides gradients only after backward, which has "
@@ -59,16 +61,17 @@ class GradientGuard:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
+        if not _guards:
+            _removals.append(_PARAMETER.install("grad", lambda _: _WATCHED))
         _guards.add(self)  # which lives as long as these hooks
-        nn.Parameter.grad = _WATCHED
 
     def remove(self) -> None:
         """Watch no longer."""
         for hook in self._hooks:
             hook.remove()
         _guards.discard(self)
-        if not _guards and vars(nn.Parameter).get("grad") is _WATCHED:
-            del nn.Parameter.grad
+        while _removals and not _guards:
+            _removals.pop()()
 
     def check(self, parameter: nn.Parameter, reader: FrameType) -> None:
         """Refuse if a frame uses a gradient that backward has freed."""
@@ -94,6 +97,7 @@ class GradientGuard:
 
 
 _guards: weakref.WeakSet[GradientGuard] = weakref.WeakSet()
+_removals: list[Callable[[], None]] = []
 _PLAIN: Any = torch.Tensor.grad  # PyTorch's own descriptor
 
 

@@ -6,6 +6,9 @@ from typing import Any
 
 from memfit.patching.after_import import after_import
 from memfit.patching.installed_hooks import InstalledHooks
+from memfit.patching.patches import Patch
+
+_KERNEL = Patch("triton.runtime.jit:JITFunction", "run", why="see the arguments of Triton kernels")
 
 
 @contextmanager
@@ -17,12 +20,7 @@ def triton_launches(about_to_run: Callable[[Any], None]) -> Iterator[None]:
         about_to_run((args, kwargs))
         return original(*args, **kwargs)
 
-    def watch() -> None:
-        from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
-
-        hooks.wrap(JITFunction, "run", run)
-
-    hooks.on_removal(after_import("triton.runtime.jit", watch))
+    hooks.on_removal(after_import("triton.runtime.jit", lambda: hooks.wrap(_KERNEL, "run", run)))
     try:
         yield
     finally:
