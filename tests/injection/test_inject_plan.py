@@ -16,7 +16,7 @@ import memfit
 from memfit.analysis.trial_result import TrialResult
 from memfit.errors import TargetError
 from memfit.injection import inject_plan
-from memfit.injection.injection_files import NEVER_CALLED, InjectionReport, InjectionSettings
+from memfit.injection.injection_files import NEVER_CALLED, InjectionReport, InjectionSettings, report_writer
 from memfit.injection.optimized_models import OptimizedModels
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.records import Change, LoaderBatchSize, ScriptEnd
@@ -40,7 +40,7 @@ def inject(change, hooks):
     models = OptimizedModels()
     models.learn_names(hooks)
     inject_plan._PlanInjector(
-        change, inject_plan._Report(inject_plan._writer(Path(change.report))), models
+        change, inject_plan._Report(report_writer(Path(change.report))), models
     ).install(hooks)
 
 
