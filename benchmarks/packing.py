@@ -31,11 +31,10 @@ from measuring import command_line, traced, write_json
 
 from memfit import api
 from memfit.allocator.requests import read_requests
-from memfit.packing.best_packing import Packing, pack
+from memfit.packing.best_packing import Packing, always_live, pack
 from memfit.packing.buffers import Buffers, sections
 from memfit.packing.csv_table import read_buffers
 from memfit.packing.lifetimes import last_step, lifetimes, one_step
-from memfit.packing.partition import always_live
 from memfit.packing.validator import find_violation
 from memfit.records import Trace
 

@@ -8,8 +8,8 @@ import pytest
 from memfit.allocator.timeline import timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import LARGEST, breakdown_at, peak_event
+from memfit.analysis.explanation import phase_ledger
 from memfit.analysis.location import location_at
-from memfit.analysis.phase_ledger import phase_ledger
 from memfit.errors import UsageError
 from memfit.records import (
     Action,

@@ -3,7 +3,7 @@
 import pytest
 
 from memfit.allocator.timeline import timeline
-from memfit.analysis.secondary_peaks import secondary_peaks
+from memfit.analysis.explanation import secondary_peaks
 from memfit.records import Action, Label, Mark, MarkKind, Phase
 from support.traces import BASE, Event, freed, segment, trace_of
 

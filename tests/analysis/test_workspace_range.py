@@ -19,7 +19,7 @@ from memfit.records import (
     Provenance,
     RangeCause,
 )
-from memfit.report.terminal.summary import verdict as printed_verdict
+from memfit.report.terminal.verdict import verdict_of_run
 from support.traces import BASE, Event, freed, trace_of
 
 MIB = 1 << 20
@@ -130,7 +130,7 @@ def test_the_verdict_is_that_of_the_run_without_workspaces_if_it_needs_more(tota
     found = ranged(trace)
     assert (found.verdict, found.range.process) == (verdict, ByteRange(600 * MIB, 640 * MIB))
     least, most = (f"{(mib + in_use) / 1024:.2f}" for mib in (600, 640))
-    assert f"needs {least} to {most} GiB of" in printed_verdict(found).plain
+    assert f"needs {least} to {most} GiB of" in verdict_of_run(found).text.plain
 
 
 def test_a_workspace_that_found_no_memory_is_left_out_too():

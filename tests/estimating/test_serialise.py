@@ -8,8 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from memfit.errors import NotSentError, UsageError
-from memfit.estimating.backend_flags import flags, set_flags
-from memfit.estimating.serialise import pack, training_step, unpack
+from memfit.estimating.serialise import backend_flags, pack, set_backend_flags, training_step, unpack
 
 
 def round_trip(model, inputs=None, loss=None, optimizer=None):
@@ -236,12 +235,12 @@ def test_only_an_optimizer_that_shares_no_parameter_with_the_model_is_refused():
 
 
 def test_switches_round_trip():
-    before = flags()
+    before = backend_flags()
     changed = {**before, "matmul precision": "high", "default dtype": torch.float64, "cuDNN benchmark": True}
     try:
-        set_flags(changed)
-        assert flags() == changed
+        set_backend_flags(changed)
+        assert backend_flags() == changed
         assert torch.empty(0).dtype is torch.float64
         assert torch.backends.cudnn.benchmark
     finally:
-        set_flags(before)
+        set_backend_flags(before)

@@ -15,9 +15,9 @@ from torch.nn import functional as F  # noqa: N812
 
 import memfit
 import memfit.graph.fx_dataflow
-import memfit.packing.alias_sets
+import memfit.packing.graph_packing
 from memfit.graph.fx_dataflow import dataflow
-from memfit.packing.alias_sets import alias_sets
+from memfit.packing.graph_packing import alias_sets
 from support import captured_graphs, storage_referee
 from support.handmade_graphs import SmallAttentionBlock, V, graph_of
 
@@ -302,6 +302,6 @@ def test_the_packing_of_a_graph_is_printed_with_its_rows():
         assert text in str(found)
 
 
-@pytest.mark.parametrize("module", [memfit.graph.fx_dataflow, memfit.packing.alias_sets])
+@pytest.mark.parametrize("module", [memfit.graph.fx_dataflow, memfit.packing.graph_packing])
 def test_docstring_examples_are_correct(module):
     assert doctest.testmod(module).failed == 0

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memfit.packing.alias_sets import UnionFind, alias_sets
+from memfit.packing.graph_packing import UnionFind, alias_sets
 from memfit.records import Dataflow, GraphValue
 
 COUNT = 12

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit.packing import exhaustive_search
-from memfit.packing.best_packing import pack
+from memfit.packing.best_packing import ORDERS, greedy_packings, pack
 from memfit.packing.buffers import Buffers, concatenate, sections
 from memfit.packing.exhaustive_search import SearchStatus
-from memfit.packing.greedy import ORDERS, packings
 from memfit.packing.validator import find_violation
 from support.known_packings import gapless_problem
 
@@ -70,7 +69,7 @@ def test_a_problem_that_no_greedy_packer_solves_is_searched():
     problem = gapless_problem(4, 90)
     assert all(
         (offset + problem.size).max() > 10_000
-        for _, offset in packings(problem, sections(problem), float("inf"))
+        for _, offset in greedy_packings(problem, sections(problem), float("inf"))
     )
     assert pack(problem, seconds=120).how == "by search"
 
@@ -119,7 +118,9 @@ def test_an_optimum_between_the_bound_and_the_greedy_packings_is_found():
     lower, length, size = rng.integers(0, 10, 10), rng.integers(3, 8, 10), rng.integers(1, 30, 10)
     problem = Buffers(lower, lower + length, size, tuple("abcdefghij"), 10)
     problem_sections = sections(problem)
-    greedy = min((offset + size).max() for _, offset in packings(problem, problem_sections, float("inf")))
+    greedy = min(
+        (offset + size).max() for _, offset in greedy_packings(problem, problem_sections, float("inf"))
+    )
     found = pack(problem, seconds=60)
     assert problem_sections.bound < found.height < greedy
     assert found.is_smallest
@@ -128,7 +129,8 @@ def test_an_optimum_between_the_bound_and_the_greedy_packings_is_found():
 def test_a_greedy_packing_one_above_the_bound_is_improved():
     problem = gapless_problem(0, 16, length=30, height=12)
     heights = [
-        (offset + problem.size).max() for _, offset in packings(problem, sections(problem), float("inf"))
+        (offset + problem.size).max()
+        for _, offset in greedy_packings(problem, sections(problem), float("inf"))
     ]
     assert min(heights) == 13
     assert pack(problem, seconds=60).height == 12
@@ -145,7 +147,7 @@ def test_always_live_buffers_use_up_part_of_the_capacity():
 def test_every_greedy_packing_is_valid():
     problem = gapless_problem(6, 400)
     names = []
-    for name, offset in packings(problem, sections(problem), float("inf")):
+    for name, offset in greedy_packings(problem, sections(problem), float("inf")):
         assert find_violation(problem, offset, int((offset + problem.size).max())) == ""
         names.append(name)
     assert len(names) == len(set(names)) == 2 * len(ORDERS)

@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit.packing import best_packing, exhaustive_search
-from memfit.packing.best_packing import pack
+from memfit.packing.best_packing import always_live, pack, partition, treat_as_always_live
 from memfit.packing.buffers import Buffers, concatenate, sections
-from memfit.packing.partition import always_live, partition, treat_as_always_live
 from support.known_packings import gapless_problem
 
 lengths = st.one_of(st.integers(1, 3), st.integers(1, 10))

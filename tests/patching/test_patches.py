@@ -24,7 +24,7 @@ ELSEWHERE = {
         "knobs.cache.dir",
     },
     "strategies/compilation.py": {"config.activation_memory_budget"},
-    "recording/memory_snapshot.py": {"torch._inductor"},  # it stands for a module that is not imported
+    "recording/allocator_history.py": {"torch._inductor"},  # it stands for a module that is not imported
 }
 """Assignments to attributes of other libraries that are no patches."""
 SETS_ATTRIBUTES = {

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from memfit.records import ScriptEnd
-from memfit.report.terminal.summary import verdict
+from memfit.report.terminal.verdict import verdict_of_run
 
 COVERS = "This result covers {}. Not run: {}; they may need more. To run more, pass --to-end or --steps N."
 LATER = "later parts, such as evaluation or larger batches"
@@ -30,7 +30,7 @@ LATER = "later parts, such as evaluation or larger batches"
     ],
 )
 def test_a_verdict_names_what_it_covers(end, steps, first, second, answer):
-    lines = verdict(replace(answer, end=end, steps=steps)).plain.splitlines()
+    lines = verdict_of_run(replace(answer, end=end, steps=steps)).text.plain.splitlines()
     assert lines[0].startswith(first)
     assert lines[1] == second
 
@@ -44,13 +44,15 @@ def test_a_verdict_names_what_it_covers(end, steps, first, second, answer):
     ],
 )
 def test_an_incomplete_run_names_how_the_script_ended(end, line, answer):
-    first, second = verdict(replace(answer, verdict="unknown", end=end)).plain.splitlines()
+    first, second = verdict_of_run(replace(answer, verdict="unknown", end=end)).text.plain.splitlines()
     assert first.startswith("INCOMPLETE")
     assert second.startswith(f"The script ended with {line}")
 
 
 def test_a_tight_verdict_names_the_term_that_is_not_certain(answer):
-    first, second, third = verdict(replace(answer, verdict="tight", uncertainty=400 << 20)).plain.splitlines()
+    first, second, third = verdict_of_run(
+        replace(answer, verdict="tight", uncertainty=400 << 20)
+    ).text.plain.splitlines()
     assert first.startswith("TIGHT SO FAR   needs ")
     assert second == (
         "The run may not fit: the size of the CUDA context is assumed. The real size may be up to 400.0 MiB "

@@ -3,7 +3,7 @@
 import pytest
 
 from memfit.allocator.timeline import timeline
-from memfit.analysis.secondary_peaks import secondary_peaks
+from memfit.analysis.explanation import secondary_peaks
 from memfit.records import Action, Category, DeviceUse, Figure, Label, Phase, Provenance, TensorInfo
 from support.browser import chart, check, click_at, painted, shown
 from support.html_reports import (

@@ -6,7 +6,7 @@ import pytest
 
 from memfit.analysis.summary import summarize
 from memfit.records import Mark, MarkKind, Shortened
-from memfit.report.terminal.run_stages import stage_remarks
+from memfit.report.terminal.summary import stage_remarks
 from support.html_reports import report, run
 
 OPTION = Shortened("TrainingArguments.max_steps", 6, 1000)

@@ -13,7 +13,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from memfit.graph.fx_dataflow import dataflow
-from memfit.packing.alias_sets import alias_sets
+from memfit.packing.graph_packing import alias_sets
 
 
 @dataclass(frozen=True)

@@ -235,7 +235,7 @@ def _script_process(ghost, argv, options):
     """Run ``memfit.run.child`` in this fork of the process that started the script."""
     import memfit.run.backend
     import memfit.run.child
-    from memfit.ghost.shutdown import wait_for_autograd
+    from memfit.ghost.load import wait_for_autograd
 
     _become(argv, options)
     atexit.register(wait_for_autograd)

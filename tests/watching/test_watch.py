@@ -57,7 +57,7 @@ def test_steps_are_compared_with_their_prediction(dry_run, rehearse):
 
 QUIET = """
     import os, pty, sys
-    from memfit.recording.recorder import installed
+    from memfit.recording.recorder import installed_recorder
 
     def hook_state():
         hooks, optimizers = torch.nn.modules.module, sys.modules["torch.optim.optimizer"]
@@ -92,11 +92,12 @@ QUIET = """
     with memfit.watch(labels=True):
         assert hook_state() != before
         steps(model, optimizer, 4)
-        few = len(history()), len(installed().book.serials), len(installed().book.marks)
+        book = installed_recorder().book
+        few = len(history()), len(book.serials), len(book.marks)
         assert few[0] > 4
         steps(model, optimizer, 40)
-        assert (len(history()), len(installed().book.serials), len(installed().book.marks)) <= few
-    assert installed() is None
+        assert (len(history()), len(book.serials), len(book.marks)) <= few
+    assert installed_recorder() is None
     assert hook_state() == before
 
     torch.cuda.memory._record_memory_history(max_entries=100_000)

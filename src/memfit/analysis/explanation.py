@@ -1,13 +1,34 @@
-"""From a trace to what ``memfit explain`` reports, but for advice."""
+"""From a trace to what ``memfit explain`` reports, but for advice: the peak, lower peaks, and each phase."""
+
+import numpy as np
+import numpy.typing as npt
 
 from memfit.allocator.timeline import timeline
 from memfit.analysis.attribution import attribute
-from memfit.analysis.breakdown import breakdown_at, peak_event
+from memfit.analysis.breakdown import CATEGORY_NAMES, breakdown_at, peak_event
 from memfit.analysis.fragmentation import fragmentation
-from memfit.analysis.phase_ledger import phase_ledger
-from memfit.analysis.secondary_peaks import secondary_peaks
+from memfit.analysis.location import location_at, step_ends, step_of
+from memfit.analysis.overall_peak import overall_peak
 from memfit.analysis.summary import summarize_attributed
-from memfit.records import Explanation, Trace
+from memfit.records import (
+    Action,
+    Attribution,
+    Category,
+    Explanation,
+    MemoryPeak,
+    Phase,
+    PhaseChange,
+    Timeline,
+    Trace,
+)
+
+MOST = 3
+"""Secondary peaks that are reported."""
+APART = 0.05
+"""Share of the peak by which memory falls between two separate peaks."""
+NEAR = 0.75
+"""Share of the peak that a secondary peak reaches at least."""
+_PHASES = tuple(Phase)
 
 
 def explain_trace(trace: Trace, at: str = "peak", *, fragments: bool = False) -> Explanation:
@@ -33,3 +54,95 @@ def explain_trace(trace: Trace, at: str = "peak", *, fragments: bool = False) ->
         ledger=phase_ledger(trace, line, attribution),
         fragmentation=fragmentation(trace) if fragments else None,
     )
+
+
+def secondary_peaks(trace: Trace, line: Timeline) -> tuple[MemoryPeak, ...]:
+    r"""Return the moments that limit a run next, once its peak is lowered; the highest first.
+
+        allocated     /\  peak
+                     /  \       /\  secondary: separated by a dip, and not far below
+                 /\_/    \     /  \
+                /         \___/    \
+                not separated
+
+    Args:
+        trace: what was recorded.
+        line: its timeline.
+    """
+    if not len(line.allocated):
+        return ()
+    peak = overall_peak(trace, line)
+    ends = step_ends(trace)
+    step = int(np.searchsorted(ends, peak, side="right"))
+    begin = ends[step - 1] if step else 0
+    end = ends[step] if step < len(ends) else None
+    level, label = line.allocated[begin:end], trace.events.label[begin:end]
+    far = level >= NEAR * line.allocated[peak]
+    found: list[int] = []
+    at = peak - begin
+    for _ in range(MOST):
+        # The lowest level between each moment and the peak found last, in both directions.
+        after = np.minimum.accumulate(level[at:])
+        before = np.minimum.accumulate(level[at::-1])[:0:-1]
+        far &= level - np.concatenate((before, after)) >= APART * line.allocated[peak]
+        far &= label != label[at]  # another peak of the same code adds nothing
+        if not far.any():
+            break
+        at = int(np.argmax(np.where(far, level, -1)))
+        found.append(begin + at)
+    return tuple(MemoryPeak(event, location_at(trace, event), int(line.allocated[event])) for event in found)
+
+
+def phase_ledger(
+    trace: Trace, line: Timeline, attribution: Attribution, steps: int = 2
+) -> tuple[PhaseChange, ...]:
+    """Return what each stretch of a phase changed, up to the end of ``steps`` training steps.
+
+        setup       parameters +4,194,304   inputs +4,096
+        forward     outputs +4,096
+        loss        outputs +512
+        backward    gradients +4,194,304
+        optimizer   optimizer state +8,388,608                  at its peak 8,388,608 more
+
+    Consecutive calls of modules are one forward; recomputations are part of their backward.
+    """
+    ends = step_ends(trace)
+    events = len(trace.events) if len(ends) <= steps else ends[steps - 1]
+    phase = attribution.phase_of_event[:events].copy()
+    phase[phase == _PHASES.index(Phase.RECOMPUTE)] = _PHASES.index(Phase.BACKWARD)
+    if not events:
+        return ()
+    first = int(
+        np.argmax(trace.events.action != Action.EARLIER)
+    )  # allocations from before the history are no change
+    edges = np.flatnonzero(np.diff(phase[first:])) + 1 + first
+    begins, stops = [first, *edges.tolist()], [*edges.tolist(), events]
+    levels = by_category(attribution, len(trace.events))
+    changes = []
+    for begin, stop in zip(begins, stops, strict=True):
+        before = levels[:, begin - 1] if begin else np.zeros(len(Category), np.int64)
+        more = levels[:, stop - 1] - before
+        after = int(line.allocated[stop - 1])
+        was = int(line.allocated[begin - 1]) if begin else 0
+        found = _PHASES[phase[begin]]
+        changes.append(
+            PhaseChange(
+                step=step_of(trace, begin, found),
+                phase=found,
+                by_category=tuple(
+                    (CATEGORY_NAMES[kind], int(more[kind])) for kind in CATEGORY_NAMES if more[kind]
+                ),
+                change=after - was,
+                peak=int(line.allocated[begin:stop].max()),
+                after=after,
+            )
+        )
+    return tuple(changes)
+
+
+def by_category(attribution: Attribution, events: int) -> npt.NDArray[np.int64]:
+    """Return the bytes of allocated blocks: one row per ``Category``, one column per event."""
+    levels = np.zeros((len(Category), events + 1), np.int64)
+    np.add.at(levels, (attribution.category, attribution.born), attribution.block)
+    np.subtract.at(levels, (attribution.category, attribution.freed), attribution.block)
+    return np.cumsum(levels[:, :events], axis=1)

@@ -13,7 +13,7 @@ from memfit.arenas.cuda import CudaMemory
 from memfit.arenas.held_outputs import HeldOutputs, split_names
 from memfit.arenas.repeated_step import ArenaMemory
 from memfit.errors import UsageError
-from memfit.recording.recorder import installed
+from memfit.recording.recorder import installed_recorder
 from memfit.strategies.arena_settings import ArenaSettings
 from memfit.strategies.configuration import Configuration
 from memfit.user_frame import warn_user
@@ -110,7 +110,7 @@ def _settings_of(given: Any) -> ArenaSettings:
 def _memory_of(device: str) -> ArenaMemory | None:
     if device == "cpu":
         return CpuMemory()
-    if installed() is None:
+    if installed_recorder() is None:
         return CudaMemory()
     warn_user(
         "memfit.arena does nothing in this run: memfit is recording the script, and reports the memory that "

@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -19,19 +19,23 @@ import msgspec
 from memfit.atomic_files import write_bytes
 from memfit.card.context_probe import Probed, Settings
 from memfit.card.find import find_card
-from memfit.card.module_loading import SETTING
 from memfit.card.nccl_measurement import measure_nccl
-from memfit.devices import Device, find_device
+from memfit.devices import Device, find_device, observations
 from memfit.errors import FileFormatError, TargetError, UnknownDeviceError
 from memfit.input_files import read_input
 from memfit.native_build import cache_folder
 from memfit.python_command import python_code
 from memfit.records import ContextReport, ContextStage, ContextTrial, Figure, Machine, Provenance
+from memfit.units import format_bytes
 
 _TIMEOUT = 180  # seconds for one process; the first on a machine may compile kernels
 _LAST_LINES = 5
 _KIND = "contexts"
 _MAX_FILE = 1 << 20  # bytes of a kept measurement; it takes some thousand
+
+
+_EAGER = "CUDA_MODULE_LOADING=EAGER"
+_ALL_AT_ONCE = f"after work, {_EAGER}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,7 @@ class _ContextChange:
 
 CHANGES = (
     _ContextChange(
-        SETTING,
+        _EAGER,
         "CUDA loads every kernel at once; PyTorch sets LAZY unless this variable is already set",
         {"CUDA_MODULE_LOADING": "EAGER"},
     ),
@@ -132,7 +136,7 @@ def kept_context(device: Device, torch_version: str, *, eager: bool = False) -> 
     last = _stages(latest, eager=eager)[-1]
     source = (
         f"memfit doctor --context, {latest.day}, {latest.card}, driver {latest.driver or 'unknown'}, "
-        f"torch {latest.torch}: after the {last.what}{f', {SETTING}' * eager}"
+        f"torch {latest.torch}: after the {last.what}{f', {_EAGER}' * eager}"
     )
     return Figure(last.outside, Provenance.MEASURED, source)
 
@@ -140,7 +144,7 @@ def kept_context(device: Device, torch_version: str, *, eager: bool = False) -> 
 def _stages(report: ContextReport, *, eager: bool) -> tuple[ContextStage, ...]:
     if not eager:
         return report.stages
-    return next((trial.stages for trial in report.trials if trial.what == SETTING), ())
+    return next((trial.stages for trial in report.trials if trial.what == _EAGER), ())
 
 
 def _is(name: str, device: Device) -> bool:
@@ -186,3 +190,34 @@ def _probe(environment: Mapping[str, str], settings: Settings) -> Probed | str:
     if done.returncode != 0:
         return "\n".join(done.stderr.splitlines()[-_LAST_LINES:])
     return msgspec.json.decode(done.stdout.splitlines()[-1], type=Probed)
+
+
+def loads_kernels_at_once(environment: Mapping[str, str]) -> bool:
+    """Return whether a process with these environment variables loads every kernel when CUDA starts.
+
+    PyTorch sets the variable to LAZY if it is unset, and DEFAULT means LAZY since CUDA 12.2.
+    Source: ``_lazy_init``, torch/cuda/__init__.py, PyTorch 2.14.1; CUDA Programming Guide, lazy loading.
+
+    >>> loads_kernels_at_once({"CUDA_MODULE_LOADING": "EAGER"}), loads_kernels_at_once({})
+    (True, False)
+    """
+    name, _, value = _EAGER.partition("=")
+    return environment.get(name) == value
+
+
+def bytes_of_loading_at_once() -> tuple[int, str]:
+    """Return the bytes that loading every kernel adds, and their source: the same process, run both ways.
+
+    The code of PyTorch and its libraries is loaded, whatever the size of the card.
+
+    >>> bytes_of_loading_at_once()[0] >> 20
+    1250
+    """
+    eager = next(seen for seen in observations() if seen.what == _ALL_AT_ONCE)
+    lazy = next(
+        seen
+        for seen in observations()
+        if replace(seen, bytes=0) == replace(eager, bytes=0, what="after work")
+    )
+    more = eager.bytes - lazy.bytes
+    return more, f"{_EAGER} adds {format_bytes(more)}: {eager}, less the same without"

@@ -11,7 +11,7 @@ import io
 import pickle
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from memfit.errors import NotSentError, UsageError
-from memfit.estimating.backend_flags import flags
 from memfit.estimating.tensor_pickling import StorageCopy, describe, why_not_copyable
 from memfit.estimating.training_step import OptimizerCopy, TrainingStep
 from memfit.recording.owners import parameters_of
@@ -140,7 +139,7 @@ def training_step(model: torch.nn.Module, inputs: Any, loss: Any, optimizer: Any
         optimizer=OptimizerCopy.of(optimizer) if isinstance(optimizer, Optimizer) else optimizer,
         steps=steps,
         autocast=torch.is_autocast_enabled("cuda"),
-        flags=flags(),
+        flags=backend_flags(),
     )
 
 
@@ -274,3 +273,40 @@ def _parts(whole: object) -> Iterator[tuple[str, object]]:
 def _type_name(value: object) -> str:
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+_cuda, _cudnn = torch.backends.cuda, torch.backends.cudnn
+_SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "deterministic": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    "flash attention": (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
+    "efficient attention": (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
+    "math attention": (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
+    "cuDNN attention": (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
+    "cuDNN": (lambda: _cudnn.enabled, lambda value: setattr(_cudnn, "enabled", value)),
+    "cuDNN benchmark": (lambda: _cudnn.benchmark, lambda value: setattr(_cudnn, "benchmark", value)),
+    "cuDNN determinism": (
+        lambda: _cudnn.deterministic,
+        lambda value: setattr(_cudnn, "deterministic", value),
+    ),
+    "autocast dtype": (
+        lambda: torch.get_autocast_dtype("cuda"),
+        lambda value: torch.set_autocast_dtype("cuda", value),
+    ),
+    "autocast cache": (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+}
+"""Name -> functions that read and set the switch."""
+
+
+def backend_flags() -> dict[str, Any]:
+    """Return the values of the switches in this process."""
+    return {name: read() for name, (read, _) in _SWITCHES.items()}
+
+
+def set_backend_flags(values: Mapping[str, Any]) -> None:
+    """Set the switches to values that ``backend_flags`` returned in another process."""
+    for name, value in values.items():
+        read, write = _SWITCHES[name]
+        if read() != value:
+            write(value)

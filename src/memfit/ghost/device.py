@@ -1,9 +1,12 @@
-"""The device that the ghost stands in for, as the runtime is configured with it."""
+"""The device that the ghost stands in for, as the runtime is configured with it and as a script sees it."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from memfit.devices import Device
+from memfit.patching.patches import Patch
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +55,26 @@ class GhostDevice:
             clock_khz=device.clock // 1000,
             memory_clock_khz=device.memory_clock // 1000,
         )
+
+
+_FREE = Patch("torch.cuda.memory", "mem_get_info", also="torch.cuda", why="report a smaller card")
+_TOTAL = Patch("torch._C:_CudaDeviceProperties", "total_memory", why="report a smaller card")
+
+
+def show_memory(total: int) -> None:
+    """Have PyTorch's Python functions report a device of so many bytes, and what is free of them.
+
+    A script may choose its batch or its caches by it. PyTorch's C++ code still sees all that the ghost has:
+    ``set_per_process_memory_fraction`` takes its share of that.
+    """
+
+    def shown(original: Callable[[Any], tuple[int, int]]) -> Callable[[Any], tuple[int, int]]:
+        @functools.wraps(original)
+        def mem_get_info(device: Any = None) -> tuple[int, int]:
+            free, all_memory = original(device)
+            return max(total - (all_memory - free), 0), total
+
+        return mem_get_info
+
+    _FREE.install("mem_get_info", shown)
+    _TOTAL.install("total_memory", lambda _: property(lambda _: total))

@@ -15,7 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
-from memfit.ghost.ranks.settle_collectives import settle_collectives
+from memfit.ghost.ranks.early_collectives import settle_collectives
 from memfit.patching.patches import Patch
 from memfit.strategies.mechanisms.own_step import calling_own_step, own_step
 

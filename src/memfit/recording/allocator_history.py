@@ -7,7 +7,8 @@ the script's          was on already: it is read, and otherwise left alone
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from decimal import Decimal
 from typing import Any
 
@@ -17,7 +18,6 @@ from memfit.ghost.ffi import Ghost, LogAction
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.recording.event_labels import LabelBook, metadata_of, serial_of
-from memfit.recording.memory_snapshot import without_inductor
 from memfit.recording.script_history import FREES, ScriptHistory, with_stacks_of_blocks
 from memfit.trace.snapshot import settings, with_earlier
 
@@ -234,3 +234,21 @@ def _fraction(index: int) -> dict[str, str]:
     shorter = (round(fraction, digits) for digits in range(1, 16))
     shortest = next((share for share in shorter if abs(share - fraction) * total < 1), fraction)
     return {"per_process_memory_fraction": format(Decimal(repr(shortest)), "f")}
+
+
+@contextmanager
+def without_inductor() -> Iterator[None]:
+    """Take snapshots in the block without importing ``torch._inductor``.
+
+    PyTorch looks it up for the lines of compiled code, and so imports it if nothing else did: more than a
+    second for nothing. Source: ``py_symbolize`` in torch/csrc/profiler/python/combined_traceback.cpp,
+    PyTorch 2.14.1.
+    """
+    if "torch._inductor" in sys.modules:
+        yield
+        return
+    torch._inductor = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del torch._inductor

@@ -21,7 +21,7 @@ from memfit.records import LoaderScan
 
 if TYPE_CHECKING:
     from memfit.recording.recorder import Recorder
-    from memfit.recording.served_batches import ServedBatches
+    from memfit.recording.replaced_batches import ReplacedBatches
 
 _MOST = 1000
 """Loaders that are looked through: fewer than a trace can have."""
@@ -40,7 +40,7 @@ class _Scanned:
     batch_size: int | None
     found: LoaderScan | None
     """None for a loader with a single batch; then ``served`` is None, too."""
-    served: "ServedBatches | None"
+    served: "ReplacedBatches | None"
 
 
 class LongestBatches:
@@ -96,7 +96,7 @@ class LongestBatches:
 
     def _scan(self, original: Callable[..., Any], loader: Any, recorder: "Recorder") -> _Scanned:
         from memfit.recording.loader_scan import scan_loader
-        from memfit.recording.served_batches import ServedBatches
+        from memfit.recording.replaced_batches import ReplacedBatches
 
         begin, length = time.monotonic(), self._length(loader)
         found = scan_loader(
@@ -112,7 +112,7 @@ class LongestBatches:
         if found is None:
             return _Scanned(loader.dataset, loader.batch_size, None, None)
         scan, chosen = found
-        served = ServedBatches(len(self.scans), chosen, scan.seen, recorder)
+        served = ReplacedBatches(len(self.scans), chosen, scan.seen, recorder)
         return _Scanned(loader.dataset, loader.batch_size, scan, served)
 
     def _whole_pass(self, original: Callable[..., Any], loader: Any) -> Any:

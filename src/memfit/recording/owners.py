@@ -8,20 +8,61 @@ allocation that each address referred to at that moment is looked up in the hist
 import weakref
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from memfit.ghost.values.known_values import storage_start
-from memfit.recording.gathered_parameters import GatheredParameters
+from memfit.patching.after_import import after_import
+from memfit.patching.installed_hooks import InstalledHooks
+from memfit.patching.patches import Patch
 from memfit.recording.module_hooks import tensors_in
 from memfit.recording.saved_tensors import Checkpoints, SavedTensorInfo, leaves_of, nodes_of, saved_by
 from memfit.recording.tensor_names import NamedTensor, TensorName, TensorNames, describe, local_piece, parts
 from memfit.records import Category, TensorInfo
+
+_FSDP = Patch(
+    "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam",
+    "init_unsharded_param",
+    why="tell gathered parameters from shares",
+)
+
+
+class GatheredParameters:
+    """Parameters as FSDP2 gathers them from all ranks for a module's computation: they are no rank's share.
+
+    Modules hold them in the place of their shares meanwhile. Modules do not name what FSDP1 gathers. Nothing
+    is kept alive.
+
+    Source: ``FSDPParam.init_unsharded_param``, torch/distributed/fsdp/_fully_shard/_fsdp_param.py, PyTorch
+    2.14.
+    """
+
+    def __init__(self) -> None:
+        self._gathered: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+
+    def watch(self, hooks: InstalledHooks) -> None:
+        """Note what FSDP gathers from now on."""
+
+        def follow() -> None:
+            hooks.wrap(_FSDP, "init_unsharded_param", self._note)
+
+        hooks.on_removal(after_import("torch.distributed.fsdp._fully_shard._fsdp_param", follow))
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Return whether a parameter is a gathered one."""
+        return self._gathered.get(id(parameter)) is parameter
+
+    def _note(self, original: Callable[..., None], holder: Any, *args: Any) -> None:
+        original(holder, *args)
+        gathered = holder._unsharded_param
+        self._gathered[id(gathered)] = gathered
+
 
 NO_TENSOR = -1
 """The index of a tensor that is not described."""

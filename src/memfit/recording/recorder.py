@@ -31,11 +31,10 @@ from memfit.recording.annotate_events import (
     place_marks,
 )
 from memfit.recording.compiled_graphs import BEFORE_FORWARD, CompiledCode
-from memfit.recording.cublas_workspaces import record_released_workspaces, release_cublas_workspaces
 from memfit.recording.event_labels import LabelBook
 from memfit.recording.inferred_phases import infer_forwards
 from memfit.recording.live_objects import find_live_objects
-from memfit.recording.marked_calls import mark_calls
+from memfit.recording.memory_calls import mark_calls, record_released_workspaces, release_cublas_workspaces
 from memfit.recording.module_hooks import ModuleHooks, running_module
 from memfit.recording.module_names import short_names
 from memfit.recording.owners import MemoryOwners, parameters_of
@@ -387,6 +386,6 @@ class Recorder:
 _installed: list[Recorder] = []
 
 
-def installed() -> Recorder | None:
+def installed_recorder() -> Recorder | None:
     """Return the recorder that watches this process, if any."""
     return _installed[-1] if _installed else None

@@ -61,6 +61,11 @@ class Term:
     name: str
     figure: Figure
 
+    @property
+    def is_total(self) -> bool:
+        """Whether it is a sum of rows above it."""
+        return self.name in ("allocated", "reserved", "process")
+
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:

@@ -9,8 +9,6 @@ from memfit.records import DryRun, Figure
 from memfit.records.result import PrintedResult
 from memfit.report.terminal.summary import print_summary
 
-_TOTALS = {"allocated", "reserved", "process"}
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Estimate(PrintedResult):
@@ -35,7 +33,7 @@ class Estimate(PrintedResult):
     @property
     def breakdown(self) -> Mapping[str, Figure]:
         """What is in memory at the peak, by name; sums to ``total``."""
-        return {term.name: term.figure for term in self.unlimited.terms if term.name not in _TOTALS}
+        return {term.name: term.figure for term in self.unlimited.terms if not term.is_total}
 
     def fits(self, gpu: str | None = None) -> bool:
         """Return whether it fits the GPU requested, or another GPU, on which it runs now.

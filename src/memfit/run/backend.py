@@ -18,8 +18,7 @@ from memfit.card.outside_allocator import OutsideMeter
 from memfit.devices import find_device, refusal
 from memfit.ghost.ffi import Ghost
 from memfit.ghost.load import load
-from memfit.ghost.ranks.early_collectives import EarlyCollectives
-from memfit.ghost.ranks.settle_collectives import settle_collectives
+from memfit.ghost.ranks.early_collectives import EarlyCollectives, settle_collectives
 from memfit.ghost.workspaces import WorkspaceSource
 from memfit.native_build import cache_folder
 from memfit.patching.after_import import after_import
@@ -132,7 +131,7 @@ class GhostBackend:
             senders_exist=self._options.real_ranks,
         )
         if self._settings.shown_memory is not None:
-            from memfit.ghost.shown_memory import show_memory
+            from memfit.ghost.device import show_memory
 
             show_memory(self._settings.shown_memory)
         caches = cache_folder("compiled-graphs")
@@ -151,7 +150,7 @@ class GhostBackend:
         options, ghost = settings.options, settings.ghost or self._settings
         self.ghost.set_capacity(ghost.stands_for.total_bytes)
         if ghost.shown_memory is not None and self._settings.shown_memory is None:
-            from memfit.ghost.shown_memory import show_memory
+            from memfit.ghost.device import show_memory
 
             show_memory(ghost.shown_memory)
         if self._collectives is not None and options.finish_late:

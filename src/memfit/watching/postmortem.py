@@ -29,8 +29,7 @@ from memfit.recording.allocator_history import UNCACHED
 from memfit.recording.recorder import Recorder
 from memfit.records import DeviceUse, Figure, GroupBy, Machine, Provenance, ScriptEnd, Trace
 from memfit.report.html import page
-from memfit.report.short_path import short_path
-from memfit.report.terminal.summary import in_words
+from memfit.report.places import place_in_words, short_path
 from memfit.trace.trace_file import write_trace
 from memfit.units import format_bytes
 from memfit.user_frame import user_line
@@ -116,7 +115,7 @@ def write(recorder: Recorder, failure: AllocationFailure, folder: Path) -> Itera
     most = ", ".join(f"{row.name} {format_bytes(row.bytes)}" for row in rows)
     stage = stage_at(trace, len(trace.events) - 1)
     place = replace(found.place, line=found.place.line or where, stage=stage)
-    yield f"out of memory: {shortage}, in {in_words(place)}"
+    yield f"out of memory: {shortage}, in {place_in_words(place)}"
     yield f"{format_bytes(found.allocated)} allocated: {most}".removesuffix(": ")
     name = _write_trace(trace, folder)
     yield f"written: {short_path(str(name))} (memfit explain)"

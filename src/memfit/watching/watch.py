@@ -155,9 +155,9 @@ class Watch:
         """Start watching; do nothing if memfit already records this script, as under ``memfit dry-run``."""
         import torch  # under memfit, importing torch installs the recorder
 
-        from memfit.recording.recorder import Recorder, installed
+        from memfit.recording.recorder import Recorder, installed_recorder
 
-        if installed() is not None:
+        if installed_recorder() is not None:
             _print_line("watch() does nothing in this run, because memfit is already recording the script.")
             return
         recorder = Recorder(

@@ -5,15 +5,15 @@ import threading
 
 import pytest
 
-from memfit.ghost.ranks import endless_waits
-from memfit.ghost.ranks.endless_waits import EndlessWaits
+from memfit.ghost.ranks import answering_store
+from memfit.ghost.ranks.answering_store import EndlessWaits
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """Return the seconds that have passed, as a list of one number that a test sets."""
     seconds = [0.0]
-    monkeypatch.setattr(endless_waits.time, "monotonic", lambda: seconds[0])
+    monkeypatch.setattr(answering_store.time, "monotonic", lambda: seconds[0])
     return seconds
 
 

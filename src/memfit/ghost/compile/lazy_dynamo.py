@@ -48,7 +48,7 @@ class _LazyModule(ModuleType):
         self._execute = execute
         self._filling = threading.RLock()
         self._undecorated: list[Any] = []
-        self._objects: list[list[object]] = [[] for _ in range(_OBJECTS)]
+        self._objects = _stand_ins()
         gc.collect()
 
     def __getattr__(self, name: str) -> Any:
@@ -80,6 +80,21 @@ class _LazyModule(ModuleType):
                 for function in self._undecorated:
                     vars(function).pop(_CALLED_INSTEAD, None)
                 self.__class__ = ModuleType  # type: ignore[assignment]
+
+
+def _stand_ins() -> list[list[object]]:
+    """Return as many objects as the module would hold, made without a collection of Python's in between.
+
+    No setting can take their place: ``gc.freeze`` hides objects from the count, and thresholds do not change
+    that a quarter of all objects must be new. Made with collections, they would take 90 ms instead of 5 ms.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return [[] for _ in range(_OBJECTS)]
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _Finder(MetaPathFinder):

@@ -14,8 +14,7 @@ among which such checks choose, and kernels that are written to a file for use e
 """
 
 import functools
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -52,26 +51,16 @@ class _StageOutput:
     """The entries that the stage added to the kernel's metadata."""
 
 
-_first: dict[tuple[Any, str], _StageOutput] = {}
-_skippable: ContextVar[bool] = ContextVar("skippable", default=False)
-
-
 def install() -> None:
     """Skip machine code stages from now on; call directly after torch was imported."""
+    reuse = _ReusedStages()
     after_import(
         "torch._inductor.runtime.triton_heuristics",
-        lambda: _AUTOTUNER.install("_precompile_config", _marking_skippable_kernels),
+        lambda: _AUTOTUNER.install("_precompile_config", reuse.marking_skippable_kernels),
     )
-    after_import("triton.backends.nvidia.compiler", lambda: _BACKEND.install("add_stages", _reusing_stages))
-
-
-def _marking_skippable_kernels(compile_one: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(compile_one)
-    def precompile(kernel: Any, *args: Any, **options: Any) -> Any:
-        with _marking(_is_skippable(kernel)):
-            return compile_one(kernel, *args, **options)
-
-    return precompile
+    after_import(
+        "triton.backends.nvidia.compiler", lambda: _BACKEND.install("add_stages", reuse.reusing_stages)
+    )
 
 
 def _is_skippable(kernel: Any) -> bool:
@@ -84,37 +73,47 @@ def _is_skippable(kernel: Any) -> bool:
     )
 
 
-@contextmanager
-def _marking(skippable: bool) -> Iterator[None]:
-    before = _skippable.set(skippable)
-    try:
-        yield
-    finally:
-        _skippable.reset(before)
+class _ReusedStages:
+    """The output of each stage for the first kernel, and whether the kernel being compiled may have it."""
 
+    def __init__(self) -> None:
+        self._first: dict[tuple[Any, str], _StageOutput] = {}
+        self._skippable: ContextVar[bool] = ContextVar("skippable", default=False)
 
-def _reusing_stages(add_stages: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(add_stages)
-    def add(backend: Any, stages: dict[str, _Stage], *args: Any, **options: Any) -> None:
-        add_stages(backend, stages, *args, **options)
-        if _skippable.get() and _LAST_FULL_STAGE in stages:
-            later = list(stages)[list(stages).index(_LAST_FULL_STAGE) + 1 :]
-            for name in later:
-                stages[name] = _run_once((backend.target, name), stages[name])
+    def marking_skippable_kernels(self, compile_one: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(compile_one)
+        def precompile(kernel: Any, *args: Any, **options: Any) -> Any:
+            before = self._skippable.set(_is_skippable(kernel))
+            try:
+                return compile_one(kernel, *args, **options)
+            finally:
+                self._skippable.reset(before)
 
-    return add
+        return precompile
 
+    def reusing_stages(self, add_stages: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(add_stages)
+        def add(backend: Any, stages: dict[str, _Stage], *args: Any, **options: Any) -> None:
+            add_stages(backend, stages, *args, **options)
+            if self._skippable.get() and _LAST_FULL_STAGE in stages:
+                later = list(stages)[list(stages).index(_LAST_FULL_STAGE) + 1 :]
+                for name in later:
+                    stages[name] = self._run_once((backend.target, name), stages[name])
 
-def _run_once(key: tuple[Any, str], stage: _Stage) -> _Stage:
-    def run(source: Any, metadata: MutableMapping[str, Any]) -> Any:
-        first = _first.get(key)
-        if first is None:
-            before = dict(metadata)
-            code = stage(source, metadata)
-            added = {name: value for name, value in metadata.items() if before.get(name, run) is not value}
-            _first[key] = _StageOutput(code if isinstance(code, str | bytes) else None, added)
-            return code
-        metadata.update(first.metadata)
-        return source if first.code is None else first.code
+        return add
 
-    return run
+    def _run_once(self, key: tuple[Any, str], stage: _Stage) -> _Stage:
+        def run(source: Any, metadata: MutableMapping[str, Any]) -> Any:
+            first = self._first.get(key)
+            if first is None:
+                before = dict(metadata)
+                code = stage(source, metadata)
+                added = {
+                    name: value for name, value in metadata.items() if before.get(name, run) is not value
+                }
+                self._first[key] = _StageOutput(code if isinstance(code, str | bytes) else None, added)
+                return code
+            metadata.update(first.metadata)
+            return source if first.code is None else first.code
+
+        return run

@@ -14,8 +14,7 @@ from memfit.errors import MemfitError
 from memfit.ghost.build.runtime_library import Build
 from memfit.ghost.build.torch_install import find_torch
 from memfit.ghost.cudnn.cache import EngineConfig, HeuristicsCache, HeuristicsResult
-from memfit.ghost.cudnn.device_properties import device_properties
-from memfit.ghost.cudnn.find_library import find_library
+from memfit.ghost.cudnn.library_and_device import device_properties, find_library
 from memfit.ghost.device import GhostDevice
 from memfit.native_build import cache_folder
 from memfit.python_command import python_code

@@ -65,8 +65,7 @@ def stand_for_a_rank(
     from torch.distributed import distributed_c10d
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the fake backend
 
-    from memfit.ghost.ranks.answering_store import AnsweringStore, script_stores
-    from memfit.ghost.ranks.endless_waits import EndlessWaits
+    from memfit.ghost.ranks.answering_store import AnsweringStore, EndlessWaits, script_stores
     from memfit.ghost.ranks.object_lists import exchanging_functions
 
     os.environ.update(VARIABLES)

@@ -1,4 +1,6 @@
-"""Have asynchronous collectives release their tensors as early as a GPU may: as soon as they are issued.
+"""Have collectives release their tensors at a time that does not depend on the speed of the dry run.
+
+Asynchronous collectives release them as early as a GPU may: as soon as they are issued.
 
 Such a collective holds its tensors until the script waits for it, or until the GPU is done, which a thread of
 PyTorch checks ten times a second. Without this, a run's peak would depend on the speed of the dry run.
@@ -7,6 +9,7 @@ Source: ``stashed_for_allocator_safety_``, torch/csrc/distributed/c10d/ProcessGr
 """
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -110,3 +113,24 @@ def _capturing() -> bool:
     import torch
 
     return torch.cuda.is_current_stream_capturing()
+
+
+def settle_collectives() -> None:
+    """Wait until the watchdog of each process group has released all finished collectives.
+
+    PyTorch's watchdog thread does so ten times a second: on a card within about a step, on the ghost after
+    any number of them, for a step there takes milliseconds.
+
+    Source: ``waitForPendingWorks``, torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, PyTorch 2.14.
+    """
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is None or not c10d.is_initialized():
+        return
+    nccl = getattr(c10d, "ProcessGroupNCCL", None)
+    if nccl is None:  # a PyTorch without it
+        return
+    for group in list(c10d._world.pg_map):
+        for device in group._device_types:
+            backend = group._get_backend(device)
+            if isinstance(backend, nccl):
+                backend._wait_for_pending_works()

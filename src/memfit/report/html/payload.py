@@ -19,12 +19,12 @@ import numpy.typing as npt
 from memfit.analysis.block_columns import EARLIER, Numbers, blocks_of
 from memfit.analysis.breakdown import CATEGORY_NAMES, ROUNDING, category_provenance, peak_event
 from memfit.analysis.breakdown import EARLIER as EARLIER_NAME
+from memfit.analysis.explanation import secondary_peaks
 from memfit.analysis.fold_module_paths import fold_module_paths
 from memfit.analysis.location import line_of, location_at, steps_of
 from memfit.analysis.overall_peak import failed_allocations, overall_peak
 from memfit.analysis.reserved_ranges import ReservedRange, ranges_of
 from memfit.analysis.run_stages import stage_spans
-from memfit.analysis.secondary_peaks import secondary_peaks
 from memfit.records import (
     Action,
     Attribution,

@@ -34,7 +34,7 @@ def plan_page(result: ScriptPlan, file: Path | None = None) -> str:
     words = PageTexts(source=True)
     dark = f"@media screen and (prefers-color-scheme: dark) {{\n{asset('dark.css')}}}\n"
     style = asset("common.css") + dark + asset("plan.css")
-    verdict, _, rest = plan_verdict(result).partition("   ")
+    verdict = plan_verdict(result)
     kinds = dict.fromkeys(each.kind for each in drawn_plans(result))
     return Template(asset("plan.html")).substitute(
         policy=policy(style),
@@ -42,8 +42,8 @@ def plan_page(result: ScriptPlan, file: Path | None = None) -> str:
         script=_text(words, typed(result.command)[0]),
         subject=_text(words, f"{' '.join(typed(result.command))} · {result.device.name}"),
         kind="bad" if result.chosen is None else "unsure" if result.is_tight else "good",
-        verdict=escape(verdict.capitalize()),
-        rest=escape(rest),
+        verdict=escape(verdict.word.capitalize()),
+        rest=escape(" ".join(verdict.figures)),
         chart=chart(result),
         legend="".join(f'<span><i class="{_class(kind)}"></i>{kind}</span>' for kind in kinds),
         budget=f"{result.budget:,} B, {format_gib(result.budget)}",

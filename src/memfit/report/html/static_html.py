@@ -6,15 +6,17 @@ from html import escape
 from memfit.analysis.breakdown import CATEGORY_NAMES
 from memfit.records import Category, DryRun, Figure, Provenance
 from memfit.records.job_target import typed
+from memfit.report.figure_table import FigureTable
 from memfit.report.html.payload import PageFacts, Payload
 from memfit.report.html.safe_page import PageTexts
+from memfit.report.places import place_in_words
 from memfit.report.terminal.advice import NONE, heading, needs, outcome
 from memfit.report.terminal.longest_batch import longest_lines
 from memfit.report.terminal.notes import outside_sources
-from memfit.report.terminal.ranks import RANK_HEADINGS, byte_range, listed, range_line, rank_place
-from memfit.report.terminal.run_stages import STAGE_HEADINGS, stage_place, stage_remarks
-from memfit.report.terminal.summary import MACHINES, growth, in_words, subject, untried, verdict
-from memfit.units import GIB, MIB, format_bytes, format_gib, unit_for
+from memfit.report.terminal.ranks import range_line, rank_table
+from memfit.report.terminal.summary import MACHINES, growth, stage_remarks, stage_table, subject
+from memfit.report.terminal.verdict import untried, verdict_of_run
+from memfit.units import GIB, MIB, format_bytes, format_gib
 
 _WIDTH = 1000  # width of the bar in SVG units; the page scales it
 TOTALS = ("allocated", "reserved", "process")
@@ -24,17 +26,15 @@ _KINDS = {"fits": "good", "tight": "unsure", "may not fit": "unsure", "unknown":
 
 def verdict_in_html(result: DryRun, words: PageTexts) -> dict[str, str]:
     """Return the parts of the verdict: its word, what follows it, the subject and the peak."""
-    first, *more = verdict(result).plain.splitlines()
-    title, _, rest = first.partition("   ")
-    word, after, errors = title.partition(" after ")
-    lines = [part for part in (f"{after.strip()} {errors}".strip(), rest, *more) if part]
+    found = verdict_of_run(result)
+    lines = [part for part in (found.after, " · ".join(found.figures), *found.lines) if part]
     return {
         "kind": _KINDS.get(result.verdict, "bad"),
-        "verdict": _text(words, word.capitalize()),
-        "needs": "<br>".join(_text(words, line.strip().replace("   ", " · ")) for line in lines),
+        "verdict": _text(words, found.word.capitalize()),
+        "needs": "<br>".join(_text(words, line) for line in lines),
         "subject": _text(words, subject(result).plain),
         "script": _text(words, typed(result.command)[0] if result.command else result.device.name),
-        "peak": _text(words, in_words(result.peak_place)),
+        "peak": _text(words, place_in_words(result.peak_place)),
         "growth": _text(words, growth(result).plain),
     }
 
@@ -125,7 +125,7 @@ def terms(result: DryRun) -> str:
     """Return the rows that sum to the peak of the process."""
     rows = []
     for term in result.terms:
-        kind = " class=total" if term.name in TOTALS else ""
+        kind = " class=total" if term.is_total else ""
         amount = term.figure.bytes
         rows.append(
             f'<tr{kind}><th scope="row">{escape(term.name)}</th><td data-bytes="{amount}">{amount:,}</td>'
@@ -138,43 +138,33 @@ def ranks(result: DryRun, words: PageTexts) -> str:
     """Return the table of a job's ranks, as the terminal shows it; empty if memfit ran one rank."""
     if not result.ranks:
         return ""
-    unit = unit_for(result.ranks[0].peak.reserved.most)
-    heads = "".join(f'<th scope="col">{heading}</th>' for heading in RANK_HEADINGS)
-    rows = []
-    for role in result.ranks:
-        sizes = (role.peak.allocated, role.peak.reserved, role.peak.process)
-        where = _text(words, rank_place(role))
-        rows.append(
-            f'<tr><th scope="row">{listed((role.rank, *role.also))}</th><td>{escape(role.verdict)}</td>'
-            + "".join(f'<td data-bytes="{size.most}">{byte_range(size, unit)}</td>' for size in sizes)
-            + f'<td><span class="long">{where}</span></td></tr>'
-        )
-    return (
-        '<table class="ledger ranks"><caption>Every rank; the rest of this page is about rank '
-        f"{result.ranks[0].rank}</caption><thead><tr>{heads}</tr></thead>"
-        f"<tbody>{''.join(rows)}</tbody></table>"
-    )
+    caption = f"Every rank; the rest of this page is about rank {result.ranks[0].rank}"
+    return _ledger("ranks", caption, rank_table(result.ranks), words)
 
 
 def stages(result: DryRun, words: PageTexts) -> str:
     """Return the table of a run's stages, as the terminal shows it; empty if memfit knows no stages of it."""
     if not result.stages:
         return ""
-    unit = unit_for(result.peak_reserved)
-    heads = "".join(f'<th scope="col">{heading}</th>' for heading in STAGE_HEADINGS)
-    rows = []
-    for use in result.stages:
-        kind = " class=total" if use is result.worst_stage else ""
-        sizes = (use.allocated, use.process.bytes)
-        rows.append(
-            f'<tr{kind}><th scope="row">{escape(use.name)}</th><td>{use.times:,}</td>'
-            + "".join(f'<td data-bytes="{size}">{unit.format(size)}</td>' for size in sizes)
-            + f'<td><span class="long">{_text(words, stage_place(use))}</span></td></tr>'
-        )
     below = "".join(f"<p>{_text(words, text)}</p>" for text in stage_remarks(result))
+    return _ledger("stages", "Stages of the run", stage_table(result), words) + below
+
+
+def _ledger(kind: str, caption: str, table: FigureTable, words: PageTexts) -> str:
+    """Return a table of figures whose rows are named by their first cell and end with a place."""
+    heads = "".join(f'<th scope="col">{heading}</th>' for heading in table.headings)
+    rows = []
+    for row in table.rows:
+        name, *figures, place = row.cells
+        sizes = [f' data-bytes="{cell.bytes}"' * (cell.bytes is not None) for cell in figures]
+        cells = [f"<td{size}>{escape(cell.text)}</td>" for size, cell in zip(sizes, figures, strict=True)]
+        rows.append(
+            f'<tr{" class=total" * row.marked}><th scope="row">{escape(name.text)}</th>{"".join(cells)}'
+            f'<td><span class="long">{_text(words, place.text)}</span></td></tr>'
+        )
     return (
-        '<table class="ledger stages"><caption>Stages of the run</caption>'
-        f"<thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>{below}"
+        f'<table class="ledger {kind}"><caption>{caption}</caption>'
+        f"<thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
     )
 
 
@@ -194,7 +184,7 @@ def shortcuts(found: Payload, words: PageTexts) -> str:
         place = one.place if words.source else replace(one.place, line="")
         buttons.append(
             f'<button type="button" data-moment="{moment}" '
-            f'title="{_amount(one.allocated)} · {_text(words, in_words(place))}">'
+            f'title="{_amount(one.allocated)} · {_text(words, place_in_words(place))}">'
             f"{name} {one.place.phase}{step}</button>"
         )
     return "".join(buttons)

@@ -6,7 +6,7 @@ from rich.text import Text
 
 from memfit.records import Advice, DryRun
 from memfit.report.escape import escaped
-from memfit.report.short_path import short_path
+from memfit.report.places import short_path
 from memfit.units import format_bytes
 
 NONE = "No change was found that saves at least 1 %."

@@ -19,9 +19,9 @@ from memfit.records import (
     ReservedBytes,
 )
 from memfit.report.escape import escaped
-from memfit.report.short_path import short_path
+from memfit.report.places import place_in_words, short_path
 from memfit.report.terminal.notes import note_lines
-from memfit.report.terminal.summary import in_words, print_summary
+from memfit.report.terminal.summary import print_summary
 from memfit.units import Unit, format_bytes, unit_for
 
 _ROWS = 15
@@ -64,12 +64,13 @@ def print_below_peak(explanation: Explanation, unit: Unit, console: Console) -> 
         console.print(Text("\nJust below the peak:"))
     for moment in explanation.below_peak:
         less = 100 * (1 - moment.allocated / explanation.summary.peak_allocated)
-        console.print(Text(f"  -{less:.1f} %  {unit.format(moment.allocated):>10}  {in_words(moment.place)}"))
+        size = f"{unit.format(moment.allocated):>10}"
+        console.print(Text(f"  -{less:.1f} %  {size}  {place_in_words(moment.place)}"))
 
 
 def print_held(held: Breakdown, by: GroupBy, unit: Unit, console: Console) -> None:
     """Print what holds memory at a moment; the rows sum to what is allocated."""
-    console.print(Text(f"Allocated, by {by}: {in_words(held.place)}"))
+    console.print(Text(f"Allocated, by {by}: {place_in_words(held.place)}"))
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     for _ in range(3):
         table.add_column(justify="right", no_wrap=True)
@@ -233,7 +234,7 @@ def _hole(hole: Hole, names: list[str]) -> list[Text]:
 def _pin(pin: PinningBlock, hole: Hole) -> Text:
     side = "before" if pin.address < hole.address else "after "
     what = "" if pin.category == "rest" else f"{pin.category.replace('_', ' ')} · "
-    born = "allocated before the allocator history" if pin.born is None else in_words(pin.born)
+    born = "allocated before the allocator history" if pin.born is None else place_in_words(pin.born)
     return Text(f"    {side} {format_bytes(pin.size):>9}  {what}{born}; {_end(pin)}")
 
 
@@ -242,4 +243,4 @@ def _end(pin: PinningBlock) -> str:
         return "freed, but another stream still uses it"
     if pin.freed is None:
         return "held to the end"
-    return f"freed in {in_words(replace(pin.freed, op='', line=''))}"
+    return f"freed in {place_in_words(replace(pin.freed, op='', line=''))}"

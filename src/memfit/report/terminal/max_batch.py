@@ -9,7 +9,7 @@ from rich.text import Text
 from memfit.records import BatchLimit, BatchRun, MaxBatch
 from memfit.records.job_target import typed
 from memfit.report.escape import escaped
-from memfit.report.short_path import short_path
+from memfit.report.places import short_path, short_place
 from memfit.units import format_bytes, format_gib, unit_for
 
 
@@ -64,7 +64,7 @@ def _table(result: MaxBatch) -> Table:
             f"{unit.format(run.needs.bytes)} {run.needs.provenance:<9}",
             f"{unit.format(run.allocated.bytes)} {run.allocated.provenance:<9}",
             Text(_outcome(result, run), style="" if run.fits else "yellow"),
-            _place(run),
+            short_place(run.place),
         )
     return table
 
@@ -72,11 +72,6 @@ def _table(result: MaxBatch) -> Table:
 def _outcome(result: MaxBatch, run: BatchRun) -> str:
     notes = [*["as written"] * (run.size == result.as_written), *["largest"] * (run.size == result.largest)]
     return ("fits" if run.fits else "runs out") + f" ({', '.join(notes)})" * bool(notes)
-
-
-def _place(run: BatchRun) -> str:
-    parts = (run.place.phase, escaped(run.place.module), escaped(short_path(run.place.line)))
-    return " · ".join(part for part in parts if part)
 
 
 def _details(result: MaxBatch) -> Iterator[str]:

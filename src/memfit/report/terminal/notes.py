@@ -12,8 +12,7 @@ from rich.text import Text
 
 from memfit.records import DryRun, Figure, Note, Provenance
 from memfit.report.escape import escaped
-from memfit.report.short_path import short_path
-from memfit.report.terminal.term_table import TOTALS
+from memfit.report.places import short_path
 from memfit.units import format_bytes
 
 _SHARE = 0.01
@@ -120,7 +119,7 @@ def _all_lines(result: DryRun) -> Iterator[Text]:
 
 def outside_sources(result: DryRun) -> dict[str, Figure]:
     """Return what is outside PyTorch's allocator, as far as its source is given."""
-    figures = {term.name: term.figure for term in result.terms if term.name not in TOTALS}
+    figures = {term.name: term.figure for term in result.terms if not term.is_total}
     if (driver := result.device.driver) is not None:
         more = f"{format_bytes(driver.bytes)} that the driver reserves, which nvidia-smi omits"
         figures["in NVML's v1"] = replace(driver, source=f"{more}: {driver.source}")

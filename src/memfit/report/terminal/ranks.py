@@ -2,41 +2,27 @@
 
 from itertools import groupby
 
-from rich.table import Table
-from rich.text import Text
-
 from memfit.records import ByteRange, PeakRange, RangeCause, RankRole
-from memfit.report.escape import escaped
-from memfit.report.short_path import short_path
+from memfit.report.figure_table import FigureCell, FigureRow, FigureTable
+from memfit.report.places import short_place
 from memfit.units import Unit, unit_for
 
-RANK_HEADINGS = ("ranks", "verdict", "allocated", "reserved", "process", "peak in")
-"""Of the columns."""
 
-
-def rank_table(roles: tuple[RankRole, ...]) -> Table:
+def rank_table(roles: tuple[RankRole, ...]) -> FigureTable:
     """Return a row for each role, the one that needs most first."""
     unit = unit_for(roles[0].peak.reserved.most)
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for heading in RANK_HEADINGS:
-        table.add_column(heading, justify="left" if heading in ("ranks", "verdict", "peak in") else "right")
+    numbers = ("allocated", "reserved", "process")
+    rows = []
     for role in roles:
-        table.add_row(
-            listed((role.rank, *role.also)),
-            Text(role.verdict, style="" if role.verdict == "fits" else "bold yellow"),
-            *(
-                byte_range(size, unit)
-                for size in (role.peak.allocated, role.peak.reserved, role.peak.process)
-            ),
-            rank_place(role),
+        sizes = (role.peak.allocated, role.peak.reserved, role.peak.process)
+        cells = (
+            FigureCell(listed_ranks((role.rank, *role.also))),
+            FigureCell(role.verdict, warns=role.verdict != "fits"),
+            *(FigureCell(byte_range(size, unit), size.most) for size in sizes),
+            FigureCell(short_place(role.place)),
         )
-    return table
-
-
-def rank_place(role: RankRole) -> str:
-    """Return where a role holds most."""
-    place = (role.place.phase, escaped(role.place.module), escaped(short_path(role.place.line)))
-    return " · ".join(part for part in place if part)
+        rows.append(FigureRow(cells))
+    return FigureTable(("ranks", "verdict", *numbers, "peak in"), numbers, rows)
 
 
 def byte_range(size: ByteRange, unit: Unit) -> str:
@@ -56,10 +42,10 @@ def range_line(peak: PeakRange) -> str:
     return f"A range: {peaks}, depending on {races}the workspaces that cuDNN uses on the card, or none."
 
 
-def listed(ranks: tuple[int, ...]) -> str:
+def listed_ranks(ranks: tuple[int, ...]) -> str:
     """Return ranks as people write them; runs of neighbours as first and last.
 
-    >>> listed((0, 2, 3, 4, 8))
+    >>> listed_ranks((0, 2, 3, 4, 8))
     '0, 2-4, 8'
     """
     parts = []

@@ -11,8 +11,8 @@ from memfit.analysis.fold_module_paths import fold_module_paths
 from memfit.records import CheckedFigure, CheckVerdict, GroupBy, MemoryCheck, RunDifference
 from memfit.records.job_target import typed
 from memfit.report.escape import escaped
+from memfit.report.places import place_in_words
 from memfit.report.terminal.explanation import row_name
-from memfit.report.terminal.summary import in_words
 from memfit.units import format_gib
 
 _ROWS = 20
@@ -22,7 +22,7 @@ def print_difference(found: RunDifference, console: Console) -> None:
     """Print what changed, in bytes; the rows sum to what is allocated."""
     width = max(map(len, found.names))
     for name, place in zip(found.names, found.places, strict=True):
-        console.print(Text(f"{name:<{width}}  {found.at} in: {in_words(place)}"))
+        console.print(Text(f"{name:<{width}}  {found.at} in: {place_in_words(place)}"))
     console.print()
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for name in (*found.names, "change"):

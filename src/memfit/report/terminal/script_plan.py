@@ -23,6 +23,7 @@ from memfit.report.terminal.plan_code import (
     sharded_optimizer,
     sharding_name,
 )
+from memfit.report.terminal.verdict import Verdict
 from memfit.units import format_bytes, format_gib
 
 _MUCH = 0.05
@@ -54,7 +55,7 @@ def print_plan(result: ScriptPlan, console: Console, file: Path | None = None) -
         escaped(result.device.name),
         f"torch {escaped(result.versions.get('torch', '?'))}",
     ]
-    console.print(Text(plan_verdict(result), style="bold"))
+    console.print(plan_verdict(result).text)
     console.print(Text(" · ".join([*parts, f"budget {format_gib(result.budget)}"]), style="dim"))
     console.print()
     console.print(_table(result))
@@ -91,8 +92,8 @@ def _micro_batches(chosen: PlanRun) -> Iterator[str]:
         yield "    Random numbers, such as those of dropout, are others than for the whole batch."
 
 
-def plan_verdict(result: ScriptPlan) -> str:
-    """Return the answer in a line."""
+def plan_verdict(result: ScriptPlan) -> Verdict:
+    """Return the answer."""
     written = format_gib(result.as_written.needs.bytes)
     budget = format_gib(result.budget)
     if result.world_size > 1:
@@ -101,35 +102,39 @@ def plan_verdict(result: ScriptPlan) -> str:
     tight = ", TIGHT" * result.is_tight
     if result.chosen is not None and not result.chosen.changes:
         may_fail = ": it may not fit" * result.is_tight
-        return f"NO PLAN NEEDED{tight}   as written, the script needs {written} of {budget}{may_fail}"
+        needs = f"as written, the script needs {written} of {budget}{may_fail}"
+        return Verdict(f"NO PLAN NEEDED{tight}", (needs,))
     if result.chosen is result.as_written:
-        return f"PLAN FOUND{tight}   needs {written} of {budget}, {before}"
+        return Verdict(f"PLAN FOUND{tight}", (f"needs {written} of {budget}, {before}",))
     if result.chosen is not None:
-        needs = format_gib(result.chosen.needs.bytes)
-        return (
-            f"PLAN FOUND{tight}   needs {needs} of {budget} instead of {written}; a step takes "
-            f"{result.chosen.time:.2f} times as long"
+        needs = f"needs {format_gib(result.chosen.needs.bytes)} of {budget} instead of {written}"
+        return Verdict(
+            f"PLAN FOUND{tight}", (f"{needs}; a step takes {result.chosen.time:.2f} times as long",)
         )
-    return _no_plan(result, written, budget, before)
+    word, why = _no_plan(result, written, budget, before)
+    return Verdict(word, (why,))
 
 
-def _no_plan(result: ScriptPlan, written: str, budget: str, before: str) -> str:
+def _no_plan(result: ScriptPlan, written: str, budget: str, before: str) -> tuple[str, str]:
     if result.too_slow is not None and result.max_slowdown is not None:
         needs = format_gib(result.too_slow.needs.bytes)
-        return (
-            f"NO PLAN FITS   within {result.max_slowdown:g} times the time; one that needs {needs} of "
+        return "NO PLAN FITS", (
+            f"within {result.max_slowdown:g} times the time; one that needs {needs} of "
             f"{budget} instead of {written} takes {result.too_slow.time:.3f}"
         )
     if result.out_of_time:
         smallest = format_gib((result.smallest or result.as_written).needs.bytes)
-        return f"NO PLAN FOUND IN TIME   the smallest so far needs {smallest} of {budget}; {before} {written}"
+        return (
+            "NO PLAN FOUND IN TIME",
+            f"the smallest so far needs {smallest} of {budget}; {before} {written}",
+        )
     if result.floor is not None:
         least = format_gib(result.floor.bytes)
-        return f"NO PLAN FITS   every plan needs at least {least} of {budget}; {before} {written}"
+        return "NO PLAN FITS", f"every plan needs at least {least} of {budget}; {before} {written}"
     if result.smallest is not None:
         needs = format_gib(result.smallest.needs.bytes)
-        return f"NO PLAN FITS   the smallest needs {needs} of {budget}; {before} {written}"
-    return f"NO PLAN   {before}, the script needs {written} of {budget}"
+        return "NO PLAN FITS", f"the smallest needs {needs} of {budget}; {before} {written}"
+    return "NO PLAN", f"{before}, the script needs {written} of {budget}"
 
 
 def _table(result: ScriptPlan) -> Table:

@@ -6,10 +6,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memfit.records import ComparedRun, ScriptLocation, StrategyComparison
+from memfit.records import ComparedRun, StrategyComparison
 from memfit.records.job_target import typed
 from memfit.report.escape import escaped
-from memfit.report.short_path import short_path
+from memfit.report.places import short_place
 from memfit.report.terminal.plan_code import before_sharding, how_to_start, sharded_optimizer
 from memfit.report.terminal.ranks import byte_range
 from memfit.units import format_gib, unit_for
@@ -77,14 +77,9 @@ def _table(result: StrategyComparison) -> Table:
             "" if not run.change else unit.number(run.change, "+"),
             *rank,
             Text(run.verdict, style="" if run.verdict == "fits" else "bold yellow"),
-            _place(run.place),
+            short_place(run.place),
         )
     return table
-
-
-def _place(place: ScriptLocation) -> str:
-    parts = (place.phase, escaped(place.module), escaped(short_path(place.line)))
-    return " · ".join(part for part in parts if part)
 
 
 def _to_write(result: StrategyComparison) -> Iterator[str]:

@@ -7,30 +7,28 @@ colour the terminal nor move its cursor.
 from collections.abc import Iterator
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from memfit.records import (
-    ChildProcess,
     DryRun,
     Machine,
-    OutOfMemory,
     Provenance,
-    ScriptEnd,
-    ScriptLocation,
+    Shortened,
     Stage,
+    StageUse,
+    worst,
 )
 from memfit.records.job_target import typed
 from memfit.report.escape import escaped
-from memfit.report.short_path import short_path
+from memfit.report.figure_table import FigureCell, FigureRow, FigureTable
+from memfit.report.places import place_in_words, short_path
 from memfit.report.terminal.advice import advice_lines, steps_in_words
 from memfit.report.terminal.longest_batch import longest_lines
-from memfit.report.terminal.needs import needed, needs_and_takes, shortage, span, taken
 from memfit.report.terminal.notes import note_lines
 from memfit.report.terminal.ranks import range_line, rank_table
-from memfit.report.terminal.run_stages import stage_parts
-from memfit.report.terminal.term_table import term_table
-from memfit.units import MIB, format_bytes, format_gib
-from memfit.user_frame import innermost_line
+from memfit.report.terminal.verdict import is_snapshot, untried, verdict_of_run
+from memfit.units import MIB, format_bytes, format_gib, unit_for
 
 MACHINES = {
     Machine.GHOST: "ghost: a stand-in CUDA runtime. PyTorch's allocations are real; nothing is computed, "
@@ -50,11 +48,11 @@ def print_summary(result: DryRun, console: Console, *, hints: bool = True, notes
         hints: whether it names options of the command line that answer what it leaves open.
         notes: whether it lists every note.
     """
-    console.print(verdict(result, hints=hints))
+    console.print(verdict_of_run(result, hints=hints).text)
     console.print(subject(result), style="dim")
     console.print()
     if result.ranks:
-        console.print(rank_table(result.ranks))
+        console.print(rank_table(result.ranks).in_terminal())
         console.print()
         console.print(f"Rank {result.ranks[0].rank}:")
     for part in stage_parts(result):
@@ -72,197 +70,9 @@ def print_summary(result: DryRun, console: Console, *, hints: bool = True, notes
         console.print(MACHINES[result.device.machine], style="dim")
 
 
-def verdict(result: DryRun, *, hints: bool = True) -> Text:
-    """Return whether the run fits, and what it needs or where memory ran out; ``hints`` as above."""
-    if _is_snapshot(result):
-        return Text(f"SNAPSHOT   {format_gib(result.peak_reserved)} reserved at most", style="bold")
-    if result.verdict in ("fits", "tight"):
-        text = Text(result.verdict.upper(), style=f"bold {'green' if result.verdict == 'fits' else 'yellow'}")
-        text.append(" SO FAR" * result.is_partial)
-        text.append(f"{_after_caught(result)}   {needs_and_takes(result)}", style="not bold")
-        below = f"{_uncertain(result)}{_bound(result, hints=hints)}\n{_covers(result, hints=hints)}"
-        return text.append(below, style="not bold default")
-    if result.verdict == "unknown":
-        text = Text("INCOMPLETE", style="bold yellow")
-        failed = result.end.reason in ("exception", "interrupted") or result.end.gave_up
-        needs = (
-            f"{needs_and_takes(result)} up to where it ended"
-            if failed
-            else f"{needed(result)} without children"
-        )
-        text.append(f"   {needs}", style="not bold")
-        lines = [f"The {'resumed ' * result.resumed}script ended with {_ended(result.end)}"] if failed else []
-        lines += map(_child, result.children)
-        more = _bound(result, hints=hints) + "".join(f"\n{line}" for line in lines)
-        return text.append(more, style="not bold default")
-    return _failure(result, hints=hints)
-
-
-def _child(child: ChildProcess) -> str:
-    """Return that a process which the script started used the GPU, what it held, and how it failed."""
-    if child.peak is None and child.exception:
-        why = escaped(_first_line(child.exception))
-        return f"Not included: {escaped(child.name)}, which the script started: {why}."
-    if child.peak is None:
-        return (
-            f"Not included: {escaped(child.name)}, which the script started, loads PyTorch where memfit "
-            "cannot follow it (python -I, environment variables of its own, or another Python). "
-            "To measure it, dry-run it by itself."
-        )
-    failed = f", and failed: {escaped(_first_line(child.exception))}" if child.exception else ""
-    return (
-        f"Not included: {escaped(child.name)}, which the script started, also used the GPU (at least "
-        f"{format_gib(child.peak.bytes)}){failed}. To measure it, dry-run it by itself."
-    )
-
-
-def _after_caught(result: DryRun) -> str:
-    """Return how many out-of-memory errors the script caught, and where the first was raised."""
-    if not result.caught or result.out_of_memory is None:
-        return ""
-    errors = f"{result.caught} caught out-of-memory error{'s' * (result.caught != 1)}"
-    where = escaped(short_path(result.out_of_memory.place.line))
-    return f" after {errors}" + f" ({where})" * bool(where)
-
-
-def _covers(result: DryRun, *, hints: bool) -> str:
-    """Return which part of the script the answer covers."""
-    if not result.end.stopped:
-        steps = f": {steps_in_words(result)}" * bool(result.steps)
-        return f"This result covers the whole run{', shortened' * bool(result.shortened)}{steps}."
-    if result.end.reason == "time":
-        text = f"This result covers {steps_in_words(result)}: memfit stopped the script when its time was up."
-        return f"{text} To run more, pass --seconds N." if hints else text
-    later = f"later parts, such as evaluation{' or larger batches' * (not result.longest)}"
-    if result.end.evaluation:
-        where = escaped(short_path(result.end.evaluation))
-        later = f"the eval() in {where}, perhaps an evaluation, and other later parts"
-    text = f"This result covers {steps_in_words(result)}. Not run: {later}; they may need more."
-    return f"{text} To run more, pass --to-end or --steps N." if hints else text
-
-
-def _uncertain(result: DryRun) -> str:
-    """Return, on a line of its own, why a tight fit may fail; empty otherwise."""
-    if result.verdict != "tight":
-        return ""
-    again = "run out of memory once more" if result.caught else "not fit"
-    return (
-        f"\nThe run may {again}: the size of the CUDA context is assumed. The real size may be up to "
-        f"{format_bytes(result.uncertainty)} larger. To measure it on your GPU, run memfit doctor --context."
-    )
-
-
-def untried(result: DryRun) -> str:
-    """Return why there is no more advice; empty if everything was tried."""
-    end = result.untried
-    if end is None:
-        return ""
-    what = "No more advice" if result.advice else "No advice"
-    if end.reason == "interrupted":
-        return f"{what}: interrupted."
-    if end.reason == "refused":
-        return f"{what}: {escaped(_first_line(end.exception))}"
-    again = "" if end == result.end else "when run again without input, "
-    return f"{what}: {again}the script ended with {_ended(end)}"
-
-
-def _ended(end: ScriptEnd) -> str:
-    """Return what a script ended with, and where."""
-    parts = [f"exit code {end.exit_code}"] if end.gave_up or not end.exception else []
-    parts += [escaped(_first_line(end.exception))] if end.exception else []
-    return ": ".join(parts) + f"  {escaped(short_path(end.where))}" * bool(end.where)
-
-
-def _first_line(text: str) -> str:
-    """Return the first line of an exception, joined with the next one if it names the type alone."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    count = 2 if lines[:1] and lines[0].endswith(":") else 1
-    first = " ".join(lines[:count])
-    return f"{first} ..." if lines[count:] else first
-
-
-def _bound(result: DryRun, *, hints: bool) -> str:
-    """Return, on a line of its own, which size makes the figures upper bounds; empty if they are none."""
-    if result.bound is None:
-        return ""
-    where = result.bound.where
-    amount = format_bytes(result.bound.bytes)
-    follows = f"; about {amount} of the peak depends on it" if result.bound.bytes else ""
-    text = (
-        f"\nAt most: the size of {escaped(result.bound.operator)} depends on GPU values, and is assumed to "
-        f"be the largest possible{follows} ({escaped(short_path(where))})."
-    )
-    key = innermost_line(where) or result.bound.operator
-    options = f" --values {escaped(key)}=… sets it; --values count=1 gives the least of all such sizes."
-    return text + options * hints
-
-
-def _failure(result: DryRun, *, hints: bool) -> Text:
-    text = Text(
-        result.verdict.upper(), style="bold yellow" if result.verdict == "may not fit" else "bold red"
-    )
-    failure = result.out_of_memory
-    if failure is None and result.range is not None:
-        has = format_gib(result.device.total.bytes - result.device.in_use)
-        return text.append(f"   needs {span(*taken(result))}; this GPU has {has}", style="not bold")
-    if failure is None and result.end.reason != "out of memory":
-        why = "NCCL takes the memory that is missing after PyTorch has reserved its own."
-        return text.append(f"   {needed(result)}\n{why}", style="not bold")
-    if failure is None:  # the script raised the error itself
-        where = f"  {escaped(short_path(result.end.where))}" if result.end.where else ""
-        return text.append(f"   {escaped(_first_line(result.end.exception))}{where}", style="not bold")
-    text.append(f"   {shortage(result)}", style="not bold")
-    asked = f"{format_bytes(failure.requested)} requested, {format_bytes(failure.free)} free"
-    lines = (
-        f"Ran out in: {in_words(failure.place)}",
-        f"{asked}{_fragmented(result, failure)}.",
-        _bound(result, hints=hints).strip(),
-        " ".join(_remarks(result, failure, hints=hints)),
-    )
-    return text.append("".join(f"\n{line}" for line in lines if line), style="not bold default")
-
-
-def _fragmented(result: DryRun, failure: OutOfMemory) -> str:
-    """Return that PyTorch had as much memory as is missing, but not for this request; empty if it had not."""
-    missing = failure.shortfall
-    if result.needs is not None:  # requests that would have followed may need more
-        missing = max(missing, result.needs.bytes + result.device.in_use - result.device.total.bytes)
-    if not failure.shortfall or failure.cached < missing:
-        return ""
-    more = format_bytes(failure.cached)
-    return f"; PyTorch caches {more} more, in blocks that this request cannot use (fragmentation)"
-
-
-def _remarks(result: DryRun, failure: OutOfMemory, *, hints: bool) -> Iterator[str]:
-    if result.end.reason != "out of memory":
-        yield "The script caught the error and continued."
-    elif not failure.shortfall:
-        yield (
-            "The device had free memory, but the process reached its limit: the script or "
-            "PYTORCH_ALLOC_CONF sets a memory fraction."
-        )
-    if result.needs_without_workspaces is not None and not result.bound:
-        yield (
-            "How much is enough depends on the workspaces of convolutions: where memory is short, PyTorch "
-            "takes engines with smaller ones. A dry run with more memory tells."
-        )
-    if result.needs is None and result.untried is not None:
-        end = result.untried
-        why = "a second run, with unlimited memory, did not complete."
-        why = escaped(_first_line(end.exception)) if end.reason == "refused" else why
-        yield f"How much memory the script needs in total is unknown: {why}"
-    if hints and result.advice is None and not result.stages:
-        run = "run again" if result.device.machine is Machine.GHOST else "use memfit dry-run"
-        yield f"To find changes that make the script fit, {run} with --advise."
-
-
-def _is_snapshot(result: DryRun) -> bool:
-    return not result.device.total.bytes
-
-
 def subject(result: DryRun) -> Text:
     """Return what ran, and on what."""
-    if _is_snapshot(result):
+    if is_snapshot(result):
         return Text("a memory snapshot written by PyTorch: without device, phases and categories")
     parts = [
         escaped(" ".join(typed(result.command)[:1])),
@@ -276,24 +86,8 @@ def subject(result: DryRun) -> Text:
     return Text(" · ".join(part for part in parts if part))
 
 
-def in_words(place: ScriptLocation) -> str:
-    """Return where the script was, in one line; outside modules, with the function."""
-    function = f" in {escaped(place.function)}" if place.function and not place.module else ""
-    trains = not place.stage or place.stage.startswith(Stage.TRAINING)  # elsewhere, a step has no meaning
-    step = f"step {place.step}" if place.step and trains else ""
-    parts = [
-        place.stage,
-        step,
-        place.phase if trains or place.module else "",
-        escaped(place.module),
-        escaped(place.op),
-        f"{escaped(short_path(place.line))}{function}",
-    ]
-    return " · ".join(part for part in parts if part)
-
-
 def _peak(result: DryRun) -> Text:
-    return Text(f"Peak in: {in_words(result.peak_place)}")
+    return Text(f"Peak in: {place_in_words(result.peak_place)}")
 
 
 def _below_table(result: DryRun) -> Iterator[Text | str]:
@@ -333,3 +127,149 @@ def growth(result: DryRun) -> Text:
         return Text(f"Steady after step {growth.steady_from}: {steps} left memory as it was.")
     seen = "are in this history" if result.steps > 1 else "completed"  # a watch drops older steps
     return Text(f"Fewer than two training steps {seen}, so growth is unknown.", style="dim")
+
+
+_LEFT = MIB
+"""Bytes left behind from which on they are worth a line: PyTorch rounds up small tensors."""
+
+
+_SHORTENED = "Shortened:"
+
+
+def stage_parts(result: DryRun) -> Iterator[Table | Text]:
+    """Yield the table of stages, what is amiss in them, what was shortened, and an empty line."""
+    if result.stages:
+        yield stage_table(result).in_terminal()
+        yield from _lines(result)
+        yield Text()
+
+
+def stage_table(result: DryRun) -> FigureTable:
+    """Return a row for each stage, the worst one marked; file names are as in the trace."""
+    unit = unit_for(result.peak_reserved)
+    numbers = ("times", "allocated", "process")
+    rows = []
+    for use in result.stages:
+        cells = (
+            FigureCell(use.name),
+            FigureCell(f"{use.times:,}"),
+            *(FigureCell(unit.format(size), size) for size in (use.allocated, use.process.bytes)),
+            FigureCell(escaped(_stage_place(use))),
+        )
+        rows.append(FigureRow(cells, marked=use is result.worst_stage))
+    return FigureTable(("stage", *numbers, "most allocated in"), numbers, rows)
+
+
+def _stage_place(use: StageUse) -> str:
+    """Return where a stage allocated most. Outside of training steps, phases of steps say nothing."""
+    place = use.place
+    if place is None:
+        return "no more than before"
+    phase = place.phase if use.stage in (Stage.TRAINING, Stage.EVALUATION) else ""
+    function = f" in {place.function}" if place.function and not place.module else ""
+    parts = [phase, place.module, f"{short_path(place.line)}{function}"]
+    return "ran out of memory: " * use.ran_out + " · ".join(part for part in parts if part)
+
+
+def _lines(result: DryRun) -> Iterator[Text]:
+    """Yield what is amiss in stages, and what was shortened."""
+    for text in stage_remarks(result):
+        shortens = text.startswith(_SHORTENED)
+        yield Text(escaped(text), style="dim" if shortens else "yellow")
+
+
+def stage_remarks(result: DryRun) -> Iterator[str]:
+    """Yield what is amiss in stages, and what was shortened; file names are as in the trace."""
+    for use in result.stages:
+        if use.gradients:
+            yield (
+                f"The {use.name} records gradients, and so keeps activations: run it under torch.no_grad()."
+            )
+        if use.leaves >= _LEFT:
+            yield _leaves(use)
+    if result.lacks_steps:
+        yield "No training step was completed: the optimizer steps after more batches. Pass more --batches."
+    if result.leaks_in_short_passes and not result.ran_out:
+        left = (result.device.total.bytes - result.peak_process.bytes) // result.growth.bytes_per_step
+        yield (
+            "Memory grows from step to step, and the script makes more steps than were run. Estimated from "
+            f"these, memory runs out about {max(0, left):,} steps later."
+        )
+    resumed = {use.stage for use in result.stages if use.resumed}
+    if resumed and Stage.TRAINING not in resumed:
+        yield (
+            "The resumed run trained nothing, so its training is unknown: have it train on, for example for "
+            "more epochs."
+        )
+    if result.shortened and result.end.reason == "exception":
+        yield (
+            "Passes over loaders are shorter in this run. If the script counts batches in another way, pass "
+            "more --batches, or --to-end instead of --whole."
+        )
+    if result.shortened:
+        yield f"{_SHORTENED} {'; '.join(map(_shortened, result.shortened))}."
+
+
+def _leaves(use: StageUse) -> str:
+    where = f", most of it allocated in {short_path(use.leaves_line)}" * bool(use.leaves_line)
+    return f"The {use.stage} leaves {format_bytes(use.leaves)} behind that training then runs beside{where}."
+
+
+def _shortened(each: Shortened) -> str:
+    if each.is_option:
+        of = f"{each.of:,}" if each.of is not None else "no limit"
+        return f"{each.where} {each.to:,} of {of}"
+    of = f"{each.of:,}" if each.of is not None else "an unknown number of"
+    return f"{each.to:,} of {of} batches ({short_path(each.where) or 'a loader of a library'})"
+
+
+_BAR = 20  # characters of the longest bar
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+_WITH_BARS, _WITH_SHARES = 80, 56  # terminal columns from which on they are shown
+
+
+def term_table(result: DryRun, width: int) -> Table:
+    """Return the terms of the peak; below them, what two tools would show of it.
+
+    nvidia-smi lists a process. The first version of ``nvmlDeviceGetMemoryInfo`` counts all that is used on
+    the card: by this process, by others, and by the driver. The second version leaves the driver's part out.
+
+    Args:
+        result: the run.
+        width: columns of the terminal.
+    """
+    total = max(result.peak_process.bytes, 1)
+    unit = unit_for(result.peak_reserved)
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column()
+    for justify in ("right", "right", "left"):
+        table.add_column(justify="right" if justify == "right" else "left", no_wrap=True)
+    table.add_column(style="dim", no_wrap=True)
+    for term in result.terms:
+        total_row = term.is_total
+        if not total_row and unit.rounds_to_zero(term.figure.bytes):
+            continue
+        name = Text(("── " if total_row else "  ") + term.name, style="bold" if total_row else "")
+        share = term.figure.bytes / total
+        table.add_row(
+            name,
+            unit.format(term.figure.bytes),
+            "" if total_row or width < _WITH_SHARES else f"{100 * share:.0f} %",
+            "" if total_row or width < _WITH_BARS else _bar(share),
+            term.figure.provenance,
+        )
+    if result.device.machine is Machine.CPU:
+        return table
+    shown = f"{-(-result.peak_process.bytes // MIB):,} MiB"
+    table.add_row(Text("   in nvidia-smi"), shown, "", "", result.peak_process.provenance)
+    if (driver := result.device.driver) is not None:
+        whole_card = result.peak_process.bytes + driver.bytes + result.device.in_use
+        shown = f"{-(-whole_card // MIB):,} MiB"
+        sure = worst(result.peak_process.provenance, driver.provenance)
+        table.add_row(Text("   in NVML's v1"), shown, "", "", sure)
+    return table
+
+
+def _bar(share: float) -> str:
+    whole, eighths = divmod(round(share * _BAR * 8), 8)
+    return "█" * whole + _EIGHTHS[eighths].strip()

@@ -34,7 +34,7 @@ _PATIENCE = 8
 """Forwards with a batch after which the script is taken to make no backward."""
 
 
-class ServedBatches:
+class ReplacedBatches:
     """The chosen batches of one loader, and which of them the script gets next.
 
     Args:

@@ -1,0 +1,300 @@
+"""Whether a run fits, what it needs, and why it may not: the verdict of a summary, as data and as text."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from rich.text import Text
+
+from memfit.records import ChildProcess, DryRun, Machine, OutOfMemory, ScriptEnd
+from memfit.report.escape import escaped
+from memfit.report.places import place_in_words, short_path
+from memfit.report.terminal.advice import steps_in_words
+from memfit.units import MIB, format_bytes, format_gib
+from memfit.user_frame import innermost_line
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The answer of a command: a line with its figures, and what is said below."""
+
+    word: str
+    """``FITS SO FAR``."""
+    figures: tuple[str, ...]
+    """``needs 8.50 GiB of 80.00 GiB``, ``leaves 71.50 GiB``."""
+    colour: str = ""
+    """Of the line, in the terminal; empty for none."""
+    after: str = ""
+    """What happened before: ``after 2 caught out-of-memory errors``."""
+    lines: tuple[str, ...] = ()
+    """Sentences about it."""
+
+    @property
+    def text(self) -> Text:
+        """What the terminal shows."""
+        text = Text(self.word, style=f"bold {self.colour}".strip())
+        line = "   ".join((f" {self.after}" * bool(self.after), *self.figures))
+        text.append(line, style="not bold" * bool(self.colour))
+        return text.append("".join(f"\n{line}" for line in self.lines), style="not bold default")
+
+
+def verdict_of_run(result: DryRun, *, hints: bool = True) -> Verdict:
+    """Return whether a run fits, and what it needs or where memory ran out.
+
+    Args:
+        result: the run.
+        hints: whether to name options of the command line that answer what it leaves open.
+    """
+    if is_snapshot(result):
+        return Verdict("SNAPSHOT", (f"{format_gib(result.peak_reserved)} reserved at most",))
+    if result.verdict in ("fits", "tight"):
+        return Verdict(
+            result.verdict.upper() + " SO FAR" * result.is_partial,
+            needs_and_takes(result),
+            "green" if result.verdict == "fits" else "yellow",
+            _after_caught(result),
+            (*_uncertain(result), *_bound(result, hints=hints), _covers(result, hints=hints)),
+        )
+    if result.verdict != "unknown":
+        return _failure(result, hints=hints)
+    failed = result.end.reason in ("exception", "interrupted") or result.end.gave_up
+    *before, last = needs_and_takes(result) if failed else (needed(result),)
+    ended = [f"The {'resumed ' * result.resumed}script ended with {_ended(result.end)}"] if failed else []
+    return Verdict(
+        "INCOMPLETE",
+        (*before, f"{last} {'up to where it ended' if failed else 'without children'}"),
+        "yellow",
+        lines=(*_bound(result, hints=hints), *ended, *map(_child, result.children)),
+    )
+
+
+def _child(child: ChildProcess) -> str:
+    """Return that a process which the script started used the GPU, what it held, and how it failed."""
+    if child.peak is None and child.exception:
+        why = escaped(_first_line(child.exception))
+        return f"Not included: {escaped(child.name)}, which the script started: {why}."
+    if child.peak is None:
+        return (
+            f"Not included: {escaped(child.name)}, which the script started, loads PyTorch where memfit "
+            "cannot follow it (python -I, environment variables of its own, or another Python). "
+            "To measure it, dry-run it by itself."
+        )
+    failed = f", and failed: {escaped(_first_line(child.exception))}" if child.exception else ""
+    return (
+        f"Not included: {escaped(child.name)}, which the script started, also used the GPU (at least "
+        f"{format_gib(child.peak.bytes)}){failed}. To measure it, dry-run it by itself."
+    )
+
+
+def _after_caught(result: DryRun) -> str:
+    """Return how many out-of-memory errors the script caught, and where the first was raised."""
+    if not result.caught or result.out_of_memory is None:
+        return ""
+    errors = f"{result.caught} caught out-of-memory error{'s' * (result.caught != 1)}"
+    where = escaped(short_path(result.out_of_memory.place.line))
+    return f"after {errors}" + f" ({where})" * bool(where)
+
+
+def _covers(result: DryRun, *, hints: bool) -> str:
+    """Return which part of the script the answer covers."""
+    if not result.end.stopped:
+        steps = f": {steps_in_words(result)}" * bool(result.steps)
+        return f"This result covers the whole run{', shortened' * bool(result.shortened)}{steps}."
+    if result.end.reason == "time":
+        text = f"This result covers {steps_in_words(result)}: memfit stopped the script when its time was up."
+        return f"{text} To run more, pass --seconds N." if hints else text
+    later = f"later parts, such as evaluation{' or larger batches' * (not result.longest)}"
+    if result.end.evaluation:
+        where = escaped(short_path(result.end.evaluation))
+        later = f"the eval() in {where}, perhaps an evaluation, and other later parts"
+    text = f"This result covers {steps_in_words(result)}. Not run: {later}; they may need more."
+    return f"{text} To run more, pass --to-end or --steps N." if hints else text
+
+
+def _uncertain(result: DryRun) -> Iterator[str]:
+    """Yield why a tight fit may fail."""
+    if result.verdict != "tight":
+        return
+    again = "run out of memory once more" if result.caught else "not fit"
+    yield (
+        f"The run may {again}: the size of the CUDA context is assumed. The real size may be up to "
+        f"{format_bytes(result.uncertainty)} larger. To measure it on your GPU, run memfit doctor --context."
+    )
+
+
+def untried(result: DryRun) -> str:
+    """Return why there is no more advice; empty if everything was tried."""
+    end = result.untried
+    if end is None:
+        return ""
+    what = "No more advice" if result.advice else "No advice"
+    if end.reason == "interrupted":
+        return f"{what}: interrupted."
+    if end.reason == "refused":
+        return f"{what}: {escaped(_first_line(end.exception))}"
+    again = "" if end == result.end else "when run again without input, "
+    return f"{what}: {again}the script ended with {_ended(end)}"
+
+
+def _ended(end: ScriptEnd) -> str:
+    """Return what a script ended with, and where."""
+    parts = [f"exit code {end.exit_code}"] if end.gave_up or not end.exception else []
+    parts += [escaped(_first_line(end.exception))] if end.exception else []
+    return ": ".join(parts) + f"  {escaped(short_path(end.where))}" * bool(end.where)
+
+
+def _first_line(text: str) -> str:
+    """Return the first line of an exception, joined with the next one if it names the type alone."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    count = 2 if lines[:1] and lines[0].endswith(":") else 1
+    first = " ".join(lines[:count])
+    return f"{first} ..." if lines[count:] else first
+
+
+def _bound(result: DryRun, *, hints: bool) -> Iterator[str]:
+    """Yield which size makes the figures upper bounds, if they are."""
+    if result.bound is None:
+        return
+    where = result.bound.where
+    amount = format_bytes(result.bound.bytes)
+    follows = f"; about {amount} of the peak depends on it" if result.bound.bytes else ""
+    text = (
+        f"At most: the size of {escaped(result.bound.operator)} depends on GPU values, and is assumed to "
+        f"be the largest possible{follows} ({escaped(short_path(where))})."
+    )
+    key = innermost_line(where) or result.bound.operator
+    options = f" --values {escaped(key)}=… sets it; --values count=1 gives the least of all such sizes."
+    yield text + options * hints
+
+
+def _failure(result: DryRun, *, hints: bool) -> Verdict:
+    """Return how memory ran out."""
+    word, colour = result.verdict.upper(), "yellow" if result.verdict == "may not fit" else "red"
+    failure = result.out_of_memory
+    if failure is None and result.range is not None:
+        has = format_gib(result.device.total.bytes - result.device.in_use)
+        return Verdict(word, (f"needs {span(*taken(result))}; this GPU has {has}",), colour)
+    if failure is None and result.end.reason != "out of memory":
+        why = "NCCL takes the memory that is missing after PyTorch has reserved its own."
+        return Verdict(word, (needed(result),), colour, lines=(why,))
+    if failure is None:  # the script raised the error itself
+        where = f"  {escaped(short_path(result.end.where))}" if result.end.where else ""
+        return Verdict(word, (f"{escaped(_first_line(result.end.exception))}{where}",), colour)
+    asked = f"{format_bytes(failure.requested)} requested, {format_bytes(failure.free)} free"
+    lines = (
+        f"Ran out in: {place_in_words(failure.place)}",
+        f"{asked}{_fragmented(result, failure)}.",
+        *_bound(result, hints=hints),
+        " ".join(_remarks(result, failure, hints=hints)),
+    )
+    return Verdict(word, (shortage(result),), colour, lines=tuple(filter(None, lines)))
+
+
+def _fragmented(result: DryRun, failure: OutOfMemory) -> str:
+    """Return that PyTorch had as much memory as is missing, but not for this request; empty if it had not."""
+    missing = failure.shortfall
+    if result.needs is not None:  # requests that would have followed may need more
+        missing = max(missing, result.needs.bytes + result.device.in_use - result.device.total.bytes)
+    if not failure.shortfall or failure.cached < missing:
+        return ""
+    more = format_bytes(failure.cached)
+    return f"; PyTorch caches {more} more, in blocks that this request cannot use (fragmentation)"
+
+
+def _remarks(result: DryRun, failure: OutOfMemory, *, hints: bool) -> Iterator[str]:
+    if result.end.reason != "out of memory":
+        yield "The script caught the error and continued."
+    elif not failure.shortfall:
+        yield (
+            "The device had free memory, but the process reached its limit: the script or "
+            "PYTORCH_ALLOC_CONF sets a memory fraction."
+        )
+    if result.needs_without_workspaces is not None and not result.bound:
+        yield (
+            "How much is enough depends on the workspaces of convolutions: where memory is short, PyTorch "
+            "takes engines with smaller ones. A dry run with more memory tells."
+        )
+    if result.needs is None and result.untried is not None:
+        end = result.untried
+        why = "a second run, with unlimited memory, did not complete."
+        why = escaped(_first_line(end.exception)) if end.reason == "refused" else why
+        yield f"How much memory the script needs in total is unknown: {why}"
+    if hints and result.advice is None and not result.stages:
+        run = "run again" if result.device.machine is Machine.GHOST else "use memfit dry-run"
+        yield f"To find changes that make the script fit, {run} with --advise."
+
+
+def is_snapshot(result: DryRun) -> bool:
+    """Return whether this is a memory snapshot written by PyTorch, which names no device."""
+    return not result.device.total.bytes
+
+
+# ---- figures ----------------------------------------------------------------------------------------------
+
+
+def needs_and_takes(result: DryRun) -> tuple[str, ...]:
+    """Return what the run needs, what it takes on this GPU if that is more, and what it leaves."""
+    room = result.device.total.bytes - result.device.in_use
+    least, most = taken(result)
+    if result.caught:  # its attempts fill the GPU, whatever its size
+        cached = result.peak_reserved - result.peak_allocated
+        return f"takes {_of_gpu(result, least, most)}", f"{format_gib(cached)} of it only cached"
+    left = f"at least {format_gib(room - most)}" if result.bound else span(room - most, room - least)
+    as_much = needed(result) == f"needs {_of_gpu(result, least, most)}"
+    takes = "" if as_much else f", takes {_amount(result, least, most)}"
+    return f"{needed(result)}{takes}", f"leaves {left}"
+
+
+def needed(result: DryRun) -> str:
+    """Return what the run needs, of what this GPU has."""
+    if result.needs is None:
+        return f"needs {_of_gpu(result, *taken(result))}"
+    ends = [each.bytes for each in (result.needs, result.needs_without_workspaces) if each is not None]
+    return f"needs {_of_gpu(result, min(ends), max(ends))}"
+
+
+def _of_gpu(result: DryRun, least: int, most: int) -> str:
+    return f"{_amount(result, least, most)} of {format_gib(result.device.total.bytes)}"
+
+
+def _amount(result: DryRun, least: int, most: int) -> str:
+    """Return between which figures the process and others are."""
+    least, most = (end + result.device.in_use for end in (least, most))
+    return f"at most {format_gib(most)}" if result.bound else span(least, most)
+
+
+def taken(result: DryRun) -> tuple[int, int]:
+    """Return the process's bytes on this GPU, least and most: the same if they are no range."""
+    process = result.peak_process.bytes
+    return (
+        (process, process)
+        if result.range is None
+        else (result.range.process.least, result.range.process.most)
+    )
+
+
+def _in_mib(amount: int) -> str:
+    return f"{amount / MIB:,.0f} MiB"
+
+
+def span(least: int, most: int, shown: Callable[[int], str] = format_gib) -> str:
+    """Return "1.50 to 1.75 GiB"; one figure where both read alike."""
+    low, high = shown(least), shown(most)
+    return high if low == high else f"{low.split()[0]} to {high}"
+
+
+def shortage(result: DryRun) -> str:
+    """Return what the run needs in all, if that is known, beside what the GPU has."""
+    has, others, bare = result.device.total.bytes, result.device.in_use, result.needs_without_workspaces
+    if result.needs is None:
+        return f"on a GPU of {format_gib(has)}"
+    most = result.needs.bytes + others
+    shown = _in_mib if format_gib(most) == format_gib(has) else format_gib
+    if result.bound:
+        amount = f"at most {shown(most)}"
+    elif bare is None:
+        amount = shown(most)
+    elif shown(bare.bytes + others) == shown(has):  # the GPU on which it failed is the lower end
+        amount = f"up to {shown(most)}"
+    else:
+        amount = span(bare.bytes + others, most, shown)
+    return f"needs {amount}; this GPU has {shown(has)}"
