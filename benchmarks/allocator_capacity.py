@@ -17,7 +17,7 @@ from pathlib import Path
 
 from measuring import EXAMPLES, MIB, at_least_1, command_line, write_json
 
-from memfit import api
+import memfit
 
 JOBS = (
     ("gan.py", "--steps", "3"),
@@ -73,7 +73,7 @@ def main() -> int:
             folder = Path(name)
             trace = folder / "run.memfit"
             dry_run(folder, job, "", None, trace)
-            compared = api.replay(api.read(trace), [conf], smallest=True)
+            compared = memfit.replay(memfit.read(trace), [conf], smallest=True)
             row = next(row for row in compared.outcomes if row.setting.conf == conf)
             roomy = dry_run(folder, job, conf, None, None)
             at_capacity = dry_run(folder, job, conf, row.smallest, None)

@@ -48,12 +48,12 @@ def random_operations(count: int) -> list[Operation]:
 
 def training_operations(count: int) -> list[Operation]:
     """Return a training script's operations, repeated as often as needed."""
-    from memfit import api
+    import memfit
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.memfit"
-        api.dry_run(EXAMPLES / "gpt.py", output=path, stdout_to_stderr=True)
-        requests = read_requests(api.read(path))
+        memfit.dry_run(EXAMPLES / "gpt.py", output=path, stdout_to_stderr=True)
+        requests = read_requests(memfit.read(path))
     once = [
         (number, size if ask == RequestKind.MALLOC else 0)
         for ask, number, size in zip(requests.ask, requests.block, requests.size, strict=True)

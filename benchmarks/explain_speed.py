@@ -16,7 +16,7 @@ from typing import Any
 
 from measuring import EXAMPLES, GIB, MEMFIT, MIB, command_line, measured, traced, write_json
 
-from memfit import api
+import memfit
 
 COMMANDS = {"explain": (), "explain --json": ("--json", "-"), "explain --html": ("--html", "report.html")}
 LIMITS = {("small", "explain"): 1.0, ("small", "explain --html"): 2.0, ("large", "explain --html"): 15.0}
@@ -41,7 +41,7 @@ def main() -> int:
         for size, steps, runs in (("small", 3, arguments.runs), ("large", arguments.steps, 3)):
             trace, report = Path(folder, f"{size}.memfit"), str(Path(folder, "report.html"))
             traced("--steps", f"{steps}", "--", str(EXAMPLES / "gpt.py"), "--steps", f"{steps}", trace=trace)
-            events = len(api.read(trace).events)
+            events = len(memfit.read(trace).events)
             for name, options in COMMANDS.items():
                 words = [report if word == "report.html" else word for word in options]
                 taken = [measured([*MEMFIT, "explain", str(trace), *words]) for _ in range(runs)]

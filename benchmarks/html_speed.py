@@ -21,7 +21,7 @@ from typing import Any
 from measuring import command_line, write_json
 from playwright.sync_api import Browser, sync_playwright
 
-from memfit import api
+import memfit
 from memfit.allocator.timeline import timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.summary import summarize
@@ -55,7 +55,7 @@ async ([left, width, top]) => {
 def trained(blocks: int, folder: Path) -> Path:
     """Record the training of a GPT until it has allocated about ``blocks`` blocks; return the trace file."""
     path, steps = folder / "gpt.memfit", max(1, blocks // BLOCKS_PER_STEP)
-    api.dry_run(EXAMPLE, ["--steps", str(steps)], steps=steps, output=path, stdout_to_stderr=True)
+    memfit.dry_run(EXAMPLE, ["--steps", str(steps)], steps=steps, output=path, stdout_to_stderr=True)
     return path
 
 
@@ -104,7 +104,7 @@ def main() -> int:
         folder = Path(name)
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         for path in arguments.traces or [trained(arguments.blocks, folder)]:
-            trace = api.read(path)
+            trace = memfit.read(path)
             text, seconds = in_python(trace)
             file = folder / "report.html"
             file.write_text(text)

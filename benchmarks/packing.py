@@ -29,7 +29,7 @@ from typing import Any
 
 from measuring import command_line, traced, write_json
 
-from memfit import api
+import memfit
 from memfit.allocator.requests import read_requests
 from memfit.packing.best_packing import Packing, always_live, pack
 from memfit.packing.buffers import Buffers, sections
@@ -92,7 +92,7 @@ def trace_of(name: str, mode: str, *options: str, workspaces: str = "cudnn") -> 
         trace = Path(folder) / "run.memfit"
         ghost = ("--memory", "1TiB", "--workspaces", workspaces)
         traced(*ghost, "--", str(JOB), name, mode, *options, trace=trace)
-        return api.read(trace)
+        return memfit.read(trace)
 
 
 def models(names: list[str]) -> Iterator[dict[str, Any]]:
@@ -101,9 +101,9 @@ def models(names: list[str]) -> Iterator[dict[str, Any]]:
     for name in names:
         for mode in ("training", "inference"):
             run = trace_of(name, mode, "--batch-size", str(BATCHES[name]))
-            best = api.pack(run, seconds=SECONDS)
+            best = memfit.pack(run, seconds=SECONDS)
             begin = time.perf_counter()
-            close = api.pack(run, int(CLOSE * best.bound), seconds=SECONDS)
+            close = memfit.pack(run, int(CLOSE * best.bound), seconds=SECONDS)
             seconds = time.perf_counter() - begin
             default, expandable = (row.replay.peak_reserved for row in best.reserved)
             row = {
@@ -136,7 +136,7 @@ def beside_caffe(names: list[str]) -> Iterator[dict[str, Any]]:
     print(f"\n{'share of separate':24}{'separate':>15}{columns}  claim")
     for name, (mode, claim) in itertools.product(names, CLAIMS.items()):
         options = ["--batch-size", str(BATCHES[name]), "--steps", "1" if mode == "inference" else "3"]
-        found = api.pack(trace_of(name, mode, *options, workspaces="none"), seconds=SECONDS)
+        found = memfit.pack(trace_of(name, mode, *options, workspaces="none"), seconds=SECONDS)
         always = sum(int(part.size[always_live(sections(part))].sum()) for part, _ in found.parts)
         blobs = (found.height - always) / (found.unshared - always)
         shares = {"for all memory": found.height / found.unshared, "for what is not permanent": blobs}

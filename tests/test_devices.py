@@ -20,8 +20,8 @@ from memfit.devices import (
     find_device,
     mig_slices,
     observations,
-    refusal,
     supported_by,
+    why_unsupported,
 )
 from memfit.errors import UnknownDeviceError
 
@@ -328,20 +328,20 @@ CUDA_12_6 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
 
 
 def test_a_v100_is_refused_under_cuda_13_with_the_builds_that_support_it():
-    message = refusal(find_device("v100"), CUDA_13, "2.14.1+cu130")
+    message = why_unsupported(find_device("v100"), CUDA_13, "2.14.1+cu130")
     assert message is not None
     for part in ("PyTorch 2.14.1+cu130", "V100-32GB", "7.0", "sm_75, sm_80", "CUDA 12.6", "+cu126", "--gpu"):
         assert part in message
-    assert refusal(find_device("v100"), CUDA_12_6, "2.14.1+cu126") is None
-    assert ": this build supports no GPU. " in str(refusal(find_device("v100"), [], "2.14.1"))
+    assert why_unsupported(find_device("v100"), CUDA_12_6, "2.14.1+cu126") is None
+    assert ": this build supports no GPU. " in str(why_unsupported(find_device("v100"), [], "2.14.1"))
 
 
 def test_cuda_13_supports_every_other_card_and_cuda_12_6_all_but_blackwell():
-    refused = {device.name for device in EVERY if refusal(device, CUDA_13, "2.14.1+cu130")}
+    refused = {device.name for device in EVERY if why_unsupported(device, CUDA_13, "2.14.1+cu130")}
     assert refused == {"V100-16GB", "V100-32GB"}
-    refused = {device.name for device in all_devices() if refusal(device, CUDA_12_6, "2.14.1+cu126")}
+    refused = {device.name for device in all_devices() if why_unsupported(device, CUDA_12_6, "2.14.1+cu126")}
     assert refused == {"RTX 5090", "B200"}
-    assert "CUDA 12.8 or later" in str(refusal(find_device("B200"), CUDA_12_6, "2.14.1+cu126"))
+    assert "CUDA 12.8 or later" in str(why_unsupported(find_device("B200"), CUDA_12_6, "2.14.1+cu126"))
 
 
 def test_a_contributed_measurement_names_the_card_as_its_driver_does(monkeypatch):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from memfit import api
+import memfit
 from memfit.cli.main import exit_code_of
 from memfit.devices import find_device
 from memfit.errors import TargetError
@@ -28,7 +28,7 @@ SCRIPT = """
 
 def on(cards, monkeypatch, script):
     monkeypatch.setattr("memfit.api.gpus.all_devices", lambda: [find_device(name) for name in cards])
-    return api.gpus_for(script)
+    return memfit.gpus_for(script)
 
 
 @pytest.mark.slow

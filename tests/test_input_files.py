@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from memfit import api
+import memfit
+from memfit.api.packings import pack_table
 from memfit.arenas.plan_file import read_plans
 from memfit.errors import MemfitError
 from memfit.input_files import read_input
@@ -17,12 +18,12 @@ from memfit.trace.trace_file import read_trace
 from memfit.train.resume import state_file
 
 READERS = {
-    "read": api.read,
+    "read": memfit.read,
     "trace": read_trace,
-    "explain": api.explain,
-    "diff": lambda path: api.diff(path, path),
-    "pack": api.pack,
-    "pack_table": api.pack_table,
+    "explain": memfit.explain,
+    "diff": lambda path: memfit.diff(path, path),
+    "pack": memfit.pack,
+    "pack_table": pack_table,
     "configure": configure,
     "plans": lambda path: read_plans(path, 1),
     "resume": state_file.load,

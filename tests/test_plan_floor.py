@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from memfit import api
+import memfit
 from memfit.planning import search
 from memfit.trials import trial_run
 
@@ -91,8 +91,8 @@ def runs(monkeypatch):
 def test_just_below_the_floor_the_script_runs_once(tmp_path, runs, text):
     script = tmp_path / "train.py"
     script.write_text(text)
-    floor = api.plan(script, budget=514 << 20).floor.bytes
-    found = api.plan(script, budget=floor - (1 << 20))
+    floor = memfit.plan(script, budget=514 << 20).floor.bytes
+    found = memfit.plan(script, budget=floor - (1 << 20))
     assert (found.chosen, found.floor.bytes) == (None, floor)
     assert len(runs) == 2
     assert str(found).startswith("NO PLAN FITS   every plan needs at least")
@@ -116,11 +116,11 @@ def searches(monkeypatch):
 def test_no_plan_needs_less_than_its_floor(tmp_path, searches, text):
     script = tmp_path / "train.py"
     script.write_text(text)
-    hopeless = api.plan(script, budget=514 << 20)
+    hopeless = memfit.plan(script, budget=514 << 20)
     assert (searches[-1]._runs.count, hopeless.chosen) == (0, None)
     assert "every plan needs at least" in str(hopeless)
     floor, needs = hopeless.floor.bytes, hopeless.as_written.needs.bytes
-    found = api.plan(script, budget=int(floor + 0.3 * (needs - floor)))
+    found = memfit.plan(script, budget=int(floor + 0.3 * (needs - floor)))
     assert found.tried
     assert floor <= found.budget
     floors = searches[-1]._bases.floors
@@ -132,8 +132,8 @@ def test_a_change_that_the_script_refuses_raises_the_floor(tmp_path, searches):
     script = tmp_path / "train.py"
     script.write_text(CLIPPED)
     gradients = 6 * (4 << 20)
-    floor = api.plan(script, budget=514 << 20).floor.bytes
-    found = api.plan(script, budget=floor + gradients // 4)
+    floor = memfit.plan(script, budget=514 << 20).floor.bytes
+    found = memfit.plan(script, budget=floor + gradients // 4)
     assert (found.chosen, searches[-1]._runs.count) == (None, 1)
     assert found.floor.bytes > floor + (7 << 20)  # the state of one of the largest parameters
     assert "clip_grad_norm_" in found.dropped[0]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from memfit import api
+import memfit
 from support import shown_output
 
 ROOT = Path(__file__).parents[1]
@@ -46,7 +46,7 @@ def test_what_the_readme_says_of_a_plan_without_bitwise_is_what_such_a_plan_is()
     (said,) = re.findall(
         r"Without `--bitwise`, memfit would halve the batches: ([\d.]+) times the time", README
     )
-    plan = api.plan(ROOT / "examples/gpt.py", budget=5 << 30)
+    plan = memfit.plan(ROOT / "examples/gpt.py", budget=5 << 30)
     assert "2 micro-batches of 2, expandable segments  <- chosen" in str(plan)
     assert f"{plan.chosen.time:.2f}" == said
 

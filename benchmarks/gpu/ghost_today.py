@@ -20,7 +20,7 @@ import msgspec
 from table import difference, mib
 from validate import HERE, ROOT, STEPS, ValidationJob, environment, jobs, quiet
 
-from memfit import api
+import memfit
 from memfit.errors import MemfitError
 
 COMPARED = ("allocated", "reserved")
@@ -32,7 +32,7 @@ def row(job: ValidationJob, result: Mapping[str, Any]) -> str:
     card, before = (result["jobs"][job.name][side] for side in ("card", "ghost"))
     try:
         with environment(job.environment):
-            run = api.dry_run(
+            run = memfit.dry_run(
                 ROOT / job.script,
                 job.arguments,
                 gpu=result["profile"],

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from memfit import api
+from memfit.atomic_files import write_bytes
 from memfit.card.find import Card
 
 
@@ -50,5 +50,5 @@ class ResultFile:
 
     def keep(self) -> None:
         """Write the JSON file and its Markdown table."""
-        api.write_bytes(self.path, msgspec.json.format(msgspec.json.encode(self.content)) + b"\n")
-        api.write_bytes(self.path.with_suffix(".md"), self._markdown(self.content).encode())
+        write_bytes(self.path, msgspec.json.format(msgspec.json.encode(self.content)) + b"\n")
+        write_bytes(self.path.with_suffix(".md"), self._markdown(self.content).encode())

@@ -244,7 +244,7 @@ def supported_by(device: Device, architectures: Sequence[str]) -> bool:
     return any(_runs(device.compute_capability, architecture) for architecture in architectures)
 
 
-def refusal(device: Device, architectures: Sequence[str], torch_version: str) -> str | None:
+def why_unsupported(device: Device, architectures: Sequence[str], torch_version: str) -> str | None:
     """Return why the installed PyTorch has no kernels for a device, and which version has.
 
     Args:
@@ -255,7 +255,7 @@ def refusal(device: Device, architectures: Sequence[str], torch_version: str) ->
     Returns:
         The message for the user, or None if PyTorch has the kernels.
 
-    >>> print(refusal(find_device("V100"), ["sm_75", "sm_80"], "2.14.1+cu130"))  # doctest: +ELLIPSIS
+    >>> print(why_unsupported(find_device("V100"), ["sm_75", "sm_80"], "2.14.1+cu130"))  # doctest: +ELLIPSIS
     PyTorch 2.14.1+cu130 has no kernels for V100-32GB (compute capability 7.0): ...
     """
     if supported_by(device, architectures):

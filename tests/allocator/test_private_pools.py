@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from memfit import api
+import memfit
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.replay import replay as replayed
 from memfit.allocator.requests import RequestKind, read_requests
@@ -245,11 +245,11 @@ def test_the_setting_without_caching_is_not_tried_with_captured_graphs():
     """PyTorch's cudaMalloc then fails on purpose: ``allocate``, c10/cuda/CUDACachingAllocator.cpp."""
     graphs, pools = history(*used(A, 12 * MIB, 1)), trace_of(used(A, 12 * MIB, 1), pools=((0, 0), MEM_POOL))
     tried = {
-        name: {row.setting.caching for row in api.replay(trace, memory=GIB).outcomes}
+        name: {row.setting.caching for row in memfit.replay(trace, memory=GIB).outcomes}
         for name, trace in (("graphs", graphs), ("pools", pools))
     }
     assert tried == {"graphs": {True}, "pools": {True, False}}
-    texts = [note.text for note in api.replay(graphs, memory=GIB).notes]
+    texts = [note.text for note in memfit.replay(graphs, memory=GIB).notes]
     assert any("does not record when a CUDA graph was deleted" in text for text in texts)
     assert any("does not record when CUDA graphs were captured" in text for text in texts)
-    assert not any("graph" in note.text for note in api.replay(pools, memory=GIB).notes)
+    assert not any("graph" in note.text for note in memfit.replay(pools, memory=GIB).notes)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from memfit.analysis.longest_batch import within
+from memfit.analysis.longest_batch import longest_within
 from memfit.analysis.summary import summarize
 from memfit.records import (
     Action,
@@ -98,5 +98,7 @@ def test_the_line_through_the_peaks_says_what_fits(between):
     else:
         assert 0 < found.off >> 10 < 60
         return
-    assert within(found, 1640 << 10).fits_bytes == within(found, 1640 << 10).fits_length == 800
-    assert within(found, 39 << 10).fits_bytes is None
+    assert (
+        longest_within(found, 1640 << 10).fits_bytes == longest_within(found, 1640 << 10).fits_length == 800
+    )
+    assert longest_within(found, 39 << 10).fits_bytes is None

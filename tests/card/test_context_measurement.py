@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from memfit import api
+import memfit
 from memfit.card import context_measurement
 from memfit.card.context_measurement import keep_context, kept_context
 from memfit.card.context_probe import Settings
@@ -170,7 +170,7 @@ def test_a_dry_run_uses_the_kept_context(report, tmp_path, monkeypatch):
     keep_context(report)
     script = tmp_path / "script.py"
     script.write_text("import torch; x = torch.empty(1, device='cuda')")
-    answer = api.dry_run(script)
+    answer = memfit.dry_run(script)
     (context,) = (term.figure for term in answer.terms if term.name == "CUDA context")
     assert (context.bytes, context.provenance) == (621 * MIB, "measured")
     assert answer.peak_process.provenance == "measured"

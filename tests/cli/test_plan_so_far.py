@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from memfit import api
+import memfit
 from memfit.api import planning
 from memfit.cli import console
 from memfit.cli.console import PlanSoFar
@@ -80,7 +80,7 @@ def script(tmp_path):
 @pytest.mark.usefixtures("warm_scripts")
 def test_runs_after_a_plan_has_been_found_report_its_time(script):
     seen, found = [], []
-    api.plan(script, budget=1300 << 20, policies=True, on_progress=seen.append, on_found=found.append)
+    memfit.plan(script, budget=1300 << 20, policies=True, on_progress=seen.append, on_found=found.append)
     before = [each.fits for each in seen if "every" not in each.trying]
     after = [each.fits for each in seen if "every" in each.trying]  # policies that people use
     assert (set(before), set(after)) == ({None}, {found[-1].chosen.time})
@@ -96,7 +96,7 @@ def test_a_search_ends_when_its_time_is_over(script, monkeypatch):
         assert clock[0] < 120
         clock[0] = 120.0 if "(plan " in progress.trying else 119.0
 
-    found = api.plan(script, budget=1100 << 20, max_time=120, on_progress=on_progress)
+    found = memfit.plan(script, budget=1100 << 20, max_time=120, on_progress=on_progress)
     assert (found.out_of_time, found.chosen) == (True, None)
     assert found.smallest.needs.bytes < found.as_written.needs.bytes  # with expandable segments
     assert str(found).startswith("NO PLAN FOUND IN TIME")
@@ -106,7 +106,7 @@ def test_a_search_ends_when_its_time_is_over(script, monkeypatch):
         clock[0] = 120.0
 
     with pytest.raises(TargetError, match="before the script had run once"):
-        api.plan(script, budget=1100 << 20, max_time=120, on_progress=too_late)
+        memfit.plan(script, budget=1100 << 20, max_time=120, on_progress=too_late)
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("2min", 120), ("1.5h", 5400), ("0.5", 0.5)])

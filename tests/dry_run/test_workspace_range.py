@@ -5,7 +5,7 @@ import textwrap
 
 import pytest
 
-from memfit import api
+import memfit
 
 pytestmark = pytest.mark.warm
 
@@ -77,10 +77,10 @@ def test_a_plan_names_what_the_script_needs_without_workspaces(dry_run, tmp_path
     fits = dry_run(GROUPED, options=("--gpu", "H100-80GB")).answer["range"]["process"]
     script = tmp_path / "grouped.py"
     script.write_text(textwrap.dedent(GROUPED))
-    plan = api.plan(script, gpu="H100-80GB", budget=(fits["least"] + fits["most"]) // 2)
+    plan = memfit.plan(script, gpu="H100-80GB", budget=(fits["least"] + fits["most"]) // 2)
     assert plan.as_written.needs.bytes > plan.budget
     assert 0 < plan.without_workspaces <= fits["least"]
-    assert api.plan(script, gpu="H100-80GB", budget=2 * fits["most"]).without_workspaces == 0
+    assert memfit.plan(script, gpu="H100-80GB", budget=2 * fits["most"]).without_workspaces == 0
 
 
 @pytest.mark.parametrize("others", [0, 2048])

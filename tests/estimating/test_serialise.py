@@ -8,12 +8,18 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from memfit.errors import NotSentError, UsageError
-from memfit.estimating.serialise import backend_flags, pack, set_backend_flags, training_step, unpack
+from memfit.estimating.serialise import (
+    backend_flags,
+    pack_step,
+    set_backend_flags,
+    training_step,
+    unpack_step,
+)
 
 
 def round_trip(model, inputs=None, loss=None, optimizer=None):
     """Return a training step serialised and recreated, and the modules to move."""
-    return unpack(pack(training_step(model, inputs, loss, optimizer, 3)).data)
+    return unpack_step(pack_step(training_step(model, inputs, loss, optimizer, 3)).data)
 
 
 def memory(tensor):
@@ -45,7 +51,7 @@ def test_small_buffers_that_decide_sizes_keep_their_values():
 
 def test_a_large_model_is_serialised_in_few_bytes():
     model = nn.Linear(1 << 20, 1 << 10, device="meta")  # 4 GiB
-    packed = pack(training_step(model, None, None, None, 3))
+    packed = pack_step(training_step(model, None, None, None, 3))
     assert len(packed.data) < 10_000
 
 

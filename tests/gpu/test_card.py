@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from memfit import api
+import memfit
+from memfit.card.context_measurement import measure_context
 from memfit.card.find import find_card
 from memfit.devices import find_device
 from memfit.errors import MemfitError, UnknownDeviceError
@@ -27,7 +28,7 @@ def card():
 
 
 def test_a_recording_equals_the_peaks_that_the_script_prints(card, tmp_path, capfd):
-    answer = api.record(EXAMPLES / "linear1024.py", steps=None, output=tmp_path / "run.memfit")
+    answer = memfit.record(EXAMPLES / "linear1024.py", steps=None, output=tmp_path / "run.memfit")
     printed = capfd.readouterr().out
     own = dict(re.findall(r"^peak (allocated|reserved) ([\d,]+) B$", printed, re.MULTILINE))
     assert answer.peak_allocated == int(own["allocated"].replace(",", ""))
@@ -43,13 +44,13 @@ def test_the_ghost_predicts_the_recorded_peaks(card):
         gpu = find_device(card.name).name
     except UnknownDeviceError as error:
         pytest.skip(str(error))
-    real = api.record(EXAMPLES / "linear1024.py")
-    predicted = api.dry_run(EXAMPLES / "linear1024.py", gpu=gpu, memory=real.device.total.bytes)
+    real = memfit.record(EXAMPLES / "linear1024.py")
+    predicted = memfit.dry_run(EXAMPLES / "linear1024.py", gpu=gpu, memory=real.device.total.bytes)
     assert (predicted.peak_allocated, predicted.peak_reserved) == (real.peak_allocated, real.peak_reserved)
 
 
 def test_the_context_grows_from_stage_to_stage(card):
-    report = api.measure_context()
+    report = measure_context()
     outside = [stage.outside for stage in report.stages]
     assert outside[0] > 0
     assert outside == sorted(outside)

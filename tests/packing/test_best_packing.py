@@ -50,7 +50,7 @@ def test_the_smallest_packing_is_found_and_proved_optimal(given_rows, period):
     problem = replace(buffers(*given_rows), period=period)
     found = pack(problem, seconds=60)
     assert found.height == smallest(problem)
-    assert found.is_smallest
+    assert found.height == found.bound
     below = exhaustive_search.search_within(
         problem, sections(problem), found.height - 1, time.monotonic() + 60
     )
@@ -110,7 +110,7 @@ def test_a_bound_above_the_peak_is_proved():
     assert sections(three).bound == 2
     for capacity in (None, 2, 3):
         found = pack(three, capacity)
-        assert (found.height, found.is_smallest or capacity == 3) == (3, True)
+        assert (found.height, found.height == found.bound or capacity == 3) == (3, True)
 
 
 def test_an_optimum_between_the_bound_and_the_greedy_packings_is_found():
@@ -123,7 +123,7 @@ def test_an_optimum_between_the_bound_and_the_greedy_packings_is_found():
     )
     found = pack(problem, seconds=60)
     assert problem_sections.bound < found.height < greedy
-    assert found.is_smallest
+    assert found.height == found.bound
 
 
 def test_a_greedy_packing_one_above_the_bound_is_improved():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from memfit import api
+import memfit
 
 pytestmark = pytest.mark.process
 
@@ -44,7 +44,7 @@ def test_what_the_ghost_computes_of_small_integers_is_no_operation_of_the_step(t
     """A batch of 8 has 4,104 tokens, too many to know; with half the samples, the ghost knows each."""
     script = tmp_path / "tokens.py"
     script.write_text(TOKENS)
-    plan = api.plan(script, budget=618 << 20)
+    plan = memfit.plan(script, budget=618 << 20)
     assert plan.undivided == ""
     assert "2 micro-batches of 4  <- chosen" in str(plan)
 
@@ -52,5 +52,5 @@ def test_what_the_ghost_computes_of_small_integers_is_no_operation_of_the_step(t
 def test_no_step_of_a_grad_scaler_is_skipped_while_its_operations_are_recorded(tmp_path):
     script = tmp_path / "scaled.py"
     script.write_text(SCALED)
-    plan = api.plan(script, budget=10 << 30)
-    assert plan.as_written.allocated == api.dry_run(script).peak_allocated
+    plan = memfit.plan(script, budget=10 << 30)
+    assert plan.as_written.allocated == memfit.dry_run(script).peak_allocated

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from memfit.allocator.timeline import disagreement, timeline
+from memfit.allocator.timeline import disagreement_with_pytorch, timeline
 from memfit.records import Action, Category, MarkKind, Phase
 from memfit.trace.trace_file import read_trace
 
@@ -52,7 +52,7 @@ def trace_of(dry_run):
         run = dry_run(script, options=("-o", "run.memfit", *options))
         assert run.code == 0, run.err
         trace = read_trace(run.folder / "run.memfit")
-        assert disagreement(trace, timeline(trace)) == ""
+        assert disagreement_with_pytorch(trace, timeline(trace)) == ""
         return trace
 
     return record

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from memfit import api
+import memfit
 from memfit.records import GroupBy, Note, Phase, PhaseChange, Provenance
 from memfit.report.terminal.explanation import folded, print_explanation
 from support.html_reports import run
@@ -22,7 +22,7 @@ def printed(explanation, by=None, *, notes=False, width=100):
 
 @pytest.fixture(scope="module")
 def explanation():
-    return api.explain(run())
+    return memfit.explain(run())
 
 
 def test_a_table_that_was_asked_for_comes_first(explanation):
@@ -30,7 +30,9 @@ def test_a_table_that_was_asked_for_comes_first(explanation):
     by_module = printed(explanation, GroupBy.MODULE)
     assert by_module.startswith("Allocated, by module: step 1 ")
     assert "FITS" not in by_module
-    assert printed(api.explain(run(), "optimizer")).startswith("Allocated, by category: step 1 · optimizer")
+    assert printed(memfit.explain(run(), "optimizer")).startswith(
+        "Allocated, by category: step 1 · optimizer"
+    )
 
 
 def test_notes_are_listed_below_a_table(explanation):

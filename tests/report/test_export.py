@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from memfit import api
+import memfit
 from memfit.allocator.timeline import timeline
+from memfit.api.traces import allocation_table, chrome_trace
 from memfit.records import (
     Action,
     Category,
@@ -70,7 +71,7 @@ def named(trace, name):
 
 def test_the_chrome_traces_counters_equal_the_timeline():
     trace = run(size=8000)
-    events = json.loads(api.chrome_trace(trace))["traceEvents"]
+    events = json.loads(chrome_trace(trace))["traceEvents"]
     counted = {event["name"]: event["args"]["bytes"] for event in events if event["ph"] == "C"}
     line = timeline(trace)
     assert counted["allocated"] == line.allocated[-1] == 8192
@@ -83,7 +84,7 @@ def test_the_chrome_traces_counters_equal_the_timeline():
 
 
 def test_the_table_has_a_row_for_each_allocation():
-    rows = list(csv.DictReader(io.StringIO(api.table(named(run(), "weight")))))
+    rows = list(csv.DictReader(io.StringIO(allocation_table(named(run(), "weight")))))
     assert tuple(rows[0]) == COLUMNS
     expected = ("1", "", "1000", "1024", "parameters", "0", "setup", "fc", "", "weight", "float32", "250")
     assert rows[0] == dict(zip(COLUMNS, (*expected, "train.py:3"), strict=True))
@@ -94,27 +95,27 @@ def test_the_table_has_a_row_for_each_allocation():
 def test_blocks_older_than_the_history_have_no_birth_step_or_phase():
     live = segment(BASE, 2 * MIB, "small", blocks=[SnapshotBlock(BASE, 2 * MIB, 600, "active_allocated")])
     trace = trace_of([(Action.EARLIER, BASE, 600), (Action.OOM, 0, 1 << 30)], [live])
-    (row,) = csv.DictReader(io.StringIO(api.table(trace)))
+    (row,) = csv.DictReader(io.StringIO(allocation_table(trace)))
     assert (row["born"], row["step"], row["phase"], row["requested"]) == ("", "", "", "600")
 
 
 def test_a_cell_cannot_be_a_formula():
-    text = api.table(named(run(module=HOSTILE), HOSTILE))
+    text = allocation_table(named(run(module=HOSTILE), HOSTILE))
     rows = list(csv.DictReader(io.StringIO(text)))
     assert "\x1b" not in text
     assert rows[0]["name"] == rows[1]["module"] == f"'{escaped(HOSTILE)}"
-    names = {event["name"] for event in json.loads(api.chrome_trace(run(module=HOSTILE)))["traceEvents"]}
+    names = {event["name"] for event in json.loads(chrome_trace(run(module=HOSTILE)))["traceEvents"]}
     assert HOSTILE not in names  # no counter has the name of a module
 
 
 def test_an_empty_run_can_be_exported():
-    assert api.table(trace_of([])).strip() == ",".join(COLUMNS)
-    assert len(json.loads(api.chrome_trace(trace_of([])))["traceEvents"]) == 1
+    assert allocation_table(trace_of([])).strip() == ",".join(COLUMNS)
+    assert len(json.loads(chrome_trace(trace_of([])))["traceEvents"]) == 1
 
 
 @pytest.mark.parametrize("by", GroupBy)
 def test_rows_of_a_difference_sum_to_the_allocated_bytes(by):
-    found = api.diff(run(size=1000), run(size=5000, module="fc2"), by=by)
+    found = memfit.diff(run(size=1000), run(size=5000, module="fc2"), by=by)
     assert found.allocated == (1024 + 1024, 5120 + 1024)
     for which in ("before", "after"):
         assert sum(getattr(row, which) for row in found.rows) == found.allocated[which == "after"]
@@ -124,9 +125,9 @@ def test_rows_of_a_difference_sum_to_the_allocated_bytes(by):
 
 def test_changed_rows_are_printed_with_names_escaped():
     console = Console(file=io.StringIO(), width=120, highlight=False, markup=False, emoji=False)
-    print_difference(api.diff(run(), run(size=5000, module="\x1b[31mred"), by="module"), console)
+    print_difference(memfit.diff(run(), run(size=5000, module="\x1b[31mred"), by="module"), console)
     text = console.file.getvalue()
     assert "+4,096" in text  # of blocks: 5,120 less 1,024
     assert "\x1b" not in text
-    found = json.loads(to_json(api.diff(run(), run(size=5000))))
+    found = json.loads(to_json(memfit.diff(run(), run(size=5000))))
     assert found["rows"][0] == {"name": "parameters", "before": 1000, "after": 5000}

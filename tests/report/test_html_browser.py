@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from memfit.allocator.timeline import timeline
-from memfit.api import explain
+from memfit.api.traces import explain
 from memfit.report.html.payload import payload
 from support.browser import check, click_at, shown
 from support.html_reports import evil, report, run, sums, unpacked

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from memfit import api
+import memfit
 from memfit.records import (
     DryRun,
     Figure,
@@ -61,11 +61,11 @@ def test_a_printable_result_returns_its_text_in_a_notebook(answer, monkeypatch):
 def test_every_result_prints_itself():
     trace = run()
     for found, first in (
-        (api.summarize(trace), "FITS SO FAR   needs"),
-        (api.explain(trace), "FITS SO FAR   needs"),
-        (api.explain(trace).summary, "FITS SO FAR   needs"),
-        (api.diff(trace, trace), "before  peak in: step 1"),
-        (api.replay(trace, ["expandable_segments:True"]), "PYTORCH_ALLOC_CONF        fits"),
+        (memfit.summarize(trace), "FITS SO FAR   needs"),
+        (memfit.explain(trace), "FITS SO FAR   needs"),
+        (memfit.explain(trace).summary, "FITS SO FAR   needs"),
+        (memfit.diff(trace, trace), "before  peak in: step 1"),
+        (memfit.replay(trace, ["expandable_segments:True"]), "PYTORCH_ALLOC_CONF        fits"),
     ):
         assert str(found) == repr(found)
         assert first in repr(found)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from memfit import api
+import memfit
 from memfit.records import Advice, Figure, GroupBy, Note, Phase, Provenance, ScriptLocation
 from memfit.report.terminal.allocator_comparison import print_comparison
 from memfit.report.terminal.explanation import print_explanation
@@ -43,16 +43,18 @@ def summary(trace):
         True,
     )
     notes = (Note(Provenance.ASSUMED, "a value was read", f"{PATH}:9", sizes=True),)
-    found = replace(api.summarize(trace), peak_place=place, advice=(advice,), notes=notes)
+    found = replace(memfit.summarize(trace), peak_place=place, advice=(advice,), notes=notes)
     return lambda console: print_summary(found, console)
 
 
 def explanation(trace):
-    return lambda console: print_explanation(api.explain(trace), console, by=GroupBy.LINE)
+    return lambda console: print_explanation(memfit.explain(trace), console, by=GroupBy.LINE)
 
 
 def comparison(trace):
-    return lambda console: print_comparison(api.replay(trace, [SETTING, "expandable_segments:True"]), console)
+    return lambda console: print_comparison(
+        memfit.replay(trace, [SETTING, "expandable_segments:True"]), console
+    )
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])
@@ -70,6 +72,6 @@ def test_a_setting_breaks_between_its_parts_only(trace):
 @pytest.mark.parametrize("width", [60, 80, 100])
 def test_lines_are_wrapped_to_the_terminal(width, trace):
     console = WholeWordsConsole(file=io.StringIO(), width=width, highlight=False, markup=False, emoji=False)
-    print_summary(api.summarize(trace), console)
+    print_summary(memfit.summarize(trace), console)
     longest = max(len(line) for line in console.file.getvalue().splitlines() if PATH not in line)
     assert width - 20 < longest <= width

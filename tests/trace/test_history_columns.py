@@ -7,7 +7,7 @@ import pytest
 
 from memfit.records import Action, Frame
 from memfit.trace import stack_table
-from memfit.trace.history_columns import columns, pools, streams
+from memfit.trace.history_columns import history_columns, pool_ids, stream_numbers
 from memfit.trace.stack_table import DEPTH, StackTable
 
 
@@ -20,7 +20,7 @@ def frame(file, line=1, name="f"):
 
 
 def read(*events, label_of=lambda _metadata: -1, is_user_file=lambda _file: True):
-    return columns(list(events), label_of=label_of, is_user_file=is_user_file)
+    return history_columns(list(events), label_of=label_of, is_user_file=is_user_file)
 
 
 def test_every_action_has_its_number():
@@ -66,7 +66,7 @@ def test_the_history_of_an_early_pytorch_is_read():
 def test_pools_are_numbered_by_appearance_after_the_default_pool():
     history = [event(pool_id=pool) for pool in ((0, 3), (0, 0), (1, 0), (0, 3))]
     assert read(*history)[0].pool.tolist() == [1, 0, 2, 1]
-    assert pools(history, [{"segment_pool_id": (2, 0)}]) == ((0, 0), (0, 3), (1, 0), (2, 0))
+    assert pool_ids(history, [{"segment_pool_id": (2, 0)}]) == ((0, 0), (0, 3), (1, 0), (2, 0))
 
 
 def test_each_label_is_looked_up_once():
@@ -84,7 +84,7 @@ def test_each_label_is_looked_up_once():
 def test_the_default_stream_is_0_wherever_it_appears():
     found, _, _ = read(event(stream=900), event(stream=0), event(stream=800), event(stream=900))
     assert found.stream.tolist() == [1, 0, 2, 1]
-    assert streams([]) == {0: 0}
+    assert stream_numbers([]) == {0: 0}
 
 
 def test_equal_stacks_are_stored_once_innermost_frame_first():
@@ -159,7 +159,7 @@ def test_columns_extend_a_given_table_of_stacks():
     table = StackTable(lambda _file: True)
     assert table.intern([("train.py", 1, "main"), ("/x/site-packages/torch/a.py", 2, "g")]) == 0
     assert table.intern([("/x/site-packages/torch/a.py", 2, "g")]) == -1
-    found, stacks, frames = columns(
+    found, stacks, frames = history_columns(
         [event(frames=[frame("train.py", 1, "main")]), event(frames=[frame("b.py")])],
         label_of=lambda _metadata: -1,
         is_user_file=lambda _file: True,

@@ -14,11 +14,11 @@ import pytest
 
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.initial_state import initial_state
-from memfit.allocator.timeline import disagreement, timeline
+from memfit.allocator.timeline import disagreement_with_pytorch, timeline
 from memfit.errors import FileFormatError, OutputError
 from memfit.records import Action, Events, Label, Phase, Trace
 from memfit.trace import snapshot as snapshots
-from memfit.trace.snapshot import read_snapshot, settings, snapshot_of, write_snapshot
+from memfit.trace.snapshot import allocator_settings, read_snapshot, snapshot_of, write_snapshot
 from memfit.trace.trace_file import read_trace, write_trace
 
 DRIVER = Path(__file__).parents[1] / "allocator" / "drive_allocator.py"
@@ -73,7 +73,7 @@ def assert_equal(left, right):
 def test_a_real_snapshot_is_read_to_the_byte(tmp_path, real):
     trace = read_snapshot(saved(tmp_path, real["snapshot"]))
     referee = replace(trace, statistics=real["statistics"])
-    assert disagreement(referee, timeline(trace)) == ""
+    assert disagreement_with_pytorch(referee, timeline(trace)) == ""
     for name in ("allocated", "reserved"):
         key = f"{name}_bytes.all.current"
         assert trace.statistics[key] == real["statistics"][key]
@@ -152,7 +152,7 @@ def test_a_snapshot_without_the_keys_that_early_versions_lack_is_read(tmp_path, 
         early.pop(key, None)
     trace = read_snapshot(saved(tmp_path, early))
     now = read_snapshot(saved(tmp_path, real["snapshot"]))
-    assert disagreement(replace(trace, statistics=real["statistics"]), timeline(trace)) == ""
+    assert disagreement_with_pytorch(replace(trace, statistics=real["statistics"]), timeline(trace)) == ""
     assert [s.blocks for s in trace.segments] == [s.blocks for s in now.segments]
     assert now.events.pool is not None
     assert trace.events.pool is None
@@ -247,14 +247,14 @@ def test_an_oom_round_trips(tmp_path):
 )
 def test_settings_round_trip(tmp_path, in_force, found):
     snapshot = small(allocator_settings=in_force)
-    assert settings(snapshot) == found
+    assert allocator_settings(snapshot) == found
     trace = read_snapshot(saved(tmp_path, snapshot))
-    assert settings(snapshot_of(trace)) == found
+    assert allocator_settings(snapshot_of(trace)) == found
 
 
 def test_settings_without_a_key_in_pytorch_go_into_the_string(tmp_path):
     trace = replace(read_snapshot(saved(tmp_path, small())), settings={"conf": "a:1", "backend": "native"})
-    assert settings(snapshot_of(trace)) == {"conf": "a:1,backend:native"}
+    assert allocator_settings(snapshot_of(trace)) == {"conf": "a:1,backend:native"}
 
 
 # -- files that are not snapshots -------------------------------------------------------------------

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from memfit.allocator.timeline import disagreement, timeline
+from memfit.allocator.timeline import disagreement_with_pytorch, timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import breakdown_at
 from memfit.analysis.summary import summarize
@@ -121,7 +121,7 @@ def test_a_post_mortem_names_what_held_the_memory(rehearse, tmp_path, labels):
     assert len(lines) == 5
 
     trace = read_trace(tmp_path / "memfit-oom-1.memfit")
-    assert disagreement(trace, timeline(trace)) == ""  # with PyTorch's own counters
+    assert disagreement_with_pytorch(trace, timeline(trace)) == ""  # with PyTorch's own counters
     answer = summarize(trace)
     assert (answer.verdict, answer.device.machine, answer.steps) == ("out of memory", Machine.REHEARSAL, 2)
     found, rows = rows_at_the_end(trace)

@@ -48,7 +48,7 @@ def timeline(trace: Trace) -> Timeline:
     )
 
 
-def disagreement(trace: Trace, derived: Timeline) -> str:
+def disagreement_with_pytorch(trace: Trace, derived: Timeline) -> str:
     """Compare a timeline with PyTorch's own statistics, the referee.
 
     Args:

@@ -1,4 +1,4 @@
-"""What every allocation is for: its category, module, op and line.
+"""The purpose of every allocation: its category, module, op and line.
 
     stage      before          forward       backward        update
     phases     setup input     forward loss  backward        between optimizer
@@ -21,7 +21,7 @@ and freed. Anything else is ``UNKNOWN``.
 import numpy as np
 import numpy.typing as npt
 
-from memfit.analysis.location import NOWHERE, line_of, phases
+from memfit.analysis.location import NOWHERE, line_of, phase_of_events
 from memfit.analysis.overall_peak import failed_allocations
 from memfit.records import Action, Attribution, Category, MarkKind, Phase, Timeline, Trace
 
@@ -55,7 +55,7 @@ def attribute(trace: Trace, line: Timeline) -> Attribution:
     born = np.flatnonzero(np.isin(events.action, (Action.ALLOC, Action.EARLIER)))
     freed = line.freed_by[born]
     labels = [*trace.labels, NOWHERE]
-    phase = phases(trace)
+    phase = phase_of_events(trace)
     tensor = events.tensor[born] if events.tensor is not None else np.full(len(born), -1, np.int32)
     label = events.label[born]
     # A module's tensor counts as the module's, wherever it was allocated.

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from memfit.allocator.config import AllocatorConfig
 from memfit.analysis.attribution import Numbers
 from memfit.analysis.fold_module_paths import fold_module_paths
-from memfit.analysis.location import least_certain, location_at, phases, steps_at, steps_before
+from memfit.analysis.location import least_certain, location_at, phase_of_events, steps_at, steps_before
 from memfit.analysis.overall_peak import overall_peak
 from memfit.analysis.run_stages import in_stage, stage_spans
 from memfit.errors import UsageError
@@ -80,7 +80,7 @@ def peak_event(trace: Trace, line: Timeline, at: str) -> int:
         within = steps_at(trace, np.arange(len(allocated))) == int(at) - 1
         none = f"{steps_before(trace, len(allocated))} training steps"
     elif at in _MOMENTS:
-        within = phases(trace) == list(Phase).index(Phase(at))
+        within = phase_of_events(trace) == list(Phase).index(Phase(at))
         none = f"no {at} phase"
     elif at in _STAGES:
         within = in_stage(trace, Stage(at))

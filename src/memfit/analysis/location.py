@@ -40,7 +40,7 @@ def location_at(trace: Trace, event: int) -> ScriptLocation:
     )
 
 
-def phases(trace: Trace) -> npt.NDArray[np.uint8]:
+def phase_of_events(trace: Trace) -> npt.NDArray[np.uint8]:
     """Return each event's phase, as an index into ``tuple(Phase)``; the same as in ``location_at``."""
     index = np.array([_PHASES.index(label.phase) for label in (*trace.labels, NOWHERE)], np.uint8)
     return index[trace.events.label]
@@ -59,7 +59,7 @@ def step_of(trace: Trace, event: int, phase: Phase) -> int:
 def steps_of(
     trace: Trace, events: npt.NDArray[np.int64], phase: npt.NDArray[np.integer]
 ) -> npt.NDArray[np.int64]:
-    """Return the training step of each event, as ``step_of`` does; ``phase`` as ``phases`` returns it."""
+    """Return the training step of each event, as ``step_of`` does; ``phase``: see ``phase_of_events``."""
     ended = steps_at(trace, events)
     return np.where((ended == 0) & (phase == _PHASES.index(Phase.SETUP)), 0, ended + 1)
 

@@ -62,7 +62,7 @@ def longest_batches(trace: Trace, line: Timeline) -> tuple[LongestBatch, ...]:
         LongestBatch(scan, _measured(scan, _uses(trace, scan, own), answered))
         for scan, own in zip(trace.scans, served, strict=True)
     )
-    return tuple(within(_with_line(each), room_on(trace.device)) for each in found)
+    return tuple(longest_within(_with_line(each), room_on(trace.device)) for each in found)
 
 
 def _measured(
@@ -93,7 +93,7 @@ def room_on(device: DeviceUse) -> int:
     return device.total.bytes - device.in_use - device.outside.bytes
 
 
-def within(found: LongestBatch, room: int) -> LongestBatch:
+def longest_within(found: LongestBatch, room: int) -> LongestBatch:
     """Return the same with the largest batch by its line that allocates at most ``room`` bytes."""
     scan = found.scan
     if found.per_byte is None or found.fixed is None or found.per_byte <= 0 or room < found.fixed:

@@ -46,9 +46,9 @@ def answered_events(trace: Trace, line: Timeline) -> npt.NDArray[np.bool_]:
 
 def overall_peak(trace: Trace, line: Timeline) -> int:
     """Return the event after which most was allocated; 0 for a run without events."""
-    return highest(line.allocated, answered_events(trace, line))
+    return highest_event(line.allocated, answered_events(trace, line))
 
 
-def highest(level: npt.NDArray[np.int64], answered: npt.NDArray[np.bool_]) -> int:
+def highest_event(level: npt.NDArray[np.int64], answered: npt.NDArray[np.bool_]) -> int:
     """Return the first of the answered events after which a level is highest; 0 for a run without events."""
     return int(np.argmax(np.where(answered, level, -1))) if len(level) else 0

@@ -52,7 +52,7 @@ def find_held(nproc: int, nnodes: int, run: Callable[[int], Held]) -> dict[int, 
 
 def role_of(rank: int, result: DryRun) -> RankRole:
     """Return what a rank holds, from its run."""
-    process = needed(result) if result.ran_out else result.peak_process.bytes
+    process = bytes_needed(result) if result.ran_out else result.peak_process.bytes
     return RankRole(
         rank=rank,
         also=(),
@@ -62,12 +62,12 @@ def role_of(rank: int, result: DryRun) -> RankRole:
     )
 
 
-def weight(result: DryRun) -> tuple[bool, int]:
+def weight_of_rank(result: DryRun) -> tuple[bool, int]:
     """Return what to compare the runs of two ranks by: one that failed is worse than one that needs more."""
-    return result.verdict == "unknown", needed(result)
+    return result.verdict == "unknown", bytes_needed(result)
 
 
-def needed(result: DryRun) -> int:
+def bytes_needed(result: DryRun) -> int:
     """Return the bytes that a rank's process needs, as far as they are known."""
     return (result.needs or result.peak_process).bytes
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from memfit.analysis.loader_passes import LoaderPasses
 from memfit.analysis.location import least_certain, line_of, location_at, step_ends
-from memfit.analysis.overall_peak import answered_events, highest
+from memfit.analysis.overall_peak import answered_events, highest_event
 from memfit.records import (
     Action,
     Category,
@@ -35,7 +35,6 @@ from memfit.records import (
 
 _BEGINS_PASSAGE = (MarkKind.BATCH, MarkKind.FORWARD)
 _ENDS_SAVING = (*_BEGINS_PASSAGE, MarkKind.LOADER_END, MarkKind.LOAD)
-_ENDS_LOADING = (*_BEGINS_PASSAGE, MarkKind.LOADER_END, MarkKind.SAVE)
 _NEEDED = (
     *(Category.WORKSPACE, Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.OPTIMIZER_STATE),
 )
@@ -93,7 +92,7 @@ def _use(
     inside = (own | entered) & answered
     if not inside.any():
         return None
-    peak = highest(line.allocated, inside)
+    peak = highest_event(line.allocated, inside)
     reserved = int(line.reserved[inside].max())
     sure = least_certain(note for note in trace.notes if note.sizes)
     outside = trace.device.outside

@@ -144,7 +144,7 @@ def with_changes(runs: Sequence[ComparedRun]) -> tuple[ComparedRun, ...]:
     )
 
 
-def impossible(of: ComparedStrategies, end: ScriptEnd) -> ComparedRun:
+def impossible_run(of: ComparedStrategies, end: ScriptEnd) -> ComparedRun:
     """Return that strategies cannot be applied, or that the script fails with them, and why."""
     return ComparedRun(of.name, of.change.code, reason=why_it_failed(end))
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.initial_state import initial_state
 from memfit.allocator.rounding import device_request
-from memfit.allocator.timeline import disagreement, timeline
+from memfit.allocator.timeline import disagreement_with_pytorch, timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import CATEGORY_NAMES, ROUNDING, breakdown_at, category_provenance
 from memfit.analysis.location import least_certain, line_of, location_at, step_ends, steps_before
@@ -18,7 +18,7 @@ from memfit.analysis.overall_peak import (
     answered_events,
     caught_failures,
     failed_allocations,
-    highest,
+    highest_event,
     overall_peak,
 )
 from memfit.analysis.run_stages import stage_at, stage_uses
@@ -133,7 +133,7 @@ def _deciding_event(trace: Trace, line: Timeline, peak: int) -> int:
     failures = failed_allocations(trace)
     if len(failures) and not len(caught_failures(trace)):
         return int(failures[-1])
-    return max(peak, highest(line.reserved, answered_events(trace, line)))
+    return max(peak, highest_event(line.reserved, answered_events(trace, line)))
 
 
 def _uncertainty(device: DeviceUse) -> int:
@@ -300,7 +300,7 @@ def _notes(trace: Trace, line: Timeline, steps: int) -> list[Note]:
         notes.append(Note(sure, text + (short if before.uncertain else "."), sizes=bool(before.uncertain)))
     # Without a cache PyTorch counts nothing, so there is nothing to compare.
     counted = AllocatorConfig.read(trace.settings).caching
-    if counted and (differs := disagreement(trace, line)):
+    if counted and (differs := disagreement_with_pytorch(trace, line)):
         text = f"{differs} The figures may be off by the difference."
         notes.append(Note(Provenance.ASSUMED, text, sizes=True))
     if failed := np.count_nonzero(events.action[events.category == Category.WORKSPACE] == Action.OOM):

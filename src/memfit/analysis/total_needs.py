@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from memfit.analysis.longest_batch import room_on, within
+from memfit.analysis.longest_batch import longest_within, room_on
 from memfit.analysis.needed_memory import needed_process
 from memfit.analysis.overall_peak import failed_allocations
 from memfit.analysis.summary import summarize
@@ -53,7 +53,7 @@ def find_total(found: DryRun, run: RunTrial) -> DryRun:
     # What it reserves beyond what it allocates will be missing on this device, too.
     allocated = total.peak_allocated / max(needs.bytes - found.device.outside.bytes, 1)
     room = int(room_on(found.device) * min(allocated, 1.0))
-    longest = tuple(within(each, room) for each in total.longest)
+    longest = tuple(longest_within(each, room) for each in total.longest)
     return replace(
         found,
         needs=needs,

@@ -8,7 +8,7 @@ from memfit.analysis.strategy_comparison import (
     ComparedStrategies,
     compared_run,
     compared_strategies,
-    impossible,
+    impossible_run,
     refused_with,
     with_changes,
 )
@@ -92,7 +92,7 @@ def _compared_on_ghost(
             what = f"{one.name} ({number} of {len(others) + 1})"
             found = refused_with(one, refused) or ranks.under(one.change, what)
             if isinstance(found, ScriptEnd):
-                runs.append(impossible(one, found))
+                runs.append(impossible_run(one, found))
                 if found.reason == "refused":
                     refused[one.change] = found
             else:
@@ -126,7 +126,7 @@ def _as_written(
         runs = ranks.as_written(base.change, base.name)
     except UnfinishedRankError as error:
         which = f"As {error.rank}, " if error.rank.world_size > 1 else ""
-        why = impossible(base, error.end).reason
+        why = impossible_run(base, error.end).reason
         raise TargetError(f"{which}{command[0]} cannot be compared: {why}") from None
     largest = _largest(base, runs, device)
     if ranks.distributed:

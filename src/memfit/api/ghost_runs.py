@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from memfit.analysis.even_routing import beside_even_routing, rests_on_routing, with_even_routing
-from memfit.analysis.rank_roles import find_held, ranks_by_role, role_of, weight
+from memfit.analysis.rank_roles import find_held, ranks_by_role, role_of, weight_of_rank
 from memfit.analysis.stream_races import may_race, with_upper_bound
 from memfit.analysis.total_needs import find_total
 from memfit.analysis.trial_result import RunTrial, TrialResult
@@ -153,7 +153,7 @@ def _in_resumed(place: ScriptLocation) -> ScriptLocation:
 
 
 def _severity(result: DryRun) -> tuple[bool, tuple[bool, int]]:
-    return result.ran_out, weight(result)
+    return result.ran_out, weight_of_rank(result)
 
 
 def _run(  # noqa: PLR0913 - what a dry run is asked for
@@ -299,7 +299,7 @@ def _run_all_ranks(
         if found.result.end.reason == "interrupted":
             raise KeyboardInterrupt
         unsaved.append(found.unsaved)
-        if largest is None or weight(found.result) > weight(largest.result):
+        if largest is None or weight_of_rank(found.result) > weight_of_rank(largest.result):
             largest = found
         return role_of(number, found.result)
 

@@ -147,7 +147,7 @@ def auto_checkpoint(  # noqa: PLR0913 - one parameter an option
     """
     from torch.optim import SGD
 
-    from memfit.estimating.serialise import pack, training_step
+    from memfit.estimating.serialise import pack_step, training_step
     from memfit.strategies.apply import apply
 
     amount = parse_bytes(budget) if isinstance(budget, str) else budget
@@ -155,7 +155,7 @@ def auto_checkpoint(  # noqa: PLR0913 - one parameter an option
     options = RunOptions(module=True, gpu=gpu, memory=amount, values=values)
     with TemporaryFolder() as folder:
         file = Path(folder) / "model.job"
-        file.write_bytes(pack(step).data)
+        file.write_bytes(pack_step(step).data)
         command = script_command("memfit.estimating.training_script", [str(file)], options, None)
         applicable = Allowed(
             allocator=False, rounding=False, optimizer=False

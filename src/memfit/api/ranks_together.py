@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from memfit.analysis.rank_roles import ranks_by_role, role_of, weight
+from memfit.analysis.rank_roles import ranks_by_role, role_of, weight_of_rank
 from memfit.analysis.stream_races import may_race, with_upper_bound
 from memfit.analysis.trial_result import TrialResult
 from memfit.api.ghost_runs import LATE, RANK, FinishedRun, own_file, save_trace
@@ -71,7 +71,7 @@ def run_beside_ranks(
         for rank in range(options.rank.rank, options.rank.rank + options.rank.nproc)
     }
     (late or early).remove()
-    largest = max(ranks.values(), key=lambda rank: weight(rank.result))
+    largest = max(ranks.values(), key=lambda rank: weight_of_rank(rank.result))
     roles = ranks_by_role((number, role_of(number, rank.result)) for number, rank in ranks.items())
     to_save = {output: largest.trace}
     if output is not None and RANK in output.name:

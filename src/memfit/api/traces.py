@@ -71,7 +71,7 @@ def explain(target: Trace | str | Path, at: str = "peak", *, fragments: bool = F
     found = _with_needs(trace, explanation.summary)
     advised = find_advice(trace, found)  # the script is not run: settings of the allocator only
     shown = advised if advised.advice else found
-    return replace(explanation, summary=shown, page=lambda: html(trace, shown))
+    return replace(explanation, summary=shown, page=lambda: html_report(trace, shown))
 
 
 def diff(
@@ -130,7 +130,7 @@ def replay(
     )
 
 
-def html(trace: Trace, result: DryRun, *, source: bool = True) -> str:
+def html_report(trace: Trace, result: DryRun, *, source: bool = True) -> str:
     """Return a report for the browser: one page that loads nothing else, opened at the peak.
 
     Args:
@@ -144,7 +144,7 @@ def html(trace: Trace, result: DryRun, *, source: bool = True) -> str:
 
 def write_html(trace: Trace, result: DryRun, path: Path, *, source: bool = True) -> None:
     """Write the report for the browser to a file, atomically."""
-    write_bytes(path, html(trace, result, source=source).encode(errors="replace"))
+    write_bytes(path, html_report(trace, result, source=source).encode(errors="replace"))
 
 
 def chrome_trace(trace: Trace) -> bytes:
@@ -153,6 +153,6 @@ def chrome_trace(trace: Trace) -> bytes:
     return export.chrome_trace(trace, line, attribute(trace, line))
 
 
-def table(trace: Trace) -> str:
+def allocation_table(trace: Trace) -> str:
     """Return every allocation as a row of comma-separated values."""
     return export.table(trace, attribute(trace, timeline(trace)))

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+import memfit
 from memfit.cli.console import progress, write_result
 from memfit.cli.options import Budget, Json, Module, Script, Values, json_file, read_as, script_to_run, share
 from memfit.report.escape import escaped
@@ -38,12 +39,10 @@ def check(
         tolerance: By how much each figure may grow, for example 0.5%. With 0%, not by a byte.
         steps: Stop the script after this many training steps.
     """
-    from memfit import api
-
     outputs = {"--json": json_file(json), "--baseline": baseline if update else None}
     options = script_to_run("check", command, outputs, module=module, inputs={"--baseline": baseline})
     with progress(steps) as show:
-        result = api.check(
+        result = memfit.check(
             **options,
             **vars(budget),
             baseline=baseline,

@@ -1,5 +1,6 @@
 """``memfit compare``."""
 
+import memfit
 from memfit.cli.console import progress, write_result
 from memfit.cli.options import JobSize, Json, Module, Script, Target, Values, json_file, script_to_run
 from memfit.ctrl_c import INTERRUPTED
@@ -32,11 +33,9 @@ def compare(
     Args:
         steps: Stop each run after this many training steps.
     """
-    from memfit import api
-
     options = script_to_run("compare", command, {"--json": json_file(json)}, module=module, ranks=ranks)
     with progress(steps, reruns=_RUNS) as show:
-        result = api.compare(
+        result = memfit.compare(
             **options, **vars(target), steps=steps, values=",".join(values), on_progress=show
         )
     write_result(result, json)

@@ -25,7 +25,7 @@ def doctor(
         return _measure_context()
     if patches:
         return _list_patches()
-    from memfit.api import diagnose
+    from memfit.ghost.doctor import diagnose
     from memfit.report.terminal.doctor import print_diagnosis
 
     findings = diagnose()
@@ -34,13 +34,13 @@ def doctor(
 
 
 def _measure_context() -> int:
-    from memfit import api
+    from memfit.card.context_measurement import keep_context, measure_context
     from memfit.report.terminal.doctor import contribution, print_context
 
-    report = api.measure_context()
+    report = measure_context()
     with stdout() as console:
         print_context(report, console)
-    if saved := api.keep_context(report):
+    if saved := keep_context(report):
         print(f"Saved for dry runs for this GPU with this PyTorch version: {saved}", file=sys.stderr)
         print("To share it with other users, send these lines for memfit's devices.toml:", file=sys.stderr)
         print(contribution(report), file=sys.stderr)
@@ -48,7 +48,7 @@ def _measure_context() -> int:
 
 
 def _list_patches() -> int:
-    from memfit.api import replaced_names
+    from memfit.patching.patch_list import replaced_names
     from memfit.report.terminal.doctor import print_replaced_names
 
     names = replaced_names()

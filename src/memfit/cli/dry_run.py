@@ -169,7 +169,9 @@ def dry_run(
             cuDNN, and uses its own rules where cuDNN reports no size. With 'rules', memfit uses only
             its rules. With 'none', it counts each workspace as 0 bytes.
     """
-    from memfit import api
+    from memfit.api.ghost_runs import FinishedRun, run_on_ghost
+    from memfit.api.ranks_together import run_beside_ranks
+    from memfit.api.traces import write_html
 
     limits, resuming = length.limits(), length.resuming()
     outputs = {"-o": output, "--html": html, "--json": json_file(json)}
@@ -197,14 +199,14 @@ def dry_run(
         workspaces=workspaces,
     )
     quiet = beside is not None and beside.local > 0
-    run: api.FinishedRun | None
+    run: FinishedRun | None
     with nullcontext(_show_nothing) if quiet else progress(options.steps) as show:
         if beside is not None:
-            run = api.run_beside_ranks(
+            run = run_beside_ranks(
                 script, arguments, options, dict(os.environ), output=output, on_progress=show
             )
         else:
-            run = api.run_on_ghost(
+            run = run_on_ghost(
                 script,
                 arguments,
                 options,
@@ -217,7 +219,7 @@ def dry_run(
             )
     if run is None:  # the first rank of this machine reports
         return 0
-    page: OutputFile = (html, partial(api.write_html, run.trace, run.result))
+    page: OutputFile = (html, partial(write_html, run.trace, run.result))
     write_result(run.result, json, page, trace_file(output, run), notes=notes)
     failed = beside is not None and not run.result.ranks  # torchrun must end the other ranks
     return exit_code(run.result, fail=fail or failed)

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+import memfit
 from memfit.atomic_files import check_outputs
 from memfit.cli.console import write_result
 from memfit.cli.options import OUTPUT, Html, Json, Notes, json_file
@@ -43,20 +44,21 @@ def explain(
             uses (rounding, holes between blocks, cached segments). Also name the blocks that keep PyTorch
             from returning the largest holes to the GPU.
     """
-    from memfit import api
+    from memfit.api.traces import allocation_table, chrome_trace, write_html
+    from memfit.atomic_files import write_bytes
     from memfit.records import GroupBy
 
     outputs = {"--snapshot": snapshot, "--html": html, "--chrome": chrome, "--csv": csv}
     check_outputs({**outputs, "--json": json_file(json)}, {"the input": path})
-    trace = api.read(path)
-    explanation = api.explain(trace, at, fragments=fragmentation)
+    trace = memfit.read(path)
+    explanation = memfit.explain(trace, at, fragments=fragmentation)
     write_result(
         explanation,
         json,
-        (snapshot, partial(api.write_snapshot, trace)),
-        (html, partial(api.write_html, trace, explanation.summary, source=source)),
-        (chrome, lambda path: api.write_bytes(path, api.chrome_trace(trace))),
-        (csv, lambda path: api.write_bytes(path, api.table(trace).encode())),
+        (snapshot, partial(memfit.write_snapshot, trace)),
+        (html, partial(write_html, trace, explanation.summary, source=source)),
+        (chrome, lambda path: write_bytes(path, chrome_trace(trace))),
+        (csv, lambda path: write_bytes(path, allocation_table(trace).encode())),
         by=None if by is None else GroupBy(by),
         notes=notes,
     )

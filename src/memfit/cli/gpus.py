@@ -4,6 +4,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+import memfit
 from memfit.cli.console import progress, stdout, write_result
 from memfit.cli.options import InUse, Json, Module, Script, Values, json_file, script_to_run
 from memfit.errors import UsageError
@@ -35,11 +36,10 @@ def gpus(
     """
     if not for_script:
         return _list(command)
-    from memfit import api
 
     options = script_to_run("gpus --for", command, {"--json": json_file(json)}, module=module)
     with progress(steps, reruns=_RUNS) as show:
-        result = api.gpus_for(
+        result = memfit.gpus_for(
             **options,
             in_use=in_use,
             steps=steps,

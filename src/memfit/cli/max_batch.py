@@ -4,6 +4,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+import memfit
 from memfit.cli.console import progress, write_result
 from memfit.cli.options import (
     Budget,
@@ -50,11 +51,9 @@ def max_batch(
         steps: Stop each run after this many training steps.
         fail: Exit with code 1 if no batch size fits.
     """
-    from memfit import api
-
     options = script_to_run("max-batch", command, {"--json": json_file(json)}, module=module, ranks=ranks)
     with progress(steps, reruns=_RUNS) as show:
-        result = api.max_batch(
+        result = memfit.max_batch(
             **options,
             **vars(budget),
             option=option,

@@ -5,6 +5,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+import memfit
 from memfit.atomic_files import check_outputs
 from memfit.cli.console import Output, write_result
 from memfit.cli.options import OUTPUT, Fail, Json, json_file, read_as
@@ -37,7 +38,9 @@ def pack(
         csv: Write a table of all buffers and their offsets to this file.
         fail: Exit with code 1 if memfit finds no packing that fits within --capacity.
     """
-    from memfit import api
+    from memfit.api.packings import pack_table
+    from memfit.atomic_files import write_bytes
+    from memfit.packing.csv_table import packed_table
     from memfit.report.terminal.packing import PackingSizes
     from memfit.report.terminal.progress_line import progress_line
 
@@ -45,10 +48,10 @@ def pack(
         raise UsageError("--fail needs a capacity to compare with. Add one, for example --capacity 8GiB.")
     check_outputs({"--csv": csv, "--json": json_file(json)}, {"the input": path})
     with progress_line() as show:
-        run = api.pack_table if path.suffix.lower() == ".csv" else api.pack
+        run = pack_table if path.suffix.lower() == ".csv" else memfit.pack
         packing = run(
             path, capacity, seconds=seconds, on_progress=lambda what: show(f"memfit: packing, {what}")
         )
-    table: Output = (csv, lambda path: api.write_bytes(path, api.packed_table(packing.parts).encode()))
+    table: Output = (csv, lambda path: write_bytes(path, packed_table(packing.parts).encode()))
     write_result(PackingSizes.of(packing, capacity), json, table)
     return int(fail and capacity is not None and packing.height > capacity)

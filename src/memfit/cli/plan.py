@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+import memfit
 from memfit.cli.console import PlanSoFar, progress, write_plan
 from memfit.cli.options import (
     OUTPUT,
@@ -84,15 +85,13 @@ def plan(
             leaves the fastest so far. It has the contents of --json.
         fail: Exit with code 1 if no plan fits.
     """
-    from memfit import api
-
     if steps < _LEAST_STEPS:
         raise UsageError(f"--steps {steps} is too few: memfit records the second training step.")
     outputs = {"-o": output, "--html": html, "--json": json_file(json)}
     options = script_to_run("plan", command, outputs, module=module, ranks=ranks)
     found = PlanSoFar(output)
     with found.named_on_ctrl_c(), progress(steps, reruns=_RUNS) as show:
-        result = api.plan(
+        result = memfit.plan(
             **options,
             **vars(budget),
             steps=steps,

@@ -42,7 +42,7 @@ def record(
             run.memfit only if you name it with this option.
         fail: Exit with code 1 unless the verdict is FITS.
     """
-    from memfit import api
+    from memfit.api.runs import run_on_card
 
     trace = Path("run.memfit") if output is None else output
     outputs = {"-o": trace, "--json": json_file(json)}
@@ -59,6 +59,6 @@ def record(
         stdout_to_stderr=json == "-",
     )
     with progress(options.steps) as show:
-        run = api.run_on_card(script["script"], script["arguments"], options, output=trace, on_progress=show)
+        run = run_on_card(script["script"], script["arguments"], options, output=trace, on_progress=show)
     write_result(run.result, json, trace_file(trace, run), notes=notes)
     return exit_code(run.result, fail=fail)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+import memfit
 from memfit.atomic_files import check_outputs
 from memfit.cli.console import write_result
 from memfit.cli.options import Fail, Json, RecordedTarget, json_file
@@ -71,13 +72,12 @@ def _compared(
         json: as for ``write_result``.
         smallest: whether to search for the smallest GPU that each setting fits on.
     """
-    from memfit import api
     from memfit.report.terminal.progress_line import progress_line
 
     check_outputs({"--json": json_file(json)}, {"the input": path})
-    trace = api.read(path)
+    trace = memfit.read(path)
     with progress_line() as show:
-        comparison = api.replay(
+        comparison = memfit.replay(
             trace,
             settings,
             **vars(target),

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import memfit
 from memfit.cli.console import progress, write_result
 from memfit.cli.options import Json, Module, Script, expect_plan, json_file, script_to_run
 
@@ -30,12 +31,11 @@ def verify(
     Args:
         plan: The file that memfit plan -o wrote.
     """
-    from memfit import api
     from memfit.records import VerificationVerdict
 
     outputs = {"--json": json_file(json)}
     options = script_to_run("verify", command, outputs, module=module, inputs={"--plan": plan})
     with progress(None, reruns=_RUNS) as show:
-        result = api.verify(**options, plan=expect_plan("verify", plan), on_progress=show)
+        result = memfit.verify(**options, plan=expect_plan("verify", plan), on_progress=show)
     write_result(result, json)
     return 0 if result.verdict is VerificationVerdict.VERIFIED else 1

@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from memfit.errors import NotSentError, UsageError
-from memfit.estimating.tensor_pickling import StorageCopy, describe, why_not_copyable
+from memfit.estimating.tensor_pickling import StorageCopy, describe_tensor, why_not_copyable
 from memfit.estimating.training_step import OptimizerCopy, TrainingStep
 from memfit.recording.owners import parameters_of
 
@@ -76,7 +76,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if reason := why_not_copyable(tensor):
             raise _NotCopyableError(reason)
         self.detached |= not tensor.is_leaf
-        return describe(tensor, self._copies, on_gpu=tensor.is_cuda and id(tensor) not in self._moved)
+        return describe_tensor(tensor, self._copies, on_gpu=tensor.is_cuda and id(tensor) not in self._moved)
 
     def _module(self, module: torch.nn.Module) -> Any:
         if id(module) not in self._seen:
@@ -103,7 +103,7 @@ class PackedModel:
     """A model and its training step, serialised."""
 
     data: bytes
-    """What ``unpack`` reads."""
+    """What ``unpack_step`` reads."""
     name: str
     """Name of the estimate in its summary."""
     notes: tuple[str, ...]
@@ -168,7 +168,7 @@ def _steps_without_closure(kind: type[Optimizer]) -> bool:
     return all(each.default is not each.empty or each.kind in _ANY_NUMBER for each in takes)
 
 
-def pack(step: TrainingStep) -> PackedModel:
+def pack_step(step: TrainingStep) -> PackedModel:
     """Serialise a training step.
 
     Raises:
@@ -192,7 +192,7 @@ def pack(step: TrainingStep) -> PackedModel:
     return PackedModel(file.getvalue(), f"memfit.estimate({type(step.model).__name__})", notes, calls_loss)
 
 
-def unpack(data: bytes) -> tuple[TrainingStep, list[torch.nn.Module]]:
+def unpack_step(data: bytes) -> tuple[TrainingStep, list[torch.nn.Module]]:
     """Recreate a training step, and the modules that no other contains. Their tensors are on the CPU."""
     file = io.BytesIO(data)
     sys.path[:] = pickle.load(file)  # noqa: S301 - written by the process that started this one

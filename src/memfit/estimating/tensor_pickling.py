@@ -55,7 +55,7 @@ def why_not_copyable(tensor: torch.Tensor) -> str:
     return ""
 
 
-def describe(tensor: torch.Tensor, copies: dict[int, StorageCopy], *, on_gpu: bool) -> Rebuild:
+def describe_tensor(tensor: torch.Tensor, copies: dict[int, StorageCopy], *, on_gpu: bool) -> Rebuild:
     """Return how pickle recreates a tensor without its contents.
 
     Args:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from memfit.estimating.serialise import set_backend_flags, unpack
+from memfit.estimating.serialise import set_backend_flags, unpack_step
 from memfit.estimating.training_step import OptimizerCopy, TrainingStep
 from memfit.recording.module_hooks import tensors_in
 
@@ -31,7 +31,7 @@ _ARGS_AND_KWARGS = 2
 def main() -> None:
     """Run the training step in the file that the command line names."""
     torch.cuda.init()  # type: ignore[no-untyped-call]  # so that any failure from here on leaves a trace
-    step, roots = unpack(Path(sys.argv[1]).read_bytes())
+    step, roots = unpack_step(Path(sys.argv[1]).read_bytes())
     set_backend_flags(step.flags)
     for module in roots:
         module.to("cuda")

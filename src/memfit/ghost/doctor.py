@@ -27,8 +27,11 @@ class Check:
     details: tuple[str, ...] = ()
 
 
-def checks() -> tuple[Check, ...]:
-    """Check Python, torch, the compiler, the ghost (built if necessary), its gaps, cuDNN and GPUs."""
+def diagnose() -> tuple[Check, ...]:
+    """Check Python, torch, the compiler, the ghost (built if necessary), its gaps, cuDNN and GPUs.
+
+    Each check reports what was found or how to fix it.
+    """
     return (_python(), _torch(), _compiler(), *_ghost(), _gpus())
 
 

@@ -99,13 +99,13 @@ class TestOnGhost(pytest.Item):
             raise GhostTestFailed(f"{shown}")
 
     def _checked(self) -> MemoryCheck:
-        from memfit import api
+        import memfit
 
         options = dict(self.options)
         baseline = options.pop("baseline", None)
         if baseline is not None:
             baseline = self.config.rootpath / baseline
-        return api.check(
+        return memfit.check(
             _MODULE,
             [os.path.relpath(self.config.rootpath), *self._configuration(), self.nodeid],
             module=True,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memfit.api import estimate as _estimate
+from memfit.api.runs import estimate as _estimate
 from memfit.devices import DEFAULT
 from memfit.errors import UsageError
 from memfit.estimating.training_step import OptimizerCopy

@@ -53,11 +53,6 @@ class Packing:
         """The sum of all sizes: the height if no buffers shared memory."""
         return int(self.buffers.size.sum())
 
-    @property
-    def is_smallest(self) -> bool:
-        """Whether the packing is proved optimal."""
-        return self.height == self.bound
-
 
 def pack(
     buffers: Buffers,
@@ -277,7 +272,7 @@ def always_live(cut: Sections) -> npt.NDArray[np.bool_]:
 
 
 def treat_as_always_live(cut: Sections, size: Column) -> npt.NDArray[np.bool_]:
-    """Return a mask of the buffers that are always live, or can be treated so without raising the bound.
+    """Return a mask of the buffers that are always live, or can count as such without raising the bound.
 
     A packing for extended lifetimes is valid for the real ones, too; that no such packing exists proves
     nothing. Buffers live in more than half of all sections are tried, the longest-lived first.

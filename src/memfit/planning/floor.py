@@ -22,7 +22,7 @@ import numpy.typing as npt
 from memfit.allocator.timeline import timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import CATEGORY_NAMES
-from memfit.analysis.location import least_certain, phases
+from memfit.analysis.location import least_certain, phase_of_events
 from memfit.analysis.trial_result import TrialResult
 from memfit.planning.optimizer_changes import (
     IN_8_BITS,
@@ -175,7 +175,7 @@ def floor_of_updates(result: TrialResult) -> Floor:
 
 def _updating(trace: Trace) -> npt.NDArray[np.int64]:
     """Return the events of updates after the backward."""
-    return np.flatnonzero(phases(trace) == list(Phase).index(Phase.OPTIMIZER))
+    return np.flatnonzero(phase_of_events(trace) == list(Phase).index(Phase.OPTIMIZER))
 
 
 def _rounded(size: int) -> int:

@@ -42,8 +42,8 @@ from memfit.recording.parameter_copies import ParameterCopies
 from memfit.recording.run_stages import RunStageMarks
 from memfit.recording.training_steps import StepTracker
 from memfit.records import DeviceUse, MarkKind, Note, Phase, Provenance, ScriptEnd, Trace
-from memfit.trace.history_columns import columns, pools
-from memfit.trace.snapshot import segments
+from memfit.trace.history_columns import history_columns, pool_ids
+from memfit.trace.snapshot import segments_at_end
 from memfit.trace.stack_table import StackTable
 from memfit.user_frame import is_user_file
 
@@ -273,7 +273,7 @@ class Recorder:
             release_cublas_workspaces()  # the history has been read: it does not contain these frees
         if text := self._history.caveat:
             self.note(Provenance.ASSUMED, text, sizes=True)
-        events, stacks, frames = columns(
+        events, stacks, frames = history_columns(
             history, label_of=self._history.serial_of, is_user_file=is_user_file, table=self._stacks
         )
         serials = events.label  # what serial_of returned for each
@@ -297,7 +297,7 @@ class Recorder:
             stacks=stacks,
             frames=frames,
             marks=place_marks(self.book.marks, serials),
-            segments=segments(snapshot, index),
+            segments=segments_at_end(snapshot, index),
             device=device,
             end=end,
             settings=settings_in_force,
@@ -307,7 +307,7 @@ class Recorder:
             notes=tuple(
                 replace(note, activations=note.workspaces and len(saved) > 0) for note in self._notes.values()
             ),
-            pools=pools(history, snapshot["segments"]),
+            pools=pool_ids(history, snapshot["segments"]),
             tensors=tensors,
         )
 

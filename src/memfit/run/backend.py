@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from memfit.card.find import is_rehearsal
 from memfit.card.outside_allocator import OutsideMeter
-from memfit.devices import find_device, refusal
+from memfit.devices import find_device, why_unsupported
 from memfit.ghost.ffi import Ghost
 from memfit.ghost.load import load
 from memfit.ghost.ranks.early_collectives import EarlyCollectives, settle_collectives
@@ -184,7 +184,7 @@ class GhostBackend:
         import torch
 
         built_for = (torch._C._cuda_getArchFlags() or "").split()
-        return refusal(find_device(self._settings.device.name), built_for, torch.__version__) or ""
+        return why_unsupported(find_device(self._settings.device.name), built_for, torch.__version__) or ""
 
     def joined(self) -> None:
         """Remember that the script has joined a process group."""

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from memfit.run.rank import Rank
-from memfit.temporary_folders import PREFIX, hold
+from memfit.temporary_folders import PREFIX, hold_folder
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 """Variables that torchrun sets."""
@@ -55,7 +55,7 @@ class SharedTraces:
     def prepare(self) -> Path:
         """Return where this rank's trace is to be written; what an earlier job has left is removed."""
         self._release()
-        self._lock = hold(self._folder)
+        self._lock = hold_folder(self._folder)
         for suffix in ("memfit", "remark", "heard"):
             self._file(suffix).unlink(missing_ok=True)
         return self.trace(self._rank.rank)

@@ -24,14 +24,14 @@ _MAX_LINE = (1 << 31) - 1
 _MAX_NUMBER = (1 << 63) - 1
 
 
-def columns(
+def history_columns(
     history: Sequence[Mapping[str, Any]],
     *,
     label_of: Callable[[str], int],
     is_user_file: Callable[[str], bool],
     table: StackTable | None = None,
 ) -> tuple[Events, tuple[tuple[int, ...], ...], tuple[Frame, ...]]:
-    """Convert one device's history to columns; ``pools`` returns the pool ids behind the pool numbers.
+    """Convert one device's history to columns; ``pool_ids`` returns the pool ids behind the pool numbers.
 
     Args:
         history: ``torch.cuda.memory._snapshot()["device_traces"][device]``, ``n`` events of any PyTorch
@@ -51,7 +51,7 @@ def columns(
     table = table or StackTable(is_user_file)
     stacks = _stack_column(history, table)
     labels = _Memo(label_of)
-    stream_of = streams(history)
+    stream_of = stream_numbers(history)
     events = Events(
         action=np.array(array("B", [_ACTION_VALUES[event["action"]] for event in history]), np.uint8),
         address=np.array(array("Q", [_address(event) for event in history]), np.uint64),
@@ -66,16 +66,16 @@ def columns(
     return events, table.stacks, table.frames
 
 
-def streams(history: Iterable[Mapping[str, Any]]) -> dict[int, int]:
+def stream_numbers(history: Iterable[Mapping[str, Any]]) -> dict[int, int]:
     """Number the streams of a history: the default stream (handle 0) is 0, others follow as they appear.
 
-    >>> streams([{"stream": 9000}, {"stream": 0}, {"stream": 8000}])
+    >>> stream_numbers([{"stream": 9000}, {"stream": 0}, {"stream": 8000}])
     {0: 0, 9000: 1, 8000: 2}
     """
     return {stream: index for index, stream in enumerate(dict.fromkeys([0, *(e["stream"] for e in history)]))}
 
 
-def pools(
+def pool_ids(
     history: Iterable[Mapping[str, Any]], segments: Iterable[Mapping[str, Any]] = ()
 ) -> tuple[tuple[int, int], ...]:
     """List the pools of a history: the default pool first, others in order of appearance.
@@ -87,7 +87,7 @@ def pools(
     Returns:
         Nothing if an event has no pool.
 
-    >>> pools([{"pool_id": (0, 7)}, {"pool_id": (0, 0)}], [{"segment_pool_id": (3, 0)}])
+    >>> pool_ids([{"pool_id": (0, 7)}, {"pool_id": (0, 0)}], [{"segment_pool_id": (3, 0)}])
     ((0, 0), (0, 7), (3, 0))
     """
     named = [event.get("pool_id") for event in history]
@@ -98,7 +98,7 @@ def pools(
 
 
 def _pool_column(history: Sequence[Mapping[str, Any]]) -> npt.NDArray[np.int32] | None:
-    number = {pool: index for index, pool in enumerate(pools(history))}
+    number = {pool: index for index, pool in enumerate(pool_ids(history))}
     if not number:
         return None
     return np.array(array("i", [number[event["pool_id"]] for event in history]), np.int32)

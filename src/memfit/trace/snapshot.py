@@ -25,7 +25,7 @@ from memfit.records import (
     SnapshotBlock,
     Trace,
 )
-from memfit.trace.history_columns import ACTIONS, columns, pool_id, pools, streams
+from memfit.trace.history_columns import ACTIONS, history_columns, pool_id, pool_ids, stream_numbers
 from memfit.trace.safe_pickle import NotPlainDataError, loads
 from memfit.units import MIB
 
@@ -87,10 +87,10 @@ def trace_of(snapshot: Mapping[str, Any], device: int = 0) -> Trace:
             f"{', '.join(map(str, with_history)) or 'none'}). Call torch.cuda.memory."
             "_record_memory_history() before the code to record, and _dump_snapshot(file) after it."
         )
-    events, stacks, frames = columns(
+    events, stacks, frames = history_columns(
         histories[device], label_of=lambda _metadata: -1, is_user_file=_looks_like_user_file
     )
-    at_end = segments(snapshot, device)
+    at_end = segments_at_end(snapshot, device)
     allocated = sum(block.size for segment in at_end for block in segment.blocks if block.state == _ALLOCATED)
     return Trace(
         events=events,
@@ -101,14 +101,14 @@ def trace_of(snapshot: Mapping[str, Any], device: int = 0) -> Trace:
         segments=at_end,
         device=DeviceUse(f"device {device} of a snapshot", _UNKNOWN, _UNKNOWN, 0, Machine.UNKNOWN),
         end=ScriptEnd("end", 0),
-        settings=settings(snapshot),
+        settings=allocator_settings(snapshot),
         statistics={
             "allocated_bytes.all.current": allocated,
             "reserved_bytes.all.current": sum(segment.size for segment in at_end),
         },
         versions={},
         command=(),
-        pools=pools(histories[device], _of_device(snapshot, device)),
+        pools=pool_ids(histories[device], _of_device(snapshot, device)),
     )
 
 
@@ -143,7 +143,7 @@ def with_earlier(snapshot: Mapping[str, Any], device: int = 0) -> Mapping[str, A
     return {**snapshot, "device_traces": histories}
 
 
-def settings(snapshot: Mapping[str, Any]) -> dict[str, str]:
+def allocator_settings(snapshot: Mapping[str, Any]) -> dict[str, str]:
     """Return the allocator's settings in force, by their names in ``PYTORCH_ALLOC_CONF``.
 
     Args:
@@ -152,7 +152,9 @@ def settings(snapshot: Mapping[str, Any]) -> dict[str, str]:
     Returns:
         The string that PyTorch was given, as ``conf``, and the settings that decide sizes.
 
-    >>> settings({"allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": "", "max_split_size": 128 << 20}})
+    >>> allocator_settings(
+    ...     {"allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": "", "max_split_size": 128 << 20}}
+    ... )
     {'conf': '', 'max_split_size_mb': '128'}
     """
     found: Mapping[str, Any] = snapshot.get("allocator_settings") or {}
@@ -170,7 +172,7 @@ def settings(snapshot: Mapping[str, Any]) -> dict[str, str]:
     return result
 
 
-def segments(snapshot: Mapping[str, Any], device: int = 0) -> tuple[Segment, ...]:
+def segments_at_end(snapshot: Mapping[str, Any], device: int = 0) -> tuple[Segment, ...]:
     """Return the segments of one device at the time of the snapshot.
 
     Args:
@@ -178,9 +180,9 @@ def segments(snapshot: Mapping[str, Any], device: int = 0) -> tuple[Segment, ...
         device: index of the device.
 
     Returns:
-        In order of address; streams have the numbers that ``columns`` gives them.
+        In order of address; streams have the numbers that ``history_columns`` gives them.
     """
-    stream_of = streams(snapshot["device_traces"][device])
+    stream_of = stream_numbers(snapshot["device_traces"][device])
     return tuple(
         Segment(
             address=_number(segment["address"]),
@@ -343,7 +345,7 @@ def _segment_dict(segment: Segment, allocated_at: Mapping[int, list[dict[str, An
 
 
 def _allocator_settings(in_force: Mapping[str, str]) -> dict[str, Any]:
-    """Convert settings to PyTorch's own record of them, which ``settings`` reads back."""
+    """Convert settings to PyTorch's own record of them, which ``allocator_settings`` reads back."""
     left = dict(in_force)
     conf = left.pop("conf", "")
     left.pop("environment", None)

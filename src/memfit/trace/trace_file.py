@@ -55,7 +55,7 @@ from memfit.trace.trace_limits import (
     MAX_EVENTS,
     MAX_HEADER_BYTES,
     MAX_TEXT,
-    excess,
+    excess_rows,
     longest_text,
 )
 
@@ -143,7 +143,7 @@ def write_trace(trace: Trace, path: Path) -> None:
         OutputError: the file cannot be written.
         UsageError: the trace is too large to be read back, or the path names something other than a file.
     """
-    if too_many := excess(trace):
+    if too_many := excess_rows(trace):
         raise UsageError(f"Cannot write {path}: the run has {too_many}. Run fewer steps.")
     rest = {name: getattr(trace, name) for name in _rest_of_trace()}
     header = {"format": FORMAT, "version": VERSION, "events": len(trace.events), **rest}
@@ -213,7 +213,7 @@ def _read(file: BinaryIO) -> Trace:
         raise _TraceError(f"is damaged ({error}). Record the run again.") from None
     rest: dict[str, Any] = {name: getattr(header, name) for name in _rest_of_trace()}
     trace = Trace(events=Events(**columns), **rest)
-    if too_many := excess(trace):
+    if too_many := excess_rows(trace):
         raise _TraceError(f"has {too_many}.")
     if (length := longest_text(trace)) > MAX_TEXT:
         raise _TraceError(f"contains a text of {length:,} characters, but at most {MAX_TEXT:,} are allowed.")

@@ -38,7 +38,7 @@ _TABLES = (
 )
 
 
-def excess(trace: Trace) -> str:
+def excess_rows(trace: Trace) -> str:
     """Return what a trace has too many of; empty if nothing."""
     if len(trace.events) > MAX_EVENTS:
         return f"{len(trace.events):,} events, but a trace can have at most {MAX_EVENTS:,}"

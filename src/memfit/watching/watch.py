@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from memfit.api import read
+from memfit.api.traces import read
 from memfit.errors import UsageError
 from memfit.records import Phase, Trace
 from memfit.report.escape import escaped

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from memfit import api
+import memfit
 
 CHOICES = """
 import itertools, json
@@ -70,4 +70,4 @@ layer(torch.zeros(6, 3, 6, 6, device="cuda")).sum().backward()
 def test_pytorch_learns_for_which_architecture_a_plans_kernels_are(gpu, tmp_path):
     script = tmp_path / "pointwise.py"
     script.write_text(POINTWISE)
-    assert api.dry_run(script, gpu=gpu).end.exception == ""
+    assert memfit.dry_run(script, gpu=gpu).end.exception == ""

@@ -1,5 +1,5 @@
-/* PyTorch's caching allocator, compiled: the same rules in the same order as caching_allocator.py and its
- * modules.
+/* PyTorch's caching allocator, compiled: the same rules in the same order as in the reference in Python,
+ * tests/support/reference_allocator/caching_allocator.py and its modules.
  *
  *     replay.c               requests, served one after another; what Python calls
  *     caching_allocator.c    malloc and free
@@ -7,13 +7,12 @@
  *     private_pools.c        pools of captured graphs and of MemPool
  *     expandable_segments.c  expandable segments
  *     stream_events.c        streams, and the blocks that wait for them
- *     freeing.c              blocks that become free, and their merging
- *     blocks.c               blocks, and the free ones in the order of best fit
+ *     blocks.c               blocks, the free ones in the order of best fit, and merging
  *     rounding.c             sizes of blocks and segments
  *     device_memory.c        the device's memory: a count of bytes, and addresses
  *     memory_stats.c         torch.cuda.memory_stats()
  *
- * The Python modules give the reason and the source of each rule; a comment here states only what is
+ * They give the reason and the source of each rule; a comment here states only what is
  * different.
  */
 #ifndef MEMFIT_ALLOCATOR_H
@@ -263,6 +262,10 @@ void count(struct allocator *a, const struct pool *pool, enum kind kind, int64_t
 struct block *caching_malloc(struct allocator *a, int64_t size, int64_t stream);
 void caching_free(struct allocator *a, struct block *block);
 
+/* blocks.c, which counts what becomes free */
+struct block *merged(struct allocator *a, struct block *block);
+void free_block(struct allocator *a, struct block *block, enum kind kind);
+
 /* reclaim.c */
 void caching_empty_cache(struct allocator *a, size_t only);
 bool release_available_cached_blocks(struct allocator *a, struct pool *pool, int64_t stream, int64_t size);
@@ -272,10 +275,6 @@ void garbage_collect_cached_blocks(struct allocator *a);
 void caching_allocate_to(struct allocator *a, size_t index);
 void caching_release_pool(struct allocator *a, size_t index);
 void pool_init(struct allocator *a, struct pool *pool, struct private_pool *owner, bool small);
-
-/* freeing.c */
-struct block *merged(struct allocator *a, struct block *block);
-void free_block(struct allocator *a, struct block *block, enum kind kind);
 
 /* stream_events.c */
 void record_stream(struct allocator *a, struct block *block, int64_t stream);
