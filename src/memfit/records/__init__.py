@@ -45,7 +45,6 @@ from memfit.records.explanation import (
     RunDifference,
 )
 from memfit.records.fragmentation import Fragmentation, Hole, PinningBlock, ReservedBytes, ReservedMemoryUse
-from memfit.records.gpus_for import GpusFor
 from memfit.records.longest_batch import BatchSize, LoaderScan, LongestBatch, MeasuredBatch
 from memfit.records.marks import Mark, MarkKind, Saved, Untrained
 from memfit.records.max_batch import BatchLimit, BatchRun, MaxBatch
@@ -53,7 +52,7 @@ from memfit.records.memory_check import CheckedFigure, CheckVerdict, MemoryBasel
 from memfit.records.provenance import Figure, Note, Provenance, worst
 from memfit.records.result import SCHEMA_VERSION
 from memfit.records.script_options import LoaderBatchSize, OptionPurpose, ScriptOption
-from memfit.records.script_plan import PlanRun, ScriptPlan
+from memfit.records.script_plan import GpusFor, PlanRun, ScriptPlan
 from memfit.records.step_operations import (
     LEAST_RECOMPUTED,
     FedSamples,

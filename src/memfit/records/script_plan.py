@@ -132,3 +132,15 @@ class ScriptPlan(PrintedResult):
     def sharded(self) -> bool:
         """Whether a script for one GPU is to train on several."""
         return self.world_size > 1 and not self.distributed
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class GpusFor(PrintedResult):
+    """A script on every GPU of the table."""
+
+    plans: tuple[ScriptPlan, ...]
+    """A GPU each, in ascending order of their memory, which is the plan's budget."""
+    failed: Mapping[str, str]
+    """By GPU: why the script as written does not run on it, such as a PyTorch without kernels for it."""
+    command: tuple[str, ...]
+    versions: Mapping[str, str]

@@ -19,8 +19,9 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, get_type_hints
 
 import msgspec
 import numpy as np
@@ -33,21 +34,9 @@ from memfit.records import (
     DEFAULT_POOL,
     Action,
     Category,
-    ChildProcess,
-    DeviceUse,
     Events,
-    Frame,
-    JobRank,
-    Label,
-    LoaderBatchSize,
     LoaderScan,
-    Mark,
-    Note,
-    ScriptEnd,
-    ScriptOption,
     Segment,
-    Shortened,
-    TensorInfo,
     Trace,
 )
 from memfit.trace.trace_limits import (
@@ -87,32 +76,17 @@ class _Signature(msgspec.Struct):
     version: int
 
 
-class _Header(_Signature, kw_only=True):
-    """The header of every version: the fields of ``Trace``, and the number of events."""
+def _header_type() -> type[msgspec.Struct]:
+    """Return the type of the header of every version: the fields of ``Trace``, and the number of events."""
+    types = get_type_hints(Trace) | {"events": int}
+    given: list[Any] = [
+        (field.name, types[field.name], *([] if field.default is MISSING else [field.default]))
+        for field in fields(Trace)
+    ]
+    return msgspec.defstruct("Header", given, bases=(_Signature,), kw_only=True)
 
-    events: int
-    labels: tuple[Label, ...]
-    stacks: tuple[tuple[int, ...], ...]
-    frames: tuple[Frame, ...]
-    marks: tuple[Mark, ...]
-    segments: tuple[Segment, ...]
-    device: DeviceUse
-    end: ScriptEnd
-    settings: dict[str, str]
-    statistics: dict[str, int]
-    versions: dict[str, str]
-    command: tuple[str, ...]
-    notes: tuple[Note, ...]
-    pools: tuple[tuple[int, int], ...] = ()
-    tensors: tuple[TensorInfo, ...] = ()
-    children: tuple[ChildProcess, ...] = ()
-    options: tuple[ScriptOption, ...] = ()
-    loader: LoaderBatchSize | None = None
-    rank: JobRank | None = None
-    cudnn_workspaces: tuple[int, ...] = ()
-    pinned: int = 0
-    shortened: tuple[Shortened, ...] = ()
-    scans: tuple[LoaderScan, ...] = ()
+
+_HEADER_TYPE = _header_type()
 
 
 class _TraceError(Exception):
@@ -222,8 +196,8 @@ def _read(file: BinaryIO) -> Trace:
     return trace
 
 
-def _columns_of(tables: Trace | _Header) -> dict[str, str]:
-    """Return the columns that a trace with these tables has, and their types."""
+def _columns_of(tables: Any) -> dict[str, str]:
+    """Return the columns that a trace, or a header, with these tables has, and their types."""
     return {
         name: dtype
         for name, dtype in _COLUMNS.items()
@@ -232,7 +206,7 @@ def _columns_of(tables: Trace | _Header) -> dict[str, str]:
 
 
 def _rest_of_trace() -> list[str]:
-    return [name for name in Trace.__dataclass_fields__ if name != "events"]
+    return [field.name for field in fields(Trace) if field.name != "events"]
 
 
 def _check_directory(file: BinaryIO) -> None:
@@ -289,7 +263,7 @@ def _writable(value: Any) -> Any:
     return value
 
 
-def _decode(content: bytes) -> _Header:
+def _decode(content: bytes) -> Any:
     try:
         signature = msgspec.json.decode(content, type=_Signature)
         if signature.format != FORMAT:
@@ -301,7 +275,7 @@ def _decode(content: bytes) -> _Header:
             )
         if signature.version < 1:
             raise _TraceError(f"has the unknown format version {signature.version}.")
-        return msgspec.json.decode(content, type=_Header)
+        return msgspec.json.decode(content, type=_HEADER_TYPE)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise _TraceError(f"has an invalid header ({error}). Record the run again.") from None
 
