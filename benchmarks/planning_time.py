@@ -18,7 +18,7 @@ from torch import nn
 
 from memfit.devices import DEFAULT, find_device
 from memfit.planning.choose import CheckpointChooser
-from memfit.planning.seconds import roofline
+from memfit.planning.plan_runs import roofline
 from memfit.recording.step_operations import StepOperationRecorder
 from memfit.records import Operation, StepOperations
 

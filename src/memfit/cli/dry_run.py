@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -31,9 +31,11 @@ from memfit.cli.options import (
 )
 from memfit.errors import UsageError
 from memfit.run.options import BATCHES, LONGEST_STEPS, SCAN, SECONDS, STEPS, RunOptions
-from memfit.run.parent import Progress
 from memfit.run.rank import ALONE, Rank
 from memfit.run.started_by_torchrun import started_rank
+
+if TYPE_CHECKING:
+    from memfit.run.parent import Progress
 
 
 @Parameter(name="*")
@@ -225,5 +227,5 @@ def dry_run(
     return exit_code(run.result, fail=fail or failed)
 
 
-def _show_nothing(_: Progress) -> None:
+def _show_nothing(_: "Progress") -> None:
     """Show no progress."""

@@ -14,7 +14,6 @@ import importlib
 import sys
 from collections.abc import Callable
 from fnmatch import fnmatchcase
-from importlib.metadata import version
 from typing import Any, ClassVar
 
 from memfit.errors import UnsuitableEnvironmentError
@@ -114,6 +113,8 @@ class Patch:
         return owner
 
     def _missing(self, name: str) -> str:
+        from importlib.metadata import version  # imports much, for an error
+
         library = self.owner.replace(":", ".").partition(".")[0]
         product = "PyTorch" if library == "torch" else library
         return (

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from memfit.ghost.ffi import Ghost, WorkspaceUse
 from memfit.patching.installed_hooks import InstalledHooks
-from memfit.recording import autocast_copies
 from memfit.recording.allocating_functions import functions_of_events
 from memfit.recording.allocator_history import AllocatorHistory
 from memfit.recording.annotate_events import (
@@ -33,11 +32,16 @@ from memfit.recording.annotate_events import (
 from memfit.recording.compiled_graphs import BEFORE_FORWARD, CompiledCode
 from memfit.recording.event_labels import LabelBook
 from memfit.recording.inferred_phases import infer_forwards
-from memfit.recording.live_objects import find_live_objects
-from memfit.recording.memory_calls import mark_calls, record_released_workspaces, release_cublas_workspaces
+from memfit.recording.memory_calls import (
+    label_autocast_exits,
+    mark_calls,
+    name_autocast_copies,
+    record_released_workspaces,
+    release_cublas_workspaces,
+)
 from memfit.recording.module_hooks import ModuleHooks, running_module
 from memfit.recording.module_names import short_names
-from memfit.recording.owners import MemoryOwners, parameters_of
+from memfit.recording.owners import MemoryOwners, find_live_objects, parameters_of
 from memfit.recording.parameter_copies import ParameterCopies
 from memfit.recording.run_stages import RunStageMarks
 from memfit.recording.training_steps import StepTracker
@@ -129,7 +133,7 @@ class Recorder:
         self.stages.install(self._hooks)
         if self._with_labels:
             self._modules.install(self._hooks)
-            autocast_copies.label_autocast_exits(self._hooks, self.book)
+            label_autocast_exits(self._hooks, self.book)
         if self._with_labels or self._live:
             self._owners.checkpoints.watch(self._hooks)
             self._owners.gathered.watch(self._hooks)
@@ -279,7 +283,7 @@ class Recorder:
         serials = events.label  # what serial_of returned for each
         events = assign_labels_and_owners(events, serials, self.book, self._owners)
         events = assign_torch_functions(events, self.book, *functions_of_events(history))
-        autocast_copies.name_copies(events, self.book)
+        name_autocast_copies(events, self.book)
         events = infer_forwards(events, self.book)
         labels, tensors = short_names(tuple(self.book.labels), tuple(self._owners.tensors))
         reported = self._ghost.reported_workspaces() if self._ghost is not None else set()

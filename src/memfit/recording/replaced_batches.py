@@ -18,7 +18,7 @@ import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from memfit.patching.patches import Patch
-from memfit.recording.batch_sizes import DrawnBatch
+from memfit.recording.loader_scan import DrawnBatch
 from memfit.recording.recorder import Recorder
 from memfit.records import MarkKind
 

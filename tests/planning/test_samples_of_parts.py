@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from memfit.planning.same_samples import SampleComparison, compare_samples, other_rows, samples_of_parts
+from memfit.planning.sample_independence import (
+    SampleComparison,
+    compare_samples,
+    other_rows,
+    samples_of_parts,
+)
 from memfit.recording.fed_samples import fed_tensor
 from memfit.records import FedSamples, FedTensor, StepOperations
 

@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from memfit.analysis.script_change import TrialResult
 from memfit.analysis.summary import summarize
-from memfit.planning.advice import find_advice
+from memfit.analysis.trial_result import TrialResult
+from memfit.planning.fewest_changes import MOST_RUNS, find_advice
 from memfit.planning.plan_runs import GhostRuns
-from memfit.planning.quick_search import MOST_RUNS
 from memfit.records import (
     Category,
     LoaderBatchSize,

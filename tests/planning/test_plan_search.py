@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from memfit.planning.logits import log_probabilities
+from memfit.planning.plan_search import log_probabilities
 from memfit.recording.step_operations import StepOperationRecorder
 
 

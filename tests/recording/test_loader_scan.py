@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.recording.batch_sizes import BatchSample, DrawnBatch, drawn, only_dimension_that_differs
+from memfit.recording.loader_scan import BatchSample, DrawnBatch, drawn, only_dimension_that_differs
 from memfit.records import BatchSize
 
 

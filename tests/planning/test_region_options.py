@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from memfit.planning.memory_model import MemoryModel, inner_calls
-from memfit.planning.region_options import option_of
-from memfit.planning.region_parts import option_in_parts, parts_of, recomputed, splits_to_try
+from memfit.planning.region_options import option_in_parts, option_of, parts_of, recomputed, splits_to_try
 from memfit.recording.step_operations import StepOperationRecorder
 
 ROWS, NARROW, WIDE = 64, 16, 512

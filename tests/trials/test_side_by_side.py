@@ -11,14 +11,14 @@ from dataclasses import replace
 
 import pytest
 
-from memfit.analysis.script_change import ScriptChange, TrialResult
-from memfit.records import ScriptEnd
+from memfit.analysis.trial_result import TrialResult
+from memfit.records import Change, ScriptEnd
 from memfit.run.parent import Progress
-from memfit.trials import runs_ahead, side_by_side
-from memfit.trials.runs_ahead import ProgressOfFirst, RunsAhead
+from memfit.trials import side_by_side
+from memfit.trials.side_by_side import ProgressOfFirst, RunsAhead
 from support.traces import trace_of
 
-CHANGES = [ScriptChange(micro_batches=parts) for parts in (1, 2, 4)]
+CHANGES = [Change(fused=fused, eager=eager) for fused, eager in ((False, False), (True, False), (True, True))]
 FAILED = ScriptEnd("exception", 1, "FileExistsError: out")
 PATIENCE = 20
 
@@ -47,7 +47,7 @@ class Script:
 
 @pytest.fixture
 def two_processors(monkeypatch):
-    monkeypatch.setattr(runs_ahead, "most_side_by_side", lambda: 2)
+    monkeypatch.setattr(side_by_side, "most_side_by_side", lambda: 2)
 
 
 def named(*names):

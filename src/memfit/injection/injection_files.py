@@ -1,10 +1,11 @@
-"""What to change about a script that stays as it is, and what became of it: passed as JSON in files."""
+"""The files between memfit and the process of a script under a change: settings, and a report; both JSON."""
 
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
-from memfit.records import LoaderBatchSize, OperationCounts
+from memfit.records import Change, OperationCounts
 
 NEVER_CALLED = (
     "the script calls no module after it has created its optimizer, so optimizer_state could not be applied."
@@ -12,27 +13,17 @@ NEVER_CALLED = (
 """Why an optimizer does not have its part of a plan, until the script calls a module."""
 
 
-class Intervention(msgspec.Struct, frozen=True):
-    """The change to make to a script: passed as JSON in a file."""
+class InjectionSettings(msgspec.Struct, frozen=True):
+    """A change to inject into a script, and how: passed as JSON in a file."""
 
-    plan: dict[str, Any]
-    """The settings of a ``Plan``, by its fields."""
-    optimizer: int | None
-    """Only models of this optimizer, counted from 0 as they are created, get the plan; None for all."""
-    fused: bool
-    """Whether optimizers use ``fused=True`` unless the script chooses an implementation."""
-    loader: LoaderBatchSize | None
-    """The batch size that loaders created at its line get; None to leave them alone."""
-    report: str
+    change: Change
+    """Its allocator's settings and the script's own options are left to what starts the script."""
+    report: str = ""
     """The file that receives an ``InjectionReport``."""
     silent: bool = True
     """Whether the script gets no input, and its output is hidden."""
     operations: str = ""
-    """The file that receives the ``StepOperations`` of a training step; empty to record none."""
-    micro_batches: int = 1
-    """Of so many calls of ``optimizer.step``, only the last makes an update."""
-    eager: bool = False
-    """Whether ``torch.compile`` does nothing."""
+    """The file that receives the ``StepOperations`` of a training step, if the change records one."""
     counts_backward: bool = False
     """Whether the backward's operations are counted, too, which takes memory."""
     late: bool = False
@@ -71,3 +62,14 @@ class InjectionReport(msgspec.Struct, frozen=True):
     def is_unfit(self) -> bool:
         """Whether the script has done what the change does not permit, whatever it does afterwards."""
         return bool(self.cannot_accumulate) or self.unfit_optimizer not in ("", NEVER_CALLED)
+
+
+def report_writer(path: Path) -> Callable[[InjectionReport], None]:
+    """Return what writes reports to a file, each in place of the one before."""
+
+    def write(report: InjectionReport) -> None:
+        beside = path.with_suffix(".new")  # memfit reads the file at any time
+        beside.write_bytes(msgspec.json.encode(report))
+        beside.replace(path)
+
+    return write

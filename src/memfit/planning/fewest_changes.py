@@ -1,4 +1,4 @@
-"""The fewest changes that are enough, then the cheapest, in few runs.
+"""The search for the fewest changes that are enough, then the cheapest, in few runs: a plan with another aim.
 
 run ──> changes for its peak ──> rerun or replay ──> enough? ──> done
               ^                                        │ none
@@ -15,21 +15,34 @@ from itertools import islice
 from operator import or_
 
 from memfit.analysis.needed_memory import ReplayedRun
-from memfit.analysis.script_change import ScriptChange
-from memfit.planning.batch_size_search import SizedRun, fixed_bytes, next_size
-from memfit.planning.batches import batch_setting, batch_size, divisions, smaller_batches
+from memfit.planning.batches import (
+    SizedRun,
+    as_small_batches,
+    batch_setting,
+    batch_size,
+    divisions,
+    fixed_bytes,
+    next_size,
+    smaller_batches,
+)
 from memfit.planning.changes import (
     FUSED_OPTIMIZER,
     OFFLOADED_ACTIVATIONS,
-    PlanChange,
     checkpointing_ways,
     expandable_segments,
     low_precisions,
 )
 from memfit.planning.plan_runs import GhostRuns, PlanRuns
-from memfit.planning.same_samples import samples_of_parts
-from memfit.planning.sample_independence import why_dependent, why_no_mean
-from memfit.records import CallRates, DryRun, Phase, PlanRun, ScriptEnd, StepOperations
+from memfit.planning.sample_independence import compare_steps
+from memfit.records import (
+    CallRates,
+    Change,
+    DryRun,
+    Phase,
+    PlanRun,
+    ScriptEnd,
+    StepOperations,
+)
 
 MOST_RUNS = 12
 """Reruns of a script at most, besides the one with unlimited memory."""
@@ -54,7 +67,7 @@ class ChangeKind(StrEnum):
     OFFLOAD = "offload"
 
 
-Made = Mapping[ChangeKind, PlanChange]
+Made = Mapping[ChangeKind, Change]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +82,9 @@ class Attempt:
     """Whether it certainly fits the device; None without a device."""
 
     @property
-    def plan(self) -> PlanChange:
+    def change(self) -> Change:
         """The changes together."""
-        return _together(self.made)
+        return self.run.change
 
     @property
     def needs(self) -> int:
@@ -79,7 +92,7 @@ class Attempt:
         return self.run.needs.bytes
 
 
-class QuickSearch:
+class FewestChanges:
     """Looks for the smallest sets of changes that are enough.
 
     Args:
@@ -98,7 +111,7 @@ class QuickSearch:
         self._setting, self._options = batch_setting(trace), trace.options
         self._divisions = divisions(trace, draws=False)
         self._batches = (*self._divisions, *smaller_batches(trace))
-        self._known: dict[ScriptChange, Attempt | None] = {}
+        self._known: dict[Change, Attempt | None] = {}
         self.undivided: str | None = None
         """Why batches are not divided, as in a plan; empty if they may be, None if that could not be seen."""
         self._judged = False
@@ -140,7 +153,7 @@ class QuickSearch:
         tried = [one for one in self._known.values() if one is not None and [*one.made] == [ChangeKind.BATCH]]
         return {one.made[ChangeKind.BATCH].batch_size: one.run for one in tried}
 
-    def _ways(self, run: PlanRun) -> Iterator[tuple[ChangeKind, Sequence[PlanChange]]]:
+    def _ways(self, run: PlanRun) -> Iterator[tuple[ChangeKind, Sequence[Change]]]:
         """Yield the ways to lower the peak of a run, the cheapest kind first."""
         if self._settings is not None:
             yield ChangeKind.SETTINGS, (self._settings,)
@@ -163,21 +176,22 @@ class QuickSearch:
             (one for one, much in zip(bases, saved, strict=True) if much >= _NEARLY * max(saved)), None
         )
 
-    def _on_top_of(self, base: Attempt, kind: ChangeKind, ways: Sequence[PlanChange]) -> list[Attempt]:
+    def _on_top_of(self, base: Attempt, kind: ChangeKind, ways: Sequence[Change]) -> list[Attempt]:
         """Return the first of the ways that helps, if one does; of batches, the largest that fit."""
         helping = (then for then in self._tries(base, kind, ways) if self._helps(then, base))
         return [self._without_idle(then) for then in islice(helping, 1)]
 
-    def _tries(self, base: Attempt, kind: ChangeKind, ways: Sequence[PlanChange]) -> Iterator[Attempt]:
+    def _tries(self, base: Attempt, kind: ChangeKind, ways: Sequence[Change]) -> Iterator[Attempt]:
         tries: Iterable[Attempt | None] = (self._attempt({**base.made, kind: way}) for way in ways)
         if kind is ChangeKind.BATCH:  # fewer samples make another update: only where none can be divided
-            parts = self._largest_that_fits(base, [way for way in ways if way.divided])
+            parts = self._largest_that_fits(base, [way for way in ways if way.micro_batches is not None])
             if parts is not None and self._must_stay_whole():
                 parts = None
-            tries = [parts or self._largest_that_fits(base, [way for way in ways if not way.divided])]
+            smaller = [way for way in ways if way.micro_batches is None]
+            tries = [parts or self._largest_that_fits(base, smaller)]
         yield from (then for then in tries if then is not None)
 
-    def _largest_that_fits(self, base: Attempt, ways: Sequence[PlanChange]) -> Attempt | None:
+    def _largest_that_fits(self, base: Attempt, ways: Sequence[Change]) -> Attempt | None:
         """Return the run with the largest batch that fits; if none fits, the smallest; None if none ran."""
         if self._setting is None:
             return None
@@ -198,23 +212,21 @@ class QuickSearch:
         """Return whether two recorded steps show that batches must not be divided, as for a plan."""
         if not self._judged:
             self._judged = True
-            whole = self._recorded(PlanChange(), "whole batches")
+            whole = self._recorded(Change(), "whole batches")
             half = None if whole is None else self._recorded(self._divisions[0], "smaller batches")
             if whole is not None and half is not None:
-                samples = samples_of_parts(whole, half, self._divisions[0].parts)
-                self.undivided = why_dependent(whole, half) or why_no_mean(whole, half) or samples.why
-                if not self.undivided and samples.assumed:
-                    self.undivided = None
+                samples = compare_steps(whole, half, self._divisions[0].parts)
+                self.undivided = None if samples.assumed and not samples.why else samples.why
         return bool(self.undivided)
 
-    def _recorded(self, plan: PlanChange, what: str) -> StepOperations | None:
+    def _recorded(self, plan: Change, what: str) -> StepOperations | None:
         """Return the operations of a step, without ``torch.compile``; None if they could not be recorded."""
         if self._runs.count == MOST_RUNS:
             self.refused = True
             return None
-        change = replace(plan.change, eager=True, micro_batches=1)
         words = (f"{what}, operation by operation",)
-        ran = self._runs.run(replace(plan, change=change, words=words), operations=True)
+        change = replace(as_small_batches(plan), eager=True, words=words)
+        ran = self._runs.run(change, operations=True)
         return None if isinstance(ran, ScriptEnd) else ran[0].operations
 
     def _helps(self, then: Attempt, base: Attempt) -> bool:
@@ -232,10 +244,10 @@ class QuickSearch:
     def _attempt(self, made: Made) -> Attempt | None:
         """Make changes together: settings by a replay, anything else by a rerun. None if that failed."""
         without = _without(made, ChangeKind.SETTINGS)
-        if (change := _together(without).change) not in self._known:
+        if (change := _together(without)) not in self._known:
             self._known[change] = None
             self._run(without)
-        known = self._known.get(_together(made).change)
+        known = self._known.get(_together(made))
         return known and replace(known, made={kind: known.made[kind] for kind in made})
 
     def _run(self, made: Made) -> None:
@@ -255,7 +267,7 @@ class QuickSearch:
         sets = [made]
         proves = not (fails and run.on(self._gpu).fits)  # the replay is like the run
         if self._settings is not None and proves:
-            tuned = replace(run, conf=self._settings.change.conf)
+            tuned = replace(run, conf=self._settings.allocator)
             setting = replace(self._settings, costs=_driver_calls(run, tuned))
             sets.append({**made, ChangeKind.SETTINGS: setting})
         attempts = []
@@ -263,16 +275,16 @@ class QuickSearch:
             plan = _together(one)
             done = self._runs.needs([run], plan, _UNTIMED, fails_at=self._gpu if fails and one is made else 0)
             attempts.append(Attempt(one, done, models, self._runs.fits(done) if self._has_room else None))
-            self._known[plan.change] = attempts[-1]
+            self._known[plan] = attempts[-1]
         return attempts[0]
 
 
-def _never(_change: ScriptChange, _what: str) -> ScriptEnd:
+def _never(_change: Change, _what: str) -> ScriptEnd:
     raise AssertionError  # without a script, nothing is run
 
 
-def _together(made: Made) -> PlanChange:
-    return reduce(or_, made.values(), PlanChange())
+def _together(made: Made) -> Change:
+    return reduce(or_, made.values(), Change())
 
 
 def _without(made: Made, kind: ChangeKind) -> Made:
