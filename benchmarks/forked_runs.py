@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 from measuring import EXAMPLES, command_line, table_head, table_line
 
-from memfit.analysis.script_change import ScriptChange, TrialResult
+from memfit.analysis.trial_result import TrialResult
 from memfit.devices import NO_LIMIT
-from memfit.records import ScriptEnd, Trace
+from memfit.records import Change, ScriptEnd, Trace
 from memfit.run.options import RunOptions
 from memfit.run.parent import Progress
 from memfit.run.rank import Rank
@@ -69,7 +69,7 @@ class Runs:
             self._command,
             options,
             ghost_settings(options, SHOWN),
-            ScriptChange(),
+            Change(),
             shown.append,
             standbys,
         )

@@ -3,8 +3,8 @@
     python benchmarks/planning_time.py
 
 A step of each network is recorded on the CPU; of the last two at a small width, which changes none of the
-operations. Times are processor time for one budget each: the program is built and solved. What runs on the
-ghost takes besides is not in it.
+operations. Times are processor time for one budget each: the program is built and solved. The
+runs on the ghost take further time.
 """
 
 import time
@@ -18,7 +18,7 @@ from torch import nn
 
 from memfit.devices import DEFAULT, find_device
 from memfit.planning.choose import CheckpointChooser
-from memfit.planning.seconds import roofline
+from memfit.planning.plan_runs import roofline
 from memfit.recording.step_operations import StepOperationRecorder
 from memfit.records import Operation, StepOperations
 

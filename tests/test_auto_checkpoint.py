@@ -33,7 +33,7 @@ def test_a_model_fits_the_budget_afterwards_and_computes_the_same(network):
     found = memfit.auto_checkpoint(model, inputs, BUDGET, optimizer=torch.optim.AdamW)
     try:
         assert found.chosen.needs.bytes <= BUDGET < found.as_written.needs.bytes
-        assert found.chosen.conf == ""
+        assert found.chosen.change.allocator == ""
         assert str(found).startswith("PLAN FOUND   needs ")
         estimate = memfit.estimate(model, inputs, optimizer=torch.optim.AdamW)
         assert estimate.run.peak_allocated + found.device.context.bytes <= found.chosen.needs.bytes

@@ -6,7 +6,6 @@ import pytest
 
 import memfit
 from memfit.planning import search
-from memfit.planning.changes import PlanChange
 from memfit.trials import trial_run
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("warm_scripts")]
@@ -126,7 +125,7 @@ def test_no_plan_needs_less_than_its_floor(tmp_path, searches, text):
     assert floor <= found.budget
     floors = searches[-1]._bases.floors
     for run in (found.as_written, *found.tried):
-        assert floor <= floors.under(PlanChange(settings=run.settings)).needs.bytes <= run.needs.bytes
+        assert floor <= floors.under(run.change).needs.bytes <= run.needs.bytes
 
 
 def test_a_change_that_the_script_refuses_raises_the_floor(tmp_path, searches):

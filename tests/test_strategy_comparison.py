@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from memfit.analysis.script_change import TrialResult
 from memfit.analysis.strategy_comparison import compared_strategies
+from memfit.analysis.trial_result import TrialResult
 from memfit.api import comparison
 from memfit.errors import TargetError
 from memfit.records import Action, DeviceUse, Figure, Provenance, ScriptEnd, StrategyComparison

@@ -17,10 +17,9 @@ import torch_versions
 from model_counts import operations_of_forward, recomputed_operations
 
 import memfit
-from memfit.analysis.script_change import PlannedRegion
 from memfit.ghost.build.torch_install import OLDEST
 from memfit.patching.installed_hooks import InstalledHooks
-from memfit.planning.choose import CheckpointChooser
+from memfit.planning.choose import CheckpointChooser, PlannedRegion
 from memfit.planning.memory_model import MemoryModel
 from memfit.planning.tensor_options import tensor_options
 from memfit.strategies.mechanisms.operation_counter import OperationCounter

@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from memfit.analysis.script_change import PlannedRegion, ScriptChange
-from memfit.injection.intervention import InjectionReport
-from memfit.planning.contents import Contents, ContentsInBackward, kept_contents
+from memfit.injection.injection_files import InjectionReport
+from memfit.planning.choose import PlannedRegion
 from memfit.planning.memory_model import inner_calls
 from memfit.planning.plan_file import read_plan
-from memfit.planning.region_options import option_of
-from memfit.planning.region_parts import option_in_parts
-from memfit.records import Operation, StepOperations, is_counted
+from memfit.planning.region_options import option_in_parts, option_of
+from memfit.planning.tensor_options import Contents, ContentsInBackward, kept_contents
+from memfit.records import Change, Operation, StepOperations, is_counted
 from memfit.run.options import RunOptions
 from memfit.run.parent import run_script
 from memfit.run.resolve_options import ghost_settings
@@ -33,15 +32,13 @@ def main() -> None:
     """Run the script twice, without what recomputes and under the plan, and print the counts."""
     plan, command = read_plan(Path(sys.argv[1])), tuple(sys.argv[2:])
     change = plan.change
-    others = tuple(each for each in change.strategies if each.field not in _RECOMPUTING)
-    step, _ = _run(command, replace(change, strategies=others, operations=True))
+    others = {name: given for name, given in change.plan.items() if name not in _RECOMPUTING}
+    step, _ = _run(command, replace(change, plan=others, operations=True))
     _, report = _run(command, change)
     if step is None or report.operations is None:
         raise SystemExit(f"{' '.join(command)}: operations were not counted under {sys.argv[1]}.")
-    (regions,) = (
-        dict(each.settings)["regions"] for each in change.strategies if each.field == "checkpointing"
-    )
-    times = change.micro_batches
+    regions = [PlannedRegion(**each) for each in change.plan["checkpointing"]["regions"]]
+    times = change.updates_held_back
     found = {
         "model": [operations_of_forward(step) * times, recomputed_operations(step, regions) * times],
         "ghost": [report.operations.forward, report.operations.recomputed],
@@ -89,7 +86,7 @@ def _second(operation: Operation) -> float:
     return float(is_counted(operation.name))
 
 
-def _run(command: tuple[str, ...], change: ScriptChange) -> tuple[StepOperations | None, InjectionReport]:
+def _run(command: tuple[str, ...], change: Change) -> tuple[StepOperations | None, InjectionReport]:
     """Run a script under a change; return a step's operations, if they are recorded, and what was counted."""
     with injected(change, RunOptions()) as injection:
         settings = ghost_settings(injection.options)

@@ -8,9 +8,10 @@ from torch import nn
 import memfit
 from memfit.errors import UsageError
 from memfit.injection import inject_plan
-from memfit.injection.intervention import InjectionReport, Intervention
+from memfit.injection.injection_files import InjectionReport, InjectionSettings, report_writer
 from memfit.injection.optimized_models import OptimizedModels
 from memfit.patching.installed_hooks import InstalledHooks
+from memfit.records import Change
 from memfit.strategies.mechanisms.offloaded_state import OffloadedState
 from memfit.strategies.mechanisms.own_step import own_step
 from support.late_stream import late_state_copies
@@ -25,11 +26,11 @@ class Injection:
 
     def __init__(self, folder):
         self.hooks, self.file = InstalledHooks(), folder / "report.json"
-        self.models, self.report_file = OptimizedModels(), inject_plan._Report(inject_plan._writer(self.file))
+        self.models, self.report_file = OptimizedModels(), inject_plan._Report(report_writer(self.file))
         self.models.learn_names(self.hooks)
 
     def change(self, settings, **more):
-        return Intervention({"optimizer_state": settings}, None, False, None, str(self.file), **more)
+        return InjectionSettings(Change({"optimizer_state": settings, **more}), str(self.file))
 
     def make(self, settings, **more):
         injector = inject_plan._PlanInjector(self.change(settings, **more), self.report_file, self.models)
@@ -150,8 +151,8 @@ def test_a_script_is_refused_until_it_calls_a_module(injection):
 
 def test_micro_batches_and_a_step_in_each_backward_contradict_each_other(injection):
     with pytest.raises(UsageError, match="step_in_backward and accumulation cannot be combined"):
-        injection.make(IN_BACKWARD, micro_batches=2)
-    injection.make(OFFLOADED, micro_batches=2)
+        injection.make(IN_BACKWARD, accumulation={"parts_per_batch": 2})
+    injection.make(OFFLOADED, accumulation={"parts_per_batch": 2})
 
 
 @pytest.mark.parametrize("early", [False, True])

@@ -13,13 +13,13 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 import memfit
-from memfit.analysis.script_change import PlannedStrategy, ScriptChange, TrialResult
+from memfit.analysis.trial_result import TrialResult
 from memfit.errors import TargetError
 from memfit.injection import inject_plan
-from memfit.injection.intervention import NEVER_CALLED, InjectionReport, Intervention
+from memfit.injection.injection_files import NEVER_CALLED, InjectionReport, InjectionSettings, report_writer
 from memfit.injection.optimized_models import OptimizedModels
 from memfit.patching.installed_hooks import InstalledHooks
-from memfit.records import LoaderBatchSize, ScriptEnd
+from memfit.records import Change, LoaderBatchSize, ScriptEnd
 from memfit.run.options import RunOptions
 from memfit.run.parent import Progress, RecordedRun
 from memfit.strategies.mechanisms.wrap_forward import wrappers
@@ -40,7 +40,7 @@ def inject(change, hooks):
     models = OptimizedModels()
     models.learn_names(hooks)
     inject_plan._PlanInjector(
-        change, inject_plan._Report(inject_plan._writer(Path(change.report))), models
+        change, inject_plan._Report(report_writer(Path(change.report))), models
     ).install(hooks)
 
 
@@ -50,8 +50,7 @@ def changed(tmp_path):
     report = tmp_path / "report.json"
     report.write_bytes(json.encode(InjectionReport()))
     hooks = InstalledHooks()
-    change = Intervention({"checkpointing": {}}, None, False, None, str(report))
-    inject(change, hooks)
+    inject(InjectionSettings(Change({"checkpointing": {}}), str(report)), hooks)
     entry = r"(\w+) \((?:optimizer|plan): test_inject_plan\.py:\d+\)"
 
     def models():
@@ -135,29 +134,29 @@ def test_loaders_created_at_the_line_get_the_other_batch_size():
     assert (own.batch_size, own.batch_sampler) == (None, sampler)
 
 
-OFFLOAD = PlannedStrategy("offload", (("what", "activations"),))
-DDP = PlannedStrategy("sharding", (("mode", "ddp"),))
+OFFLOAD = {"offload": {"what": "activations"}}
+DDP = {"sharding": {"mode": "ddp"}}
 
 
 @pytest.fixture
 def rerun(monkeypatch):
     """Return a function that reruns a script and pretends that the rerun ended as given."""
 
-    def run(end, report=InjectionReport(models=("Net", "Net")), strategy=OFFLOAD):  # noqa: B008 - frozen
+    def run(end, report=InjectionReport(models=("Net", "Net")), plan=OFFLOAD):  # noqa: B008 - frozen
+        change = Change(plan, fused=True, arguments=("--bf16",))
+
         def run_script(command, options, _ghost, _output, _on_progress, **_start):
             if isinstance(end, TargetError):
                 raise end
             assert command == ("train.py", "--fast", "--bf16")
             module, file = options.preload
             assert module == inject_plan.__name__
-            intervention = json.decode(Path(file).read_bytes(), type=Intervention)
-            assert intervention.plan == {strategy.field: dict(strategy.settings)}
-            assert (intervention.fused, intervention.silent) == (True, True)
-            Path(intervention.report).write_bytes(json.encode(report))
+            settings = json.decode(Path(file).read_bytes(), type=InjectionSettings)
+            assert (settings.change, settings.silent) == (change, True)
+            Path(settings.report).write_bytes(json.encode(report))
             return RecordedRun(trace_of((), end=end), None)
 
         monkeypatch.setattr(trial_run, "run_script", run_script)
-        change = ScriptChange((strategy,), fused=True, arguments=("--bf16",))
         return trial_run.run_trial(("train.py", "--fast"), RunOptions(), None, change, print)
 
     return run
@@ -180,18 +179,18 @@ def test_a_failed_run_reports_how_it_ended(rerun, end):
 @pytest.mark.parametrize("why", ["unfit_optimizer", "cannot_accumulate"])
 def test_a_run_ends_once_the_script_does_what_its_change_does_not_permit(monkeypatch, why):
     def run_script(_command, options, _ghost, _output, on_progress, **_more):
-        intervention = json.decode(Path(options.preload[1]).read_bytes(), type=Intervention)
+        settings = json.decode(Path(options.preload[1]).read_bytes(), type=InjectionSettings)
         waiting = InjectionReport(models=("Net",), unfit_optimizer=NEVER_CALLED)  # it may call one yet
-        Path(intervention.report).write_bytes(json.encode(waiting))
+        Path(settings.report).write_bytes(json.encode(waiting))
         on_progress(Progress(step=1))
         report = InjectionReport(models=("Net",), **{why: "it clips gradients"})
-        Path(intervention.report).write_bytes(json.encode(report))
+        Path(settings.report).write_bytes(json.encode(report))
         on_progress(Progress(step=2))
         pytest.fail("the run goes on")
 
     monkeypatch.setattr(trial_run, "run_script", run_script)
     shown = []
-    found = trial_run.run_trial(("train.py",), RunOptions(), None, ScriptChange(fused=True), shown.append)
+    found = trial_run.run_trial(("train.py",), RunOptions(), None, Change(fused=True), shown.append)
     assert [each.step for each in shown] == [1]
     assert found.reason == "refused"
     assert "it clips gradients" in found.exception
@@ -252,8 +251,7 @@ def test_interrupting_the_rerun_interrupts_everything(rerun):
 
 def test_a_plan_for_one_optimizer_s_models_leaves_others_alone(tmp_path):
     hooks, report = InstalledHooks(), tmp_path / "report.json"
-    intervention = Intervention({"checkpointing": {}}, 1, False, None, str(report))
-    inject(intervention, hooks)
+    inject(InjectionSettings(Change({"checkpointing": {}}, optimizer=1), str(report)), hooks)
     try:
         models = [nn.Sequential(*(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))) for _ in range(3)]
         for model in models:

@@ -5,15 +5,16 @@ from dataclasses import replace
 import pytest
 
 from memfit.analysis.allocator_comparison import compare_settings
-from memfit.analysis.script_change import ScriptChange, TrialResult
 from memfit.analysis.summary import summarize
 from memfit.analysis.total_needs import find_total
+from memfit.analysis.trial_result import TrialResult
 from memfit.cli.console import exit_code
 from memfit.planning.advice import find_advice
 from memfit.planning.plan_runs import GhostRuns
 from memfit.records import (
     Action,
     Category,
+    Change,
     JobRank,
     Mark,
     MarkKind,
@@ -292,7 +293,7 @@ def test_a_run_out_of_memory_is_first_rerun_with_unlimited_memory(end):
     short = trace(200, oom=True, end=end, total=380)
     answer, tried = advice_for(short, {"": 400, "checkpointing": 150, "offload": 400})
     assert rows(answer) == [(CHECKPOINT, 250, 250, True)]
-    assert tried[0] == in_words(ScriptChange())
+    assert tried[0] == in_words(Change())
     assert answer.needs.bytes == 500 * MIB
     assert (answer.verdict, answer.peak_reserved) == (summarize(short).verdict, 200 * MIB)
     answer, _ = advice_for(short, {"": FAILED})
@@ -311,7 +312,7 @@ def test_advice_for_a_script_that_caught_an_error_starts_from_a_run_without_one(
     answer, tried = advice_for(
         trace(200, total=380), {"": 400, "checkpointing": 150, "offload": 400}, caught=1
     )
-    assert tried[0] == in_words(ScriptChange())
+    assert tried[0] == in_words(Change())
     assert rows(answer) == [(CHECKPOINT, 250, 250, True)]
     assert heading(answer) == (
         "The script handles its out-of-memory errors. To run without one, it needs 500.0 MiB. This is enough:"

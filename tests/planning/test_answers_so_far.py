@@ -3,8 +3,8 @@
 import pytest
 
 from memfit.errors import TargetError
-from memfit.planning.answers import OutOfTimeError
 from memfit.planning.plan_runs import PlannedScript
+from memfit.planning.plan_search import OutOfTimeError
 from memfit.planning.search import find_plan
 from support.planned_script import MIB, OUTSIDE, Script, copy, work
 
@@ -57,7 +57,7 @@ def test_a_search_that_is_out_of_time_answers_with_the_fastest_plan_so_far():
     search = Watched(runs=enough)
     found = search.find()
     assert found.out_of_time
-    assert found.chosen.settings == whole.answers[0].chosen.settings
+    assert found.chosen.change.plan == whole.answers[0].chosen.change.plan
     assert found.bound == 0.0
     assert "PLAN FOUND   needs" in str(found)
     assert "there may be a faster plan" in str(found)

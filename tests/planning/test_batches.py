@@ -33,6 +33,7 @@ def halved(*options):
 )
 def test_a_batch_is_halved(options, arguments, skipped, settings, by):
     plan = halved(*options)
-    assert (plan.divided.count, plan.divided.size) == (2, 4)
-    assert (plan.change.arguments, plan.change.micro_batches, plan.settings) == (arguments, skipped, settings)
-    assert (plan.divided.by_option, plan.divided.by_engine) == by
+    divided = plan.micro_batches
+    assert (divided.count, divided.size) == (2, 4)
+    assert (plan.arguments, plan.updates_held_back, plan.plan) == (arguments, skipped, settings)
+    assert (divided.by_option, divided.by_engine) == by

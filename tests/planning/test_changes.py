@@ -2,11 +2,10 @@
 
 from dataclasses import replace
 
-from memfit.analysis.script_change import PlannedRegion
 from memfit.planning.batches import divisions, smaller_batches, why_indivisible
-from memfit.planning.changes import FUSED_OPTIMIZER, OFFLOADED_ACTIVATIONS, PlanChange, recomputation
-from memfit.planning.choose import CheckpointChoice
-from memfit.records import LoaderBatchSize, OptionPurpose, ScriptOption
+from memfit.planning.changes import FUSED_OPTIMIZER, OFFLOADED_ACTIVATIONS, recomputation
+from memfit.planning.choose import CheckpointChoice, PlannedRegion
+from memfit.records import Change, LoaderBatchSize, OptionPurpose, ScriptOption
 from support.advised_runs import trace
 
 LOADER = LoaderBatchSize(12, "train.py:31")
@@ -17,16 +16,16 @@ ACCUMULATION = ScriptOption(OptionPurpose.ACCUMULATION, ("--accum",), 2)
 def test_changes_made_together_keep_what_each_of_them_says():
     smaller = smaller_batches(trace(1, loader=LOADER))[0]
     both = FUSED_OPTIMIZER | smaller | OFFLOADED_ACTIVATIONS
-    assert (both.change.fused, both.change.loader) == (True, replace(LOADER, size=6))
-    assert both.settings == {"offload": {}}
-    assert (both.where, both.batch_size, both.late, both.parts) == ("train.py:31", 6, True, 1)
+    assert (both.fused, both.loader) == (True, replace(LOADER, size=6))
+    assert both.plan == {"offload": {}}
+    assert (both.where, both.batch_size, both.is_late, both.parts) == ("train.py:31", 6, True, 1)
     assert both.words == ("fused optimizer", "batch size 6 instead of 12", "offload activations")
     assert both.how == (*FUSED_OPTIMIZER.how, "DataLoader(batch_size=6), now 12")
     assert both.costs == (
         "no time, but results may differ in their last bits; each update sees 6 samples instead of 12; host "
         "memory, and copies to the host and back"
     )
-    assert both | PlanChange() == both
+    assert both | Change() == both
 
 
 def test_batches_are_halved_and_divided_where_the_parts_are_equal():
@@ -37,7 +36,7 @@ def test_batches_are_halved_and_divided_where_the_parts_are_equal():
         (4, 3),
         (12, 1),
     ]
-    assert all(each.divided.draws for each in divisions(found, draws=True))
+    assert all(each.micro_batches.draws for each in divisions(found, draws=True))
     odd = trace(1, loader=replace(LOADER, size=5))
     assert [each.batch_size for each in smaller_batches(odd)] == [2, 1]
     assert [(each.parts, each.batch_size) for each in divisions(odd, draws=False)] == [(5, 1)]
@@ -45,11 +44,11 @@ def test_batches_are_halved_and_divided_where_the_parts_are_equal():
 
 def test_what_sums_the_gradients_of_the_parts_is_memfit_or_the_scripts_own_option():
     first = divisions(trace(1, options=[BATCH]), draws=False)[0]
-    assert first.settings == {"accumulation": {"parts_per_batch": 2}}
-    assert first.change.micro_batches == 2
+    assert first.plan == {"accumulation": {"parts_per_batch": 2}}
+    assert first.updates_held_back == 2
     own = divisions(trace(1, options=[BATCH, ACCUMULATION]), draws=False)[0]
-    assert (own.settings, own.change.micro_batches, own.divided.by_option) == ({}, 1, True)
-    assert own.divided.arguments == ("--batch-size", "6", "--accum", "4")
+    assert (own.plan, own.updates_held_back, own.micro_batches.by_option) == ({}, 1, True)
+    assert own.micro_batches.arguments == ("--batch-size", "6", "--accum", "4")
 
 
 def test_why_batches_stay_whole():
@@ -61,8 +60,8 @@ def test_why_batches_stay_whole():
 def test_inputs_that_wait_on_the_host_are_run_with_late_copies():
     choice = CheckpointChoice((PlannedRegion(("blocks.0", "blocks.1")),), 0.1, 0.1, 1)
     kept, offloaded = (recomputation(choice, 0, offload=offload) for offload in (False, True))
-    assert (kept.late, kept.words) == (False, ("2 modules checkpointed",))
-    assert kept.settings == {"checkpointing": {"regions": [{"modules": ["blocks.0", "blocks.1"]}]}}
-    assert (offloaded.late, offloaded.words) == (True, ("2 modules checkpointed", "inputs offloaded"))
-    assert offloaded.settings == {**kept.settings, "offload": {"what": "inputs"}}
-    assert offloaded.change.optimizer == 0
+    assert (kept.is_late, kept.words) == (False, ("2 modules checkpointed",))
+    assert kept.plan == {"checkpointing": {"regions": [{"modules": ["blocks.0", "blocks.1"]}]}}
+    assert (offloaded.is_late, offloaded.words) == (True, ("2 modules checkpointed", "inputs offloaded"))
+    assert offloaded.plan == {**kept.plan, "offload": {"what": "inputs"}}
+    assert offloaded.optimizer == 0

@@ -8,8 +8,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from memfit.analysis.script_change import TrialResult
-from memfit.planning.allowed import Allowed
+from memfit.analysis.trial_result import TrialResult
+from memfit.planning.changes import Allowed
 from memfit.planning.plan_runs import PlannedScript, run_nothing_ahead
 from memfit.planning.search import find_plan
 from memfit.records import (
@@ -72,11 +72,11 @@ class CompiledScript:
         assert change.operations
         samples = change.loader.size if change.loader is not None else SAMPLES
         parts = SAMPLES // samples
-        assert change.micro_batches == (1 if change.eager else parts)
+        assert change.updates_held_back == (1 if change.eager else parts)
         if change.eager:
             self.ran.append((parts, "eager"))
             return TrialResult(self.trace(PLAIN), operations=self.eager[samples])
-        settings = {each.field: dict(each.settings) for each in change.strategies}
+        settings = change.strategies
         share = settings.get("compilation", {}).get("activation_memory_budget", 1.0)
         self.ran.append((parts, "blocks" if "checkpointing" in settings else share))
         if self.broken(share):
@@ -125,7 +125,7 @@ def test_a_compiled_script_that_fits_is_run_once():
 def test_the_highest_share_that_fits_is_chosen_where_batches_cannot_be_divided():
     script = CompiledScript(proportional, divisible=False)
     found = find(script, 800)  # 0.6 needs 760
-    assert found.chosen.settings == {"compilation": {"activation_memory_budget": 0.6}}
+    assert found.chosen.change.plan == {"compilation": {"activation_memory_budget": 0.6}}
     assert found.chosen.needs.bytes <= found.budget
     assert (found.chosen.equality, found.bound) == ("up to rounding", 0.0)
     assert found.undivided == "memfit found no option and no DataLoader that sets the batch size"
@@ -136,13 +136,13 @@ def test_the_highest_share_that_fits_is_chosen_where_batches_cannot_be_divided()
     assert "torch._functorch.config.activation_memory_budget = 0.6" in text
     assert "other kernels" in text
     assert "takes less than" not in text
-    assert json.loads(to_json(found))["plan"] == found.chosen.settings
+    assert json.loads(to_json(found))["plan"] == found.chosen.change.plan
 
 
 def test_micro_batches_are_preferred_if_they_are_faster_and_lower_shares_are_not_compiled_then():
     script = CompiledScript(proportional, slower=0.02)
     found = find(script, 600)
-    assert found.chosen.divided.count == 2
+    assert found.chosen.change.micro_batches.count == 2
     assert found.chosen.time == pytest.approx(1.02)
     # Whole batches that keep 0.9 of their activations take as long, so with less kept they take longer.
     assert script.ran == [
@@ -158,7 +158,7 @@ def test_micro_batches_are_preferred_if_they_are_faster_and_lower_shares_are_not
 def test_a_share_of_whole_batches_is_chosen_if_it_is_faster_than_micro_batches():
     script = CompiledScript(lambda share: PLAIN if share == 1 else 800)
     found = find(script, 850)
-    assert found.chosen.settings == {"compilation": {"activation_memory_budget": 0.9}}
+    assert found.chosen.change.plan == {"compilation": {"activation_memory_budget": 0.9}}
     assert found.chosen.time == pytest.approx(1.02)
 
 
@@ -166,7 +166,7 @@ def test_batches_stay_whole_where_the_eager_step_shows_that_samples_depend_on_ea
     script = CompiledScript(proportional, half=feed_forward(blocks=3, samples=64).record())
     found = find(script, 800)
     assert found.undivided == "with half the samples, the step runs other operations"
-    assert found.chosen.settings == {"compilation": {"activation_memory_budget": 0.6}}
+    assert found.chosen.change.plan == {"compilation": {"activation_memory_budget": 0.6}}
     assert (2, 1.0) not in script.ran
 
 
@@ -174,22 +174,22 @@ def test_shares_of_divided_batches_are_tried_where_no_division_fits_alone():
     script = CompiledScript(lambda share: 128 * proportional(share))  # one sample still needs 1,000 MiB
     found = find(script, 900)
     assert found.chosen is not None
-    assert found.chosen.divided.count == SAMPLES
+    assert found.chosen.change.micro_batches.count == SAMPLES
     assert found.chosen.needs.bytes <= found.budget
 
 
 def test_batches_are_divided_no_further_where_recomputation_takes_less_time():
     script = CompiledScript(proportional, slower=0.2)  # 4 parts: 1.6 times; 2 that keep half: 1.3 times
     found = find(script, 400)
-    assert found.chosen.divided.count == 2
-    assert found.chosen.settings["compilation"] == {"activation_memory_budget": 0.6}
+    assert found.chosen.change.micro_batches.count == 2
+    assert found.chosen.change.plan["compilation"] == {"activation_memory_budget": 0.6}
     assert max(parts for parts, _ in script.ran) == 2
 
 
 def test_batches_are_divided_further_where_no_share_fits():
     script = CompiledScript(proportional, slower=0.2)
     found = find(script, 220)  # 2 parts that keep 0.1 need 230
-    assert found.chosen.divided.count == 4
+    assert found.chosen.change.micro_batches.count == 4
     assert found.chosen.needs.bytes <= found.budget
 
 
@@ -197,13 +197,13 @@ def test_a_lower_share_is_not_taken_to_need_less():
     valley = {0.5: 900, 0.2: 870, 0.1: 950, 0.3: 700}
     script = CompiledScript(lambda share: valley.get(share, PLAIN), divisible=False)
     found = find(script, 750)
-    assert found.chosen.settings == {"compilation": {"activation_memory_budget": 0.3}}
+    assert found.chosen.change.plan == {"compilation": {"activation_memory_budget": 0.3}}
 
 
 def test_a_share_under_which_compilation_fails_is_dropped_and_counted():
     script = CompiledScript(proportional, divisible=False, broken=lambda share: share == 0.5)
     found = find(script, 530)  # 0.2 needs 520
-    assert found.chosen.settings == {"compilation": {"activation_memory_budget": 0.2}}
+    assert found.chosen.change.plan == {"compilation": {"activation_memory_budget": 0.2}}
     reason = "With activation_memory_budget 0.5, the script ended with BackendCompilerFailed: no (t.py:5)."
     assert found.dropped == (reason,)
     assert f"1 plan could not be run. {reason}" in printed(found)
@@ -214,17 +214,19 @@ def test_every_block_is_checkpointed_if_no_share_fits():
     script = CompiledScript(lambda _: PLAIN, divisible=False, blocks=300)
     found = find(script, 400)
     assert script.ran[-1] == (1, "blocks")
-    assert found.chosen.settings == {"checkpointing": {}}
+    assert found.chosen.change.plan == {"checkpointing": {}}
     assert "checkpoint every block  <- chosen" in printed(found)
 
 
 def test_policies_are_run_beside_the_plan_and_those_that_cannot_be_compiled_are_left_out():
     script = CompiledScript(proportional, divisible=False, blocks=300)
     unseen = lambda change, what: (  # noqa: E731
-        replace(script(change, what), operations=None) if "every" in str(change) else script(change, what)
+        replace(script(change, what), operations=None)
+        if "every" in change.plan.get("checkpointing", {})
+        else script(change, what)
     )
     found = find(unseen, 800, policies=True)
-    assert [run.settings.keys() for run in found.policies] == [{"checkpointing"}] * 2
+    assert [run.change.plan.keys() for run in found.policies] == [{"checkpointing"}] * 2
     assert all(run.time == 1 and run.compiled for run in found.policies)
 
 
@@ -258,7 +260,7 @@ def test_shares_that_would_take_too_long_are_not_compiled_once_something_fits():
 
 def test_a_share_that_is_fast_enough_is_found_although_micro_batches_are_not():
     found = find(CompiledScript(proportional, slower=0.2), 700, Allowed(slowdown=1.15))
-    assert found.chosen.settings == {"compilation": {"activation_memory_budget": 0.5}}
+    assert found.chosen.change.plan == {"compilation": {"activation_memory_budget": 0.5}}
     assert found.too_slow is None
 
 
@@ -273,7 +275,7 @@ def test_what_runs_ahead_is_asked_for():
         ahead.append((len(asked), list(wanted)))
 
     found = find(run, 400, run_ahead=run_ahead)
-    assert found.chosen.settings["compilation"] == {"activation_memory_budget": 0.6}
+    assert found.chosen.change.plan["compilation"] == {"activation_memory_budget": 0.6}
     assert all(each in asked for _, wanted in ahead for each in wanted)
     first, *others = ahead
     assert len(first[1]) == 3  # the first division, and two eager runs
@@ -285,7 +287,7 @@ def test_a_share_that_leaves_the_uncertainty_of_the_context_free_is_preferred_to
     script = CompiledScript(proportional, divisible=False)
     script.device = replace(DEVICE, context=replace(DEVICE.context, provenance=Provenance.ASSUMED))
     found = find(script, 780)  # 0.6 needs 760, 0.5 needs 700; the context may be 21 MiB larger
-    assert found.chosen.settings == {"compilation": {"activation_memory_budget": 0.5}}
+    assert found.chosen.change.plan == {"compilation": {"activation_memory_budget": 0.5}}
     assert not found.is_tight
 
 
@@ -295,5 +297,7 @@ def test_the_highest_share_that_ran_and_fits_is_chosen_if_each_is_tight():
     found = find(script, 810)
     assert found.is_tight
     assert found.chosen.time == min(run.time for run in found.tried if run.needs.bytes <= found.budget)
-    assert found.chosen.settings["compilation"]["activation_memory_budget"] > 0.5  # once 0.5 to 0.1 had run
+    assert (
+        found.chosen.change.plan["compilation"]["activation_memory_budget"] > 0.5
+    )  # once 0.5 to 0.1 had run
     assert "PLAN FOUND, TIGHT   needs" in printed(found)

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import torch
 
-from memfit.analysis.script_change import TrialResult
-from memfit.planning.allowed import Allowed
+from memfit.analysis.trial_result import TrialResult
+from memfit.planning.changes import Allowed
 from memfit.planning.choose import CheckpointChooser
 from memfit.records import LoaderBatchSize, ScriptEnd
 from memfit.report.public_json import to_json
@@ -48,17 +48,17 @@ class BatchedScript(Script):
             return replace(super().__call__(change, what), trace=needing(self.plain, loader=loader))
         if change.loader is None:
             return super().__call__(change, what)
-        assert change.micro_batches == 128 // change.loader.size
-        self.divided.append(change.micro_batches)
+        assert change.updates_held_back == 128 // change.loader.size
+        self.divided.append(change.updates_held_back)
         if self.refuses(change):
             return ScriptEnd("refused", 0, "it drops gradients")
-        if change.strategies and not change.strategies[0].settings:
+        if change.strategies == {"checkpointing": {}}:
             return self.every_block
         step = self.steps[change.loader.size]
         chooser = CheckpointChooser(step or self.step, work)
         peak = chooser.plain_peak
         if change.strategies:
-            regions = dict(change.strategies[0].settings)["regions"]
+            regions = change.strategies["checkpointing"]["regions"]
             peak = self._peak(chosen_ways(regions), chooser)
         return TrialResult(needing(-(-peak // MIB)), ("Net (optimizer: t:1)",), operations=step)
 
@@ -66,10 +66,10 @@ class BatchedScript(Script):
 def test_batches_are_divided_where_that_takes_less_time_than_recomputation():
     script = BatchedScript()
     found = planned(script, 0.55)
-    assert (found.chosen.divided.count, found.chosen.divided.size) == (2, 64)
-    assert found.chosen.divided.where == "t.py:7"
-    assert found.chosen.divided.draws
-    assert found.chosen.settings == {"accumulation": {"parts_per_batch": 2}}
+    assert (found.chosen.change.micro_batches.count, found.chosen.change.micro_batches.size) == (2, 64)
+    assert found.chosen.change.micro_batches.where == "t.py:7"
+    assert found.chosen.change.micro_batches.draws
+    assert found.chosen.change.plan == {"accumulation": {"parts_per_batch": 2}}
     assert 1.0 <= found.bound <= found.chosen.time < 1.05
     assert found.chosen.equality == "up to rounding"
     assert (script.divided, script.changes, found.models) == ([2], [], ())
@@ -79,7 +79,7 @@ def test_batches_are_divided_where_that_takes_less_time_than_recomputation():
 
 def test_batches_are_divided_no_further_than_needed():
     script = BatchedScript()
-    assert planned(script, 0.3).chosen.divided.count == 4
+    assert planned(script, 0.3).chosen.change.micro_batches.count == 4
     assert script.divided == [2, 4]
 
 
@@ -100,7 +100,7 @@ class Undiminished(BatchedScript):
         result = super().__call__(change, what)
         if change.loader is None:
             return result
-        more = self.more_in_parts(change.micro_batches)
+        more = self.more_in_parts(change.parts)
         return replace(result, trace=needing(round(0.9 * self.plain + more)))
 
 
@@ -132,8 +132,8 @@ def test_batches_are_not_divided_where_samples_depend_on_each_other():
     script = BatchedScript(step=enlarged(feed_forward(blocks=3, samples=64).record()))
     found = planned(script, 0.7)
     assert found.undivided == "with half the samples, the step runs other operations"
-    assert (script.divided, found.chosen.divided) == ([2], None)
-    assert "checkpointing" in found.chosen.settings
+    assert (script.divided, found.chosen.change.micro_batches) == ([2], None)
+    assert "checkpointing" in found.chosen.change.plan
 
 
 def test_batches_are_not_divided_where_the_script_ends_before_it_can_be_seen():
@@ -141,21 +141,21 @@ def test_batches_are_not_divided_where_the_script_ends_before_it_can_be_seen():
     script.steps[64] = None
     found = planned(script, 0.7)
     assert found.undivided == "memfit saw no two updates of 2 batches each (the script ends before)"
-    assert (script.divided, found.chosen.divided) == ([2], None)
+    assert (script.divided, found.chosen.change.micro_batches) == ([2], None)
 
 
 def test_a_loop_that_cannot_accumulate_is_recomputed_and_the_reason_is_kept():
     script = BatchedScript(refuses=lambda _: True)
     found = planned(script, 0.7)
     assert found.undivided == "it drops gradients"
-    assert found.chosen.divided is None
+    assert found.chosen.change.micro_batches is None
 
 
 def test_modules_are_recomputed_in_micro_batches_where_neither_is_enough():
-    script = BatchedScript(refuses=lambda change: change.micro_batches > 2)
+    script = BatchedScript(refuses=lambda change: change.parts > 2)
     found = planned(script, 0.4)
-    assert found.chosen.divided.count == 2
-    assert found.chosen.settings.keys() == {"accumulation", "checkpointing"}
+    assert found.chosen.change.micro_batches.count == 2
+    assert found.chosen.change.plan.keys() == {"accumulation", "checkpointing"}
     assert found.chosen.needs.bytes <= found.budget
     assert found.undivided == "it drops gradients"
 

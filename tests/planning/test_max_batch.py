@@ -9,10 +9,10 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from memfit.analysis.script_change import TrialResult
 from memfit.analysis.summary import summarize
+from memfit.analysis.trial_result import TrialResult
 from memfit.errors import TargetError, UsageError
-from memfit.planning.batch_size_search import SizedRun, next_size
+from memfit.planning.batches import SizedRun, next_size
 from memfit.planning.max_batch import BudgetedScript, find_max_batch
 from memfit.planning.plan_runs import GhostRuns
 from memfit.records import (

@@ -7,7 +7,7 @@ import pytest
 
 from memfit.api.planning import allowed_changes
 from memfit.errors import UsageError
-from memfit.planning.allowed import Allowed
+from memfit.planning.changes import Allowed
 from memfit.records import ScriptPlan
 from memfit.report.public_json import public_type, to_json
 from support.planned_script import MIB, OUTSIDE, Script, find, planned
@@ -21,7 +21,7 @@ def test_a_plan_that_takes_too_long_is_named_but_not_taken():
     taken = planned(Script(), 0.7).chosen
     found = limited(Script(), 0.7, taken.time - 0.01)
     assert (found.chosen, found.smallest) == (None, None)
-    assert found.too_slow.settings == taken.settings
+    assert found.too_slow.change.plan == taken.change.plan
     assert found.too_slow.needs.bytes <= found.budget
     text = str(found)
     assert text.startswith(f"NO PLAN FITS   within {taken.time - 0.01:g} times the time; one that needs ")

@@ -4,15 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from memfit.planning.allowed import Allowed
-from memfit.planning.changes import PlanChange
+from memfit.planning.changes import Allowed
 from memfit.planning.optimizer_changes import (
     OptimizerChanges,
+    has_8_bit_state,
     offloads_state,
     optimizer_changes,
     steps_in_backward,
 )
 from memfit.records import (
+    Change,
     DividedBatches,
     Equality,
     Figure,
@@ -35,7 +36,7 @@ def ran(needs, gradients=0, state=0, temporaries=0, *, time=1.0, phase=Phase.BAC
     terms = tuple(Term(name, Figure(size, Provenance.EXACT)) for name, size in held.items())
     figure = Figure(needs, Provenance.EXACT)
     place = ScriptLocation(2, phase, "", "", "")
-    return PlanRun({}, figure, figure, time, place, divided=divided, terms=terms)
+    return PlanRun(Change(micro_batches=divided), figure, figure, time, place, terms=terms)
 
 
 def tried(plain, budget, *others, chosen=None, low=False, copies=0.5, refused=()):
@@ -43,8 +44,8 @@ def tried(plain, budget, *others, chosen=None, low=False, copies=0.5, refused=()
     allowed = replace(Allowed(), low_bit_state=low)
     changes, words = OptimizerChanges(plain, allowed, budget, lambda: copies), []
     while change := changes.next([*others, *filter(None, [chosen])], chosen):
-        words.append(change.words)
-        if change.words in refused:
+        words += change.words
+        if change.words[0] in refused:
             changes.refuse(change)
     return words
 
@@ -70,8 +71,8 @@ def test_if_nothing_fits_the_one_that_saves_most_is_tried_after_those_that_seeme
     offloaded = ran(62, gradients=3)  # most of the gradients are not yet there at the new peak
     assert tried(plain, 60, offloaded) == [BOTH]
     changes = OptimizerChanges(plain, Allowed(), 60, lambda: 0.5)
-    assert changes.next([], None).words == OFFLOADED
-    assert changes.next([offloaded], None).words == BOTH
+    assert changes.next([], None).words == (OFFLOADED,)
+    assert changes.next([offloaded], None).words == (BOTH,)
     assert changes.next([offloaded, ran(61)], None) is None
 
 
@@ -104,7 +105,7 @@ def test_once_something_fits_only_what_may_be_faster_is_tried():
     assert tried(plain, 90, chosen=recomputed, copies=0.1) == [BACKWARD, OFFLOADED, BOTH]
     assert tried(plain, 90, chosen=ran(50, gradients=20, time=1.001)) == []
     assert tried(plain, 50, chosen=recomputed) == [BACKWARD]  # with less to recompute
-    halves = replace(recomputed, divided=HALVES)
+    halves = replace(recomputed, change=Change(micro_batches=HALVES))
     assert tried(plain, 50, chosen=halves) == []
     assert tried(plain, 80, chosen=halves) == [BACKWARD]
 
@@ -112,21 +113,19 @@ def test_once_something_fits_only_what_may_be_faster_is_tried():
 @pytest.mark.parametrize(("low", "exact"), [(False, False), (True, False), (True, True)])
 def test_nothing_is_changed_that_is_not_allowed(low, exact):
     found = optimizer_changes(Allowed(optimizer=exact, low_bit_state=low))
-    assert any("bits" in each.settings for each in found) is low
-    assert any("bits" not in each.settings for each in found) is exact
+    assert any(has_8_bit_state(each) for each in found) is low
+    assert any(not has_8_bit_state(each) for each in found) is exact
 
 
-def test_a_change_becomes_settings_of_a_plan_for_one_optimizer():
+def test_each_change_does_what_its_words_say():
     for change in optimizer_changes(Allowed(low_bit_state=True)):
-        plan = PlanChange() | change.plan(3)
-        assert plan.settings == {"optimizer_state": change.settings}
-        assert (plan.change.optimizer, plan.late) == (3, OFFLOADED in change.words)
-        assert offloads_state(plan) is (OFFLOADED in change.words)
-        assert steps_in_backward(plan) is (BACKWARD in change.words)
-        promised = equality_of(plan.settings, rounds=False)
-        assert promised == (Equality.OTHER if LOW in change.words else Equality.BITWISE)
+        (words,) = change.words
+        assert change.plan.keys() == {"optimizer_state"}
+        assert offloads_state(change) is change.is_late is (OFFLOADED in words)
+        assert steps_in_backward(change) is (BACKWARD in words)
+        assert equality_of(change) == (Equality.OTHER if LOW in words else Equality.BITWISE)
 
 
 def test_another_implementation_of_the_optimizer_rounds_otherwise():
     settings = {"optimizer_state": {"implementation": "fused", "offload": True}}
-    assert equality_of(settings, rounds=False) is Equality.ROUNDING
+    assert equality_of(Change(settings)) is Equality.ROUNDING

@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-from memfit.analysis.script_change import PlannedRegion
 from memfit.errors import FileFormatError, UsageError
 from memfit.planning.plan_file import read_plan
-from memfit.records import SCHEMA_VERSION, Equality
+from memfit.records import SCHEMA_VERSION, Change, Equality
 from memfit.strategies.configuration import configure
 
 SETTINGS = {"checkpointing": {"regions": [{"modules": ["0"], "save_ops": ["aten.addmm.default:1"]}]}}
@@ -23,16 +22,10 @@ def written(tmp_path):
     return write
 
 
-def test_a_plan_is_read_as_settings_and_as_strategies_to_inject(written):
+def test_a_plan_is_read_as_a_change_and_as_a_plan(written):
     path = written({"plan": SETTINGS, "allocator": "expandable_segments:True", "needs": None})
     found = read_plan(path)
-    assert (found.settings, found.allocator) == (SETTINGS, "expandable_segments:True")
-    (strategy,) = found.change.strategies
-    region = PlannedRegion(("0",), ("aten.addmm.default:1",))
-    assert strategy.settings == (("regions", (region,)),)
-    assert strategy.code == (
-        "memfit.Checkpointing(regions=(memfit.Region(('0',), save_ops=('aten.addmm.default:1',)),))"
-    )
+    assert found.change == Change(SETTINGS, "expandable_segments:True")
     plan = configure(path).plan
     assert [(each.modules, each.save_ops) for each in plan.checkpointing.regions] == [
         (("0",), ("aten.addmm.default:1",))
@@ -53,7 +46,7 @@ def test_a_plan_of_another_schema_is_refused_with_what_to_do(written, schema):
     says = rf"plan\.json: its schema is {schema!r}, and this memfit reads schema 1\..*memfit plan -o .*plan"
     with pytest.raises(FileFormatError, match=says):
         read_plan(written({"schema": schema, "plan": SETTINGS}))
-    assert read_plan(written({"schema": SCHEMA_VERSION, "plan": SETTINGS})).settings == SETTINGS
+    assert read_plan(written({"schema": SCHEMA_VERSION, "plan": SETTINGS})).change.plan == SETTINGS
 
 
 def test_what_a_plan_promises_is_what_its_file_says_or_follows_from_its_settings(written):
@@ -83,7 +76,7 @@ def test_an_allocator_setting_that_is_no_string_is_refused(written):
 
 
 def test_an_optimizer_is_a_number(written):
-    assert read_plan(written({"plan": {}, "optimizer": 1})).optimizer == 1
+    assert read_plan(written({"plan": {}, "optimizer": 1})).change.optimizer == 1
     for wrong in (True, "1", 0.5):
         with pytest.raises(FileFormatError, match="optimizer"):
             read_plan(written({"plan": {}, "optimizer": wrong}))

@@ -2,10 +2,9 @@
 
 import pytest
 
-from memfit.analysis.script_change import TrialResult
-from memfit.planning.changes import PlanChange
+from memfit.analysis.trial_result import TrialResult
 from memfit.planning.plan_runs import GhostRuns, PlanRuns, replayed
-from memfit.records import Action
+from memfit.records import Action, Change
 from support.planned_script import DEVICE
 from support.traces import BASE, trace_of
 
@@ -29,8 +28,8 @@ def test_a_run_that_gets_expandable_segments_says_what_it_allocates_with_them(bu
     ]
     run = replayed(TrialResult(trace_of(history, device=DEVICE, versions={"torch": "2.14.1"})))
     runs = PlanRuns(GhostRuns(unused, unused), budget * MIB + OUTSIDE, tune=True)
-    found = runs.needs([run], PlanChange(), 1.0)
-    assert (found.conf, found.allocated) == (conf, allocated)
+    found = runs.needs([run], Change(), 1.0)
+    assert (found.change.allocator, found.allocated) == (conf, allocated)
 
 
 @pytest.mark.parametrize(("late", "mebibytes"), [(False, 640), (True, 960)])
@@ -41,5 +40,5 @@ def test_a_run_that_finishes_late_keeps_what_pytorch_caches_as_in_a_dry_run(late
     history += [(Action.SEGMENT_ALLOC, at, 640 * MIB), (Action.ALLOC, at, 640 * MIB)]
     trace = trace_of(history, device=DEVICE, versions={"torch": "2.14.1"})
     runs = PlanRuns(GhostRuns(unused, unused), 1 << 40, tune=False)
-    found = runs.needs([replayed(TrialResult(trace, late=late))], PlanChange(), 1.0)
+    found = runs.needs([replayed(TrialResult(trace, late=late))], Change(), 1.0)
     assert found.needs.bytes == mebibytes * MIB + OUTSIDE

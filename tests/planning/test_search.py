@@ -9,12 +9,12 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from memfit.analysis.script_change import ScriptChange, TrialResult
+from memfit.analysis.trial_result import TrialResult
 from memfit.errors import TargetError
-from memfit.planning.allowed import Allowed
+from memfit.planning.changes import Allowed
 from memfit.planning.plan_runs import PlannedScript
 from memfit.planning.search import find_plan
-from memfit.records import Action, Label, Phase, ScriptEnd, ScriptPlan
+from memfit.records import Action, Change, Label, Phase, ScriptEnd, ScriptPlan
 from memfit.report.public_json import public_type, to_json
 from memfit.report.terminal.plan_chart import chart_lines
 from memfit.report.terminal.script_plan import print_plan
@@ -81,7 +81,7 @@ def test_every_block_is_checkpointed_where_the_program_finds_no_plan_that_fits()
     assert find(script, budget).chosen is None
     script.every_block = TrialResult(needing(100), ("Net",), operations=script.step)
     found = find(script, budget)
-    assert found.chosen.settings == {"checkpointing": {}}
+    assert found.chosen.change.plan == {"checkpointing": {}}
     assert (found.chosen.needs.bytes, found.chosen.time, found.models) == (budget, 1.0, ("Net",))
     script.every_block = TrialResult(needing(120), operations=script.step)
     found = find(script, budget)
@@ -94,10 +94,10 @@ def test_every_block_is_checkpointed_where_chosen_regions_are_refused():
     script.every_block = TrialResult(needing(100), ("Net",), operations=script.step)
 
     def run(change, what):
-        has_regions = any(one.settings for one in change.strategies)
+        has_regions = any(change.plan.values())
         return ScriptEnd("refused", 0, "a backward runs twice") if has_regions else script(change, what)
 
-    assert find(run, 100 * MIB + OUTSIDE).chosen.settings == {"checkpointing": {}}
+    assert find(run, 100 * MIB + OUTSIDE).chosen.change.plan == {"checkpointing": {}}
 
 
 def test_inputs_are_offloaded_only_where_recomputation_is_not_enough():
@@ -107,9 +107,9 @@ def test_inputs_are_offloaded_only_where_recomputation_is_not_enough():
     )
     assert offloaded < 0.9 * recomputed
     enough = planned(script, 1.06 * recomputed)
-    assert "offload" not in enough.chosen.settings
+    assert "offload" not in enough.chosen.change.plan
     less = planned(script, (offloaded + recomputed) / 2)
-    assert less.chosen.settings["offload"] == {"what": "inputs"}
+    assert less.chosen.change.plan["offload"] == {"what": "inputs"}
     assert less.chosen.time > enough.chosen.time
 
 
@@ -122,7 +122,7 @@ def test_where_no_plan_may_fit_only_the_one_predicted_to_need_least_is_run():
     found = planned(script, offloaded / 1.2)
     assert found.chosen is None
     assert len(script.changes) == 1
-    assert found.smallest.settings["offload"] == {"what": "inputs"}
+    assert found.smallest.change.plan["offload"] == {"what": "inputs"}
     assert "None of these plans fits" in found.reason
     assert found.floor is None
     assert "NO PLAN FITS   the smallest needs" in str(found)
@@ -168,14 +168,28 @@ def test_a_script_without_a_second_step_is_not_planned():
     found = find(lambda change, what: replace(script(change, what), operations=None), 1 << 30)
     assert found.chosen is None
     assert "no optimizer stepped twice" in found.reason
-    assert ScriptChange() not in script.changes
+    assert Change() not in script.changes
+
+
+def test_every_block_is_checkpointed_before_the_optimizer_changes_where_the_model_predicts_too_much():
+    script = Script()
+    script.every_block = TrialResult(needing(20), ("Net",), operations=script.step)
+    budget = script.chooser.least.peak // 2 + OUTSIDE
+    ran = []
+
+    def run(change, what):
+        ran.append(change.plan)
+        return script(change, what)
+
+    assert find(run, budget).chosen.change.plan == {"checkpointing": {}}
+    assert ran == [{}, {"checkpointing": {}}]
 
 
 class OtherNumerics(Script):
     """A script that holds half as much under autocast."""
 
     def __call__(self, change, what):
-        if [one.field for one in change.strategies] != ["precision"]:
+        if change.plan.keys() != {"precision"}:
             return super().__call__(change, what)
         assert change.operations
         return TrialResult(needing(self.plain // 2), ("Net (optimizer: t:1)",), operations=self.step)
@@ -185,9 +199,9 @@ def test_other_numerics_are_used_if_they_are_allowed_and_lower_the_peak():
     script = OtherNumerics()
     budget = int(0.55 * script.plain) * MIB + OUTSIDE
     found = find(script, budget, Allowed(precisions=("amp",)))
-    assert found.chosen.settings == {"precision": {"dtype": "bf16"}}
+    assert found.chosen.change.plan == {"precision": {"dtype": "bf16"}}
     assert (found.chosen.equality, found.models) == ("other numerics", ("Net (optimizer: t:1)",))
-    assert "precision" not in (find(script, budget).chosen or found.as_written).settings
+    assert "precision" not in (find(script, budget).chosen or found.as_written).change.plan
 
 
 class WithPolicies(Script):
@@ -195,23 +209,24 @@ class WithPolicies(Script):
 
     def __init__(self):
         super().__init__()
-        self.needs = {(): 0.4, (("every", 2),): 0.6}
+        self.needs = {None: 0.4, 2: 0.6}
 
     def __call__(self, change, what):
-        settings = change.strategies[0].settings if change.strategies else None
-        if settings is None or dict(settings).get("regions"):
+        settings = change.plan.get("checkpointing")
+        if settings is None or "regions" in settings:
             return super().__call__(change, what)
         assert change.operations
-        if settings not in self.needs:
+        if "save_ops" in settings:
             return ScriptEnd("refused", 0, "no such block")
-        return TrialResult(needing(int(self.needs[settings] * self.plain)), operations=self.step)
+        share = self.needs[settings.get("every")]
+        return TrialResult(needing(int(share * self.plain)), operations=self.step)
 
 
 def test_policies_that_people_use_are_run_and_drawn_beside_the_plan():
     script = WithPolicies()
     planned_script = PlannedScript(script, script, work, copy, "a rule")
     found = find_plan(planned_script, int(0.7 * script.plain) * MIB + OUTSIDE, policies=True)
-    assert [run.settings["checkpointing"] for run in found.policies] == [{}, {"every": 2}]
+    assert [run.change.plan["checkpointing"] for run in found.policies] == [{}, {"every": 2}]
     assert found.policies[0].needs.bytes < found.policies[1].needs.bytes
     assert all(run not in found.tried for run in found.policies)
     lines = list(chart_lines(found))
@@ -231,7 +246,7 @@ def test_the_result_prints_and_is_valid_json():
     assert "no plan of this kind takes less than" in text.getvalue()
     public = json.loads(to_json(found))
     again = msgspec.convert(public, public_type(ScriptPlan))
-    assert again.plan == found.chosen.settings
+    assert again.plan == found.chosen.change.plan
     assert msgspec.to_builtins(again.needs) == msgspec.to_builtins(found.chosen.needs)
     assert len(again.tried) == len(found.tried)
 

@@ -6,15 +6,14 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from memfit.analysis.script_change import TrialResult
+from memfit.analysis.trial_result import TrialResult
 from memfit.errors import TargetError, UsageError
 from memfit.planning import search
-from memfit.planning.allowed import Allowed
-from memfit.planning.plan_runs import PlannedScript
+from memfit.planning.changes import Allowed
+from memfit.planning.plan_runs import PlannedScript, step_seconds
 from memfit.planning.search import find_plan
-from memfit.planning.seconds import step_seconds
 from memfit.planning.shardings import copy_seconds, named_as_in, sent_bytes
-from memfit.records import DividedBatches, Figure, Provenance, ScriptEnd, Term
+from memfit.records import Change, DividedBatches, Figure, Provenance, ScriptEnd, Term
 from memfit.report.terminal.script_plan import print_plan
 from support.planned_script import MIB, OUTSIDE, Script, copy, needing, work
 
@@ -39,14 +38,14 @@ class ShardedScript(Script):
         self.ran = []
 
     def __call__(self, change, what):
-        found = {one.field: dict(one.settings) for one in change.strategies}
+        found = change.strategies
         if "sharding" not in found:
             return super().__call__(change, what)
         mode = "offloaded" if found["sharding"].get("offload") else found["sharding"]["mode"]
         self.ran.append((mode, "checkpointing" in found))
         if self.shares[mode] is None:
             return ScriptEnd("refused", 0, f"no {mode}")
-        rest = tuple(one for one in change.strategies if one.field != "sharding")
+        rest = {name: settings for name, settings in found.items() if name != "sharding"}
         if not rest:
             wrapped = tuple(
                 replace(call, module=f"module.{call.module}".rstrip(".")) for call in self.step.calls
@@ -56,7 +55,7 @@ class ShardedScript(Script):
                 ("Net (optimizer: t:1)",),
                 operations=replace(self.step, calls=wrapped),
             )
-        inside = super().__call__(replace(change, strategies=rest), what)
+        inside = super().__call__(replace(change, plan=rest), what)
         if isinstance(inside, ScriptEnd):
             return inside
         size = inside.trace.events.size.max() // MIB + round((self.shares[mode] - 1) * self.plain)
@@ -78,9 +77,9 @@ def printed(found):
 def test_the_sharding_that_sends_least_is_taken_if_it_fits(share, mode):
     script = ShardedScript()
     found = planned(script, share)
-    assert found.chosen.settings == {"sharding": {"mode": mode}}
+    assert found.chosen.change.plan == {"sharding": {"mode": mode}}
     assert (found.chosen.time, found.bound) == (1.0, 1.0)
-    assert found.as_written.settings == {"sharding": {"mode": "ddp"}}
+    assert found.as_written.change.plan == {"sharding": {"mode": "ddp"}}
     assert [ran for ran, _ in script.ran] == ["ddp", "zero1", "fsdp2"][: list(NEEDS).index(mode) + 1]
     assert found.models == ("Net (optimizer: t:1)",)
     assert f"memfit.Sharding(mode='{mode}')" in printed(found)
@@ -89,8 +88,10 @@ def test_the_sharding_that_sends_least_is_taken_if_it_fits(share, mode):
 
 def test_what_is_recomputed_is_named_as_in_the_script():
     found = planned(ShardedScript(), 0.8)
-    assert found.chosen.settings["sharding"] == {"mode": "fsdp2"}
-    names = [name for each in found.chosen.settings["checkpointing"]["regions"] for name in each["modules"]]
+    assert found.chosen.change.plan["sharding"] == {"mode": "fsdp2"}
+    names = [
+        name for each in found.chosen.change.plan["checkpointing"]["regions"] for name in each["modules"]
+    ]
     assert names
     assert not any(name.startswith("module") for name in names)
     assert found.chosen.needs.bytes <= found.budget
@@ -102,7 +103,7 @@ def test_shards_are_offloaded_only_if_nothing_else_is_enough(monkeypatch):
     script = ShardedScript(MUCH | {"offloaded": 0.4})
     found = planned(script, 0.45)
     assert found.chosen.time == 1.0 + 0.5 / step_seconds(script.step, work)
-    assert found.chosen.settings == {"sharding": {"mode": "fsdp2", "offload": True}}
+    assert found.chosen.change.plan == {"sharding": {"mode": "fsdp2", "offload": True}}
     assert script.ran.index(("offloaded", False)) > script.ran.index(("fsdp2", False))
     assert "FSDP2 with offload" in printed(found)
 
@@ -120,13 +121,13 @@ def test_where_every_bit_counts_gradients_are_summed_as_with_ddp():
     script = ShardedScript()
     found = planned(script, 0.9, Allowed(rounding=False))
     assert {mode for mode, _ in script.ran} == {"ddp", "zero1"}
-    assert found.chosen.settings["sharding"] == {"mode": "zero1"}
+    assert found.chosen.change.plan["sharding"] == {"mode": "zero1"}
     assert found.chosen.equality == "bit for bit"
 
 
 def test_a_sharding_that_does_not_suit_the_script_is_named_and_left_out():
     found = planned(ShardedScript({"ddp": None}), 1.15)
-    assert found.as_written.settings == found.chosen.settings == {"sharding": {"mode": "zero1"}}
+    assert found.as_written.change.plan == found.chosen.change.plan == {"sharding": {"mode": "zero1"}}
     assert found.dropped == ("With DDP, no ddp.",)
 
 
@@ -160,7 +161,7 @@ def test_a_plan_must_fit_every_rank_and_late_work():
     assert found.tried[0].needs.bytes > found.budget >= found.chosen.needs.bytes
     alone = planned(Script(), 0.7, ranks=1)
     assert found.chosen.time > alone.chosen.time
-    assert found.as_written.settings == {}
+    assert found.as_written.change.plan == {}
 
 
 def test_names_stay_where_nothing_wraps_the_model():
@@ -171,7 +172,8 @@ def test_names_stay_where_nothing_wraps_the_model():
 @pytest.mark.parametrize(("mode", "whole", "in_two"), [("ddp", 2, 4), ("zero1", 3, 5), ("fsdp2", 3, 6)])
 def test_what_a_rank_sends_and_copies_follows_from_the_bytes_of_parameters(mode, whole, in_two):
     terms = Term("parameters", Figure(800, Provenance.EXACT)), Term("inputs", Figure(7, Provenance.EXACT))
-    run = replace(planned(ShardedScript(), 1.25).chosen, settings={"sharding": {"mode": mode}})
+    run = replace(planned(ShardedScript(), 1.25).chosen, change=Change({"sharding": {"mode": mode}}))
     assert sent_bytes(run, terms, 4) == whole * 600
-    assert sent_bytes(replace(run, divided=DividedBatches(2, 4, "", "")), terms, 4) == in_two * 600
+    halves = replace(run.change, micro_batches=DividedBatches(2, 4, "", ""))
+    assert sent_bytes(replace(run, change=halves), terms, 4) == in_two * 600
     assert copy_seconds(terms, float, 4) == 300.0

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from memfit.planning.allowed import Allowed
+from memfit.planning.changes import Allowed
 from memfit.planning.plan_runs import PlannedScript
 from memfit.planning.search import find_plan
 from memfit.records import Provenance, ScriptEnd
@@ -77,7 +77,10 @@ def test_a_plan_that_is_not_tight_is_the_one_for_what_is_certainly_free():
     script, other = Script(), Script()
     budget = int(0.7 * script.plain)
     found, expected = under(script, budget), sure(other, budget - UNCERTAIN)
-    assert (found.chosen.settings, found.chosen.time) == (expected.chosen.settings, expected.chosen.time)
+    assert (found.chosen.change.plan, found.chosen.time) == (
+        expected.chosen.change.plan,
+        expected.chosen.time,
+    )
     assert script.changes == other.changes
     assert not found.is_tight
     assert "PLAN FOUND   needs" in printed(found)
@@ -88,7 +91,7 @@ def test_a_plan_that_is_not_tight_is_the_one_for_what_is_certainly_free():
 def test_a_script_that_fits_only_tightly_gets_a_plan_that_does_not():
     script = Script()
     found = under(script, plain(script) + 1)
-    assert found.chosen.settings
+    assert found.chosen.change.plan
     assert found.chosen.needs.bytes <= found.budget - found.uncertainty
     assert not found.is_tight
 
@@ -125,7 +128,7 @@ def test_where_every_plan_is_tight_the_whole_budget_is_looked_for_from_the_begin
     script, other = Script(), Script()
     budget = int(0.7 * script.plain)
     found, expected = under(script, budget, spread=7.0), sure(other, budget)
-    assert (found.is_tight, found.chosen.settings) == (True, expected.chosen.settings)
+    assert (found.is_tight, found.chosen.change.plan) == (True, expected.chosen.change.plan)
     assert found.bound == expected.bound
     assert script.changes == other.changes
 

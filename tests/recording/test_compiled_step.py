@@ -4,8 +4,9 @@ import textwrap
 
 import pytest
 
-from memfit.analysis.script_change import PlannedStrategy, ScriptChange, TrialResult
+from memfit.analysis.trial_result import TrialResult
 from memfit.devices import NO_LIMIT
+from memfit.records import Change
 from memfit.run.options import RunOptions
 from memfit.run.parent import script_command
 from memfit.run.resolve_options import ghost_settings
@@ -59,7 +60,7 @@ def names(step):
 
 @pytest.mark.slow
 def test_kernels_of_graphs_and_operations_beside_them_are_recorded(run):
-    result = run(ScriptChange(operations=True), "as written")
+    result = run(Change(operations=True), "as written")
     assert isinstance(result, TrialResult)
     step = result.operations
     assert (step.compiled, step.optimizer, step.calls, step.backward) == (True, 0, (), ())
@@ -68,20 +69,20 @@ def test_kernels_of_graphs_and_operations_beside_them_are_recorded(run):
     assert names(step).count("aten.mse_loss.default") == 1
     assert names(step).count("aten.mse_loss_backward.default") == 1
     assert not any(name.startswith(("aten.addmm", "aten.mm")) for name in names(step))  # those of graphs
-    plain = run(ScriptChange(), "as written, without recording")
+    plain = run(Change(), "as written, without recording")
     for peak in ("allocated_bytes.all.peak", "reserved_bytes.all.peak"):
         assert plain.trace.statistics[peak] == result.trace.statistics[peak]
 
 
 def test_checkpointed_blocks_are_compiled_into_the_graph(run):
-    result = run(ScriptChange((PlannedStrategy("checkpointing"),), operations=True), "every block")
+    result = run(Change({"checkpointing": {}}, operations=True), "every block")
     assert isinstance(result, TrialResult)
     assert products(result.operations) == PLAIN + 2  # the first product of each block again
     assert any("torch.compile made 1 graph." in note.text for note in result.trace.notes)
 
 
 def test_a_script_can_run_as_if_it_compiled_nothing(run):
-    result = run(ScriptChange(operations=True, eager=True), "without torch.compile")
+    result = run(Change(operations=True, eager=True), "without torch.compile")
     assert isinstance(result, TrialResult)
     assert not result.operations.compiled
     assert [call.kind for call in result.operations.calls][:2] == ["Sequential", "Block"]

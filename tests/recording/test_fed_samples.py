@@ -2,9 +2,8 @@
 
 import pytest
 
-from memfit.analysis.script_change import ScriptChange
-from memfit.planning.same_samples import samples_of_parts
-from memfit.planning.sample_independence import why_dependent
+from memfit.planning.sample_independence import samples_of_parts, why_dependent
+from memfit.records import Change, DividedBatches
 from memfit.run.options import RunOptions
 from memfit.run.resolve_options import ghost_settings
 from memfit.trials.trial_run import run_trial
@@ -38,7 +37,8 @@ def compared(folder, script):
 
     def run(*arguments, parts=1):
         options = RunOptions()
-        change = ScriptChange(operations=True, arguments=arguments, micro_batches=parts)
+        divided = DividedBatches(parts, 1, "", "") if parts > 1 else None
+        change = Change(operations=True, arguments=arguments, micro_batches=divided)
         result = run_trial((str(path),), options, ghost_settings(options), change, lambda _: None)
         return result.operations
 

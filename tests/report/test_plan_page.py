@@ -7,7 +7,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from memfit.records import Figure, Phase, PlanRun, Provenance, ScriptLocation, ScriptPlan
+from memfit.records import Change, Figure, Phase, PlanRun, Provenance, ScriptLocation, ScriptPlan
 from memfit.report.html.plan_page import chart, plan_page
 from memfit.report.html.safe_page import policy
 from memfit.report.terminal.plan_chart import PlanKind, chart_lines, drawn_plans
@@ -19,7 +19,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 def ran(gibibytes, time, module="blocks.1", **settings):
     place = ScriptLocation(1, Phase.BACKWARD, module, "", "", "")
     needs = Figure(round(gibibytes * GIB), Provenance.ASSUMED, "CUDA context: a table")
-    return PlanRun(settings, needs, needs, time, place, allocated=round(gibibytes * GIB) - GIB // 2)
+    return PlanRun(Change(settings), needs, needs, time, place, allocated=round(gibibytes * GIB) - GIB // 2)
 
 
 @pytest.fixture
@@ -176,11 +176,11 @@ def test_numbers_that_would_overlap_are_left_out(plan):
     ],
 )
 def test_regions_are_named_with_what_they_keep_on_one_line(plan, region, text):
-    chosen = replace(plan.chosen, settings={"checkpointing": {"regions": [region]}})
+    chosen = replace(plan.chosen, change=Change({"checkpointing": {"regions": [region]}}))
     assert f"    {text}\n" in plan_page(replace(plan, chosen=chosen))
 
 
 def test_what_a_run_allocates_with_other_settings_is_simulated(plan):
-    run = replace(plan.tried[0], conf="expandable_segments:True")
+    run = replace(plan.tried[0], change=Change(allocator="expandable_segments:True"))
     page = plan_page(replace(plan, tried=(run, *plan.tried[1:])))
     assert page.count('B <span class="provenance">simulated</span>') == 1

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 from forked_runs import difference
 
-from memfit.analysis.script_change import PlannedStrategy, ScriptChange
-from memfit.trials.forked_runs import ForkedScript
-from memfit.trials.script_standbys import ScriptStandbys
+from memfit.records import Change
+from memfit.trials.script_standbys import ForkedScript, ScriptStandbys
 from memfit.trials.side_by_side import side_by_side
 from support.standby_runs import LATE, OPTIONS, TRAIN, Runs, script_of
 
@@ -127,10 +126,10 @@ note('after ')
 
 def test_a_run_that_begins_otherwise_is_a_whole_run_and_leaves_a_standby_of_its_own(tmp_path):
     begin_otherwise = (
-        (replace(LATE, values="float=2"), ScriptChange()),
-        (LATE, ScriptChange()),
-        (OPTIONS, ScriptChange()),  # work before the fork is not late
-        (LATE, ScriptChange(fused=True)),
+        (replace(LATE, values="float=2"), Change()),
+        (LATE, Change()),
+        (OPTIONS, Change()),  # work before the fork is not late
+        (LATE, Change(fused=True)),
     )
     with ScriptStandbys() as standbys:
         runs = Runs(script_of(tmp_path), standbys)
@@ -201,8 +200,8 @@ class Block(torch.nn.Module):
 model = torch.nn.Sequential(*(Block() for _ in range(4))).to("cuda")
 optimizer = torch.optim.AdamW(model.parameters())
 """
-CHECKPOINTED = PlannedStrategy("checkpointing", ())
-OFFLOADED = PlannedStrategy("offload", (("what", "inputs"), ("min_bytes", 0)))
+CHECKPOINTED = {"checkpointing": {}}
+OFFLOADED = {"offload": {"what": "inputs", "min_bytes": 0}}
 
 
 def untimed(step):
@@ -212,15 +211,15 @@ def untimed(step):
 
 
 @pytest.mark.parametrize(
-    "strategies", [(CHECKPOINTED,), pytest.param((CHECKPOINTED, OFFLOADED), marks=pytest.mark.slow)]
+    "strategies", [CHECKPOINTED, pytest.param(CHECKPOINTED | OFFLOADED, marks=pytest.mark.slow)]
 )
 def test_strategies_are_applied_in_a_fork_as_when_the_optimizer_was_created(tmp_path, strategies):
     with ScriptStandbys() as standbys:
         runs = Runs(script_of(tmp_path, BLOCKS), standbys)
-        first = runs.run(change=ScriptChange(operations=True))
+        first = runs.run(change=Change(operations=True))
         assert first.operations is not None
         for optimizer in (None, 1):  # the first one's model is a single layer, which is left alone
-            change = ScriptChange(strategies, optimizer)
+            change = Change(strategies, optimizer=optimizer)
             found, whole = runs.run(LATE, change), runs.whole(LATE, change)
             assert runs.forked
             assert (difference(found.trace, whole.trace), found.models) == ("", whole.models)
@@ -241,7 +240,7 @@ def test_strategies_are_applied_in_a_fork_as_when_the_optimizer_was_created(tmp_
     ],
 )
 def test_a_plan_that_would_have_come_too_late_runs_the_whole_script(tmp_path, before, call):
-    change = ScriptChange((CHECKPOINTED,), 1)
+    change = Change(CHECKPOINTED, optimizer=1)
     script = script_of(tmp_path, before)
     Path(script).write_text(Path(script).read_text().replace("    model(", f"    {call}"))
     with ScriptStandbys() as standbys:

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from memfit.analysis.script_change import TrialResult
 from memfit.analysis.summary import summarize
+from memfit.analysis.trial_result import TrialResult
 from memfit.planning.advice import find_advice
 from memfit.planning.plan_runs import GhostRuns
 from memfit.records import (
@@ -83,9 +83,9 @@ def trace(  # noqa: PLR0913 - each test sets one or two
 
 def in_words(change):
     """Return a change in the words of ``advice_for``."""
-    words = [*[one.field for one in change.strategies], *["fused"] * change.fused, *change.arguments]
+    words = [*sorted(change.strategies), *["fused"] * change.fused, *change.arguments]
     words += [f"loader={change.loader.size}"] if change.loader else []
-    return " ".join(words + [f"x{change.micro_batches}"] * (change.micro_batches > 1))
+    return " ".join(words + [f"x{change.updates_held_back}"] * (change.updates_held_back > 1))
 
 
 def advice_for(first, results, *, caught=0, **more):

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from memfit.analysis.script_change import TrialResult
-from memfit.planning.allowed import Allowed
+from memfit.analysis.trial_result import TrialResult
+from memfit.planning.changes import Allowed
 from memfit.planning.choose import CheckpointChooser
 from memfit.planning.plan_runs import PlannedScript
 from memfit.planning.search import find_plan
@@ -70,12 +70,12 @@ class Script:
     def __call__(self, change, _what):
         if change.operations and not change.strategies:
             return TrialResult(needing(self.plain), operations=self.step)
-        regions = dict(change.strategies[0].settings).get("regions")
+        regions = change.plan.get("checkpointing", {}).get("regions")
         if regions is None:
             return self.every_block
         self.changes.append(regions)
         chosen = chosen_ways(regions)
-        offload = [one.field for one in change.strategies] == ["checkpointing", "offload"]
+        offload = change.plan.keys() == {"checkpointing", "offload"}
         peak = self._peak(chosen, self.offloading if offload else self.chooser)
         more = self.more(len(self.changes) - 1)
         return TrialResult(needing(-(-peak // MIB) + more), ("Net (optimizer: t:1)",))
@@ -93,7 +93,11 @@ class Script:
 
 
 def chosen_ways(regions):
-    return {name: (each.save_ops, each.split_at) for each in regions for name in each.modules}
+    return {
+        name: (tuple(each.get("save_ops", ())), tuple(each.get("split_at", ())))
+        for each in regions
+        for name in each["modules"]
+    }
 
 
 def copy(size):

@@ -3,8 +3,9 @@
 import textwrap
 from dataclasses import replace
 
-from memfit.analysis.script_change import ScriptChange, TrialResult
+from memfit.analysis.trial_result import TrialResult
 from memfit.devices import NO_LIMIT
+from memfit.records import Change
 from memfit.run.options import RunOptions
 from memfit.run.resolve_options import ghost_settings
 from memfit.trials.trial_run import run_trial
@@ -39,13 +40,13 @@ class Runs:
         self.forked, self.why_whole = False, ""
         """Whether the last run was forked, and why not."""
 
-    def run(self, options=OPTIONS, change=ScriptChange()):  # noqa: B008 - frozen
+    def run(self, options=OPTIONS, change=Change()):  # noqa: B008 - frozen
         ghost = ghost_settings(options, 24 << 30)
         found = run_trial((self._script,), options, ghost, change, self._note, self._standbys)
         assert isinstance(found, TrialResult), found
         return found
 
-    def whole(self, options=OPTIONS, change=ScriptChange()):  # noqa: B008 - frozen
+    def whole(self, options=OPTIONS, change=Change()):  # noqa: B008 - frozen
         """Run the whole script, whatever the standby."""
         ghost = ghost_settings(options, 24 << 30)
         return run_trial((self._script,), options, ghost, change, lambda _: None)

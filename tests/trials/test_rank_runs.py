@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from memfit.analysis.script_change import PlannedStrategy, ScriptChange, TrialResult
-from memfit.records import Action, DeviceUse, Figure, Provenance, ScriptEnd
+from memfit.analysis.trial_result import TrialResult
+from memfit.records import Action, Change, DeviceUse, Figure, Provenance, ScriptEnd
 from memfit.run.options import RunOptions
 from memfit.run.rank import Rank
 from memfit.trials import rank_runs
@@ -14,8 +14,8 @@ from support.traces import BASE, trace_of
 
 MIB = 1 << 20
 DEVICE = DeviceUse("A100-80GB", Figure(1 << 40, Provenance.EXACT), Figure(100 * MIB, Provenance.EXACT), 0)
-CHECKPOINTED = ScriptChange((PlannedStrategy("checkpointing"),))
-SHARDED = ScriptChange((PlannedStrategy("sharding", (("mode", "ddp"),)),))
+CHECKPOINTED = Change({"checkpointing": {}})
+SHARDED = Change({"sharding": {"mode": "ddp"}})
 
 
 def result(mebibytes, nccl=0, *, races=False):
@@ -50,7 +50,7 @@ def ranks(runs):
 
 def test_one_rank_of_each_role_runs_that_which_needs_most_first(job):
     with job(lambda rank: result(300 if rank == 2 else 200, nccl=30 if rank in (1, 2) else 20)) as runs:
-        assert ranks(runs.as_written(ScriptChange(), "as written")) == [2, 1]
+        assert ranks(runs.as_written(Change(), "as written")) == [2, 1]
         assert (runs.distributed, runs.count) == (True, 4)
         assert ranks(runs.under(CHECKPOINTED, "checkpointing")) == [2, 1]
         runs.keep_largest(Rank(rank=2, nproc=4))
@@ -60,13 +60,13 @@ def test_one_rank_of_each_role_runs_that_which_needs_most_first(job):
 
 def test_of_many_machines_few_ranks_run(job):
     with job(lambda rank: result(300 if rank < 2 else 200, nccl=20), nproc=2, nnodes=64) as runs:
-        assert ranks(runs.as_written(ScriptChange(), "as written")) == [0, 126]
+        assert ranks(runs.as_written(Change(), "as written")) == [0, 126]
         assert runs.count == len(job.ran) < 20
 
 
 def test_a_script_for_one_gpu_sees_its_own_gpu_alone_once_it_is_sharded(job):
     with job(lambda _: result(200)) as runs:
-        assert runs.as_written(ScriptChange(), "as written")[0].rank == Rank(nproc=4)
+        assert runs.as_written(Change(), "as written")[0].rank == Rank(nproc=4)
         (run,) = runs.under(SHARDED, "DDP")
         assert run.rank == Rank(rank=1, nproc=4, own_gpu_only=True)
         assert ranks(runs.under(CHECKPOINTED, "checkpointing")) == [0]
@@ -76,13 +76,13 @@ def test_a_rank_that_does_not_complete_is_named(job):
     end = ScriptEnd("exception", 1, "ValueError: no")
     with job(lambda rank: end if rank == 3 else result(200, nccl=20)) as runs:
         with pytest.raises(UnfinishedRankError) as failed:
-            runs.as_written(ScriptChange(), "as written")
+            runs.as_written(Change(), "as written")
         assert (failed.value.rank.rank, failed.value.end) == (3, end)
 
 
 def test_where_streams_race_a_second_run_finishes_late(job):
     with job(lambda _: result(200, races=True), nproc=1) as runs:
-        (run,) = runs.as_written(ScriptChange(), "as written")
+        (run,) = runs.as_written(Change(), "as written")
         assert [each.late for each in run.results] == [False, True]
         (run,) = runs.under(CHECKPOINTED, "checkpointing", late=True)
         assert [each.late for each in run.results] == [True]
@@ -92,6 +92,6 @@ def test_where_streams_race_a_second_run_finishes_late(job):
 def test_a_rank_that_a_change_does_not_suit_is_named(job):
     refused = {}
     with job(lambda rank: refused.get(rank) or result(200 + rank, nccl=20), nproc=2) as runs:
-        runs.as_written(ScriptChange(), "as written")
+        runs.as_written(Change(), "as written")
         refused[0] = ScriptEnd("refused", 0, "no module")
         assert runs.under(CHECKPOINTED, "checkpointing").exception == "as rank 0 of 2, no module"

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from memfit.analysis.script_change import RunTrial, ScriptChange, TrialResult
 from memfit.analysis.summary import summarize
-from memfit.records import DryRun, Note, Provenance, Trace
+from memfit.analysis.trial_result import RunTrial, TrialResult
+from memfit.records import Change, DryRun, Note, Provenance, Trace
 from memfit.units import format_bytes, format_gib
 
 _EVEN = "routing=even"
@@ -31,7 +31,7 @@ def beside_even_routing(most: DryRun, run: RunTrial) -> DryRun:
         most: the result of the run in which this rank receives the most.
         run: runs the script with even routing and unlimited memory.
     """
-    trial = run(ScriptChange(), "even routing")
+    trial = run(Change(), "even routing")
     if not isinstance(trial, TrialResult):
         return most
     even = summarize(trial.trace)

@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from memfit.analysis.needed_memory import needed_process
-from memfit.analysis.script_change import PlannedStrategy, ScriptChange, TrialResult, why_it_failed
 from memfit.analysis.stream_races import with_upper_bound
 from memfit.analysis.summary import summarize
+from memfit.analysis.trial_result import TrialResult, why_it_failed
 from memfit.records import (
     ByteRange,
+    Change,
     ComparedRun,
     DeviceUse,
     DryRun,
@@ -19,7 +21,6 @@ from memfit.records import (
 AS_WRITTEN = "as written"
 SHARDINGS = {"DDP": "ddp", "ZeRO-1": "zero1", "FSDP2": "fsdp2"}
 """Modes of ``memfit.Sharding`` by their names."""
-_CHECKPOINTING = PlannedStrategy("checkpointing")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class ComparedStrategies:
     """A set of strategies to run a script with."""
 
     name: str
-    change: ScriptChange
+    change: Change
 
 
 def compared_strategies(world_size: int) -> Iterator[ComparedStrategies]:
@@ -48,32 +49,30 @@ def _variants(name: str, mode: str) -> Iterator[ComparedStrategies]:
 
     With fsdp2, what is offloaded are the shards: offloaded activations would conflict with it.
     """
-    sharding = () if not mode else (PlannedStrategy("sharding", (("mode", mode),)),)
+    sharding: dict[str, Any] = {"sharding": {"mode": mode}} if mode else {}
     if mode == "fsdp2":
-        shards = (PlannedStrategy("sharding", (("mode", mode), ("offload", True))),)
-        offload, inputs = shards, shards
+        offload = inputs = {"sharding": {"mode": mode, "offload": True}}
     else:
-        offload = (*sharding, PlannedStrategy("offload"))
-        inputs = (*sharding, PlannedStrategy("offload", (("what", "inputs"),)))
-    for more, strategies in (
+        offload, inputs = {**sharding, "offload": {}}, {**sharding, "offload": {"what": "inputs"}}
+    for more, plan in (
         ("", sharding),
-        ("checkpointing", (*sharding, _CHECKPOINTING)),
+        ("checkpointing", {**sharding, "checkpointing": {}}),
         ("offload", offload),
-        ("checkpointing + offload", (*inputs, _CHECKPOINTING)),
+        ("checkpointing + offload", {**inputs, "checkpointing": {}}),
     ):
         names = " + ".join(filter(None, (name, more)))
-        yield ComparedStrategies(names or AS_WRITTEN, ScriptChange(tuple(sorted(strategies))))
+        yield ComparedStrategies(names or AS_WRITTEN, Change(plan))
 
 
-def refused_with(of: ComparedStrategies, refused: Mapping[ScriptChange, ScriptEnd]) -> ScriptEnd | None:
+def refused_with(of: ComparedStrategies, refused: Mapping[Change, ScriptEnd]) -> ScriptEnd | None:
     """Return why strategies cannot be applied, if some of them alone cannot.
 
     Args:
         of: the strategies.
         refused: what could not be applied, and why.
     """
-    ours = set(of.change.strategies)
-    return next((end for change, end in refused.items() if ours.issuperset(change.strategies)), None)
+    ours = of.change.plan.items()
+    return next((end for change, end in refused.items() if change.plan.items() <= ours), None)
 
 
 def first_rank(nproc: int) -> int:
@@ -125,7 +124,7 @@ def compared_run(
     least = peak.process.least if found.range else needs.bytes
     return ComparedRun(
         name=of.name,
-        plan=tuple(one.code for one in of.change.strategies),
+        plan=of.change.code,
         models=early.models,
         rank=rank,
         peak=replace(peak, process=ByteRange(min(least, needs.bytes), needs.bytes)),
@@ -147,8 +146,7 @@ def with_changes(runs: Sequence[ComparedRun]) -> tuple[ComparedRun, ...]:
 
 def impossible_run(of: ComparedStrategies, end: ScriptEnd) -> ComparedRun:
     """Return that strategies cannot be applied, or that the script fails with them, and why."""
-    plan = tuple(one.code for one in of.change.strategies)
-    return ComparedRun(of.name, plan, reason=why_it_failed(end))
+    return ComparedRun(of.name, of.change.code, reason=why_it_failed(end))
 
 
 def _verdict(found: DryRun, least: int, most: int, device: DeviceUse) -> str:

@@ -5,12 +5,12 @@ from dataclasses import replace
 from memfit.analysis.longest_batch import longest_within, room_on
 from memfit.analysis.needed_memory import needed_process
 from memfit.analysis.overall_peak import failed_allocations
-from memfit.analysis.script_change import RunTrial, ScriptChange, TrialResult
 from memfit.analysis.summary import summarize
+from memfit.analysis.trial_result import RunTrial, TrialResult
 from memfit.analysis.workspace_range import needed_without_workspaces
 from memfit.ctrl_c import INTERRUPTED
 from memfit.devices import NO_LIMIT
-from memfit.records import DryRun, ScriptEnd
+from memfit.records import Change, DryRun, ScriptEnd
 from memfit.units import format_bytes
 
 
@@ -21,7 +21,7 @@ def needs_more(found: DryRun) -> bool:
 
 def run_unlimited(run: RunTrial) -> TrialResult | ScriptEnd:
     """Run the script as written with unlimited memory; it fails if even that is too little for a request."""
-    unlimited = run(ScriptChange(), "with unlimited memory")
+    unlimited = run(Change(), "with unlimited memory")
     if isinstance(unlimited, TrialResult) and len(failed_allocations(unlimited.trace)):
         return ScriptEnd("refused", 1, f"the script ran out of memory even with {format_bytes(NO_LIMIT)}.")
     return unlimited

@@ -5,14 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from memfit.analysis.memory_check import baseline_of, check_memory
-from memfit.analysis.script_change import ScriptChange, TrialResult, ran_to_completion, why_it_failed
 from memfit.analysis.summary import summarize
+from memfit.analysis.trial_result import TrialResult, ran_to_completion, why_it_failed
 from memfit.api.ghost_runs import FinishedRun, run_on_ghost
 from memfit.atomic_files import check_output, write_bytes
 from memfit.devices import DEFAULT, NO_LIMIT
 from memfit.errors import TargetError, UsageError
 from memfit.input_files import read_input
-from memfit.records import CheckVerdict, MemoryBaseline, MemoryCheck, Trace
+from memfit.records import Change, CheckVerdict, MemoryBaseline, MemoryCheck, Trace
 from memfit.report.public_json import baseline_file, read_baseline
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress
@@ -119,7 +119,7 @@ def _unlimited(done: FinishedRun, options: RunOptions, on_progress: Callable[[Pr
     device = done.result.device
     options = replace(options, memory=NO_LIMIT)
     run = trial_runner(done.result.command, options, device.total.bytes, on_progress)
-    trial = run(ScriptChange(), "with unlimited memory")
+    trial = run(Change(), "with unlimited memory")
     if isinstance(trial, TrialResult):
         return replace(trial.trace, device=device, command=done.result.command)
     raise TargetError(f"memfit cannot check the script: {why_it_failed(trial)}")

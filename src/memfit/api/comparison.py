@@ -22,7 +22,7 @@ from memfit.run.resolve_options import ghost_settings
 from memfit.trials.rank_runs import RankRun, RankRuns, UnfinishedRankError
 
 if TYPE_CHECKING:
-    from memfit.analysis.script_change import ScriptChange
+    from memfit.records import Change
 
 
 def compare(  # noqa: PLR0913 - one parameter an option
@@ -86,7 +86,7 @@ def _compared_on_ghost(
     base, *others = compared_strategies(options.rank.world_size)
     first, trace = _as_written(base, command, device, ranks)
     runs, interrupted = [first], False
-    refused: dict[ScriptChange, ScriptEnd] = {}
+    refused: dict[Change, ScriptEnd] = {}
     try:
         for number, one in enumerate(others, 2):
             what = f"{one.name} ({number} of {len(others) + 1})"

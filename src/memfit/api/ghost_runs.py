@@ -8,15 +8,15 @@ from pathlib import Path
 
 from memfit.analysis.even_routing import beside_even_routing, rests_on_routing, with_even_routing
 from memfit.analysis.rank_roles import find_held, ranks_by_role, role_of, weight_of_rank
-from memfit.analysis.script_change import RunTrial, ScriptChange, TrialResult
 from memfit.analysis.stream_races import may_race, with_upper_bound
 from memfit.analysis.total_needs import find_total
+from memfit.analysis.trial_result import RunTrial, TrialResult
 from memfit.api.traces import summarize
 from memfit.devices import NO_LIMIT
 from memfit.errors import MemfitError, OutputError, TargetError, UsageError
 from memfit.planning.advice import find_advice
 from memfit.planning.plan_file import read_plan
-from memfit.records import DryRun, Note, Provenance, RankRole, ScriptLocation, Trace
+from memfit.records import Change, DryRun, Note, Provenance, RankRole, ScriptLocation, Trace
 from memfit.run.launchers import check_world_size
 from memfit.run.options import RunOptions
 from memfit.run.parent import PATIENCE, Progress, RecordedRun, run_script, script_command
@@ -72,7 +72,7 @@ def run_on_ghost(  # noqa: PLR0913 - what a dry run is asked for
         MemfitError: one of the runs was not possible.
     """
     _expect_to_go_together(options, advise=advise, all_ranks=all_ranks, resumes=resume_with is not None)
-    change = ScriptChange()
+    change = Change()
     if plan is not None:
         change, options = _planned(plan, options)
     run = partial(_run, script, options=options, change=change, on_progress=on_progress)
@@ -111,7 +111,7 @@ def _expect_to_go_together(options: RunOptions, *, advise: bool, all_ranks: bool
         raise UsageError("--rank is one rank, and --all-ranks is all of them: give one of the two.")
 
 
-def _planned(file: Path, options: RunOptions) -> tuple[ScriptChange, RunOptions]:
+def _planned(file: Path, options: RunOptions) -> tuple[Change, RunOptions]:
     """Return what a plan changes about a script, and the options with which the script runs under it.
 
     Raises:
@@ -127,7 +127,7 @@ def _planned(file: Path, options: RunOptions) -> tuple[ScriptChange, RunOptions]
                 f"{f' --nnodes {planned.nnodes}' * (planned.nnodes > 1)} --all-ranks --plan {file}."
             )
         rank = replace(rank, own_gpu_only=True)
-    return planned.change, replace(options, rank=rank, allocator=planned.allocator)
+    return planned.change, replace(options, rank=rank, allocator=planned.change.allocator)
 
 
 def _larger_of(first: FinishedRun, resumed: FinishedRun, output: Path | None) -> FinishedRun:
@@ -164,7 +164,7 @@ def _run(  # noqa: PLR0913 - what a dry run is asked for
     output: Path | None,
     advise: bool,
     all_ranks: bool,
-    change: ScriptChange,
+    change: Change,
     on_progress: Callable[[Progress], None],
 ) -> FinishedRun:
     """Run a script once, as one process or as every rank in turn."""
@@ -199,7 +199,7 @@ def _run_and_ask_again(
     command: tuple[str, ...],
     options: RunOptions,
     output: Path | None,
-    change: ScriptChange,
+    change: Change,
     on_progress: Callable[[Progress], None],
     standbys: ScriptStandbys,
     *,
@@ -227,7 +227,7 @@ def _recorded(
     command: tuple[str, ...],
     options: RunOptions,
     output: Path | None,
-    change: ScriptChange,
+    change: Change,
     on_progress: Callable[[Progress], None],
     standbys: ScriptStandbys,
     *,
@@ -240,7 +240,7 @@ def _recorded(
     """
     ghost = ghost_settings(options)
     run = ScriptRun(command, options, ghost, change)
-    if change == ScriptChange() and not injects:
+    if change == Change() and not injects:
         with standbys.whole(run) as start:
             return run_script(command, options, ghost, output, on_progress, PATIENCE, start)
     with injected(change, options, silent=False) as injection, standbys.whole(run) as start:
@@ -253,7 +253,7 @@ def _recorded(
 
 def _with_upper_bound(early: FinishedRun, run: RunTrial, output: Path | None) -> FinishedRun:
     """Run the script again, with work on side streams that finishes late, and return the larger answer."""
-    trial = run(ScriptChange(), LATE)
+    trial = run(Change(), LATE)
     if not isinstance(trial, TrialResult):
         return early
     trace = replace(trial.trace, device=early.trace.device, command=early.trace.command)
@@ -268,7 +268,7 @@ def _run_all_ranks(
     arguments: Sequence[str],
     options: RunOptions,
     output: Path | None,
-    change: ScriptChange,
+    change: Change,
     on_progress: Callable[[Progress], None],
 ) -> FinishedRun:
     """Run a rank of every role; the result is that of the rank that needs most, with all roles beside it."""

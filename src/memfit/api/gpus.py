@@ -5,14 +5,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from memfit.analysis.script_change import RunTrial, ScriptChange, TrialResult
+from memfit.analysis.trial_result import RunTrial, TrialResult
 from memfit.devices import NO_LIMIT, Device, all_devices
 from memfit.errors import TargetError
-from memfit.planning.allowed import Allowed
-from memfit.planning.plan_runs import PlannedScript
+from memfit.planning.changes import Allowed
+from memfit.planning.plan_runs import RULE, PlannedScript, host_copies, roofline
 from memfit.planning.search import find_plan
-from memfit.planning.seconds import RULE, host_copies, roofline
-from memfit.records import DeviceUse, GpusFor, ScriptEnd, ScriptPlan
+from memfit.records import Change, DeviceUse, GpusFor, ScriptEnd, ScriptPlan
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, script_command
 from memfit.run.resolve_options import ghost_settings
@@ -95,9 +94,9 @@ def _plans(
 
 def _remembered(run: RunTrial) -> RunTrial:
     """Return a function that runs the script once under each change."""
-    done: dict[ScriptChange, TrialResult | ScriptEnd] = {}
+    done: dict[Change, TrialResult | ScriptEnd] = {}
 
-    def run_once(change: ScriptChange, what: str) -> TrialResult | ScriptEnd:
+    def run_once(change: Change, what: str) -> TrialResult | ScriptEnd:
         if change not in done:
             done[change] = run(change, what)
         return done[change]
@@ -108,7 +107,7 @@ def _remembered(run: RunTrial) -> RunTrial:
 def _on(device: DeviceUse, run: RunTrial) -> RunTrial:
     """Return a function whose traces are those of a GPU, with what that holds outside PyTorch's allocator."""
 
-    def run_there(change: ScriptChange, what: str) -> TrialResult | ScriptEnd:
+    def run_there(change: Change, what: str) -> TrialResult | ScriptEnd:
         result = run(change, what)
         if isinstance(result, ScriptEnd):
             return result

@@ -7,15 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.analysis.script_change import ScriptChange, TrialResult, why_it_failed
+from memfit.analysis.trial_result import TrialResult, why_it_failed
 from memfit.devices import DEFAULT, find_device
 from memfit.errors import UsageError
-from memfit.planning.allowed import LOW_BIT_STATE, PRECISIONS, Allowed
-from memfit.planning.answers import OnFound, OutOfTimeError
-from memfit.planning.plan_runs import PlannedScript, run_nothing_ahead
+from memfit.planning.changes import LOW_BIT_STATE, PRECISIONS, Allowed
+from memfit.planning.plan_runs import RULE, PlannedScript, host_copies, roofline, run_nothing_ahead
+from memfit.planning.plan_search import OnFound, OutOfTimeError
 from memfit.planning.search import find_plan
-from memfit.planning.seconds import RULE, host_copies, roofline
-from memfit.records import ScriptEnd, ScriptPlan
+from memfit.records import Change, ScriptEnd, ScriptPlan
 from memfit.records.job_target import is_job, typed
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, script_command
@@ -24,7 +23,7 @@ from memfit.run.resolve_options import ghost_settings
 from memfit.strategies.suggestions import unknown_name_error
 from memfit.temporary_folders import TemporaryFolder
 from memfit.trials.rank_runs import RankRuns, UnfinishedRankError
-from memfit.trials.runs_ahead import ProgressOfFirst, RunsAhead
+from memfit.trials.side_by_side import ProgressOfFirst, RunsAhead
 from memfit.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -168,7 +167,7 @@ def auto_checkpoint(  # noqa: PLR0913 - one parameter an option
         needs = f"The smallest needs {smallest}: " if found.floor is None else ""
         raise UsageError(f"budget={budget!r}: no plan fits. {needs}{found.reason}")
     if found.chosen.changes:
-        apply(model, found.chosen.settings)
+        apply(model, found.chosen.change.plan)
     return found
 
 
@@ -259,7 +258,7 @@ def _plan_for(
         return completed(found)
 
 
-def _run_ranks(ranks: RankRuns, change: ScriptChange, what: str, *, late: bool) -> TrialResult | ScriptEnd:
+def _run_ranks(ranks: RankRuns, change: Change, what: str, *, late: bool) -> TrialResult | ScriptEnd:
     """Run a script on the ranks that may need most; the first time as written."""
     try:
         runs = ranks.under(change, what, late=late) if ranks.count else ranks.as_written(change, what)

@@ -5,11 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from memfit.analysis.rank_roles import ranks_by_role, role_of, weight_of_rank
-from memfit.analysis.script_change import ScriptChange, TrialResult
 from memfit.analysis.stream_races import may_race, with_upper_bound
+from memfit.analysis.trial_result import TrialResult
 from memfit.api.ghost_runs import LATE, RANK, FinishedRun, own_file, save_trace
 from memfit.api.traces import summarize
 from memfit.devices import NO_LIMIT
+from memfit.records import Change
 from memfit.run.options import RunOptions
 from memfit.run.parent import PATIENCE, Progress, run_script, script_command
 from memfit.run.resolve_options import ghost_settings
@@ -58,7 +59,7 @@ def run_beside_ranks(
         path = late.prepare()
         unlimited = replace(options, memory=NO_LIMIT, finish_late=True)
         run = trial_runner(command, unlimited, result.device.total.bytes, on_progress)
-        trial = run(ScriptChange(), LATE)
+        trial = run(Change(), LATE)
         if isinstance(trial, TrialResult):
             write_trace(trial.trace, path)
         if not all(late.exchange(_RAN * isinstance(trial, TrialResult)).values()):

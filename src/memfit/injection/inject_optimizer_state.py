@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from memfit.errors import UsageError
-from memfit.injection.intervention import NEVER_CALLED
+from memfit.injection.injection_files import NEVER_CALLED
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.strategies.apply_to_optimizer import apply_to_optimizer

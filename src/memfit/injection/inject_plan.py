@@ -12,14 +12,14 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from memfit.errors import UsageError
-from memfit.injection.intervention import InjectionReport, Intervention
+from memfit.injection.injection_files import InjectionReport, InjectionSettings, report_writer
 from memfit.injection.optimized_models import OptimizedModels, listed, parameters_in
 from memfit.patching.after_import import after_import
 from memfit.patching.patches import Patch
@@ -49,69 +49,72 @@ def install(path: str) -> None:
     """Inject the change in a file: as soon as the script imports torch.
 
     Args:
-        path: of an ``Intervention`` as JSON.
+        path: of ``InjectionSettings`` as JSON.
     """
-    change = msgspec.json.decode(Path(path).read_bytes(), type=Intervention)
-    inject(change, _writer(Path(change.report)))
+    settings = msgspec.json.decode(Path(path).read_bytes(), type=InjectionSettings)
+    inject(settings, report_writer(Path(settings.report)))
 
 
-def inject(change: Intervention, on_report: Callable[[InjectionReport], None]) -> None:
+def inject(settings: InjectionSettings, on_report: Callable[[InjectionReport], None]) -> None:
     """Inject a change into the script of this process: as soon as it imports torch.
 
     Args:
-        change: the change.
+        settings: the change, and how to inject it.
         on_report: called with what became of it, whenever that changes.
     """
-    if change.silent:  # a user who has answered the script's prompts once is not asked again
+    if settings.silent:  # a user who has answered the script's prompts once is not asked again
         hide_output()
-    if change.eager:
+    if settings.change.eager:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # PyTorch's own switch
-    after_import("torch", functools.partial(_intervene, change, on_report))
+    after_import("torch", functools.partial(_inject_now, settings, on_report))
 
 
 def install_now(path: str, called: Any) -> None:
     """Inject the change in a file into a fork of a script under another change, which has not trained.
 
     Args:
-        path: of an ``Intervention`` as JSON. It reports elsewhere than the script's own change, may record no
-            operations, and may have a plan if that has none.
+        path: of ``InjectionSettings`` as JSON. It reports elsewhere than the script's own change, may
+            record no operations, and may have a plan if that has none.
         called: the module that the script is calling; None if it calls none.
 
     Raises:
         UsageError: the plan would have been applied to other modules before.
     """
-    change = msgspec.json.decode(Path(path).read_bytes(), type=Intervention)
+    settings = msgspec.json.decode(Path(path).read_bytes(), type=InjectionSettings)
     for injected in _injected:
-        injected.become(change, called)
+        injected.become(settings, called)
 
 
-def _intervene(change: Intervention, on_report: Callable[[InjectionReport], None]) -> None:
+def _inject_now(settings: InjectionSettings, on_report: Callable[[InjectionReport], None]) -> None:
     import torch
 
     from memfit.patching.installed_hooks import InstalledHooks
 
+    change = settings.change
     hooks, recording = InstalledHooks(), InstalledHooks()
     report, models = _Report(on_report), OptimizedModels()
-    operations = _script_operations(change)
-    _injected.append(_Injected(report, bool(change.plan), models, operations, recording))
+    operations = _script_operations(settings)
+    _injected.append(_Injected(report, bool(change.strategies), models, operations, recording))
     models.learn_names(hooks)
-    if not change.plan:
+    if not change.strategies:
         models.note_optimizers(hooks)
-        if change.counts_backward:
-            counter = _counter(change, report)
+        if settings.counts_backward:
+            counter = _counter(settings, report)
             counter.install(hooks)
             models.on_found = counter.watch
     else:
         try:
-            _PlanInjector(change, report, models).install(hooks)
+            _PlanInjector(settings, report, models).install(hooks)
         except UsageError as error:  # a plan file that was edited
             report.update(refusals=(str(error),), refused=("",))
             raise
-    if change.micro_batches > 1:
+    if change.updates_held_back > 1:
         from memfit.injection.inject_accumulation import HeldBackUpdates
 
         HeldBackUpdates(
-            change.micro_batches, lambda why: report.update(cannot_accumulate=why), settles=not change.late
+            change.updates_held_back,
+            lambda why: report.update(cannot_accumulate=why),
+            settles=not settings.late,
         ).install(hooks)
     if change.fused:
         for kind in vars(torch.optim).values():
@@ -124,21 +127,21 @@ def _intervene(change: Intervention, on_report: Callable[[InjectionReport], None
         hooks.wrap(_LOADER, "__init__", functools.partial(_resized, change.loader))
 
 
-def _script_operations(change: Intervention) -> "ScriptOperations | None":
-    if not change.operations:
+def _script_operations(settings: InjectionSettings) -> "ScriptOperations | None":
+    if not settings.change.operations:
         return None
     from memfit.recording.script_operations import ScriptOperations
 
-    return ScriptOperations(Path(change.operations))
+    return ScriptOperations(Path(settings.operations))
 
 
-def _counter(change: Intervention, report: "_Report") -> "OperationCounter":
+def _counter(settings: InjectionSettings, report: "_Report") -> "OperationCounter":
     from memfit.strategies.mechanisms.operation_counter import OperationCounter
 
     def counted(counts: OperationCounts, again: dict[str, int], missing: tuple[str, ...]) -> None:
         report.update(operations=counts, again=again, missing=missing)
 
-    return OperationCounter(counted, in_backward=change.counts_backward)
+    return OperationCounter(counted, in_backward=settings.counts_backward)
 
 
 class _Report:
@@ -154,24 +157,13 @@ class _Report:
 
     def move(self, path: Path) -> None:
         """Report to a file from now on."""
-        self._on_change = _writer(path)
+        self._on_change = report_writer(path)
         self.update()
 
     def update(self, **fields: Any) -> None:
         """Replace fields of the report."""
         self._report = msgspec.structs.replace(self._report, **fields)
         self._on_change(self._report)
-
-
-def _writer(path: Path) -> Callable[[InjectionReport], None]:
-    """Return what writes reports to a file, each in place of the one before."""
-
-    def write(report: InjectionReport) -> None:
-        beside = path.with_suffix(".new")  # memfit reads the file at any time
-        beside.write_bytes(msgspec.json.encode(report))
-        beside.replace(path)
-
-    return write
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,43 +177,44 @@ class _Injected:
     recording: "InstalledHooks"
     """Those that record operations."""
 
-    def become(self, change: Intervention, called: Any) -> None:
+    def become(self, settings: InjectionSettings, called: Any) -> None:
         """Do what ``install_now`` does."""
         from memfit.patching.installed_hooks import InstalledHooks
 
-        self.report.move(Path(change.report))
-        if not change.operations:
+        self.report.move(Path(settings.report))
+        if not settings.change.operations:
             self.recording.remove()
         elif self.operations is not None:
-            self.operations.move(Path(change.operations))
-        if not change.plan or self.has_plan:
+            self.operations.move(Path(settings.operations))
+        strategies = settings.change.strategies
+        if not strategies or self.has_plan:
             return
         if self.models.found and not self.models.are_final:
             raise UsageError("the script has put its models into others since it created their optimizer.")
         if called is not None and called not in self.models.names.outermost():
             raise UsageError("the script calls a part of its model.")
-        if "optimizer_state" in change.plan and _ENGINE in sys.modules:
+        if "optimizer_state" in strategies and _ENGINE in sys.modules:
             raise UsageError("the script uses memfit.Engine, which itself carries out optimizer_state.")
-        injector = _PlanInjector(change, self.report, self.models)
+        injector = _PlanInjector(settings, self.report, self.models)
         injector.install(InstalledHooks())
         injector.catch_up()
 
 
 _injected: list[_Injected] = []
+"""What ``install`` has injected: state of the process, for a fork of it that goes on under another change."""
 
 
 class _PlanInjector:
     """Applies a plan to each model whose parameters an optimizer takes, and completes the script's plans."""
 
-    def __init__(self, change: Intervention, report: _Report, models: OptimizedModels) -> None:
-        from memfit.strategies.accumulation import Accumulation
+    def __init__(self, settings: InjectionSettings, report: _Report, models: OptimizedModels) -> None:
         from memfit.strategies.configuration import configure
 
-        self._settings = change.plan
+        change = settings.change
         self._optimizer, self._created = change.optimizer, len(models.all)
-        plan = configure(change.plan).plan
-        if change.micro_batches > 1:
-            replace(plan, accumulation=Accumulation(batches_per_update=change.micro_batches))
+        plan = configure(change.plan).plan  # with accumulation: not everything suits it
+        if change.micro_batches is not None:
+            plan = replace(plan, accumulation=None)
         self._plan = replace(plan, optimizer_state=None)
         self._file = report
         self._state: OptimizerStateInjector | None = None
@@ -231,9 +224,9 @@ class _PlanInjector:
             self._state = inject_optimizer_state.OptimizerStateInjector(
                 plan.optimizer_state,
                 lambda why: report.update(unfit_optimizer=why),
-                strict=change.strict,
+                strict=settings.strict,
             )
-        self._counter = _counter(change, report)
+        self._counter = _counter(settings, report)
         self._models, self._names = models, models.names
         self._planned: list[tuple[weakref.ref[Any], str]] = []
         self._refusals: list[tuple[str, str]] = []
@@ -357,7 +350,7 @@ class _PlanInjector:
 
     def _completed(self, plan: "Plan") -> "Plan | None":
         """Return a plan with those of our strategies that it lacks; None if it has them, or they conflict."""
-        ours = (name for name in self._settings if getattr(self._plan, name) is not None)
+        ours = (each.name for each in fields(self._plan) if getattr(self._plan, each.name) is not None)
         lacking = [name for name in ours if getattr(plan, name) is None]
         try:
             return replace(plan, **{name: getattr(self._plan, name) for name in lacking}) if lacking else None

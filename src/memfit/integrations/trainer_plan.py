@@ -78,8 +78,8 @@ class TrainerPlan:
             raise _refusal(trainer, f"sharding {plan.sharding.mode!r}", how)
         file = _plan_file(given)
         if file is not None:
-            _expect_allocator(file)
-        divided = None if file is None else file.micro_batches
+            _expect_allocator(file.change.allocator)
+        divided = None if file is None else file.change.micro_batches
         in_file = None if divided is None else divided.size * divided.count
         accumulation, size = plan.accumulation, batch_size or in_file
         steps = 1
@@ -88,7 +88,7 @@ class TrainerPlan:
             steps, size = _loader(accumulation, trainer, size)
         dtype, scale = _autocast(plan.precision, trainer)
         changes = replace(plan, sharding=None, accumulation=None, precision=None)
-        fused = file is not None and file.fused
+        fused = file is not None and file.change.fused
         made = cls(trainer, changes, steps, size, dtype, scale, configuration.max_grad_norm, fused)
         if made.max_grad_norm is not None:
             made.refuse_in_backward("max_grad_norm")
@@ -176,7 +176,7 @@ def _plan_file(given: Any) -> PlanFile | None:
     return read_plan(Path(given)) if is_file else None
 
 
-def _expect_allocator(plan: PlanFile) -> None:
+def _expect_allocator(needed: str) -> None:
     """Check that PyTorch's allocator has the settings that a plan needs.
 
     Raises:
@@ -184,10 +184,10 @@ def _expect_allocator(plan: PlanFile) -> None:
     """
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     given = {setting for name in names for setting in os.environ.get(name, "").split(",")}
-    if plan.allocator and not given.issuperset(plan.allocator.split(",")):
+    if needed and not given.issuperset(needed.split(",")):
         raise UsageError(
             f"The plan needs settings of PyTorch's allocator, which it reads when it starts. Set "
-            f"PYTORCH_ALLOC_CONF={plan.allocator} in front of the command."
+            f"PYTORCH_ALLOC_CONF={needed} in front of the command."
         )
 
 

@@ -1,19 +1,32 @@
-"""Advice, the quick form of a plan: changes that make a run fit, or lower its peak, each of them tried."""
+"""Advice: the fewest changes that make a run fit, or lower its peak, each of them tried."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 
 from memfit.allocator.config import AllocatorConfig
-from memfit.analysis.script_change import TrialResult, ran_to_completion
 from memfit.analysis.total_needs import needs_more, run_unlimited
+from memfit.analysis.trial_result import TrialResult, ran_to_completion
 from memfit.analysis.workspace_range import needed_without_workspaces
 from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import MemfitError, UsageError
-from memfit.planning.batch_size_search import fixed_bytes
-from memfit.planning.batches import ASSUMED, SEEN, batch_setting, batch_size
+from memfit.planning.batches import (
+    ASSUMED,
+    SEEN,
+    batch_setting,
+    batch_size,
+    fixed_bytes,
+)
+from memfit.planning.fewest_changes import MOST_RUNS, Attempt, FewestChanges
 from memfit.planning.plan_runs import GhostRuns, replayed
-from memfit.planning.quick_search import MOST_RUNS, Attempt, QuickSearch
-from memfit.records import ARENA, Advice, DryRun, Figure, ScriptEnd, Trace, worst
+from memfit.records import (
+    ARENA,
+    Advice,
+    DryRun,
+    Figure,
+    ScriptEnd,
+    Trace,
+    worst,
+)
 from memfit.units import format_bytes
 
 
@@ -56,7 +69,7 @@ def _advised(trace: Trace, answer: DryRun, script: GhostRuns | None) -> Iterator
             "memfit cannot try allocator settings: they have no effect in a script that uses memfit.arena."
         )
     run = replayed(first)
-    search = QuickSearch(run, script, answer)
+    search = FewestChanges(run, script, answer)
     bounds = run.found.bounds if answer.ran_out else ()
     needs, least = search.unchanged.run.needs, None
     if answer.ran_out:
@@ -74,11 +87,11 @@ def _advised(trace: Trace, answer: DryRun, script: GhostRuns | None) -> Iterator
         )
 
 
-def _advice(search: QuickSearch, tried: Attempt) -> Advice:
-    plan, needs, unchanged = tried.plan, tried.run.needs, search.unchanged.run
-    how = list(plan.how)
-    if plan.change.strategies:
-        code = ", ".join(one.code for one in plan.change.strategies)
+def _advice(search: FewestChanges, tried: Attempt) -> Advice:
+    change, needs, unchanged = tried.change, tried.run.needs, search.unchanged.run
+    how = list(change.how)
+    if change.strategies:
+        code = ", ".join(change.code)
         models = f"{'each of ' * (len(tried.models) > 1)}{', '.join(tried.models)}"
         if all("(plan: " in model for model in tried.models) and tried.models:  # a second plan is refused
             how.append(f"add {code} to the plan of {models}")
@@ -86,11 +99,11 @@ def _advice(search: QuickSearch, tried: Attempt) -> Advice:
             how.append(f"import memfit; memfit.apply(model, [{code}])  # after creating {models}")
     sure = worst(unchanged.reserved.provenance, tried.run.reserved.provenance)
     saves = Figure(unchanged.needs.bytes - needs.bytes, sure)
-    costs = plan.costs.replace(ASSUMED, SEEN) if search.undivided == "" else plan.costs
-    return Advice(plan.words, tuple(how), plan.where, costs, saves, needs, tried.fits)
+    costs = change.costs.replace(ASSUMED, SEEN) if search.undivided == "" else change.costs
+    return Advice(change.words, tuple(how), change.where, costs, saves, needs, tried.fits)
 
 
-def _remarks(trace: Trace, search: QuickSearch, answer: DryRun) -> Iterator[str]:
+def _remarks(trace: Trace, search: FewestChanges, answer: DryRun) -> Iterator[str]:
     """Yield what a reader of the advice must know besides, sentence by sentence."""
     if (sample := _sample(trace, search)) is not None:
         yield f"One sample of a batch takes {format_bytes(sample.bytes)} ({sample.provenance})."
@@ -108,7 +121,7 @@ def _remarks(trace: Trace, search: QuickSearch, answer: DryRun) -> Iterator[str]
         yield "memfit plan, given --gpu or --budget, finds the fastest mix of changes that fits."
 
 
-def _sample(trace: Trace, search: QuickSearch) -> Figure | None:
+def _sample(trace: Trace, search: FewestChanges) -> Figure | None:
     """Return the bytes at the peak that one more sample takes, if a smaller batch has its peak there, too."""
     setting, before = batch_setting(trace), search.unchanged.run
     if setting is None or not (smaller := search.smaller_batches()):

@@ -12,31 +12,29 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from memfit.analysis.breakdown import CATEGORY_NAMES
-from memfit.analysis.script_change import TrialResult
-from memfit.planning.allowed import PRECISIONS, Allowed
+from memfit.analysis.trial_result import TrialResult, why_it_failed
 from memfit.planning.batches import divisions
 from memfit.planning.bracket import Bracket
-from memfit.planning.changes import FUSED_OPTIMIZER, PlanChange, precision
+from memfit.planning.changes import FUSED_OPTIMIZER, PRECISIONS, Allowed, precision
 from memfit.planning.choose import CheckpointChooser
 from memfit.planning.floor import Floor, Floors, floor_of_updates
 from memfit.planning.optimizer_changes import (
-    OptimizerChange,
     OptimizerChanges,
+    contains,
     held,
     offloads_state,
     optimizer_changes,
 )
-from memfit.planning.plan_runs import PlannedScript, PlanRuns
-from memfit.planning.seconds import step_seconds
-from memfit.planning.shardings import named_as_in, why_dropped
-from memfit.records import Category, Phase, PlanRun, ScriptEnd, StepOperations
+from memfit.planning.plan_runs import PlannedScript, PlanRuns, step_seconds
+from memfit.planning.shardings import named_as_in
+from memfit.records import Category, Change, Phase, PlanRun, ScriptEnd, StepOperations
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
     """The script with batches of one size; what to recompute in it is still to be chosen."""
 
-    plan: PlanChange
+    plan: Change
     operations: StepOperations
     run: PlanRun
     """With nothing recomputed."""
@@ -65,12 +63,8 @@ class Bases:
     ) -> None:
         self._script, self._plain, self._runs = script, plain, runs
         self._budget, self._allowed = budget, allowed
-        self.models: tuple[str, ...] = ()
-        """Those that got the last plan."""
-        self.dropped: list[str] = []
-        """As in ``ScriptPlan``."""
         self._made: list[Base] = []
-        self._refused: list[OptimizerChange] = []
+        self._refused: list[Change] = []
         parts = max((way.parts for way in divisions(plain.trace, draws=False)), default=1)
         self.floors = (
             None if script.is_to_be_sharded(plain) else Floors(plain, parts if allowed.rounding else 1)
@@ -83,7 +77,7 @@ class Bases:
         if plain.operations is not None:
             self.step = step_seconds(plain.operations, script.seconds)
 
-    def base(self, plan: PlanChange, result: TrialResult, run: PlanRun) -> Base:
+    def base(self, plan: Change, result: TrialResult, run: PlanRun) -> Base:
         """Return the base that a run is, whose operations were recorded."""
         operations = result.operations
         if operations is None:
@@ -97,7 +91,7 @@ class Bases:
         self._made.append(made)
         return made
 
-    def can_fit(self, plan: PlanChange) -> bool:
+    def can_fit(self, plan: Change) -> bool:
         """Return whether the floor of a plan is within the budget, as far as it is known."""
         return self.floors is None or self.floors.under(plan).needs.bytes <= self._budget
 
@@ -109,12 +103,8 @@ class Bases:
         if self.floors is None:
             return None
         changes = optimizer_changes(self._allowed) if self._script.ranks == 1 else ()
-        plans = [PlanChange()]
-        plans += [
-            change.plan(None)
-            for change in changes
-            if not any(each.settings.items() <= change.settings.items() for each in self._refused)
-        ]
+        plans = [Change()]
+        plans += [change for change in changes if not any(contains(change, each) for each in self._refused)]
         plans += [
             precision(name, PRECISIONS[name]) | plan for name in self._allowed.precisions for plan in plans
         ]
@@ -125,7 +115,9 @@ class Bases:
             found.append(max(least, min(updates, key=_bytes_of, default=least), key=_bytes_of))
         return min(found, key=_bytes_of)
 
-    def roots(self, start: Base, chosen: Callable[[], PlanRun | None]) -> Iterator[Base]:
+    def roots(
+        self, start: Base, chosen: Callable[[], PlanRun | None], before_optimizers: Callable[[], None]
+    ) -> Iterator[Base]:
         """Yield the script with whole batches, under changes that lower its peak, while one may be chosen.
 
         First those in which each operation takes no more time; then those of the optimizer.
@@ -133,6 +125,7 @@ class Bases:
         Args:
             start: the script with whole batches.
             chosen: returns the fastest plan so far that fits.
+            before_optimizers: called before the first change of the optimizer: it may choose a plan.
         """
         self._starts.append(start.run)
         roots = [start]
@@ -146,7 +139,8 @@ class Bases:
         for root in roots:
             if chosen() is None and self.can_fit(root.plan):
                 yield root
-        if self._script.ranks == 1:  # with several, gradients are reduced before an update
+        if self._script.ranks == 1 and optimizer_changes(self._allowed):  # several reduce gradients before
+            before_optimizers()
             yield from self._with_other_optimizers(start, least, chosen)
 
     def _with_other_optimizers(
@@ -162,7 +156,7 @@ class Bases:
         optimizer = None if self._plain.operations is None else self._plain.operations.optimizer
         changes = OptimizerChanges(start.run, self._allowed, self._runs.budget, self._copies_of_state)
         while change := changes.next(self._runs.tried, chosen()):
-            plan = least.plan | change.plan(optimizer)
+            plan = least.plan | replace(change, optimizer=optimizer)
             made = self._lower(least, plan) if self.can_fit(plan) else None
             if isinstance(made, Base):
                 yield self._fused(made)
@@ -185,12 +179,12 @@ class Bases:
         state = max(held(run, Category.OPTIMIZER_STATE) for run in (*self._starts, *self._runs.tried))
         return self._script.copy(state) / self.step
 
-    def _lower(self, base: Base, plan: PlanChange) -> Base | ScriptEnd | None:
+    def _lower(self, base: Base, plan: Change) -> Base | ScriptEnd | None:
         """Run the script under a change; return it as a base, or nothing if it needs no less than another."""
         relative = functools.partial(self.relative, plan, copies=base.copies)
         made = self._runs.make(plan, relative, operations=True)
         if isinstance(made, ScriptEnd):
-            self.dropped.append(why_dropped(plan, made))
+            self._runs.drop(plan, why_it_failed(made))
             return made
         if made[0].operations is None:
             return None
@@ -198,10 +192,10 @@ class Bases:
         needs = lower.run.needs.bytes, lower.update.needs.bytes
         if needs[0] >= base.run.needs.bytes and needs[1] >= base.update.needs.bytes:
             return None
-        self.models = made[0].models
+        self._runs.models = made[0].models
         return lower
 
-    def relative(self, plan: PlanChange, result: TrialResult, copies: float = 0.0) -> float:
+    def relative(self, plan: Change, result: TrialResult, copies: float = 0.0) -> float:
         """Return the time of a recorded run's step, relative to the script as written; copies as in Base."""
         if result.operations is None:
             return float("inf")
@@ -219,6 +213,6 @@ def _bytes_of(floor: Floor) -> int:
     return floor.needs.bytes
 
 
-def _kind(plan: PlanChange) -> dict[str, object]:
+def _kind(plan: Change) -> dict[str, object]:
     """Return what a plan's updates depend on."""
-    return {name: plan.settings.get(name) for name in ("precision", "optimizer_state")}
+    return {name: plan.plan.get(name) for name in ("precision", "optimizer_state")}

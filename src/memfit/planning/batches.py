@@ -4,12 +4,20 @@ In parts (*micro-batches*), a batch has several forwards and backwards, and an u
 it sees as many samples as before. With smaller batches, it sees fewer.
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from memfit.analysis.script_change import ScriptChange
-from memfit.planning.changes import PlanChange
-from memfit.records import DividedBatches, LoaderBatchSize, OptionPurpose, ScriptOption, Trace
+from memfit.records import (
+    Change,
+    DividedBatches,
+    LoaderBatchSize,
+    OptionPurpose,
+    PlanRun,
+    ScriptOption,
+    Term,
+    Trace,
+)
 
 ASSUMED = "assumed: the loss is a mean over samples that do not depend on each other"
 SEEN = "two recorded steps show no samples that depend on each other"
@@ -26,28 +34,27 @@ def batch_size(setting: ScriptOption | LoaderBatchSize) -> int:
     return setting.value if isinstance(setting, ScriptOption) else setting.size
 
 
-def with_batch_size(setting: ScriptOption | LoaderBatchSize, size: int) -> PlanChange:
+def with_batch_size(setting: ScriptOption | LoaderBatchSize, size: int) -> Change:
     """Return the change that gives batches another number of samples, and nothing else."""
     now = batch_size(setting)
-    how, where = f"DataLoader(batch_size={size})", ""
     if isinstance(setting, ScriptOption):
-        change = ScriptChange(arguments=setting.with_value(size))
+        change = Change(arguments=setting.with_value(size))
         how = " ".join(change.arguments)
     else:
-        change, where = ScriptChange(loader=replace(setting, size=size)), setting.line
+        change = Change(loader=replace(setting, size=size), where=setting.line)
+        how = f"DataLoader(batch_size={size})"
         if setting.library:
             how = f"a batch size of {size} for the DataLoader that {setting.library} creates"
-    return PlanChange(
+    return replace(
         change,
         words=(f"batch size {size} instead of {now}",),
         how=(f"{how}, now {now}",),
-        where=where,
         costs=f"each update sees {size} sample{'s' * (size != 1)} instead of {now}",
         batch_size=size,
     )
 
 
-def smaller_batches(trace: Trace) -> list[PlanChange]:
+def smaller_batches(trace: Trace) -> list[Change]:
     """Return the ways to halve a script's batches, once or more, largest first: each update sees fewer."""
     setting = batch_setting(trace)
     return (
@@ -55,7 +62,7 @@ def smaller_batches(trace: Trace) -> list[PlanChange]:
     )
 
 
-def divisions(trace: Trace, *, draws: bool) -> list[PlanChange]:
+def divisions(trace: Trace, *, draws: bool) -> list[Change]:
     """Return the ways to divide a script's batches into equal parts, largest parts first.
 
     Args:
@@ -92,13 +99,13 @@ def _halved(size: int) -> Iterator[int]:
 
 
 def _division(
-    smaller: PlanChange,
+    smaller: Change,
     count: int,
     accumulation: ScriptOption | None,
     parts: ScriptOption | None,
     *,
     draws: bool,
-) -> PlanChange:
+) -> Change:
     """Return the change to parts of a batch, by the script's own option if it has one.
 
     Args:
@@ -108,32 +115,138 @@ def _division(
         parts: its option for the number of parts into which ``memfit.Engine`` divides a batch.
         draws: whether a step draws random numbers.
     """
-    change, size, (how,) = smaller.change, smaller.batch_size, smaller.how
+    arguments, size, (how,) = smaller.arguments, smaller.batch_size, smaller.how
+    loader = smaller.loader
     own = accumulation is not None or parts is not None
     if parts is not None:  # batches stay whole, until an engine divides them
-        change = ScriptChange(arguments=parts.with_value(count))
-        how = f"{' '.join(change.arguments)}, now {parts.value}"
+        arguments, loader = parts.with_value(count), None
+        how = f"{' '.join(arguments)}, now {parts.value}"
     elif accumulation is not None:
-        words = accumulation.with_value(count * accumulation.value)
-        change = replace(change, arguments=change.arguments + words)
-        how = f"{' '.join(change.arguments)}, now {size * count} and {accumulation.value}"
+        arguments += accumulation.with_value(count * accumulation.value)
+        how = f"{' '.join(arguments)}, now {size * count} and {accumulation.value}"
     divided = DividedBatches(
         count,
         size,
         how,
         smaller.where,
-        change.arguments,
-        change.loader,
+        arguments,
+        loader,
         draws=draws,
         by_option=own,
         by_engine=parts is not None,
     )
     return replace(
         smaller,
-        change=change if own else change | ScriptChange(micro_batches=count),
-        settings={"accumulation": {"parts_per_batch": count}} if parts or not own else {},  # Engine's
-        divided=divided,
+        plan={"accumulation": {"parts_per_batch": count}} if parts or not own else {},  # Engine's
+        micro_batches=divided,
+        arguments=arguments,
+        loader=loader,
         words=(f"{count} micro-batches of {size}",),
         how=(how, *divided.in_loop),
         costs=f"{count} forwards and backwards for each batch ({ASSUMED})",
     )
+
+
+def under_assumption(division: Change, assumed: str) -> Change:
+    """Return a division with what memfit assumes about its samples, as in ``DividedBatches``."""
+    if division.micro_batches is None:
+        return division
+    return replace(division, micro_batches=replace(division.micro_batches, assumed=assumed))
+
+
+def as_small_batches(division: Change) -> Change:
+    """Return the change to batches that are as small as a part: each of them has an update."""
+    return replace(division, plan={}, micro_batches=None)
+
+
+_FIXED = ("parameters", "gradients", "optimizer state", "buffers")
+"""Terms of the summary that do not depend on the batch."""
+_FARTHEST = 16
+"""How many times the largest batch that fits the next one may be: a line is not trusted farther."""
+_FLAT = 8
+"""The same, where memory did not grow with the batch."""
+_PATIENT = 6
+"""Runs after which every other one halves what is left, whatever the line says."""
+
+
+@dataclass(frozen=True, slots=True)
+class SizedRun:
+    """What a run with a batch of some size needs."""
+
+    size: int
+    needs: int
+    """Bytes."""
+    fits: bool
+
+
+def next_size(
+    runs: Sequence[SizedRun], sizes: Sequence[int], room: int, *, fixed: int, proven: bool
+) -> int | None:
+    """Return the batch size to run next; None if the largest that fits is known.
+
+    It lies above the largest size that fits and below the smallest that does not, where the line through
+    two runs reaches the room.
+
+    Args:
+        runs: those made so far, at least one. Their sizes need not be among ``sizes``.
+        sizes: what to choose from, in ascending order.
+        room: bytes that a run may need.
+        fixed: bytes that do not depend on the batch, for the first guess.
+        proven: whether the next larger size must have run out of memory; otherwise the line's word is enough.
+
+    >>> next_size([SizedRun(4, 500, True)], range(1, 1000), 1000, fixed=100, proven=True)
+    9
+    >>> runs = [SizedRun(4, 500, True), SizedRun(9, 950, True), SizedRun(10, 1040, False)]
+    >>> next_size(runs, range(1, 1000), 1000, fixed=100, proven=True) is None
+    True
+    """
+    low = max((run for run in runs if run.fits), key=_size, default=None)
+    high = min(
+        (run for run in runs if not run.fits and (low is None or run.size > low.size)),
+        key=_size,
+        default=None,
+    )
+    first = bisect_right(sizes, low.size) if low is not None else 0
+    last = bisect_left(sizes, high.size) if high is not None else len(sizes)
+    if first >= last:
+        return None
+    likely = bisect_right(sizes, _crossing(runs, low, high, room, fixed)) - 1
+    if likely < first and low is not None and not proven:
+        return None
+    return sizes[min(max(likely, first), last - 1)]
+
+
+def _crossing(
+    runs: Sequence[SizedRun], low: SizedRun | None, high: SizedRun | None, room: int, fixed: int
+) -> float:
+    """Return the size at which a run likely needs all of the room."""
+    if low is not None and high is not None:
+        if len(runs) >= _PATIENT and len(runs) % 2 == 0:
+            return (low.size + high.size) / 2
+        return _line(low, high, room, flat=(low.size + high.size) / 2)
+    none = SizedRun(0, fixed, fits=True)
+    if low is not None:
+        before = max((run for run in runs if run.size < low.size), key=_size, default=none)
+        return min(_line(before, low, room, flat=_FLAT * low.size), _FARTHEST * low.size)
+    smallest, *above = sorted(runs, key=_size)
+    return _line(smallest, above[0], room, flat=0) if above else _line(none, smallest, room, flat=0)
+
+
+def _line(one: SizedRun, other: SizedRun, room: int, *, flat: float) -> float:
+    """Return where the line through two runs reaches the room; ``flat`` if it does not rise."""
+    rise = other.needs - one.needs
+    return one.size + (room - one.needs) * (other.size - one.size) / rise if rise > 0 else flat
+
+
+def _size(run: SizedRun) -> int:
+    return run.size
+
+
+def fixed_bytes(terms: Sequence[Term]) -> int:
+    """Return the bytes at the peak of a run that do not depend on the batch."""
+    return sum(term.figure.bytes for term in terms if term.name in _FIXED)
+
+
+def least_with_smaller_batches(run: PlanRun) -> int:
+    """Return the bytes of the process at the peak of a run that do not depend on the batch."""
+    return run.needs.bytes - run.reserved.bytes + fixed_bytes(run.terms)

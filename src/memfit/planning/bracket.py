@@ -5,7 +5,7 @@ next: what the budget admits, or halfway between the two
 ── best: ran, fits
 """
 
-from memfit.planning.batch_size_search import least_with_smaller_batches
+from memfit.planning.batches import least_with_smaller_batches
 from memfit.planning.choose import CheckpointChoice, CheckpointChooser
 from memfit.planning.mixed_integer_program import INFINITY
 from memfit.planning.plan_runs import PlanRuns
@@ -52,6 +52,11 @@ class Bracket:
         """The choice with the smallest predicted peak of those that did not fit."""
         over = [choice for choice, run in self._ran if not self._runs.fits(run)]
         return min(over, key=lambda choice: choice.peak, default=None)
+
+    @property
+    def has_run(self) -> bool:
+        """Whether any choice has run."""
+        return bool(self._ran)
 
     def next(self) -> CheckpointChoice | None:
         """Return the choice to run next; None if none may fit, or none that may is worth it."""

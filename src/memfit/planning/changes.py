@@ -4,73 +4,29 @@ Smaller batches, and batches in parts, are in ``batches.py``.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from memfit.allocator.config import AllocatorConfig, environment_settings
-from memfit.analysis.script_change import PlannedRegion, PlannedStrategy, ScriptChange
-from memfit.records import DividedBatches, OptionPurpose, ScriptOption, Trace
+from memfit.records import Change, OptionPurpose, ScriptOption, Trace
 
 if TYPE_CHECKING:
     from memfit.planning.choose import CheckpointChoice
+from dataclasses import dataclass
 
 _EXPANDABLE = "expandable_segments:True"
 _RECOMPUTING = "a second forward of these blocks"
 
 
-@dataclass(frozen=True, slots=True)
-class PlanChange:
-    """A change to the script, or several made together with ``|``."""
-
-    change: ScriptChange = ScriptChange()  # noqa: RUF009 - frozen
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """The same as settings of a ``memfit.Plan``, as far as it has them."""
-    divided: DividedBatches | None = None
-    late: bool = False
-    """Whether work on side streams counts, so that the run must finish it as late as it can be."""
-    words: tuple[str, ...] = ()
-    """What it does, for the user."""
-    how: tuple[str, ...] = ()
-    """What to write, besides the call of ``memfit.apply`` that makes all strategies."""
-    where: str = ""
-    """``file:line`` to be changed, if known."""
-    costs: str = ""
-    """Empty if only runs tell."""
-    batch_size: int = 0
-    """Samples in a batch, if that changes."""
-
-    @property
-    def parts(self) -> int:
-        """Micro-batches of a batch."""
-        return self.divided.count if self.divided is not None else 1
-
-    def __or__(self, other: "PlanChange") -> "PlanChange":
-        """Return both changes together."""
-        return PlanChange(
-            self.change | other.change,
-            {**self.settings, **other.settings},
-            other.divided or self.divided,
-            self.late or other.late,
-            self.words + other.words,
-            self.how + other.how,
-            self.where or other.where,
-            "; ".join(filter(None, (self.costs, other.costs))),
-            other.batch_size or self.batch_size,
-        )
-
-
-def expandable_segments(trace: Trace) -> PlanChange | None:
+def expandable_segments(trace: Trace) -> Change | None:
     """Return the setting of the allocator, beside the script's own; None if it is on already."""
     if AllocatorConfig.read(trace.settings).expandable_segments:
         return None
     conf = ",".join(filter(None, (environment_settings(trace.settings), _EXPANDABLE)))
-    return PlanChange(
-        ScriptChange(conf=conf), words=("expandable segments",), how=(f"PYTORCH_ALLOC_CONF={conf}",)
-    )
+    return Change(allocator=conf, words=("expandable segments",), how=(f"PYTORCH_ALLOC_CONF={conf}",))
 
 
-FUSED_OPTIMIZER = PlanChange(
-    ScriptChange(fused=True),
+FUSED_OPTIMIZER = Change(
+    fused=True,
     words=("fused optimizer",),
     how=("fused=True when creating the optimizer",),
     costs="no time, but results may differ in their last bits",
@@ -78,22 +34,14 @@ FUSED_OPTIMIZER = PlanChange(
 
 
 def _strategy(
-    field: str,
-    settings: Mapping[str, Any],
-    words: str,
-    *,
-    optimizer: int | None = None,
-    late: bool = False,
-    costs: str = "",
-) -> PlanChange:
-    strategy = PlannedStrategy(field, tuple(settings.items()))
-    change = ScriptChange((strategy,), optimizer)
-    return PlanChange(change, {field: settings}, late=late, words=(words,), costs=costs)
+    field: str, settings: Mapping[str, Any], words: str, *, optimizer: int | None = None, costs: str = ""
+) -> Change:
+    return Change({field: settings}, optimizer=optimizer, words=(words,), costs=costs)
 
 
 def checkpointed_blocks(
     words: str, settings: Mapping[str, int | tuple[str, ...]], optimizer: int | None = None
-) -> PlanChange:
+) -> Change:
     """Return the change that checkpoints the blocks that a model repeats.
 
     Args:
@@ -104,28 +52,28 @@ def checkpointed_blocks(
     return _strategy("checkpointing", settings, words, optimizer=optimizer, costs=_RECOMPUTING)
 
 
-def precision(name: str, settings: Mapping[str, str | bool]) -> PlanChange:
+def precision(name: str, settings: Mapping[str, str | bool]) -> Change:
     """Return the change to another precision, with settings of ``memfit.Precision``."""
     return _strategy("precision", settings, name)
 
 
-def sharding(name: str, settings: Mapping[str, str | bool]) -> PlanChange:
+def sharding(name: str, settings: Mapping[str, str | bool]) -> Change:
     """Return the change that shards the script's models, with settings of ``memfit.Sharding``."""
     return _strategy("sharding", settings, name)
 
 
-def kept_share(share: float, optimizer: int | None) -> PlanChange:
+def kept_share(share: float, optimizer: int | None) -> Change:
     """Return the change under which compiled graphs keep a share of their activations."""
     settings = {"activation_memory_budget": share}
     return _strategy("compilation", settings, f"activation_memory_budget {share:g}", optimizer=optimizer)
 
 
 OFFLOADED_ACTIVATIONS = _strategy(
-    "offload", {}, "offload activations", late=True, costs="host memory, and copies to the host and back"
+    "offload", {}, "offload activations", costs="host memory, and copies to the host and back"
 )
 
 
-def recomputation(choice: "CheckpointChoice", optimizer: int | None, *, offload: bool) -> PlanChange:
+def recomputation(choice: "CheckpointChoice", optimizer: int | None, *, offload: bool) -> Change:
     """Return the change that carries out a choice.
 
     Args:
@@ -133,26 +81,14 @@ def recomputation(choice: "CheckpointChoice", optimizer: int | None, *, offload:
         optimizer: which optimizer of the script has the model's parameters.
         offload: whether the inputs of what is recomputed wait on the host.
     """
-    settings = {"regions": [_plain(region) for region in choice.regions]}
-    strategy = PlannedStrategy("checkpointing", (("regions", choice.regions),))
+    settings = {"regions": [region.settings for region in choice.regions]}
     count = sum(len(region.modules) for region in choice.regions)
-    change = PlanChange(
-        ScriptChange((strategy,), optimizer),
-        {"checkpointing": settings},
-        words=(f"{count} module{'s' * (count != 1)} checkpointed",),
-    )
-    if not offload:
-        return change
-    return change | _strategy("offload", {"what": "inputs"}, "inputs offloaded", late=True)
+    words = f"{count} module{'s' * (count != 1)} checkpointed"
+    change = _strategy("checkpointing", settings, words, optimizer=optimizer)
+    return change | _strategy("offload", {"what": "inputs"}, "inputs offloaded") if offload else change
 
 
-def _plain(region: PlannedRegion) -> dict[str, Any]:
-    return {
-        name: list(value) if isinstance(value, tuple) else value for name, value in region.settings.items()
-    }
-
-
-def checkpointing_ways(options: tuple[ScriptOption, ...]) -> tuple[PlanChange, ...]:
+def checkpointing_ways(options: tuple[ScriptOption, ...]) -> tuple[Change, ...]:
     """Return the ways to checkpoint: the script's own option first; nothing if that is on."""
     own = [option for option in options if option.purpose is OptionPurpose.CHECKPOINTING]
     if any(option.value for option in own):
@@ -163,7 +99,7 @@ def checkpointing_ways(options: tuple[ScriptOption, ...]) -> tuple[PlanChange, .
     )
 
 
-def low_precisions(options: tuple[ScriptOption, ...]) -> tuple[PlanChange, ...]:
+def low_precisions(options: tuple[ScriptOption, ...]) -> tuple[Change, ...]:
     """Return the script's own options for low precision that are off."""
     return tuple(
         _switched_on(option, option.words[-1].lstrip("-"), "lower precision: results differ")
@@ -172,6 +108,58 @@ def low_precisions(options: tuple[ScriptOption, ...]) -> tuple[PlanChange, ...]:
     )
 
 
-def _switched_on(option: ScriptOption, what: str, costs: str) -> PlanChange:
+def _switched_on(option: ScriptOption, what: str, costs: str) -> Change:
     how = f"add {' '.join(option.words)} to the script's options"
-    return PlanChange(ScriptChange(arguments=option.words), words=(what,), how=(how,), costs=costs)
+    return Change(arguments=option.words, words=(what,), how=(how,), costs=costs)
+
+
+PRECISIONS: dict[str, dict[str, str | bool]] = {
+    "amp": {"dtype": "bf16"},
+    "bf16": {"dtype": "bf16", "autocast": False},
+}
+"""Other numerics that a plan may use, as settings of ``memfit.Precision``."""
+LOW_BIT_STATE = "8bit"
+"""Other numerics of the optimizer: its state in 8 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What a plan may change."""
+
+    allocator: bool = True
+    """``PYTORCH_ALLOC_CONF``."""
+    rounding: bool = True
+    """The order in which sums are taken: batches are divided, and optimizers fused. And the kernels of
+    compiled code, which round at other places."""
+    precisions: tuple[str, ...] = ()
+    """Of ``PRECISIONS``: used if they lower the peak, and a plan with them fits."""
+    optimizer: bool = True
+    """When the optimizer updates parameters, and where its state waits: bit for bit the same."""
+    low_bit_state: bool = False
+    """How many bits the optimizer's state has."""
+    slowdown: float = float("inf")
+    """How many times as long as the script as written a step may take at most, predicted."""
+
+
+_PRODUCTS = (
+    "aten.mm",
+    "aten.addmm",
+    "aten.bmm",
+    "aten.convolution",
+    "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_cudnn_attention",
+)
+
+
+def standard_policies(optimizer: int | None) -> tuple[Change, ...]:
+    """Return the policies: they checkpoint the blocks that a model repeats.
+
+    Args:
+        optimizer: which optimizer of the script has the model's parameters.
+    """
+    return (
+        checkpointed_blocks("every block", {}, optimizer),
+        checkpointed_blocks("every 2nd block", {"every": 2}, optimizer),
+        checkpointed_blocks("every block, products kept", {"save_ops": _PRODUCTS}, optimizer),
+    )

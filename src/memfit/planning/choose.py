@@ -22,19 +22,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from memfit.analysis.script_change import PlannedRegion
 from memfit.planning.memory_model import MemoryModel, inner_calls
 from memfit.planning.mixed_integer_program import INFINITY, MixedIntegerProgram, Solution
 from memfit.planning.region_options import (
     Copy,
     RegionOption,
     Seconds,
+    option_in_parts,
     option_of,
+    parts_of,
+    recomputed,
     save_ops_to_try,
+    splits_to_try,
     total_bytes,
     worth_trying,
 )
-from memfit.planning.region_parts import option_in_parts, parts_of, recomputed, splits_to_try
 from memfit.planning.tensor_options import TensorOption, tensor_options
 from memfit.planning.uniform_choices import Selection, UniformChoices
 from memfit.records import ModuleCall, StepOperations
@@ -61,6 +63,27 @@ _HALF = 0.5
 _Ways = dict[str, list[list[RegionOption]]]
 _Again = dict[str, list[Counter[int]]]
 """By module and way: the bytes that its calls have recomputed when the backward reaches a segment."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PlannedRegion:
+    """A ``memfit.Region``, without the class, which needs torch."""
+
+    modules: tuple[str, ...]
+    save_ops: tuple[str, ...] = ()
+    split_at: tuple[str, ...] = ()
+    recompute: str = "module"
+
+    @property
+    def settings(self) -> dict[str, list[str] | str]:
+        """Its modules, and what differs from the defaults; as in JSON."""
+        given: dict[str, list[str] | str] = {
+            "modules": [*self.modules],
+            "save_ops": [*self.save_ops],
+            "split_at": [*self.split_at],
+            "recompute": self.recompute if self.recompute != "module" else "",
+        }
+        return {name: value for name, value in given.items() if value}
 
 
 @dataclass(frozen=True, slots=True)

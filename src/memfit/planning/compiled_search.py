@@ -14,18 +14,17 @@ Whether samples are independent is read from eager runs: graphs do not show it.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from memfit.analysis.script_change import ScriptChange, TrialResult, why_it_failed
-from memfit.planning.allowed import Allowed
-from memfit.planning.answers import BestSoFar, OnFound, answer, too_high, too_small
-from memfit.planning.batches import divisions, why_indivisible
-from memfit.planning.changes import PlanChange, kept_share
+from memfit.analysis.trial_result import TrialResult, why_it_failed
+from memfit.planning.batches import as_small_batches, divisions, under_assumption, why_indivisible
+from memfit.planning.changes import Allowed, kept_share, standard_policies
 from memfit.planning.floor import Floor, Floors, floor_of_updates
-from memfit.planning.plan_runs import PlannedScript, PlanRuns, all_replayed
-from memfit.planning.policies import standard_policies
-from memfit.planning.same_samples import SampleComparison, samples_of_parts, with_samples
-from memfit.planning.sample_independence import why_dependent, why_no_mean
-from memfit.planning.seconds import step_seconds
-from memfit.records import PlanRun, ScriptEnd, ScriptPlan, StepOperations
+from memfit.planning.plan_runs import PlannedScript, PlanRuns, step_seconds
+from memfit.planning.plan_search import OnFound, PlanSearch, too_high, too_small
+from memfit.planning.sample_independence import (
+    SampleComparison,
+    compare_steps,
+)
+from memfit.records import Change, PlanRun, ScriptEnd, ScriptPlan, StepOperations
 
 _MOST_RUNS = 6
 """Plans that run on the ghost at most: each is compiled, which takes most of its time."""
@@ -53,56 +52,36 @@ _WAYS = (
 class _Family:
     """The script with batches of one size."""
 
-    plan: PlanChange
+    plan: Change
     run: PlanRun
     """With all activations kept that PyTorch keeps by itself."""
     shares: dict[int, PlanRun] = field(default_factory=dict)
     """What ran, by hundredths of these activations."""
 
 
-class CompiledSearch:
-    """A search for a plan.
+class CompiledSearch(PlanSearch):
+    """A search for a plan of compiled code."""
 
-    Args:
-        script: the script.
-        plain: its run as written, with what a step of it runs.
-        budget: bytes of the process.
-        allowed: what the plan may change.
-        on_found: as for ``find_plan``.
-    """
+    _compiled = True
 
     def __init__(
         self, script: PlannedScript, plain: TrialResult, budget: int, allowed: Allowed, on_found: OnFound
     ) -> None:
-        self._script, self._plain, self._budget, self._allowed = script, plain, budget, allowed
-        self._written = all_replayed(plain)
-        target = budget - self._written[0].found.uncertainty
-        self._runs = PlanRuns(script, target, tune=allowed.allocator, compiled=True)
-        self._optimizer = plain.operations.optimizer if plain.operations is not None else None
-        self._best_so_far = BestSoFar(budget, target, allowed.slowdown, on_found)
-        self._as_written = self._runs.needs(self._written, PlanChange(), 1.0, tune=False)
-        self._models: tuple[str, ...] = ()
-        self._dropped: list[str] = []
-        self._undivided = ""
+        super().__init__(script, plain, budget, allowed, on_found)
+        self._why_undivided = ""
         self._samples = SampleComparison()
 
-    def plan(self) -> ScriptPlan:
-        """Return the fastest plan found, or why there is none."""
-        if self._runs.fits(self._as_written):
-            return self._answer(chosen=self._as_written)
-        tuned = self._runs.needs(self._written, PlanChange(), 1.0)
-        if tuned.conf:
-            self._runs.tried.append(tuned)
+    def _search_from(self, tuned: PlanRun) -> ScriptPlan:
         self._offer()
         if (floor := self._floor()).needs.bytes > self._budget:
             return replace(self._answer(smallest=tuned, reason=too_high(floor)), floor=floor.needs)
         if floor.needs.bytes > self._runs.budget:
             self._runs.budget = self._budget  # every plan is tight
         if self._allowed.precisions or self._allowed.low_bit_state:
-            self._dropped.append(_NO_PRECISIONS)
+            self._runs.dropped.append(_NO_PRECISIONS)
         families: list[_Family] = []
         if self._allowed.rounding and not self._runs.fits(tuned):
-            families = self._divided(_Family(PlanChange(), tuned))
+            families = self._divided(_Family(Change(), tuned))
             self._sample_families(families)
             if self._best() is None:
                 self._try(families[-1].plan | standard_policies(self._optimizer)[0])
@@ -119,14 +98,8 @@ class CompiledSearch:
 
     def _floor(self) -> Floor:
         """Return the floor of all plans: none changes the optimizer."""
-        ways = (Floors(self._plain, 1).under(PlanChange()), floor_of_updates(self._plain))
+        ways = (Floors(self._plain, 1).under(Change()), floor_of_updates(self._plain))
         return max(ways, key=lambda floor: floor.needs.bytes)
-
-    def so_far(self) -> ScriptPlan:
-        """Return the answer of a search that is to end at once."""
-        smallest = min(self._runs.tried, key=lambda run: run.needs.bytes, default=None)
-        chosen = self._best_so_far.run
-        return self._answer(chosen=chosen, smallest=smallest if chosen is None else None)
 
     def policies(self) -> tuple[PlanRun, ...]:
         """Run the policies that people use; those that the script or its model refuses are left out."""
@@ -164,38 +137,38 @@ class CompiledSearch:
             families.append(_Family(division, made))
         return families
 
-    def _divisions(self) -> list[PlanChange]:
+    def _divisions(self) -> list[Change]:
         """Return the ways to divide batches, if they may be."""
         trace = self._plain.trace
         ways = divisions(trace, draws=False)
         if not ways:
-            self._undivided = why_indivisible(trace)
+            self._why_undivided = why_indivisible(trace)
             return []
         draws = self._judge(ways[0])
-        found = [] if self._undivided else divisions(trace, draws=draws)
-        return [with_samples(each, self._samples) for each in found]
+        found = [] if self._why_undivided else divisions(trace, draws=draws)
+        return [under_assumption(each, self._samples.assumed) for each in found]
 
-    def _judge(self, division: PlanChange) -> bool:
+    def _judge(self, division: Change) -> bool:
         """Find out whether batches must not be divided; return whether a step draws random numbers."""
         steps: list[StepOperations] = []
         wanted = [
             (
-                replace(change, operations=True, eager=True, micro_batches=1),
+                replace(as_small_batches(change), operations=True, eager=True),
                 f"{what}, without torch.compile",
             )
-            for what, change in (("whole batches", ScriptChange()), (division.words[0], division.change))
+            for what, change in (("whole batches", Change()), (division.words[0], division))
         ]
         self._script.run_ahead([*_next(self._runs, [division]), *wanted])
         for eager, what in wanted:
             run = self._script.run(eager, what)
             if isinstance(run, ScriptEnd) or run.operations is None:
                 why = why_it_failed(run) if isinstance(run, ScriptEnd) else _UNSEEN
-                self._undivided = f"{_NOT_EAGER}{why}"
+                self._why_undivided = f"{_NOT_EAGER}{why}"
                 return False
             steps.append(run.operations)
         whole, half = steps
-        self._samples = samples_of_parts(whole, half, division.parts)
-        self._undivided = why_dependent(whole, half) or why_no_mean(whole, half) or self._samples.why
+        self._samples = compare_steps(whole, half, division.parts)
+        self._why_undivided = self._samples.why
         return any(each.random for each in whole.forward)
 
     def _sample_families(self, families: Sequence[_Family]) -> None:
@@ -238,7 +211,7 @@ class CompiledSearch:
         if new and new[0] == shares[0]:
             self._script.run_ahead(_next(self._runs, [self._share_of(family, share) for share in new]))
 
-    def _share_of(self, family: _Family, share: int) -> PlanChange:
+    def _share_of(self, family: _Family, share: int) -> Change:
         return family.plan | kept_share(share / _ALL, self._optimizer)
 
     def _sample(self, family: _Family, share: int) -> PlanRun | None:
@@ -260,26 +233,17 @@ class CompiledSearch:
         """Return the fastest plan that fits."""
         return min(filter(self._runs.fits, self._ran), key=lambda run: run.time, default=None)
 
-    @property
-    def _ran(self) -> list[PlanRun]:
-        """The script as written, and every plan that ran."""
-        return [self._as_written, *self._runs.tried]
-
-    def _try(self, plan: PlanChange) -> PlanRun | None:
+    def _try(self, plan: Change) -> PlanRun | None:
         """Run a plan; return None if it cannot be."""
         made = self._run(plan, self._runs)
         if isinstance(made, str):
-            self._dropped.append(f"With {', '.join(plan.words)}, {made.rstrip('.')}.")
+            self._runs.drop(plan, made)
             return None
-        self._models = made[0].models or self._models
+        self._runs.models = made[0].models or self._runs.models
         self._offer()
         return made[1]
 
-    def _offer(self) -> None:
-        """Offer what has run as the answer so far."""
-        self._best_so_far.offer(self._ran, lambda run: self._answer(chosen=run))
-
-    def _run(self, plan: PlanChange, runs: PlanRuns) -> tuple[TrialResult, PlanRun] | str:
+    def _run(self, plan: Change, runs: PlanRuns) -> tuple[TrialResult, PlanRun] | str:
         """Run a plan; return why it cannot be run, if so, as a clause."""
         made = runs.make(plan, self._time, operations=True)
         if isinstance(made, ScriptEnd):
@@ -296,29 +260,9 @@ class CompiledSearch:
         seconds = self._script.seconds
         return step_seconds(result.operations, seconds) / step_seconds(self._plain.operations, seconds)
 
-    # ---- the answer ---------------------------------------------------------------------------------------
-
-    def _answer(
-        self,
-        *,
-        chosen: PlanRun | None = None,
-        smallest: PlanRun | None = None,
-        reason: str = "",
-    ) -> ScriptPlan:
-        found = answer(
-            self._script,
-            self._plain,
-            self._budget,
-            self._as_written,
-            self._runs.tried,
-            self._models,
-            chosen=chosen,
-            smallest=smallest,
-            reason=reason,
-            undivided=self._undivided,
-            slowdown=self._allowed.slowdown,
-        )
-        return replace(found, dropped=tuple(self._dropped))
+    @property
+    def _undivided(self) -> str:
+        return self._why_undivided
 
 
 def _extrapolated(first: _Family, second: _Family, parts: int) -> tuple[float, float]:
@@ -330,7 +274,7 @@ def _extrapolated(first: _Family, second: _Family, parts: int) -> tuple[float, f
     return needs, second.run.time + time * (parts - other)
 
 
-def _next(runs: PlanRuns, plans: Sequence[PlanChange]) -> list[tuple[ScriptChange, str]]:
+def _next(runs: PlanRuns, plans: Sequence[Change]) -> list[tuple[Change, str]]:
     """Return what plans will be run with if they run next, in their order."""
     return [runs.next_run(plan, after, operations=True) for after, plan in enumerate(plans)]
 

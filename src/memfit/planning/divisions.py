@@ -8,22 +8,20 @@ allocated
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from memfit.analysis.script_change import TrialResult, why_it_failed
-from memfit.planning.allowed import Allowed
+from memfit.analysis.trial_result import TrialResult, why_it_failed
 from memfit.planning.bases import Base, Bases
-from memfit.planning.batch_size_search import least_with_smaller_batches
-from memfit.planning.batches import divisions, why_indivisible
+from memfit.planning.batches import divisions, least_with_smaller_batches, under_assumption, why_indivisible
+from memfit.planning.changes import Allowed
 from memfit.planning.optimizer_changes import saved_of_state, steps_in_backward
 from memfit.planning.plan_runs import PlanRuns
-from memfit.planning.same_samples import SampleComparison, samples_of_parts, with_samples
-from memfit.planning.sample_independence import why_dependent, why_no_mean
-from memfit.records import PlanRun, ScriptEnd
+from memfit.planning.sample_independence import (
+    SampleComparison,
+    compare_steps,
+    why_no_mean,
+)
+from memfit.records import Change, PlanRun, ScriptEnd
 from memfit.units import format_gib
-
-if TYPE_CHECKING:
-    from memfit.planning.changes import PlanChange
 
 
 class Divisions:
@@ -48,7 +46,7 @@ class Divisions:
         if self._ways and step is not None and (why := why_no_mean(step)):
             self._ways, self._indivisible = [], why
             self._need_whole_batches()
-        self.left: list[PlanChange] = []
+        self.left: list[Change] = []
         """Those that may be made of the base, largest parts first."""
         self.why_no_more = ""
         """Why batches are not divided, or no further, as a clause."""
@@ -97,11 +95,10 @@ class Divisions:
         elif (operations := made[0].operations) is None:
             fault = f"memfit saw no two updates of {plan.parts} batches each (the script ends before)"
         else:
-            samples, fault = samples_of_parts(whole.operations, operations, plan.parts), ""
-            if not self._are_independent:
-                fault = why_dependent(whole.operations, operations)
-                fault = fault or why_no_mean(whole.operations, operations)
-            fault = fault or samples.why
+            samples = compare_steps(
+                whole.operations, operations, plan.parts, independent=self._are_independent
+            )
+            fault = samples.why
         if fault or isinstance(made, ScriptEnd) or operations is None:
             self._ways = [way for way in self._ways if way.parts < division.parts]
             self.left, self._indivisible, self.why_no_more = [], fault, fault
@@ -111,10 +108,11 @@ class Divisions:
                 self._runs.tried.pop()
             return []
         self._are_independent = True
-        plan = with_samples(plan, samples)
-        run = self._runs.tried[-1] = replace(made[1], divided=plan.divided)
+        plan = under_assumption(plan, samples.assumed)
+        change = replace(made[1].change, micro_batches=plan.micro_batches)
+        run = self._runs.tried[-1] = replace(made[1], change=change)
         base = replace(self._bases.base(plan, made[0], run), copies=whole.copies)
-        if whole.plan.settings.get("optimizer_state") is None:
+        if whole.plan.plan.get("optimizer_state") is None:
             self._alone.setdefault(plan.parts, base.run)
         self._end_if_hopeless(base, last)
         return [base]

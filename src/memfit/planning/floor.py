@@ -23,8 +23,7 @@ from memfit.allocator.timeline import timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import CATEGORY_NAMES
 from memfit.analysis.location import least_certain, phase_of_events
-from memfit.analysis.script_change import TrialResult
-from memfit.planning.changes import PlanChange
+from memfit.analysis.trial_result import TrialResult
 from memfit.planning.optimizer_changes import (
     IN_8_BITS,
     has_8_bit_state,
@@ -32,7 +31,18 @@ from memfit.planning.optimizer_changes import (
     steps_in_backward,
 )
 from memfit.planning.region_options import total_bytes
-from memfit.records import Category, Figure, Operation, Phase, Provenance, StepOperations, Term, Trace, worst
+from memfit.records import (
+    Category,
+    Change,
+    Figure,
+    Operation,
+    Phase,
+    Provenance,
+    StepOperations,
+    Term,
+    Trace,
+    worst,
+)
 
 _ALIGNED = 512
 """Bytes: PyTorch's allocator rounds each request up to a multiple (kMinBlockSize, c10/cuda)."""
@@ -89,9 +99,9 @@ class Floors:
                 found[kind][what.module, name] += _rounded(attribution.requested[index])
         return found
 
-    def under(self, plan: PlanChange) -> Floor:
+    def under(self, plan: Change) -> Floor:
         """Return the floor of a plan's precision and optimizer, whatever else it changes."""
-        precision = plan.settings.get("precision")
+        precision = plan.plan.get("precision")
         held = 1.0 if precision is None or precision.get("autocast", True) else 0.5
         fixed = {
             "parameters": self._sum(Category.PARAMETER, held),
@@ -104,7 +114,7 @@ class Floors:
         most = fixed | max(ways, key=lambda way: sum(way.values()))
         return _floor(self._trace, most)
 
-    def _in_update(self, plan: PlanChange, held: float, left: float) -> dict[str, int]:
+    def _in_update(self, plan: Change, held: float, left: float) -> dict[str, int]:
         """Return what an update needs beside what always exists.
 
         Args:
@@ -128,7 +138,7 @@ class Floors:
             return found | {"the largest parameter's optimizer state": max(waiting.values(), default=0)}
         return found | {"optimizer state": sum(waiting.values())}
 
-    def _in_operation(self, plan: PlanChange, computed: float, left: float) -> dict[str, int]:
+    def _in_operation(self, plan: Change, computed: float, left: float) -> dict[str, int]:
         """Return what the largest operation needs beside what always exists.
 
         Args:

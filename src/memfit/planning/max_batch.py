@@ -11,16 +11,23 @@ from itertools import pairwise
 
 from memfit.analysis.needed_memory import needed_process
 from memfit.analysis.overall_peak import failed_allocations
-from memfit.analysis.script_change import ScriptChange, TrialResult, why_it_failed
 from memfit.analysis.stream_races import may_race
 from memfit.analysis.summary import summarize
+from memfit.analysis.trial_result import TrialResult, why_it_failed
 from memfit.errors import TargetError, UsageError
-from memfit.planning.batch_size_search import SizedRun, fixed_bytes, next_size
-from memfit.planning.batches import batch_setting, batch_size, with_batch_size
+from memfit.planning.batches import (
+    SizedRun,
+    batch_setting,
+    batch_size,
+    fixed_bytes,
+    next_size,
+    with_batch_size,
+)
 from memfit.planning.plan_runs import GhostRuns
 from memfit.records import (
     BatchLimit,
     BatchRun,
+    Change,
     DeviceUse,
     DryRun,
     Figure,
@@ -75,7 +82,7 @@ def find_max_batch(script: BudgetedScript, *, multiple: int = 1, option: str = "
         UsageError: memfit does not know what sets the batch size.
         TargetError: the script fails, for another reason than the budget.
     """
-    trace, first = _measured(script, ScriptChange(), 0)
+    trace, first = _measured(script, Change(), 0)
     setting = _named(option, trace, script.arguments) if option else batch_setting(trace)
     if setting is None:
         raise UsageError(
@@ -88,7 +95,7 @@ def find_max_batch(script: BudgetedScript, *, multiple: int = 1, option: str = "
     while (size := _next_size(measured, sizes, script.device)) is not None:
         if len(measured) == _MOST_SIZES or _is_flat([one.run for one in measured.values()]):
             break
-        change = with_batch_size(setting, size).change
+        change = with_batch_size(setting, size)
         measured[size] = _measured(script, change, size)[1]
     runs = tuple(measured[number].run for number in sorted(measured))
     largest = max((run.size for run in runs if run.fits and not run.size % multiple), default=None)
@@ -110,7 +117,7 @@ def find_max_batch(script: BudgetedScript, *, multiple: int = 1, option: str = "
     )
 
 
-def _measured(script: BudgetedScript, change: ScriptChange, size: int) -> tuple[Trace, _Measured]:
+def _measured(script: BudgetedScript, change: Change, size: int) -> tuple[Trace, _Measured]:
     """Run the script with the budget's memory and, if that is not enough, with unlimited memory.
 
     Args:
@@ -142,9 +149,9 @@ def _measured(script: BudgetedScript, change: ScriptChange, size: int) -> tuple[
     return trace, _Measured(run, found, raced=late)
 
 
-def _failure(what: str, end: ScriptEnd, change: ScriptChange) -> str:
+def _failure(what: str, end: ScriptEnd, change: Change) -> str:
     reason = f"memfit ran the script with {what}: {why_it_failed(end)}"
-    if change == ScriptChange():
+    if change == Change():
         return reason
     return f"{reason}. If the batch size must be a multiple of a number, give that number to --multiple."
 

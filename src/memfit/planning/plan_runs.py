@@ -4,10 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from memfit.analysis.needed_memory import ReplayedRun, process_bytes
-from memfit.analysis.script_change import RunTrial, ScriptChange, TrialResult
 from memfit.analysis.summary import summarize
-from memfit.planning.changes import PlanChange, expandable_segments
-from memfit.records import Operation, PlanRun, ScriptEnd
+from memfit.analysis.trial_result import RunTrial, TrialResult
+from memfit.devices import Device
+from memfit.planning.changes import expandable_segments
+from memfit.records import Change, Operation, PlanRun, ScriptEnd, StepOperations
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +25,11 @@ class GhostRuns:
         return self.run_late if late else self.run
 
 
-RunAhead = Callable[[Sequence[tuple[ScriptChange, str]]], None]
+RunAhead = Callable[[Sequence[tuple[Change, str]]], None]
 """Makes runs that a search will or may ask for, given the change and the name of each, side by side."""
 
 
-def run_nothing_ahead(_wanted: Sequence[tuple[ScriptChange, str]]) -> None:
+def run_nothing_ahead(_wanted: Sequence[tuple[Change, str]]) -> None:
     """Leave every run until the search asks for it."""
 
 
@@ -76,14 +77,25 @@ class PlanRuns:
         self.count = 0
         """How many runs were begun."""
         self.tried: list[PlanRun] = []
+        self.models: tuple[str, ...] = ()
+        """Models that got the last plan that a search went on with."""
+        self.dropped: list[str] = []
+        """As in ``ScriptPlan``."""
+
+    def drop(self, plan: Change, why: str) -> None:
+        """Note why a plan could not be run.
+
+        Args:
+            plan: the plan.
+            why: a clause or a sentence.
+        """
+        self.dropped.append(f"With {', '.join(plan.words)}, {why.rstrip('.')}.")
 
     def fits(self, run: PlanRun) -> bool:
         """Return whether a run fits the budget."""
         return run.needs.bytes <= self.budget
 
-    def run(
-        self, plan: PlanChange, *, operations: bool = False
-    ) -> tuple[TrialResult, ReplayedRun] | ScriptEnd:
+    def run(self, plan: Change, *, operations: bool = False) -> tuple[TrialResult, ReplayedRun] | ScriptEnd:
         """Run a plan, but for settings of the allocator, which a replay applies.
 
         Args:
@@ -92,12 +104,10 @@ class PlanRuns:
         """
         change, what = self.next_run(plan, operations=operations)
         self.count += 1
-        result = self._script.finishing(late=plan.late)(change, what)
+        result = self._script.finishing(late=plan.is_late)(change, what)
         return result if isinstance(result, ScriptEnd) else (result, replayed(result))
 
-    def next_run(
-        self, plan: PlanChange, after: int = 0, *, operations: bool = False
-    ) -> tuple[ScriptChange, str]:
+    def next_run(self, plan: Change, after: int = 0, *, operations: bool = False) -> tuple[Change, str]:
         """Return the change and the name with which ``run`` runs a plan.
 
         Args:
@@ -105,11 +115,11 @@ class PlanRuns:
             after: how many others run before it.
             operations: whether the operations of a step are recorded.
         """
-        change = replace(plan.change, conf="") | ScriptChange(operations=operations)
+        change = replace(plan, allocator="", operations=operations)
         return change, f"{', '.join(plan.words)} (plan {self.count + after + 1})"
 
     def make(
-        self, plan: PlanChange, time: float | Callable[[TrialResult], float], *, operations: bool = False
+        self, plan: Change, time: float | Callable[[TrialResult], float], *, operations: bool = False
     ) -> tuple[TrialResult, PlanRun] | ScriptEnd:
         """Run a plan, and add what it needs to ``tried``.
 
@@ -132,7 +142,7 @@ class PlanRuns:
     def needs(
         self,
         runs: Sequence[ReplayedRun],
-        plan: PlanChange,
+        plan: Change,
         time: float,
         *,
         tune: bool = True,
@@ -155,23 +165,19 @@ class PlanRuns:
                 return min(most, tuned, key=_bytes)
         return most
 
-    def _needs(self, run: ReplayedRun, plan: PlanChange, time: float, fails_at: int) -> PlanRun:
-        conf = plan.change.conf
-        under = replace(run, conf=conf)
+    def _needs(self, run: ReplayedRun, plan: Change, time: float, fails_at: int) -> PlanRun:
+        under = replace(run, conf=plan.allocator)
         reserved = under.needs(fails_at)
         rank = run.trace.rank
         return PlanRun(
-            plan.settings,
+            plan,
             process_bytes(reserved, run.trace.device),
             reserved,
             time,
             run.found.peak_place,
-            conf,
-            plan.divided,
-            plan.change.fused,
             tuple(run.found.terms),
             self._compiled,
-            under.unlimited.peak_allocated if conf else run.found.peak_allocated,
+            under.unlimited.peak_allocated if plan.allocator else run.found.peak_allocated,
             None if rank is None else rank.rank,
         )
 
@@ -192,3 +198,40 @@ def replayed(result: TrialResult) -> ReplayedRun:
 def all_replayed(result: TrialResult) -> list[ReplayedRun]:
     """Return the runs of all ranks, as ``replayed`` does."""
     return [replayed(each) for each in (result, *result.others)]
+
+
+LAUNCH = 5e-6
+"""Seconds from one kernel of eager PyTorch to the next, at least. Assumed: not measured on a card."""
+RULE = "roofline of the card: full arithmetic rate or memory bandwidth, at least 5 us per kernel"
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def roofline(device: Device) -> Callable[[Operation], float]:
+    """Return how many seconds an operation takes on a card.
+
+    >>> from memfit.devices import find_device
+    >>> flops, moved = 2 * 4096**3, 3 * 4096**2 * 2
+    >>> product = Operation(
+    ...     "aten.mm.default", 0, -1, (5, 6), (7,), (), flops, moved, "bfloat16", False, 0.0, 0
+    ... )
+    >>> f"{1e3 * roofline(find_device('A100-80GB'))(product):.2f} ms"
+    '0.44 ms'
+    """
+
+    def seconds(operation: Operation) -> float:
+        if not operation.creates and not operation.writes and not operation.flops:
+            return 0.0  # a view
+        rate = device.rate(_DTYPES.get(operation.dtype, operation.dtype))
+        return max(operation.flops / rate, operation.moved / device.memory_bandwidth, LAUNCH)
+
+    return seconds
+
+
+def host_copies(device: Device) -> Callable[[int], float]:
+    """Return how many seconds it takes to copy bytes to the host and back, beside nothing else."""
+    return lambda size: 2 * size / device.host_bandwidth
+
+
+def step_seconds(step: StepOperations, seconds: Callable[[Operation], float]) -> float:
+    """Return the seconds of the forward and the backward of a step."""
+    return sum(seconds(operation) for operation in (*step.forward, *step.backward))

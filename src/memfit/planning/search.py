@@ -20,42 +20,30 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
 
-from memfit.analysis.script_change import ScriptChange, TrialResult, why_it_failed
+from memfit.analysis.trial_result import TrialResult, why_it_failed
 from memfit.errors import TargetError, UsageError
-from memfit.planning.allowed import Allowed
-from memfit.planning.answers import (
-    BestSoFar,
-    OnFound,
-    OutOfTimeError,
-    answer,
-    out_of_time,
-    too_high,
-    too_small,
-)
 from memfit.planning.bases import Base, Bases
 from memfit.planning.bracket import WORTH
-from memfit.planning.changes import PlanChange, recomputation
+from memfit.planning.changes import Allowed, recomputation, standard_policies
 from memfit.planning.choose import CheckpointChoice
 from memfit.planning.compiled_search import CompiledSearch
 from memfit.planning.divisions import Divisions
 from memfit.planning.mixed_integer_program import INFINITY
-from memfit.planning.plan_runs import PlannedScript, PlanRuns, all_replayed
-from memfit.planning.policies import standard_policies
+from memfit.planning.plan_runs import PlannedScript, PlanRuns
+from memfit.planning.plan_search import TOO_LATE, OnFound, OutOfTimeError, PlanSearch, too_high, too_small
 from memfit.planning.shardings import (
     OFFLOADED_SHARDS,
     UNSHARDED,
     copy_seconds,
     sent_bytes,
     sharded,
-    why_dropped,
 )
-from memfit.records import PlanRun, ScriptEnd, ScriptPlan
+from memfit.records import Change, PlanRun, ScriptEnd, ScriptPlan
 
 _UNRECORDED = (
     "memfit saw no training step to plan: no optimizer stepped twice, the script calls no module of its "
     "model, or torch.compile uses another compiler than Inductor."
 )
-_TOO_LATE = "The time for the search was over before the script had run once, as written. Allow more time."
 _MOST_RUNS = 16
 """Plans that run on the ghost at most."""
 
@@ -82,9 +70,9 @@ def find_plan(
         UsageError: it is compiled, and trains on one GPU of several.
     """
     try:
-        plain = script.run(ScriptChange(operations=True), "as written, operation by operation")
+        plain = script.run(Change(operations=True), "as written, operation by operation")
     except OutOfTimeError:
-        raise TargetError(_TOO_LATE) from None
+        raise TargetError(TOO_LATE) from None
     if isinstance(plain, ScriptEnd):
         raise TargetError(f"memfit cannot plan for the script: {why_it_failed(plain)}")
     compiled = plain.operations is not None and plain.operations.compiled
@@ -93,11 +81,11 @@ def find_plan(
             "memfit cannot plan how to train a compiled script on several GPUs. memfit compare --nproc shows "
             "what it needs with DDP, ZeRO-1 and FSDP2."
         )
-    search = (CompiledSearch if compiled else _PlanSearch)(script, plain, budget, allowed, on_found)
+    search = (CompiledSearch if compiled else _OperationSearch)(script, plain, budget, allowed, on_found)
     try:
         found = search.plan()
     except OutOfTimeError:
-        return out_of_time(search.so_far())
+        return search.so_far()
     if found.chosen is not None:
         on_found(found)
     try:
@@ -106,17 +94,16 @@ def find_plan(
         return found
 
 
-class _PlanSearch:
+class _OperationSearch(PlanSearch):
+    """A search for a script whose operations are known one by one."""
+
+    _least_time = 1.0
+
     def __init__(
         self, script: PlannedScript, plain: TrialResult, budget: int, allowed: Allowed, on_found: OnFound
     ) -> None:
-        self._written = all_replayed(plain)
-        target = budget - self._written[0].found.uncertainty
-        self._best_so_far = BestSoFar(budget, target, allowed.slowdown, on_found)
-        self._as_written: PlanRun | None = None
-        self._script, self._plain, self._budget, self._allowed = script, plain, budget, allowed
-        self._runs = PlanRuns(script, target, tune=allowed.allocator)
-        self._optimizer = plain.operations.optimizer if plain.operations is not None else None
+        super().__init__(script, plain, budget, allowed, on_found)
+        self._in_blocks: set[Change] = set()  # of which bases every block was checkpointed
         self._refusal = ""  # why nothing can be recomputed
         self._chosen: PlanRun | None = None  # the fastest so far that fits
         self._bases = Bases(script, plain, self._runs, budget, allowed)
@@ -124,26 +111,23 @@ class _PlanSearch:
         self._step = self._bases.step
 
     def plan(self) -> ScriptPlan:
+        """Return the fastest plan found, or why there is none."""
         if self._script.is_to_be_sharded(self._plain):
             return self._plan_shardings()
-        self._as_written = as_written = self._runs.needs(self._written, PlanChange(), 1.0, tune=False)
-        if self._runs.fits(as_written):
-            return self._answer(chosen=as_written)
-        tuned = self._runs.needs(self._written, PlanChange(), 1.0)
-        if tuned.conf:
-            self._runs.tried.append(tuned)
+        return super().plan()
+
+    def _search_from(self, tuned: PlanRun) -> ScriptPlan:
         if self._runs.fits(tuned):
             return self._answer(chosen=tuned)
         if self._plain.operations is None:
             return self._unplanned(tuned)
-        return self._combine([self._bases.base(PlanChange(), self._plain, tuned)])
+        return self._combine([self._bases.base(Change(), self._plain, tuned)])
 
     def _plan_shardings(self) -> ScriptPlan:
         """Train a script for one GPU on several: with what moves least, if that is enough."""
         found = sharded(self._runs, rounding=self._allowed.rounding)
-        self._bases.models, self._bases.dropped = found.models, found.dropped
         if found.as_written is None:
-            raise TargetError(f"memfit cannot plan for {self._script.ranks} GPUs. {found.dropped[0]}")
+            raise TargetError(f"memfit cannot plan for {self._script.ranks} GPUs. {self._runs.dropped[0]}")
         self._as_written = found.as_written
         if found.chosen is not None or found.least is None:
             return self._answer(chosen=found.chosen)
@@ -159,9 +143,9 @@ class _PlanSearch:
         copies = copy_seconds(as_written.terms, self._script.copy, self._script.ranks) / self._step
         made = self._runs.make(OFFLOADED_SHARDS, 1.0 + copies, operations=True)
         if isinstance(made, ScriptEnd):
-            self._bases.dropped.append(why_dropped(OFFLOADED_SHARDS, made))
+            self._runs.drop(OFFLOADED_SHARDS, why_it_failed(made))
         elif made[0].operations is not None:
-            self._bases.models = made[0].models
+            self._runs.models = made[0].models
             yield replace(self._bases.base(OFFLOADED_SHARDS, *made), copies=copies)
 
     def _combine(self, starts: Iterable[Base]) -> ScriptPlan:
@@ -171,7 +155,8 @@ class _PlanSearch:
             self._runs.budget = self._budget  # every plan is tight
         bases: list[Base] = []
         for start in starts:
-            for root in self._bases.roots(start, lambda: self._chosen):
+            untried = functools.partial(self._try_every_block, bases)
+            for root in self._bases.roots(start, lambda: self._chosen, untried):
                 self._divisions.begin(root)
                 added = [root]
                 self._chosen = self._search(added)
@@ -242,15 +227,6 @@ class _PlanSearch:
                 return best
 
     @property
-    def _ran(self) -> list[PlanRun]:
-        """The script as written, and every plan that ran."""
-        return [run for run in (self._as_written, *self._runs.tried) if run is not None]
-
-    def _offer(self) -> None:
-        """Offer what has run as the answer so far."""
-        self._best_so_far.offer(self._ran, lambda run: self._answer(chosen=run, bound=0.0))
-
-    @property
     def _is_exhausted(self) -> bool:
         return self._runs.count >= _MOST_RUNS
 
@@ -294,13 +270,23 @@ class _PlanSearch:
             self._refusal = f"With {', '.join((*base.plan.words, *change.words))}, {why_it_failed(made)}"
             return
         result, run = made
-        self._bases.models = result.models
+        self._runs.models = result.models
         base.bracket.add(choice, run)
 
+    def _try_every_block(self, bases: list[Base]) -> None:
+        """Checkpoint every block where the model predicts that nothing can fit: it may predict too much."""
+        may_fit = [base for base in bases if self._may_fit(base)]
+        left = self._chosen is None and not self._is_exhausted
+        if left and may_fit and not any(base.bracket.has_run for base in bases):
+            self._chosen = self._every_block(may_fit)
+
     def _every_block(self, bases: list[Base]) -> PlanRun | None:
-        """Checkpoint every block in the base that needs least; None if that does not fit either."""
+        """Checkpoint every block in the base that needs least; None if that does not fit, or was tried."""
         base = min(bases, key=lambda base: base.run.needs.bytes)
         least = base.plan
+        if least in self._in_blocks:
+            return None
+        self._in_blocks.add(least)
         made = self._runs.make(
             least | standard_policies(self._optimizer)[0],
             functools.partial(self._bases.relative, least, copies=base.copies),
@@ -308,26 +294,23 @@ class _PlanSearch:
         )
         if isinstance(made, ScriptEnd) or not self._runs.fits(made[1]):
             return None
-        self._bases.models = made[0].models
+        self._runs.models = made[0].models
         return made[1]
-
-    def so_far(self) -> ScriptPlan:
-        """Return the answer of a search that is to end at once."""
-        self._offer()
-        smallest = min(self._runs.tried, key=lambda run: run.needs.bytes, default=None)
-        chosen = self._best_so_far.run
-        return self._answer(chosen=chosen, smallest=smallest if chosen is None else None)
 
     def policies(self) -> tuple[PlanRun, ...]:
         """Run the policies that people use; those that the script or its model refuses are left out."""
         if not self._step:
             return ()
         runs = PlanRuns(self._script, self._budget, tune=self._allowed.allocator)
-        unchanged = UNSHARDED if self._script.is_to_be_sharded(self._plain) else PlanChange()
+        unchanged = UNSHARDED if self._script.is_to_be_sharded(self._plain) else Change()
         for policy in standard_policies(self._optimizer):
             plan = unchanged | policy
             runs.make(plan, functools.partial(self._bases.relative, plan), operations=True)
         return tuple(runs.tried)
+
+    @property
+    def _undivided(self) -> str:
+        return self._divisions.why_no_more
 
     # ---- the answer ---------------------------------------------------------------------------------------
 
@@ -346,10 +329,10 @@ class _PlanSearch:
         return self._answer(smallest=smallest, reason=reason)
 
     def _too_small(self, smallest: PlanRun) -> str:
-        ways = ["shards the model"] * ("sharding" in smallest.settings)
-        ways += ["divides batches"] * (smallest.divided is not None)
+        ways = ["shards the model"] * ("sharding" in smallest.change.plan)
+        ways += ["divides batches"] * (smallest.change.micro_batches is not None)
         ways += ["recomputes activations", "offloads the inputs of what it recomputes"]
-        if any("optimizer_state" in run.settings for run in self._runs.tried):
+        if any("optimizer_state" in run.change.plan for run in self._runs.tried):
             ways.append("updates parameters in the backward or offloads the optimizer's state")
         return too_small(smallest, f"{', '.join(ways[:-1])}, and {ways[-1]}")
 
@@ -358,29 +341,14 @@ class _PlanSearch:
         *,
         chosen: PlanRun | None = None,
         smallest: PlanRun | None = None,
-        bound: float = 1.0,
+        bound: float | None = None,
         reason: str = "",
     ) -> ScriptPlan:
-        as_written = self._as_written
-        if as_written is None:
-            raise TargetError(_TOO_LATE)
-        found = answer(
-            self._script,
-            self._plain,
-            self._budget,
-            as_written,
-            self._runs.tried,
-            self._bases.models,
-            chosen=chosen,
-            smallest=smallest,
-            reason=reason,
-            undivided=self._divisions.why_no_more,
-            slowdown=self._allowed.slowdown,
-        )
-        found = replace(found, bound=bound, dropped=tuple(self._bases.dropped))
-        if found.chosen is None or "sharding" not in found.chosen.settings:
+        found = super()._answer(chosen=chosen, smallest=smallest, bound=bound, reason=reason)
+        if found.chosen is None or "sharding" not in found.chosen.change.plan:
             return found
         before, now = (
-            sent_bytes(run, as_written.terms, self._script.ranks) for run in (as_written, found.chosen)
+            sent_bytes(run, found.as_written.terms, self._script.ranks)
+            for run in (found.as_written, found.chosen)
         )
         return replace(found, sent=(before, now))

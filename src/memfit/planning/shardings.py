@@ -13,13 +13,13 @@ Source: NCCL's performance notes (https://github.com/NVIDIA/nccl-tests/blob/mast
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from memfit.analysis.script_change import TrialResult, why_it_failed
 from memfit.analysis.strategy_comparison import SHARDINGS
-from memfit.planning.changes import PlanChange, sharding
+from memfit.analysis.trial_result import TrialResult, why_it_failed
+from memfit.planning.changes import sharding
 from memfit.planning.plan_runs import PlanRuns, all_replayed
-from memfit.records import ModuleCall, PlanRun, ScriptEnd, StepOperations, Term
+from memfit.records import Change, ModuleCall, PlanRun, ScriptEnd, StepOperations, Term
 
 _DDP, _ZERO1, _FSDP2 = (sharding(name, {"mode": mode}) for name, mode in SHARDINGS.items())
 OFFLOADED_SHARDS = sharding("FSDP2 with offload", {"mode": "fsdp2", "offload": True})
@@ -39,12 +39,8 @@ class Sharded:
     """With what moves least: DDP, unless it does not suit the script."""
     chosen: PlanRun | None = None
     """The first that fits, if one does."""
-    least: tuple[PlanChange, TrialResult, PlanRun] | None = None
+    least: tuple[Change, TrialResult, PlanRun] | None = None
     """The one that needs least."""
-    models: tuple[str, ...] = ()
-    """Models that were sharded."""
-    dropped: list[str] = field(default_factory=list)
-    """Why others could not be run, as sentences."""
 
 
 def sharded(runs: PlanRuns, *, rounding: bool) -> Sharded:
@@ -58,10 +54,10 @@ def sharded(runs: PlanRuns, *, rounding: bool) -> Sharded:
     for one in _SAME_SUMS + _OTHER_SUMS * rounding:
         made = runs.make(one, 1.0, operations=True)
         if isinstance(made, ScriptEnd):
-            found.dropped.append(why_dropped(one, made))
+            runs.drop(one, why_it_failed(made))
             continue
         result, run = made
-        found.models = result.models
+        runs.models = result.models
         if found.as_written is None:
             found.as_written = runs.needs(all_replayed(result), one, 1.0, tune=False)
             if run == found.as_written:
@@ -75,11 +71,6 @@ def sharded(runs: PlanRuns, *, rounding: bool) -> Sharded:
     return found
 
 
-def why_dropped(change: PlanChange, end: ScriptEnd) -> str:
-    """Return why a plan could not be run, as a sentence."""
-    return f"With {', '.join(change.words)}, {why_it_failed(end).rstrip('.')}."
-
-
 def sent_bytes(run: PlanRun, terms: tuple[Term, ...], ranks: int) -> int:
     """Return about how many bytes a rank sends to others in a step.
 
@@ -88,7 +79,7 @@ def sent_bytes(run: PlanRun, terms: tuple[Term, ...], ranks: int) -> int:
         terms: of a run with all parameters on the GPU.
         ranks: of the job.
     """
-    mode, parts = run.settings["sharding"]["mode"], run.divided.count if run.divided is not None else 1
+    mode, parts = run.change.plan["sharding"]["mode"], run.change.parts
     times = {"ddp": 2 * parts, "zero1": 2 * parts + 1, "fsdp2": 3 * parts}[mode]
     return times * _parameters(terms) * (ranks - 1) // ranks
 

@@ -17,6 +17,7 @@ from memfit.records.allocator_comparison import (
 )
 from memfit.records.attribution import Attribution
 from memfit.records.card_context import ContextReport, ContextStage, ContextTrial, NcclMeasurement, NcclStage
+from memfit.records.change import Change, DividedBatches, Equality, equality_of
 from memfit.records.dataflow import Dataflow, GraphValue
 from memfit.records.dry_run import (
     Advice,
@@ -51,7 +52,7 @@ from memfit.records.memory_check import CheckedFigure, CheckVerdict, MemoryBasel
 from memfit.records.provenance import Figure, Note, Provenance, worst
 from memfit.records.result import SCHEMA_VERSION
 from memfit.records.script_options import LoaderBatchSize, OptionPurpose, ScriptOption
-from memfit.records.script_plan import DividedBatches, Equality, GpusFor, PlanRun, ScriptPlan, equality_of
+from memfit.records.script_plan import GpusFor, PlanRun, ScriptPlan
 from memfit.records.step_operations import (
     LEAST_RECOMPUTED,
     FedSamples,
@@ -112,6 +113,7 @@ __all__ = [
     "ByteRange",
     "CallRates",
     "Category",
+    "Change",
     "CheckVerdict",
     "CheckedFigure",
     "ChildProcess",

@@ -2,99 +2,21 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any
 
+from memfit.records.change import Change, Equality, equality_of
 from memfit.records.dry_run import Term
 from memfit.records.provenance import Figure
 from memfit.records.result import PrintedResult
-from memfit.records.script_options import LoaderBatchSize
 from memfit.records.step_operations import OperationCounts
 from memfit.records.trace import DeviceUse, ScriptLocation
-
-
-class Equality(StrEnum):
-    """How near the results under a plan are to those of the script as written."""
-
-    BITWISE = "bit for bit"
-    """The same results, bit for bit."""
-    ROUNDING = "up to rounding"
-    """The same sums, taken in another order, or rounded at other places."""
-    OTHER = "other numerics"
-    """Values of other precision."""
-
-
-_BITWISE = {"checkpointing", "offload", "optimizer_state", "sharding"}
-"""Settings of a ``memfit.Plan`` under which results are the same, bit for bit, but for what follows."""
-_OF_OPTIMIZER = {"offload", "step_in_backward"}
-"""Fields of ``optimizer_state`` under which they are."""
-
-
-def equality_of(settings: Mapping[str, Any], *, rounds: bool) -> Equality:
-    """Return what training under settings of a ``memfit.Plan`` computes.
-
-    Args:
-        settings: by the plan's fields.
-        rounds: whether something else about the plan takes sums in another order.
-
-    >>> str(equality_of({"optimizer_state": {"offload": True}}, rounds=False))
-    'bit for bit'
-    """
-    optimizer = settings.get("optimizer_state", {}).keys()
-    if "precision" in settings or "bits" in optimizer:
-        return Equality.OTHER
-    in_parts = settings.get("sharding", {}).get("mode") == "fsdp2"  # gradients are summed so
-    exact = settings.keys() <= _BITWISE and optimizer <= _OF_OPTIMIZER and not in_parts
-    return Equality.BITWISE if exact and not rounds else Equality.ROUNDING
-
-
-@dataclass(frozen=True, slots=True)
-class DividedBatches:
-    """Batches in equal parts: each part has a forward and a backward, and an update sums their gradients."""
-
-    count: int
-    """Parts of a batch."""
-    size: int
-    """Samples in each."""
-    how: str
-    """What to write: ``--batch-size 2, now 4``."""
-    where: str
-    """``file:line`` of it, if known."""
-    arguments: tuple[str, ...] = ()
-    """Options of the script's own that set the size."""
-    loader: LoaderBatchSize | None = None
-    """The loader to be created with this size."""
-    draws: bool = False
-    """Whether the step draws random numbers: other ones than for the whole batch."""
-    assumed: str = ""
-    """On which condition, which memfit has not seen, the parts have the samples of the batch, and why it has
-    not; empty if it has."""
-    by_option: bool = False
-    """Whether the script's own options sum the gradients, too: nothing is to be changed in its loop."""
-    by_engine: bool = False
-    """Whether ``memfit.Engine`` divides batches, as for a ``memfit.Job``."""
-
-    @property
-    def in_loop(self) -> tuple[str, ...]:
-        """What to write besides, so that an update sums the gradients of all parts."""
-        if self.by_option:
-            return ()
-        if self.loader is not None and self.loader.library:
-            return (
-                f"gradient accumulation over {self.count} batches, by a setting of {self.loader.library}",
-            )
-        return (
-            f"loss = loss / {self.count}",
-            f"if (step + 1) % {self.count} == 0:  # clip, optimizer.step(), zero_grad()",
-        )
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRun:
     """A plan that ran on the ghost."""
 
-    settings: Mapping[str, Any]
-    """The settings of a ``memfit.Plan``, by its fields; empty for the script as written."""
+    change: Change
+    """Nothing for the script as written. Its ``allocator`` is what was replayed."""
     needs: Figure
     """Bytes of the process on the smallest GPU on which it fits."""
     reserved: Figure
@@ -103,18 +25,12 @@ class PlanRun:
     """Of a step, relative to the script as written; infinite if it was not estimated."""
     place: ScriptLocation
     """Where most was allocated."""
-    conf: str = ""
-    """``PYTORCH_ALLOC_CONF`` under which it needs that; empty for the script's own."""
-    divided: DividedBatches | None = None
-    """None if batches stay whole."""
-    fused: bool = False
-    """Whether the optimizer is created with ``fused=True``."""
     terms: tuple[Term, ...] = ()
     """What holds the memory at the peak, as in ``DryRun``."""
     compiled: bool = False
     """Whether ``torch.compile`` compiles the script's code. What changes its graphs changes their kernels."""
     allocated: int | None = None
-    """Most bytes that PyTorch's allocator had allocated: exact; simulated if ``conf`` is set."""
+    """Most bytes that PyTorch's allocator had allocated: exact; simulated with other settings."""
     rank: int | None = None
     """The rank that needs that; None for a script of one process."""
     operations: OperationCounts | None = None
@@ -123,13 +39,12 @@ class PlanRun:
     @property
     def changes(self) -> bool:
         """Whether it changes anything about the script."""
-        return bool(self.settings or self.conf or self.fused or self.divided)
+        return self.change != Change()
 
     @property
     def equality(self) -> Equality:
         """What training under it computes, compared with the script as written."""
-        rounds = self.divided is not None or self.fused or (self.compiled and bool(self.settings))
-        return equality_of(self.settings, rounds=rounds)
+        return equality_of(self.change, compiled=self.compiled)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from memfit.records.change import Equality
 from memfit.records.provenance import Figure
 from memfit.records.result import PrintedResult
-from memfit.records.script_plan import Equality
 from memfit.records.step_operations import OperationCounts
 
 

@@ -127,18 +127,14 @@ _IN_PLACE_OF: Mapping[type, Mapping[str, Mapping[str, _Source]]] = {
     MaxBatch: {"device": {"device": "device", "budget": "budget"}},
     OutOfMemory: {"place": _of("place", *_WHOLE_PLACE)},
     PlanRun: {
-        "settings": {"plan": "settings"},
-        "conf": {"allocator": "conf"},
-        "divided": {"micro_batches": "divided"},
+        "change": _of("change", "plan", "allocator", "micro_batches", "fused"),
         "place": _PLACE,
     },
     RankRole: {"place": _PLACE},
     ScriptPlan: {
         "chosen": {
-            "plan": "chosen.settings",
-            "allocator": "chosen.conf",
-            "micro_batches": "chosen.divided",
-            **_of("chosen", "fused", "equality", "needs", "allocated", "operations", "time", "rank"),
+            **_of("chosen.change", "plan", "allocator", "micro_batches", "fused"),
+            **_of("chosen", "equality", "needs", "allocated", "operations", "time", "rank"),
         },
         "rule": {"time_rule": "rule"},
         "uncertainty": {"is_tight": "is_tight"},

@@ -12,14 +12,15 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from memfit.errors import TargetError
-from memfit.injection.intervention import InjectionReport
+from memfit.injection.injection_files import InjectionReport
 from memfit.planning.plan_file import PlanFile
+from memfit.records import Change
 from memfit.records.job_target import typed
 from memfit.report.escape import escaped
-from memfit.script_training.carried_out import CarriedOut
 from memfit.trials.trial_run import why_again
 
 CONF = "PYTORCH_ALLOC_CONF"
@@ -33,7 +34,6 @@ class PlanOutcome:
     Args:
         file: the plan's.
         plan: the plan.
-        carried_out: what of it needs no change of the script.
         command: the script's ``sys.argv``.
         as_far_as_it_goes: whether the script trains even if a part of the plan is not applied.
     """
@@ -42,12 +42,15 @@ class PlanOutcome:
         self,
         file: str,
         plan: PlanFile,
-        carried_out: CarriedOut,
         command: tuple[str, ...],
         *,
         as_far_as_it_goes: bool,
     ) -> None:
-        self._file, self._plan, self._carried_out = file, plan, carried_out
+        self._file, self._plan = file, plan
+        self.carried_out = carried_out(plan.change)
+        """What of the plan needs no change of the script."""
+        self.left_out = left_out(plan.change)
+        """What does, and how to carry it out."""
         self._command = command
         self._as_far = as_far_as_it_goes
         self._said: dict[str, None] = {}
@@ -67,13 +70,13 @@ class PlanOutcome:
             atexit.register(self._repeat)  # below what the watch says: it registers later
         for other in _called_less_often(self._plan, self._command, versions):
             self._say(f"{self._file} was made {other}")
-        for part in self._carried_out.left_out:
+        for part in self.left_out:
             self._say(f"NOT APPLIED, as it takes a change of the script: {part}")
-        if self._carried_out.left_out and not self._as_far:
+        if self.left_out and not self._as_far:
             self._stop(f"before the script started. Write that in the script, and then train it with {FLAG}")
-        what = [*self._carried_out.settings, *["fused optimizers"] * self._plan.fused]
-        what += [f"{CONF}={self._plan.allocator}"] * bool(self._plan.allocator)
-        what += [" ".join(self._carried_out.arguments)] * bool(self._carried_out.arguments)
+        what = [*self.carried_out.plan, *["fused optimizers"] * self.carried_out.fused]
+        what += [f"{CONF}={self.carried_out.allocator}"] * bool(self.carried_out.allocator)
+        what += [" ".join(self.carried_out.arguments)] * bool(self.carried_out.arguments)
         self._say(f"training under {self._file}: {', '.join(what) or 'nothing to apply'}")
 
     def report(self, report: InjectionReport) -> None:
@@ -142,7 +145,7 @@ class PlanOutcome:
         return [text for text in self._said if text.startswith("NOT APPLIED")]
 
     def _say_missing(self) -> None:
-        if not self._carried_out.settings:
+        if not self.carried_out.plan:
             return
         if self._last.unfit_optimizer:
             self._miss(f"NOT APPLIED: {self._last.unfit_optimizer}")
@@ -192,3 +195,37 @@ def _called_less_often(
         made_with = plan.versions.get(name, versions[name])
         if made_with != versions[name]:
             yield f"with {known} {made_with}; this is {versions[name]}"
+
+
+_IN_THE_LOOP = ("accumulation", "sharding")
+"""Strategies that a plan's settings may have, and that take a change of the script."""
+
+
+def carried_out(change: Change) -> Change:
+    """Return the part of a change that memfit makes while the script trains."""
+    plan = {name: given for name, given in change.plan.items() if name not in _IN_THE_LOOP}
+    divided = change.micro_batches
+    arguments = change.arguments if divided is not None and divided.by_option else ()
+    return replace(change, plan=plan, micro_batches=None, arguments=arguments, loader=None)
+
+
+def left_out(change: Change) -> tuple[str, ...]:
+    """Return what else is in a change, and how to carry it out.
+
+    >>> left_out(Change({"checkpointing": {}, "sharding": {"mode": "fsdp2"}}))
+    ('sharding: write model = memfit.apply(model, PLAN) before the optimizer is created.',)
+    """
+    return tuple(_left_out(change))
+
+
+def _left_out(change: Change) -> Iterator[str]:
+    divided = change.micro_batches
+    if divided is not None and not divided.by_option:
+        yield (
+            f"{divided.count} micro-batches of {divided.size} instead of each batch: "
+            f"{'; '.join((divided.how, *divided.in_loop))}."
+        )
+    elif divided is None and "accumulation" in change.plan:
+        yield "accumulation: accumulate gradients in the script's loop, or use memfit.Engine."
+    if "sharding" in change.plan:
+        yield "sharding: write model = memfit.apply(model, PLAN) before the optimizer is created."

@@ -15,11 +15,10 @@ from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import TargetError
 from memfit.ghost.build.torch_install import installed_version
 from memfit.injection.inject_plan import inject
-from memfit.injection.intervention import Intervention
+from memfit.injection.injection_files import InjectionSettings
 from memfit.patching.after_import import after_import
 from memfit.planning.plan_file import PlanFile, read_plan
 from memfit.run.script import print_as_python_does, run_as_main
-from memfit.script_training.carried_out import CarriedOut
 from memfit.script_training.plan_outcome import CONF, PlanOutcome
 from memfit.versions import __version__
 from memfit.watching.prediction import PlannedPeak
@@ -48,21 +47,16 @@ def main() -> None:
     settings = msgspec.json.decode(sys.argv[1], type=TrainSettings)
     command = tuple(sys.argv[2:])
     plan = read_plan(Path(settings.plan))
-    carried_out = CarriedOut.of(plan)
-    outcome = PlanOutcome(
-        settings.plan, plan, carried_out, command, as_far_as_it_goes=settings.as_far_as_it_goes
-    )
+    outcome = PlanOutcome(settings.plan, plan, command, as_far_as_it_goes=settings.as_far_as_it_goes)
     outcome.begin({"memfit": __version__, "torch": installed_version()})
-    if plan.allocator:
-        os.environ[CONF] = plan.allocator
-    change = Intervention(
-        carried_out.settings, plan.optimizer, plan.fused, None, "", silent=False, strict=True
-    )
-    inject(change, outcome.report)
+    change = outcome.carried_out
+    if change.allocator:
+        os.environ[CONF] = change.allocator
+    inject(InjectionSettings(change, silent=False, strict=True), outcome.report)
     after_import("torch", outcome.watch_steps)
-    after_import("torch", _watch(settings, plan, command, carried_out).start)
+    after_import("torch", _watch(settings, plan, command, whole=not outcome.left_out).start)
     try:
-        run_as_main(command + carried_out.arguments, module=settings.module)
+        run_as_main(command + change.arguments, module=settings.module)
     except SystemExit as end:
         if end.code:
             raise
@@ -75,10 +69,10 @@ def main() -> None:
         sys.exit(TargetError.exit_code)
 
 
-def _watch(settings: TrainSettings, plan: PlanFile, command: tuple[str, ...], made: CarriedOut) -> Watch:
+def _watch(settings: TrainSettings, plan: PlanFile, command: tuple[str, ...], *, whole: bool) -> Watch:
     """Return the watch of the run: beside a dry run, or beside the peak that was planned for this command."""
     if settings.prediction:
         return watch(settings.prediction)
-    allocated = plan.allocated_for(command) if not made.left_out else None
+    allocated = plan.allocated_for(command) if whole else None
     planned = None if allocated is None else PlannedPeak(allocated)
     return Watch(planned, None, Path.cwd(), labels=False, files=3)

@@ -151,7 +151,7 @@ def _file(given: str | PathLike[str]) -> Mapping[str, Any]:
     try:
         path = Path(given)
         if path.suffix == ".json":
-            return read_plan(path).settings
+            return read_plan(path).change.plan
         text = read_input(path, _MAX_FILE).decode()
     except UnicodeDecodeError as error:
         raise FileFormatError(

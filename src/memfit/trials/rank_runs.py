@@ -13,12 +13,12 @@ from types import TracebackType
 from typing import Self
 
 from memfit.analysis.rank_roles import find_held
-from memfit.analysis.script_change import ScriptChange, TrialResult, why_it_failed
 from memfit.analysis.strategy_comparison import first_rank, ranks_with_most
 from memfit.analysis.stream_races import may_race
 from memfit.analysis.summary import summarize
+from memfit.analysis.trial_result import TrialResult, why_it_failed
 from memfit.devices import NO_LIMIT
-from memfit.records import ScriptEnd, ScriptLocation
+from memfit.records import Change, ScriptEnd, ScriptLocation
 from memfit.run.options import RunOptions
 from memfit.run.parent import Progress
 from memfit.run.rank import Rank
@@ -86,7 +86,7 @@ class RankRuns:
         self.distributed = False
         """Whether the script as written trains on several GPUs."""
 
-    def as_written(self, change: ScriptChange, what: str) -> list[RankRun]:
+    def as_written(self, change: Change, what: str) -> list[RankRun]:
         """Run the script as written, the first time: on every rank, if it trains on several GPUs itself.
 
         Args:
@@ -129,7 +129,7 @@ class RankRuns:
         """Run no role but a rank's from now on, where the script trains on several GPUs itself."""
         self._ranks[""] = (rank,)
 
-    def under(self, change: ScriptChange, what: str, *, late: bool = False) -> list[RankRun] | ScriptEnd:
+    def under(self, change: Change, what: str, *, late: bool = False) -> list[RankRun] | ScriptEnd:
         """Run the script under a change, after ``as_written``.
 
         Args:
@@ -161,7 +161,7 @@ class RankRuns:
         return [largest]
 
     def _run_all(
-        self, change: ScriptChange, what: str, ranks: tuple[Rank, ...], *, late: bool
+        self, change: Change, what: str, ranks: tuple[Rank, ...], *, late: bool
     ) -> list[RankRun] | ScriptEnd:
         found = []
         for rank in ranks:
@@ -173,13 +173,13 @@ class RankRuns:
             found.append(run)
         return found
 
-    def _completed(self, change: ScriptChange, what: str, rank: Rank) -> RankRun:
+    def _completed(self, change: Change, what: str, rank: Rank) -> RankRun:
         found = self._run(change, what, rank, late=False)
         if isinstance(found, ScriptEnd):
             raise UnfinishedRankError(rank, found)
         return found
 
-    def _run(self, change: ScriptChange, what: str, rank: Rank, *, late: bool) -> RankRun | ScriptEnd:
+    def _run(self, change: Change, what: str, rank: Rank, *, late: bool) -> RankRun | ScriptEnd:
         """Run the script as one rank, and again where streams race, unless all work is late anyway."""
         first = self._once(change, what, rank, late=late)
         if isinstance(first, ScriptEnd):
@@ -187,7 +187,7 @@ class RankRuns:
         again = None if late or not may_race(first.trace) else self._once(change, what, rank, late=True)
         return RankRun(rank, first, again if isinstance(again, TrialResult) else None)
 
-    def _once(self, change: ScriptChange, what: str, rank: Rank, *, late: bool) -> TrialResult | ScriptEnd:
+    def _once(self, change: Change, what: str, rank: Rank, *, late: bool) -> TrialResult | ScriptEnd:
         options = replace(self._options, rank=rank, memory=NO_LIMIT, finish_late=late)
         if rank.rank not in self._standbys:
             self._standbys[rank.rank] = ScriptStandbys().__enter__()
@@ -222,12 +222,10 @@ def _held(run: RankRun) -> _RankMemory:
     )
 
 
-def sharding_mode(change: ScriptChange) -> str:
+def sharding_mode(change: Change) -> str:
     """Return the mode of the sharding in a change; empty without one.
 
-    >>> from memfit.analysis.script_change import PlannedStrategy
-    >>> sharding_mode(ScriptChange((PlannedStrategy("sharding", (("mode", "zero1"),)),)))
+    >>> sharding_mode(Change({"sharding": {"mode": "zero1"}}))
     'zero1'
     """
-    settings = (dict(one.settings) for one in change.strategies if one.field == "sharding")
-    return str(next(settings, {}).get("mode", ""))
+    return str(change.plan.get("sharding", {}).get("mode", ""))

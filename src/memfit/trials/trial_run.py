@@ -7,11 +7,11 @@ from pathlib import Path
 
 from msgspec import json
 
-from memfit.analysis.script_change import RunTrial, ScriptChange, TrialResult, ran_to_completion
+from memfit.analysis.trial_result import RunTrial, TrialResult, ran_to_completion
 from memfit.errors import MemfitError
-from memfit.injection.intervention import InjectionReport, Intervention
+from memfit.injection.injection_files import InjectionReport, InjectionSettings
 from memfit.planning.plan_runs import GhostRuns
-from memfit.records import ScriptEnd, StepOperations
+from memfit.records import Change, ScriptEnd, StepOperations
 from memfit.run.child_settings import GhostSettings
 from memfit.run.options import RunOptions
 from memfit.run.parent import Progress, run_script
@@ -21,7 +21,7 @@ from memfit.temporary_folders import TemporaryFolder
 from memfit.trials.script_standbys import ScriptRun, ScriptStandbys
 
 _INJECTOR = "memfit.injection.inject_plan"
-_NOTHING = ScriptChange()
+_NOTHING = Change()
 _REPORT, _OPERATIONS = "report.json", "operations.json"
 
 
@@ -30,7 +30,7 @@ def trial_runner(
     options: RunOptions,
     shown_memory: int,
     on_progress: Callable[[Progress], None],
-    always: ScriptChange = _NOTHING,
+    always: Change = _NOTHING,
     standbys: ScriptStandbys | None = None,
 ) -> RunTrial:
     """Return the function with which searches run a script under a change.
@@ -40,7 +40,7 @@ def trial_runner(
     """
     ghost = ghost_settings(options, shown_memory)
 
-    def run(change: ScriptChange, what: str) -> TrialResult | ScriptEnd:
+    def run(change: Change, what: str) -> TrialResult | ScriptEnd:
         def show(progress: Progress) -> None:
             on_progress(replace(progress, trying=what))
 
@@ -54,7 +54,7 @@ def ghost_runs(
     options: RunOptions,
     shown_memory: int,
     on_progress: Callable[[Progress], None],
-    always: ScriptChange = _NOTHING,
+    always: Change = _NOTHING,
     standbys: ScriptStandbys | None = None,
 ) -> GhostRuns:
     """Return two of the functions that ``trial_runner`` returns, one with GPU work that finishes late."""
@@ -68,7 +68,7 @@ def run_trial(
     command: tuple[str, ...],
     options: RunOptions,
     ghost: GhostSettings,
-    change: ScriptChange,
+    change: Change,
     on_progress: Callable[[Progress], None],
     standbys: ScriptStandbys | None = None,
 ) -> TrialResult | ScriptEnd:
@@ -163,7 +163,7 @@ class Injection:
 
     options: RunOptions
     """With which the script runs under the change."""
-    _change: ScriptChange
+    _change: Change
     _folder: Path
 
     def report(self) -> InjectionReport:
@@ -183,7 +183,7 @@ class Injection:
 
 @contextmanager
 def injected(
-    change: ScriptChange, options: RunOptions, *, silent: bool = True, counts_backward: bool = False
+    change: Change, options: RunOptions, *, silent: bool = True, counts_backward: bool = False
 ) -> Iterator[Injection]:
     """Prepare the injection of a change; the script's own options in it are left to the caller.
 
@@ -195,30 +195,23 @@ def injected(
     """
     with TemporaryFolder() as name:
         folder = Path(name)
-        plan = {one.field: dict(one.settings) for one in change.strategies}
-        operations = str(folder / _OPERATIONS) if change.operations else ""
-        intervention = Intervention(
-            plan,
-            change.optimizer,
-            change.fused,
-            change.loader,
+        settings = InjectionSettings(
+            change,
             str(folder / _REPORT),
             silent,
-            operations,
-            change.micro_batches,
-            change.eager,
+            str(folder / _OPERATIONS),
             counts_backward,
             options.finish_late,
         )
         file = folder / "change.json"
-        file.write_bytes(json.encode(intervention))
-        objects = options.objects if change == ScriptChange() else ""
+        file.write_bytes(json.encode(settings))
+        objects = options.objects if change == Change() else ""
         yield Injection(replace(options, preload=(_INJECTOR, str(file)), objects=objects), change, folder)
 
 
-def _unfit(change: ScriptChange, report: InjectionReport) -> str:
+def _unfit(change: Change, report: InjectionReport) -> str:
     """Return why a change was not made as it should have been; empty if it was."""
-    fields = [one.field for one in change.strategies]
+    fields = sorted(change.strategies)
     if report.cannot_accumulate:
         return f"the script cannot accumulate gradients over micro-batches: {report.cannot_accumulate}"
     if report.unfit_optimizer:

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from memfit.injection.intervention import InjectionReport
-from memfit.planning.same_samples import elements, other_rows
+from memfit.injection.injection_files import InjectionReport
+from memfit.planning.sample_independence import elements, other_rows
 from memfit.records import Equality, FedTensor, GradientDifference
 from memfit.verification.first_update import FirstUpdate
 

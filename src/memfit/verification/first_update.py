@@ -33,7 +33,7 @@ class UpdateSettings(msgspec.Struct, frozen=True):
     module: bool
     """As in ``RunOptions``."""
     change: str
-    """The file of an ``Intervention``; empty for none."""
+    """The file of ``InjectionSettings``; empty for none."""
     on_cpu: bool
     """Whether the CPU stands in for the GPU."""
     dropout: bool

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from memfit.analysis.script_change import ran_to_completion, why_it_failed
 from memfit.analysis.summary import summarize
+from memfit.analysis.trial_result import ran_to_completion, why_it_failed
 from memfit.errors import TargetError
 from memfit.planning.plan_file import PlanFile
 from memfit.records import MeasuredPeak
@@ -35,7 +35,7 @@ def measured_peak(
     def show(progress: Progress) -> None:
         on_progress(replace(progress, trying="under the plan, for its peak"))
 
-    with injected(change, RunOptions(module=module, labels=False)) as injection, _conf(plan.allocator):
+    with injected(change, RunOptions(module=module, labels=False)) as injection, _conf(change.allocator):
         trace = run_script(command + change.arguments, injection.options, None, None, show).trace
     if not ran_to_completion(trace.end):
         raise TargetError(

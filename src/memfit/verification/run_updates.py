@@ -11,12 +11,11 @@ from pathlib import Path
 
 import msgspec
 
-from memfit.analysis.script_change import ScriptChange
 from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import TargetError, UsageError
 from memfit.planning.plan_file import PlanFile
 from memfit.python_command import python_command
-from memfit.records import Verification, VerificationVerdict
+from memfit.records import Change, Verification, VerificationVerdict
 from memfit.records.job_target import typed
 from memfit.run.options import RunOptions
 from memfit.run.parent import Progress
@@ -56,24 +55,24 @@ def verify_plan(
     Raises:
         TargetError: the script, as written or under the plan, makes no update.
     """
-    unchanged = ScriptChange()
-    dropout = plan.micro_batches is None or not plan.micro_batches.draws
+    change = plan.change
+    dropout = change.micro_batches is None or not change.micro_batches.draws
     with TemporaryFolder() as name:
 
-        def run(what: str, change: ScriptChange = unchanged, conf: str = "") -> UpdateRun:
+        def run(what: str, change: Change) -> UpdateRun:
             on_progress(Progress(trying=what))
             folder = Path(name) / what
             folder.mkdir()
             settings = UpdateSettings(str(folder), module, "", on_cpu, dropout)
-            return _run(command, settings, change, conf, what)
+            return _run(command, settings, change, what)
 
-        plain, planned = run("as written"), run("under the plan", plan.change, plan.allocator)
-        apart = difference(plain, planned, parts=plan.change.micro_batches)
-        parts = plan.micro_batches.count if plan.micro_batches is not None else 1
+        plain, planned = run("as written", Change()), run("under the plan", change)
+        apart = difference(plain, planned, parts=change.updates_held_back)
+        parts = change.parts
         bound = bound_of(plan.equality, plain.update.arithmetic)
         verdict, reason, repeated = VerificationVerdict.VERIFIED, "", None
         if not keeps_promise(plain, planned, apart, bound, parts=parts):
-            again = run("as written, again")
+            again = run("as written, again", Change())
             repeated = difference(plain, again)
             reason = why_not_comparable(plain, again, planned, repeated, bound, parts=parts)
             verdict = VerificationVerdict.NOT_COMPARABLE if reason else VerificationVerdict.DIFFERS
@@ -87,7 +86,7 @@ def verify_plan(
                 operations,
                 planned.report.again,
                 is_same=command == plan.command and not on_cpu,
-                is_checkpointing=plan.settings.keys() == {"checkpointing"} and not plan.micro_batches,
+                is_checkpointing=change.plan.keys() == {"checkpointing"} and change.micro_batches is None,
             )
             verdict = VerificationVerdict.OTHER_OPERATIONS if reason else verdict
         peaks = (plain.update.peak, planned.update.peak)
@@ -110,9 +109,7 @@ def verify_plan(
     )
 
 
-def _run(
-    command: tuple[str, ...], settings: UpdateSettings, change: ScriptChange, conf: str, what: str
-) -> UpdateRun:
+def _run(command: tuple[str, ...], settings: UpdateSettings, change: Change, what: str) -> UpdateRun:
     """Run the script under a change until its first update; the file of the change is not in the settings."""
     folder = Path(settings.folder)
     with injected(change, RunOptions(module=settings.module), counts_backward=True) as injection:
@@ -122,14 +119,14 @@ def _run(
         settings = msgspec.structs.replace(
             settings,
             change=intervention,
-            steps_in_backward=any(("step_in_backward", True) in each.settings for each in change.strategies),
+            steps_in_backward=change.plan.get("optimizer_state", {}).get("step_in_backward", False),
             pipe=write,
         )
         file.write_bytes(msgspec.json.encode(settings))
         try:
             _start(
                 [*python_command("memfit.verification.first_update"), str(file), *command, *change.arguments],
-                conf,
+                change.allocator,
                 write,
             )
         finally:

@@ -67,7 +67,9 @@ def _class(kind: PlanKind) -> str:
 def _row(words: PageTexts, number: int, plan: DrawnPlan, budget: int) -> str:
     run = plan.run
     needs, allocated = run.needs, run.allocated
-    sure = Provenance.SIMULATED if run.conf else Provenance.EXACT  # a replay with the settings, or the run
+    sure = (
+        Provenance.SIMULATED if run.change.allocator else Provenance.EXACT
+    )  # a replay with the settings, or the run
     title = f' title="{escape(needs.source)}"' if needs.source else ""
     held = "" if allocated is None else f"{allocated:,} B{_provenance(sure)}"
     place = " · ".join(part for part in (run.place.phase, run.place.module) if part)

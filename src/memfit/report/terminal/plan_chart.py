@@ -90,13 +90,13 @@ def _legend(policies: Sequence[PlanRun]) -> Iterator[str]:
 def policy_name(run: PlanRun) -> str:
     """Return the name of a policy that people use.
 
-    >>> from memfit.records import Figure, Phase, Provenance, ScriptLocation
+    >>> from memfit.records import Change, Figure, Phase, Provenance, ScriptLocation
     >>> place = ScriptLocation(1, Phase.BACKWARD, "", "", "", "")
     >>> one = Figure(1, Provenance.EXACT)
-    >>> policy_name(PlanRun({"checkpointing": {"every": 2}}, one, one, 1.1, place))
+    >>> policy_name(PlanRun(Change({"checkpointing": {"every": 2}}), one, one, 1.1, place))
     'checkpoint every 2nd block'
     """
-    settings = run.settings["checkpointing"]
+    settings = run.change.plan["checkpointing"]
     every = "every 2nd block" if settings.get("every") else "every block"
     return f"checkpoint {every}{', matrix products kept' * ('save_ops' in settings)}"
 

@@ -66,17 +66,17 @@ def print_plan(result: ScriptPlan, console: Console, file: Path | None = None) -
 
 
 def _precision(run: PlanRun) -> str:
-    settings = run.settings["precision"]
+    settings = run.change.plan["precision"]
     return f"{settings['dtype']}{' autocast' if settings.get('autocast', True) else ' parameters'}"
 
 
 def _kept_share(run: PlanRun) -> str:
-    return f"activation_memory_budget {run.settings['compilation']['activation_memory_budget']:g}"
+    return f"activation_memory_budget {run.change.plan['compilation']['activation_memory_budget']:g}"
 
 
 def _micro_batches(chosen: PlanRun) -> Iterator[str]:
     """Say what to change in the script so that it divides its batches."""
-    divided = chosen.divided
+    divided = chosen.change.micro_batches
     if divided is None:
         return
     where = f"    # {escaped(divided.where)}" if divided.where else ""
@@ -161,10 +161,10 @@ def _table(result: ScriptPlan) -> Table:
 
 def plan_name(run: PlanRun) -> str:
     """Return what a plan changes, in a few words."""
-    divided = run.divided
-    named = [sharding_name(run.settings["sharding"])] if "sharding" in run.settings else []
+    divided = run.change.micro_batches
+    named = [sharding_name(run.change.plan["sharding"])] if "sharding" in run.change.plan else []
     named += [f"{divided.count} micro-batches of {divided.size}"] if divided is not None else []
-    regions = run.settings.get("checkpointing", {}).get("regions", [])
+    regions = run.change.plan.get("checkpointing", {}).get("regions", [])
     part, split = (
         sum(len(region["modules"]) for region in regions if region.get(name))
         for name in ("save_ops", "split_at")
@@ -175,14 +175,14 @@ def plan_name(run: PlanRun) -> str:
         named.append("recomputed tensor by tensor")
     named += [f"{full} module{'s' * (full != 1)} recomputed"] * bool(full) + [f"{part} in part"] * bool(part)
     named += [f"{split} split"] * bool(split)
-    if "checkpointing" in run.settings and not regions:
+    if "checkpointing" in run.change.plan and not regions:
         named.append(policy_name(run))
-    named += [_kept_share(run)] if "compilation" in run.settings else []
-    named += ["inputs offloaded"] * ("offload" in run.settings)
-    named += [_precision(run)] if "precision" in run.settings else []
-    named += optimizer_state(run.settings.get("optimizer_state", {}))
-    named += ["fused optimizer"] * run.fused
-    named += ["expandable segments"] * bool(run.conf)
+    named += [_kept_share(run)] if "compilation" in run.change.plan else []
+    named += ["inputs offloaded"] * ("offload" in run.change.plan)
+    named += [_precision(run)] if "precision" in run.change.plan else []
+    named += optimizer_state(run.change.plan.get("optimizer_state", {}))
+    named += ["fused optimizer"] * run.change.fused
+    named += ["expandable segments"] * bool(run.change.allocator)
     return ", ".join(named) or "as written"
 
 
@@ -199,7 +199,7 @@ def plan_details(result: ScriptPlan, file: Path | None = None) -> Iterator[str]:
     if result.reason:
         yield f"\n{escaped(result.reason)}"
     if result.undivided and (chosen is None or chosen.changes):
-        divided = any(run.divided is not None for run in result.tried)
+        divided = any(run.change.micro_batches is not None for run in result.tried)
         so_far = "divided no further" if divided else "not divided into micro-batches"
         yield f"\nBatches are {so_far}: {escaped(result.undivided.removesuffix('.'))}."
     if result.log_probabilities >= _MUCH * result.as_written.needs.bytes and (
@@ -261,8 +261,12 @@ def _ranks(result: ScriptPlan) -> Iterator[str]:
 def _chosen(result: ScriptPlan, chosen: PlanRun, file: Path | None) -> Iterator[str]:
     other_kernels = chosen.compiled and chosen.equality is Equality.ROUNDING
     equal = _OTHER_KERNELS if other_kernels else _EQUAL[chosen.equality]
-    if chosen.divided is not None and chosen.divided.assumed and chosen.equality is Equality.ROUNDING:
-        equal = f"Assumed: the same results up to rounding, {chosen.divided.assumed}."
+    if (
+        chosen.change.micro_batches is not None
+        and chosen.change.micro_batches.assumed
+        and chosen.equality is Equality.ROUNDING
+    ):
+        equal = f"Assumed: the same results up to rounding, {chosen.change.micro_batches.assumed}."
     if not result.sharded:
         yield f"\n{equal}"
     elif chosen is not result.as_written:
@@ -270,7 +274,7 @@ def _chosen(result: ScriptPlan, chosen: PlanRun, file: Path | None) -> Iterator[
     yield from _changes(chosen)
     if result.out_of_time:
         yield "The time for the search was over before it ended: there may be a faster plan."
-    if chosen.time > 1 or chosen.settings:
+    if chosen.time > 1 or chosen.change.plan:
         kind = "of this kind" + " that is not tight" * (result.uncertainty > 0 and not result.is_tight)
         bound = f"; no plan {kind} takes less than {result.bound:.3f}" if result.bound else ""
         yield f"Time: {chosen.time:.3f} times the script as written{bound} (assumed: {result.rule})."
@@ -289,7 +293,7 @@ def _how_to_train(result: ScriptPlan, chosen: PlanRun, file: Path | None) -> Ite
     name = str(file or "plan.json")
     quoted = escaped(json.dumps(name, ensure_ascii=False))
     if _trains(result, chosen):
-        by_hand = chosen.divided is not None and not chosen.divided.by_option
+        by_hand = chosen.change.micro_batches is not None and not chosen.change.micro_batches.by_option
         what = ", micro-batches apart" * by_hand
         yield f"To train with it{saved}, the script as it is{what}:"
         saved = ""
@@ -303,7 +307,7 @@ def _how_to_train(result: ScriptPlan, chosen: PlanRun, file: Path | None) -> Ite
         how = f"memfit.apply(model, {quoted})  # before the optimizer is created: {models}"
         if result.sharded:
             how = f"model = {how}"
-        elif "optimizer_state" in chosen.settings:
+        elif "optimizer_state" in chosen.change.plan:
             how = f"memfit.apply(model, {quoted}, optimizer=optimizer)  # before its first step: {models}"
     else:  # it is applied, or changes no model
         return
@@ -311,7 +315,7 @@ def _how_to_train(result: ScriptPlan, chosen: PlanRun, file: Path | None) -> Ite
     if result.sharded:
         yield from before_sharding()
     yield f"    {how}"
-    if result.sharded and chosen.settings["sharding"]["mode"] == "zero1":
+    if result.sharded and chosen.change.plan["sharding"]["mode"] == "zero1":
         yield sharded_optimizer("")
     if result.sharded:
         yield how_to_start(result.nproc)
@@ -321,9 +325,9 @@ def _trains(result: ScriptPlan, chosen: PlanRun) -> bool:
     """Return whether ``memfit train`` carries out any of a plan."""
     if result.sharded or is_job(result.command):
         return False
-    by_option = chosen.divided is not None and chosen.divided.by_option
-    own = chosen.settings.keys() - {"accumulation"}
-    return bool(own or by_option or chosen.fused or chosen.conf)
+    by_option = chosen.change.micro_batches is not None and chosen.change.micro_batches.by_option
+    own = chosen.change.plan.keys() - {"accumulation"}
+    return bool(own or by_option or chosen.change.fused or chosen.change.allocator)
 
 
 def _how(region: Mapping[str, Any]) -> Iterator[str]:
@@ -342,27 +346,27 @@ def _how(region: Mapping[str, Any]) -> Iterator[str]:
 
 def _changes(chosen: PlanRun) -> Iterator[str]:
     """Say what a plan changes."""
-    if "sharding" in chosen.settings:
-        settings = chosen.settings["sharding"]
+    if "sharding" in chosen.change.plan:
+        settings = chosen.change.plan["sharding"]
         given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
         yield f"{sharding_name(settings)}: memfit.Sharding({given})."
-    if "precision" in chosen.settings:
+    if "precision" in chosen.change.plan:
         yield f"Precision: {_precision(chosen)}."
     yield from _micro_batches(chosen)
-    yield from optimizer_changes(chosen.settings.get("optimizer_state", {}))
-    if chosen.fused:
+    yield from optimizer_changes(chosen.change.plan.get("optimizer_state", {}))
+    if chosen.change.fused:
         yield "Write fused=True where the optimizer is created."
-    if chosen.conf:
-        yield f"Before the script starts: export PYTORCH_ALLOC_CONF={escaped(chosen.conf)}"
-    if "compilation" in chosen.settings:
-        share = chosen.settings["compilation"]["activation_memory_budget"]
+    if chosen.change.allocator:
+        yield f"Before the script starts: export PYTORCH_ALLOC_CONF={escaped(chosen.change.allocator)}"
+    if "compilation" in chosen.change.plan:
+        share = chosen.change.plan["compilation"]["activation_memory_budget"]
         yield "Compiled graphs keep less. memfit.apply sets, before the first call of what is compiled:"
         yield f"    torch._functorch.config.activation_memory_budget = {share:g}"
-    if "checkpointing" in chosen.settings and "regions" not in chosen.settings["checkpointing"]:
+    if "checkpointing" in chosen.change.plan and "regions" not in chosen.change.plan["checkpointing"]:
         yield "Recomputed in the backward: every block that the model repeats."
-    elif "checkpointing" in chosen.settings:
-        inputs = ", from inputs that wait on the host" * ("offload" in chosen.settings)
+    elif "checkpointing" in chosen.change.plan:
+        inputs = ", from inputs that wait on the host" * ("offload" in chosen.change.plan)
         yield f"Recomputed in the backward{inputs}:"
-        for region in chosen.settings["checkpointing"]["regions"]:
+        for region in chosen.change.plan["checkpointing"]["regions"]:
             names = ", ".join(escaped(name) or "the whole model" for name in region["modules"])
             yield "  ".join((f"    {names}", *_how(region)))

@@ -1,0 +1,75 @@
+"""The files between memfit and the process of a script under a change: settings, and a report; both JSON."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from memfit.records import Change, OperationCounts
+
+NEVER_CALLED = (
+    "the script calls no module after it has created its optimizer, so optimizer_state could not be applied."
+)
+"""Why an optimizer does not have its part of a plan, until the script calls a module."""
+
+
+class InjectionSettings(msgspec.Struct, frozen=True):
+    """A change to inject into a script, and how: passed as JSON in a file."""
+
+    change: Change
+    """Its allocator's settings and the script's own options are left to what starts the script."""
+    report: str = ""
+    """The file that receives an ``InjectionReport``."""
+    silent: bool = True
+    """Whether the script gets no input, and its output is hidden."""
+    operations: str = ""
+    """The file that receives the ``StepOperations`` of a training step, if the change records one."""
+    counts_backward: bool = False
+    """Whether the backward's operations are counted, too, which takes memory."""
+    late: bool = False
+    """Whether GPU work finishes late: collectives cannot settle between two micro-batches."""
+    strict: bool = False
+    """Whether the script gets a ``UsageError`` if its updates would not be its own under the plan, which was
+    applied."""
+
+
+class InjectionReport(msgspec.Struct, frozen=True):
+    """What became of a plan: written as JSON whenever it changes."""
+
+    models: tuple[str, ...] = ()
+    """The models with the plan: the class of each, and its optimizer's line."""
+    refusals: tuple[str, ...] = ()
+    """Why the plan was not applied to a model."""
+    refused: tuple[str, ...] = ()
+    """The model of each refusal, as in ``models``; empty where the refusal is of no model."""
+    uncalled: tuple[str, ...] = ()
+    """Sharded models that the script has not called, by class."""
+    shares: tuple[int, ...] = ()
+    """As in ``TrialResult``."""
+    unfit_optimizer: str = ""
+    """Why the plan was not applied to an optimizer as it should have been; empty if it was."""
+    operations: OperationCounts | None = None
+    """Of the first update of the planned models, once it is made."""
+    again: dict[str, int] = {}
+    """By operation: how often its results were kept, and it was recomputed all the same."""
+    missing: tuple[str, ...] = ()
+    """Calls of operations whose results are to be kept, such as ``aten.mm.default:2``, that the first forward
+    did not make."""
+    cannot_accumulate: str = ""
+    """Why gradients cannot be accumulated over micro-batches; empty if they can."""
+
+    @property
+    def is_unfit(self) -> bool:
+        """Whether the script has done what the change does not permit, whatever it does afterwards."""
+        return bool(self.cannot_accumulate) or self.unfit_optimizer not in ("", NEVER_CALLED)
+
+
+def report_writer(path: Path) -> Callable[[InjectionReport], None]:
+    """Return what writes reports to a file, each in place of the one before."""
+
+    def write(report: InjectionReport) -> None:
+        beside = path.with_suffix(".new")  # memfit reads the file at any time
+        beside.write_bytes(msgspec.json.encode(report))
+        beside.replace(path)
+
+    return write
