@@ -22,23 +22,19 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import command_line
+from measuring import ROOT, command_line
+from packed_networks import model_of
 from torch import fx, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 import memfit
 
-FOLDER = Path(__file__).parent
-sys.path[:0] = [str(FOLDER.parent / "tests"), str(FOLDER / "packing")]
-
-from job import model_of  # noqa: E402
-
-from support.captured_graphs import GPT2, Captured, every_kind, traced  # noqa: E402
-from support.storage_referee import differences  # noqa: E402
+sys.path.insert(0, str(ROOT / "tests"))
+from support.captured_graphs import GPT2, Captured, every_kind, traced
+from support.storage_referee import differences
 
 IMAGES = {
     **dict.fromkeys(("resnet50", "resnet101", "vgg16", "googlenet", "densenet121", "mobilenet_v2"), 64),

@@ -16,14 +16,14 @@ import time
 from functools import partial
 from pathlib import Path
 
-from measuring import EXAMPLES, at_least_1, command_line, in_turns, load_ghost, write_json
+from measuring import EXAMPLES, ROOT, at_least_1, command_line, in_turns, load_ghost, write_json
 
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.replay import replay
 from memfit.allocator.requests import RequestKind, Requests, read_requests
 
-sys.path.insert(0, str(Path(__file__).with_name("allocator")))
-from drive import Sizes
+sys.path.insert(0, str(ROOT / "tests"))
+from support.allocator_comparison.drive import Sizes
 
 TARGET = 0.7
 TOTAL = 80 << 30

@@ -19,7 +19,6 @@ during a step than between steps (mallinfo2, sampled every millisecond in steps 
 import ctypes
 import hashlib
 import multiprocessing
-import runpy
 import statistics
 import threading
 import time
@@ -30,11 +29,11 @@ from typing import Self
 
 import torch
 from measuring import MIB, command_line
+from packed_networks import model_of
 from torch import nn
 
 import memfit
 
-model_of = runpy.run_path(str(Path(__file__).with_name("packing") / "job.py"))["model_of"]
 BATCHES = {"resnet50": (8, 3, 224, 224), "vgg16": (4, 3, 224, 224), "gpt2": (2, 256)}
 PLANNED = 4  # steps before the first planned one: one creates optimizer state, the arena records two
 SAMPLED = 2  # steps at the end in which scratch memory is sampled

@@ -12,11 +12,9 @@ maximum over all steps; for the arena, separately over the steps before it has a
 import argparse
 import json
 import os
-import runpy
 import subprocess
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 from measuring import MIB, command_line, load_ghost, write_json
@@ -40,11 +38,11 @@ def train(name: str, allocator: str, steps: int) -> dict[str, Any]:
     load_ghost()
 
     import torch
+    from packed_networks import model_of
 
     import memfit
 
     arena = memfit.arena(device="cuda") if allocator == "arena" else None
-    model_of = runpy.run_path(str(Path(__file__).with_name("packing") / "job.py"))["model_of"]
     model, size, taken = model_of(name).cuda(), BATCHES[name], []
     is_text = name == "gpt2"
     batch = torch.zeros(size, 1024, dtype=torch.long) if is_text else torch.zeros(size, 3, 224, 224)

@@ -49,8 +49,8 @@ ROWS = (
 MIB, FALLBACK, SHOWN = 1 << 20, 2, 4
 HEADER = """# cuDNN's answers by version
 
-Printed by `python benchmarks/cudnn_versions.py --folder FOLDER --markdown FILE`, in MiB. What follows is in
-[docs/accuracy.md](../../docs/accuracy.md)."""
+Printed by `python benchmarks/cudnn_versions.py --folder FOLDER --markdown FILE`, in MiB. The conclusions
+are in [docs/accuracy.md](../../docs/accuracy.md)."""
 CAPTIONS = (
     "Allocated / reserved by PyTorch at the peak of two steps, with each version of cuDNN answering:",
     "Workspaces of all different convolutions: the sum of those used / the largest / the largest offered:",

@@ -8,19 +8,18 @@ resident memory of the process in the second epoch, in which all updates and val
 
 import hashlib
 import multiprocessing
-import runpy
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import command_line
+from arena_cpu import BATCHES, status
+from measuring import MIB, command_line
+from packed_networks import model_of
 from torch import nn
 
 import memfit
 
-arena_cpu = runpy.run_path(str(Path(__file__).with_name("arena_cpu.py")))
-MIB, BATCHES, model_of, status = (arena_cpu[name] for name in ("MIB", "BATCHES", "model_of", "status"))
 EXCLUDED = {"resnet50": "layer4", "vgg16": "classifier.3"}
 VALIDATED = 4  # batches
 

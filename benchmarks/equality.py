@@ -40,9 +40,8 @@ def main() -> int:
     torch.set_num_threads(1)
     if arguments.device == "cuda":
         use_gpu()
-    warnings.simplefilter(
-        "ignore"
-    )  # memfit warns of checkpointing that saves nothing, and of offload from a CPU
+    # memfit warns of checkpointing that saves nothing, and of offload from a CPU.
+    warnings.simplefilter("ignore")
     worst: dict[tuple[str, torch.dtype], float] = {}
     where = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU"
     print(f"{arguments.networks} networks of each kind, seed {arguments.seed}")

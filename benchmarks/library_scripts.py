@@ -40,14 +40,12 @@ from memfit.records import Attribution, Category, MarkKind, Trace
 from memfit.units import format_bytes
 
 HERE = ROOT / "benchmarks/library_scripts"
-TRUTH = ROOT / "benchmarks/attribution_truth.py"
+TRUTH = ROOT / "tests/support/attribution_truth.py"
 STEPS = 3
 LARGE = 0.01
 """The share of the peak from which a row is listed, and a difference from the truth is a failure."""
-
 LIMIT = 900
 """Seconds that one run may take."""
-
 ROWS = {
     "saved": (Category.ACTIVATION,),
     "parameters": (Category.PARAMETER,),
@@ -58,7 +56,6 @@ ROWS = {
     "optimizer state": (Category.OPTIMIZER_STATE,),
 }
 """Name in the truth -> categories; the truth does not separate inputs from what else the script holds."""
-
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "YOLO_OFFLINE": "true"}
 
 
@@ -87,9 +84,8 @@ SCRIPTS = (
     LibraryScript("timm_train", ("timm", "torchvision")),
     LibraryScript("torchvision_detection", ("torchvision",)),
     LibraryScript("lightning_fit", ("lightning", "torchvision")),
-    LibraryScript(
-        "ultralytics_train", ("ultralytics",), backwards=4
-    ),  # ultralytics counts the first step twice
+    # ultralytics counts the first step twice.
+    LibraryScript("ultralytics_train", ("ultralytics",), backwards=4),
     LibraryScript("cleanrl_ppo", ("gymnasium",)),
 )
 

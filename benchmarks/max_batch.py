@@ -12,7 +12,8 @@ from pathlib import Path
 
 from measuring import GIB, MIB, ROOT, command_line, table_head, table_line
 
-from memfit import MemfitError, api
+import memfit
+from memfit import MemfitError
 from memfit.records import BatchLimit
 
 SCRIPTS = ("gpt", "resnet50", "unet", "hf_trainer", "lstm")
@@ -34,11 +35,11 @@ def main() -> None:
 
 def row(script: Path, share: float) -> list[str]:
     """Print the row of a script, and return what is wrong about it."""
-    written = api.dry_run(script, stdout_to_stderr=True)
+    written = memfit.dry_run(script, stdout_to_stderr=True)
     budget = int(share * written.peak_process.bytes) // MIB * MIB + MIB
     started = time.monotonic()
     try:
-        found = api.max_batch(script, budget=budget)
+        found = memfit.max_batch(script, budget=budget)
     except MemfitError as error:
         print(f"| {script.stem} | not found: {error} |")
         return [f"{script.stem}: {error}"]
@@ -55,7 +56,7 @@ def row(script: Path, share: float) -> list[str]:
     option = found.how.split()[0]
     wrong = []
     for run in (fits, out):
-        again = api.dry_run(script, [option, str(run.size)], memory=budget, stdout_to_stderr=True)
+        again = memfit.dry_run(script, [option, str(run.size)], memory=budget, stdout_to_stderr=True)
         if (again.verdict in ("fits", "tight")) is not run.fits:
             wrong.append(f"{script.stem} with batch size {run.size}: a dry run says {again.verdict}")
     return wrong

@@ -62,9 +62,7 @@ EXPECTED_ERRORS: Mapping[str, tuple[str, str]] = {
     "linalg.eigvals": ("must match the size of tensor b (0)", _EMPTY_BATCH),
 }
 """Operator -> (part of an error, why a real GPU should raise it too). Read from the code, not tested."""
-
 GPU = find_device("A100-80GB")
-
 PATIENCE = 300
 """Time limit for one operator, in seconds."""
 
@@ -287,9 +285,8 @@ def main() -> None:
     parser.add_argument("--traceback", action="store_true", help="print the traceback of every error")
     options = parser.parse_args()
 
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
-        "1"  # the default check initialises CUDA, which forked children cannot use
-    )
+    # The default check initialises CUDA, which forked children cannot use.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     ghost = load(build())
     ghost.configure(GhostDevice.of(GPU))
     jobs = choose(options.names, options.dtype or ["float32"], options.sample, options.seed)

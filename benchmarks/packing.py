@@ -41,7 +41,7 @@ from memfit.records import Trace
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.known_packings import gapless_problem
 
-JOB = Path(__file__).with_name("packing") / "job.py"
+JOB = Path(__file__).with_name("packed_networks.py")
 BATCHES = {
     "resnet50": 32,
     "resnet101": 32,

@@ -22,7 +22,8 @@ from pathlib import Path
 
 from measuring import GIB, ROOT, command_line, memfit_json, table_head, table_line
 
-from memfit import MemfitError, api
+import memfit
+from memfit import MemfitError
 from memfit.records import ScriptPlan
 from memfit.report.terminal.script_plan import plan_name
 
@@ -64,7 +65,7 @@ def rows(command: str, shares: list[float]) -> list[str]:
     """Print the rows of a script with its arguments, and return the promises that were broken."""
     script, *arguments = command.split()
     name = " ".join((Path(script).stem, *arguments))
-    plan = functools.partial(api.plan, ROOT / script, arguments)
+    plan = functools.partial(memfit.plan, ROOT / script, arguments)
     try:
         written = plan().as_written
     except MemfitError as error:

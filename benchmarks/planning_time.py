@@ -3,8 +3,8 @@
     python benchmarks/planning_time.py
 
 A step of each network is recorded on the CPU; of the last two at a small width, which changes none of the
-operations. Times are processor time for one budget each: the program is built and solved. What runs on the
-ghost takes besides is not in it.
+operations. Times are processor time for one budget each: the program is built and solved. The
+runs on the ghost take further time.
 """
 
 import time

@@ -66,7 +66,7 @@ class CardRow:
 
 @dataclass(frozen=True)
 class CardResult:
-    """A row beside what the ghost says of it. MiB."""
+    """A published row and the ghost's figures, in MiB."""
 
     row: CardRow
     reserved: float

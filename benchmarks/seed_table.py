@@ -6,7 +6,7 @@
     optimizer_config = dict(type="GradientCumulativeOptimizerHook", cumulative_iters=2)
     model = dict(backbone=dict(with_cp=True))
 
-The model and the images are those of benchmarks/retinanet.py, in batches of 2; memfit reads the settings as
+The model and the images are those of accuracy/retinanet.py, in batches of 2; memfit reads the settings as
 they are, and ``fit`` clears gradients after each update. The published figures come from MMDetection on a
 real GTX 1660 with PyTorch 1.7.1 and 1300 iterations: 2900, 2243, 3177 and 2590 MB; 7:45, 36:00, 7:32 and 8:37
 minutes.
@@ -27,10 +27,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from measuring import MIB, command_line
-from retinanet import HEIGHT, WIDTH, build
+from measuring import MIB, ROOT, command_line, table_head, table_line
 
 import memfit
+
+sys.path.insert(0, str(ROOT / "benchmarks/accuracy"))
+from retinanet import HEIGHT, WIDTH, build
 
 UPDATES = 2
 """The first creates the optimizer's state; the second is as all later ones."""
@@ -133,11 +135,17 @@ def main() -> None:
     parser.add_argument("--gpu", default="GTX-1660")
     gpu = parser.parse_args().gpu
     device = find_device(gpu)
-    print(f"{'':<28}{'MiB':>30}{'allocated of base':>20}{'time per sample of base':>25}")
-    print(
-        f"{'':<28}{'allocated':>10}{'reserved':>10}{'process':>10}{'exact':>10}{'published':>10}"
-        f"{'assumed':>15}{'published':>10}"
+    columns = (
+        "",
+        "allocated MiB",
+        "reserved",
+        "process",
+        "of base",
+        "published",
+        "time per sample",
+        "published",
     )
+    print(table_head(columns, "lrrrrrrr"), flush=True)
     base: tuple[float, float] | None = None
     with tempfile.TemporaryDirectory() as folder:
         for variant, (settings, memory, time) in ROWS.items():
@@ -152,12 +160,8 @@ def main() -> None:
             base = base or (result.peak_allocated, took)
             published = [f"{value:.2f}" if value else "" for value in (memory, time)]
             sizes = (result.peak_allocated, result.peak_reserved, result.peak_process.bytes)
-            print(
-                f"{variant:<28}"
-                + "".join(f"{size / MIB:>10,.0f}" for size in sizes)
-                + f"{sizes[0] / base[0]:>10.2f}{published[0]:>10}{took / base[1]:>15.2f}{published[1]:>10}",
-                flush=True,
-            )
+            shares = f"{sizes[0] / base[0]:.2f}", published[0], f"{took / base[1]:.2f}", published[1]
+            print(table_line((variant, *(f"{size / MIB:,.0f}" for size in sizes), *shares)), flush=True)
 
 
 if __name__ == "__main__":

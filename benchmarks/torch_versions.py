@@ -10,12 +10,13 @@ line, and the reasons for which tests were skipped. Exits with 1 if a check fail
 of torch_versions.json. docs/torch-versions.md shows the figures, and explains where versions differ.
 """
 
-import argparse
 import json
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from measuring import command_line
 
 sys.path.insert(0, str(Path(__file__).with_name("version_checks")))
 
@@ -42,9 +43,7 @@ of strategies are among all tests."""
 
 def main() -> int:
     """Check each version; return 1 if a check fails."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("versions", nargs="*", help="versions to install (default: check the installed one)")
     parser.add_argument("--record", action="store_true", help="keep the figures in torch_versions.json")
     for name, check in CHECKS.items():

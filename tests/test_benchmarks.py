@@ -12,7 +12,7 @@ import run as runner
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 OTHERS = {
     "run",
-    "attribution_truth",  # runs under memfit dry-run
+    "packed_networks",  # runs under memfit dry-run
     "planned_networks",  # likewise
     "gpu/calibrate",  # validate starts it
     "gpu/operators_child",  # operators starts it
@@ -60,7 +60,7 @@ def test_a_benchmark_gets_its_arguments_and_returns_its_exit_code():
     command = [sys.executable, BENCHMARKS / "run.py", "ranks", "--only", "no_such"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "no section no_such" in done.stderr
+    assert "no job no_such" in done.stderr
 
 
 def test_ways_take_turns_and_each_round_begins_with_the_next():

@@ -132,3 +132,11 @@ def test_every_page_of_the_docs_is_in_the_index():
 def test_every_example_is_in_the_index():
     index = (ROOT / "examples/README.md").read_text()
     assert [path.name for path in ROOT.glob("examples/*.py") if f"({path.name})" not in index] == []
+
+
+def test_the_limits_are_short():
+    """Each of them on its own, in at most 60 words."""
+    text = (ROOT / "docs/limits.md").read_text()
+    bullets = re.findall(r"^- (.+(?:\n  .+)*)", text, re.MULTILINE)
+    assert len(bullets) > 40
+    assert [bullet[:60] for bullet in bullets if len(bullet.split()) > 60] == []

@@ -26,8 +26,8 @@ def benchmark(monkeypatch):
 
 
 @pytest.fixture
-def truth(monkeypatch):
-    return load("attribution_truth", monkeypatch)
+def truth():
+    return importlib.import_module("support.attribution_truth")
 
 
 def test_every_script_of_the_folder_is_run(benchmark):

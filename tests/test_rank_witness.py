@@ -1,18 +1,83 @@
-"""One process as rank r of 2 against 2 real ghosts: a sample of ``benchmarks/ranks.py --only witness``."""
+"""One process as rank r of N holds what that rank of N real processes holds, each on a ghost of its own.
 
-import importlib
+Each script runs three times, and the peaks (allocated, reserved) of every rank must be equal to the byte:
+
+- as one process after the other, each of which stands for a rank (``memfit dry-run --nproc N --all-ranks``);
+- as N processes that torchrun starts (``torchrun -m memfit dry-run``);
+- as N processes that ``mp.spawn`` starts (rank_scripts/spawned.py), by the peaks that PyTorch reports.
+
+Processes meet through PyTorch's own store and Gloo, and exchange short buffers. Where streams race, the first
+two compare both bounds, and the third, which runs once, the lower one. MEMFIT_TIMES=2 runs five scripts as
+two and as four ranks.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+from memfit.run.launchers import free_port
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = ROOT / "tests/support/rank_scripts"
+JOBS = [(SCRIPTS / "uneven_zero1.py", 2)]  # its ranks differ
+if int(os.environ.get("MEMFIT_TIMES", "1")) > 1:
+    examples = (ROOT / f"examples/distributed/{name}.py" for name in ("ddp", "zero1", "fsdp2"))
+    scripts = (*examples, SCRIPTS / "uneven.py", SCRIPTS / "uneven_zero1.py")
+    JOBS = [(script, ranks) for script in scripts for ranks in (2, 4)]
+SIZES = ("allocated", "reserved")
 
 
-@pytest.mark.slow
-@pytest.mark.process
-def test_each_rank_holds_what_it_holds_beside_real_ones(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    witness = importlib.import_module("rank_tables.witness")
-    first, second = witness.compare(BENCHMARKS / "rank_jobs/uneven_zero1.py", 2)
-    assert (first.failure, second.failure) == ("", "")
-    assert first.cells[2] != second.cells[2]  # else a mistaken rank would not show
+def run(command, folder):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def one_after_the_other(script, ranks, folder):
+    options = ("-m", "memfit", "dry-run", "--nproc", f"{ranks}", "--all-ranks", "--gpu", "H100", "--to-end")
+    run([sys.executable, *options, "--json", "report.json", "--", script], folder)
+    answer = json.loads((folder / "report.json").read_text())
+    return peaks_of(answer)
+
+
+def under_torchrun(script, ranks, folder):
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", f"{ranks}")
+    options = ("-m", "memfit", "dry-run", "--gpu", "H100", "--to-end", "--json", "report.json")
+    run([sys.executable, *launch, *options, "--", script], folder)
+    return peaks_of(json.loads((folder / "report.json").read_text()))
+
+
+def under_spawn(script, ranks, folder):
+    """Return the peaks that PyTorch reports to each of as many processes that ``mp.spawn`` starts."""
+    job = (SCRIPTS / "spawned.py", f"{ranks}", f"{free_port()}", script)
+    printed = run([sys.executable, SCRIPTS / "spawned_ghosts.py", f"{ranks}", *job], folder)
+    found = re.findall(r"^rank (\d+): (\d+) (\d+)$", printed, re.MULTILINE)
+    assert len(found) == ranks, printed[-2000:]
+    return {int(rank): dict(zip(SIZES, map(int, sizes), strict=True)) for rank, *sizes in found}
+
+
+def peaks_of(answer):
+    """Return the peaks of each rank: least and most allocated and reserved."""
+    return {
+        rank: {name: row["peak"][name] for name in SIZES}
+        for row in answer["ranks"]
+        for rank in (row["rank"], *row["also"])
+    }
+
+
+@pytest.mark.parametrize(("script", "ranks"), JOBS, ids=lambda value: getattr(value, "stem", value))
+def test_each_rank_holds_what_it_holds_beside_real_ones(script, ranks, tmp_path):
+    alone = one_after_the_other(script, ranks, tmp_path)
+    assert under_torchrun(script, ranks, tmp_path) == alone
+    least = {rank: {name: peak["least"] for name, peak in each.items()} for rank, each in alone.items()}
+    assert under_spawn(script, ranks, tmp_path) == least
+    if script.stem == "uneven_zero1":
+        assert least[0] != least[1]  # else a mistaken rank would not show

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from card_session import chosen
 from table import difference, mib
 from validate import HERE, ROOT, STEPS, ValidationJob, environment, jobs, quiet
 
@@ -49,14 +50,14 @@ def row(job: ValidationJob, result: Mapping[str, Any]) -> str:
     return f"| {job.name} | {' | '.join(cells)} |"
 
 
-def table(result: Mapping[str, Any], chosen: list[ValidationJob]) -> Iterator[str]:
+def table(result: Mapping[str, Any], these: list[ValidationJob]) -> Iterator[str]:
     """Yield the lines of one card's table, each as soon as its job has run."""
     card, driver, version, day = (result[name] for name in ("card", "driver", "torch", "day"))
     yield f"**{card}**, driver {driver}, torch {version}, measured {day}:\n"
     yield f"| {' | '.join(HEADINGS)} |"
     yield "|---" + "|--:" * (len(HEADINGS) - 1) + "|"
     measured = result["jobs"]
-    for job in chosen:
+    for job in these:
         if measured.get(job.name, {}).get("status") == "done":
             yield row(job, result)
 
@@ -68,9 +69,7 @@ def main() -> int:
     )
     parser.add_argument("--only", nargs="+", metavar="JOB", help="run only these jobs")
     options = parser.parse_args()
-    chosen = [job for job in jobs() if not options.only or job.name in options.only]
-    if options.only and (unknown := set(options.only) - {job.name for job in chosen}):
-        sys.exit(f"No such job: {', '.join(sorted(unknown))}. The jobs are listed in {HERE / 'jobs.toml'}.")
+    these = chosen(jobs(), options.only, "jobs.toml")
     contents = [msgspec.json.decode(path.read_bytes()) for path in sorted((HERE / "results").glob("*.json"))]
     failed = False
     with (
@@ -80,7 +79,7 @@ def main() -> int:
         os.chdir(scratch)
         with quiet(Path(scratch) / "ghost_today"):
             for result in contents:
-                for line in table(result, chosen) if "jobs" in result else ():
+                for line in table(result, these) if "jobs" in result else ():
                     failed |= "| failed: " in line
                     print(line, file=terminal)
         os.chdir(ROOT)

@@ -25,17 +25,14 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from card_session import command_line, ran_on, rehearse, result_name
 from operators_table import compare, markdown
-from rehearse import rehearse
-from result_file import result_name
 
-from memfit import __version__
 from memfit.card.find import find_card
 from memfit.devices import find_device
 from memfit.errors import MemfitError, UnknownDeviceError
@@ -123,9 +120,7 @@ def _answer(child: subprocess.Popen[str], key: str = "") -> str:
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument(
         "--only", nargs="+", metavar="START", help='operators whose key starts so: "larger fft"'
     )
@@ -139,10 +134,6 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--on-ghost", type=int, default=max(1, cores - 4), metavar="N", help="processes that run the ghost"
     )
     parser.add_argument("--gpu", help="the ghost's profile, if the card's name is not in memfit's table")
-    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for the result files")
-    parser.add_argument(
-        "--rehearse", metavar="GPU", help="let the ghost stand in for this GPU; nothing is measured"
-    )
     return parser.parse_args(arguments)
 
 
@@ -150,8 +141,7 @@ def main() -> int:
     """Compare; return 1 if a rehearsal shows a difference, or if an operator was not run."""
     begun, options = time.monotonic(), parsed()
     until = begun + options.seconds
-    if options.rehearse:
-        rehearse(options.rehearse)
+    rehearse(options.rehearse)
     try:
         card = find_card("compare operators")
         profile = find_device(options.gpu or card.name).name
@@ -170,14 +160,10 @@ def main() -> int:
         sys.exit(f"operators.py: {error}")
     ghost_side = _side("ghost", profile, options, path, until, total=about["total"])
     only = tuple(options.only or [""])
-    result = {
-        "machine": "rehearsal" if card.rehearsal else "card",
+    result = ran_on(card, about["torch"]) | {
         "name": card.name,
         "profile": profile,
         "driver": card.driver or card.cuda,
-        "torch": about["torch"],
-        "memfit": __version__,
-        "day": datetime.now(UTC).date().isoformat(),
         "inputs": options.inputs,
         "keys": [key for key in about["keys"] if key.startswith(only)],
         "card": card_side.results,

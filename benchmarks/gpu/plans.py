@@ -16,17 +16,14 @@ import importlib.util
 import sys
 import time
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from card_session import ResultFile, chosen, command_line, ran_on, rehearse, result_name
 from plan_cases import AS_WRITTEN, ROOT, PlanCase, described, make_plans, plan_cases, plan_path, read_json
 from plans_table import markdown
-from rehearse import rehearse
-from result_file import ResultFile, result_name
 from timed_run import TimedRun, timed_run
 
-from memfit import __version__
 from memfit.card.find import find_card
 from memfit.devices import find_device
 from memfit.errors import MemfitError
@@ -36,19 +33,10 @@ HERE = Path(__file__).resolve().parent
 
 def parsed() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, minutes=5)
     parser.add_argument("--plan", metavar="GPU", help="write the plans for this GPU, and train nothing")
     parser.add_argument("--plans", type=Path, help="folder of the plans (default: that of --out)")
-    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for what is written")
-    parser.add_argument("--only", nargs="+", metavar="CASE", help="only these cases")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each kind (default: 2)")
-    parser.add_argument("--minutes", type=float, default=5.0, help="time limit for everything (default: 5)")
-    parser.add_argument("--again", action="store_true", help="repeat cases that the result file contains")
-    parser.add_argument(
-        "--rehearse", metavar="GPU", help="let the ghost stand in for this GPU; nothing is measured"
-    )
     return parser.parse_args()
 
 
@@ -56,29 +44,20 @@ def main() -> int:
     """Plan, or train; return 1 if a plan is missing, or a run failed or did not take place."""
     options = parsed()
     until = time.monotonic() + 60 * options.minutes
-    cases = plan_cases()
-    if options.only:
-        if unknown := set(options.only) - {case.name for case in cases}:
-            sys.exit(
-                f"No such case: {', '.join(sorted(unknown))}. The cases are listed in {HERE / 'plans.toml'}."
-            )
-        cases = [case for case in cases if case.name in options.only]
+    cases = chosen(plan_cases(), options.only, "plans.toml")
     try:
         if options.plan:
             return _plan(cases, options.plan, options.out)
-        if options.rehearse:
-            rehearse(options.rehearse)
+        rehearse(options.rehearse)
         result = _result(options.out)
     except MemfitError as error:
         sys.exit(f"plans.py: {error}")
     plans = options.plans or options.out
     for case in cases:
-        if result.done.get(case.name, {}).get("status") == "done" and not options.again:
+        if result.is_done(case.name) and not options.again:
             continue
         train(case, plans.resolve(), result, options.rounds, until)
-    print(result.path.with_suffix(".md").read_text(encoding="utf-8"))
-    print(f"Written: {result.path}")
-    return int(any(result.done[case.name]["status"] in ("failed", "not run") for case in cases))
+    return result.shown(case.name for case in cases)
 
 
 def _plan(cases: list[PlanCase], gpu: str, folder: Path) -> int:
@@ -100,14 +79,7 @@ def _result(folder: Path) -> ResultFile:
 
     card = find_card("train under plans")
     result = ResultFile(folder.resolve(), result_name(card, f"{torch}-plans"), "cases", markdown)
-    result.content |= {
-        "machine": "rehearsal" if card.rehearsal else "card",
-        "card": card.name,
-        "driver": card.driver,
-        "torch": str(torch),
-        "memfit": __version__,
-        "day": datetime.now(UTC).date().isoformat(),
-    }
+    result.content |= ran_on(card, str(torch))
     return result
 
 

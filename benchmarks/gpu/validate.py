@@ -21,18 +21,18 @@ import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from card_session import ResultFile, chosen, command_line, ran_on, rehearse, result_name
 from compare import difference
-from rehearse import rehearse
-from result_file import ResultFile, result_name
 from table import markdown
 
-from memfit import __version__, api
+import memfit
+from memfit import __version__
+from memfit.card.context_measurement import measure_context
 from memfit.card.find import find_card
 from memfit.devices import find_device
 from memfit.errors import MemfitError, UnknownDeviceError
@@ -126,8 +126,8 @@ def compare_job(job: ValidationJob, gpu: str, total: int, seconds: float, folder
     script, until = ROOT / job.script, time.monotonic() + seconds
     traces = {"card": folder / "card.memfit", "ghost": folder / "ghost.memfit"}
     runs: dict[str, Callable[..., DryRun]] = {
-        "card": api.record,
-        "ghost": partial(api.dry_run, gpu=gpu, memory=total),
+        "card": memfit.record,
+        "ghost": partial(memfit.dry_run, gpu=gpu, memory=total),
     }
     outcome: dict[str, Any] = {"status": "done"}
     for side, run in runs.items():
@@ -151,7 +151,7 @@ def compare_job(job: ValidationJob, gpu: str, total: int, seconds: float, folder
         if found.verdict == "unknown" or (found.end.reason == "end" and found.end.exit_code):
             why = found.end.exception or f"exit code {found.end.exit_code}"
             outcome = {"why": f"{side}: the script ended with {why}", **outcome, "status": "failed"}
-    differs = difference(api.read(traces["card"]), api.read(traces["ghost"]))
+    differs = difference(memfit.read(traces["card"]), memfit.read(traces["ghost"]))
     return {**outcome, "difference": msgspec.to_builtins(differs)}
 
 
@@ -161,7 +161,7 @@ def calibration(seconds: float) -> tuple[ContextReport, dict[str, Any]]:
     Raises:
         MemfitError: PyTorch cannot use the card at all.
     """
-    context = api.measure_context()
+    context = measure_context()
     try:
         measured = subprocess.run(
             [sys.executable, str(HERE / "calibrate.py")],
@@ -179,20 +179,9 @@ def calibration(seconds: float) -> tuple[ContextReport, dict[str, Any]]:
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, minutes=9)
     parser.add_argument("--quick", action="store_true", help="the shortest useful set of jobs")
-    parser.add_argument("--only", nargs="+", metavar="JOB", help="run only these jobs")
-    parser.add_argument("--minutes", type=float, default=9.0, help="time limit for everything (default: 9)")
-    parser.add_argument(
-        "--again", action="store_true", help="repeat jobs that the result file already contains"
-    )
     parser.add_argument("--gpu", help="the ghost's profile, if the card's name is not in memfit's table")
-    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for the result files")
-    parser.add_argument(
-        "--rehearse", metavar="GPU", help="let the ghost stand in for this GPU; nothing is measured"
-    )
     return parser.parse_args(arguments)
 
 
@@ -200,15 +189,9 @@ def main() -> int:
     """Validate; return 1 if a job failed or was not run for lack of time."""
     options = parsed()
     until = time.monotonic() + 60 * options.minutes
-    if options.rehearse:
-        rehearse(options.rehearse)
-    chosen = [job for job in jobs() if job.quick or not options.quick]
-    if options.only:
-        if unknown := set(options.only) - {job.name for job in chosen}:
-            sys.exit(
-                f"No such job: {', '.join(sorted(unknown))}. The jobs are listed in {HERE / 'jobs.toml'}."
-            )
-        chosen = [job for job in chosen if job.name in options.only]
+    rehearse(options.rehearse)
+    listed = (job for job in jobs() if job.quick or not options.quick)
+    these = chosen(listed, options.only, "jobs.toml")
     try:
         card = find_card("validate")
         gpu = find_device(options.gpu or card.name).name
@@ -218,40 +201,30 @@ def main() -> int:
     except MemfitError as error:
         sys.exit(f"validate.py: {error}")
     result = ResultFile(options.out.resolve(), result_name(card, context.torch), "jobs", markdown)
-    today = datetime.now(UTC).date().isoformat()
-    result.content |= {
-        "machine": context.machine,
-        "card": card.name,
+    result.content |= ran_on(card, context.torch) | {
         "profile": gpu,
-        "driver": card.driver,
         "driver_cuda": card.cuda,
-        "torch": context.torch,
-        "memfit": __version__,
-        "day": today,
         "steps": STEPS,
         "context": msgspec.to_builtins(context)
         | {"outside": [[stage.what, stage.outside] for stage in context.stages]},
         "calibration": measured,
     }
     result.keep()
-    run_all(chosen, result, gpu=gpu, total=context.total, until=until, again=options.again)
-    print(result.path.with_suffix(".md").read_text(encoding="utf-8"))
-    print(f"Written: {result.path}")
-    outcomes = [result.done[job.name]["status"] for job in chosen]
-    return int(any(status in ("failed", "not run") for status in outcomes))
+    run_all(these, result, gpu=gpu, total=context.total, until=until, again=options.again)
+    return result.shown(job.name for job in these)
 
 
 def run_all(
-    chosen: Sequence[ValidationJob], result: ResultFile, *, gpu: str, total: int, until: float, again: bool
+    these: Sequence[ValidationJob], result: ResultFile, *, gpu: str, total: int, until: float, again: bool
 ) -> None:
     """Run the jobs that have no result yet, one after another, and write each result."""
     terminal = os.fdopen(os.dup(2), "w", buffering=1)
     with tempfile.TemporaryDirectory(prefix="memfit-validate-") as scratch, quiet(result.path):
         os.chdir(scratch)
-        for number, job in enumerate(chosen, 1):
-            if result.done.get(job.name, {}).get("status") == "done" and not again:
+        for number, job in enumerate(these, 1):
+            if result.is_done(job.name) and not again:
                 continue
-            print(f"{number}/{len(chosen)} {job.name}: ", end="", file=terminal, flush=True)
+            print(f"{number}/{len(these)} {job.name}: ", end="", file=terminal, flush=True)
             left = until - time.monotonic()
             if left <= 0:
                 outcome: dict[str, Any] = {"status": "not run", "why": "no time left (--minutes)"}

@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from jobs import Model, batch, loss_of, start, train, variant
+from jobs import Model, batch, loss_of, start, train, train_accumulated, variant
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     ddp_zero_hook,
@@ -54,14 +54,7 @@ def unused(device):
 
 
 def accumulation(device):
-    model = wrapped(device)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(3):
-        with model.no_sync():
-            loss_of(model, batch(device)).backward()
-        loss_of(model, batch(device)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train_accumulated(wrapped(device), device)
 
 
 def fp16_hook(device):

@@ -4,7 +4,7 @@ import functools
 
 import torch
 import torch.distributed as dist
-from jobs import Block, Model, batch, loss_of, start, train, variant
+from jobs import Block, Model, batch, loss_of, start, train, train_accumulated, variant
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -99,14 +99,7 @@ def clip(device):
 
 
 def no_sync(device):
-    model = wrapped(device)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(3):
-        with model.no_sync():
-            loss_of(model, batch(device)).backward()
-        loss_of(model, batch(device)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train_accumulated(wrapped(device), device)
 
 
 def sync_module_states(device):

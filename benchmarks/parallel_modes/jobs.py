@@ -86,3 +86,14 @@ def train(model, device, optimizer=None, steps=3):
     if dist.get_rank() == 0:
         print(f"loss {loss.item():.4f}")
     return optimizer
+
+
+def train_accumulated(model, device):
+    """Train a model that sums its gradients over ranks with every second batch."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        with model.no_sync():
+            loss_of(model, batch(device)).backward()
+        loss_of(model, batch(device)).backward()
+        optimizer.step()
+        optimizer.zero_grad()

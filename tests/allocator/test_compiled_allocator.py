@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from twins import POOLS, TWIN_CONFS, both, compare
 
 from memfit.allocator import compiled_allocator
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.replay import replay
 from memfit.allocator.requests import RequestKind, Requests
 from memfit.errors import MemfitError, UsageError
+from support.allocator_comparison.twins import POOLS, TWIN_CONFS, both, compare
 from support.sanitized_build import build
 
 CHECK = Path(__file__).with_name("check_allocator.c")

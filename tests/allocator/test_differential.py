@@ -1,46 +1,38 @@
-"""memfit's allocator equals PyTorch's own on the ghost: every address and statistic, at every operation."""
+"""memfit's allocator equals PyTorch's own on the ghost: every address and statistic, at every operation.
 
-import importlib.util
+MEMFIT_TIMES=100 makes so many times the operations, and MEMFIT_SEED=N others.
+"""
+
 import json
 import os
 import random
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from support import warm_process
+from support.allocator_comparison.situations import DRIVER, result_of, situations
 
 pytestmark = pytest.mark.process
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "allocator_differential.py"
-OPERATIONS = 50_000
-SEED = 20261122  # the benchmark takes a fresh one at each run
+TIMES = int(os.environ.get("MEMFIT_TIMES", "1"))
+OPERATIONS = 50_000 * TIMES
+SEED = int(os.environ.get("MEMFIT_SEED", "20261122"))
 
 
-@pytest.fixture(scope="module")
-def differential():
-    spec = importlib.util.spec_from_file_location("allocator_differential", BENCHMARK)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.timeout(900)
-def test_nothing_differs_under_any_setting(differential):
-    situations = differential.situations(random.Random(SEED))  # noqa: S311
-    each = -(-OPERATIONS // len(situations))
+@pytest.mark.timeout(900 * TIMES)
+def test_nothing_differs_under_any_setting():
+    chosen = situations(random.Random(SEED))  # noqa: S311
+    each = -(-OPERATIONS // len(chosen))
 
     def run(situation):
         conf, options = situation
         settings = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), conf)
-        done = warm_process.on_ghost(
-            differential.DRIVER, json.dumps(options | {"operations": each}), **settings
-        )
-        return conf, differential.result_of(done)
+        done = warm_process.on_ghost(DRIVER, json.dumps(options | {"operations": each}), **settings)
+        return conf, result_of(done)
 
     with ThreadPoolExecutor(os.cpu_count()) as workers:
-        done = list(workers.map(run, situations))
+        done = list(workers.map(run, chosen))
     assert {conf: result["mismatch"] for conf, result in done if result["mismatch"]} == {}
     assert sum(result["operations"] for _, result in done) >= OPERATIONS
     # Each of these must happen somewhere, or the comparison did not cover it.

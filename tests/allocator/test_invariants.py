@@ -6,9 +6,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from watched import BESIDE, CONFS, EDGES, Watched, run
 
 from memfit.allocator.config import AllocatorConfig
+from support.allocator_comparison.watched import BESIDE, CONFS, EDGES, Watched, run
 from support.reference_allocator.caching_allocator import CachingAllocator
 from support.reference_allocator.device_memory import DeviceMemory
 from support.reference_allocator.invariants import (

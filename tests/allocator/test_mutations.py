@@ -1,22 +1,31 @@
-"""Mutants of the allocator are caught: a sample of those in benchmarks/allocator_mutations.py."""
+"""Mutants of the allocator are caught: all in Python by two situations, and some in C.
 
+With MEMFIT_TIMES=2, each mutant, in C too, must be caught by any situation of test_differential.py, by the
+referee, or by the comparison of the allocator in C with the reference: it takes ten minutes.
+"""
+
+import itertools
 import json
+import multiprocessing
 import os
+import random
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from compiled import replay_compiled
-from model import Log, Model
-from mutants import mutants, mutated, mutated_c
-from watched import CONFS, run
 
+from support.allocator_comparison.compiled import replay_compiled
+from support.allocator_comparison.model import Log, Model
+from support.allocator_comparison.mutants import mutants, mutated, mutated_c
+from support.allocator_comparison.situations import DRIVER, situations
+from support.allocator_comparison.twins import TWIN_CONFS, compare
+from support.allocator_comparison.watched import CONFS, run
 from support.reference_allocator import caching_allocator
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
-DRIVER = Path(__file__).parents[2] / "benchmarks" / "allocator" / "drive.py"
+ALL = int(os.environ.get("MEMFIT_TIMES", "1")) > 1
+LONGEST = 60  # seconds of one attempt of a mutant in C
 GIB = 1 << 30
 SITUATIONS = {
     "expandable_segments:True,max_split_size_mb:64": {"streams": 3, "share": 0.2, "pools": 1},
@@ -26,7 +35,7 @@ SITUATIONS = {
         "share": 0.2,
     },
 }
-# The two situations above do not expose these mutants; others of the benchmark do.
+# The two situations above do not expose these mutants; those of test_differential.py do.
 ELSEWHERE = {
     "a single division rounds up",
     "max_split_size does not prevent splitting",
@@ -53,13 +62,14 @@ def logs(tmp_path_factory):
     """Return the logs of PyTorch's real allocator, one for each situation."""
     folder = tmp_path_factory.mktemp("logs")
     found = []
-    for number, (conf, options) in enumerate(SITUATIONS.items()):
+    chosen = [
+        (conf, {"operations": 1500, "seed": 3, "total": 2 * GIB} | more) for conf, more in SITUATIONS.items()
+    ]
+    if ALL:
+        chosen += [(conf, more | {"operations": 800}) for conf, more in situations(random.Random(0))]  # noqa: S311
+    for number, (conf, options) in enumerate(chosen):
         log = folder / f"{number}.npz"
-        command = [
-            sys.executable,
-            str(DRIVER),
-            json.dumps({"operations": 1500, "seed": 3, "total": 2 * GIB, "log": str(log)} | options),
-        ]
+        command = [sys.executable, str(DRIVER), json.dumps(options | {"log": str(log)})]
         environment = {**os.environ, "PYTORCH_ALLOC_CONF": conf}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
@@ -74,6 +84,37 @@ def caught(attempt, *arguments):
     except Exception:  # noqa: BLE001 - a mutant may raise anything, such as KeyError
         return True
     return False
+
+
+def in_child(attempt, *arguments):
+    """Make an attempt in a fork, because mutated C may crash or never return."""
+    process = multiprocessing.get_context("fork").Process(target=attempt, args=arguments)
+    process.start()
+    process.join(LONGEST)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    if process.exitcode:
+        raise RuntimeError(f"exit code {process.exitcode}")
+
+
+def is_caught(mutant, logs):
+    """Return whether any way catches a mutant."""
+    if mutant.compiled:
+        with mutated_c(mutant):
+            twins = ((compare, conf, seed) for seed in range(4) for conf in TWIN_CONFS)
+            ways = ((in_child, *way) for way in (*((replay_compiled, log) for log in logs), *twins))
+            return any(caught(*way) for way in ways)
+    with mutated(mutant) as changed:
+        referee = ((run, conf, seed, 250, changed) for seed in range(4) for conf in CONFS)
+        replays = ((log.replay, Model(log.situation, changed)) for log in logs)
+        return any(caught(*way) for way in itertools.chain(replays, referee))
+
+
+@pytest.mark.skipif(not ALL, reason="MEMFIT_TIMES=2 asks for all mutants")
+@pytest.mark.timeout(3600)
+def test_every_mutant_is_caught_unless_it_changes_nothing(logs):
+    assert {mutant.what for mutant in LISTED if not is_caught(mutant, logs)} == set(EQUAL)
 
 
 def test_the_unchanged_allocator_replays_the_logs(logs):

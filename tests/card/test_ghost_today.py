@@ -35,7 +35,7 @@ def ghost_today(monkeypatch):
 
 
 def rows(ghost_today, monkeypatch, dry_run):
-    monkeypatch.setattr(ghost_today.api, "dry_run", dry_run)
+    monkeypatch.setattr(ghost_today.memfit, "dry_run", dry_run)
     chosen = [ghost_today.ValidationJob(name, "a.py") for name in ("done", "broken", "newer")]
     return list(ghost_today.table(RESULT, chosen))
 

@@ -1,7 +1,6 @@
 """A dry run of one rank of many: the script takes part in a process group whose other ranks do not exist."""
 
 import pytest
-from rank_tables import fsdp2
 
 import memfit
 from memfit.records import GroupBy
@@ -70,13 +69,6 @@ def test_the_other_ranks_send_what_this_one_sends(dry_run):
     assert run.code == 0, run.err
     notes = " ".join(note["text"] for note in run.answer["notes"])
     assert "The script ran as rank 6 of 8 (GPU 2 of machine 1)." in notes
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("rank", [0, pytest.param(1023, marks=pytest.mark.slow)])
-def test_fsdp_holds_its_share_of_parameters_gradients_and_state_to_the_byte_of_padding(rank):
-    row = fsdp2.compared(8, 128, rank)
-    assert row.failure == ""
 
 
 def test_what_fsdp_gathers_of_parameters_is_communication(dry_run, tmp_path):

@@ -1,6 +1,5 @@
 """Ctrl-C ends memfit and all that it started, and a killed memfit takes its script along."""
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -17,20 +16,10 @@ from memfit.run.child_settings import ChildSettings, write_settings
 from memfit.run.options import RunOptions
 from memfit.run.script import end_of
 from memfit.trace.trace_file import write_trace
+from support import interrupts
 from support.traces import BASE, Event, freed, segment, trace_of
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "interrupts.py"
-
-
-def load():
-    """Import benchmarks/interrupts.py, a script outside any package."""
-    spec = importlib.util.spec_from_file_location("interrupts", BENCHMARK)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
+TIMES = int(os.environ.get("MEMFIT_TIMES", "1"))
 COMMANDS = [("dry-run",), ("verify", "--plan", "plan.json")]
 
 
@@ -75,14 +64,14 @@ def ends(pid):
 
 @pytest.mark.slow
 @pytest.mark.process
+@pytest.mark.timeout(300 * TIMES)
 def test_ctrl_c_at_random_moments_leaves_nothing_behind(tmp_path):
-    interrupts = load()
     (tmp_path / "train.py").write_text(interrupts.SCRIPT)
     block = [Event(Action.ALLOC, BASE, 512), *freed(BASE, 512)]
     history = [Event(Action.SEGMENT_ALLOC, BASE, 2 << 20), *block]
     write_trace(trace_of(history, segments=[segment(BASE, 2 << 20, "small")]), tmp_path / "run.memfit")
     spans = {name: interrupts.span(name, tmp_path) for name in interrupts.COMMANDS}
-    found = list(interrupts.interruptions(spans, 10, 0, tmp_path))
+    found = list(interrupts.interruptions(spans, 10 * TIMES, 0, tmp_path))
     assert not [one for one in found if one.faults]
 
 

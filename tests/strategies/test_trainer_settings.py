@@ -1,6 +1,6 @@
 """Settings of MMEngine, Lightning, HuggingFace and MindSpore, as their documentation writes them.
 
-benchmarks/originals.py trains with the originals themselves.
+tests/support/originals/report.py trains with the originals themselves.
 """
 
 import pytest

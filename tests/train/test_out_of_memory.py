@@ -1,9 +1,11 @@
 """Faults inside a step: the step is repeated in smaller parts, undone, or reported as torn.
 
-A small sample; ``benchmarks/oom_everywhere.py`` covers every place.
+A small sample of places. MEMFIT_TIMES=32 tries every place, in a quarter of an hour; a smaller number tries
+as many times those of the slow tests, at equal distances.
 """
 
 import copy
+import os
 import random
 from pathlib import Path
 
@@ -19,6 +21,9 @@ from support.fault_injection import mean_loss as loss_of
 from support.fork_pool import ForkPool, PoolJob
 
 SWEEP = Path(__file__).parents[1] / "support" / "ghost_oom_sweep.py"
+EVERY = max(1, 32 // int(os.environ.get("MEMFIT_TIMES", "1")))
+SITUATIONS = [(0, "always"), (0, "auto"), (1, "always"), (1, "auto")]
+"""(step, protection). Step 0 creates the optimizer state."""
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +44,30 @@ def test_a_fault_is_undone_or_reported(case, step, protect, fault):
     outcomes = [sweep.outcome(at) for at in places]
     if fault in list(FAULTS)[:2]:
         assert set(outcomes[1:]) == {"reported" if protect == "always" else "torn, and says so"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.filterwarnings("ignore:.*BatchNorm layers")
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("case", CASES)
+def test_a_fault_is_undone_or_reported_wherever_it_is(case, fault):
+    """After each fault, all that the engine has not reported as changed equals what was there before it."""
+    for step, protect in SITUATIONS:
+        sweep = Sweep(case, step, fault, protect)
+        for at in range(0, sweep.places, EVERY):
+            sweep.outcome(at)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("case", CASES)
+def test_memory_that_really_runs_out_does_no_harm_wherever_it_does(pool, case):
+    for step, protect in SITUATIONS:
+        settings = {"case": case, "step": step, "protect": protect, "every": EVERY}
+        found = pool.run(PoolJob(f"{SWEEP}:sweep", settings))
+        assert sum(found.values())
 
 
 @pytest.mark.parametrize("case", ["AdamW, clipped", "bf16 with float32 masters", "accumulation, uneven"])

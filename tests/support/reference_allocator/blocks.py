@@ -11,7 +11,7 @@ and in that segment the one with the lowest address. Up to PyTorch 2.11 the addr
     free   address -> Block
 
 Source: ``Block``, ``BlockPool`` and ``BlockComparatorSize``, c10/cuda/CUDACachingAllocator.cpp; the rule
-about the age of segments was found by driving them (``benchmarks/allocator_differential.py``).
+about the age of segments was found by driving them (``tests/allocator/test_differential.py``).
 """
 
 from bisect import bisect_left, insort

@@ -20,7 +20,7 @@ There is no memory behind it, so it runs anywhere, under any settings and with a
 row for each change; ``memory_stats.py`` turns it into ``torch.cuda.memory_stats()``.
 
 Source: ``DeviceCachingAllocator``, c10/cuda/CUDACachingAllocator.cpp, PyTorch 2.14.1; methods have their
-counterparts' names. ``benchmarks/allocator_differential.py`` drives the two side by side.
+counterparts' names. ``tests/allocator/test_differential.py`` drives the two side by side.
 """
 
 from bisect import bisect_left, insort
