@@ -29,7 +29,7 @@ ELSEWHERE = {
 """Assignments to attributes of other libraries that are no patches."""
 SETS_ATTRIBUTES = {
     "patching/patches.py",
-    "estimating/backend_flags.py",
+    "estimating/serialise.py",  # a user's settings
     "ghost/compile/kernel_work.py",  # its own attribute of a graph
     "recording/short_trainers.py",  # options of the script's own objects
 }
@@ -67,7 +67,7 @@ def test_a_patch_of_an_instance_leaves_its_class_as_it_is(module):
 
 
 def test_a_missing_name_is_an_error_that_names_it_unless_some_versions_lack_it(module, monkeypatch):
-    monkeypatch.setattr("memfit.patching.patches.version", {"patched_here": "1.2"}.get)
+    monkeypatch.setattr("importlib.metadata.version", {"patched_here": "1.2"}.get)
     with pytest.raises(UnsuitableEnvironmentError, match=r"1\.2 has no patched_here\.g, .* to test\."):
         Patch("patched_here", "g", why="test").install("g", lambda _: None)
     with pytest.raises(UnsuitableEnvironmentError, match=r"patched_here\.Gone\.__init__"):

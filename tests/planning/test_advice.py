@@ -21,7 +21,7 @@ from memfit.records import (
     Provenance,
     ScriptEnd,
 )
-from memfit.report.terminal.advice import heading
+from memfit.report.terminal.advice import advice_heading
 from support.advised_runs import (
     BF16,
     CHECKPOINT,
@@ -314,7 +314,7 @@ def test_advice_for_a_script_that_caught_an_error_starts_from_a_run_without_one(
     )
     assert tried[0] == in_words(Change())
     assert rows(answer) == [(CHECKPOINT, 250, 250, True)]
-    assert heading(answer) == (
+    assert advice_heading(answer) == (
         "The script handles its out-of-memory errors. To run without one, it needs 500.0 MiB. This is enough:"
     )
 

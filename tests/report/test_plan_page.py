@@ -8,8 +8,8 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from memfit.records import Change, Figure, Phase, PlanRun, Provenance, ScriptLocation, ScriptPlan
-from memfit.report.html.plan_page import chart, plan_page
-from memfit.report.html.safe_page import policy
+from memfit.report.html.plan_page import plan_chart_svg, plan_page
+from memfit.report.html.safe_page import content_policy
 from memfit.report.terminal.plan_chart import PlanKind, chart_lines, drawn_plans
 from support.html_reports import EVIL, GIB, Elements
 
@@ -45,7 +45,7 @@ def plan(answer):
 
 def points(plan):
     """Return the pixels and the kind of each point, by its number."""
-    tree = ET.fromstring(chart(plan).replace("<svg", f'<svg xmlns="{SVG[1:-1]}"'))  # noqa: S314
+    tree = ET.fromstring(plan_chart_svg(plan).replace("<svg", f'<svg xmlns="{SVG[1:-1]}"'))  # noqa: S314
     return {
         int(link.get("href").removeprefix("#plan-")): (
             float(dot.get("cx")),
@@ -67,12 +67,12 @@ def test_points_stand_where_their_memory_and_time_are(plan):
     assert all(found[fast][1] > found[slow][1] for fast, slow in pairwise(by_time))
     # 3, 4 and 8 GiB: distances are to scale.
     assert (found[0][0] - found[1][0]) / (found[2][0] - found[1][0]) == pytest.approx(5, rel=0.01)
-    budget = float(re.search(r'<line class="budget" x1="([0-9.]+)"', chart(plan))[1])
+    budget = float(re.search(r'<line class="budget" x1="([0-9.]+)"', plan_chart_svg(plan))[1])
     assert (budget - found[2][0]) / (found[2][0] - found[1][0]) == pytest.approx(1, rel=0.01)
 
 
 def test_what_is_chosen_is_drawn_over_the_rest_and_named(plan):
-    text = chart(plan)
+    text = plan_chart_svg(plan)
     assert text.rindex('class="chosen"') > text.rindex('class="policy"')
     assert ">2 chosen</text>" in text
     assert ">0 as written</text>" in text
@@ -116,7 +116,7 @@ def test_the_page_needs_no_script_and_loads_nothing(plan):
     assert not re.search(r"https?://|url\(|@import", text)
     style = re.search(r"<style>(.*?)</style>", text, re.DOTALL)[1]
     (content,) = (at["content"] for _, at in page.found if at.get("http-equiv") == "Content-Security-Policy")
-    assert content == policy(style)
+    assert content == content_policy(style)
     assert "script-src 'none'" in content
     assert '@media screen and (prefers-color-scheme: dark) {\n:root[data-theme="dark"]' in style
 
@@ -152,13 +152,13 @@ def test_a_plan_whose_time_is_unknown_is_not_drawn(plan):
     unknown = replace(plan, policies=(ran(3, float("inf"), checkpointing={}), *plan.policies[1:]))
     assert [each.kind for each in drawn_plans(unknown)].count(PlanKind.POLICY) == 1
     assert "a checkpoint every 2nd block: 6.00 GiB, 1.150x" in list(chart_lines(unknown))
-    assert "inf" not in chart(unknown)
+    assert "inf" not in plan_chart_svg(unknown)
 
 
 def test_numbers_that_would_overlap_are_left_out(plan):
     beside = replace(plan.chosen.needs, bytes=plan.chosen.needs.bytes + (1 << 20))
     near = replace(plan, tried=(*plan.tried, replace(plan.chosen, needs=beside, time=1.1001)))
-    assert len(re.findall(r'<text class="name', chart(near))) == len(points(near)) - 1
+    assert len(re.findall(r'<text class="name', plan_chart_svg(near))) == len(points(near)) - 1
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from memfit.records import (
     ScriptEnd,
     TensorInfo,
 )
-from memfit.report.html import page
+from memfit.report.html import report_page
 from support.traces import BASE, Event, trace_of
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -135,7 +135,7 @@ def report(trace, *, advice=None, needs=None, untried=None, ranks=(), peaks=None
     line = timeline(trace)
     summary = summarize(trace)
     found = replace(summary, advice=advice, needs=needs, untried=untried, ranks=ranks, range=peaks)
-    return page(trace, line, attribute(trace, line), found, **options)
+    return report_page(trace, line, attribute(trace, line), found, **options)
 
 
 def unpacked(text):

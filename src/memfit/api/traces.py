@@ -17,7 +17,7 @@ from memfit.devices import find_device
 from memfit.planning.advice import find_advice
 from memfit.records import AllocatorComparison, DryRun, Explanation, GroupBy, RunDifference, Trace
 from memfit.report import export
-from memfit.report.html import page
+from memfit.report.html import report_page
 from memfit.trace.snapshot import read_snapshot
 from memfit.trace.trace_file import is_trace, read_trace
 
@@ -139,7 +139,7 @@ def html_report(trace: Trace, result: DryRun, *, source: bool = True) -> str:
         source: whether to include file names, line numbers and the command.
     """
     line = timeline(trace)
-    return page(trace, line, attribute(trace, line), result, source=source)
+    return report_page(trace, line, attribute(trace, line), result, source=source)
 
 
 def write_html(trace: Trace, result: DryRun, path: Path, *, source: bool = True) -> None:

@@ -28,7 +28,7 @@ from memfit.errors import UsageError
 from memfit.recording.allocator_history import UNCACHED
 from memfit.recording.recorder import Recorder
 from memfit.records import DeviceUse, Figure, GroupBy, Machine, Provenance, ScriptEnd, Trace
-from memfit.report.html import page
+from memfit.report.html import report_page
 from memfit.report.places import place_in_words, short_path
 from memfit.trace.trace_file import write_trace
 from memfit.units import format_bytes
@@ -121,7 +121,7 @@ def write(recorder: Recorder, failure: AllocationFailure, folder: Path) -> Itera
     yield f"written: {short_path(str(name))} (memfit explain)"
     report = name.with_suffix(".html")
     try:
-        text = page(trace, line, attribution, summarize_attributed(trace, line, attribution))
+        text = report_page(trace, line, attribution, summarize_attributed(trace, line, attribution))
         write_bytes(report, text.encode(errors="replace"))
     except Exception as error:  # noqa: BLE001 - the trace, which holds the same, is written
         yield f"no report was written: {type(error).__name__}: {error}"

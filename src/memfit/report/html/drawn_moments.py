@@ -46,7 +46,7 @@ class Drawing:
     """Number of blocks that are drawn together."""
 
 
-def drawn(
+def draw_moments(
     trace: Trace,
     line: Timeline,
     blocks: BlockColumns,

@@ -7,7 +7,7 @@ from memfit.analysis.reserved_ranges import has_segments
 from memfit.records import Attribution, DryRun, Timeline, Trace
 from memfit.report.html import static_html
 from memfit.report.html.payload import payload
-from memfit.report.html.safe_page import PageTexts, asset, policy
+from memfit.report.html.safe_page import PageTexts, asset_text, content_policy
 
 _STYLES = ("common.css", "dark.css", "page.css")
 _SCRIPTS = (
@@ -17,7 +17,7 @@ _SCRIPTS = (
 """In order of dependency; joined into one script with its own scope."""
 
 
-def page(
+def report_page(
     trace: Trace, line: Timeline, attribution: Attribution, summary: DryRun, *, source: bool = True
 ) -> str:
     """Return the report of a run as one HTML file that works offline, opened at the peak.
@@ -40,12 +40,12 @@ def page(
         summary = _without_source(summary)
     found = payload(trace, line, attribution, summary, words)
     missing = {"no-source": not source, "no-segments": not has_segments(trace)}
-    style = "".join(map(asset, _STYLES)) + static_html.colours(found.facts)
-    script = "(() => {\n'use strict';\n" + "\n".join(map(asset, _SCRIPTS)) + "})();\n"
-    return Template(asset("page.html")).substitute(
+    style = "".join(map(asset_text, _STYLES)) + static_html.colours(found.facts)
+    script = "(() => {\n'use strict';\n" + "\n".join(map(asset_text, _SCRIPTS)) + "})();\n"
+    return Template(asset_text("page.html")).substitute(
         static_html.verdict_in_html(summary, words) | static_html.thinned(found.facts),
         missing=" ".join(name for name, is_so in missing.items() if is_so),
-        policy=policy(style, script),
+        policy=content_policy(style, script),
         style=style,
         code=script,
         ladder=static_html.ladder(summary),

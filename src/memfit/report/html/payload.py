@@ -38,7 +38,7 @@ from memfit.records import (
     Trace,
     worst,
 )
-from memfit.report.html.drawn_moments import MOST_BLOCKS, Drawing, drawn
+from memfit.report.html.drawn_moments import MOST_BLOCKS, Drawing, draw_moments
 from memfit.report.html.safe_page import PageTexts
 
 _COLOURS = {
@@ -107,7 +107,7 @@ class PageFacts:
     """Device memory available to PyTorch's allocator, in bytes; 0 if unknown."""
 
 
-def facts(trace: Trace, picture: Drawing, near: tuple[MemoryPeak, ...], summary: DryRun) -> PageFacts:
+def page_facts(trace: Trace, picture: Drawing, near: tuple[MemoryPeak, ...], summary: DryRun) -> PageFacts:
     """Collect the facts for the page.
 
     Args:
@@ -154,7 +154,7 @@ def layers_of(categories: Numbers) -> Numbers:
     return np.argsort([*_COLOURS, EARLIER])[categories]
 
 
-def shortcuts(trace: Trace, line: Timeline) -> tuple[MemoryPeak, ...]:
+def shortcut_moments(trace: Trace, line: Timeline) -> tuple[MemoryPeak, ...]:
     """Return the moments to look at: the peak, those just below it, and the peak of each phase and stage.
 
     A phase or stage that already contains one of these moments gets none of its own.
@@ -224,8 +224,8 @@ def payload(
     """
     blocks = blocks_of(trace, attribution)
     ranges = ranges_of(trace)
-    near = shortcuts(trace, line)
-    picture = drawn(trace, line, blocks, ranges, [one.event for one in near], most)
+    near = shortcut_moments(trace, line)
+    picture = draw_moments(trace, line, blocks, ranges, [one.event for one in near], most)
     columns = {
         **_moments(trace, line, attribution, picture, words),
         **_blocks(trace, attribution, picture, words),
@@ -233,10 +233,10 @@ def payload(
         **_ranges(ranges, picture),
         **_stacks(trace, words),
     }
-    page_facts = facts(trace, picture, near, summary)
+    found = page_facts(trace, picture, near, summary)
     table, rank = words.in_order()
     columns |= {name: rank[columns[name]] for name in _OF_WORDS}
-    return Payload(page_facts, near, _packed(page_facts, table, columns))
+    return Payload(found, near, _packed(found, table, columns))
 
 
 def _moments(

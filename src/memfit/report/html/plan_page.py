@@ -15,7 +15,7 @@ from string import Template
 
 from memfit.records import Provenance, ScriptPlan
 from memfit.records.job_target import typed
-from memfit.report.html.safe_page import PageTexts, asset, policy
+from memfit.report.html.safe_page import PageTexts, asset_text, content_policy
 from memfit.report.terminal.plan_chart import DrawnPlan, PlanKind, drawn_plans, marked_last
 from memfit.report.terminal.script_plan import plan_details, plan_name, plan_verdict
 from memfit.units import format_gib, unit_for
@@ -32,19 +32,19 @@ def plan_page(result: ScriptPlan, file: Path | None = None) -> str:
         The text of the file.
     """
     words = PageTexts(source=True)
-    dark = f"@media screen and (prefers-color-scheme: dark) {{\n{asset('dark.css')}}}\n"
-    style = asset("common.css") + dark + asset("plan.css")
+    dark = f"@media screen and (prefers-color-scheme: dark) {{\n{asset_text('dark.css')}}}\n"
+    style = asset_text("common.css") + dark + asset_text("plan.css")
     verdict = plan_verdict(result)
     kinds = dict.fromkeys(each.kind for each in drawn_plans(result))
-    return Template(asset("plan.html")).substitute(
-        policy=policy(style),
+    return Template(asset_text("plan.html")).substitute(
+        policy=content_policy(style),
         style=style,
         script=_text(words, typed(result.command)[0]),
         subject=_text(words, f"{' '.join(typed(result.command))} · {result.device.name}"),
         kind="bad" if result.chosen is None else "unsure" if result.is_tight else "good",
         verdict=escape(verdict.word.capitalize()),
         rest=escape(" ".join(verdict.figures)),
-        chart=chart(result),
+        chart=plan_chart_svg(result),
         legend="".join(f'<span><i class="{_class(kind)}"></i>{kind}</span>' for kind in kinds),
         budget=f"{result.budget:,} B, {format_gib(result.budget)}",
         rows="".join(
@@ -134,7 +134,7 @@ class _Axis:
         return [round(step * number, 9) for number in range(first, last + 1)]
 
 
-def chart(result: ScriptPlan) -> str:
+def plan_chart_svg(result: ScriptPlan) -> str:
     """Return the chart; its points have the numbers of ``drawn_plans``, counted from 0."""
     plans = drawn_plans(result)
     unit = unit_for(max(result.budget, *(each.run.needs.bytes for each in plans)))

@@ -10,11 +10,11 @@ from memfit.report.figure_table import FigureTable
 from memfit.report.html.payload import PageFacts, Payload
 from memfit.report.html.safe_page import PageTexts
 from memfit.report.places import place_in_words
-from memfit.report.terminal.advice import NONE, heading, needs, outcome
+from memfit.report.terminal.advice import NO_ADVICE, advice_heading, advice_outcome, needs_verb
 from memfit.report.terminal.longest_batch import longest_lines
 from memfit.report.terminal.notes import outside_sources
 from memfit.report.terminal.ranks import range_line, rank_table
-from memfit.report.terminal.summary import MACHINES, growth, stage_remarks, stage_table, subject
+from memfit.report.terminal.summary import MACHINES, growth_in_words, run_subject, stage_remarks, stage_table
 from memfit.report.terminal.verdict import untried, verdict_of_run
 from memfit.units import GIB, MIB, format_bytes, format_gib
 
@@ -32,10 +32,10 @@ def verdict_in_html(result: DryRun, words: PageTexts) -> dict[str, str]:
         "kind": _KINDS.get(result.verdict, "bad"),
         "verdict": _text(words, found.word.capitalize()),
         "needs": "<br>".join(_text(words, line) for line in lines),
-        "subject": _text(words, subject(result).plain),
+        "subject": _text(words, run_subject(result).plain),
         "script": _text(words, typed(result.command)[0] if result.command else result.device.name),
         "peak": _text(words, place_in_words(result.peak_place)),
-        "growth": _text(words, growth(result).plain),
+        "growth": _text(words, growth_in_words(result).plain),
     }
 
 
@@ -194,7 +194,7 @@ def advice(result: DryRun, words: PageTexts) -> str:
     """Return the advice, as the terminal shows it; empty if it was not requested."""
     if result.advice is None:
         return ""
-    rest = _text(words, untried(result)) or NONE * (not result.advice)
+    rest = _text(words, untried(result)) or NO_ADVICE * (not result.advice)
     rest = "".join(
         f'<p class="peak">{line}</p>'
         for line in (*(_text(words, remark) for remark in result.advice_remarks), rest)
@@ -205,15 +205,15 @@ def advice(result: DryRun, words: PageTexts) -> str:
     items = [
         f"<li><b>{_text(words, ' + '.join(one.changes))}</b> saves {format_bytes(one.saves.bytes)} "
         f'<span class="provenance">{one.saves.provenance}</span> · '
-        f"{needs(result)} {format_bytes(one.needs.bytes)}"
-        f"{' · ' * (one.fits is not None)}{outcome(result, one)} "
+        f"{needs_verb(result)} {format_bytes(one.needs.bytes)}"
+        f"{' · ' * (one.fits is not None)}{advice_outcome(result, one)} "
         + "".join(
             f'<code class="long">{_text(words, line)}</code> ' for line in (*one.how, one.where) if line
         )
         + f"<small>costs {_text(words, one.costs)}</small></li>"
         for one in result.advice
     ]
-    title = f"<h2>What to do next <small>{heading(result)}</small></h2>"
+    title = f"<h2>What to do next <small>{advice_heading(result)}</small></h2>"
     return f'{title}<ol class="advice">{"".join(items)}</ol>{rest}'
 
 

@@ -9,17 +9,15 @@ from memfit.report.escape import escaped
 from memfit.report.places import short_path
 from memfit.units import format_bytes
 
-NONE = "No change was found that saves at least 1 %."
+NO_ADVICE = "No change was found that saves at least 1 %."
 
 
-def heading(result: DryRun) -> str:
+def advice_heading(result: DryRun) -> str:
     """Describe what the advice achieves, and the total it starts from if the summary does not show that."""
     total = ""
     if result.needs is not None and result.caught:
-        amount = format_bytes(result.needs.bytes)
-        total = (
-            f"The script handles its out-of-memory errors. To run without one, it {needs(result)} {amount}. "
-        )
+        needs = f"{needs_verb(result)} {format_bytes(result.needs.bytes)}"
+        total = f"The script handles its out-of-memory errors. To run without one, it {needs}. "
     return f"{total}{_achieved(result)}"
 
 
@@ -29,7 +27,7 @@ def _achieved(result: DryRun) -> str:
     if result.verdict in ("fits", "unknown") and not result.caught:
         peak = "the peak" if not result.end.stopped else f"the peak of the {steps_in_words(result)}"
         return f"Each of these lowers {peak} on its own." if several else f"This lowers {peak}."
-    if any(outcome(result, one) == "tight" for one in found):
+    if any(advice_outcome(result, one) == "tight" for one in found):
         return "No change is certain to be enough, because the CUDA context is assumed. These save the most:"
     if not any(one.fits for one in found):
         return "No change that memfit tried is enough. These save the most:"
@@ -44,7 +42,7 @@ def steps_in_words(result: DryRun) -> str:
     return f"{result.steps} training step{'s' * (result.steps != 1)}"
 
 
-def outcome(result: DryRun, one: Advice) -> str:
+def advice_outcome(result: DryRun, one: Advice) -> str:
     """Return how the run then fits its device, as a verdict does; empty without a device."""
     if one.fits is None:
         return ""
@@ -54,7 +52,7 @@ def outcome(result: DryRun, one: Advice) -> str:
     return "tight" if left >= 0 else "does not fit"
 
 
-def needs(result: DryRun) -> str:
+def needs_verb(result: DryRun) -> str:
     """Return the verb before what a script needs, which says so if that is an upper bound."""
     return "needs at most" if result.bound else "needs"
 
@@ -69,15 +67,15 @@ def advice_lines(result: DryRun, untried: str) -> Iterator[Text]:
     found = result.advice or ()
     yield Text()
     if found:
-        yield Text(f"What to do next. {heading(result)}")
+        yield Text(f"What to do next. {advice_heading(result)}")
     width = max((len(change) for one in found for change in one.changes), default=0)
     for number, one in enumerate(found, 1):
         line = Text(
             f"  {number} {escaped(one.changes[0]):<{width}}  saves {format_bytes(one.saves.bytes):>10}"
         )
         line.append(f" {one.saves.provenance:<9}", style="dim")
-        line.append(f"  {needs(result)} {format_bytes(one.needs.bytes):>10}")
-        line.append(f"  {outcome(result, one)}", style="bold green" if one.fits else "")
+        line.append(f"  {needs_verb(result)} {format_bytes(one.needs.bytes):>10}")
+        line.append(f"  {advice_outcome(result, one)}", style="bold green" if one.fits else "")
         yield line
         for change in one.changes[1:]:
             yield Text(f"  + {escaped(change)}")
@@ -91,4 +89,4 @@ def advice_lines(result: DryRun, untried: str) -> Iterator[Text]:
     if untried:
         yield Text(untried, style="yellow")
     elif not found:
-        yield Text(NONE)
+        yield Text(NO_ADVICE)

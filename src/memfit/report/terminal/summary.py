@@ -49,7 +49,7 @@ def print_summary(result: DryRun, console: Console, *, hints: bool = True, notes
         notes: whether it lists every note.
     """
     console.print(verdict_of_run(result, hints=hints).text)
-    console.print(subject(result), style="dim")
+    console.print(run_subject(result), style="dim")
     console.print()
     if result.ranks:
         console.print(rank_table(result.ranks).in_terminal())
@@ -70,7 +70,7 @@ def print_summary(result: DryRun, console: Console, *, hints: bool = True, notes
         console.print(MACHINES[result.device.machine], style="dim")
 
 
-def subject(result: DryRun) -> Text:
+def run_subject(result: DryRun) -> Text:
     """Return what ran, and on what."""
     if is_snapshot(result):
         return Text("a memory snapshot written by PyTorch: without device, phases and categories")
@@ -97,12 +97,12 @@ def _below_table(result: DryRun) -> Iterator[Text | str]:
     if (pinned := result.pinned) is not None and pinned.bytes >= MIB:  # item() pins a number of 4 bytes
         why = f", {pinned.source}" * (pinned.provenance is not Provenance.MEASURED)
         yield Text(f"Pinned host memory: {format_bytes(pinned.bytes)} ({pinned.provenance}{why}).")
-    if (grown := growth(result)).plain:
+    if (grown := growth_in_words(result)).plain:
         yield grown
     yield from longest_lines(result)
 
 
-def growth(result: DryRun) -> Text:
+def growth_in_words(result: DryRun) -> Text:
     """Return whether memory grows from step to step; empty for a run that ran out, unless it leaks."""
     growth = result.growth
     if growth.leak:
