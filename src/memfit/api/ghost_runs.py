@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from memfit.analysis.even_routing import beside_even_routing, rests_on_routing, with_even_routing
 from memfit.analysis.rank_roles import find_held, ranks_by_role, role_of, weight_of_rank
 from memfit.analysis.stream_races import may_race, with_upper_bound
-from memfit.analysis.total_needs import find_total
+from memfit.analysis.total_needs import beside_even_routing, find_total, rests_on_routing, with_even_routing
 from memfit.analysis.trial_result import RunTrial, TrialResult
 from memfit.api.traces import summarize
 from memfit.devices import NO_LIMIT

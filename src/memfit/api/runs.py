@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.analysis.needed_memory import needed_process
-from memfit.analysis.workspace_range import needed_without_workspaces
+from memfit.analysis.needed_memory import needed_process, needed_without_workspaces
 from memfit.api.ghost_runs import FinishedRun, run_on_ghost
 from memfit.api.traces import summarize, write_html
 from memfit.card.find import find_card

@@ -26,16 +26,13 @@ from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import MemfitError, OutputError, TargetError, UsageError
 from memfit.records import ChildProcess, ScriptEnd, Trace
 from memfit.records.job_target import typed
-from memfit.run.check_script import check_script
-from memfit.run.child_settings import ChildSettings, GhostSettings
+from memfit.run.child_start import ChildSettings, GhostSettings, RunningScript, StartScript, start_script
 from memfit.run.interruption import Interruption, ctrl_c_held, script_handles_ctrl_c
 from memfit.run.options import RunOptions
-from memfit.run.other_ranks import OtherRanks
+from memfit.run.other_ranks import OtherRanks, StartedRanks
 from memfit.run.process_tree import kill_descendants
-from memfit.run.start_script import RunningScript, StartScript, start_script
-from memfit.run.started_processes import read_started_processes
-from memfit.run.started_ranks import StartedRanks
-from memfit.run.unfollowed import UnfollowedProcesses
+from memfit.run.script import check_script
+from memfit.run.started_processes import UnfollowedProcesses, read_started_processes
 from memfit.temporary_folders import TemporaryFolder
 from memfit.trace.trace_file import read_trace
 

@@ -12,7 +12,7 @@ from memfit.ghost.device import GhostDevice
 from memfit.ghost.values.value_options import ValueOptions
 from memfit.ghost.workspaces import WorkspaceSource
 from memfit.records import DeviceUse, Figure, Provenance
-from memfit.run.child_settings import GhostSettings
+from memfit.run.child_start import GhostSettings
 from memfit.run.options import RunOptions
 from memfit.units import format_bytes
 

@@ -18,11 +18,17 @@ from typing import Self
 import msgspec
 
 from memfit.records import Change
-from memfit.run.child_settings import ChildSettings, GhostSettings
+from memfit.run.child_start import (
+    ChildSettings,
+    GhostSettings,
+    RunningScript,
+    StartScript,
+    settings_file,
+    start_script,
+)
 from memfit.run.options import RunOptions
 from memfit.run.process_tree import kill_descendants
 from memfit.run.standby import MOST_BYTES, StandbyMessage
-from memfit.run.start_script import RunningScript, StartScript, settings_file, start_script
 from memfit.trials.side_by_side import most_in_memory
 
 _GONE = -signal.SIGKILL

@@ -12,11 +12,10 @@ from memfit.errors import MemfitError
 from memfit.injection.injection_files import InjectionReport, InjectionSettings
 from memfit.planning.plan_runs import GhostRuns
 from memfit.records import Change, ScriptEnd, StepOperations
-from memfit.run.child_settings import GhostSettings
+from memfit.run.child_start import GhostSettings, StartScript, start_script
 from memfit.run.options import RunOptions
 from memfit.run.parent import Progress, run_script
 from memfit.run.resolve_options import ghost_settings
-from memfit.run.start_script import StartScript, start_script
 from memfit.temporary_folders import TemporaryFolder
 from memfit.trials.script_standbys import ScriptRun, ScriptStandbys
 
