@@ -21,7 +21,6 @@ from memfit.analysis.stream_races import may_race, with_upper_bound
 from memfit.analysis.trial_result import TrialResult
 from memfit.api.ghost_runs import LATE, RANK, FinishedRun, own_file, save_trace
 from memfit.api.traces import summarize
-from memfit.devices import NO_LIMIT
 from memfit.records import Change
 from memfit.run.options import RunOptions
 from memfit.run.parent import PATIENCE, Progress, run_script, script_command
@@ -73,9 +72,8 @@ def run_beside_ranks(
     if _RACES in early.exchange(_RACES * may_race(recorded.trace)).values():
         late = SharedTraces(options.rank, environment, "late")
         path = late.prepare()
-        unlimited = replace(options, memory=NO_LIMIT, finish_late=True)
-        run = trial_runner(command, unlimited, result.device.total.bytes, on_progress)
-        trial = run(Change(), LATE)
+        unlimited = replace(options, unlimited=True, finish_late=True)
+        trial = trial_runner(command, unlimited, on_progress)(Change(), LATE)
         if isinstance(trial, TrialResult):
             write_trace(trial.trace, path)
         if not all(late.exchange(_RAN * isinstance(trial, TrialResult)).values()):

@@ -203,7 +203,15 @@ class ScriptRun:
 
 def _without_the_rest(options: RunOptions) -> RunOptions:
     """Return the options that what a script does until it trains depends on."""
-    return replace(options, memory=None, finish_late=False, preload=None, objects="", stdout_to_stderr=False)
+    return replace(
+        options,
+        memory=None,
+        unlimited=False,
+        finish_late=False,
+        preload=None,
+        objects="",
+        stdout_to_stderr=False,
+    )
 
 
 _MOST = 4
