@@ -20,11 +20,12 @@ import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import TargetError, UsageError
 from memfit.input_files import check_ordinary, read_input
+from memfit.patching.patches import before
 from memfit.records import ScriptEnd
 
 _MAX_BYTES = 1 << 26
@@ -233,26 +234,20 @@ def at_process_end(end: Callable[[BaseException | None, bool], object]) -> None:
 
 
 def _at_interpreter_end(end: Callable[[BaseException | None, bool], object]) -> None:
-    leave, hook = sys.exit, sys.excepthook
     raised: list[BaseException] = []
-
-    def noted_exit(code: object = None, /) -> NoReturn:
-        raised[:] = [SystemExit(code)]
-        leave(code)  # type: ignore[arg-type]
-
-    def noted_exception(
-        kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
-    ) -> None:
-        raised[:] = [error]
-        hook(kind, error, trace)
-
-    sys.exit, sys.excepthook = noted_exit, noted_exception
+    note_exits(raised.append)
 
     def ended() -> None:
         atexit.unregister(ended)  # memfit runs the exit handlers itself, of which this is one
-        end(raised[0] if raised else None, True)
+        end(raised[-1] if raised else None, True)
 
     atexit.register(ended)
+
+
+def note_exits(note: Callable[[BaseException], None]) -> None:
+    """Call ``note`` with the exception that ends this process: of ``sys.exit``, or one that nothing caught."""
+    sys.exit = before(lambda code=None, /: note(SystemExit(code)), sys.exit)
+    sys.excepthook = before(lambda _kind, error, _trace: note(error), sys.excepthook)
 
 
 def is_package(path: Path) -> bool:

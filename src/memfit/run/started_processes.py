@@ -16,12 +16,10 @@ import re
 import shlex
 import sys
 import time
-import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import NoReturn
 
 import msgspec
 
@@ -29,7 +27,7 @@ from memfit.patching.patches import Patch, before
 from memfit.records import ChildProcess, Figure
 from memfit.run.child_start import ChildSettings, write_settings
 from memfit.run.process_tree import descendants, with_environment
-from memfit.run.script import end_of
+from memfit.run.script import end_of, note_exits
 from memfit.units import format_bytes
 
 SITE = "sitecustomize"
@@ -157,8 +155,8 @@ class ProcessRecord:
 
         self._process = os.getpid()
         torch._C._cuda_attach_out_of_memory_observer(self._ran_out)  # type: ignore[attr-defined]
-        sys.exit, os._exit = self._noted(sys.exit), self._noted(os._exit)
-        sys.excepthook = self._noted_exception(sys.excepthook)
+        os._exit = before(lambda code=None, /: self._leave(SystemExit(code)), os._exit)
+        note_exits(self._leave)
         self._write()
 
     def update(self) -> None:
@@ -201,24 +199,6 @@ class ProcessRecord:
         self._written = held, failure
         peak = Figure(held + self._context.bytes, self._context.provenance, "reserved + CUDA context")
         record_process(self._folder, self._process, name_of_this_process(), peak, failure)
-
-    def _noted(self, leave: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
-        """Return a function that ends this process as ``leave`` does, and records an exit code."""
-
-        def noted(code: object = None, /) -> NoReturn:
-            self._leave(SystemExit(code))
-            leave(code)
-
-        return noted
-
-    def _noted_exception(self, hook: Callable[..., object]) -> Callable[..., object]:
-        def excepthook(
-            kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
-        ) -> None:
-            self._leave(error)
-            hook(kind, error, trace)
-
-        return excepthook
 
 
 def record_running(settings: ChildSettings, script: int) -> None:
