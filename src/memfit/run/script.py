@@ -245,7 +245,7 @@ def _at_interpreter_end(end: Callable[[BaseException | None, bool], object]) -> 
 
 
 def note_exits(note: Callable[[BaseException], None]) -> None:
-    """Call ``note`` with the exception that ends this process: of ``sys.exit``, or one that nothing caught."""
+    """Call ``note`` with the exception that ends this process: of ``sys.exit``, or an uncaught one."""
     sys.exit = before(lambda code=None, /: note(SystemExit(code)), sys.exit)
     sys.excepthook = before(lambda _kind, error, _trace: note(error), sys.excepthook)
 
