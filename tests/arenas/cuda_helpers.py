@@ -21,7 +21,7 @@ def used():
 
 
 def live():
-    return native.counted(0)["live"] / MIB
+    return native.gpu_bytes_by_use(0)["live"] / MIB
 
 
 def mib(size):

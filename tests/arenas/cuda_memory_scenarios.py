@@ -128,7 +128,7 @@ def capture_within_a_step():
             with torch.cuda.graph(graph, stream=side):
                 inside = mib(8).zero_()
             after = mib(8)
-            tally = native.tally(place.arena)
+            tally = native.step_tally(place.arena)
             print(tally["placed"], tally["unplanned"], native.load().arena_recorded_count(place.arena, 0))
             del before, inside, after
 
@@ -141,7 +141,7 @@ def recorded_with_another_stream():
     y.record_stream(torch.cuda.current_stream())
     del x, y
     native.load().arena_end(place.arena)
-    print(native.recorded(place.arena, before=False).tolist())
+    print(native.recorded_allocations(place.arena, before=False).tolist())
 
 
 def capture_out_of_memory():
@@ -187,7 +187,7 @@ def forked():
     if not child:
         del x
         torch.cuda.empty_cache()
-        os._exit(native.counted(0)["live"] != 8 * MIB)
+        os._exit(native.gpu_bytes_by_use(0)["live"] != 8 * MIB)
     print(os.waitpid(child, 0)[1], live())
 
 
@@ -204,8 +204,12 @@ def several_gpus():
     with torch.cuda.device(1):
         x = torch.empty(4 * MIB, device="cuda")
         place.lane()
-        print(place.reserve(4 * MIB), native.counted(1)["arena"] // MIB, native.counted(0)["pages"])
-    print(len(x.to("cuda:0")) // MIB, native.counted(0)["heaps"] // MIB)
+        print(
+            place.reserve(4 * MIB),
+            native.gpu_bytes_by_use(1)["arena"] // MIB,
+            native.gpu_bytes_by_use(0)["pages"],
+        )
+    print(len(x.to("cuda:0")) // MIB, native.gpu_bytes_by_use(0)["heaps"] // MIB)
     try:
         place.lane()
     except UsageError as error:

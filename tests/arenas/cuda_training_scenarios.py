@@ -76,8 +76,8 @@ def planned():
     for _ in range(5):
         with arena.train():
             step(*parts)
-        taken.append(native.counted(0)["pages"])
-    (kind,), count = arena.report().steps, native.counted(0)
+        taken.append(native.gpu_bytes_by_use(0)["pages"])
+    (kind,), count = arena.report().steps, native.gpu_bytes_by_use(0)
     print(kind.recorded, kind.placed, kind.kept, kind.unplanned, kind.planned == kind.live)
     print(count["pages"] / MIB == used(), count["arena"] + count["heaps"] == count["pages"])
     print(count["pages"] < 1.025 * count["most_live"])  # partly used pages
@@ -134,7 +134,7 @@ def lent():
     for _ in range(4):
         with arena.train():
             step(*parts)
-    arena_bytes = native.counted(0)["arena"]
+    arena_bytes = native.gpu_bytes_by_use(0)["arena"]
     leave(round(used()) + 20)
     for _ in range(2):
         with torch.no_grad(), arena.test():
@@ -143,12 +143,12 @@ def lent():
     with arena.train():
         step(*parts)
     train, test = arena.report().steps
-    print(train.placed, train.unplanned, test.recorded, native.counted(0)["arena"] == arena_bytes)
+    print(train.placed, train.unplanned, test.recorded, native.gpu_bytes_by_use(0)["arena"] == arena_bytes)
     large = torch.empty(arena_bytes - 4 * MIB, dtype=torch.uint8, device="cuda")
     with arena.train():
         held = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")  # in no plan; the arena is lent out
     del large
-    print(native.counted(0)["arena"], len(held))
+    print(native.gpu_bytes_by_use(0)["arena"], len(held))
 
 
 def closed():
@@ -159,7 +159,7 @@ def closed():
             step(*parts)
     arena.close()
     torch.cuda.empty_cache()
-    count = native.counted(0)
+    count = native.gpu_bytes_by_use(0)
     print(count["arena"], count["pages"] == count["heaps"])
 
 
@@ -245,7 +245,7 @@ def placed_and_used_by_another_stream():
     print(mib(8).data_ptr() == first)  # its slot is still occupied
     torch.cuda.synchronize()
     print(mib(8).data_ptr() == first)
-    print(native.tally(place.arena)["placed"], native.tally(place.arena)["overlapping"])
+    print(native.step_tally(place.arena)["placed"], native.step_tally(place.arena)["overlapping"])
 
 
 def used_by_the_stream_of_a_later_step():

@@ -102,7 +102,7 @@ def late_state_copies() -> Iterator[list[LateStream]]:
         return made[-1]
 
     with (
-        mock.patch.object(offloaded_state, "side_stream_copies", late),
+        mock.patch.object(offloaded_state, "host_copies_for", late),
         mock.patch.object(apply, "BLOCK_BYTES", 64),
     ):
         yield made

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from memfit.arenas.native import counted, load
+from memfit.arenas.native import gpu_bytes_by_use, load
 from memfit.card.find import is_rehearsal
 from memfit.errors import UnsuitableEnvironmentError, UsageError
 from memfit.packing.lifetimes import ALIGNMENT
@@ -103,7 +103,7 @@ class CudaMemory:
         """Do nothing: PyTorch keeps an allocator in use. Between steps, no allocation is placed."""
 
     def _count(self) -> dict[str, int]:
-        return counted(self._index)
+        return gpu_bytes_by_use(self._index)
 
     def _attach(self) -> int:
         found = load().cuda_attach(self._index)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from memfit.arenas import native
-from memfit.arenas.step_plan import NO_PLAN, StepPlan, plan_step
+from memfit.arenas.step_plan import NO_PLAN, StepPlan, plan_step_offsets
 from memfit.packing.buffers import Column
 from memfit.records import DeviceUse, Term
 from memfit.units import format_bytes
@@ -52,7 +52,7 @@ class ArenaMemory(Protocol):
 
 
 @dataclass(slots=True)
-class StepKind:
+class RepeatedStep:
     """A kind of step: its last recording, its plan, and its counts."""
 
     memory: ArenaMemory
@@ -104,11 +104,11 @@ class StepKind:
             follows: whether the step right before was of this kind, too, and was recorded.
         """
         self.recorded += 1
-        newer = native.recorded(self.memory.arena, before=False)
-        older = native.recorded(self.memory.arena, before=True) if follows else self.last
+        newer = native.recorded_allocations(self.memory.arena, before=False)
+        older = native.recorded_allocations(self.memory.arena, before=True) if follows else self.last
         self.last = newer
         if older is not None and len(newer) and older[:, 0].tolist() == newer[:, 0].tolist():
-            self.use_plan(plan_step(older, newer, follows=follows, alignment=self.memory.alignment))
+            self.use_plan(plan_step_offsets(older, newer, follows=follows, alignment=self.memory.alignment))
         else:
             self._warn_of_no_repeat()
         return self.plan is not None
@@ -116,12 +116,12 @@ class StepKind:
     def learn_once(self) -> None:
         """Plan a step that occurs once per process, for the next process."""
         self.recorded += 1
-        once = native.recorded(self.memory.arena, before=False)
-        self.plan = plan_step(once, once, follows=False, alignment=self.memory.alignment)
+        once = native.recorded_allocations(self.memory.arena, before=False)
+        self.plan = plan_step_offsets(once, once, follows=False, alignment=self.memory.alignment)
 
     def check_placed(self) -> bool:
         """Compare a placed step with its plan; drop the plan if they differ, and return whether they do."""
-        tally = native.tally(self.memory.arena)
+        tally = native.step_tally(self.memory.arena)
         self.placed += 1
         self.unplanned += tally["unplanned"]
         if not (tally["differing"] or tally["skipped"]):

@@ -47,9 +47,9 @@ class PlanOutcome:
         as_far_as_it_goes: bool,
     ) -> None:
         self._file, self._plan = file, plan
-        self.carried_out = carried_out(plan.change)
+        self.carried_out = changes_made_in_training(plan.change)
         """What of the plan needs no change of the script."""
-        self.left_out = left_out(plan.change)
+        self.left_out = changes_left_out(plan.change)
         """What does, and how to carry it out."""
         self._command = command
         self._as_far = as_far_as_it_goes
@@ -201,7 +201,7 @@ _IN_THE_LOOP = ("accumulation", "sharding")
 """Strategies that a plan's settings may have, and that take a change of the script."""
 
 
-def carried_out(change: Change) -> Change:
+def changes_made_in_training(change: Change) -> Change:
     """Return the part of a change that memfit makes while the script trains."""
     plan = {name: given for name, given in change.plan.items() if name not in _IN_THE_LOOP}
     divided = change.micro_batches
@@ -209,10 +209,10 @@ def carried_out(change: Change) -> Change:
     return replace(change, plan=plan, micro_batches=None, arguments=arguments, loader=None)
 
 
-def left_out(change: Change) -> tuple[str, ...]:
+def changes_left_out(change: Change) -> tuple[str, ...]:
     """Return what else is in a change, and how to carry it out.
 
-    >>> left_out(Change({"checkpointing": {}, "sharding": {"mode": "fsdp2"}}))
+    >>> changes_left_out(Change({"checkpointing": {}, "sharding": {"mode": "fsdp2"}}))
     ('sharding: write model = memfit.apply(model, PLAN) before the optimizer is created.',)
     """
     return tuple(_left_out(change))

@@ -14,7 +14,7 @@ import msgspec
 from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import TargetError
 from memfit.ghost.build.torch_install import installed_version
-from memfit.injection.inject_plan import inject
+from memfit.injection.inject_plan import inject_change
 from memfit.injection.injection_files import InjectionSettings
 from memfit.patching.after_import import after_import
 from memfit.planning.plan_file import PlanFile, read_plan
@@ -52,7 +52,7 @@ def main() -> None:
     change = outcome.carried_out
     if change.allocator:
         os.environ[CONF] = change.allocator
-    inject(InjectionSettings(change, silent=False, strict=True), outcome.report)
+    inject_change(InjectionSettings(change, silent=False, strict=True), outcome.report)
     after_import("torch", outcome.watch_steps)
     after_import("torch", _watch(settings, plan, command, whole=not outcome.left_out).start)
     try:

@@ -17,35 +17,35 @@ from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.mechanisms.master_weights import (
     float32_copies,
     replace_parameters,
-    write_to_parameters,
+    round_copies_into_parameters,
 )
 from memfit.strategies.mechanisms.optimizer_info import local_optimizer
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.plan import Plan
-from memfit.strategies.precision import Precision, device_type
-from memfit.strategies.sharding import inside_replica
-from memfit.train.cuda_graphs import make_step_graphs
+from memfit.strategies.precision import Precision, device_type_of_model
+from memfit.strategies.sharding import module_inside_ddp
+from memfit.train.cuda_graphs import make_step_cuda_graphs
 from memfit.train.data.split_batch import warn_of_batch_norms
-from memfit.train.job import Job, schedule_of
+from memfit.train.job import Job, learning_rate_schedule_of
 from memfit.train.loss_scaler import LossScaler
 from memfit.train.optimizer_update import OptimizerUpdate, Protect
 from memfit.train.ranks.job_ranks import OneRank, ranks_of_job
 from memfit.train.ranks.rank_gradients import RankGradients, ReplicaGradients, ShardGradients
-from memfit.train.ranks.rank_settings import optimizer_settings, settings_of
+from memfit.train.ranks.rank_settings import engine_settings_as_text, optimizer_settings_as_text
 from memfit.train.ranks.rank_setup import (
-    copy_from_first_rank,
-    expect_reduced,
-    expect_trainable_by_ranks,
-    rank_gradients,
-    sharded_optimizer,
+    broadcast_model_from_first_rank,
+    check_gradients_are_reduced,
+    check_trainable_by_ranks,
+    optimizer_of_sharded_model,
+    rank_gradients_of,
 )
-from memfit.train.window_gradients import GradientSums, gradient_sums
+from memfit.train.window_gradients import GradientSums, gradient_sums_of_model
 
 _CALL = "memfit.Engine"  # as errors name it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
+class PreparedEngine:
     """What an engine trains with, when its plan is applied."""
 
     model: nn.Module
@@ -54,7 +54,7 @@ class Prepared:
     gradients: RankGradients
 
 
-def set_up(
+def set_up_engine(
     job: Job,
     plan: Plan,
     max_grad_norm: float | None,
@@ -63,13 +63,13 @@ def set_up(
     retry: bool,
     protect: Protect,
     arena: bool,
-) -> Prepared:
+) -> PreparedEngine:
     """Apply a plan to a job's model and optimizer; with several ranks, all of them call this.
 
     Raises:
         UsageError: the plan does not suit them, or the ranks have different settings.
     """
-    expect_trainable_by_ranks(job.model, plan, cuda_graphs=cuda_graphs, arena=arena)
+    check_trainable_by_ranks(job.model, plan, cuda_graphs=cuda_graphs, arena=arena)
     ranks = ranks_of_job()
     options = {
         "max_grad_norm": max_grad_norm,
@@ -78,7 +78,7 @@ def set_up(
         "retry": retry,
         "protect": protect,
     }
-    ranks.agree(_CALL, same=partial(settings_of, job.model, plan, options))
+    ranks.agree(_CALL, same=partial(engine_settings_as_text, job.model, plan, options))
     with ExitStack() as undo:
         undo.callback(apply.revert, job.model)
         try:
@@ -87,7 +87,7 @@ def set_up(
             ranks.report(error, _CALL, waiting=False)  # the others may be inside a broadcast
             raise
         optimizer, scheduler = prepared.update.optimizer, prepared.update.scheduler
-        ranks.agree(_CALL, same=partial(optimizer_settings, optimizer, scheduler))
+        ranks.agree(_CALL, same=partial(optimizer_settings_as_text, optimizer, scheduler))
         undo.pop_all()
     return prepared
 
@@ -100,44 +100,44 @@ def _set_up(
     *,
     cuda_graphs: bool,
     protect: Protect,
-) -> Prepared:
+) -> PreparedEngine:
     model, precision = job.model, plan.precision or Precision("fp32")
     accumulation = plan.accumulation or Accumulation()
     if plan.sharding is not None:
-        copy_from_first_rank(model, ranks)
+        broadcast_model_from_first_rank(model, ranks)
     masters = float32_copies(model.parameters()) if precision.master_weights else {}
-    plain = inside_replica(model)
+    plain = module_inside_ddp(model)
     applied = apply.apply_to_model(plain, replace(plan, sharding=None), in_engine=True)
     model = model if plan.sharding is None else plan.sharding.shard(model)
-    gradients = rank_gradients(model, ranks)
-    optimizer = sharded_optimizer(job, plan.sharding, model)
+    gradients = rank_gradients_of(model, ranks)
+    optimizer = optimizer_of_sharded_model(job, plan.sharding, model)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError(
             "LBFGS evaluates the loss several times per step, but memfit.Engine processes each "
             "batch only once. Use your own training loop; memfit.apply(model, plan) works there."
         )
-    expect_reduced(optimizer, plan.sharding, model, ranks)
+    check_gradients_are_reduced(optimizer, plan.sharding, model, ranks)
     state = applied.optimizer_state or OptimizerState()
     on_optimizer = apply.apply_to_optimizer(optimizer, [model], state, masters=masters, guarded=False)
     if on_optimizer.offloaded is not None or on_optimizer.in_backward is not None:
-        apply.on_revert(plain, on_optimizer.undo)
+        apply.add_step_to_revert(plain, on_optimizer.undo)
     if plan.sharding is not None and plan.sharding.mode == "zero1":  # without float32 copies
         optimizer = plan.sharding.optimizer(optimizer, model)
-    sums = gradient_sums(model, accumulation, masters)
+    sums = gradient_sums_of_model(model, accumulation, masters)
     if cuda_graphs:
         _expect_capturable(precision, sums, state)
     if accumulation.several:
         warn_of_batch_norms(model, "each micro-batch of a window")
     update = OptimizerUpdate(
         optimizer,
-        schedule_of(job, optimizer),
-        LossScaler(precision.loss_scale, device_type(model), ranks),
+        learning_rate_schedule_of(job, optimizer),
+        LossScaler(precision.loss_scale, device_type_of_model(model), ranks),
         sums,
         masters,
         model,
         max_grad_norm=max_grad_norm,
         protect=protect,
-        graphs=make_step_graphs(optimizer) if cuda_graphs else None,
+        graphs=make_step_cuda_graphs(optimizer) if cuda_graphs else None,
         on_optimizer=on_optimizer,
         ranks=ranks,
     )
@@ -146,19 +146,19 @@ def _set_up(
             gradients.agree_before_broadcast(optimizer)
         update.gradients.kept = gradients.allocate() if sums is None else None
     _undo_on_revert(plain, update, gradients)
-    return Prepared(model, update, gradients)
+    return PreparedEngine(model, update, gradients)
 
 
 def _undo_on_revert(plain: nn.Module, update: OptimizerUpdate, gradients: RankGradients) -> None:
     """Have ``revert`` undo what an engine changes beside its strategies."""
     if update.masters:
-        apply.on_revert(plain, partial(_restore_float32_parameters, ref(update)), last=True)
+        apply.add_step_to_revert(plain, partial(_restore_float32_parameters, ref(update)), last=True)
     if isinstance(gradients, ReplicaGradients):
-        apply.on_revert(plain, gradients.deactivate)
+        apply.add_step_to_revert(plain, gradients.deactivate)
     if isinstance(gradients, ShardGradients):
-        apply.on_revert(plain, gradients.hook.remove)
+        apply.add_step_to_revert(plain, gradients.hook.remove)
     for hook in update.hooks():
-        apply.on_revert(plain, hook.remove)
+        apply.add_step_to_revert(plain, hook.remove)
 
 
 def _expect_capturable(precision: Precision, sums: GradientSums | None, state: OptimizerState) -> None:
@@ -179,6 +179,6 @@ def _restore_float32_parameters(reference: "ref[OptimizerUpdate]") -> None:
     """Write the float32 copies to the model's parameters, and have the optimizer update those again."""
     update = reference()
     if update is not None:
-        write_to_parameters(update.masters)
+        round_copies_into_parameters(update.masters)
         originals = {master: parameter for parameter, master in update.masters.items()}
         replace_parameters(update.optimizer, originals)

@@ -17,7 +17,9 @@ Metric = Callable[[nn.Module, Any], Any]
 """``metric(model, batch)`` returns, as a loss does, a mean or a pair: the sum and its divisor."""
 
 
-def names_of(metrics: Mapping[str, Metric] | None, loader: Iterable[Any] | None) -> list[str]:
+def names_of_validation_metrics(
+    metrics: Mapping[str, Metric] | None, loader: Iterable[Any] | None
+) -> list[str]:
     """Return the names of the metrics that ``fit`` validates.
 
     Raises:
@@ -30,7 +32,7 @@ def names_of(metrics: Mapping[str, Metric] | None, loader: Iterable[Any] | None)
     return []
 
 
-def validated(  # noqa: PLR0913 - what the engine knows about its validation
+def validated_metrics(  # noqa: PLR0913 - what the engine knows about its validation
     model: nn.Module,
     loader: Iterable[Any],
     metrics: Mapping[str, Metric],

@@ -41,7 +41,7 @@ class CpuInsteadOfCuda(TorchFunctionMode):
         return func(*map(_here, args), **{name: _here(value) for name, value in kwargs.items()})
 
 
-def stand_in(hooks: InstalledHooks) -> None:
+def install_cpu_stand_in(hooks: InstalledHooks) -> None:
     """Have the script that this process runs use the CPU where it names a CUDA device."""
     CpuInsteadOfCuda().__enter__()  # type: ignore[no-untyped-call]  # until the process ends
     for name in _NOTHING_TO_DO.names:

@@ -29,7 +29,7 @@ Source: torch/nn/functional.py, PyTorch 2.14.1.
 """
 
 
-def leave_gradients_alone(hooks: InstalledHooks) -> None:
+def switch_gradient_changes_off(hooks: InstalledHooks) -> None:
     """Have nothing clip or scale gradients."""
     hooks.wrap(_CLIPPING, "clip_grad_norm_", _norm)
     hooks.wrap(_CLIPPING, "clip_grad_value_", _nothing)

@@ -24,13 +24,13 @@ from memfit.temporary_folders import TemporaryFolder
 from memfit.trials.trial_run import injected
 from memfit.verification.compare_updates import (
     UpdateRun,
-    bound_of,
     gradient_difference,
-    keeps_promise,
-    why_not_comparable,
+    gradients_keep_promise,
+    largest_allowed_difference,
     why_other_operations,
+    why_runs_not_comparable,
 )
-from memfit.verification.first_update import UpdateSettings, read_update
+from memfit.verification.first_update import UpdateSettings, read_first_update
 
 _ON_CPU = "\nTo compute on the CPU instead, write: CUDA_VISIBLE_DEVICES= memfit verify ..."
 
@@ -69,12 +69,12 @@ def verify_plan(
         plain, planned = run("as written", Change()), run("under the plan", change)
         apart = gradient_difference(plain, planned, parts=change.updates_held_back)
         parts = change.parts
-        bound = bound_of(plan.equality, plain.update.arithmetic)
+        bound = largest_allowed_difference(plan.equality, plain.update.arithmetic)
         verdict, reason, repeated = VerificationVerdict.VERIFIED, "", None
-        if not keeps_promise(plain, planned, apart, bound, parts=parts):
+        if not gradients_keep_promise(plain, planned, apart, bound, parts=parts):
             again = run("as written, again", Change())
             repeated = gradient_difference(plain, again)
-            reason = why_not_comparable(plain, again, planned, repeated, bound, parts=parts)
+            reason = why_runs_not_comparable(plain, again, planned, repeated, bound, parts=parts)
             verdict = VerificationVerdict.NOT_COMPARABLE if reason else VerificationVerdict.DIFFERS
         under = planned.report.operations
         operations = (
@@ -133,7 +133,7 @@ def _run(command: tuple[str, ...], settings: UpdateSettings, change: Change, wha
         finally:
             os.close(read)
             os.close(write)
-        update, report = read_update(folder), injection.report()
+        update, report = read_first_update(folder), injection.report()
         why = injection.why_unfit()
     if why:
         raise UsageError(f"The plan does not suit {command[0]}: {why}")

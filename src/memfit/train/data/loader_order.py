@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Seque
 from memfit.errors import UsageError
 
 
-class SavedOrder(TypedDict):
+class SavedLoaderOrder(TypedDict):
     """How the ranks went through a dataset, as far as memfit knows."""
 
     ranks: Annotated[int, Meta(ge=1)]
@@ -27,15 +27,15 @@ class SavedOrder(TypedDict):
     """The seed; None if they are in the dataset's own order."""
 
 
-def order_of(loader: Any, ranks: int) -> SavedOrder:
+def loader_order_of(loader: Any, ranks: int) -> SavedLoaderOrder:
     """Return the order in which ranks read their loaders; only their number, if the loader may use another.
 
-    >>> order_of(DataLoader(range(8), batch_size=4), 1)
+    >>> loader_order_of(DataLoader(range(8), batch_size=4), 1)
     {'ranks': 1, 'batch_size': 4, 'samples': 8, 'shuffled': None}
-    >>> order_of(DataLoader(range(8), batch_size=4, shuffle=True), 1)
+    >>> loader_order_of(DataLoader(range(8), batch_size=4, shuffle=True), 1)
     {'ranks': 1}
     """
-    unknown: SavedOrder = {"ranks": ranks}
+    unknown: SavedLoaderOrder = {"ranks": ranks}
     if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
         return unknown
     dataset: Any
@@ -50,7 +50,7 @@ def order_of(loader: Any, ranks: int) -> SavedOrder:
     return {"ranks": ranks, "batch_size": batch_size, "samples": samples, "shuffled": shuffled}
 
 
-def batches_done(consumed: int, there: SavedOrder, loader: Any, ranks: int) -> int:
+def batches_already_read(consumed: int, there: SavedLoaderOrder, loader: Any, ranks: int) -> int:
     """Return how many batches of a loader are the samples that another number of ranks has read.
 
     Args:
@@ -62,7 +62,7 @@ def batches_done(consumed: int, there: SavedOrder, loader: Any, ranks: int) -> i
     Raises:
         UsageError: an order is unknown, they differ, or the samples are no whole number of batches.
     """
-    here = order_of(loader, ranks)
+    here = loader_order_of(loader, ranks)
     saved = f"{there['ranks']} rank{'s' * (there['ranks'] != 1)}"
     why = f"Cannot resume inside an epoch: {saved} saved the state, and this job has {ranks}. "
     remedy = "Or resume from a state saved at the end of an epoch."

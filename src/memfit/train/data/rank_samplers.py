@@ -22,7 +22,7 @@ _DIVIDES = -1.0
 """In place of a digest, of a loader that divides the data, or of which memfit cannot tell."""
 
 
-def begin_epoch(loader: Iterable[Any], epoch: int, ranks: OneRank) -> None:
+def set_sampler_epoch(loader: Iterable[Any], epoch: int, ranks: OneRank) -> None:
     """Set the epoch of a loader's sampler, and warn if every rank may train on the same data.
 
     All ranks call this at the same time.

@@ -111,7 +111,7 @@ class Ranks(OneRank):
             UsageError: the ranks are in different calls, or the facts differ.
         """
         self._call, facts = call, {} if failure else same()
-        mark = -math.inf if failure else digest_of(call, facts)
+        mark = -math.inf if failure else digest_of_rank_facts(call, facts)
         own = failure, self.rank + 1 if failure else 0, mark, -abs(mark), *numbers
         key = self._key()
         worst, who, most, least, *maxima = self._exchange([*map(float, own)], torch.distributed.ReduceOp.MAX)
@@ -173,7 +173,7 @@ class Ranks(OneRank):
         self.guarded(
             lambda: torch.distributed.all_gather_object(own, (call, dict(facts)), group=self.control)
         )
-        error = UsageError(first_difference(own))
+        error = UsageError(first_difference_between_ranks(own))
         error.is_reported = True  # type: ignore[attr-defined]
         return error
 
@@ -279,19 +279,21 @@ def is_out_of_memory(error: BaseException) -> bool:
     return error.__cause__ is not None and is_out_of_memory(error.__cause__)
 
 
-def digest_of(call: str, facts: Facts) -> float:
+def digest_of_rank_facts(call: str, facts: Facts) -> float:
     """Return a number that is the same for the same call and facts, and almost surely another for others."""
     text = "\0".join([call, *(f"{name}\0{value}" for name, value in facts.items())])
     return float(int.from_bytes(blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()))
 
 
-def first_difference(ranks: Sequence[tuple[str, Facts]]) -> str:
+def first_difference_between_ranks(ranks: Sequence[tuple[str, Facts]]) -> str:
     """Return a message about the first difference between ranks.
 
     Args:
         ranks: of each rank, the call that it is in, and its facts.
 
-    >>> print(first_difference([("engine.step", {"lr": "0.1"}), ("engine.step", {"lr": "0.2"})]))
+    >>> print(
+    ...     first_difference_between_ranks([("engine.step", {"lr": "0.1"}), ("engine.step", {"lr": "0.2"})])
+    ... )
     The ranks have different settings: lr is 0.1 on rank 0, and 0.2 on rank 1. Pass the same on all ranks.
     """
     calls = [call for call, _ in ranks]

@@ -9,7 +9,7 @@ from torch import nn
 from memfit.strategies.plan import Plan
 
 
-def settings_of(model: nn.Module, plan: Plan, options: dict[str, Any]) -> dict[str, str]:
+def engine_settings_as_text(model: nn.Module, plan: Plan, options: dict[str, Any]) -> dict[str, str]:
     """Return the options of an engine, the settings of its plan, and the parameters of its model."""
     found = {name: _written(value) for name, value in options.items()}
     for strategy in plan.strategies():
@@ -23,7 +23,7 @@ def settings_of(model: nn.Module, plan: Plan, options: dict[str, Any]) -> dict[s
     return found
 
 
-def optimizer_settings(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, str]:
+def optimizer_settings_as_text(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, str]:
     """Return the class of an optimizer, the settings of its groups, and the class of its scheduler."""
     found = {"the optimizer": type(optimizer).__name__, "the scheduler": type(scheduler).__name__}
     for number, group in enumerate(optimizer.param_groups):
@@ -35,7 +35,7 @@ def optimizer_settings(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict
     return found
 
 
-def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+def learning_rates_as_text(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Return the learning rates of the groups that have one."""
     return {
         _entry(number, "lr"): _written(group["lr"])

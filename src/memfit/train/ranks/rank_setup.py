@@ -11,7 +11,7 @@ from memfit.errors import UsageError
 from memfit.strategies.mechanisms.module_patterns import class_name, unwrapped
 from memfit.strategies.mechanisms.optimizer_info import parameters_of
 from memfit.strategies.plan import Plan, sharding_conflict
-from memfit.strategies.sharding import Sharding, expect_parameters_of, sharding_of
+from memfit.strategies.sharding import Sharding, check_optimizer_holds_parameters_of, sharding_of
 from memfit.train.job import Job
 from memfit.train.ranks.job_ranks import OneRank
 from memfit.train.ranks.rank_gradients import BUCKET_BYTES, RankGradients, ReplicaGradients, ShardGradients
@@ -22,7 +22,7 @@ _ADD_SHARDING = (
 )
 
 
-def expect_trainable_by_ranks(model: nn.Module, plan: Plan, *, cuda_graphs: bool, arena: bool) -> None:
+def check_trainable_by_ranks(model: nn.Module, plan: Plan, *, cuda_graphs: bool, arena: bool) -> None:
     """Check that an engine can train a model on the ranks that there are.
 
     Raises:
@@ -74,7 +74,7 @@ def expect_trainable_by_ranks(model: nn.Module, plan: Plan, *, cuda_graphs: bool
             raise UsageError(f"An engine cannot combine sharding with {what}. Leave out one of the two.")
 
 
-def copy_from_first_rank(model: nn.Module, ranks: OneRank) -> None:
+def broadcast_model_from_first_rank(model: nn.Module, ranks: OneRank) -> None:
     """Give a model that is not sharded yet the parameters and buffers that it has on rank 0, on all ranks.
 
     As DistributedDataParallel does. fully_shard does not: of different weights it would make a patchwork.
@@ -86,7 +86,7 @@ def copy_from_first_rank(model: nn.Module, ranks: OneRank) -> None:
         _sync_module_states(model, group, BUCKET_BYTES, 0, empty)  # type: ignore[arg-type]
 
 
-def rank_gradients(model: nn.Module, ranks: OneRank) -> RankGradients:
+def rank_gradients_of(model: nn.Module, ranks: OneRank) -> RankGradients:
     """Return how the gradients of a model become one mean.
 
     Raises:
@@ -111,7 +111,7 @@ def rank_gradients(model: nn.Module, ranks: OneRank) -> RankGradients:
     return ShardGradients(ranks, model)
 
 
-def expect_reduced(
+def check_gradients_are_reduced(
     optimizer: torch.optim.Optimizer, sharding: Sharding | None, model: nn.Module, ranks: OneRank
 ) -> None:
     """Check that the gradients of all parameters of an optimizer are reduced.
@@ -120,7 +120,7 @@ def expect_reduced(
         UsageError: some are not the model's, such as a loss's temperature, or none is.
     """
     if sharding is not None:
-        expect_parameters_of(model, optimizer)
+        check_optimizer_holds_parameters_of(model, optimizer)
     ours = set(model.parameters())
     others = [each for each in parameters_of(optimizer) if each not in ours]
     if others and ranks.size > 1 and sharding_of(model) is not None:
@@ -145,7 +145,9 @@ def _mesh_sizes(model: nn.Module) -> Iterator[int]:
                 yield group.mesh_info.mesh.size()
 
 
-def sharded_optimizer(job: Job, sharding: Sharding | None, model: nn.Module) -> torch.optim.Optimizer:
+def optimizer_of_sharded_model(
+    job: Job, sharding: Sharding | None, model: nn.Module
+) -> torch.optim.Optimizer:
     """Return a job's optimizer, made of the sharded model's parameters if the job has a function for it.
 
     Raises:
