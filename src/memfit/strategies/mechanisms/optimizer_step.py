@@ -45,7 +45,7 @@ def check_step_is_not_replaced(optimizer: Optimizer) -> None:
 
 
 def replace_optimizer_step(optimizer: Optimizer, own: Callable[..., Any]) -> Callable[[], None]:
-    """Give an optimizer another step of its own, after ``check_step_is_not_replaced``; return what undoes that."""
+    """Give an optimizer another own step, after ``check_step_is_not_replaced``; return what undoes that."""
     vars(optimizer)[_OWN] = own
     if not hasattr(vars(optimizer).get("step"), "calls_own_step"):
         vars(optimizer)["step"] = step_tracked_by_schedulers(optimizer)
