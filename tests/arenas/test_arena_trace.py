@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.arenas import native
+from memfit.arenas import arena_library
+from memfit.arenas.arena_library import FREED
 from memfit.arenas.arena_trace import trace_of_arena_log
-from memfit.arenas.native import FREED
 from memfit.errors import UsageError
 from memfit.records import Action, DeviceUse, Figure, Machine, MarkKind, Provenance
 
@@ -75,7 +75,7 @@ def test_a_full_history_adds_a_note(monkeypatch):
             torch.ones(3)
         (note,) = arena.trace().notes
         assert "was full" in note.text
-        assert len(native.logged_requests(arena._memory.arena)) == 10
+        assert len(arena_library.logged_requests(arena._memory.arena)) == 10
 
 
 def test_a_history_is_kept_only_on_request():

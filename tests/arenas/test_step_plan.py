@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memfit.arenas.native import LIVES, SHARED
+from memfit.arenas.arena_library import LIVES, SHARED
 from memfit.arenas.step_plan import placeable_lifetimes, plan_step_offsets
 from memfit.packing.validator import find_violation
 

@@ -9,10 +9,10 @@ import memfit
 from memfit.errors import UsageError
 from memfit.injection import inject_plan
 from memfit.injection.injection_files import InjectionReport, InjectionSettings, injection_report_writer
-from memfit.injection.optimized_models import OptimizedModels
+from memfit.injection.models_of_optimizers import OptimizedModels
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.records import Change
-from memfit.strategies.mechanisms.offloaded_state import OffloadedOptimizerState
+from memfit.strategies.mechanisms.offloaded_optimizer_state import OffloadedOptimizerState
 from memfit.strategies.mechanisms.optimizer_step import unwrapped_optimizer_step
 from support.late_stream import late_state_copies
 from support.optimizer_loops import halving, loss_of, net, same

@@ -22,7 +22,7 @@ from memfit.injection.injection_files import (
     InjectionSettings,
     injection_report_writer,
 )
-from memfit.injection.optimized_models import OptimizedModels
+from memfit.injection.models_of_optimizers import OptimizedModels
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.records import Change, LoaderBatchSize, ScriptEnd
 from memfit.run.options import RunOptions

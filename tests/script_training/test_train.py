@@ -11,7 +11,7 @@ import pytest
 from memfit.cli.main import exit_code_of
 from memfit.planning.plan_file import read_plan
 from memfit.records import Change
-from memfit.script_training.plan_outcome import changes_left_out, changes_made_in_training
+from memfit.script_training.training_process import changes_left_out, changes_made_in_training
 
 pytestmark = pytest.mark.process
 

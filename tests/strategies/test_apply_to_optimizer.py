@@ -11,7 +11,7 @@ from memfit.injection.inject_accumulation import HeldBackUpdates
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.strategies.apply import apply, revert
 from memfit.strategies.checkpointing import Checkpointing
-from memfit.strategies.mechanisms.offloaded_state import OffloadedOptimizerState
+from memfit.strategies.mechanisms.offloaded_optimizer_state import OffloadedOptimizerState
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.sharding import Sharding
 from support import optimizer_loops

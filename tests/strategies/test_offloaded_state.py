@@ -13,7 +13,7 @@ import torch
 from memfit.errors import UsageError
 from memfit.strategies.apply import revert
 from memfit.strategies.mechanisms.host_copies import InOrderCopies
-from memfit.strategies.mechanisms.offloaded_state import BLOCK_BYTES, OffloadedOptimizerState
+from memfit.strategies.mechanisms.offloaded_optimizer_state import BLOCK_BYTES, OffloadedOptimizerState
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.precision import Precision
 from memfit.train.engine import Engine
@@ -153,7 +153,9 @@ def test_quantised_state_moves_as_well(streams):
 
 @pytest.mark.parametrize("settings", [OFFLOADED, OptimizerState(offload=True, step_in_backward=True)])
 def test_on_a_cpu_offload_warns_once_and_does_nothing(settings, monkeypatch):
-    monkeypatch.setattr("memfit.strategies.mechanisms.offloaded_state.host_copies_for", lambda _: None)
+    monkeypatch.setattr(
+        "memfit.strategies.mechanisms.offloaded_optimizer_state.host_copies_for", lambda _: None
+    )
     engine = engine_of(net(), settings)
     with pytest.warns(UserWarning, match=r"optimizer_state\.offload does nothing here"):
         engine.step(0)

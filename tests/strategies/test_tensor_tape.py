@@ -13,8 +13,8 @@ import memfit
 from memfit.errors import UsageError
 from memfit.recording.step_operations import StepOperationRecorder
 from memfit.strategies.checkpointing import Checkpointing
-from memfit.strategies.mechanisms import tensor_tape
-from memfit.strategies.mechanisms.tensor_tape import recompute_single_tensors
+from memfit.strategies.mechanisms import single_tensor_recompute
+from memfit.strategies.mechanisms.single_tensor_recompute import recompute_single_tensors
 from support.checkpointed_blocks import NORMS, Shared, assert_same, compare, differentiated_twice, net, train
 
 BIG = 1 << 14
@@ -23,7 +23,7 @@ BIG = 1 << 14
 
 @pytest.fixture(autouse=True)
 def _nothing_is_small(monkeypatch):
-    monkeypatch.setattr(tensor_tape, "LEAST_RECOMPUTED", 1)
+    monkeypatch.setattr(single_tensor_recompute, "LEAST_RECOMPUTED", 1)
 
 
 def tensors(modules="layers.*", **settings):
@@ -307,7 +307,7 @@ def test_many_operations_in_a_row():
 
 
 def test_small_results_are_kept(monkeypatch):
-    monkeypatch.setattr(tensor_tape, "LEAST_RECOMPUTED", 1 << 14)
+    monkeypatch.setattr(single_tensor_recompute, "LEAST_RECOMPUTED", 1 << 14)
     again = {}
     for elements in (1 << 12, 1 << 11):
         x = torch.ones(elements, requires_grad=True)

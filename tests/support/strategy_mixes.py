@@ -66,7 +66,7 @@ class Combination:
     """``step``, ``fit``, ``validated`` (``fit`` with validation), ``windows``, ``resumed``, ``retried``;
     ``applied``: the handwritten loop."""
 
-    @patch("memfit.strategies.mechanisms.tensor_tape.LEAST_RECOMPUTED", 1)  # networks are small
+    @patch("memfit.strategies.mechanisms.single_tensor_recompute.LEAST_RECOMPUTED", 1)  # networks are small
     def ours(self, network: Network, dtype: torch.dtype) -> Results:
         """Train with the engine. A CPU has no side stream: the stand-in for one is as late as it may be."""
         on_gpu = torch.get_default_device().type == "cuda"

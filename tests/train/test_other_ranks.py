@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from memfit.errors import FileFormatError, UsageError
 from memfit.random_state import get_random_state, set_random_state
 from memfit.train.data.loader_order import batches_already_read, loader_order_of
-from memfit.train.resume.rank_split import random_state_of_new_rank
-from memfit.train.resume.saved_run import check_rank_run_file, check_shared_run_file
+from memfit.train.resume.saved_run_format import check_rank_run_file, check_shared_run_file
+from memfit.train.resume.split_run_state import random_state_of_new_rank
 
 
 def loader(ranks, rank=0, batch_size=2, samples=24, **options):

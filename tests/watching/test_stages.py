@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from memfit.records import Action, Mark
-from memfit.watching.comparison import PredictionComparison
 from memfit.watching.measured_stages import MeasuredStages
 from memfit.watching.prediction import Prediction, StepMemory
+from memfit.watching.prediction_comparison import PredictionComparison
 from support.stage_marks import LETTERS
 from support.traces import BASE, freed, trace_of
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from memfit.analysis.allocator_comparison import compare_settings
-from memfit.arenas import native
+from memfit.arenas import arena_library
 from memfit.arenas.arena_trace import trace_of_arena_log
 from memfit.arenas.held_outputs import HeldOutputs
 from memfit.arenas.repeated_step import MOST_DROPS, ArenaMemory, RepeatedStep
@@ -87,7 +87,7 @@ class Arena:
         self._is_full = False
         self._steps: list[int] = []  # length of the log when each training step ended
         if memory is not None:
-            native.load().arena_log(memory.arena, MOST_LOGGED if history else 0)
+            arena_library.load().arena_log(memory.arena, MOST_LOGGED if history else 0)
             self._read = self._plans_in_file(memory)
             self._write(memory)  # fail now if the file cannot be written
 
@@ -154,7 +154,7 @@ class Arena:
         if restarts:
             self._held_outputs.clear()
         if self._memory is not None:
-            native.load().arena_end(self._memory.arena)
+            arena_library.load().arena_end(self._memory.arena)
 
     def report(self) -> "ArenaReport":
         """Return what each kind of step placed, and the memory in use; the report prints itself.
@@ -179,7 +179,7 @@ class Arena:
 
     @property
     def _has_history(self) -> bool:
-        return self._memory is not None and native.load().arena_logged_count(self._memory.arena) > 0
+        return self._memory is not None and arena_library.load().arena_logged_count(self._memory.arena) > 0
 
     def trace(self) -> Trace:
         """Return the history as a trace, for ``memfit.pack`` and ``memfit.explain``.
@@ -191,7 +191,7 @@ class Arena:
             raise UsageError(
                 "This arena has logged no allocations. Create the arena with memfit.arena(history=True)."
             )
-        rows = native.logged_requests(self._memory.arena)
+        rows = arena_library.logged_requests(self._memory.arena)
         return trace_of_arena_log(rows, self._steps, self._memory.device(), is_cut=len(rows) == MOST_LOGGED)
 
     def write_trace(self, path: str | Path) -> None:
@@ -248,23 +248,23 @@ class Arena:
         mode = kind.begin()
         handle, before, self._previous = kind.handle, self._previous, None
         try:
-            native.load().arena_begin(memory.arena, mode, lane, handle or None)
+            arena_library.load().arena_begin(memory.arena, mode, lane, handle or None)
             yield
         finally:
-            native.load().arena_end(memory.arena)
+            arena_library.load().arena_end(memory.arena)
         if name == "train":
-            self._steps.append(native.load().arena_logged_count(memory.arena))
+            self._steps.append(arena_library.load().arena_logged_count(memory.arena))
         if self._is_abandoned:
             return
-        if mode == native.RECORDING and key.is_first:
+        if mode == arena_library.RECORDING and key.is_first:
             kind.learn_once()
             self._write(memory)
-        elif mode == native.RECORDING:
+        elif mode == arena_library.RECORDING:
             is_planned = kind.learn(follows=before is kind)
             self._previous = None if is_planned else kind
             if is_planned:
                 self._write(memory)
-        elif mode == native.PLACING and kind.check_placed():
+        elif mode == arena_library.PLACING and kind.check_placed():
             self._write(memory)
 
     def _kind(self, key: StepKey, memory: ArenaMemory) -> RepeatedStep:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from memfit.arenas.native import FREED
+from memfit.arenas.arena_library import FREED
 from memfit.packing.buffers import Column
 from memfit.records import (
     ARENA,

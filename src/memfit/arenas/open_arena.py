@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from memfit.arenas.arena import Arena
-from memfit.arenas.cpu import CpuMemory
-from memfit.arenas.cuda import CudaMemory
+from memfit.arenas.arena_memory import CpuMemory, CudaMemory
 from memfit.arenas.held_outputs import HeldOutputs, split_excluded_modules
 from memfit.arenas.repeated_step import ArenaMemory
 from memfit.errors import UsageError

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from memfit.arenas.native import LIVES
+from memfit.arenas.arena_library import LIVES
 from memfit.atomic_files import write_bytes
 from memfit.errors import FileFormatError
 from memfit.input_files import read_input

@@ -20,7 +20,7 @@ import msgspec
 
 from memfit.errors import UsageError
 from memfit.injection.injection_files import InjectionReport, InjectionSettings, injection_report_writer
-from memfit.injection.optimized_models import (
+from memfit.injection.models_of_optimizers import (
     OptimizedModels,
     listed_optimizer_parameters,
     parameters_in_listed,

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from memfit.errors import UsageError
-from memfit.strategies.field_types import check_dtype_name, check_setting_types
+from memfit.strategies.setting_checks import check_dtype_name, check_setting_types
 from memfit.units import format_bytes
 
 Remainder = Literal["step", "carry", "drop"]

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from memfit.errors import UsageError
 from memfit.strategies.configuration import Configuration
 from memfit.strategies.mechanisms.master_weights import function_to_round_into_parameters, replace_parameters
-from memfit.strategies.mechanisms.offloaded_state import BLOCK_BYTES, OffloadedOptimizerState
+from memfit.strategies.mechanisms.offloaded_optimizer_state import BLOCK_BYTES, OffloadedOptimizerState
 from memfit.strategies.mechanisms.optimizer_step import check_step_is_not_replaced, replace_optimizer_step
 from memfit.strategies.mechanisms.step_in_backward import (
     GradientGuard,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from memfit.strategies.field_types import check_setting_types
+from memfit.strategies.setting_checks import check_setting_types
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

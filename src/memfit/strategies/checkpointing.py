@@ -31,7 +31,6 @@ from torch.nn.modules import (
 )
 
 from memfit.errors import UsageError
-from memfit.strategies.field_types import check_setting_types
 from memfit.strategies.mechanisms.module_patterns import (
     backbone_blocks,
     class_name,
@@ -39,9 +38,10 @@ from memfit.strategies.mechanisms.module_patterns import (
     repeated_blocks,
     unwrapped,
 )
-from memfit.strategies.mechanisms.recompute import CheckpointedForward, RecomputeSettings
+from memfit.strategies.mechanisms.recompute_forward import CheckpointedForward, RecomputeSettings
 from memfit.strategies.mechanisms.selective_checkpointing import operation_overloads
 from memfit.strategies.mechanisms.wrap_forward import forward_wrappers, wrap_forward
+from memfit.strategies.setting_checks import check_setting_types
 from memfit.user_frame import warn_user
 
 _OPERATIONS = (activation, batchnorm, conv, dropout, instancenorm, linear, normalization, pooling, sparse)

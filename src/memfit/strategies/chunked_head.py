@@ -22,8 +22,8 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from memfit.errors import UsageError
-from memfit.strategies.field_types import check_dtype_name
 from memfit.strategies.mechanisms.sliced_loss import SlicedLoss
+from memfit.strategies.setting_checks import check_dtype_name
 from memfit.strategies.sharding import sharding_of
 
 Reduction = Literal["mean", "sum"]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from memfit.errors import UsageError
-from memfit.strategies.field_types import check_setting_types
+from memfit.strategies.setting_checks import check_setting_types
 from memfit.user_frame import warn_user
 
 _SETTING = "activation_memory_budget"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from memfit.errors import UsageError
-from memfit.strategies.field_types import unknown_name_error
+from memfit.strategies.setting_checks import unknown_name_error
 
 
 @dataclass(frozen=True, slots=True)

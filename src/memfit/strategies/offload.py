@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from memfit.errors import UsageError
-from memfit.strategies.field_types import check_setting_types
 from memfit.strategies.mechanisms.host_copies import HostCopies, InOrderCopies, SideStreamCopies
 from memfit.strategies.mechanisms.module_patterns import modules_named
-from memfit.strategies.mechanisms.recompute import CheckpointedForward
+from memfit.strategies.mechanisms.recompute_forward import CheckpointedForward
 from memfit.strategies.mechanisms.saved_tensor_offload import SavedTensorOffloader
 from memfit.strategies.mechanisms.wrap_forward import WrappedForward, forward_wrappers, wrap_forward
+from memfit.strategies.setting_checks import check_setting_types
 from memfit.user_frame import warn_user
 
 

@@ -30,9 +30,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _device_dtype_check_for_fused
 
 from memfit.errors import UsageError
-from memfit.strategies.field_types import check_setting_types
 from memfit.strategies.mechanisms.optimizer_info import optimizer_name
 from memfit.strategies.mechanisms.optimizer_step import check_step_is_not_replaced, step_tracked_by_schedulers
+from memfit.strategies.setting_checks import check_setting_types
 
 Implementation = Literal["foreach", "fused", "for-loop"]
 Backend = Literal["torchao", "bitsandbytes"]
@@ -75,8 +75,8 @@ class OptimizerState:
     step_in_backward: bool = False
     """Update each parameter as soon as its gradient is complete, and free the gradient."""
     offload: bool = False
-    """Keep the state on the host between updates (``mechanisms/offloaded_state.py``). On a CPU this does
-    nothing, and warns."""
+    """Keep the state on the host between updates (``mechanisms/offloaded_optimizer_state.py``). On a CPU this
+    does nothing, and warns."""
 
     def __post_init__(self) -> None:
         """Check, and fill in the package."""

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from memfit.errors import UsageError
-from memfit.strategies.field_types import check_setting_types
 from memfit.strategies.mechanisms.wrap_forward import WrappedForward, wrap_forward
 from memfit.strategies.precision_decorators import enable_precision_decorators
+from memfit.strategies.setting_checks import check_setting_types
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}

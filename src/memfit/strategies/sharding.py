@@ -19,10 +19,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit.errors import UsageError
-from memfit.strategies.field_types import check_setting_types
 from memfit.strategies.mechanisms.module_patterns import class_name, modules_named, repeated_blocks
 from memfit.strategies.mechanisms.optimizer_info import parameters_of
 from memfit.strategies.precision import DTYPES, Dtype
+from memfit.strategies.setting_checks import check_setting_types
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from memfit.errors import UsageError
-from memfit.strategies.field_types import unknown_name_error
 from memfit.strategies.legacy_settings import (
     NOTHING,
     WITHOUT_EFFECT,
@@ -24,6 +23,7 @@ from memfit.strategies.legacy_settings import (
     read_grad_clip,
     switch_reader,
 )
+from memfit.strategies.setting_checks import unknown_name_error
 
 LIGHTNING_PRECISION: Mapping[Any, Mapping[str, Any]] = {
     "16-mixed": {"dtype": "fp16"},

@@ -17,9 +17,8 @@ from memfit.errors import RankFailedError, TornUpdateError, UsageError
 from memfit.train.accumulation_window import AccumulationWindow, StepResult
 from memfit.train.data.loader_position import LoaderPosition
 from memfit.train.optimizer_update import INTERRUPTED, OptimizerUpdate
-from memfit.train.ranks.job_ranks import Facts
+from memfit.train.ranks.rank_agreement import Facts, learning_rates_as_text
 from memfit.train.ranks.rank_gradients import Phase, RankGradients
-from memfit.train.ranks.rank_settings import learning_rates_as_text
 from memfit.train.step_snapshots import StepSnapshot
 
 

@@ -28,11 +28,11 @@ from memfit.train.accumulation_ledger import AccumulationLedger
 from memfit.train.accumulation_window import AccumulationWindow, StepResult
 from memfit.train.arena_steps import ArenaSteps
 from memfit.train.callbacks import Callback, call_callbacks, callbacks_in_call_order, check_watched_metrics
+from memfit.train.data.loader_order import set_sampler_epoch
 from memfit.train.data.loader_position import check_loader_batch_size, number_of_batches
-from memfit.train.data.rank_samplers import set_sampler_epoch
 from memfit.train.data.split_batch import BatchSplitter
 from memfit.train.engine_setup import set_up_engine
-from memfit.train.full_batch import FullBatchStepper, missing_loss_error
+from memfit.train.full_batch_steps import FullBatchStepper, missing_loss_error
 from memfit.train.gathered_batches import MicroBatches, gather_batches_into_windows
 from memfit.train.job import Interval, Job, Loss, job_from_parts
 from memfit.train.optimizer_update import Protect

@@ -25,7 +25,7 @@ from memfit.strategies.mechanisms.optimizer_info import parameters_of
 from memfit.train.cuda_graphs import StepCudaGraphs
 from memfit.train.job import LearningRateSchedule
 from memfit.train.loss_scaler import LossScaler
-from memfit.train.ranks.job_ranks import OneRank, is_out_of_memory
+from memfit.train.ranks.rank_agreement import OneRank, is_out_of_memory
 from memfit.train.step_snapshots import OptimizerBackup
 from memfit.train.window_gradients import GradientSums, WindowGradients
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from memfit.errors import AmbiguousBatchError, UsageError
 from memfit.strategies.mechanisms.module_patterns import class_name
-from memfit.train.ranks.job_ranks import OneRank
+from memfit.train.ranks.rank_agreement import OneRank
 from memfit.user_frame import warn_user
 
 Metric = Callable[[nn.Module, Any], Any]

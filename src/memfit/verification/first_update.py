@@ -117,16 +117,18 @@ def _watch(settings: UpdateSettings) -> None:
 
     from memfit.patching.installed_hooks import InstalledHooks
     from memfit.random_state import seed_generators
-    from memfit.verification import plain_gradients
+    from memfit.verification.comparable_runs import (
+        install_cpu_stand_in,
+        switch_dropout_off,
+        switch_gradient_changes_off,
+    )
 
     hooks = InstalledHooks()
     seed_generators()
-    plain_gradients.switch_gradient_changes_off(hooks)
+    switch_gradient_changes_off(hooks)
     if not settings.dropout:
-        plain_gradients.switch_dropout_off(hooks)
+        switch_dropout_off(hooks)
     if settings.on_cpu:
-        from memfit.verification.cpu_stand_in import install_cpu_stand_in
-
         install_cpu_stand_in(hooks)
     watched = FirstUpdateWatcher(settings)
     hooks.wrap(_OPTIMIZER, "__init__", watched.created)

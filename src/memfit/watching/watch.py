@@ -23,14 +23,14 @@ from memfit.records import Phase, Trace
 from memfit.report.escape import escaped
 from memfit.report.terminal.progress_line import Show, progress_line
 from memfit.units import GIB
-from memfit.watching.comparison import (
+from memfit.watching.measured_stages import MeasuredStages
+from memfit.watching.prediction import PlannedPeak, Prediction, StepMemory
+from memfit.watching.prediction_comparison import (
     PeakComparison,
     PredictionComparison,
     prediction_source_text,
     step_progress_text,
 )
-from memfit.watching.measured_stages import MeasuredStages
-from memfit.watching.prediction import PlannedPeak, Prediction, StepMemory
 
 if TYPE_CHECKING:
     from memfit.recording.recorder import Recorder

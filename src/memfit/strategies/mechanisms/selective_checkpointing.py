@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (
 
 from memfit.errors import UsageError
 from memfit.recording.dispatched_operations import OperationsBesideGraphs
-from memfit.strategies.mechanisms.noted_operations import NotedTensor
+from memfit.strategies.mechanisms.replayable_operations import NotedTensor
 
 _Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from memfit.errors import UsageError
 from memfit.random_state import GlobalDraws
 from memfit.strategies.mechanisms.parameter_gradient_sums import ParameterGradientSums, autocast_dtype
-from memfit.strategies.mechanisms.tensors import tensor_version
+from memfit.strategies.mechanisms.tensors_in_objects import tensor_version
 
 Loss = Callable[[Any, tuple[torch.Tensor, ...]], Any]
 """Takes the module's result and the targets of a slice; returns a sum, or a pair of a sum and its divisor."""

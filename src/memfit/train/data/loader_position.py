@@ -23,7 +23,7 @@ from memfit.random_state import generator_states, get_random_state, set_generato
 from memfit.strategies.accumulation import Accumulation, Remainder
 from memfit.train.data.loader_order import batches_already_read, loader_order_of
 from memfit.train.progress_bar import show_rereading_progress
-from memfit.train.ranks.job_ranks import OneRank
+from memfit.train.ranks.rank_agreement import OneRank
 from memfit.user_frame import warn_user
 
 _LOADER_PARTS = ("sampler", "batch_sampler", "dataset")

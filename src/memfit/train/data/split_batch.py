@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from memfit.errors import AmbiguousBatchError, UsageError
-from memfit.strategies.mechanisms.tensors import tensors_in
+from memfit.strategies.mechanisms.tensors_in_objects import tensors_in
 from memfit.train.data.batch_layout import (
     Path,
     Role,

@@ -19,9 +19,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit.errors import UsageError
-from memfit.strategies.mechanisms.tensors import tensors_in
+from memfit.strategies.mechanisms.tensors_in_objects import tensors_in
 from memfit.train.accumulation_window import AccumulationWindow
-from memfit.train.ranks.job_ranks import OneRank
+from memfit.train.ranks.rank_agreement import OneRank
 from memfit.train.window_gradients import KeptGradients, WindowGradients
 
 Phase = Literal["preparation", "forward", "backward", "update"]

@@ -26,8 +26,8 @@ from memfit.strategies.mechanisms.optimizer_info import local_optimizer, paramet
 from memfit.strategies.plan import Plan
 from memfit.train.accumulation_ledger import AccumulationLedger
 from memfit.train.callbacks import Callback
-from memfit.train.full_batch import FullBatchStepper
-from memfit.train.ranks.job_ranks import OneRank
+from memfit.train.full_batch_steps import FullBatchStepper
+from memfit.train.ranks.rank_agreement import OneRank
 
 
 @dataclass(slots=True, eq=False)

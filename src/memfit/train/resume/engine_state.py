@@ -15,10 +15,9 @@ from memfit.errors import TornUpdateError, UsageError
 from memfit.random_state import set_random_state
 from memfit.strategies.mechanisms.master_weights import load_float32_copies
 from memfit.strategies.mechanisms.optimizer_info import local_optimizer, parameters_of
-from memfit.strategies.mechanisms.tensors import independent_copy, inner_tensors
+from memfit.strategies.mechanisms.tensors_in_objects import independent_copy, inner_tensors
 from memfit.train.callbacks import Callback
 from memfit.train.optimizer_update import INTERRUPTED
-from memfit.train.resume.compatibility import check_run_suits_engine
 from memfit.train.resume.engine_parts import (
     EngineParts,
     adopt_zero1_groups,
@@ -32,7 +31,8 @@ from memfit.train.resume.engine_parts import (
     parameter_names_by_group,
     tensors_outside_state_dict,
 )
-from memfit.train.resume.saved_run import VERSION, SavedRun, check_saved_run
+from memfit.train.resume.saved_run_compatibility import check_run_suits_engine
+from memfit.train.resume.saved_run_format import VERSION, SavedRun, check_saved_run
 
 
 def get_engine_state(parts: EngineParts) -> dict[str, Any]:

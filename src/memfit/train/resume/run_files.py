@@ -29,13 +29,8 @@ import torch
 
 from memfit.errors import UsageError
 from memfit.strategies.mechanisms.optimizer_info import local_optimizer
-from memfit.train.ranks.job_ranks import OneRank
+from memfit.train.ranks.rank_agreement import OneRank
 from memfit.train.resume import state_file
-from memfit.train.resume.compatibility import (
-    check_no_open_window,
-    check_parameter_groups,
-    check_run_suits_engine,
-)
 from memfit.train.resume.engine_parts import (
     EngineParts,
     bare_model,
@@ -43,7 +38,22 @@ from memfit.train.resume.engine_parts import (
     parameter_names_by_group,
 )
 from memfit.train.resume.engine_state import get_engine_state, load_engine_state
-from memfit.train.resume.rank_split import (
+from memfit.train.resume.saved_run_compatibility import (
+    check_no_open_window,
+    check_parameter_groups,
+    check_run_suits_engine,
+)
+from memfit.train.resume.saved_run_format import (
+    FOLDER_NAME,
+    VERSION,
+    RankRunFile,
+    SavedParameterState,
+    SharedRunFile,
+    check_rank_run_file,
+    check_saved_run,
+    check_shared_run_file,
+)
+from memfit.train.resume.split_run_state import (
     change_random_states,
     empty_tensors_of_rank,
     is_sharded,
@@ -53,16 +63,6 @@ from memfit.train.resume.rank_split import (
     random_state_with_own_gpu,
     rank_part_of_single_process_run,
     split_run_state,
-)
-from memfit.train.resume.saved_run import (
-    FOLDER_NAME,
-    VERSION,
-    RankRunFile,
-    SavedParameterState,
-    SharedRunFile,
-    check_rank_run_file,
-    check_saved_run,
-    check_shared_run_file,
 )
 from memfit.train.resume.tensor_files import load_tensors, read_tensor_index, save_tensors
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from memfit.recording.tensor_storage import storage_of
 from memfit.strategies.mechanisms.operation_counter import mark_as_recomputed
-from memfit.strategies.mechanisms.tensors import tensor_version
+from memfit.strategies.mechanisms.tensors_in_objects import tensor_version
 
 
 class NotedTensor:

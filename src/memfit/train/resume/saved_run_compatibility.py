@@ -15,7 +15,7 @@ from memfit.train.resume.engine_parts import (
     parameter_names_by_group,
     tensors_outside_state_dict,
 )
-from memfit.train.resume.saved_run import SavedRun
+from memfit.train.resume.saved_run_format import SavedRun
 from memfit.user_frame import warn_user
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from memfit.errors import AmbiguousBatchError, UsageError
 from memfit.random_state import get_random_state, set_random_state
 from memfit.strategies.accumulation import Accumulation
-from memfit.strategies.mechanisms.tensors import tensor_version, tensors_in
+from memfit.strategies.mechanisms.tensors_in_objects import tensor_version, tensors_in
 from memfit.strategies.plan import Plan
 from memfit.strategies.precision import autocast_of_model
 from memfit.train.accumulation_ledger import AccumulationLedger, AccumulationWindowCopy
@@ -26,7 +26,7 @@ from memfit.train.arena_steps import ArenaSteps
 from memfit.train.cuda_graphs import StepCudaGraphs
 from memfit.train.data.split_batch import BatchSplitter, warn_of_batch_norms
 from memfit.train.job import Loss
-from memfit.train.ranks.job_ranks import RAN_OUT, PeerOutOfMemoryError, is_out_of_memory
+from memfit.train.ranks.rank_agreement import RAN_OUT, PeerOutOfMemoryError, is_out_of_memory
 from memfit.train.step_snapshots import StepSnapshot, StepSnapshots
 
 _NO_CONTEXT: AbstractContextManager[None] = nullcontext()

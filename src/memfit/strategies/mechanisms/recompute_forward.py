@@ -33,8 +33,8 @@ from memfit.strategies.mechanisms.selective_checkpointing import (
     operations_not_run,
     selective_contexts_for_compile,
 )
-from memfit.strategies.mechanisms.tensor_tape import recompute_single_tensors
-from memfit.strategies.mechanisms.tensors import tensor_version, tensors_in
+from memfit.strategies.mechanisms.single_tensor_recompute import recompute_single_tensors
+from memfit.strategies.mechanisms.tensors_in_objects import tensor_version, tensors_in
 from memfit.strategies.mechanisms.wrap_forward import Forward, WrappedForward
 from memfit.user_frame import warn_user
 

@@ -1,4 +1,4 @@
-"""Run a script until its first update, as written and under a plan.
+"""Run a script under a plan: until its first update, also as written, and a few steps on a GPU for its peak.
 
 If the gradients are not those that the plan promises, the script runs once more as written: it may not
 compute the same twice.
@@ -6,19 +6,23 @@ compute the same twice.
 
 import os
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
+from memfit.analysis.summary import summarize
+from memfit.analysis.trial_result import ran_to_completion, why_it_failed
 from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import TargetError, UsageError
 from memfit.planning.plan_file import PlanFile
 from memfit.python_command import python_command
-from memfit.records import Change, CountedOperations, Verification, VerificationVerdict
+from memfit.records import Change, CountedOperations, MeasuredPeak, Verification, VerificationVerdict
 from memfit.records.job_target import typed
 from memfit.run.options import RunOptions
-from memfit.run.parent import Progress
+from memfit.run.parent import Progress, run_script
 from memfit.run.process_tree import kill_descendants
 from memfit.temporary_folders import TemporaryFolder
 from memfit.trials.trial_run import injected
@@ -167,3 +171,50 @@ def _start(command: Sequence[str], conf: str, pipe: int) -> None:
             kill_descendants(process.pid)
             process.kill()
             process.wait()
+
+
+def measured_peak(
+    command: tuple[str, ...], plan: PlanFile, *, module: bool, on_progress: Callable[[Progress], None]
+) -> MeasuredPeak:
+    """Return the peak of a script under a plan over its first steps, as ``memfit record`` measures it.
+
+    Args:
+        command: the script's ``sys.argv``.
+        plan: the plan. Its prediction is for the command that it was made for.
+        module: as in ``RunOptions``.
+        on_progress: called about ten times a second.
+
+    Raises:
+        TargetError: the script never used the GPU, or failed, or its process died.
+    """
+    change = plan.change
+
+    def show(progress: Progress) -> None:
+        on_progress(replace(progress, trying="under the plan, for its peak"))
+
+    with injected(change, RunOptions(module=module, labels=False)) as injection, _conf(change.allocator):
+        trace = run_script(command + change.arguments, injection.options, None, None, show).trace
+    if not ran_to_completion(trace.end):
+        raise TargetError(
+            f"memfit trained {typed(command)[0]} under the plan, but {why_it_failed(trace.end)}"
+        )
+    found = summarize(trace)
+    return MeasuredPeak(
+        found.peak_allocated,
+        found.peak_reserved,
+        found.peak_process,
+        plan.allocated_for(command),
+    )
+
+
+@contextmanager
+def _conf(allocator: str) -> Iterator[None]:
+    """Set ``PYTORCH_ALLOC_CONF`` for processes that are started within, unless it is empty."""
+    before = dict(os.environ)
+    if allocator:
+        os.environ["PYTORCH_ALLOC_CONF"] = allocator
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

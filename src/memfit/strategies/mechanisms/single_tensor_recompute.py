@@ -28,7 +28,7 @@ from memfit.random_state import generator_positions
 from memfit.recording.dispatched_operations import DispatchedOperations
 from memfit.recording.tensor_storage import storage_of
 from memfit.records import LEAST_RECOMPUTED, can_run_again
-from memfit.strategies.mechanisms.noted_operations import (
+from memfit.strategies.mechanisms.replayable_operations import (
     ArgumentLayout,
     NotedContent,
     NotedOperation,

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from memfit.errors import UsageError
 from memfit.strategies.mechanisms.host_copies import HostCopies, SideStreamCopies
 from memfit.strategies.mechanisms.optimizer_step import check_updates_are_independent, step_some_parameters
-from memfit.strategies.mechanisms.tensors import inner_tensors
+from memfit.strategies.mechanisms.tensors_in_objects import inner_tensors
 from memfit.user_frame import warn_user
 
 BLOCK_BYTES = 16 * 2**20
