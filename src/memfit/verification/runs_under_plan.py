@@ -6,8 +6,7 @@ compute the same twice.
 
 import os
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -192,7 +191,8 @@ def measured_peak(
     def show(progress: Progress) -> None:
         on_progress(replace(progress, trying="under the plan, for its peak"))
 
-    with injected(change, RunOptions(module=module, labels=False)) as injection, _conf(change.allocator):
+    options = RunOptions(module=module, labels=False, allocator=change.allocator)
+    with injected(change, options) as injection:
         trace = run_script(command + change.arguments, injection.options, None, None, show).trace
     if not ran_to_completion(trace.end):
         raise TargetError(
@@ -205,16 +205,3 @@ def measured_peak(
         found.peak_process,
         plan.allocated_for(command),
     )
-
-
-@contextmanager
-def _conf(allocator: str) -> Iterator[None]:
-    """Set ``PYTORCH_ALLOC_CONF`` for processes that are started within, unless it is empty."""
-    before = dict(os.environ)
-    if allocator:
-        os.environ["PYTORCH_ALLOC_CONF"] = allocator
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
