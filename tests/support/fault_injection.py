@@ -28,7 +28,7 @@ from memfit.strategies.mechanisms.optimizer_step import replace_optimizer_step, 
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.precision import LossScale, Precision
 from memfit.train.engine import Engine
-from memfit.train.gathered_batches import WindowBatches, gather_batches_into_windows
+from memfit.train.gathered_batches import WindowBatches, gather_batches_by_window
 from support.late_stream import late_state_copies
 
 BATCHES = 8
@@ -256,9 +256,9 @@ def updates(engine: Engine, data: list[Any], carried: int) -> Iterator[Any]:
     settings = engine.plan.accumulation
     if settings is None or not settings.gathers:
         return engine.through(data)
-    for group in gather_batches_into_windows(engine._ledger, settings, data[:carried]):
+    for group in gather_batches_by_window(engine._ledger, settings, data[:carried]):
         engine._full_batch.gather(group.window, group.left, closes=False)
-    return gather_batches_into_windows(engine._ledger, settings, data[carried:])
+    return gather_batches_by_window(engine._ledger, settings, data[carried:])
 
 
 def update(engine: Engine, batches: Any) -> Any:

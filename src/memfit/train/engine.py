@@ -33,17 +33,12 @@ from memfit.train.data.loader_position import check_loader_batch_size, number_of
 from memfit.train.data.split_batch import BatchSplitter
 from memfit.train.engine_setup import set_up_engine
 from memfit.train.full_batch_steps import FullBatchStepper, missing_loss_error
-from memfit.train.gathered_batches import MicroBatches, gather_batches_into_windows
-from memfit.train.job import Interval, Job, Loss, job_from_parts
+from memfit.train.gathered_batches import MicroBatches, gather_batches_by_window
+from memfit.train.job import Interval, Job, Loss, as_job
 from memfit.train.optimizer_update import Protect
 from memfit.train.resume.engine_parts import EngineParts
 from memfit.train.resume.run_files import ResumableRun
-from memfit.train.validation import (
-    Metric,
-    names_of_validation_metrics,
-    validated_metrics,
-    warn_of_evaluation_mode,
-)
+from memfit.train.validation import Metric, validation_means, validation_metric_names, warn_of_evaluation_mode
 
 
 class Engine(ResumableRun):
@@ -98,13 +93,10 @@ class Engine(ResumableRun):
         retry: bool = True,
         protect: Protect = "auto",
     ) -> None:
-        job = job_from_parts(
-            job, optimizer, loss, scheduler, scheduler_interval, scheduler_metric, max_grad_norm
-        )
+        job = as_job(job, optimizer, loss, scheduler, scheduler_interval, scheduler_metric, max_grad_norm)
         configuration = Configuration.of(plan)
-        norm = configuration.clipped_to(job.max_grad_norm)
+        norm, arena = configuration.clipped_to(job.max_grad_norm), configuration.arena is not None
         self._arena_steps = ArenaSteps(configuration.arena, job.model)
-        arena = configuration.arena is not None
         prepared = set_up_engine(
             job, configuration.plan, norm, cuda_graphs=cuda_graphs, retry=retry, protect=protect, arena=arena
         )
@@ -196,14 +188,10 @@ class Engine(ResumableRun):
             The result of the last update; None if there was none.
         """
         result, notify, schedule = None, self._ledger.notify, self._ledger.update.schedule
-        schedule.expect_metric(names := names_of_validation_metrics(metrics, validate))
+        schedule.expect_metric(names := validation_metric_names(metrics, validate))
         check_watched_metrics(self.callbacks, names)
-        self.epochs, self.batches, self._stopped, self._left_others = (
-            epochs,
-            number_of_batches(loader),
-            False,
-            False,
-        )
+        self.epochs, self.batches = epochs, number_of_batches(loader)
+        self._stopped = self._left_others = False
         self._ranks.agree("engine.fit", same=lambda: {"epochs": f"{epochs}", "metrics": f"{[*names]}"})
         self._resume_inside_epoch(loader)
         notify("on_fit_begin")
@@ -243,9 +231,7 @@ class Engine(ResumableRun):
                 yield self.step(*batches) if batches else self._full_batch.take_part()
             return
         ends = self.epoch + 1 == self.epochs or self._accumulation.remainder != "carry"
-        for group in gather_batches_into_windows(
-            self._ledger, self._accumulation, loader, self._batches_left
-        ):
+        for group in gather_batches_by_window(self._ledger, self._accumulation, loader, self._batches_left):
             result = self._full_batch.gather(group.window, group.left, closes=group.fills or ends)
             if result is not None:
                 yield result
@@ -269,7 +255,7 @@ class Engine(ResumableRun):
         # A replica's own forward is collective, but the ranks may validate different numbers of batches.
         model = module_inside_ddp(self.model)
         together = self._ledger.gradients.reduces_in_backward and self._ranks.size > 1
-        self.metrics = validated_metrics(
+        self.metrics = validation_means(
             model, loader, wanted, self.autocast, test, size, self._ranks, together=together
         )
         return self.metrics
@@ -340,7 +326,7 @@ class Engine(ResumableRun):
         self._expect_no_graphs()
         self._accumulation.expect_gathered("engine.windows")
         ledger, carries = self._ledger, self._accumulation.remainder == "carry"
-        for group in gather_batches_into_windows(ledger, self._accumulation, loader):
+        for group in gather_batches_by_window(ledger, self._accumulation, loader):
             window, closes = group.window, group.fills or not carries
             done = window.done + len(group.left)
             if ledger.window is None:

@@ -39,7 +39,7 @@ class WindowBatches:
         return self.window.done + len(self.left) == self.window.planned
 
 
-def gather_batches_into_windows(
+def gather_batches_by_window(
     ledger: AccumulationLedger,
     settings: Accumulation,
     loader: Iterable[Any],

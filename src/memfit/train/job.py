@@ -41,7 +41,7 @@ class Job:
     ``memfit plan job.py:make_job``. Random values do. An engine does not call it."""
 
 
-def job_from_parts(job: Job | nn.Module, *parts: Any) -> Job:
+def as_job(job: Job | nn.Module, *parts: Any) -> Job:
     """Return the job, as given or made of its parts: the other fields of ``Job``, in their order.
 
     Raises:

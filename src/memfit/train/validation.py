@@ -17,9 +17,7 @@ Metric = Callable[[nn.Module, Any], Any]
 """``metric(model, batch)`` returns, as a loss does, a mean or a pair: the sum and its divisor."""
 
 
-def names_of_validation_metrics(
-    metrics: Mapping[str, Metric] | None, loader: Iterable[Any] | None
-) -> list[str]:
+def validation_metric_names(metrics: Mapping[str, Metric] | None, loader: Iterable[Any] | None) -> list[str]:
     """Return the names of the metrics that ``fit`` validates.
 
     Raises:
@@ -32,7 +30,7 @@ def names_of_validation_metrics(
     return []
 
 
-def validated_metrics(  # noqa: PLR0913 - what the engine knows about its validation
+def validation_means(  # noqa: PLR0913 - what the engine knows about its validation
     model: nn.Module,
     loader: Iterable[Any],
     metrics: Mapping[str, Metric],
