@@ -26,7 +26,7 @@ from memfit.allocator.timeline import timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.summary import summarize
 from memfit.records import Trace
-from memfit.report.html import report_page
+from memfit.report.html import run_report_html
 from memfit.report.html.drawn_moments import MOST_BLOCKS
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt.py"
@@ -64,7 +64,7 @@ def in_python(trace: Trace) -> tuple[str, float]:
     line = timeline(trace)
     attribution, summary = attribute(trace, line), summarize(trace)
     begin = time.perf_counter()
-    text = report_page(trace, line, attribution, summary)
+    text = run_report_html(trace, line, attribution, summary)
     return text, time.perf_counter() - begin
 
 

@@ -19,7 +19,7 @@ from memfit.planning.memory_model import inner_calls
 from memfit.planning.plan_file import read_plan
 from memfit.planning.region_options import option_in_parts, option_of
 from memfit.planning.tensor_options import Contents, ContentsInBackward, kept_contents
-from memfit.records import Change, Operation, StepOperations, is_counted
+from memfit.records import Change, Operation, StepOperations, is_counted_operation
 from memfit.run.options import RunOptions
 from memfit.run.parent import run_script
 from memfit.run.resolve_options import ghost_settings
@@ -83,7 +83,7 @@ def _of_tensors(step: StepOperations, save_ops: Sequence[str]) -> float:
 
 
 def _second(operation: Operation) -> float:
-    return float(is_counted(operation.name))
+    return float(is_counted_operation(operation.name))
 
 
 def _run(command: tuple[str, ...], change: Change) -> tuple[StepOperations | None, InjectionReport]:

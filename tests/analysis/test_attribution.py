@@ -14,9 +14,9 @@ from memfit.errors import UsageError
 from memfit.records import (
     Action,
     Category,
+    EventLabel,
     Frame,
     GroupBy,
-    Label,
     Mark,
     MarkKind,
     Phase,
@@ -27,7 +27,7 @@ from support.traces import BASE, Event, freed, segment, trace_of
 
 MIB = 1 << 20
 PHASES = {phase: place for place, phase in enumerate(Phase)}
-LABELS = tuple(Label(phase, "blocks.0.fc" if phase == Phase.FORWARD else "", "", -1) for phase in Phase)
+LABELS = tuple(EventLabel(phase, "blocks.0.fc" if phase == Phase.FORWARD else "", "", -1) for phase in Phase)
 FRAMES = (Frame("train.py", 3, "main", user=True),)
 
 

@@ -4,10 +4,10 @@ import pytest
 
 from memfit.allocator.timeline import timeline
 from memfit.analysis.explanation import secondary_peaks
-from memfit.records import Action, Label, Mark, MarkKind, Phase
+from memfit.records import Action, EventLabel, Mark, MarkKind, Phase
 from support.traces import BASE, Event, freed, segment, trace_of
 
-LABELS = tuple(Label(phase, "", "", -1) for phase in Phase)
+LABELS = tuple(EventLabel(phase, "", "", -1) for phase in Phase)
 
 
 def label(phase):

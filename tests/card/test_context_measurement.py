@@ -13,8 +13,8 @@ from memfit.card.context_measurement import keep_context, kept_context
 from memfit.card.context_probe import Settings
 from memfit.devices import find_device
 from memfit.ghost.build.torch_install import find_torch
-from memfit.records import ContextReport, ContextStage, ContextTrial, Machine, Provenance
-from memfit.report.terminal.doctor import contribution
+from memfit.records import ContextReport, ContextStage, ContextTrial, MachineKind, Provenance
+from memfit.report.terminal.doctor import context_toml_lines
 from memfit.run.options import RunOptions
 from memfit.run.resolve_options import ghost_settings
 
@@ -35,7 +35,7 @@ def report(tmp_path, monkeypatch):
         "13.0",
         TORCH,
         80 << 30,
-        Machine.CARD,
+        MachineKind.CARD,
         "NVML",
         "2026-01-02",
         stages,
@@ -77,7 +77,7 @@ def test_with_several_gpus_nccl_is_measured_beside_what_dry_runs_assume(memfit):
 
 
 def test_a_rehearsal_is_never_kept(report):
-    assert keep_context(replace(report, machine=Machine.REHEARSAL)) is None
+    assert keep_context(replace(report, machine=MachineKind.REHEARSAL)) is None
 
 
 def test_a_kept_measurement_is_the_context_of_that_card_and_torch(report):
@@ -131,7 +131,7 @@ def test_the_plain_measurement_is_without_the_settings_that_are_tried(monkeypatc
 
 
 def test_a_measurement_is_contributed_as_lines_of_the_table_of_gpus(report):
-    lines = contribution(replace(report, torch="2.14.1+cu130"))
+    lines = context_toml_lines(replace(report, torch="2.14.1+cu130"))
     seen = tomllib.loads(f"seen = [\n{lines}\n]")["seen"]
     same = {"card": "NVIDIA A100-SXM4-80GB", "torch": "2.14.1", "cuda": "13.0", "driver": "580.1"}
     same["source"] = "memfit doctor --context, 2026-01-02"

@@ -5,12 +5,12 @@ from dataclasses import replace
 from memfit.planning.batches import divisions, smaller_batches, why_indivisible
 from memfit.planning.changes import FUSED_OPTIMIZER, OFFLOADED_ACTIVATIONS, recomputation
 from memfit.planning.choose import CheckpointChoice, PlannedRegion
-from memfit.records import Change, LoaderBatchSize, OptionPurpose, ScriptOption
+from memfit.records import Change, LoaderBatchSize, ScriptOption, ScriptOptionPurpose
 from support.advised_runs import trace
 
 LOADER = LoaderBatchSize(12, "train.py:31")
-BATCH = ScriptOption(OptionPurpose.BATCH_SIZE, ("--batch-size",), 12)
-ACCUMULATION = ScriptOption(OptionPurpose.ACCUMULATION, ("--accum",), 2)
+BATCH = ScriptOption(ScriptOptionPurpose.BATCH_SIZE, ("--batch-size",), 12)
+ACCUMULATION = ScriptOption(ScriptOptionPurpose.ACCUMULATION, ("--accum",), 2)
 
 
 def test_changes_made_together_keep_what_each_of_them_says():

@@ -22,7 +22,7 @@ from memfit.records import (
     ScriptEnd,
     StepOperations,
 )
-from memfit.report.public_json import to_json
+from memfit.report.public_json import result_to_json
 from memfit.report.terminal.script_plan import print_plan
 from support.planned_networks import feed_forward
 from support.traces import BASE, trace_of
@@ -136,7 +136,7 @@ def test_the_highest_share_that_fits_is_chosen_where_batches_cannot_be_divided()
     assert "torch._functorch.config.activation_memory_budget = 0.6" in text
     assert "other kernels" in text
     assert "takes less than" not in text
-    assert json.loads(to_json(found))["plan"] == found.chosen.change.plan
+    assert json.loads(result_to_json(found))["plan"] == found.chosen.change.plan
 
 
 def test_micro_batches_are_preferred_if_they_are_faster_and_lower_shares_are_not_compiled_then():
@@ -207,7 +207,7 @@ def test_a_share_under_which_compilation_fails_is_dropped_and_counted():
     reason = "With activation_memory_budget 0.5, the script ended with BackendCompilerFailed: no (t.py:5)."
     assert found.dropped == (reason,)
     assert f"1 plan could not be run. {reason}" in printed(found)
-    assert json.loads(to_json(found))["dropped"] == [reason]
+    assert json.loads(result_to_json(found))["dropped"] == [reason]
 
 
 def test_every_block_is_checkpointed_if_no_share_fits():

@@ -13,7 +13,7 @@ from memfit.records import (
     Action,
     Category,
     Change,
-    Label,
+    EventLabel,
     ModuleCall,
     Operation,
     Phase,
@@ -23,7 +23,7 @@ from memfit.records import (
 from support.planned_script import DEVICE, MIB, OUTSIDE
 from support.traces import BASE, Event, freed, trace_of
 
-UPDATE = Label(Phase.OPTIMIZER, "", "Adam.step", -1)
+UPDATE = EventLabel(Phase.OPTIMIZER, "", "Adam.step", -1)
 HELD = {
     Category.PARAMETER: {"weight": 40, "bias": 2},
     Category.BUFFER: {"mean": 4},
@@ -120,7 +120,7 @@ def test_an_update_that_ran_needs_its_temporaries_too_but_no_batch():
 
 
 @pytest.mark.parametrize(
-    "trace", [trace_of([]), replace(trained(), labels=(Label(Phase.FORWARD, "", "", -1),))]
+    "trace", [trace_of([]), replace(trained(), labels=(EventLabel(Phase.FORWARD, "", "", -1),))]
 )
 def test_a_run_without_an_update_has_no_floor_but_the_context(trace):
     trace = replace(trace, device=DEVICE)

@@ -19,18 +19,18 @@ from memfit.records import (
     BatchLimit,
     LoaderBatchSize,
     MaxBatch,
-    OptionPurpose,
     ScriptEnd,
     ScriptOption,
+    ScriptOptionPurpose,
     SizeBound,
 )
-from memfit.report.public_json import public_type, to_json
+from memfit.report.public_json import public_json_type, result_to_json
 from memfit.report.terminal.max_batch import print_max_batch
 from support.advised_runs import FAILED, MEASURED, MIB, device, trace
 
 OUT = ScriptEnd("out of memory", 1, "CUDA out of memory", "train.py:9")
 CONTEXT = 100  # MiB, outside PyTorch's allocator
-OPTION = ScriptOption(OptionPurpose.BATCH_SIZE, ("--batch-size",), 4)
+OPTION = ScriptOption(ScriptOptionPurpose.BATCH_SIZE, ("--batch-size",), 4)
 
 
 def line(size):
@@ -246,8 +246,8 @@ def text_of(found):
 
 def test_the_json_has_every_run():
     found = Script(line, 1000).find()
-    public = msgspec.json.decode(to_json(found), type=public_type(MaxBatch))
-    assert json.loads(to_json(found))["runs"][0]["size"] == 4
+    public = msgspec.json.decode(result_to_json(found), type=public_json_type(MaxBatch))
+    assert json.loads(result_to_json(found))["runs"][0]["size"] == 4
     assert [run.size for run in public.runs] == [run.size for run in found.runs]
     assert (public.largest, public.limit, public.budget) == (23, BatchLimit.MEMORY, 1000 * MIB)
 

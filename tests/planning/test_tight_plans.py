@@ -10,7 +10,7 @@ from memfit.planning.changes import Allowed
 from memfit.planning.plan_runs import PlannedScript
 from memfit.planning.search import find_plan
 from memfit.records import Provenance, ScriptEnd
-from memfit.report.public_json import to_json
+from memfit.report.public_json import result_to_json
 from memfit.report.terminal.script_plan import print_plan
 from support.planned_script import MIB, OUTSIDE, Script, copy, find, work
 
@@ -85,7 +85,7 @@ def test_a_plan_that_is_not_tight_is_the_one_for_what_is_certainly_free():
     assert not found.is_tight
     assert "PLAN FOUND   needs" in printed(found)
     assert "no plan of this kind that is not tight takes less than" in printed(found)
-    assert json.loads(to_json(found))["is_tight"] is False
+    assert json.loads(result_to_json(found))["is_tight"] is False
 
 
 def test_a_script_that_fits_only_tightly_gets_a_plan_that_does_not():
@@ -112,7 +112,7 @@ def test_the_only_plan_that_fits_is_tight():
     assert found.budget - found.uncertainty < found.chosen.needs.bytes <= found.budget
     assert printed(found).startswith("PLAN FOUND, TIGHT   needs ")
     assert "none of the plans that ran leaves that much" in printed(found)
-    assert (found.is_tight, json.loads(to_json(found))["is_tight"]) == (True, True)
+    assert (found.is_tight, json.loads(result_to_json(found))["is_tight"]) == (True, True)
 
 
 def test_of_the_tight_plans_the_fastest_is_chosen_and_the_runs_are_not_doubled():

@@ -5,7 +5,7 @@ import pytest
 
 from memfit.allocator.timeline import timeline
 from memfit.api.traces import explain
-from memfit.report.html.payload import payload
+from memfit.report.html.payload import page_payload
 from support.browser import check, click_at, shown
 from support.html_reports import evil, report, run, sums, unpacked
 from support.traces import trace_of
@@ -31,7 +31,7 @@ def test_the_page_opens_at_the_peak_and_every_moment_is_exact(show):
 
 def test_a_page_with_combined_blocks_has_exact_sums(show, monkeypatch):
     trace = run(steps=6)
-    monkeypatch.setitem(payload.__kwdefaults__, "most", 5)
+    monkeypatch.setitem(page_payload.__kwdefaults__, "most", 5)
     text = report(trace)
     page = show(text)
     assert "drawn together: 33 of 38" in page.inner_text("#thinned")

@@ -13,24 +13,26 @@ from memfit.analysis.location import location_at
 from memfit.analysis.summary import summarize
 from memfit.records import (
     Action,
+    EventLabel,
     GroupBy,
-    Label,
     Mark,
     MarkKind,
     Phase,
     ScriptEnd,
     SnapshotBlock,
 )
-from memfit.report.html.payload import payload
-from memfit.report.html.safe_page import PageTexts
+from memfit.report.html.payload import page_payload
+from memfit.report.html.safe_page import PageTextTable
 from support.html_reports import GIB, MIB, blocks, run, sums, unpacked
 from support.traces import BASE, Event, freed, segment, trace_of
 
 
 def drawn(trace, most=100_000, *, source=True):
     line = timeline(trace)
-    words = PageTexts(source=source)
-    return unpacked(payload(trace, line, attribute(trace, line), summarize(trace), words, most=most).text)
+    words = PageTextTable(source=source)
+    return unpacked(
+        page_payload(trace, line, attribute(trace, line), summarize(trace), words, most=most).text
+    )
 
 
 def check_sums(trace, held, moments):
@@ -210,7 +212,7 @@ def test_older_blocks_are_live_from_the_first_moment():
             Event(Action.OOM, 0, GIB, label=0),
         ],
         [segment(BASE, 2 * MIB, "small", blocks=[*parts, rest])],
-        labels=(Label(Phase.FORWARD, "fc", "", -1),),
+        labels=(EventLabel(Phase.FORWARD, "fc", "", -1),),
         marks=(Mark(3, MarkKind.TRAINING_STEP, 4),),
         end=ScriptEnd("out of memory", 1),
     )

@@ -16,7 +16,7 @@ from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.initial_state import initial_state
 from memfit.allocator.timeline import disagreement_with_pytorch, timeline
 from memfit.errors import FileFormatError, OutputError
-from memfit.records import Action, Events, Label, Phase, Trace
+from memfit.records import Action, EventLabel, Events, Phase, Trace
 from memfit.trace import snapshot as snapshots
 from memfit.trace.snapshot import allocator_settings, read_snapshot, snapshot_of, write_snapshot
 from memfit.trace.trace_file import read_trace, write_trace
@@ -211,7 +211,9 @@ def test_both_spellings_of_a_blocks_state_are_read(tmp_path, written, read):
 def test_labels_are_written_as_readable_metadata(tmp_path):
     trace = read_snapshot(saved(tmp_path, small()))
     events = replace(trace.events, label=np.array([-1, 0], np.int32))
-    labelled = replace(trace, events=events, labels=(Label(Phase.BACKWARD, "layers.0", "MmBackward0", -1),))
+    labelled = replace(
+        trace, events=events, labels=(EventLabel(Phase.BACKWARD, "layers.0", "MmBackward0", -1),)
+    )
     history = snapshot_of(labelled)["device_traces"][0]
     assert [event["user_metadata"] for event in history] == ["", "backward layers.0 MmBackward0"]
 

@@ -19,10 +19,10 @@ from memfit.records import (
     BatchSize,
     Category,
     DeviceUse,
+    EventLabel,
     Events,
     Figure,
     Frame,
-    Label,
     LoaderScan,
     Mark,
     MarkKind,
@@ -80,7 +80,7 @@ def traces(draw):
     )
     stack = st.lists(index_below(len(frames))).map(tuple) if frames else st.just(())
     stacks = tuple(draw(st.lists(stack, max_size=5)))
-    label = st.builds(Label, st.sampled_from(Phase), st.text(), st.text(), index_below(len(stacks), -1))
+    label = st.builds(EventLabel, st.sampled_from(Phase), st.text(), st.text(), index_below(len(stacks), -1))
     labels = tuple(draw(st.lists(label, max_size=5)))
     with_pools = draw(st.booleans())
     private = st.lists(st.tuples(naturals, naturals).filter(any), max_size=3, unique=True)

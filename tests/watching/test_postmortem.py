@@ -8,7 +8,7 @@ from memfit.allocator.timeline import disagreement_with_pytorch, timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import breakdown_at
 from memfit.analysis.summary import summarize
-from memfit.records import Category, GroupBy, Machine
+from memfit.records import Category, GroupBy, MachineKind
 from memfit.trace.trace_file import read_trace
 from support.scripts import WATCHED
 
@@ -123,7 +123,11 @@ def test_a_post_mortem_names_what_held_the_memory(rehearse, tmp_path, labels):
     trace = read_trace(tmp_path / "memfit-oom-1.memfit")
     assert disagreement_with_pytorch(trace, timeline(trace)) == ""  # with PyTorch's own counters
     answer = summarize(trace)
-    assert (answer.verdict, answer.device.machine, answer.steps) == ("out of memory", Machine.REHEARSAL, 2)
+    assert (answer.verdict, answer.device.machine, answer.steps) == (
+        "out of memory",
+        MachineKind.REHEARSAL,
+        2,
+    )
     found, rows = rows_at_the_end(trace)
     assert (found.place.step, found.place.module) == (3, "Net")
     assert sum(rows.values()) == found.allocated

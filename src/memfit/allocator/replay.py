@@ -14,7 +14,7 @@ from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.requests import RequestKind, Requests
 from memfit.allocator.rounding import bytes_taken
 from memfit.errors import UsageError
-from memfit.records import DriverCalls, FailedMalloc, Replay
+from memfit.records import DriverCalls, FailedMalloc, ReplayResult
 
 
 def replay(
@@ -25,7 +25,7 @@ def replay(
     taken: int = 0,
     version: tuple[int, int] = (2, 14),
     empty_cache_each_step: bool = False,
-) -> Replay:
+) -> ReplayResult:
     """Replay requests under settings on a device.
 
     Args:
@@ -63,7 +63,7 @@ def replay(
         fits = allocator.serve(asked)
         outcome, statistics = allocator.outcome(), allocator.memory_stats()
         segments = allocator.snapshot()
-    return Replay(
+    return ReplayResult(
         failure=None
         if fits
         else FailedMalloc(asked.event[outcome.position], outcome.requested, outcome.free),
@@ -119,7 +119,7 @@ class UncachedAllocator:
         self.free_bytes -= taken
 
 
-def replay_uncached(asked: Requests, *, total: int, taken: int) -> Replay:
+def replay_uncached(asked: Requests, *, total: int, taken: int) -> ReplayResult:
     """Replay requests without a cache; arguments as those of ``replay``."""
     device = UncachedAllocator(total, taken)
     sizes: dict[int, int] = {}
@@ -138,7 +138,7 @@ def replay_uncached(asked: Requests, *, total: int, taken: int) -> Replay:
                 device.free(size)
         elif ask == _STEP:
             steps.append(copy(device.calls))
-    return Replay(
+    return ReplayResult(
         failure=failure,
         peak_allocated=device.peak_allocated,
         peak_reserved=device.peak_reserved,

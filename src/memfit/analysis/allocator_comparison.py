@@ -19,11 +19,11 @@ from memfit.records import (
     AllocatorComparison,
     AllocatorSetting,
     CallRates,
-    Machine,
+    MachineKind,
     MarkKind,
     Note,
     Provenance,
-    Replay,
+    ReplayResult,
     SettingOutcome,
     Trace,
 )
@@ -100,7 +100,7 @@ def compare_settings(
     )
 
 
-def _located(trace: Trace, replay: Replay) -> Replay:
+def _located(trace: Trace, replay: ReplayResult) -> ReplayResult:
     """Return a replay of a trace with the place of its failure, if there is one."""
     if (failure := replay.failure) is None:
         return replay
@@ -109,7 +109,7 @@ def _located(trace: Trace, replay: Replay) -> Replay:
 
 def _gpu(trace: Trace, device: Device | None, memory: int | None) -> tuple[int, int]:
     """Return the bytes of the device, and of the CUDA context."""
-    if trace.device.machine is Machine.CPU:
+    if trace.device.machine is MachineKind.CPU:
         raise UsageError(
             "This is a trace of CPU tensors. PyTorch does not cache CPU memory, and its allocator settings "
             "apply only to GPUs. To find how much memory the tensors need when their addresses are planned, "

@@ -29,7 +29,7 @@ from memfit.records import (
     Stage,
     Timeline,
     Trace,
-    worst,
+    worst_provenance,
 )
 
 CATEGORY_NAMES = {
@@ -129,7 +129,7 @@ def breakdown_at(
         GroupBy.OP: (attribution.ops, attribution.op[alive]),
     }
     by_name = {CATEGORY_NAMES[kind]: provenance for kind, provenance in sure.items()}
-    unsure = worst(*sure.values())
+    unsure = worst_provenance(*sure.values())
     rows = {
         by: (*_rows(table, index, requested, by_name if by is GroupBy.CATEGORY else {}, unsure), *rest)
         for by, (table, index) in names.items()
@@ -176,7 +176,7 @@ def category_provenance(trace: Trace) -> dict[Category, Provenance]:
         return dict.fromkeys(CATEGORY_NAMES, rest)  # rows are what CUDA took, and its rounding is assumed
     objects = least_certain(note for note in unsure if note.objects)
     workspaces = least_certain(note for note in unsure if note.workspaces or note.objects)
-    saved = worst(rest, least_certain(note for note in unsure if note.activations))
+    saved = worst_provenance(rest, least_certain(note for note in unsure if note.activations))
     by_kind = {Category.WORKSPACE: workspaces, Category.ACTIVATION: saved}
     return {kind: objects if kind in _HELD_BY_OBJECTS else by_kind.get(kind, rest) for kind in CATEGORY_NAMES}
 
@@ -212,7 +212,7 @@ def _rest(
     attribution: Attribution, alive: Numbers, allocated: int, sure: dict[Category, Provenance]
 ) -> list[BreakdownRow]:
     requested, block = int(attribution.requested[alive].sum()), int(attribution.block[alive].sum())
-    rows = [BreakdownRow(ROUNDING, block - requested, len(alive), worst(*sure.values()))]
+    rows = [BreakdownRow(ROUNDING, block - requested, len(alive), worst_provenance(*sure.values()))]
     if allocated != block:
         rows.append(BreakdownRow(EARLIER, allocated - block, 0, Provenance.ASSUMED))
     return rows

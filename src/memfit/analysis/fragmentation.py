@@ -38,7 +38,7 @@ from memfit.records import (
     ScriptLocation,
     Timeline,
     Trace,
-    worst,
+    worst_provenance,
 )
 
 PEAK_RESERVED, PEAK_ALLOCATED, END = "peak reserved", "peak allocated", "the end"
@@ -90,7 +90,7 @@ def fragmentation(trace: Trace, at: Mapping[str, int] | None = None) -> Fragment
     classifier = _Classifier(trace, config, tracker)
     sure = least_certain(note for note in trace.notes if note.sizes)
     return Fragmentation(
-        worst(sure, Provenance.ASSUMED) if start.uncertain else sure,
+        worst_provenance(sure, Provenance.ASSUMED) if start.uncertain else sure,
         "",
         tuple(classifier.at(name, events, pieces[events]) for name, events in moments.items()),
     )

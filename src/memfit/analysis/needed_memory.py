@@ -11,7 +11,16 @@ from memfit.analysis.allocator_comparison import torch_version
 from memfit.analysis.location import least_certain
 from memfit.devices import NO_LIMIT
 from memfit.errors import FileFormatError, UsageError
-from memfit.records import AllocatorSetting, DeviceUse, DryRun, Figure, Provenance, Replay, Trace, worst
+from memfit.records import (
+    AllocatorSetting,
+    DeviceUse,
+    DryRun,
+    Figure,
+    Provenance,
+    ReplayResult,
+    Trace,
+    worst_provenance,
+)
 
 
 @dataclass(frozen=True)
@@ -38,11 +47,11 @@ class ReplayedRun:
         return cls(trace, found, read_requests(trace), late=late)
 
     @cached_property
-    def unlimited(self) -> Replay:
+    def unlimited(self) -> ReplayResult:
         """The replay with unlimited memory."""
         return self.on(NO_LIMIT)
 
-    def on(self, total: int) -> Replay:
+    def on(self, total: int) -> ReplayResult:
         """Replay the run on a GPU with so many bytes."""
         return replay(
             self.asked,
@@ -68,7 +77,9 @@ class ReplayedRun:
             done, fraction = self.on(smallest), setting_config(self._setting).per_process_memory_fraction
             return self._reserved(done, done.most_taken if fraction is None else smallest)
         # The replay would fit, but the run itself did not: it may do other things where memory is short.
-        return Figure(self._smallest(fails_at) - self.taken, worst(self._sure, Provenance.SIMULATED))
+        return Figure(
+            self._smallest(fails_at) - self.taken, worst_provenance(self._sure, Provenance.SIMULATED)
+        )
 
     def _smallest(self, fails_at: int = 0) -> int:
         return smallest_capacity(
@@ -80,10 +91,12 @@ class ReplayedRun:
             exhaustive=0,
         )
 
-    def _reserved(self, done: Replay, gpu: int) -> Figure:
+    def _reserved(self, done: ReplayResult, gpu: int) -> Figure:
         """Return what a GPU has for PyTorch; that is as certain as the run if it did the same."""
         seen = not self.conf and done.peak_reserved == self.found.peak_reserved
-        return Figure(gpu - self.taken, self._sure if seen else worst(self._sure, Provenance.SIMULATED))
+        return Figure(
+            gpu - self.taken, self._sure if seen else worst_provenance(self._sure, Provenance.SIMULATED)
+        )
 
     @property
     def _setting(self) -> AllocatorSetting:
@@ -103,7 +116,7 @@ class ReplayedRun:
 def process_bytes(reserved: Figure, device: DeviceUse) -> Figure:
     """Return the bytes of a process in which PyTorch has so many reserved."""
     outside = device.outside
-    return Figure(reserved.bytes + outside.bytes, worst(reserved.provenance, outside.provenance))
+    return Figure(reserved.bytes + outside.bytes, worst_provenance(reserved.provenance, outside.provenance))
 
 
 def needed_process(trace: Trace, found: DryRun, device: DeviceUse, *, fails_at: int = 0) -> Figure:

@@ -33,7 +33,7 @@ from memfit.records import (
     Figure,
     GroupBy,
     Growth,
-    Machine,
+    MachineKind,
     MarkKind,
     Note,
     OutOfMemory,
@@ -42,7 +42,7 @@ from memfit.records import (
     Term,
     Timeline,
     Trace,
-    worst,
+    worst_provenance,
 )
 from memfit.units import format_bytes
 
@@ -72,7 +72,9 @@ def summarize_attributed(trace: Trace, line: Timeline, attribution: Attribution)
     sure = least_certain(note for note in trace.notes if note.sizes)
     outside = trace.device.outside
     what = "CUDA context" if trace.device.nccl is None else outside.source
-    process = Figure(reserved + outside.bytes, worst(sure, outside.provenance), f"reserved + {what}")
+    process = Figure(
+        reserved + outside.bytes, worst_provenance(sure, outside.provenance), f"reserved + {what}"
+    )
     # A script that recovered has had PyTorch release its cache, and its attempts have filled the cache again.
     needed = allocated + outside.bytes if len(caught_failures(trace)) else process.bytes
     bounds = size_bounds(trace, line, _deciding_event(trace, line, peak))
@@ -115,7 +117,7 @@ def _pinned(trace: Trace) -> Figure | None:
     """Return the pinned host memory: on a card, copies that take longer may need more blocks."""
     if not trace.pinned:
         return None
-    if trace.device.machine is Machine.CARD:
+    if trace.device.machine is MachineKind.CARD:
         return Figure(trace.pinned, Provenance.MEASURED, "torch.cuda.host_memory_stats")
     return Figure(trace.pinned, Provenance.ASSUMED, "if copies are done when the next block is needed")
 

@@ -13,7 +13,7 @@ from memfit.devices import DEFAULT, NO_LIMIT
 from memfit.errors import TargetError, UsageError
 from memfit.input_files import read_input
 from memfit.records import Change, CheckVerdict, MemoryBaseline, MemoryCheck, Trace
-from memfit.report.public_json import baseline_file, read_baseline
+from memfit.report.public_json import baseline_from_json, baseline_to_json
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress
 from memfit.trials.trial_run import trial_runner
@@ -97,7 +97,7 @@ def check(  # noqa: PLR0913 - one parameter an option
         fitting = CheckVerdict.FITS if file is None else CheckVerdict.WRITTEN
         result = MemoryCheck(fitting if fits else CheckVerdict.NO_FIT, tolerance, run, needs)
     if update and fits and file is not None:
-        write_bytes(file, baseline_file(run))
+        write_bytes(file, baseline_to_json(run))
     return result
 
 
@@ -111,7 +111,7 @@ def _baseline(file: Path | None, *, update: bool) -> MemoryBaseline | None:
             return None
     elif not file.exists():
         raise UsageError(f"There is no baseline {file}. Write it with memfit check --update, and commit it.")
-    return read_baseline(read_input(file, _LARGEST_BASELINE), str(file))
+    return baseline_from_json(read_input(file, _LARGEST_BASELINE), str(file))
 
 
 def _unlimited(done: FinishedRun, options: RunOptions, on_progress: Callable[[Progress], None]) -> Trace:

@@ -15,7 +15,7 @@ from memfit.packing.csv_table import read_buffers
 from memfit.packing.graph_packing import GraphPacking, pack_graph
 from memfit.packing.lifetimes import ALIGNMENT, CPU_ALIGNMENT
 from memfit.packing.run_packing import RunPacking, pack_run
-from memfit.records import Machine, Trace
+from memfit.records import MachineKind, Trace
 
 if TYPE_CHECKING:
     import torch
@@ -83,7 +83,7 @@ def pack(
         return pack_graph(flow, capacity=capacity, seconds=seconds, on_progress=on_progress)
     trace = target if isinstance(target, Trace) else read(target)
     reserved: tuple[SettingOutcome, ...] = ()
-    is_of_cpu = trace.device.machine is Machine.CPU  # PyTorch caches no CPU memory
+    is_of_cpu = trace.device.machine is MachineKind.CPU  # PyTorch caches no CPU memory
     if not is_of_cpu:
         reserved = compare_settings(
             trace, "expandable_segments:True", memory=NO_LIMIT, on_progress=on_progress

@@ -15,7 +15,7 @@ from memfit.planning.plan_runs import RULE, PlannedScript, host_copies, roofline
 from memfit.planning.plan_search import OnFound, OutOfTimeError
 from memfit.planning.search import find_plan
 from memfit.records import Change, ScriptEnd, ScriptPlan
-from memfit.records.job_target import is_job, typed
+from memfit.records.job_target import command_as_typed, is_job_command
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, script_command
 from memfit.run.rank import Rank
@@ -210,10 +210,10 @@ def _plan_for(
     on_found: OnFound = lambda _: None,
 ) -> ScriptPlan:
     """Return the fastest plan for a command; ``options.memory`` is the budget, the rest as for ``plan``."""
-    if options.rank.world_size > 1 and is_job(command):
+    if options.rank.world_size > 1 and is_job_command(command):
         raise UsageError(
-            f"{typed(command)[0]}: memfit plans jobs for one GPU. For several, give memfit.Engine a sharding "
-            "yourself, or plan for a script."
+            f"{command_as_typed(command)[0]}: memfit plans jobs for one GPU. For several, give memfit.Engine "
+            "a sharding yourself, or plan for a script."
         )
     device = ghost_settings(options).device
     shown = device.total.bytes

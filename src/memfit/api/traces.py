@@ -17,7 +17,7 @@ from memfit.devices import find_device
 from memfit.planning.advice import find_advice
 from memfit.records import AllocatorComparison, DryRun, Explanation, GroupBy, RunDifference, Trace
 from memfit.report import export
-from memfit.report.html import report_page
+from memfit.report.html import run_report_html
 from memfit.trace.snapshot import read_snapshot
 from memfit.trace.trace_file import is_trace, read_trace
 
@@ -139,7 +139,7 @@ def html_report(trace: Trace, result: DryRun, *, source: bool = True) -> str:
         source: whether to include file names, line numbers and the command.
     """
     line = timeline(trace)
-    return report_page(trace, line, attribute(trace, line), result, source=source)
+    return run_report_html(trace, line, attribute(trace, line), result, source=source)
 
 
 def write_html(trace: Trace, result: DryRun, path: Path, *, source: bool = True) -> None:
@@ -150,9 +150,9 @@ def write_html(trace: Trace, result: DryRun, path: Path, *, source: bool = True)
 def chrome_trace(trace: Trace) -> bytes:
     """Return the timeline by category as a Chrome trace (JSON), which Perfetto reads as well."""
     line = timeline(trace)
-    return export.chrome_trace(trace, line, attribute(trace, line))
+    return export.chrome_trace_of_run(trace, line, attribute(trace, line))
 
 
 def allocation_table(trace: Trace) -> str:
     """Return every allocation as a row of comma-separated values."""
-    return export.table(trace, attribute(trace, timeline(trace)))
+    return export.allocations_csv(trace, attribute(trace, timeline(trace)))

@@ -11,7 +11,7 @@ import torch
 from memfit.arenas.native import load
 from memfit.errors import UnsuitableEnvironmentError
 from memfit.packing.lifetimes import CPU_ALIGNMENT
-from memfit.records import DeviceUse, Figure, Machine, Provenance, Term
+from memfit.records import DeviceUse, Figure, MachineKind, Provenance, Term
 from memfit.units import KIB
 
 _LIBRARY = b"libc10.so"
@@ -74,7 +74,7 @@ class CpuMemory:
         """Describe this machine's memory."""
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         nothing = Figure(0, Provenance.EXACT, "a CPU has no context")
-        return DeviceUse("CPU", Figure(size, Provenance.MEASURED, "sysconf"), nothing, 0, Machine.CPU)
+        return DeviceUse("CPU", Figure(size, Provenance.MEASURED, "sysconf"), nothing, 0, MachineKind.CPU)
 
     def release_unused(self) -> None:
         """Return the arena's memory to the system, if no tensor is left in it."""

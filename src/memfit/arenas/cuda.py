@@ -10,7 +10,7 @@ from memfit.arenas.native import counted, load
 from memfit.card.find import is_rehearsal
 from memfit.errors import UnsuitableEnvironmentError, UsageError
 from memfit.packing.lifetimes import ALIGNMENT
-from memfit.records import DeviceUse, Figure, Machine, Provenance, Term
+from memfit.records import DeviceUse, Figure, MachineKind, Provenance, Term
 from memfit.user_frame import warn_user
 
 _BENCHMARK = (
@@ -92,7 +92,7 @@ class CudaMemory:
                 "all memory in use, other processes included, less what is mapped here",
             ),
             0,
-            Machine.REHEARSAL if rehearsal else Machine.CARD,
+            MachineKind.REHEARSAL if rehearsal else MachineKind.CARD,
         )
 
     def release_unused(self) -> None:

@@ -25,7 +25,7 @@ from memfit.errors import FileFormatError, TargetError, UnknownDeviceError
 from memfit.input_files import read_input
 from memfit.native_build import cache_folder
 from memfit.python_command import python_code
-from memfit.records import ContextReport, ContextStage, ContextTrial, Figure, Machine, Provenance
+from memfit.records import ContextReport, ContextStage, ContextTrial, Figure, MachineKind, Provenance
 from memfit.units import format_bytes
 
 _TIMEOUT = 180  # seconds for one process; the first on a machine may compile kernels
@@ -90,7 +90,7 @@ def measure_context() -> ContextReport:
         cuda=plain.cuda,
         torch=plain.torch,
         total=plain.total,
-        machine=Machine.REHEARSAL if plain.rehearsal else Machine.CARD,
+        machine=MachineKind.REHEARSAL if plain.rehearsal else MachineKind.CARD,
         way=plain.way,
         day=datetime.now(UTC).date().isoformat(),
         stages=plain.stages,
@@ -105,7 +105,7 @@ def keep_context(report: ContextReport) -> Path | None:
     Raises:
         OutputError: the cache folder cannot be written.
     """
-    if report.machine is not Machine.CARD:
+    if report.machine is not MachineKind.CARD:
         return None
     name = re.sub(r"[^\w.+]+", "_", f"{report.card}-{report.driver or report.cuda}-{report.torch}")
     path = cache_folder(_KIND) / f"{name}.json"
@@ -160,7 +160,7 @@ def _read(path: Path) -> ContextReport | None:
         report = msgspec.json.decode(read_input(path, _MAX_FILE), type=ContextReport)
     except (FileFormatError, msgspec.DecodeError):
         return None
-    return report if report.machine is Machine.CARD and report.stages else None
+    return report if report.machine is MachineKind.CARD and report.stages else None
 
 
 def _probe(environment: Mapping[str, str], settings: Settings) -> Probed | str:

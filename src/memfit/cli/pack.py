@@ -42,12 +42,12 @@ def pack(
     from memfit.atomic_files import write_bytes
     from memfit.packing.csv_table import packed_table
     from memfit.report.terminal.packing import PackingSizes
-    from memfit.report.terminal.progress_line import progress_line
+    from memfit.report.terminal.progress_line import show_progress_line
 
     if fail and capacity is None:
         raise UsageError("--fail needs a capacity to compare with. Add one, for example --capacity 8GiB.")
     check_outputs({"--csv": csv, "--json": json_file(json)}, {"the input": path})
-    with progress_line() as show:
+    with show_progress_line() as show:
         run = pack_table if path.suffix.lower() == ".csv" else memfit.pack
         packing = run(
             path, capacity, seconds=seconds, on_progress=lambda what: show(f"memfit: packing, {what}")

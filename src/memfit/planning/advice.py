@@ -25,7 +25,7 @@ from memfit.records import (
     Figure,
     ScriptEnd,
     Trace,
-    worst,
+    worst_provenance,
 )
 from memfit.units import format_bytes
 
@@ -97,7 +97,7 @@ def _advice(search: FewestChanges, tried: Attempt) -> Advice:
             how.append(f"add {code} to the plan of {models}")
         else:
             how.append(f"import memfit; memfit.apply(model, [{code}])  # after creating {models}")
-    sure = worst(unchanged.reserved.provenance, tried.run.reserved.provenance)
+    sure = worst_provenance(unchanged.reserved.provenance, tried.run.reserved.provenance)
     saves = Figure(unchanged.needs.bytes - needs.bytes, sure)
     costs = change.costs.replace(ASSUMED, SEEN) if search.undivided == "" else change.costs
     return Advice(change.words, tuple(how), change.where, costs, saves, needs, tried.fits)
@@ -133,4 +133,4 @@ def _sample(trace: Trace, search: FewestChanges) -> Figure | None:
         next(term.figure for term in run.terms if term.name == "allocated") for run in (before, after)
     )
     more = whole.bytes - fixed_bytes(before.terms) - part.bytes + fixed_bytes(after.terms)
-    return Figure(more // (batch_size(setting) - size), worst(whole.provenance, part.provenance))
+    return Figure(more // (batch_size(setting) - size), worst_provenance(whole.provenance, part.provenance))

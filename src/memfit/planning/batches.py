@@ -12,9 +12,9 @@ from memfit.records import (
     Change,
     DividedBatches,
     LoaderBatchSize,
-    OptionPurpose,
     PlanRun,
     ScriptOption,
+    ScriptOptionPurpose,
     Term,
     Trace,
 )
@@ -26,7 +26,7 @@ SEEN = "two recorded steps show no samples that depend on each other"
 
 def batch_setting(trace: Trace) -> ScriptOption | LoaderBatchSize | None:
     """Return what sets the number of samples in a batch of a script; None if memfit found nothing."""
-    return _option(trace, OptionPurpose.BATCH_SIZE) or trace.loader
+    return _option(trace, ScriptOptionPurpose.BATCH_SIZE) or trace.loader
 
 
 def batch_size(setting: ScriptOption | LoaderBatchSize) -> int:
@@ -72,8 +72,10 @@ def divisions(trace: Trace, *, draws: bool) -> list[Change]:
     setting = batch_setting(trace)
     if setting is None:
         return []
-    accumulation = _option(trace, OptionPurpose.ACCUMULATION) if isinstance(setting, ScriptOption) else None
-    parts = _option(trace, OptionPurpose.PARTS) if isinstance(setting, ScriptOption) else None
+    accumulation = (
+        _option(trace, ScriptOptionPurpose.ACCUMULATION) if isinstance(setting, ScriptOption) else None
+    )
+    parts = _option(trace, ScriptOptionPurpose.PARTS) if isinstance(setting, ScriptOption) else None
     whole = batch_size(setting)
     return [
         _division(with_batch_size(setting, size), whole // size, accumulation, parts, draws=draws)
@@ -89,7 +91,7 @@ def why_indivisible(trace: Trace) -> str:
     return "memfit found no option and no DataLoader that sets the batch size"
 
 
-def _option(trace: Trace, purpose: OptionPurpose) -> ScriptOption | None:
+def _option(trace: Trace, purpose: ScriptOptionPurpose) -> ScriptOption | None:
     return next((option for option in trace.options if option.purpose is purpose), None)
 
 

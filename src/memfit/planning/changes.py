@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from memfit.allocator.config import AllocatorConfig, environment_settings
-from memfit.records import Change, OptionPurpose, ScriptOption, Trace
+from memfit.records import Change, ScriptOption, ScriptOptionPurpose, Trace
 
 if TYPE_CHECKING:
     from memfit.planning.choose import CheckpointChoice
@@ -90,7 +90,7 @@ def recomputation(choice: "CheckpointChoice", optimizer: int | None, *, offload:
 
 def checkpointing_ways(options: tuple[ScriptOption, ...]) -> tuple[Change, ...]:
     """Return the ways to checkpoint: the script's own option first; nothing if that is on."""
-    own = [option for option in options if option.purpose is OptionPurpose.CHECKPOINTING]
+    own = [option for option in options if option.purpose is ScriptOptionPurpose.CHECKPOINTING]
     if any(option.value for option in own):
         return ()
     return (
@@ -104,7 +104,7 @@ def low_precisions(options: tuple[ScriptOption, ...]) -> tuple[Change, ...]:
     return tuple(
         _switched_on(option, option.words[-1].lstrip("-"), "lower precision: results differ")
         for option in options
-        if option.purpose is OptionPurpose.LOW_PRECISION and not option.value
+        if option.purpose is ScriptOptionPurpose.LOW_PRECISION and not option.value
     )
 
 

@@ -41,7 +41,7 @@ from memfit.records import (
     StepOperations,
     Term,
     Trace,
-    worst,
+    worst_provenance,
 )
 
 _ALIGNED = 512
@@ -185,7 +185,7 @@ def _rounded(size: int) -> int:
 def _floor(trace: Trace, held: Mapping[str, int]) -> Floor:
     outside = trace.device.outside
     sizes = least_certain(note for note in trace.notes if note.sizes)
-    sure = worst(Provenance.SIMULATED, sizes, outside.provenance)
+    sure = worst_provenance(Provenance.SIMULATED, sizes, outside.provenance)
     terms = {"CUDA context": outside.bytes, **held}
     return Floor(
         Figure(sum(terms.values()), sure),

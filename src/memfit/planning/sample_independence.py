@@ -25,7 +25,7 @@ from enum import Enum
 from itertools import chain
 from math import prod
 
-from memfit.records import FedSamples, FedTensor, Operation, StepOperations
+from memfit.records import InputTensor, Operation, StepInputs, StepOperations
 
 _HALF = 2
 _SUMS = (
@@ -270,7 +270,7 @@ class SampleComparison:
 
 def samples_of_parts(whole: StepOperations, parts: StepOperations, count: int) -> SampleComparison:
     """Compare what a script fed its model, as ``compare_samples`` does; what one step shows is assumed."""
-    found = compare_samples(whole.samples or FedSamples(), parts.samples or FedSamples(), count)
+    found = compare_samples(whole.samples or StepInputs(), parts.samples or StepInputs(), count)
     is_one = whole.carried is None and not whole.compiled and not found.why and not found.assumed
     return replace(found, assumed=_ONE_STEP) if is_one else found
 
@@ -291,7 +291,7 @@ def compare_steps(
     return replace(found, why=why or found.why)
 
 
-def compare_samples(whole: FedSamples, parts: FedSamples, count: int) -> SampleComparison:
+def compare_samples(whole: StepInputs, parts: StepInputs, count: int) -> SampleComparison:
     """Compare what a script fed its model with whole batches, and in parts.
 
     Args:
@@ -305,7 +305,7 @@ def compare_samples(whole: FedSamples, parts: FedSamples, count: int) -> SampleC
     compared = [
         other_rows(*some, count) for some in ((whole.copied, parts.copied), (whole.passed, parts.passed))
     ]
-    other = next((found for found in compared if isinstance(found, FedTensor)), None)
+    other = next((found for found in compared if isinstance(found, InputTensor)), None)
     if other is None:
         seen = (passes or True in compared) and not (whole.computed or parts.computed)
         return SampleComparison(assumed="" if seen else _COMPUTED)
@@ -317,7 +317,7 @@ def compare_samples(whole: FedSamples, parts: FedSamples, count: int) -> SampleC
     )
 
 
-def other_rows(whole: Sequence[FedTensor], parts: Sequence[FedTensor], count: int) -> FedTensor | bool:
+def other_rows(whole: Sequence[InputTensor], parts: Sequence[InputTensor], count: int) -> InputTensor | bool:
     """Return the first whole tensor that parts do not divide; else whether any tensor was divided.
 
     Args:
@@ -342,16 +342,16 @@ def other_rows(whole: Sequence[FedTensor], parts: Sequence[FedTensor], count: in
     return divided
 
 
-def described(tensor: FedTensor) -> str:
+def described(tensor: InputTensor) -> str:
     """Return a tensor's dtype and shape, for the user.
 
-    >>> described(FedTensor("int64", (35, 20), ()))
+    >>> described(InputTensor("int64", (35, 20), ()))
     'int64, 35 x 20'
     """
     return f"{tensor.dtype}, {' x '.join(f'{size:,}' for size in tensor.shape)}"
 
 
-def elements(tensors: Sequence[FedTensor]) -> int:
+def elements(tensors: Sequence[InputTensor]) -> int:
     """Return how many numbers some tensors have."""
     return sum(prod(each.shape) for each in tensors)
 
@@ -362,8 +362,8 @@ def _draw_the_same(one: Sequence[Sequence[str]], other: Sequence[Sequence[str]])
     return all(mine == others for mine, others in pairs)
 
 
-def _by_shape(tensors: Sequence[FedTensor]) -> dict[tuple[str, tuple[int, ...]], list[FedTensor]]:
-    found: dict[tuple[str, tuple[int, ...]], list[FedTensor]] = defaultdict(list)
+def _by_shape(tensors: Sequence[InputTensor]) -> dict[tuple[str, tuple[int, ...]], list[InputTensor]]:
+    found: dict[tuple[str, tuple[int, ...]], list[InputTensor]] = defaultdict(list)
     for each in tensors:
         found[each.dtype, each.shape].append(each)
     return dict(found)
@@ -375,7 +375,7 @@ def _smaller(shape: tuple[int, ...], count: int) -> Iterator[tuple[int, tuple[in
             yield dimension, (*shape[:dimension], size // count, *shape[dimension + 1 :])
 
 
-def _divides(whole: Sequence[FedTensor], parts: Sequence[FedTensor], dimension: int, count: int) -> bool:
+def _divides(whole: Sequence[InputTensor], parts: Sequence[InputTensor], dimension: int, count: int) -> bool:
     """Return whether the rows of parts are those of whole tensors, of which a batch has one or more."""
     return any(
         _divides_by(whole, parts, dimension, count, alike)
@@ -384,7 +384,7 @@ def _divides(whole: Sequence[FedTensor], parts: Sequence[FedTensor], dimension: 
 
 
 def _divides_by(
-    whole: Sequence[FedTensor], parts: Sequence[FedTensor], dimension: int, count: int, alike: int
+    whole: Sequence[InputTensor], parts: Sequence[InputTensor], dimension: int, count: int, alike: int
 ) -> bool:
     batches = min(len(whole), len(parts) // count) // alike
     return batches > 0 and all(

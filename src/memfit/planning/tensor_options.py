@@ -20,7 +20,7 @@ from itertools import groupby
 
 from memfit.planning.memory_model import MemoryModel
 from memfit.planning.region_options import Seconds, total_bytes
-from memfit.records import LEAST_RECOMPUTED, ModuleCall, StepOperations, can_run_again
+from memfit.records import LEAST_RECOMPUTED, ModuleCall, StepOperations, is_recomputable_operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ def kept_contents(
     kept = [each.maker < 0 for each in contents.all]
     for number, name in enumerate(names_in_save_ops(step, call), call.first):
         operation = step.forward[number]
-        all_kept = name in save_ops or operation.random or not can_run_again(operation.name)
+        all_kept = name in save_ops or operation.random or not is_recomputable_operation(operation.name)
         for each in contents.makes[number]:
             before = contents.all[each].before
             small = step.storages[contents.all[each].storage] < LEAST_RECOMPUTED

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class OptionPurpose(StrEnum):
+class ScriptOptionPurpose(StrEnum):
     """What an option of a script sets."""
 
     BATCH_SIZE = "batch size"
@@ -19,7 +19,7 @@ class OptionPurpose(StrEnum):
 class ScriptOption:
     """An option that the script's own parser accepted."""
 
-    purpose: OptionPurpose
+    purpose: ScriptOptionPurpose
     words: tuple[str, ...]
     """What to write: ``--bf16``, or ``--mixed_precision bf16``; for a number, the option's name alone."""
     value: int

@@ -22,7 +22,7 @@ from memfit.ghost.ranks.early_collectives import EarlyCollectives, settle_collec
 from memfit.ghost.workspaces import WorkspaceSource
 from memfit.native_build import cache_folder
 from memfit.patching.after_import import after_import
-from memfit.records import DeviceUse, Figure, Machine, Provenance
+from memfit.records import DeviceUse, Figure, MachineKind, Provenance
 from memfit.run.child_settings import ChildSettings, GhostSettings
 from memfit.run.communicators import Communicators
 from memfit.run.options import RunOptions
@@ -364,7 +364,7 @@ class CardBackend:
             ),
             context=self._outside.figure(),
             in_use=last.others,
-            machine=Machine.REHEARSAL if rehearsal else Machine.CARD,
+            machine=MachineKind.REHEARSAL if rehearsal else MachineKind.CARD,
         )
 
     def cudnn_workspaces(self) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from memfit.atomic_files import check_outputs
 from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import MemfitError, OutputError, TargetError, UsageError
 from memfit.records import ChildProcess, ScriptEnd, Trace
-from memfit.records.job_target import typed
+from memfit.records.job_target import command_as_typed
 from memfit.run.check_script import check_script
 from memfit.run.child_settings import ChildSettings, GhostSettings
 from memfit.run.interruption import Interruption, ctrl_c_held, script_handles_ctrl_c
@@ -155,7 +155,10 @@ def run_script(
             raise KeyboardInterrupt  # the script caught it, or had just ended
         ranks = StartedRanks(Path(folder), options.rank.nproc)
         _check_end(
-            typed(command)[0], last, read_started_processes(Path(folder)), ranks.why_none_ran(options.rank)
+            command_as_typed(command)[0],
+            last,
+            read_started_processes(Path(folder)),
+            ranks.why_none_ran(options.rank),
         )
         if last.unsaved:
             return RecordedRun(read_trace(fallback), OutputError(last.unsaved))

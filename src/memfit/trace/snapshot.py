@@ -18,7 +18,7 @@ from memfit.records import (
     Action,
     DeviceUse,
     Figure,
-    Machine,
+    MachineKind,
     Provenance,
     ScriptEnd,
     Segment,
@@ -99,7 +99,7 @@ def trace_of(snapshot: Mapping[str, Any], device: int = 0) -> Trace:
         frames=frames,
         marks=(),
         segments=at_end,
-        device=DeviceUse(f"device {device} of a snapshot", _UNKNOWN, _UNKNOWN, 0, Machine.UNKNOWN),
+        device=DeviceUse(f"device {device} of a snapshot", _UNKNOWN, _UNKNOWN, 0, MachineKind.UNKNOWN),
         end=ScriptEnd("end", 0),
         settings=allocator_settings(snapshot),
         statistics={

@@ -10,7 +10,7 @@ from memfit.analysis.trial_result import ran_to_completion, why_it_failed
 from memfit.errors import TargetError
 from memfit.planning.plan_file import PlanFile
 from memfit.records import MeasuredPeak
-from memfit.records.job_target import typed
+from memfit.records.job_target import command_as_typed
 from memfit.run.options import RunOptions
 from memfit.run.parent import Progress, run_script
 from memfit.trials.trial_run import injected
@@ -39,7 +39,7 @@ def measured_peak(
         trace = run_script(command + change.arguments, injection.options, None, None, show).trace
     if not ran_to_completion(trace.end):
         raise TargetError(
-            f"memfit trained {typed(command)[0]} under the plan, but {why_it_failed(trace.end)}"
+            f"memfit trained {command_as_typed(command)[0]} under the plan, but {why_it_failed(trace.end)}"
         )
     found = summarize(trace)
     return MeasuredPeak(

@@ -11,7 +11,7 @@ from memfit.allocator.timeline import timeline
 from memfit.analysis.location import least_certain
 from memfit.analysis.run_stages import StageSpan, stage_spans
 from memfit.errors import UsageError
-from memfit.records import Action, Machine, Mark, MarkKind, Provenance, Stage, Trace
+from memfit.records import Action, MachineKind, Mark, MarkKind, Provenance, Stage, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Prediction:
     stages: tuple[PredictedStage, ...]
     """Those that are compared, in order; none if the trace is of a run that was ended after a few steps."""
     provenance: Provenance
-    machine: Machine
+    machine: MachineKind
     """The machine that the prediction was made on."""
     torch: str
     """The PyTorch version that the prediction was made with."""

@@ -6,7 +6,7 @@ from typing import Any
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.replay import replay
 from memfit.allocator.requests import RequestKind, Requests
-from memfit.records import Replay
+from memfit.records import ReplayResult
 from support.allocator_comparison.model import DifferenceError
 from support.allocator_comparison.watched import CONFS, random_size
 from support.reference_allocator.replay import replay_in_python
@@ -90,7 +90,7 @@ def random_requests(dice: random.Random, count: int) -> Requests:
     return generator.requests
 
 
-def both(requests: Requests, config: AllocatorConfig, **options: Any) -> tuple[Replay, Replay]:
+def both(requests: Requests, config: AllocatorConfig, **options: Any) -> tuple[ReplayResult, ReplayResult]:
     """Replay requests with the compiled allocator and in Python."""
     return replay(requests, config, **options), replay_in_python(requests, config, **options)
 
@@ -113,7 +113,7 @@ def compare(conf: str, seed: int, requests: int = 1200) -> None:
     if compiled != interpreted:
         differing = [
             name
-            for name in Replay.__dataclass_fields__
+            for name in ReplayResult.__dataclass_fields__
             if getattr(compiled, name) != getattr(interpreted, name)
         ]
         raise DifferenceError(f"{conf or 'default'}, seed {seed}: different {', '.join(differing)}")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.requests import PoolId, RequestKind, Requests
-from memfit.records import DriverCalls, FailedMalloc, Replay
+from memfit.records import DriverCalls, FailedMalloc, ReplayResult
 from support.reference_allocator.caching_allocator import CachingAllocator
 from support.reference_allocator.device_memory import DeviceMemory, SimulatedOutOfMemoryError
 from support.reference_allocator.memory_stats import memory_stats
@@ -42,7 +42,7 @@ def replay_in_python(
     taken: int = 0,
     version: tuple[int, int] = (2, 14),
     empty_cache_each_step: bool = False,
-) -> Replay:
+) -> ReplayResult:
     """Replay requests, as ``memfit.allocator.replay.replay`` does."""
     memory = DeviceMemory(total, used=taken)
     allocator, failure = CachingAllocator(memory, config, version), None
@@ -52,7 +52,7 @@ def replay_in_python(
     except SimulatedOutOfMemoryError as error:
         failure = FailedMalloc(asked.event[run.position], error.size, error.free)
     statistics = memory_stats(allocator)
-    return Replay(
+    return ReplayResult(
         failure=failure,
         peak_allocated=statistics["allocated_bytes.all.peak"],
         peak_reserved=statistics["reserved_bytes.all.peak"],

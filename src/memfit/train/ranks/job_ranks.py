@@ -23,7 +23,7 @@ from weakref import ref
 import torch
 
 from memfit.errors import RankFailedError, UsageError
-from memfit.report.terminal.ranks import listed_ranks
+from memfit.report.terminal.ranks import format_ranks
 from memfit.train.ranks.lost_ranks import RankProcesses, is_broken_connection
 from memfit.user_frame import innermost_line, place_of
 
@@ -319,7 +319,7 @@ def _by_value(values: Sequence[str]) -> str:
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
     written = [
-        f"{value} on rank{'s' * (len(own) > 1)} {listed_ranks(tuple(own))}"
+        f"{value} on rank{'s' * (len(own) > 1)} {format_ranks(tuple(own))}"
         for value, own in list(ranks.items())[:_FACTS_SHOWN]
     ]
     if len(ranks) > _FACTS_SHOWN:
