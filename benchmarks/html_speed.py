@@ -22,7 +22,7 @@ from measuring import command_line, write_json
 from playwright.sync_api import Browser, sync_playwright
 
 import memfit
-from memfit.allocator.timeline import timeline
+from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.summary import summarize
 from memfit.records import Trace
@@ -61,7 +61,7 @@ def trained(blocks: int, folder: Path) -> Path:
 
 def in_python(trace: Trace) -> tuple[str, float]:
     """Return the HTML page of a trace, and the seconds to render it."""
-    line = timeline(trace)
+    line = memory_timeline(trace)
     attribution, summary = attribute(trace, line), summarize(trace)
     begin = time.perf_counter()
     text = run_report_html(trace, line, attribution, summary)

@@ -102,13 +102,13 @@ def test_just_below_the_floor_the_script_runs_once(tmp_path, runs, text):
 def searches(monkeypatch):
     """Return the searches that have answered."""
     found = []
-    answer = search._PlanSearch._answer
+    answer = search._OperationSearch._answer
 
     def noted(self, *arguments, **more):
         found.append(self)
         return answer(self, *arguments, **more)
 
-    monkeypatch.setattr(search._PlanSearch, "_answer", noted)
+    monkeypatch.setattr(search._OperationSearch, "_answer", noted)
     return found
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from memfit.allocator.timeline import timeline
+from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.explanation import secondary_peaks
 from memfit.records import Action, EventLabel, Mark, MarkKind, Phase
 from support.traces import BASE, Event, freed, segment, trace_of
@@ -32,7 +32,8 @@ def near(*levels, marks=()):
     history = climb(*levels)
     trace = trace_of(history, [segment(BASE, 2 << 20, "small")], labels=LABELS, marks=tuple(marks))
     return [
-        (moment.place.phase, moment.allocated // 512) for moment in secondary_peaks(trace, timeline(trace))
+        (moment.place.phase, moment.allocated // 512)
+        for moment in secondary_peaks(trace, memory_timeline(trace))
     ]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from memfit.planning.batches import divisions
+from memfit.planning.batches import batch_divisions
 from memfit.records import Action, ScriptOption, ScriptOptionPurpose
 from support.traces import BASE, trace_of
 
@@ -13,7 +13,7 @@ PARTS = ScriptOption(ScriptOptionPurpose.PARTS, ("--parts-per-batch",), 1)
 
 def halved(*options):
     trace = trace_of([(Action.SEGMENT_ALLOC, BASE, 1 << 20), (Action.ALLOC, BASE, 512)], options=options)
-    return divisions(trace, draws=False)[0]
+    return batch_divisions(trace, draws=False)[0]
 
 
 @pytest.mark.parametrize(

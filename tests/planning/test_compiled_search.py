@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from memfit.analysis.trial_result import TrialResult
-from memfit.planning.changes import Allowed
+from memfit.planning.changes import AllowedChanges
 from memfit.planning.plan_runs import PlannedScript, run_nothing_ahead
 from memfit.planning.search import find_plan
 from memfit.records import (
@@ -99,7 +99,7 @@ class CompiledScript:
         )
 
 
-def find(script, mebibytes, allowed=Allowed(), *, policies=False, run_ahead=run_nothing_ahead):  # noqa: B008 - frozen
+def find(script, mebibytes, allowed=AllowedChanges(), *, policies=False, run_ahead=run_nothing_ahead):  # noqa: B008 - frozen
     seconds = lambda operation: operation.flops / 1e9  # noqa: E731
     planned = PlannedScript(script, script, seconds, lambda size: size, "a rule", run_ahead=run_ahead)
     return find_plan(planned, mebibytes * MIB + OUTSIDE, allowed, policies=policies)
@@ -241,7 +241,7 @@ def test_what_fits_no_budget_says_what_the_smallest_plan_needs():
 
 def test_with_bitwise_the_kernels_of_compiled_code_stay_as_they_are():
     script = CompiledScript(proportional)
-    found = find(script, 800, Allowed(rounding=False))
+    found = find(script, 800, AllowedChanges(rounding=False))
     assert found.chosen is None
     assert "--bitwise permits only settings of the allocator" in found.reason
     assert script.ran == [(1, 1.0)]
@@ -250,7 +250,7 @@ def test_with_bitwise_the_kernels_of_compiled_code_stay_as_they_are():
 def test_shares_that_would_take_too_long_are_not_compiled_once_something_fits():
     unlimited, script = (CompiledScript(proportional, slower=0.2) for _ in range(2))
     assert find(unlimited, 600).chosen.time == pytest.approx(1.14)  # 0.3 of whole batches, after 0.2
-    found = find(script, 600, Allowed(slowdown=1.1))
+    found = find(script, 600, AllowedChanges(slowdown=1.1))
     assert (found.chosen, found.smallest) == (None, None)
     assert found.too_slow.time == pytest.approx(1.2)  # two micro-batches
     assert min(share for parts, share in script.ran if share != "eager") >= 0.4
@@ -259,7 +259,7 @@ def test_shares_that_would_take_too_long_are_not_compiled_once_something_fits():
 
 
 def test_a_share_that_is_fast_enough_is_found_although_micro_batches_are_not():
-    found = find(CompiledScript(proportional, slower=0.2), 700, Allowed(slowdown=1.15))
+    found = find(CompiledScript(proportional, slower=0.2), 700, AllowedChanges(slowdown=1.15))
     assert found.chosen.change.plan == {"compilation": {"activation_memory_budget": 0.5}}
     assert found.too_slow is None
 

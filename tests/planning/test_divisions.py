@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from memfit.analysis.trial_result import TrialResult
-from memfit.planning.changes import Allowed
+from memfit.planning.changes import AllowedChanges
 from memfit.planning.choose import CheckpointChooser
 from memfit.records import LoaderBatchSize, ScriptEnd
 from memfit.report.public_json import result_to_json
@@ -123,7 +123,7 @@ def test_divisions_end_where_the_line_through_two_of_them_does_not_reach_the_bud
 
 def test_where_only_bits_count_batches_stay_whole():
     script = BatchedScript()
-    found = find(script, int(0.55 * script.plain) * MIB + OUTSIDE, Allowed(rounding=False))
+    found = find(script, int(0.55 * script.plain) * MIB + OUTSIDE, AllowedChanges(rounding=False))
     assert (script.divided, found.undivided) == ([], "")
     assert found.chosen is None or found.chosen.equality == "bit for bit"
 

@@ -6,7 +6,8 @@ import pytest
 
 from memfit.analysis.summary import summarize
 from memfit.analysis.trial_result import TrialResult
-from memfit.planning.fewest_changes import MOST_RUNS, find_advice
+from memfit.planning.advice import find_advice
+from memfit.planning.fewest_changes import MOST_RUNS
 from memfit.planning.plan_runs import GhostRuns
 from memfit.records import (
     Category,

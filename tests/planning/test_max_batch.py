@@ -12,7 +12,7 @@ from rich.console import Console
 from memfit.analysis.summary import summarize
 from memfit.analysis.trial_result import TrialResult
 from memfit.errors import TargetError, UsageError
-from memfit.planning.batches import SizedRun, next_size
+from memfit.planning.batches import BatchSizeRun, next_batch_size
 from memfit.planning.max_batch import BudgetedScript, find_max_batch
 from memfit.planning.plan_runs import GhostRuns
 from memfit.records import (
@@ -253,19 +253,19 @@ def test_the_json_has_every_run():
 
 
 def test_the_next_size_lies_between_what_fits_and_what_does_not():
-    runs = [SizedRun(8, 800, fits=True), SizedRun(9, 2000, fits=False)]
-    assert next_size(runs, range(1, 100), 1000, fixed=0, proven=True) is None
-    runs = [SizedRun(8, 800, fits=True), SizedRun(16, 1600, fits=False)]
-    assert next_size(runs, range(1, 100), 1000, fixed=0, proven=True) == 10
-    assert next_size(runs, [2, 4, 8, 15], 1000, fixed=0, proven=True) == 15
-    assert next_size(runs, [2, 4, 8, 15], 1000, fixed=0, proven=False) is None
+    runs = [BatchSizeRun(8, 800, fits=True), BatchSizeRun(9, 2000, fits=False)]
+    assert next_batch_size(runs, range(1, 100), 1000, fixed=0, proven=True) is None
+    runs = [BatchSizeRun(8, 800, fits=True), BatchSizeRun(16, 1600, fits=False)]
+    assert next_batch_size(runs, range(1, 100), 1000, fixed=0, proven=True) == 10
+    assert next_batch_size(runs, [2, 4, 8, 15], 1000, fixed=0, proven=True) == 15
+    assert next_batch_size(runs, [2, 4, 8, 15], 1000, fixed=0, proven=False) is None
 
 
 def test_a_line_is_not_trusted_too_far_nor_too_long():
-    runs = [SizedRun(8, 100, fits=True), SizedRun(9, 101, fits=True)]
-    assert next_size(runs, range(1, 10000), 10000, fixed=0, proven=True) == 9 * 16
-    ends = [SizedRun(100, 100, fits=True), SizedRun(1000, 10**6, fits=False)]
-    tried = [SizedRun(size, 99, fits=True) for size in (1, 2, 3)]
-    assert next_size([*ends, *tried], range(1, 10000), 200, fixed=0, proven=True) == 101
-    tried.append(SizedRun(4, 99, fits=True))
-    assert next_size([*ends, *tried], range(1, 10000), 200, fixed=0, proven=True) == 550
+    runs = [BatchSizeRun(8, 100, fits=True), BatchSizeRun(9, 101, fits=True)]
+    assert next_batch_size(runs, range(1, 10000), 10000, fixed=0, proven=True) == 9 * 16
+    ends = [BatchSizeRun(100, 100, fits=True), BatchSizeRun(1000, 10**6, fits=False)]
+    tried = [BatchSizeRun(size, 99, fits=True) for size in (1, 2, 3)]
+    assert next_batch_size([*ends, *tried], range(1, 10000), 200, fixed=0, proven=True) == 101
+    tried.append(BatchSizeRun(4, 99, fits=True))
+    assert next_batch_size([*ends, *tried], range(1, 10000), 200, fixed=0, proven=True) == 550

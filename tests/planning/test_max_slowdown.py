@@ -7,14 +7,14 @@ import pytest
 
 from memfit.api.planning import allowed_changes
 from memfit.errors import UsageError
-from memfit.planning.changes import Allowed
+from memfit.planning.changes import AllowedChanges
 from memfit.records import ScriptPlan
 from memfit.report.public_json import public_json_type, result_to_json
 from support.planned_script import MIB, OUTSIDE, Script, find, planned
 
 
 def limited(script, share, slowdown):
-    return find(script, int(share * script.plain) * MIB + OUTSIDE, Allowed(slowdown=slowdown))
+    return find(script, int(share * script.plain) * MIB + OUTSIDE, AllowedChanges(slowdown=slowdown))
 
 
 def test_a_plan_that_takes_too_long_is_named_but_not_taken():

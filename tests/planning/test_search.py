@@ -11,7 +11,7 @@ from rich.console import Console
 
 from memfit.analysis.trial_result import TrialResult
 from memfit.errors import TargetError
-from memfit.planning.changes import Allowed
+from memfit.planning.changes import AllowedChanges
 from memfit.planning.plan_runs import PlannedScript
 from memfit.planning.search import find_plan
 from memfit.records import Action, Change, EventLabel, Phase, ScriptEnd, ScriptPlan
@@ -198,7 +198,7 @@ class OtherNumerics(Script):
 def test_other_numerics_are_used_if_they_are_allowed_and_lower_the_peak():
     script = OtherNumerics()
     budget = int(0.55 * script.plain) * MIB + OUTSIDE
-    found = find(script, budget, Allowed(precisions=("amp",)))
+    found = find(script, budget, AllowedChanges(precisions=("amp",)))
     assert found.chosen.change.plan == {"precision": {"dtype": "bf16"}}
     assert (found.chosen.equality, found.models) == ("other numerics", ("Net (optimizer: t:1)",))
     assert "precision" not in (find(script, budget).chosen or found.as_written).change.plan

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from memfit.planning.changes import Allowed
+from memfit.planning.changes import AllowedChanges
 from memfit.planning.plan_runs import PlannedScript
 from memfit.planning.search import find_plan
 from memfit.records import Provenance, ScriptEnd
@@ -34,7 +34,7 @@ def assumed(script, spread=SPREAD):
     return run
 
 
-def under(script, mebibytes, allowed=Allowed(), spread=SPREAD):  # noqa: B008 - frozen
+def under(script, mebibytes, allowed=AllowedChanges(), spread=SPREAD):  # noqa: B008 - frozen
     """Return the plan for a script with an assumed context, for a budget of so much beside it."""
     return find(assumed(script, spread), mebibytes * MIB + OUTSIDE, allowed)
 
@@ -147,7 +147,7 @@ def test_a_tight_plan_that_is_fast_enough_is_chosen_before_one_that_is_too_slow(
     budget = sure(Script(), int(0.7 * script.plain)).chosen.reserved.bytes // MIB + UNCERTAIN - 1
     slow, fast = sure(Script(), budget - UNCERTAIN).chosen.time, sure(Script(), budget).chosen.time
     assert fast < slow
-    found = under(script, budget, Allowed(slowdown=(fast + slow) / 2))
+    found = under(script, budget, AllowedChanges(slowdown=(fast + slow) / 2))
     assert found.is_tight
     assert found.too_slow is None
     assert found.chosen.time <= (fast + slow) / 2

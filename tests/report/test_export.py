@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 import memfit
-from memfit.allocator.timeline import timeline
+from memfit.allocator.timeline import memory_timeline
 from memfit.api.traces import allocation_table, chrome_trace
 from memfit.records import (
     Action,
@@ -73,7 +73,7 @@ def test_the_chrome_traces_counters_equal_the_timeline():
     trace = run(size=8000)
     events = json.loads(chrome_trace(trace))["traceEvents"]
     counted = {event["name"]: event["args"]["bytes"] for event in events if event["ph"] == "C"}
-    line = timeline(trace)
+    line = memory_timeline(trace)
     assert counted["allocated"] == line.allocated[-1] == 8192
     assert counted["reserved"] == 2 * MIB
     assert (counted["parameters"], counted["activations"]) == (8192, 0)

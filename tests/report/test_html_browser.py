@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from memfit.allocator.timeline import timeline
+from memfit.allocator.timeline import memory_timeline
 from memfit.api.traces import explain
 from memfit.report.html.payload import page_payload
 from support.browser import check, click_at, shown
@@ -16,7 +16,7 @@ def test_the_page_opens_at_the_peak_and_every_moment_is_exact(show):
     text = report(trace)
     page = show(text)
     first = check(page, trace, text)
-    assert first.allocated == timeline(trace).allocated.max()
+    assert first.allocated == memory_timeline(trace).allocated.max()
     assert page.inner_text("#h-moment").lower() == "at the peak"
     seen = []
     for share in (0.02, 0.3, 0.42, 0.98):
@@ -191,7 +191,7 @@ def test_the_page_draws_inside_a_notebook(browser, tmp_path):
     page.goto(cell.as_uri())
     (frame,) = page.main_frame.child_frames
     frame.wait_for_selector("html[data-ready]")
-    assert shown(frame).allocated == timeline(run()).allocated.max()
+    assert shown(frame).allocated == memory_timeline(run()).allocated.max()
     box = frame.locator("#timeline").bounding_box()
     page.mouse.click(box["x"] + 58 + 0.3 * (box["width"] - 66), box["y"] + 200)
     check(frame, run(), report(run()))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from memfit.allocator.timeline import timeline
+from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.explanation import secondary_peaks
 from memfit.records import Action, Category, DeviceUse, EventLabel, Figure, Phase, Provenance, TensorInfo
 from support.browser import chart, check, click_at, painted, shown
@@ -61,7 +61,7 @@ def test_shortcuts_have_buttons_flags_and_a_key(show):
     buttons.nth(1).focus()
     page.keyboard.press("Enter")
     assert check(page, trace, text).allocated == 97 * MIB
-    assert [peak.event for peak in secondary_peaks(trace, timeline(trace))] == [4, 7]
+    assert [peak.event for peak in secondary_peaks(trace, memory_timeline(trace))] == [4, 7]
 
 
 def test_dragging_zooms_the_timeline(show):
@@ -190,7 +190,7 @@ def test_a_pixel_column_shows_its_highest_moment(show):
     page = show(text)
     _, width, _ = chart(page)
     moments = unpacked(text).columns["moment.event"]
-    level = timeline(trace).allocated[moments]
+    level = memory_timeline(trace).allocated[moments]
     assert len(moments) > 3 * width
     for column in (40, 401, 700):
         click_at(page, (column + 0.5) / width)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from memfit.allocator.timeline import timeline
+from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.summary import summarize
 from memfit.records import (
@@ -132,7 +132,7 @@ def evil():
 
 def report(trace, *, advice=None, needs=None, untried=None, ranks=(), peaks=None, **options):
     """Return the HTML page of a trace."""
-    line = timeline(trace)
+    line = memory_timeline(trace)
     summary = summarize(trace)
     found = replace(summary, advice=advice, needs=needs, untried=untried, ranks=ranks, range=peaks)
     return run_report_html(trace, line, attribute(trace, line), found, **options)

@@ -36,7 +36,7 @@ from memfit.records import (
     Trace,
 )
 from memfit.trace import trace_file, trace_limits
-from memfit.trace.trace_file import is_trace, read_trace, write_trace
+from memfit.trace.trace_file import looks_like_trace_file, read_trace, write_trace
 from memfit.trace.trace_limits import MAX_TEXT
 
 LARGEST = (1 << 63) - 1
@@ -180,10 +180,10 @@ def test_a_name_that_is_not_utf8_gets_a_question_mark(tmp_path, trace):
 def test_a_trace_is_distinguished_from_a_pickle(tmp_path, file):
     other = tmp_path / "other"
     other.write_bytes(b"\x80\x04}.")
-    assert is_trace(file)
-    assert not is_trace(other)
+    assert looks_like_trace_file(file)
+    assert not looks_like_trace_file(other)
     with pytest.raises(FileFormatError, match="No such file"):
-        is_trace(tmp_path / "nowhere")
+        looks_like_trace_file(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(

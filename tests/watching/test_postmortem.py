@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from memfit.allocator.timeline import disagreement_with_pytorch, timeline
+from memfit.allocator.timeline import disagreement_with_pytorch, memory_timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import breakdown_at
 from memfit.analysis.summary import summarize
@@ -99,7 +99,7 @@ CONTINUES = """
 
 
 def rows_at_the_end(trace):
-    line = timeline(trace)
+    line = memory_timeline(trace)
     found = breakdown_at(trace, line, attribute(trace, line), len(trace.events) - 1)
     return found, {row.name: row.bytes for row in found.rows[GroupBy.CATEGORY] if row.bytes}
 
@@ -121,7 +121,7 @@ def test_a_post_mortem_names_what_held_the_memory(rehearse, tmp_path, labels):
     assert len(lines) == 5
 
     trace = read_trace(tmp_path / "memfit-oom-1.memfit")
-    assert disagreement_with_pytorch(trace, timeline(trace)) == ""  # with PyTorch's own counters
+    assert disagreement_with_pytorch(trace, memory_timeline(trace)) == ""  # with PyTorch's own counters
     answer = summarize(trace)
     assert (answer.verdict, answer.device.machine, answer.steps) == (
         "out of memory",

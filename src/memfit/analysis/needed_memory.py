@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from memfit.allocator.config import environment_settings, script_settings
-from memfit.allocator.replay import replay
-from memfit.allocator.requests import Requests, read_requests
-from memfit.allocator.setting_outcomes import setting_config, smallest_capacity
+from memfit.allocator.config import settings_from_environment, settings_made_by_script
+from memfit.allocator.replay import replay_requests
+from memfit.allocator.requests import AllocatorRequests, read_requests
+from memfit.allocator.setting_outcomes import config_of_setting, smallest_device_that_fits
 from memfit.analysis.allocator_comparison import torch_version
 from memfit.analysis.location import least_certain
 from memfit.devices import NO_LIMIT
@@ -30,7 +30,7 @@ class ReplayedRun:
     trace: Trace
     found: DryRun
     """Its summary."""
-    asked: Requests
+    asked: AllocatorRequests
     """What ``read_requests(trace)`` returned."""
     conf: str = ""
     """``PYTORCH_ALLOC_CONF``; empty for the run's own."""
@@ -53,9 +53,9 @@ class ReplayedRun:
 
     def on(self, total: int) -> ReplayResult:
         """Replay the run on a GPU with so many bytes."""
-        return replay(
+        return replay_requests(
             self.asked,
-            setting_config(self._setting),
+            config_of_setting(self._setting),
             total=total,
             taken=self.taken,
             version=torch_version(self.trace),
@@ -74,7 +74,7 @@ class ReplayedRun:
             return self._reserved(self.unlimited, self.unlimited.most_taken)
         smallest = self._smallest()
         if smallest > fails_at:
-            done, fraction = self.on(smallest), setting_config(self._setting).per_process_memory_fraction
+            done, fraction = self.on(smallest), config_of_setting(self._setting).per_process_memory_fraction
             return self._reserved(done, done.most_taken if fraction is None else smallest)
         # The replay would fit, but the run itself did not: it may do other things where memory is short.
         return Figure(
@@ -82,7 +82,7 @@ class ReplayedRun:
         )
 
     def _smallest(self, fails_at: int = 0) -> int:
-        return smallest_capacity(
+        return smallest_device_that_fits(
             self.asked,
             self._setting,
             taken=self.taken,
@@ -101,7 +101,9 @@ class ReplayedRun:
     @property
     def _setting(self) -> AllocatorSetting:
         settings = self.trace.settings
-        return AllocatorSetting(self.conf or environment_settings(settings), script=script_settings(settings))
+        return AllocatorSetting(
+            self.conf or settings_from_environment(settings), script=settings_made_by_script(settings)
+        )
 
     @property
     def taken(self) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from memfit.allocator.timeline import timeline
+from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import breakdown_at, peak_event, split_named_rows
 from memfit.records import BreakdownRow, GroupBy, RowChange, RunDifference, Trace
@@ -25,7 +25,7 @@ def compare_runs(
         FileFormatError: a history contradicts itself.
     """
     runs = (before, after)
-    lines = [timeline(run) for run in runs]
+    lines = [memory_timeline(run) for run in runs]
     attributions = [attribute(run, line) for run, line in zip(runs, lines, strict=True)]
     found = [
         breakdown_at(run, line, own, peak_event(run, line, at), beside=other.modules)

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from memfit.allocator.requests import RequestKind, Requests
+from memfit.allocator.requests import AllocatorRequests, RequestKind
 from memfit.analysis.needed_memory import ReplayedRun, process_bytes
 from memfit.errors import MemfitError
 from memfit.records import (
@@ -120,7 +120,7 @@ def _without(trace: Trace, found: DryRun, of_plans: npt.NDArray[np.bool_]) -> Re
         for ask, block, event in zip(asked.ask, asked.block, asked.event, strict=True)
         if ask == RequestKind.MALLOC and event < len(of_plans) and of_plans[event]
     }
-    bare = Requests(pools=asked.pools, reserved_before=asked.reserved_before)
+    bare = AllocatorRequests(pools=asked.pools, reserved_before=asked.reserved_before)
     rows = zip(asked.ask, asked.event, asked.block, asked.size, asked.stream, asked.pool, strict=True)
     for ask, event, block, size, stream, pool in rows:
         failed = ask == RequestKind.FAILED and of_plans[event]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from memfit.arenas.native import counted, load
-from memfit.card.find import is_rehearsal
+from memfit.card.find import is_ghost_loaded
 from memfit.errors import UnsuitableEnvironmentError, UsageError
 from memfit.packing.lifetimes import ALIGNMENT
 from memfit.records import DeviceUse, Figure, MachineKind, Provenance, Term
@@ -79,7 +79,7 @@ class CudaMemory:
 
     def device(self) -> DeviceUse:
         """Describe the GPU's memory."""
-        rehearsal = is_rehearsal()
+        rehearsal = is_ghost_loaded()
         provenance = Provenance.ASSUMED if rehearsal else Provenance.MEASURED
         free, total = torch.cuda.mem_get_info(self._index)
         outside = total - free - self._count()["pages"]

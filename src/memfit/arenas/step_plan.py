@@ -15,8 +15,8 @@ import numpy as np
 from memfit.arenas.native import LIVES
 from memfit.atomic_files import write_bytes
 from memfit.errors import FileFormatError
-from memfit.input_files import read_input
-from memfit.packing.best_packing import pack
+from memfit.input_files import read_input_file
+from memfit.packing.best_packing import pack_buffers
 from memfit.packing.buffers import Buffers, Column
 
 FORMAT = "memfit plans"
@@ -79,13 +79,13 @@ def lifetimes(older: Column, newer: Column, *, follows: bool, alignment: int) ->
 
 
 def plan_step(older: Column, newer: Column, *, follows: bool, alignment: int) -> StepPlan:
-    """Plan a step from two recordings of it: see ``lifetimes``."""
+    """Plan a step from two recordings of it: see ``buffers_of_requests``."""
     buffers, which = lifetimes(older, newer, follows=follows, alignment=alignment)
     offset = np.full(len(older), -1, np.int64)
     size = np.ascontiguousarray(older[:, 0])
     if not len(buffers):
         return StepPlan(size, offset, 0, 0, 0)
-    packing = pack(buffers, seconds=SECONDS)
+    packing = pack_buffers(buffers, seconds=SECONDS)
     offset[which] = packing.offset
     return StepPlan(size, offset, packing.height, packing.bound, int(buffers.size.sum()))
 
@@ -177,7 +177,7 @@ def read_plans(path: Path, alignment: int) -> dict[StepKey, StepPlan]:
     if not path.exists():
         return {}
     try:
-        found = msgspec.json.decode(read_input(path, _MAX_FILE), type=_File)
+        found = msgspec.json.decode(read_input_file(path, _MAX_FILE), type=_File)
     except msgspec.DecodeError as error:
         raise FileFormatError(f"Cannot read plans from {path}: {error}. Name another file.") from None
     if (found.format, found.version) != (FORMAT, VERSION):

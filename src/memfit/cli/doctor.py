@@ -34,13 +34,13 @@ def doctor(
 
 
 def _measure_context() -> int:
-    from memfit.card.context_measurement import keep_context, measure_context
+    from memfit.card.context_measurement import keep_measured_context, measure_context
     from memfit.report.terminal.doctor import context_toml_lines, print_context_stages
 
     report = measure_context()
     with stdout() as console:
         print_context_stages(report, console)
-    if saved := keep_context(report):
+    if saved := keep_measured_context(report):
         print(f"Saved for dry runs for this GPU with this PyTorch version: {saved}", file=sys.stderr)
         print("To share it with other users, send these lines for memfit's devices.toml:", file=sys.stderr)
         print(context_toml_lines(report), file=sys.stderr)

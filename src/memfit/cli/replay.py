@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 import memfit
-from memfit.atomic_files import check_outputs
+from memfit.atomic_files import check_output_paths
 from memfit.cli.console import write_result
 from memfit.cli.options import Fail, Json, RecordedTarget, json_file
 
@@ -74,7 +74,7 @@ def _compared(
     """
     from memfit.report.terminal.progress_line import show_progress_line
 
-    check_outputs({"--json": json_file(json)}, {"the input": path})
+    check_output_paths({"--json": json_file(json)}, {"the input": path})
     trace = memfit.read(path)
     with show_progress_line() as show:
         comparison = memfit.replay(

@@ -16,11 +16,11 @@ from memfit.analysis.summary import summarize
 from memfit.analysis.trial_result import TrialResult, why_it_failed
 from memfit.errors import TargetError, UsageError
 from memfit.planning.batches import (
-    SizedRun,
+    BatchSizeRun,
     batch_setting,
     batch_size,
-    fixed_bytes,
-    next_size,
+    bytes_independent_of_batch,
+    next_batch_size,
     with_batch_size,
 )
 from memfit.planning.plan_runs import GhostRuns
@@ -198,11 +198,11 @@ def _next_size(measured: Mapping[int, _Measured], sizes: range, device: DeviceUs
         least = run.allocated.bytes + outside + unused
         return min(least, run.needs.bytes) if run.fits else run.needs.bytes
 
-    return next_size(
-        [SizedRun(run.size, on_the_line(run), run.fits) for run in known],
+    return next_batch_size(
+        [BatchSizeRun(run.size, on_the_line(run), run.fits) for run in known],
         sizes,
         device.total.bytes - device.in_use,
-        fixed=fixed_bytes(first.found.terms) + outside,
+        fixed=bytes_independent_of_batch(first.found.terms) + outside,
         proven=True,
     )
 

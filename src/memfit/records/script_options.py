@@ -28,7 +28,7 @@ class ScriptOption:
     def with_value(self, number: int) -> tuple[str, ...]:
         """Return what to write for another number; a name that ends in ``=`` is one word with it.
 
-        >>> ScriptOption(OptionPurpose.BATCH_SIZE, ("--batch-size",), 4).with_value(8)
+        >>> ScriptOption(ScriptOptionPurpose.BATCH_SIZE, ("--batch-size",), 4).with_value(8)
         ('--batch-size', '8')
         """
         *before, last = self.words

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from memfit.card.find import is_rehearsal
-from memfit.card.outside_allocator import OutsideMeter
-from memfit.devices import find_device, why_unsupported
+from memfit.card.find import is_ghost_loaded
+from memfit.card.outside_allocator import OutsideMemoryMeter
+from memfit.devices import find_device, why_torch_lacks_kernels
 from memfit.ghost.ffi import Ghost
 from memfit.ghost.load import load
 from memfit.ghost.ranks.early_collectives import EarlyCollectives, settle_collectives
@@ -184,7 +184,10 @@ class GhostBackend:
         import torch
 
         built_for = (torch._C._cuda_getArchFlags() or "").split()
-        return why_unsupported(find_device(self._settings.device.name), built_for, torch.__version__) or ""
+        return (
+            why_torch_lacks_kernels(find_device(self._settings.device.name), built_for, torch.__version__)
+            or ""
+        )
 
     def joined(self) -> None:
         """Remember that the script has joined a process group."""
@@ -301,7 +304,7 @@ class CardBackend:
     def __init__(self) -> None:
         self.ghost = None
         self._recorder: Recorder | None = None
-        self._outside = OutsideMeter()
+        self._outside = OutsideMemoryMeter()
         self._last_reading = 0.0
 
     def begin(self, recorder: "Recorder") -> None:
@@ -348,7 +351,7 @@ class CardBackend:
         import torch
 
         last = self._outside.read()
-        rehearsal = is_rehearsal()
+        rehearsal = is_ghost_loaded()
         if self._recorder is not None and (seen := torch.cuda.device_count()) > 1:
             self._recorder.note(
                 Provenance.EXACT,

@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 
 from memfit.errors import TargetError, UsageError
-from memfit.input_files import check_ordinary, read_input
+from memfit.input_files import check_ordinary_file, read_input_file
 
 _MAX_BYTES = 1 << 26
 _PYTHON = re.compile(r"python[0-9.]*")
@@ -33,7 +33,7 @@ def check_script(path: Path) -> None:
         if _PYTHON.fullmatch(path.name):
             raise UsageError(f"No such script: {path}. Leave out {path}: memfit runs the script itself.")
         raise UsageError(f"No such script: {path}. Give the path as you would to python.")
-    check_ordinary(path)
+    check_ordinary_file(path)
     if path.suffix == ".ipynb":
         raise UsageError(
             f"{path} is a notebook, not a script. Convert it, and delete IPython's own lines:\n"
@@ -49,7 +49,7 @@ def check_script(path: Path) -> None:
 
 
 def _check_source(path: Path) -> None:
-    source = read_input(path, _MAX_BYTES)
+    source = read_input_file(path, _MAX_BYTES)
     try:
         _check_encoding(source)
         with warnings.catch_warnings():

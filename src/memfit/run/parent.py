@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from memfit.atomic_files import check_outputs
+from memfit.atomic_files import check_output_paths
 from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import MemfitError, OutputError, TargetError, UsageError
 from memfit.records import ChildProcess, ScriptEnd, Trace
@@ -181,7 +181,7 @@ def script_command(
     command = (str(script), *arguments)
     if not options.module:
         check_script(Path(command[0]))
-    check_outputs({"output": output}, {} if options.module else {"the script": Path(command[0])})
+    check_output_paths({"output": output}, {} if options.module else {"the script": Path(command[0])})
     return command
 
 

@@ -16,14 +16,14 @@ from pathlib import Path
 
 import torch
 
-from memfit.allocator.timeline import timeline
+from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import breakdown_at
 from memfit.analysis.run_stages import stage_at
 from memfit.analysis.summary import summarize_attributed
 from memfit.atomic_files import write_bytes
-from memfit.card.find import is_rehearsal
-from memfit.card.outside_allocator import BY_CARD, read_once
+from memfit.card.find import is_ghost_loaded
+from memfit.card.outside_allocator import BY_CARD, read_outside_memory
 from memfit.errors import UsageError
 from memfit.recording.allocator_history import UNCACHED
 from memfit.recording.recorder import Recorder
@@ -108,7 +108,7 @@ def write(recorder: Recorder, failure: AllocationFailure, folder: Path) -> Itera
         index=failure.device,
         failed={"action": "oom", "device_free": failure.free, "size": failure.requested, "stream": 0},
     )
-    line = timeline(trace)
+    line = memory_timeline(trace)
     attribution = attribute(trace, line)
     found = breakdown_at(trace, line, attribution, len(trace.events) - 1)
     rows = [row for row in found.rows[GroupBy.CATEGORY] if row.bytes][:_ROWS]
@@ -143,9 +143,9 @@ def _write_trace(trace: Trace, folder: Path) -> Path:
 
 
 def _device(index: int) -> DeviceUse:
-    seen = read_once(index)
+    seen = read_outside_memory(index)
     provenance, way = Provenance.MEASURED, f"{seen.way}, minus PyTorch's reserved bytes"
-    if is_rehearsal():
+    if is_ghost_loaded():
         provenance, way = Provenance.ASSUMED, "rehearsal: the ghost's"
     context = provenance if seen.way != BY_CARD else Provenance.ASSUMED
     return DeviceUse(
@@ -153,7 +153,7 @@ def _device(index: int) -> DeviceUse:
         total=Figure(torch.cuda.mem_get_info(index)[1], provenance, "cudaMemGetInfo"),
         context=Figure(seen.outside, context, way),
         in_use=seen.others,
-        machine=MachineKind.REHEARSAL if is_rehearsal() else MachineKind.CARD,
+        machine=MachineKind.REHEARSAL if is_ghost_loaded() else MachineKind.CARD,
     )
 
 

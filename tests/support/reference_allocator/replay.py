@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.requests import PoolId, RequestKind, Requests
+from memfit.allocator.requests import AllocatorRequests, PoolId, RequestKind
 from memfit.records import DriverCalls, FailedMalloc, ReplayResult
 from support.reference_allocator.caching_allocator import CachingAllocator
 from support.reference_allocator.device_memory import DeviceMemory, SimulatedOutOfMemoryError
@@ -35,7 +35,7 @@ _OTHERS = 1 << 40
 
 
 def replay_in_python(
-    asked: Requests,
+    asked: AllocatorRequests,
     config: AllocatorConfig,
     *,
     total: int,
@@ -43,7 +43,7 @@ def replay_in_python(
     version: tuple[int, int] = (2, 14),
     empty_cache_each_step: bool = False,
 ) -> ReplayResult:
-    """Replay requests, as ``memfit.allocator.replay.replay`` does."""
+    """Replay requests, as ``memfit.allocator.replay.replay_requests`` does."""
     memory = DeviceMemory(total, used=taken)
     allocator, failure = CachingAllocator(memory, config, version), None
     run = _RequestServer(allocator, empty_cache_each_step=empty_cache_each_step)
@@ -78,7 +78,7 @@ class _RequestServer:
         self._pool = 0  # the pool to allocate from
         self._used: set[int] = set()  # private pools used so far
 
-    def serve_all(self, asked: Requests) -> None:
+    def serve_all(self, asked: AllocatorRequests) -> None:
         """Serve every request."""
         allocator = self.allocator
         malloc: Callable[[int, int], Any] = allocator.malloc

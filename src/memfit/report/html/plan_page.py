@@ -18,7 +18,7 @@ from memfit.records.job_target import command_as_typed
 from memfit.report.html.safe_page import PageTextTable, content_security_policy, read_page_asset
 from memfit.report.terminal.plan_chart import DrawnPlan, PlanKind, drawn_plans, in_drawing_order
 from memfit.report.terminal.script_plan import plan_changes_in_words, plan_detail_lines, plan_verdict
-from memfit.units import format_gib, unit_for
+from memfit.units import format_gib, unit_for_table
 
 
 def plan_report_html(result: ScriptPlan, file: Path | None = None) -> str:
@@ -137,7 +137,7 @@ class _Axis:
 def plan_chart_svg(result: ScriptPlan) -> str:
     """Return the chart; its points have the numbers of ``drawn_plans``, counted from 0."""
     plans = drawn_plans(result)
-    unit = unit_for(max(result.budget, *(each.run.needs.bytes for each in plans)))
+    unit = unit_for_table(max(result.budget, *(each.run.needs.bytes for each in plans)))
     sizes = [result.budget / unit.bytes, *(each.run.needs.bytes / unit.bytes for each in plans)]
     memory = _Axis(sizes, 0.02 * max(sizes), _LEFT, _WIDTH - _RIGHT)
     time = _Axis([each.run.time for each in plans], 0.02, _HEIGHT - _BOTTOM, _TOP)

@@ -22,7 +22,7 @@ from memfit.report.escape import escaped
 from memfit.report.places import location_in_words, short_path
 from memfit.report.terminal.notes import note_lines
 from memfit.report.terminal.summary import print_summary
-from memfit.units import Unit, format_bytes, unit_for
+from memfit.units import Unit, format_bytes, unit_for_table
 
 _ROWS = 15
 _LARGEST = 5
@@ -43,7 +43,7 @@ def print_explanation(
         notes: whether to list every note.
     """
     summary, held = explanation.summary, explanation.held
-    unit = unit_for(summary.peak_reserved)
+    unit = unit_for_table(summary.peak_reserved)
     if by is None and explanation.at == "peak":
         print_summary(summary, console, notes=notes)
         print_moments_below_peak(explanation, unit, console)
@@ -198,7 +198,7 @@ def print_fragmentation(found: Fragmentation, console: Console) -> None:
 
 def _table(found: Fragmentation) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="")
-    unit = unit_for(max(moment.all.reserved for moment in found.moments))
+    unit = unit_for_table(max(moment.all.reserved for moment in found.moments))
     table.add_column(f"Fragmentation, {unit.name} ({found.provenance})", no_wrap=True)
     for moment in found.moments:
         table.add_column(moment.name, justify="right", no_wrap=True)

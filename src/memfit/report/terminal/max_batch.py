@@ -10,7 +10,7 @@ from memfit.records import BatchLimit, BatchRun, MaxBatch
 from memfit.records.job_target import command_as_typed
 from memfit.report.escape import escaped
 from memfit.report.places import location_in_cell, short_path
-from memfit.units import format_bytes, format_gib, unit_for
+from memfit.units import format_bytes, format_gib, unit_for_table
 
 
 def print_max_batch(result: MaxBatch, console: Console) -> None:
@@ -52,7 +52,7 @@ def _beyond(result: MaxBatch, largest: int) -> str:
 
 
 def _table(result: MaxBatch) -> Table:
-    unit = unit_for(max(run.needs.bytes for run in result.runs))
+    unit = unit_for_table(max(run.needs.bytes for run in result.runs))
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for heading in ("batch size", "needs", "allocated"):
         table.add_column(heading, justify="right", no_wrap=True)

@@ -5,12 +5,12 @@ from itertools import groupby
 from memfit.records import ByteRange, PeakRange, RangeCause, RankRole
 from memfit.report.figure_table import FigureCell, FigureRow, FigureTable
 from memfit.report.places import location_in_cell
-from memfit.units import Unit, unit_for
+from memfit.units import Unit, unit_for_table
 
 
 def rank_table(roles: tuple[RankRole, ...]) -> FigureTable:
     """Return a row for each role, the one that needs most first."""
-    unit = unit_for(roles[0].peak.reserved.most)
+    unit = unit_for_table(roles[0].peak.reserved.most)
     numbers = ("allocated", "reserved", "process")
     rows = []
     for role in roles:
@@ -33,7 +33,7 @@ def format_byte_range(size: ByteRange, unit: Unit) -> str:
 
 def peak_range_line(peak: PeakRange) -> str:
     """Return between which figures the peaks lie."""
-    unit = unit_for(peak.reserved.most)
+    unit = unit_for_table(peak.reserved.most)
     allocated, reserved = (format_byte_range(size, unit) for size in (peak.allocated, peak.reserved))
     peaks = f"allocated {allocated}, reserved {reserved}"
     if RangeCause.WORKSPACES not in peak.causes:

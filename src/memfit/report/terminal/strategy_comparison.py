@@ -12,7 +12,7 @@ from memfit.report.escape import escaped
 from memfit.report.places import location_in_cell
 from memfit.report.terminal.plan_code import code_before_sharding, launch_instruction, sharded_optimizer_code
 from memfit.report.terminal.ranks import format_byte_range
-from memfit.units import format_gib, unit_for
+from memfit.units import format_gib, unit_for_table
 
 _HEADINGS = ("allocated", "process", "change")
 _SHARDED = "memfit.Sharding("
@@ -57,7 +57,7 @@ def _covers(result: StrategyComparison) -> str:
 
 
 def _table(result: StrategyComparison) -> Table:
-    unit = unit_for(max(run.peak.reserved.most for run in result.runs if run.peak is not None))
+    unit = unit_for_table(max(run.peak.reserved.most for run in result.runs if run.peak is not None))
     several = result.world_size > 1
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     table.add_column("strategies", no_wrap=True)

@@ -28,7 +28,7 @@ from memfit.report.terminal.longest_batch import longest_batch_lines
 from memfit.report.terminal.notes import note_lines
 from memfit.report.terminal.ranks import peak_range_line, rank_table
 from memfit.report.terminal.verdict import is_pytorch_snapshot, verdict_of_run, why_no_more_advice
-from memfit.units import MIB, format_bytes, format_gib, unit_for
+from memfit.units import MIB, format_bytes, format_gib, unit_for_table
 
 MACHINES = {
     MachineKind.GHOST: "ghost: a stand-in CUDA runtime. PyTorch's allocations are real; nothing is computed, "
@@ -148,7 +148,7 @@ def stage_table_and_remarks(result: DryRun) -> Iterator[Table | Text]:
 
 def stage_table(result: DryRun) -> FigureTable:
     """Return a row for each stage, the worst one marked; file names are as in the trace."""
-    unit = unit_for(result.peak_reserved)
+    unit = unit_for_table(result.peak_reserved)
     numbers = ("times", "allocated", "process")
     rows = []
     for use in result.stages:
@@ -241,7 +241,7 @@ def peak_term_table(result: DryRun, width: int) -> Table:
         width: columns of the terminal.
     """
     total = max(result.peak_process.bytes, 1)
-    unit = unit_for(result.peak_reserved)
+    unit = unit_for_table(result.peak_reserved)
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column()
     for justify in ("right", "right", "left"):

@@ -10,7 +10,7 @@ from memfit.report.escape import escaped
 from memfit.report.places import location_in_words, short_path
 from memfit.report.terminal.advice import steps_run_in_words
 from memfit.units import MIB, format_bytes, format_gib
-from memfit.user_frame import innermost_line
+from memfit.user_frame import innermost_line_of_place
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ def _bound(result: DryRun, *, hints: bool) -> Iterator[str]:
         f"At most: the size of {escaped(result.bound.operator)} depends on GPU values, and is assumed to "
         f"be the largest possible{follows} ({escaped(short_path(where))})."
     )
-    key = innermost_line(where) or result.bound.operator
+    key = innermost_line_of_place(where) or result.bound.operator
     options = f" --values {escaped(key)}=… sets it; --values count=1 gives the least of all such sizes."
     yield text + options * hints
 

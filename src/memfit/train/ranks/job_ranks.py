@@ -25,7 +25,7 @@ import torch
 from memfit.errors import RankFailedError, UsageError
 from memfit.report.terminal.ranks import format_ranks
 from memfit.train.ranks.lost_ranks import RankProcesses, is_broken_connection
-from memfit.user_frame import innermost_line, place_of
+from memfit.user_frame import innermost_line_of_place, user_place
 
 Facts = Mapping[str, str]
 """Values by name, each as it is written in an error."""
@@ -261,7 +261,7 @@ def _line_of(error: BaseException) -> str:
     while trace is not None:
         lines.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
         trace = trace.tb_next
-    line = innermost_line(place_of(reversed(lines)))
+    line = innermost_line_of_place(user_place(reversed(lines)))
     return f" ({line})" if line else ""
 
 
