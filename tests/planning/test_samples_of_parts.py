@@ -7,7 +7,7 @@ from memfit.planning.sample_independence import (
     SampleComparison,
     compare_samples_of_parts,
     compare_step_inputs,
-    tensor_not_divided,
+    undivided_tensor,
 )
 from memfit.recording.fed_samples import fed_tensor
 from memfit.records import InputTensor, StepInputs, StepOperations
@@ -118,5 +118,5 @@ def test_what_only_one_step_shows_is_assumed():
 
 
 def test_a_script_run_twice_must_feed_the_same():
-    assert tensor_not_divided(fed(DATA, DATA), fed(DATA, DATA), 1) is True
-    assert isinstance(tensor_not_divided(fed(DATA), fed(DATA + 1), 1), InputTensor)
+    assert undivided_tensor(fed(DATA, DATA), fed(DATA, DATA), 1) is True
+    assert isinstance(undivided_tensor(fed(DATA), fed(DATA + 1), 1), InputTensor)

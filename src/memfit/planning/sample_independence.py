@@ -257,6 +257,8 @@ _OTHER_CONTENTS = (
     "but with other contents: augmented at random, padded to another length, or mixed with each other"
 )
 
+InputTensors = Sequence[InputTensor]
+
 
 @dataclass(frozen=True, slots=True)
 class SampleComparison:
@@ -303,8 +305,8 @@ def compare_step_inputs(whole: StepInputs, parts: StepInputs, count: int) -> Sam
     if not all(_draw_the_same(*each) for each in passes):
         return SampleComparison("with smaller batches, its DataLoader draws other samples")
     compared = [
-        tensor_not_divided(*some, count)
-        for some in ((whole.copied, parts.copied), (whole.passed, parts.passed))
+        undivided_tensor(*each, count)
+        for each in ((whole.copied, parts.copied), (whole.passed, parts.passed))
     ]
     other = next((found for found in compared if isinstance(found, InputTensor)), None)
     if other is None:
@@ -318,9 +320,7 @@ def compare_step_inputs(whole: StepInputs, parts: StepInputs, count: int) -> Sam
     )
 
 
-def tensor_not_divided(
-    whole: Sequence[InputTensor], parts: Sequence[InputTensor], count: int
-) -> InputTensor | bool:
+def undivided_tensor(whole: InputTensors, parts: InputTensors, count: int) -> InputTensor | bool:
     """Return the first whole tensor that parts do not divide; else whether any tensor was divided.
 
     Args:
@@ -354,7 +354,7 @@ def dtype_and_shape(tensor: InputTensor) -> str:
     return f"{tensor.dtype}, {' x '.join(f'{size:,}' for size in tensor.shape)}"
 
 
-def count_elements(tensors: Sequence[InputTensor]) -> int:
+def count_elements(tensors: InputTensors) -> int:
     """Return how many numbers some tensors have."""
     return sum(prod(each.shape) for each in tensors)
 
@@ -365,7 +365,7 @@ def _draw_the_same(one: Sequence[Sequence[str]], other: Sequence[Sequence[str]])
     return all(mine == others for mine, others in pairs)
 
 
-def _by_shape(tensors: Sequence[InputTensor]) -> dict[tuple[str, tuple[int, ...]], list[InputTensor]]:
+def _by_shape(tensors: InputTensors) -> dict[tuple[str, tuple[int, ...]], list[InputTensor]]:
     found: dict[tuple[str, tuple[int, ...]], list[InputTensor]] = defaultdict(list)
     for each in tensors:
         found[each.dtype, each.shape].append(each)
@@ -378,7 +378,7 @@ def _smaller(shape: tuple[int, ...], count: int) -> Iterator[tuple[int, tuple[in
             yield dimension, (*shape[:dimension], size // count, *shape[dimension + 1 :])
 
 
-def _divides(whole: Sequence[InputTensor], parts: Sequence[InputTensor], dimension: int, count: int) -> bool:
+def _divides(whole: InputTensors, parts: InputTensors, dimension: int, count: int) -> bool:
     """Return whether the rows of parts are those of whole tensors, of which a batch has one or more."""
     return any(
         _divides_by(whole, parts, dimension, count, alike)
@@ -386,9 +386,7 @@ def _divides(whole: Sequence[InputTensor], parts: Sequence[InputTensor], dimensi
     )
 
 
-def _divides_by(
-    whole: Sequence[InputTensor], parts: Sequence[InputTensor], dimension: int, count: int, alike: int
-) -> bool:
+def _divides_by(whole: InputTensors, parts: InputTensors, dimension: int, count: int, alike: int) -> bool:
     batches = min(len(whole), len(parts) // count) // alike
     return batches > 0 and all(
         whole[batch * alike + which].rows[dimension]

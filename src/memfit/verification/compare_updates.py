@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.injection.injection_files import InjectionReport
-from memfit.planning.sample_independence import count_elements, tensor_not_divided
+from memfit.planning.sample_independence import count_elements, undivided_tensor
 from memfit.records import CountedOperations, Equality, GradientDifference, InputTensor
 from memfit.trials.trial_run import why_again
 from memfit.verification.first_update import FirstUpdate
@@ -106,7 +106,7 @@ def same_inputs(one: UpdateRun, other: UpdateRun, parts: int = 1) -> bool:
         parts: in how many the batches of the other run come.
     """
     mine, others = one.update.inputs, other.update.inputs
-    return not mine if not others else not isinstance(tensor_not_divided(mine, others, parts), InputTensor)
+    return not mine if not others else not isinstance(undivided_tensor(mine, others, parts), InputTensor)
 
 
 def why_not_comparable(
