@@ -43,7 +43,7 @@ def compare(monkeypatch):
     made = []
 
     def compare(results, nproc=4, nnodes=1):
-        def trial_runner(_command, options, _memory, _on_progress, **_standby):
+        def trial_runner(_command, options, _on_progress, **_standby):
             def run(_change, what):
                 name = what.partition(" (")[0]
                 made.append((name, options.rank.rank, options.finish_late))

@@ -80,7 +80,7 @@ def innermost_line_of_place(place: str) -> str:
 
     >>> innermost_line_of_place("/home/ada/train.py:65, in trl/trainer/grpo_trainer.py:1887")
     'grpo_trainer.py:1887'
-    >>> innermost_line_of_place("/home/ada/train.py:65"), innermost_line("layers.0")
+    >>> innermost_line_of_place("/home/ada/train.py:65"), innermost_line_of_place("layers.0")
     ('train.py:65', '')
     """
     line = place.rpartition(", in ")[2].rpartition(os.sep)[2]
@@ -124,7 +124,7 @@ def is_user_file(file: str) -> bool:
 def is_memfit_file(file: str) -> bool:
     """Return whether a source file is memfit's.
 
-    >>> is_memfit_file(__file__), is_own_file(re.__file__)
+    >>> is_memfit_file(__file__), is_memfit_file(re.__file__)
     (True, False)
     """
     return file.startswith(_OWN)

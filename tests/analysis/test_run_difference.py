@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 import memfit
+from memfit.analysis.breakdown import compare_runs
 from memfit.analysis.fold_module_paths import fold_module_paths
-from memfit.analysis.run_difference import compare_runs
 from memfit.errors import UsageError
 from memfit.records import (
     Action,

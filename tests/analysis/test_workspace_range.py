@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from memfit.analysis.needed_memory import with_needs
+from memfit.analysis.needed_memory import needed_without_workspaces, with_needs, with_workspace_range
 from memfit.analysis.stream_races import with_upper_bound
 from memfit.analysis.summary import summarize
-from memfit.analysis.workspace_range import needed_without_workspaces, with_workspace_range
 from memfit.records import (
     Action,
     ByteRange,

@@ -24,6 +24,7 @@ from memfit.run.options import RunOptions
 from memfit.run.parent import Progress, RecordedRun
 from memfit.strategies.mechanisms.wrap_forward import wrappers
 from memfit.trials import trial_run
+from memfit.trials.script_standbys import ScriptRun
 from support.traces import trace_of
 
 
@@ -157,7 +158,7 @@ def rerun(monkeypatch):
             return RecordedRun(trace_of((), end=end), None)
 
         monkeypatch.setattr(trial_run, "run_script", run_script)
-        return trial_run.run_trial(("train.py", "--fast"), RunOptions(), None, change, print)
+        return trial_run.run_trial(ScriptRun(("train.py", "--fast"), RunOptions(), None, change), print)
 
     return run
 
@@ -190,7 +191,8 @@ def test_a_run_ends_once_the_script_does_what_its_change_does_not_permit(monkeyp
 
     monkeypatch.setattr(trial_run, "run_script", run_script)
     shown = []
-    found = trial_run.run_trial(("train.py",), RunOptions(), None, Change(fused=True), shown.append)
+    run = ScriptRun(("train.py",), RunOptions(), None, Change(fused=True))
+    found = trial_run.run_trial(run, shown.append)
     assert [each.step for each in shown] == [1]
     assert found.reason == "refused"
     assert "it clips gradients" in found.exception

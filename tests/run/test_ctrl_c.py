@@ -12,7 +12,7 @@ import pytest
 
 from memfit.python_command import python_code
 from memfit.records import Action
-from memfit.run.child_settings import ChildSettings, write_settings
+from memfit.run.child_start import ChildSettings, write_settings
 from memfit.run.options import RunOptions
 from memfit.run.script import end_of
 from memfit.trace.trace_file import write_trace

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from memfit.run import unfollowed
+from memfit.run import started_processes
 from memfit.run.started_processes import read_started_processes
 
 
@@ -14,11 +14,11 @@ def test_a_process_that_is_ending_is_not_recorded_by_a_map_of_which_parts_are_go
     command, recorded, tmp_path, monkeypatch
 ):
     """This process stands for the other: its map has the C library, and not the ghost."""
-    monkeypatch.setattr(unfollowed, "_INTERVAL", 0.0)
-    monkeypatch.setattr(unfollowed, "_TORCH", "/libc.so")
-    monkeypatch.setattr(unfollowed, "_started", lambda *_: {os.getpid()})
-    monkeypatch.setattr(unfollowed, "_command", lambda _: command)
+    monkeypatch.setattr(started_processes, "_INTERVAL", 0.0)
+    monkeypatch.setattr(started_processes, "_TORCH", "/libc.so")
+    monkeypatch.setattr(started_processes, "_started", lambda *_: {os.getpid()})
+    monkeypatch.setattr(started_processes, "_command", lambda _: command)
     ghost = SimpleNamespace(build=SimpleNamespace(library="/no/such/library.so"))
     settings = SimpleNamespace(ghost=ghost, folder=str(tmp_path))
-    unfollowed.UnfollowedProcesses(0, settings).look()
+    started_processes.UnfollowedProcesses(0, settings).look()
     assert [child.name for child in read_started_processes(tmp_path)] == recorded

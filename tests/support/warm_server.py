@@ -169,8 +169,8 @@ def _loaded(ghost, built):
 
 def _command_line(built, ghost, argv, leave):
     import memfit.__main__
-    import memfit.run.start_script
-    from memfit.run.child_settings import read_settings
+    import memfit.run.child_start
+    from memfit.run.child_start import read_settings
 
     def popen(command, **options):
         start = command.index("-c") + 2
@@ -179,7 +179,7 @@ def _command_line(built, ghost, argv, leave):
             return subprocess.Popen(command, **options)
         return _Fork(leave, partial(_script_process, ghost, ["-c", *command[start:]], options))
 
-    memfit.run.start_script.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": popen})
+    memfit.run.child_start.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": popen})
     sys.argv[:] = ["memfit", *argv]
     memfit.__main__.main()
 

@@ -85,7 +85,7 @@ def device_bytes_for_request(size: int, config: AllocatorConfig = _DEFAULTS) -> 
 
     >>> (
     ...     device_bytes_for_request(16 * MIB),
-    ...     device_request(16 * MIB, AllocatorConfig.of("expandable_segments:True")),
+    ...     device_bytes_for_request(16 * MIB, AllocatorConfig.of("expandable_segments:True")),
     ... )
     (16777216, 20971520)
     """
@@ -108,7 +108,7 @@ def should_split_block(rounded: int, remainder: int, config: AllocatorConfig = _
     Source: ``should_split_block``, c10/cuda/CUDACachingAllocator.cpp. Pools made with
     ``torch.cuda.MemPool(no_split=True)`` never split; a history does not record which pools they are.
 
-    >>> should_split_block(11 * MIB, MIB), should_split(11 * MIB, MIB + 512)
+    >>> should_split_block(11 * MIB, MIB), should_split_block(11 * MIB, MIB + 512)
     (False, True)
     """
     small = rounded <= SMALL_SIZE

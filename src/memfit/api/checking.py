@@ -9,7 +9,7 @@ from memfit.analysis.summary import summarize
 from memfit.analysis.trial_result import TrialResult, ran_to_completion, why_it_failed
 from memfit.api.ghost_runs import FinishedRun, run_on_ghost
 from memfit.atomic_files import check_output_path, write_bytes
-from memfit.devices import DEFAULT, NO_LIMIT
+from memfit.devices import DEFAULT
 from memfit.errors import TargetError, UsageError
 from memfit.input_files import read_input_file
 from memfit.records import Change, CheckVerdict, MemoryBaseline, MemoryCheck, Trace
@@ -116,12 +116,11 @@ def _baseline(file: Path | None, *, update: bool) -> MemoryBaseline | None:
 
 def _unlimited(done: FinishedRun, options: RunOptions, on_progress: Callable[[Progress], None]) -> Trace:
     """Run a script again that ran out of memory, with unlimited memory."""
-    device = done.result.device
-    options = replace(options, memory=NO_LIMIT)
-    run = trial_runner(done.result.command, options, device.total.bytes, on_progress)
+    command = done.result.command
+    run = trial_runner(command, replace(options, unlimited=True), on_progress)
     trial = run(Change(), "with unlimited memory")
     if isinstance(trial, TrialResult):
-        return replace(trial.trace, device=device, command=done.result.command)
+        return replace(trial.trace, device=done.result.device, command=command)
     raise TargetError(f"memfit cannot check the script: {why_it_failed(trial)}")
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from memfit.analysis.trial_result import RunTrial, TrialResult
-from memfit.devices import NO_LIMIT, Device, all_devices
+from memfit.devices import Device, all_devices
 from memfit.errors import TargetError
 from memfit.planning.changes import AllowedChanges
 from memfit.planning.plan_runs import RULE, PlannedScript, host_copy_seconds, roofline_seconds
@@ -76,11 +76,10 @@ def _plans(
     on_progress: Callable[[Progress], None],
 ) -> list[ScriptPlan]:
     """Return a plan for each of several GPUs of one compute capability; the largest must come first."""
-    largest = replace(options, gpu=cards[0].name, memory=NO_LIMIT)
-    shown = cards[0].total_bytes
+    largest = replace(options, gpu=cards[0].name, unlimited=True)
     plans: list[ScriptPlan] = []
     with ScriptStandbys() as standbys:
-        runs = ghost_runs(command, largest, shown, on_progress, standbys=standbys)
+        runs = ghost_runs(command, largest, on_progress, standbys=standbys)
         run, run_late = _remembered(runs.run), _remembered(runs.run_late)
         for card in cards:
             device = ghost_settings(replace(options, gpu=card.name)).device

@@ -222,7 +222,6 @@ def _plan_for(
             "a sharding yourself, or plan for a script."
         )
     device = ghost_settings(options).device
-    shown = device.total.bytes
     card, job = find_device(options.gpu), options.rank
     until = None if max_time is None else time.monotonic() + max_time
     fits: float | None = None
@@ -249,7 +248,7 @@ def _plan_for(
         on_found(completed(found))
 
     shows = ProgressOfFirst(show)
-    with RankRuns(command, options, shown, shows.show) as ranks:
+    with RankRuns(command, options, shows.show) as ranks:
         runs = RunsAhead(functools.partial(_run_ranks, ranks, late=False), shows)
         planned = PlannedScript(
             runs.run,
@@ -260,8 +259,8 @@ def _plan_for(
             job.world_size,
             run_nothing_ahead if job.world_size > 1 else runs.make,
         )
-        found = find_plan(planned, shown - options.in_use, allowed, policies=policies, on_found=note)
-        return completed(found)
+        left = device.total.bytes - options.in_use
+        return completed(find_plan(planned, left, allowed, policies=policies, on_found=note))
 
 
 def _run_ranks(ranks: RankRuns, change: Change, what: str, *, late: bool) -> TrialResult | ScriptEnd:

@@ -8,10 +8,9 @@ from memfit.allocator.timeline import memory_timeline
 from memfit.analysis import summary
 from memfit.analysis.allocator_comparison import compare_settings
 from memfit.analysis.attribution import attribute
+from memfit.analysis.breakdown import compare_runs
 from memfit.analysis.explanation import explain_trace
-from memfit.analysis.needed_memory import with_needs
-from memfit.analysis.run_difference import compare_runs
-from memfit.analysis.workspace_range import with_workspace_range
+from memfit.analysis.needed_memory import with_needs, with_workspace_range
 from memfit.atomic_files import write_bytes
 from memfit.devices import find_device
 from memfit.planning.advice import find_advice

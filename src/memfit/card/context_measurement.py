@@ -198,7 +198,7 @@ def loads_kernels_eagerly(environment: Mapping[str, str]) -> bool:
     PyTorch sets the variable to LAZY if it is unset, and DEFAULT means LAZY since CUDA 12.2.
     Source: ``_lazy_init``, torch/cuda/__init__.py, PyTorch 2.14.1; CUDA Programming Guide, lazy loading.
 
-    >>> loads_kernels_eagerly({"CUDA_MODULE_LOADING": "EAGER"}), loads_kernels_at_once({})
+    >>> loads_kernels_eagerly({"CUDA_MODULE_LOADING": "EAGER"}), loads_kernels_eagerly({})
     (True, False)
     """
     name, _, value = _EAGER.partition("=")

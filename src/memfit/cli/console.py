@@ -229,6 +229,14 @@ def progress(steps: int | None, reruns: str = RERUNS) -> "Iterator[Callable[[Pro
             move_to_line_start(stream)
 
 
+def running(how: str) -> str:
+    """Return what is printed before the runs of a command that runs the script several times."""
+    return (
+        f"memfit: running the script {how}, without terminal input and with its output hidden. Each run "
+        "writes the script's output files again."
+    )
+
+
 def _announcement(progress: "Progress", reruns: str) -> str:
     """Return what is printed before the first run with hidden output of a kind."""
     if progress.forked:

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from memfit.allocator.config import AllocatorConfig
+from memfit.analysis.needed_memory import needed_without_workspaces
 from memfit.analysis.total_needs import needs_more, run_unlimited
 from memfit.analysis.trial_result import TrialResult, ran_to_completion
-from memfit.analysis.workspace_range import needed_without_workspaces
 from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import MemfitError, UsageError
 from memfit.planning.batches import (

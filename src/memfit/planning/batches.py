@@ -198,7 +198,7 @@ def next_batch_size(
 
     >>> next_batch_size([BatchSizeRun(4, 500, True)], range(1, 1000), 1000, fixed=100, proven=True)
     9
-    >>> runs = [BatchSizeRun(4, 500, True), SizedRun(9, 950, True), SizedRun(10, 1040, False)]
+    >>> runs = [BatchSizeRun(4, 500, True), BatchSizeRun(9, 950, True), BatchSizeRun(10, 1040, False)]
     >>> next_batch_size(runs, range(1, 1000), 1000, fixed=100, proven=True) is None
     True
     """

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import isfinite
 
+from memfit.analysis.needed_memory import needed_without_workspaces
 from memfit.analysis.summary import summarize
 from memfit.analysis.trial_result import TrialResult
-from memfit.analysis.workspace_range import needed_without_workspaces
 from memfit.errors import TargetError
 from memfit.planning.changes import AllowedChanges
 from memfit.planning.floor import MemoryFloor

@@ -149,7 +149,7 @@ class OperationCounts:
 def is_counted_operation(name: str) -> bool:
     """Return whether ``OperationCounts`` count an operation: PyTorch's checkpoints allocate empty tensors.
 
-    >>> is_counted_operation("aten.mm.default"), is_counted("aten.empty.memory_format")
+    >>> is_counted_operation("aten.mm.default"), is_counted_operation("aten.empty.memory_format")
     (True, False)
     """
     return not name.partition(".")[2].startswith(_NOT_THE_SAME)
@@ -158,7 +158,7 @@ def is_counted_operation(name: str) -> bool:
 def is_recomputable_operation(name: str) -> bool:
     """Return whether an operation makes the same from the same arguments, and no other process takes part.
 
-    >>> is_recomputable_operation("aten.relu.default"), can_run_again("aten.empty_like.default")
+    >>> is_recomputable_operation("aten.relu.default"), is_recomputable_operation("aten.empty_like.default")
     (True, False)
     """
     return name.partition(".")[0] not in _COLLECTIVES and is_counted_operation(name)

@@ -23,7 +23,7 @@ from memfit.ghost.workspaces import WorkspaceSource
 from memfit.native_build import cache_folder
 from memfit.patching.after_import import after_import
 from memfit.records import DeviceUse, Figure, MachineKind, Provenance
-from memfit.run.child_settings import ChildSettings, GhostSettings
+from memfit.run.child_start import ChildSettings, GhostSettings
 from memfit.run.communicators import Communicators
 from memfit.run.options import RunOptions
 from memfit.run.rank import Rank

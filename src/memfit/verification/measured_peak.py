@@ -1,8 +1,6 @@
 """Train a few steps under a plan on a GPU, for the memory that the plan needs there."""
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 
 from memfit.analysis.summary import summarize
@@ -35,7 +33,8 @@ def measured_peak(
     def show(progress: Progress) -> None:
         on_progress(replace(progress, trying="under the plan, for its peak"))
 
-    with injected(change, RunOptions(module=module, labels=False)) as injection, _conf(change.allocator):
+    options = RunOptions(module=module, labels=False, allocator=change.allocator)
+    with injected(change, options) as injection:
         trace = run_script(command + change.arguments, injection.options, None, None, show).trace
     if not ran_to_completion(trace.end):
         raise TargetError(
@@ -48,16 +47,3 @@ def measured_peak(
         found.peak_process,
         plan.allocated_for(command),
     )
-
-
-@contextmanager
-def _conf(allocator: str) -> Iterator[None]:
-    """Set ``PYTORCH_ALLOC_CONF`` for processes that are started within, unless it is empty."""
-    before = dict(os.environ)
-    if allocator:
-        os.environ["PYTORCH_ALLOC_CONF"] = allocator
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
