@@ -250,7 +250,7 @@ def independent_parts(cut: LifetimeSections, always: npt.NDArray[np.bool_]) -> C
         always: mask of the buffers at the bottom: from ``mask_of_always_live``, or
             ``mask_counted_as_always_live``.
 
-    >>> from memfit.packing.buffers import Buffers, sections
+    >>> from memfit.packing.buffers import Buffers, lifetime_sections
     >>> rows = Buffers(np.array([0, 0, 3, 4]), np.array([9, 3, 5, 9]), np.array([4, 2, 1, 1]), tuple("abcd"))
     >>> cut = lifetime_sections(rows)
     >>> independent_parts(cut, mask_of_always_live(cut)).tolist()
