@@ -68,7 +68,8 @@ def test_each_buffer_gets_the_offset_that_a_naive_search_finds(is_circle, tighte
 def test_ctrl_c_ends_a_search():
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell may ignore it
-        "from support.known_packings import gapless_problem\nfrom memfit.packing.best_packing import pack_buffers\n"
+        "from support.known_packings import gapless_problem\n"
+        "from memfit.packing.best_packing import pack_buffers\n"
         "print('begun', flush=True)\npack_buffers(gapless_problem(7, 3000), 10_000, seconds=600)"
     )
     with subprocess.Popen(
