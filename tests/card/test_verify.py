@@ -42,8 +42,8 @@ def test_a_run_that_fails_has_no_peak_and_gets_the_plan_s_allocator_settings(mon
     failed = replace(trace(1000), end=ScriptEnd("exception", 1, "ValueError: no data", "train.py:9"))
     settings = []
 
-    def run(*_):
-        settings.append(os.environ["PYTORCH_ALLOC_CONF"])
+    def run(_command, options, *_):
+        settings.append(options.allocator)
         return SimpleNamespace(trace=failed)
 
     monkeypatch.setattr(measured_peak, "run_script", run)

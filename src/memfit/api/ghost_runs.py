@@ -8,7 +8,7 @@ from pathlib import Path
 from memfit.analysis.rank_roles import find_held, ranks_by_role, role_of, weight_of_rank
 from memfit.analysis.stream_races import may_race, with_upper_bound
 from memfit.analysis.total_needs import beside_even_routing, find_total, rests_on_routing, with_even_routing
-from memfit.analysis.trial_result import RunTrial, TrialResult
+from memfit.analysis.trial_result import TrialResult
 from memfit.api.traces import summarize
 from memfit.errors import MemfitError, OutputError, TargetError, UsageError
 from memfit.planning.advice import find_advice
@@ -201,7 +201,10 @@ class _GhostJob:
             result = beside_even_routing(result, trial_runner(command, even, self.on_progress, self.change))
         found = FinishedRun(recorded.trace, result, recorded.unsaved)
         if result.verdict in ("fits", "tight") and may_race(recorded.trace):
-            return _with_upper_bound(found, runs.run_late, output)
+            late = runs.run_late(Change(), LATE)
+            if isinstance(late, TrialResult):
+                most = larger_with_late_work(found, late.trace)
+                return found if most is found else replace(most, unsaved=save_trace(most.trace, output))
         return found
 
     def _recorded(
@@ -272,16 +275,11 @@ class _GhostJob:
         return FinishedRun(largest.trace, result, next(filter(None, unsaved), None))
 
 
-def _with_upper_bound(early: FinishedRun, run: RunTrial, output: Path | None) -> FinishedRun:
-    """Run the script again, with work on side streams that finishes late, and return the larger answer."""
-    trial = run(Change(), LATE)
-    if not isinstance(trial, TrialResult):
-        return early
-    trace = replace(trial.trace, device=early.trace.device, command=early.trace.command)
+def larger_with_late_work(early: FinishedRun, late: Trace) -> FinishedRun:
+    """Return the larger of two answers: a run, and the same with work on side streams that finishes late."""
+    trace = replace(late, device=early.trace.device, command=early.trace.command)
     result = with_upper_bound(early.result, summarize(trace))
-    if result.range is None:
-        return early
-    return FinishedRun(trace, result, save_trace(trace, output))
+    return early if result.range is None else FinishedRun(trace, result, None)
 
 
 def own_file(output: Path | None, rank: int) -> Path | None:

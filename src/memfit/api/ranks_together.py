@@ -17,9 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from memfit.analysis.rank_roles import ranks_by_role, role_of, weight_of_rank
-from memfit.analysis.stream_races import may_race, with_upper_bound
+from memfit.analysis.stream_races import may_race
 from memfit.analysis.trial_result import TrialResult
-from memfit.api.ghost_runs import LATE, RANK, FinishedRun, own_file, save_trace
+from memfit.api.ghost_runs import LATE, RANK, FinishedRun, larger_with_late_work, own_file, save_trace
 from memfit.api.traces import summarize
 from memfit.records import Change
 from memfit.run.options import RunOptions
@@ -167,9 +167,5 @@ class SharedTraces:
 def _read(rank: int, early: SharedTraces, late: SharedTraces | None) -> FinishedRun:
     """Return what a rank holds: at most, if streams race."""
     trace = read_trace(early.trace(rank))
-    result = summarize(trace)
-    if late is None:
-        return FinishedRun(trace, result, None)
-    most = replace(read_trace(late.trace(rank)), device=trace.device, command=trace.command)
-    bound = with_upper_bound(result, summarize(most))
-    return FinishedRun(trace, result, None) if bound.range is None else FinishedRun(most, bound, None)
+    found = FinishedRun(trace, summarize(trace), None)
+    return found if late is None else larger_with_late_work(found, read_trace(late.trace(rank)))

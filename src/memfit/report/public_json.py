@@ -146,7 +146,7 @@ _IN_PLACE_OF: Mapping[type, Mapping[str, Mapping[str, _Source]]] = {
         ),
         "smallest": {"smallest_capacity": "smallest"},
     },
-    StageUse: {"stage": {"name": "name"}, "process": {"process": "process.bytes"}, "place": _PLACE},
+    StageUse: {"stage": {"name": "stage"}, "process": {"process": "process.bytes"}, "place": _PLACE},
     Term: {"figure": _of("figure", "bytes", "provenance", "source")},
 }
 """By record and field: the names and sources of what stands in place of the field. With the name ``*``, the

@@ -18,7 +18,7 @@ LAST_WORDS = 5.0
 """Seconds that a script gets to end after the rank that it started. It may wait for ranks that never ran."""
 
 
-class ChildMessage(msgspec.Struct, frozen=True, omit_defaults=True):
+class ChildMessage(msgspec.Struct, frozen=True):
     """One line from the child: its progress, or how the script ended."""
 
     step: int = 0

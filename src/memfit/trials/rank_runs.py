@@ -9,7 +9,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Self
 
 from memfit.analysis.rank_roles import find_held
@@ -116,7 +115,7 @@ class RankRuns:
         runs = sorted(roles.values(), key=_process, reverse=True)
         self._ranks[""], self.count = tuple(run.rank for run in runs), ran
         for number in self._standbys.keys() - {run.rank.rank for run in runs}:
-            self._standbys.pop(number).__exit__(None, None, None)
+            self._standbys.pop(number).__exit__()
         return runs
 
     def keep_largest(self, rank: Rank) -> None:
@@ -197,11 +196,9 @@ class RankRuns:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for standbys in self._standbys.values():
-            standbys.__exit__(kind, error, trace)
+            standbys.__exit__()
 
 
 def _process(run: RankRun) -> int:
