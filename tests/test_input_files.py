@@ -8,7 +8,7 @@ import pytest
 
 import memfit
 from memfit.api.packings import pack_table
-from memfit.arenas.step_plan import read_plans
+from memfit.arenas.step_plan import read_step_plans
 from memfit.errors import MemfitError
 from memfit.input_files import read_input_file
 from memfit.run.options import RunOptions
@@ -25,8 +25,8 @@ READERS = {
     "pack": memfit.pack,
     "pack_table": pack_table,
     "configure": configure,
-    "plans": lambda path: read_plans(path, 1),
-    "resume": state_file.load,
+    "plans": lambda path: read_step_plans(path, 1),
+    "resume": state_file.load_state_file,
     "script": lambda path: script_command(path, (), RunOptions(), None),
 }
 

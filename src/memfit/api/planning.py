@@ -26,7 +26,7 @@ from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, script_command
 from memfit.run.rank import Rank
 from memfit.run.resolve_options import ghost_settings
-from memfit.strategies.field_types import unknown_name_error
+from memfit.strategies.setting_checks import unknown_name_error
 from memfit.temporary_folders import TemporaryFolder
 from memfit.trials.rank_runs import RankRuns, UnfinishedRankError
 from memfit.trials.side_by_side import ProgressOfFirst, RunsAhead

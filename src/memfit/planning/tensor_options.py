@@ -9,7 +9,7 @@ the backward runs.
     backward    of the second conv: batch_norm and relu run again; c exists until the backward of relu has run
 
 A storage holds one *content* after another: an operation that writes in place makes a new one. This follows
-what ``strategies/mechanisms/tensor_tape.py`` does, in bytes.
+what ``strategies/mechanisms/single_tensor_recompute.py`` does, in bytes.
 """
 
 import math

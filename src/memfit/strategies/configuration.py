@@ -23,11 +23,11 @@ from memfit.errors import FileFormatError, UsageError
 from memfit.input_files import read_input_file
 from memfit.planning.plan_file import read_plan
 from memfit.strategies.arena_settings import ArenaSettings
-from memfit.strategies.field_types import unknown_name_error
 from memfit.strategies.legacy_settings import NOTHING, GivenSetting
 from memfit.strategies.legacy_settings import READERS as LEGACY_READERS
 from memfit.strategies.plan import Plan
 from memfit.strategies.precision import LossScale
+from memfit.strategies.setting_checks import unknown_name_error
 from memfit.strategies.trainer_settings import LIGHTNING_PRECISION, TRAINER_READERS
 
 READERS = {**LEGACY_READERS, **TRAINER_READERS}

@@ -52,7 +52,7 @@ class AllocationFailure:
     """Free memory of the device."""
 
 
-def observe(observer: Observer) -> Callable[[], None]:
+def observe_allocation_failures(observer: Observer) -> Callable[[], None]:
     """Call a function at each failure from now on; return a function that ends that.
 
     Call it after CUDA is initialised; otherwise it initialises CUDA.
@@ -82,7 +82,7 @@ def _notify(device: int, requested: int, total: int, free: int) -> None:
         observer(AllocationFailure(device, requested, total, free))
 
 
-def write(recorder: Recorder, failure: AllocationFailure, folder: Path) -> Iterator[str]:
+def write_postmortem(recorder: Recorder, failure: AllocationFailure, folder: Path) -> Iterator[str]:
     """Write a trace and a report of the failure that is happening now; yield lines to print.
 
     The first lines come before anything is written, and the trace is written before the report.

@@ -96,7 +96,7 @@ class Prediction:
         stages = (_stage(span, level, steps) for span in spans)
         return cls(
             tuple(step for _, step in steps),
-            tuple(each for each in stages if is_compared(each.stage, len(each.steps))),
+            tuple(each for each in stages if is_stage_compared(each.stage, len(each.steps))),
             least_certain(note for note in trace.notes if note.sizes),
             trace.device.machine,
             trace.versions.get("torch", ""),
@@ -126,7 +126,7 @@ class Prediction:
         return times[min(time, len(times)) - 1] if times else None
 
 
-def is_compared(stage: Stage, steps: int) -> bool:
+def is_stage_compared(stage: Stage, steps: int) -> bool:
     """Return whether a time of a stage is compared: setup is not, nor training without a complete step."""
     return steps > 0 if stage is Stage.TRAINING else stage is not Stage.SETUP
 

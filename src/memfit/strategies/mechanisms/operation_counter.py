@@ -35,7 +35,7 @@ _running = _Running()
 
 
 @contextmanager
-def recomputing(others: Callable[[], Mapping[Any, int]] = dict) -> Iterator[None]:
+def mark_as_recomputed(others: Callable[[], Mapping[Any, int]] = dict) -> Iterator[None]:
     """Mark what runs in this context, in this thread, as recomputed for a backward.
 
     Args:
@@ -53,7 +53,7 @@ def recomputing(others: Callable[[], Mapping[Any, int]] = dict) -> Iterator[None
             counter.end(ran, others())
 
 
-def counting() -> "OperationCounter | None":
+def active_operation_counter() -> "OperationCounter | None":
     """Return what counts at this moment."""
     return _counting
 

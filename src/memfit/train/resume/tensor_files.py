@@ -191,7 +191,7 @@ def _read_chunk(folder: Path, chunk: StoredChunk, name: str) -> torch.Tensor:
 # ---- The index -----------------------------------------------------------------------------------------
 
 
-def read_index(folder: Path) -> dict[str, StoredTensor]:
+def read_tensor_index(folder: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a folder, by name.
 
     Raises:
