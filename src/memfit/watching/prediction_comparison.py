@@ -274,7 +274,7 @@ def prediction_source_text(prediction: Prediction | PlannedPeak, torch: str) -> 
     """Describe where a prediction comes from, and how its torch version differs from this run's.
 
     >>> from memfit.records import Provenance
-    >>> prediction_source_text(Prediction((), (), Provenance.EXACT, Machine.GHOST, "2.14.1"), "2.14.1")
+    >>> prediction_source_text(Prediction((), (), Provenance.EXACT, MachineKind.GHOST, "2.14.1"), "2.14.1")
     'predicted: exact on the ghost'
     """
     if isinstance(prediction, PlannedPeak):
