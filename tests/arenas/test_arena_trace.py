@@ -13,10 +13,10 @@ from memfit.arenas import arena_library
 from memfit.arenas.arena_library import FREED
 from memfit.arenas.arena_trace import trace_of_arena_log
 from memfit.errors import UsageError
-from memfit.records import Action, DeviceUse, Figure, Machine, MarkKind, Provenance
+from memfit.records import Action, DeviceUse, Figure, MachineKind, MarkKind, Provenance
 
 NOTHING = Figure(0, Provenance.EXACT)
-CPU = DeviceUse("CPU", NOTHING, NOTHING, 0, Machine.CPU)
+CPU = DeviceUse("CPU", NOTHING, NOTHING, 0, MachineKind.CPU)
 
 
 def test_a_log_becomes_events_in_order():
@@ -87,7 +87,7 @@ def test_a_history_is_kept_only_on_request():
 
 def test_an_arenas_trace_is_replayed_but_gets_no_recommendation(tmp_path):
     rows = np.array([(0x1000, 3 << 20, 11, 7), (0x1000, FREED, 13, 7), (0x2000, 30 << 20, 14, 7)])
-    trace = trace_of_arena_log(rows, [], replace(CPU, machine=Machine.CARD))
+    trace = trace_of_arena_log(rows, [], replace(CPU, machine=MachineKind.CARD))
     replayed = memfit.replay(trace, memory=1 << 40)
     assert replayed.current.replay.peak_reserved == 50 << 20  # segments of 20 and of 30 MiB
     assert not memfit.explain(trace).summary.advice

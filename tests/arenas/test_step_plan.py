@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from memfit.arenas.arena_library import LIVES, SHARED
 from memfit.arenas.step_plan import placeable_lifetimes, plan_step_offsets
-from memfit.packing.validator import find_violation
+from memfit.packing.validator import find_packing_violation
 
 
 def step(*rows):
@@ -67,5 +67,5 @@ def test_a_plan_is_minimal():
     recording = step([100, 2, -1], [200, 3, -1], [100, LIVES, 0])
     plan = plan_step_offsets(recording, recording, follows=True, alignment=64)
     buffers, which = placeable_lifetimes(recording, recording, follows=True, alignment=64)
-    assert not find_violation(buffers, plan.offset[which], plan.height)
+    assert not find_packing_violation(buffers, plan.offset[which], plan.height)
     assert (plan.height, plan.bound, plan.unshared) == (384, 384, 512)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from memfit.records import Equality, FedTensor
+from memfit.records import Equality, InputTensor
 from memfit.verification.compare_updates import (
     UpdateRun,
     gradient_difference,
@@ -20,7 +20,7 @@ from memfit.verification.first_update import FirstUpdate, SavedGradient
 
 def fed(*rows):
     """Return the input of a call whose rows have these digests."""
-    return FedTensor("int64", (len(rows),), (rows,))
+    return InputTensor("int64", (len(rows),), (rows,))
 
 
 ROW, OTHER = (fed("row"),), (fed("other"),)

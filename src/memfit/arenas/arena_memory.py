@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from memfit.arenas.arena_library import gpu_bytes_by_use, load
-from memfit.card.find import is_rehearsal
+from memfit.card.find import is_ghost_loaded
 from memfit.errors import UnsuitableEnvironmentError, UsageError
 from memfit.packing.lifetimes import ALIGNMENT, CPU_ALIGNMENT
-from memfit.records import DeviceUse, Figure, Machine, Provenance, Term
+from memfit.records import DeviceUse, Figure, MachineKind, Provenance, Term
 from memfit.units import KIB
 from memfit.user_frame import warn_user
 
@@ -78,7 +78,7 @@ class CpuMemory:
         """Describe this machine's memory."""
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         nothing = Figure(0, Provenance.EXACT, "a CPU has no context")
-        return DeviceUse("CPU", Figure(size, Provenance.MEASURED, "sysconf"), nothing, 0, Machine.CPU)
+        return DeviceUse("CPU", Figure(size, Provenance.MEASURED, "sysconf"), nothing, 0, MachineKind.CPU)
 
     def release_unused(self) -> None:
         """Return the arena's memory to the system, if no tensor is left in it."""
@@ -155,7 +155,7 @@ class CudaMemory:
 
     def device(self) -> DeviceUse:
         """Describe the GPU's memory."""
-        rehearsal = is_rehearsal()
+        rehearsal = is_ghost_loaded()
         provenance = Provenance.ASSUMED if rehearsal else Provenance.MEASURED
         free, total = torch.cuda.mem_get_info(self._index)
         outside = total - free - self._count()["pages"]
@@ -168,7 +168,7 @@ class CudaMemory:
                 "all memory in use, other processes included, less what is mapped here",
             ),
             0,
-            Machine.REHEARSAL if rehearsal else Machine.CARD,
+            MachineKind.REHEARSAL if rehearsal else MachineKind.CARD,
         )
 
     def release_unused(self) -> None:

@@ -15,8 +15,8 @@ import numpy as np
 from memfit.arenas.arena_library import LIVES
 from memfit.atomic_files import write_bytes
 from memfit.errors import FileFormatError
-from memfit.input_files import read_input
-from memfit.packing.best_packing import pack
+from memfit.input_files import read_input_file
+from memfit.packing.best_packing import pack_buffers
 from memfit.packing.buffers import Buffers, Column
 
 FORMAT = "memfit plans"
@@ -87,7 +87,7 @@ def plan_step_offsets(older: Column, newer: Column, *, follows: bool, alignment:
     size = np.ascontiguousarray(older[:, 0])
     if not len(buffers):
         return StepPlan(size, offset, 0, 0, 0)
-    packing = pack(buffers, seconds=SECONDS)
+    packing = pack_buffers(buffers, seconds=SECONDS)
     offset[which] = packing.offset
     return StepPlan(size, offset, packing.height, packing.bound, int(buffers.size.sum()))
 
@@ -179,7 +179,7 @@ def read_step_plans(path: Path, alignment: int) -> dict[StepKey, StepPlan]:
     if not path.exists():
         return {}
     try:
-        found = msgspec.json.decode(read_input(path, _MAX_FILE), type=_File)
+        found = msgspec.json.decode(read_input_file(path, _MAX_FILE), type=_File)
     except msgspec.DecodeError as error:
         raise FileFormatError(f"Cannot read plans from {path}: {error}. Name another file.") from None
     if (found.format, found.version) != (FORMAT, VERSION):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from memfit.cli.options import Module, Script, expect_plan, expect_script
 from memfit.errors import UsageError
-from memfit.records.job_target import is_job
+from memfit.records.job_target import is_job_command
 
 
 def train(
@@ -40,7 +40,7 @@ def train(
 
     expect_script("train", command, {"--plan": plan, "--prediction": prediction})
     plan = expect_plan("train", plan)
-    if module and is_job(command):
+    if module and is_job_command(command):
         raise UsageError(
             "memfit train trains scripts. Train a job in a script of your own: "
             f'engine = memfit.Engine(make_job(), "{plan}"), and engine.fit(loader).'

@@ -32,7 +32,7 @@ from memfit.injection.injection_files import InjectionReport, InjectionSettings
 from memfit.patching.after_import import after_import
 from memfit.planning.plan_file import PlanFile, read_plan
 from memfit.records import Change
-from memfit.records.job_target import typed
+from memfit.records.job_target import command_as_typed
 from memfit.report.escape import escaped
 from memfit.run.script import print_as_python_does, run_as_main
 from memfit.trials.trial_run import why_again
@@ -182,7 +182,7 @@ class PlanOutcome:
         """
         self._say(text)
         if not self._as_far and not self._has_stepped:
-            again = f"memfit plan -o {self._file} {shlex.join(typed(self._command))}"
+            again = f"memfit plan -o {self._file} {shlex.join(command_as_typed(self._command))}"
             self._stop(
                 f"before the first step. Make a plan for this command ({again}), or train with {FLAG}, which "
                 "leaves out what cannot be applied"
@@ -204,7 +204,7 @@ def _called_less_often(
 ) -> Iterator[str]:
     """Yield what else than this run a plan was made for, as far as its file says."""
     if plan.command and plan.command != command:
-        yield f"for another command: {shlex.join(typed(plan.command))}"
+        yield f"for another command: {shlex.join(command_as_typed(plan.command))}"
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if plan.command and plan.world_size != ranks:
         yield f"for {plan.world_size} rank{'s' * (plan.world_size > 1)}; this job has {ranks}"

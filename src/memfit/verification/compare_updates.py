@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.injection.injection_files import InjectionReport
-from memfit.planning.sample_independence import elements, other_rows
-from memfit.records import CountedOperations, Equality, FedTensor, GradientDifference
+from memfit.planning.sample_independence import count_elements, undivided_tensor
+from memfit.records import CountedOperations, Equality, GradientDifference, InputTensor
 from memfit.trials.trial_run import why_again
 from memfit.verification.first_update import FirstUpdate
 
@@ -106,7 +106,7 @@ def have_same_inputs(one: UpdateRun, other: UpdateRun, parts: int = 1) -> bool:
         parts: in how many the batches of the other run come.
     """
     mine, others = one.update.inputs, other.update.inputs
-    return not mine if not others else not isinstance(other_rows(mine, others, parts), FedTensor)
+    return not mine if not others else not isinstance(undivided_tensor(mine, others, parts), InputTensor)
 
 
 def why_runs_not_comparable(
@@ -136,7 +136,7 @@ def why_runs_not_comparable(
             "NumPy's and PyTorch's global generators. Seed what draws them."
         )
     if not have_same_inputs(plain, planned, parts):
-        before, after = elements(plain.update.inputs), elements(planned.update.inputs)
+        before, after = count_elements(plain.update.inputs), count_elements(planned.update.inputs)
         if before != after:
             padded = "the script pads smaller batches to another length, or " * (parts > 1)
             return (

@@ -14,7 +14,7 @@ import msgspec
 
 from memfit.patching.after_import import after_import
 from memfit.patching.patches import Patch
-from memfit.records import FedTensor
+from memfit.records import InputTensor
 from memfit.run.parent_pipe import end_with_parent
 from memfit.run.script import end_of, run_as_main
 
@@ -56,7 +56,7 @@ class FirstUpdate(msgspec.Struct, frozen=True):
     """What a script's first update showed."""
 
     gradients: tuple[SavedGradient, ...] = ()
-    inputs: tuple[FedTensor, ...] = ()
+    inputs: tuple[InputTensor, ...] = ()
     """What the models were passed, in order."""
     arithmetic: str = ""
     peak: int | None = None
@@ -147,7 +147,7 @@ class FirstUpdateWatcher:
         self._names: dict[int, str] = {}
         self._models: list[Any] = []
         self._gradients: list[SavedGradient] = []
-        self._inputs: list[FedTensor] = []
+        self._inputs: list[InputTensor] = []
         self._arithmetic: set[str] = set()
         self._freed: dict[int, Any] = {}
         """By parameter: its gradient, if the plan frees gradients in the backward."""

@@ -19,7 +19,7 @@ from memfit.errors import TargetError, UsageError
 from memfit.planning.plan_file import PlanFile
 from memfit.python_command import python_command
 from memfit.records import Change, CountedOperations, MeasuredPeak, Verification, VerificationVerdict
-from memfit.records.job_target import typed
+from memfit.records.job_target import command_as_typed
 from memfit.run.options import RunOptions
 from memfit.run.parent import Progress, run_script
 from memfit.run.process_tree import kill_descendants
@@ -144,7 +144,7 @@ def _run(command: tuple[str, ...], settings: UpdateSettings, change: Change, wha
         stands_in = " on the CPU, because this machine has no GPU that PyTorch can use"
         on = stands_in if settings.on_cpu else ""
         raise TargetError(
-            f"memfit ran {typed(command)[0]} {what}{on}: {update.failure}{'' if on else _ON_CPU}"
+            f"memfit ran {command_as_typed(command)[0]} {what}{on}: {update.failure}{'' if on else _ON_CPU}"
         )
     return UpdateRun(folder, update, report)
 
@@ -196,7 +196,7 @@ def measured_peak(
         trace = run_script(command + change.arguments, injection.options, None, None, show).trace
     if not ran_to_completion(trace.end):
         raise TargetError(
-            f"memfit trained {typed(command)[0]} under the plan, but {why_it_failed(trace.end)}"
+            f"memfit trained {command_as_typed(command)[0]} under the plan, but {why_it_failed(trace.end)}"
         )
     found = summarize(trace)
     return MeasuredPeak(

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from memfit.records import Machine, Stage
+from memfit.records import MachineKind, Stage
 from memfit.units import format_bytes
 from memfit.watching.measured_stages import MeasuredStage, MeasuredStages, PeakBounds
 from memfit.watching.prediction import PlannedPeak, PredictedStep, Prediction, StepMemory, is_stage_compared
@@ -160,10 +160,10 @@ def _name(stage: Stage, time: int) -> str:
 
 
 _ORIGINS = {
-    Machine.GHOST: "on the ghost",
-    Machine.CARD: "recorded on a GPU",
-    Machine.REHEARSAL: "in a rehearsal",
-    Machine.UNKNOWN: "",
+    MachineKind.GHOST: "on the ghost",
+    MachineKind.CARD: "recorded on a GPU",
+    MachineKind.REHEARSAL: "in a rehearsal",
+    MachineKind.UNKNOWN: "",
 }
 
 
@@ -274,7 +274,7 @@ def prediction_source_text(prediction: Prediction | PlannedPeak, torch: str) -> 
     """Describe where a prediction comes from, and how its torch version differs from this run's.
 
     >>> from memfit.records import Provenance
-    >>> prediction_source_text(Prediction((), (), Provenance.EXACT, Machine.GHOST, "2.14.1"), "2.14.1")
+    >>> prediction_source_text(Prediction((), (), Provenance.EXACT, MachineKind.GHOST, "2.14.1"), "2.14.1")
     'predicted: exact on the ghost'
     """
     if isinstance(prediction, PlannedPeak):

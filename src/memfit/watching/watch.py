@@ -21,7 +21,7 @@ from memfit.api.traces import read
 from memfit.errors import UsageError
 from memfit.records import Phase, Trace
 from memfit.report.escape import escaped
-from memfit.report.terminal.progress_line import Show, progress_line
+from memfit.report.terminal.progress_line import Show, show_progress_line
 from memfit.units import GIB
 from memfit.watching.measured_stages import MeasuredStages
 from memfit.watching.prediction import PlannedPeak, Prediction, StepMemory
@@ -182,7 +182,7 @@ class Watch:
         # Not now: it would initialise CUDA, and a process with CUDA initialised cannot fork.
         torch.cuda._lazy_call(functools.partial(self._observe, recorder))  # type: ignore[no-untyped-call]
         if sys.stderr is not None and sys.stderr.isatty():
-            self._show = until_stop.enter_context(progress_line())
+            self._show = until_stop.enter_context(show_progress_line())
         atexit.register(self.stop)
         until_stop.callback(atexit.unregister, self.stop)
 

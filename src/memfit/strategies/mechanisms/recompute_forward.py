@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memfit.dispatch_modes import without_dispatch_modes
 from memfit.errors import UsageError
-from memfit.random_state import GlobalDraws
+from memfit.random_state import DrawnRandomNumbers
 from memfit.strategies.mechanisms.buffer_snapshots import BufferTracker
 from memfit.strategies.mechanisms.operation_counter import active_operation_counter, mark_as_recomputed
 from memfit.strategies.mechanisms.recompute_check import FingerprintComparer, FingerprintRecorder
@@ -174,7 +174,7 @@ class CheckpointedCall:
         self._buffers = region.buffer_tracker.snapshot(region.module)
         # torch's checkpoint restores the CPU's generator itself.
         others = (*region.generators, torch.default_generator) if settings.split_at else region.generators
-        self._draws = GlobalDraws.start(others) if settings.preserve_rng_state else None
+        self._draws = DrawnRandomNumbers.start(others) if settings.preserve_rng_state else None
         self._kept = KeptResults(settings.save_ops) if settings.save_ops else None
         self._recorder = FingerprintRecorder() if settings.check else None
         self._parameters: tuple[tuple[str, nn.Parameter, int], ...] = ()
@@ -262,7 +262,7 @@ class CheckpointedCall:
         versions = [tensor_version(each) for each in leaves]
         holders = [(each, tensors_in(each)) for each in leaves if not isinstance(each, torch.Tensor)]
         unpreserved = (
-            (torch.get_rng_state(), GlobalDraws.start(self._region.generators))
+            (torch.get_rng_state(), DrawnRandomNumbers.start(self._region.generators))
             if self._buffers.first and self._draws is None
             else None
         )
@@ -300,7 +300,7 @@ class CheckpointedCall:
                 self._warn_if_drawn(*unpreserved)
         return result
 
-    def _warn_if_drawn(self, cpu: torch.Tensor, draws: GlobalDraws) -> None:
+    def _warn_if_drawn(self, cpu: torch.Tensor, draws: DrawnRandomNumbers) -> None:
         draws.keep_drawn()
         if not draws.before and torch.equal(cpu, torch.get_rng_state()):
             return

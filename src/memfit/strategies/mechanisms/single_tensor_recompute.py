@@ -27,7 +27,7 @@ from memfit.patching.patches import Patch
 from memfit.random_state import generator_positions
 from memfit.recording.dispatched_operations import DispatchedOperations
 from memfit.recording.tensor_storage import storage_of
-from memfit.records import LEAST_RECOMPUTED, can_run_again
+from memfit.records import LEAST_RECOMPUTED, is_recomputable_operation
 from memfit.strategies.mechanisms.replayable_operations import (
     ArgumentLayout,
     NotedContent,
@@ -244,7 +244,7 @@ def _kind(operation: Any) -> _OperationKind:
     return _OperationKind(
         is_view=operation.is_view,
         may_draw=torch.Tag.nondeterministic_seeded in operation.tags,
-        can_run_again=can_run_again(str(operation)),
+        can_run_again=is_recomputable_operation(str(operation)),
         creates=any(each.alias_info is None for each in operation._schema.returns),
         written=tuple(
             (place, each.name)

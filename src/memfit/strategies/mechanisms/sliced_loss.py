@@ -20,7 +20,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memfit.errors import UsageError
-from memfit.random_state import GlobalDraws
+from memfit.random_state import DrawnRandomNumbers
 from memfit.strategies.mechanisms.parameter_gradient_sums import ParameterGradientSums, autocast_dtype
 from memfit.strategies.mechanisms.tensors_in_objects import tensor_version
 
@@ -202,7 +202,7 @@ class _Sliced(torch.autograd.Function):
         if not work.needs_scaled_loss(inputs):
             ctx.save_for_backward(*work.differentiate(inputs, targets, parameters, totals))
             return totals.loss
-        draws = GlobalDraws.start((torch.default_generator,))
+        draws = DrawnRandomNumbers.start((torch.default_generator,))
         work.evaluate(inputs, targets, totals)
         draws.keep_drawn()
         ctx.again = functools.partial(_again, work, draws, autocast_dtype(inputs.device.type), parameters)
@@ -231,7 +231,7 @@ class _Sliced(torch.autograd.Function):
 
 def _again(
     work: SlicedLoss,
-    draws: GlobalDraws,
+    draws: DrawnRandomNumbers,
     lower: torch.dtype | None,
     parameters: tuple[torch.Tensor, ...],
     upstream: torch.Tensor,

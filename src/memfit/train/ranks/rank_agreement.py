@@ -25,10 +25,10 @@ import torch
 from torch import nn
 
 from memfit.errors import RankFailedError, UsageError
-from memfit.report.terminal.ranks import listed_ranks
+from memfit.report.terminal.ranks import format_ranks
 from memfit.strategies.plan import Plan
 from memfit.train.ranks.lost_ranks import RankProcesses, is_broken_connection
-from memfit.user_frame import innermost_line, place_of
+from memfit.user_frame import innermost_line_of_place, user_place
 
 Facts = Mapping[str, str]
 """Values by name, each as it is written in an error."""
@@ -264,7 +264,7 @@ def _line_of(error: BaseException) -> str:
     while trace is not None:
         lines.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
         trace = trace.tb_next
-    line = innermost_line(place_of(reversed(lines)))
+    line = innermost_line_of_place(user_place(reversed(lines)))
     return f" ({line})" if line else ""
 
 
@@ -324,7 +324,7 @@ def _by_value(values: Sequence[str]) -> str:
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
     written = [
-        f"{value} on rank{'s' * (len(own) > 1)} {listed_ranks(tuple(own))}"
+        f"{value} on rank{'s' * (len(own) > 1)} {format_ranks(tuple(own))}"
         for value, own in list(ranks.items())[:_FACTS_SHOWN]
     ]
     if len(ranks) > _FACTS_SHOWN:
