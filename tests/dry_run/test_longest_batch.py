@@ -101,7 +101,7 @@ def test_the_example_fits_for_three_steps_and_runs_out_with_its_longest_batch(dr
     script = EXAMPLE.read_text()
     pages = ("--html", "report.html")
     run = dry_run(script, "--sentences", "160", options=("--longest", "--memory", "1100MiB", *pages))
-    assert dry_run(script, "--sentences", "160", options=("--memory", "1100MiB")).answer["verdict"] == "tight"
+    assert dry_run(script, "--sentences", "160", options=("--memory", "1100MiB")).answer["verdict"] == "fits"
     assert run.answer["verdict"] == "out of memory"
     failure, (found,) = run.answer["out_of_memory"], run.answer["longest"]
     assert (failure["phase"], failure["module"]) == ("backward", "layers.1.linear1")
