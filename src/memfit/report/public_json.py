@@ -164,6 +164,7 @@ _TYPES: Mapping[tuple[type, str], Any] = {
     (PlanRun, "time"): float | None,
     (ScriptPlan, "equality"): Equality | None,
     (Verification, "bound"): float | None,
+    (StageUse, "name"): str,
 }
 """Types in the schema, by record and public name, where they do not follow from the records."""
 
