@@ -1,6 +1,7 @@
 """Processes beside the script that load PyTorch without the ghost."""
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,3 +23,17 @@ def test_a_process_that_is_ending_is_not_recorded_by_a_map_of_which_parts_are_go
     settings = SimpleNamespace(ghost=ghost, folder=str(tmp_path))
     unfollowed.UnfollowedProcesses(0, settings).look()
     assert [child.name for child in read_started_processes(tmp_path)] == recorded
+
+
+def test_a_process_that_has_the_ghost_behind_a_link_is_followed(tmp_path, monkeypatch):
+    """A map shows the file itself; the C library of this process stands for the ghost."""
+    maps = (line.split() for line in Path("/proc/self/maps").read_text().splitlines())
+    loaded = next(line[-1] for line in maps if "/libc.so" in line[-1])
+    (tmp_path / "cache").symlink_to(Path(loaded).parent)
+    monkeypatch.setattr(unfollowed, "_INTERVAL", 0.0)
+    monkeypatch.setattr(unfollowed, "_TORCH", "/libc.so")
+    monkeypatch.setattr(unfollowed, "_started", lambda *_: {os.getpid()})
+    ghost = SimpleNamespace(build=SimpleNamespace(library=tmp_path / "cache" / Path(loaded).name))
+    settings = SimpleNamespace(ghost=ghost, folder=str(tmp_path))
+    unfollowed.UnfollowedProcesses(0, settings).look()
+    assert read_started_processes(tmp_path) == ()

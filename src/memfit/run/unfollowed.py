@@ -76,10 +76,12 @@ class UnfollowedProcesses:
         self._settings = settings
         self._known: set[int] = set()
         self._looked = time.monotonic()
+        # A map shows the files behind links, such as that of a cache on another disk.
+        self._ghost = Path(settings.ghost.build.library).resolve() if settings.ghost is not None else None
 
     def look(self) -> None:
         """Record those that run now; at most twice a second."""
-        if self._settings.ghost is None or time.monotonic() - self._looked < _INTERVAL:
+        if self._ghost is None or time.monotonic() - self._looked < _INTERVAL:
             return
         for process in _started(self._script, self._settings):
             if process in self._known:
@@ -88,7 +90,7 @@ class UnfollowedProcesses:
                 maps = (Path("/proc") / str(process) / "maps").read_text(errors="replace")
             except OSError:  # it has just ended
                 continue
-            is_followed = str(self._settings.ghost.build.library) in maps
+            is_followed = str(self._ghost) in maps
             if is_followed or _TORCH in maps:
                 self._known.add(process)
             command = _command(process)
