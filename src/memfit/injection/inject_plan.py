@@ -24,7 +24,7 @@ from memfit.injection.optimized_models import OptimizedModels, listed, parameter
 from memfit.patching.after_import import after_import
 from memfit.patching.patches import Patch
 from memfit.random_state import seed_generators
-from memfit.recording.loader_batch_size import creator
+from memfit.recording.data_loaders import creator
 from memfit.records import LoaderBatchSize, OperationCounts
 from memfit.run.script import hide_output
 from memfit.user_frame import innermost_line, user_line
