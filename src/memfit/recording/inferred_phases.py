@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.recording.event_labels import LabelBook
-from memfit.records import Action, Category, Events, Label, Phase
+from memfit.records import Action, Category, EventLabel, Events, Phase
 
 _BEFORE_FORWARD = (Phase.SETUP, Phase.INPUT, Phase.BETWEEN)
 _RESULTS = (Category.ACTIVATION, Category.OUTPUT)
@@ -57,7 +57,7 @@ def infer_forwards(events: Events, book: LabelBook) -> Events:
     return replace(events, label=label)
 
 
-def _forward(label: Label) -> Label:
+def _forward(label: EventLabel) -> EventLabel:
     return replace(label, phase=Phase.FORWARD)
 
 
