@@ -17,13 +17,12 @@ import numpy as np
 from measuring import EXAMPLES, command_line, table_head, table_line
 
 from memfit.analysis.trial_result import TrialResult
-from memfit.devices import NO_LIMIT
 from memfit.records import Change, ScriptEnd, Trace
 from memfit.run.options import RunOptions
 from memfit.run.parent import Progress
 from memfit.run.rank import Rank
 from memfit.run.resolve_options import ghost_settings
-from memfit.trials.script_standbys import ScriptStandbys
+from memfit.trials.script_standbys import ScriptRun, ScriptStandbys
 from memfit.trials.trial_run import run_trial
 
 SCRIPTS = sorted(str(path) for path in EXAMPLES.rglob("*.py"))
@@ -54,7 +53,7 @@ class Runs:
     def __init__(self, script: str) -> None:
         ranks = Rank(nproc=2) if Path(script).parent.name == "distributed" else Rank()
         self._command = (script,)
-        self._options = RunOptions(memory=NO_LIMIT, gpu="H100", rank=ranks)
+        self._options = RunOptions(memory=SHOWN, unlimited=True, gpu="H100", rank=ranks)
 
     def run(self, standbys: ScriptStandbys | None, *, late: bool) -> tuple[TrialResult, float, Progress]:
         """Run the script; return the result, its seconds, and its last progress, which says if it was forked.
@@ -65,14 +64,8 @@ class Runs:
         options = replace(self._options, finish_late=late)
         shown: list[Progress] = []
         began = time.monotonic()
-        result = run_trial(
-            self._command,
-            options,
-            ghost_settings(options, SHOWN),
-            Change(),
-            shown.append,
-            standbys,
-        )
+        run = ScriptRun(self._command, options, ghost_settings(options), Change())
+        result = run_trial(run, shown.append, standbys)
         if isinstance(result, ScriptEnd):
             raise SystemExit(f"{self._command[0]}: {result}")
         return result, time.monotonic() - began, shown[-1]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import memfit
-from memfit.planning import search
+from memfit.planning.plan_search import PlanSearch
 from memfit.trials import trial_run
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("warm_scripts")]
@@ -102,13 +102,13 @@ def test_just_below_the_floor_the_script_runs_once(tmp_path, runs, text):
 def searches(monkeypatch):
     """Return the searches that have answered."""
     found = []
-    answer = search._PlanSearch._answer
+    answer = PlanSearch._answer
 
     def noted(self, *arguments, **more):
         found.append(self)
         return answer(self, *arguments, **more)
 
-    monkeypatch.setattr(search._PlanSearch, "_answer", noted)
+    monkeypatch.setattr(PlanSearch, "_answer", noted)
     return found
 
 

@@ -4,17 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from memfit.analysis.needed_memory import with_needs
+from memfit.analysis.needed_memory import needed_without_workspaces, with_needs, with_workspace_range
 from memfit.analysis.stream_races import with_upper_bound
 from memfit.analysis.summary import summarize
-from memfit.analysis.workspace_range import needed_without_workspaces, with_workspace_range
 from memfit.records import (
     Action,
     ByteRange,
     Category,
     DeviceUse,
+    EventLabel,
     Figure,
-    Label,
     Phase,
     Provenance,
     RangeCause,
@@ -24,7 +23,7 @@ from support.traces import BASE, Event, freed, trace_of
 
 MIB = 1 << 20
 CONTEXT = 100 * MIB
-LABELS = (Label(Phase.FORWARD, "features.3", "", -1), Label(Phase.BACKWARD, "features.3", "", -1))
+LABELS = (EventLabel(Phase.FORWARD, "features.3", "", -1), EventLabel(Phase.BACKWARD, "features.3", "", -1))
 
 
 def device(total):
@@ -74,7 +73,7 @@ def test_the_note_names_the_three_modules_with_the_largest_workspaces_that_were_
         history.append(Event(Action.ALLOC, second, size * MIB, label=label, category=Category.WORKSPACE))
         history += freed(second, size * MIB)
     history.append(Event(Action.OOM, 60 * MIB, 700 * MIB, label=0, category=Category.WORKSPACE))
-    labels = tuple(Label(Phase.FORWARD, module, "", -1) for module in modules)
+    labels = tuple(EventLabel(Phase.FORWARD, module, "", -1) for module in modules)
     reported = tuple(size * MIB for size in (10, 20, 30, 40, 50, 700))
     trace = trace_of(history, device=device(1 << 40), labels=labels, cudnn_workspaces=reported)
     note = ranged(trace).notes[-1]

@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import memfit
+from memfit.api.ranks_together import SharedTraces
+from memfit.run.launchers import started_rank
 from memfit.run.rank import Rank
-from memfit.run.started_by_torchrun import SharedTraces, started_rank
 
 VARIABLES = {
     "RANK": "5",

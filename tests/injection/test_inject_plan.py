@@ -16,14 +16,20 @@ import memfit
 from memfit.analysis.trial_result import TrialResult
 from memfit.errors import TargetError
 from memfit.injection import inject_plan
-from memfit.injection.injection_files import NEVER_CALLED, InjectionReport, InjectionSettings, report_writer
-from memfit.injection.optimized_models import OptimizedModels
+from memfit.injection.injection_files import (
+    NEVER_CALLED,
+    InjectionReport,
+    InjectionSettings,
+    injection_report_writer,
+)
+from memfit.injection.models_of_optimizers import OptimizedModels
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.records import Change, LoaderBatchSize, ScriptEnd
 from memfit.run.options import RunOptions
 from memfit.run.parent import Progress, RecordedRun
-from memfit.strategies.mechanisms.wrap_forward import wrappers
+from memfit.strategies.mechanisms.wrap_forward import forward_wrappers
 from memfit.trials import trial_run
+from memfit.trials.script_standbys import ScriptRun
 from support.traces import trace_of
 
 
@@ -40,7 +46,7 @@ def inject(change, hooks):
     models = OptimizedModels()
     models.learn_names(hooks)
     inject_plan._PlanInjector(
-        change, inject_plan._Report(report_writer(Path(change.report))), models
+        change, inject_plan._Report(injection_report_writer(Path(change.report))), models
     ).install(hooks)
 
 
@@ -63,7 +69,7 @@ def changed(tmp_path):
 
 def checkpointed(model):
     """Return, for each block, whether it is checkpointed."""
-    return [any(wrappers(block)) for block in model.blocks]
+    return [any(forward_wrappers(block)) for block in model.blocks]
 
 
 def test_a_trained_model_gets_the_plan_once_and_as_a_whole(changed):
@@ -157,7 +163,7 @@ def rerun(monkeypatch):
             return RecordedRun(trace_of((), end=end), None)
 
         monkeypatch.setattr(trial_run, "run_script", run_script)
-        return trial_run.run_trial(("train.py", "--fast"), RunOptions(), None, change, print)
+        return trial_run.run_trial(ScriptRun(("train.py", "--fast"), RunOptions(), None, change), print)
 
     return run
 
@@ -190,7 +196,8 @@ def test_a_run_ends_once_the_script_does_what_its_change_does_not_permit(monkeyp
 
     monkeypatch.setattr(trial_run, "run_script", run_script)
     shown = []
-    found = trial_run.run_trial(("train.py",), RunOptions(), None, Change(fused=True), shown.append)
+    run = ScriptRun(("train.py",), RunOptions(), None, Change(fused=True))
+    found = trial_run.run_trial(run, shown.append)
     assert [each.step for each in shown] == [1]
     assert found.reason == "refused"
     assert "it clips gradients" in found.exception

@@ -5,11 +5,9 @@ import textwrap
 import pytest
 
 from memfit.analysis.trial_result import TrialResult
-from memfit.devices import NO_LIMIT
 from memfit.records import Change
 from memfit.run.options import RunOptions
 from memfit.run.parent import script_command
-from memfit.run.resolve_options import ghost_settings
 from memfit.trials.trial_run import trial_runner
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("warm_scripts")]
@@ -44,9 +42,8 @@ PLAIN = 4 + 4 + 3
 def run(tmp_path_factory):
     script = tmp_path_factory.mktemp("compiled") / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    options = RunOptions(memory=NO_LIMIT)
-    shown = ghost_settings(options).device.total.bytes
-    return trial_runner(script_command(script, [], options, None), options, shown, lambda _: None)
+    options = RunOptions(unlimited=True)
+    return trial_runner(script_command(script, [], options, None), options, lambda _: None)
 
 
 def products(step):

@@ -2,10 +2,11 @@
 
 import pytest
 
-from memfit.planning.sample_independence import samples_of_parts, why_dependent
+from memfit.planning.sample_independence import compare_samples_of_parts, why_samples_depend
 from memfit.records import Change, DividedBatches
 from memfit.run.options import RunOptions
 from memfit.run.resolve_options import ghost_settings
+from memfit.trials.script_standbys import ScriptRun
 from memfit.trials.trial_run import run_trial
 from support.fed_scripts import (
     AUGMENTED,
@@ -39,11 +40,12 @@ def compared(folder, script):
         options = RunOptions()
         divided = DividedBatches(parts, 1, "", "") if parts > 1 else None
         change = Change(operations=True, arguments=arguments, micro_batches=divided)
-        result = run_trial((str(path),), options, ghost_settings(options), change, lambda _: None)
+        run = ScriptRun((str(path),), options, ghost_settings(options), change)
+        result = run_trial(run, lambda _: None)
         return result.operations
 
     whole, parts = run(), run("4", parts=2)
-    return samples_of_parts(whole, parts, 2), why_dependent(whole, parts)
+    return compare_samples_of_parts(whole, parts, 2), why_samples_depend(whole, parts)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from memfit.errors import MemfitError, TargetError, UsageError
-from memfit.run.check_script import check_script
-from memfit.run.script import run_as_main
+from memfit.run.script import check_script, run_as_main
 
 LATIN = "# café\n".encode("latin-1")
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from memfit.run.followed import run_hidden_sitecustomize
+from memfit.run.child import run_hidden_sitecustomize
 
 
 def test_the_sitecustomize_of_the_user_still_runs(tmp_path, monkeypatch, capsys):

@@ -14,7 +14,7 @@ from memfit.cli.plan import plan as plan_command
 from memfit.run.options import BATCHES, SCAN, SECONDS, RunOptions
 from memfit.run.rank import Rank
 
-SET_BY_MEMFIT = {"allocator", "finish_late", "objects", "preload", "own_gpu_only", "real_ranks"}
+SET_BY_MEMFIT = {"allocator", "finish_late", "objects", "preload", "own_gpu_only", "real_ranks", "unlimited"}
 """Options of which memfit decides itself."""
 DEFAULTS = {
     field.name: field.default

@@ -3,11 +3,14 @@
 import textwrap
 from dataclasses import replace
 
+import msgspec
+
 from memfit.analysis.trial_result import TrialResult
 from memfit.devices import NO_LIMIT
 from memfit.records import Change
 from memfit.run.options import RunOptions
 from memfit.run.resolve_options import ghost_settings
+from memfit.trials.script_standbys import ScriptRun
 from memfit.trials.trial_run import run_trial
 
 OPTIONS = RunOptions(memory=NO_LIMIT)
@@ -41,15 +44,17 @@ class Runs:
         """Whether the last run was forked, and why not."""
 
     def run(self, options=OPTIONS, change=Change()):  # noqa: B008 - frozen
-        ghost = ghost_settings(options, 24 << 30)
-        found = run_trial((self._script,), options, ghost, change, self._note, self._standbys)
+        found = run_trial(self._under(options, change), self._note, self._standbys)
         assert isinstance(found, TrialResult), found
         return found
 
     def whole(self, options=OPTIONS, change=Change()):  # noqa: B008 - frozen
         """Run the whole script, whatever the standby."""
-        ghost = ghost_settings(options, 24 << 30)
-        return run_trial((self._script,), options, ghost, change, lambda _: None)
+        return run_trial(self._under(options, change), lambda _: None)
+
+    def _under(self, options, change):
+        ghost = msgspec.structs.replace(ghost_settings(options), shown_memory=24 << 30)
+        return ScriptRun((self._script,), options, ghost, change)
 
     def _note(self, progress):
         self.forked, self.why_whole = progress.forked, progress.unforked

@@ -64,7 +64,7 @@ def on_ghost(script, *arguments, **environment):
 @contextmanager
 def scripts():
     """Have memfit, called in this process, run its scripts on the ghost in forks of the warm process."""
-    import memfit.run.start_script as module
+    import memfit.run.child_start as module
 
     before = module.subprocess
     module.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": _script_process})
@@ -77,7 +77,7 @@ def scripts():
 def _script_process(command, **options):
     """Do what ``subprocess.Popen`` does with the command and the options of ``start_script``."""
     from memfit.ghost.build.runtime_library import build
-    from memfit.run.child_settings import read_settings
+    from memfit.run.child_start import read_settings
 
     start = command.index("-c") + 2
     settings = read_settings(Path(command[start]).read_text("ascii"))

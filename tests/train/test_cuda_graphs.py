@@ -9,7 +9,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import memfit
 from memfit.errors import UsageError
-from memfit.train.cuda_graphs import WARM_UP, StepGraphs
+from memfit.train.cuda_graphs import WARM_UP, StepCudaGraphs
 from memfit.train.step_snapshots import OptimizerBackup
 
 captured = []
@@ -82,7 +82,7 @@ def emulated_graphs(monkeypatch):
 
     monkeypatch.setattr(
         "memfit.train.engine_setup.make_step_graphs",
-        lambda optimizer: StepGraphs(optimizer, emulated_capture(optimizer), nullcontext),
+        lambda optimizer: StepCudaGraphs(optimizer, emulated_capture(optimizer), nullcontext),
     )
 
 

@@ -38,7 +38,7 @@ def job(monkeypatch):
             return run
 
         monkeypatch.setattr(rank_runs, "trial_runner", trial_runner)
-        return RankRuns(("t.py",), RunOptions(rank=Rank(nproc=nproc, nnodes=nnodes)), 1, lambda _: None)
+        return RankRuns(("t.py",), RunOptions(rank=Rank(nproc=nproc, nnodes=nnodes)), lambda _: None)
 
     make.ran = ran
     return make

@@ -3,6 +3,8 @@
 requested by each row ──┐
 rounding                ├──> allocated, as PyTorch counts it
 before the history ─────┘
+
+Two runs are compared by the rows at a moment of each.
 """
 
 from collections.abc import Sequence
@@ -11,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.allocator.config import AllocatorConfig
-from memfit.analysis.attribution import Numbers
+from memfit.allocator.timeline import memory_timeline
+from memfit.analysis.attribution import Numbers, attribute
 from memfit.analysis.fold_module_paths import fold_module_paths
 from memfit.analysis.location import least_certain, location_at, phase_of_events, steps_at, steps_before
 from memfit.analysis.overall_peak import overall_peak
@@ -26,10 +29,12 @@ from memfit.records import (
     LiveAllocation,
     Phase,
     Provenance,
+    RowChange,
+    RunDifference,
     Stage,
     Timeline,
     Trace,
-    worst,
+    worst_provenance,
 )
 
 CATEGORY_NAMES = {
@@ -129,7 +134,7 @@ def breakdown_at(
         GroupBy.OP: (attribution.ops, attribution.op[alive]),
     }
     by_name = {CATEGORY_NAMES[kind]: provenance for kind, provenance in sure.items()}
-    unsure = worst(*sure.values())
+    unsure = worst_provenance(*sure.values())
     rows = {
         by: (*_rows(table, index, requested, by_name if by is GroupBy.CATEGORY else {}, unsure), *rest)
         for by, (table, index) in names.items()
@@ -176,7 +181,7 @@ def category_provenance(trace: Trace) -> dict[Category, Provenance]:
         return dict.fromkeys(CATEGORY_NAMES, rest)  # rows are what CUDA took, and its rounding is assumed
     objects = least_certain(note for note in unsure if note.objects)
     workspaces = least_certain(note for note in unsure if note.workspaces or note.objects)
-    saved = worst(rest, least_certain(note for note in unsure if note.activations))
+    saved = worst_provenance(rest, least_certain(note for note in unsure if note.activations))
     by_kind = {Category.WORKSPACE: workspaces, Category.ACTIVATION: saved}
     return {kind: objects if kind in _HELD_BY_OBJECTS else by_kind.get(kind, rest) for kind in CATEGORY_NAMES}
 
@@ -212,7 +217,58 @@ def _rest(
     attribution: Attribution, alive: Numbers, allocated: int, sure: dict[Category, Provenance]
 ) -> list[BreakdownRow]:
     requested, block = int(attribution.requested[alive].sum()), int(attribution.block[alive].sum())
-    rows = [BreakdownRow(ROUNDING, block - requested, len(alive), worst(*sure.values()))]
+    rows = [BreakdownRow(ROUNDING, block - requested, len(alive), worst_provenance(*sure.values()))]
     if allocated != block:
         rows.append(BreakdownRow(EARLIER, allocated - block, 0, Provenance.ASSUMED))
     return rows
+
+
+def compare_runs(
+    before: Trace, after: Trace, at: str = "peak", by: GroupBy = GroupBy.CATEGORY
+) -> RunDifference:
+    """Compare two runs.
+
+    Args:
+        before: the first run.
+        after: the second run.
+        at: ``peak``, a phase (``backward``), or a training step (``2``): the moment of each run that holds
+            most in it.
+        by: how to group the bytes into rows.
+
+    Raises:
+        UsageError: a run has no such moment.
+        FileFormatError: a history contradicts itself.
+    """
+    runs = (before, after)
+    lines = [memory_timeline(run) for run in runs]
+    attributions = [attribute(run, line) for run, line in zip(runs, lines, strict=True)]
+    found = [
+        breakdown_at(run, line, own, peak_event(run, line, at), beside=other.modules)
+        for run, line, own, other in zip(runs, lines, attributions, reversed(attributions), strict=True)
+    ]
+    named, rest = zip(*(split_named_rows(one.rows[by]) for one in found), strict=True)
+    changed = [*_changed(*named), *_changed(*rest)]
+    return RunDifference(
+        at=at,
+        by=by,
+        places=(found[0].place, found[1].place),
+        allocated=(found[0].allocated, found[1].allocated),
+        reserved=(int(lines[0].reserved.max()), int(lines[1].reserved.max())),
+        outside=(before.device.outside.bytes, after.device.outside.bytes),
+        rows=tuple(sorted(changed, key=lambda row: -abs(row.after - row.before))),
+        names=_names(before, after),
+    )
+
+
+def _names(before: Trace, after: Trace) -> tuple[str, str]:
+    """Return what to call two runs: two ranks of a job of one size differ by their ranks, not by time."""
+    one, other = before.rank, after.rank
+    if one is None or other is None or one.rank == other.rank or one.world_size != other.world_size:
+        return "before", "after"
+    return f"rank {one.rank}", f"rank {other.rank}"
+
+
+def _changed(before: Sequence[BreakdownRow], after: Sequence[BreakdownRow]) -> list[RowChange]:
+    found = [{row.name: row.bytes for row in rows} for rows in (before, after)]
+    names = dict.fromkeys([*found[0], *found[1]])
+    return [RowChange(name, found[0].get(name, 0), found[1].get(name, 0)) for name in names]

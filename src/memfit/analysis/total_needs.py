@@ -1,17 +1,18 @@
-"""What a run that does not fit needs in total, by a run with unlimited memory."""
+"""What a script needs in total, by a further run: with unlimited memory, or with tokens routed evenly."""
 
 from dataclasses import replace
 
 from memfit.analysis.longest_batch import longest_within, room_on
-from memfit.analysis.needed_memory import needed_process
+from memfit.analysis.needed_memory import needed_process, needed_without_workspaces
 from memfit.analysis.overall_peak import failed_allocations
 from memfit.analysis.summary import summarize
 from memfit.analysis.trial_result import RunTrial, TrialResult
-from memfit.analysis.workspace_range import needed_without_workspaces
 from memfit.ctrl_c import INTERRUPTED
 from memfit.devices import NO_LIMIT
-from memfit.records import Change, DryRun, ScriptEnd
-from memfit.units import format_bytes
+from memfit.records import Change, DryRun, Note, Provenance, ScriptEnd, Trace
+from memfit.units import format_bytes, format_gib
+
+_EVEN = "routing=even"
 
 
 def needs_more(found: DryRun) -> bool:
@@ -61,3 +62,36 @@ def find_total(found: DryRun, run: RunTrial) -> DryRun:
         bounds=total.bounds or found.bounds,
         longest=longest,
     )
+
+
+def rests_on_routing(trace: Trace) -> bool:
+    """Return whether a size assumes that all tokens of all ranks go to this rank's experts."""
+    return any(note.bound == "routing" for note in trace.notes)
+
+
+def with_even_routing(values: str) -> str:
+    """Return the option ``--values`` for a run whose tokens are routed evenly.
+
+    >>> with_even_routing("float=0.5"), with_even_routing("")
+    ('float=0.5,routing=even', 'routing=even')
+    """
+    return ",".join(filter(None, (values, _EVEN)))
+
+
+def beside_even_routing(most: DryRun, run: RunTrial) -> DryRun:
+    """Return a result with a note on what the run needs if tokens are routed evenly.
+
+    Args:
+        most: the result of the run in which this rank receives the most.
+        run: runs the script with even routing and unlimited memory.
+    """
+    trial = run(Change(), "even routing")
+    if not isinstance(trial, TrialResult):
+        return most
+    even = summarize(trial.trace)
+    text = (
+        f"If tokens are routed evenly (--values {_EVEN}), this rank needs "
+        f"{format_gib(even.peak_process.bytes)}: {format_bytes(even.peak_allocated)} allocated, "
+        f"{format_bytes(even.peak_reserved)} reserved."
+    )
+    return replace(most, notes=(*most.notes, Note(Provenance.ASSUMED, text, sizes=True)))

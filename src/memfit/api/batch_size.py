@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from memfit.devices import DEFAULT, NO_LIMIT
+from memfit.devices import DEFAULT
 from memfit.errors import UsageError
 from memfit.planning.max_batch import BudgetedScript, find_max_batch
 from memfit.records import MaxBatch
@@ -77,10 +77,8 @@ def max_batch(  # noqa: PLR0913 - one parameter an option
         raise UsageError(f"multiple must be at least 1, not {multiple}.")
     command = script_command(script, arguments, options, None)
     device = ghost_settings(options).device
-
     limited, unlimited = (
-        ghost_runs(command, way, device.total.bytes, on_progress)
-        for way in (options, replace(options, memory=NO_LIMIT))
+        ghost_runs(command, way, on_progress) for way in (options, replace(options, unlimited=True))
     )
     budgeted = BudgetedScript(limited, unlimited, command[1:], device)
     return replace(find_max_batch(budgeted, multiple=multiple, option=option), command=command)

@@ -75,7 +75,7 @@ def compare(  # noqa: PLR0913 - one parameter an option
     )
     command = script_command(script, arguments, options, None)
     device = ghost_settings(options).device
-    with RankRuns(command, options, device.total.bytes, on_progress) as ranks:
+    with RankRuns(command, options, on_progress) as ranks:
         return _compared_on_ghost(command, options, device, ranks)
 
 

@@ -3,16 +3,13 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
-from memfit.analysis.even_routing import beside_even_routing, rests_on_routing, with_even_routing
 from memfit.analysis.rank_roles import find_held, ranks_by_role, role_of, weight_of_rank
 from memfit.analysis.stream_races import may_race, with_upper_bound
-from memfit.analysis.total_needs import find_total
-from memfit.analysis.trial_result import RunTrial, TrialResult
+from memfit.analysis.total_needs import beside_even_routing, find_total, rests_on_routing, with_even_routing
+from memfit.analysis.trial_result import TrialResult
 from memfit.api.traces import summarize
-from memfit.devices import NO_LIMIT
 from memfit.errors import MemfitError, OutputError, TargetError, UsageError
 from memfit.planning.advice import find_advice
 from memfit.planning.plan_file import read_plan
@@ -75,8 +72,8 @@ def run_on_ghost(  # noqa: PLR0913 - what a dry run is asked for
     change = Change()
     if plan is not None:
         change, options = _planned(plan, options)
-    run = partial(_run, script, options=options, change=change, on_progress=on_progress)
-    first = run(arguments, output=output, advise=advise, all_ranks=all_ranks)
+    job = _GhostJob(script, arguments, options, change, on_progress)
+    first = job.run(output, advise=advise, all_ranks=all_ranks)
     end = first.result.end
     if resume_with is None or first.result.ran_out or end.reason == "interrupted":
         return first
@@ -85,8 +82,8 @@ def run_on_ghost(  # noqa: PLR0913 - what a dry run is asked for
         raise TargetError(
             f"Cannot resume {first.result.command[0]}: its first run did not come to its end. {how}"
         )
-    second = run((*arguments, *resume_with), output=None, advise=advise, all_ranks=all_ranks)
-    return _larger_of(first, second, output)
+    again = replace(job, arguments=(*arguments, *resume_with))
+    return _larger_of(first, again.run(None, advise=advise, all_ranks=all_ranks), output)
 
 
 def _expect_to_go_together(options: RunOptions, *, advise: bool, all_ranks: bool, resumes: bool) -> None:
@@ -156,167 +153,133 @@ def _severity(result: DryRun) -> tuple[bool, tuple[bool, int]]:
     return result.ran_out, weight_of_rank(result)
 
 
-def _run(  # noqa: PLR0913 - what a dry run is asked for
-    script: str | Path,
-    arguments: Sequence[str],
-    *,
-    options: RunOptions,
-    output: Path | None,
-    advise: bool,
-    all_ranks: bool,
-    change: Change,
-    on_progress: Callable[[Progress], None],
-) -> FinishedRun:
-    """Run a script once, as one process or as every rank in turn."""
-    if options.rank.world_size > 1 and not options.objects:
-        with TemporaryFolder() as folder:  # for all runs of the job
-            return _run(
-                script,
-                arguments,
-                options=replace(options, objects=folder),
-                output=output,
-                advise=advise,
-                all_ranks=all_ranks,
-                change=change,
-                on_progress=on_progress,
-            )
-    if all_ranks:
+@dataclass(frozen=True, slots=True)
+class _GhostJob:
+    """A script, with the options and the change with which it runs."""
+
+    script: str | Path
+    arguments: Sequence[str]
+    options: RunOptions
+    change: Change
+    on_progress: Callable[[Progress], None]
+
+    def run(self, output: Path | None, *, advise: bool = False, all_ranks: bool = False) -> FinishedRun:
+        """Run the script once, as one process or as every rank in turn."""
+        rank = self.options.rank
+        if rank.world_size > 1 and not self.options.objects:
+            with TemporaryFolder() as folder:  # for all runs of the job
+                job = replace(self, options=replace(self.options, objects=folder))
+                return job.run(output, advise=advise, all_ranks=all_ranks)
+        if all_ranks:
+            if advise:
+                raise UsageError(
+                    "--advise looks at one rank, and --all-ranks at all of them: run --all-ranks first, and "
+                    "then --advise with the --rank that needs most."
+                )
+            return self._run_all_ranks(output)
+        output = own_file(output, rank.rank)
+        if rank.world_size == 1:
+            check_world_size(os.environ)
+        command = script_command(self.script, self.arguments, self.options, output)
+        with ScriptStandbys() as standbys:
+            return self._run_and_ask_again(command, output, standbys, advise=advise)
+
+    def _run_and_ask_again(
+        self, command: tuple[str, ...], output: Path | None, standbys: ScriptStandbys, *, advise: bool
+    ) -> FinishedRun:
+        """Run the script, and again for what its first run leaves open."""
+        recorded = self._recorded(command, output, standbys, injects=advise)
+        result = summarize(recorded.trace)
+        unlimited = replace(self.options, unlimited=True)
+        runs = ghost_runs(command, unlimited, self.on_progress, self.change, standbys)
         if advise:
-            raise UsageError(
-                "--advise looks at one rank, and --all-ranks at all of them: run --all-ranks first, and "
-                "then --advise with the --rank that needs most."
+            advised = find_advice(recorded.trace, result, runs)
+            return FinishedRun(recorded.trace, advised, recorded.unsaved)
+        result = find_total(result, runs.run)
+        if rests_on_routing(recorded.trace):
+            even = replace(unlimited, values=with_even_routing(self.options.values))
+            result = beside_even_routing(result, trial_runner(command, even, self.on_progress, self.change))
+        found = FinishedRun(recorded.trace, result, recorded.unsaved)
+        if result.verdict in ("fits", "tight") and may_race(recorded.trace):
+            late = runs.run_late(Change(), LATE)
+            if isinstance(late, TrialResult):
+                most = larger_with_late_work(found, late.trace)
+                return found if most is found else replace(most, unsaved=save_trace(most.trace, output))
+        return found
+
+    def _recorded(
+        self, command: tuple[str, ...], output: Path | None, standbys: ScriptStandbys, *, injects: bool
+    ) -> RecordedRun:
+        """Run the script under the change; it leaves the standby.
+
+        With ``injects``, strategies can be applied to the standby.
+
+        Raises:
+            UsageError: the change does not suit the script.
+        """
+        options, change, show = self.options, self.change, self.on_progress
+        ghost = ghost_settings(options)
+        run = ScriptRun(command, options, ghost, change)
+        if change == Change() and not injects:
+            with standbys.whole(run) as start:
+                return run_script(command, options, ghost, output, show, PATIENCE, start)
+        with injected(change, options, silent=False) as injection, standbys.whole(run) as start:
+            changed = command + change.arguments
+            recorded = run_script(changed, injection.options, ghost, output, show, PATIENCE, start)
+            if why := injection.why_unfit():
+                raise UsageError(f"The plan does not suit {command[0]}: {why}")
+            return recorded
+
+    def _run_all_ranks(self, output: Path | None) -> FinishedRun:
+        """Run a rank of every role; the result is that of the rank that needs most, with all roles."""
+        job = self.options.rank
+        if job.world_size == 1:
+            raise UsageError("--all-ranks: the job has one rank. Say how many it has, as in --nproc 8.")
+        script_command(self.script, self.arguments, self.options, output)  # checks them before any rank runs
+        one_each = output is not None and RANK in output.name
+        unsaved: list[OutputError | None] = []
+        largest: FinishedRun | None = None
+
+        def run(number: int) -> RankRole:
+            nonlocal largest
+            rank = replace(job, rank=number)
+
+            def show(progress: Progress) -> None:
+                self.on_progress(replace(progress, rank=str(rank)))
+
+            one = replace(self, options=replace(self.options, rank=rank), on_progress=show)
+            try:
+                found = one.run(own_file(output, number) if one_each else None)
+            except MemfitError as error:
+                raise type(error)(f"{str(rank).capitalize()}: {error}") from error
+            if found.result.end.reason == "interrupted":
+                raise KeyboardInterrupt
+            unsaved.append(found.unsaved)
+            if largest is None or weight_of_rank(found.result) > weight_of_rank(largest.result):
+                largest = found
+            return role_of(number, found.result)
+
+        held = find_held(job.nproc, job.nnodes, run)
+        if largest is None:
+            raise AssertionError  # a job has ranks
+        ran = sum(role.rank == rank for rank, role in held.items())
+        result = replace(largest.result, ranks=ranks_by_role(held.items()))
+        if ran < job.world_size:
+            text = (
+                f"memfit ran {ran} of the {job.world_size:,} ranks. It assumed that each of the others holds "
+                "the same as the ranks on the same GPU of machines before and after it, which hold the same."
             )
-        return _run_all_ranks(script, arguments, options, output, change, on_progress)
-    output = own_file(output, options.rank.rank)
-    if options.rank.world_size == 1:
-        check_world_size(os.environ)
-    command = script_command(script, arguments, options, output)
-    with ScriptStandbys() as standbys:
-        return _run_and_ask_again(command, options, output, change, on_progress, standbys, advise=advise)
+            result = replace(result, notes=(*result.notes, Note(Provenance.ASSUMED, text, sizes=True)))
+        if not one_each:
+            unsaved.append(save_trace(largest.trace, output))
+        return FinishedRun(largest.trace, result, next(filter(None, unsaved), None))
 
 
-def _run_and_ask_again(
-    command: tuple[str, ...],
-    options: RunOptions,
-    output: Path | None,
-    change: Change,
-    on_progress: Callable[[Progress], None],
-    standbys: ScriptStandbys,
-    *,
-    advise: bool,
-) -> FinishedRun:
-    """Run a script, and again for what its first run leaves open."""
-    recorded = _recorded(command, options, output, change, on_progress, standbys, injects=advise)
-    result = summarize(recorded.trace)
-    unlimited = replace(options, memory=NO_LIMIT)
-    total = result.device.total.bytes
-    runs = ghost_runs(command, unlimited, total, on_progress, change, standbys)
-    if advise:
-        advised = find_advice(recorded.trace, result, runs)
-        return FinishedRun(recorded.trace, advised, recorded.unsaved)
-    result = find_total(result, runs.run)
-    if rests_on_routing(recorded.trace):
-        even = replace(unlimited, values=with_even_routing(options.values))
-        result = beside_even_routing(result, trial_runner(command, even, total, on_progress, change))
-    if result.verdict in ("fits", "tight") and may_race(recorded.trace):
-        return _with_upper_bound(FinishedRun(recorded.trace, result, recorded.unsaved), runs.run_late, output)
-    return FinishedRun(recorded.trace, result, recorded.unsaved)
-
-
-def _recorded(
-    command: tuple[str, ...],
-    options: RunOptions,
-    output: Path | None,
-    change: Change,
-    on_progress: Callable[[Progress], None],
-    standbys: ScriptStandbys,
-    *,
-    injects: bool,
-) -> RecordedRun:
-    """Run the script under a change; it leaves the standby, to which ``injects`` lets strategies be applied.
-
-    Raises:
-        UsageError: the change does not suit the script.
-    """
-    ghost = ghost_settings(options)
-    run = ScriptRun(command, options, ghost, change)
-    if change == Change() and not injects:
-        with standbys.whole(run) as start:
-            return run_script(command, options, ghost, output, on_progress, PATIENCE, start)
-    with injected(change, options, silent=False) as injection, standbys.whole(run) as start:
-        changed = command + change.arguments
-        recorded = run_script(changed, injection.options, ghost, output, on_progress, PATIENCE, start)
-        if why := injection.why_unfit():
-            raise UsageError(f"The plan does not suit {command[0]}: {why}")
-        return recorded
-
-
-def _with_upper_bound(early: FinishedRun, run: RunTrial, output: Path | None) -> FinishedRun:
-    """Run the script again, with work on side streams that finishes late, and return the larger answer."""
-    trial = run(Change(), LATE)
-    if not isinstance(trial, TrialResult):
-        return early
-    trace = replace(trial.trace, device=early.trace.device, command=early.trace.command)
+def larger_with_late_work(early: FinishedRun, late: Trace) -> FinishedRun:
+    """Return the larger of two answers: a run, and the same with work on side streams that finishes late."""
+    trace = replace(late, device=early.trace.device, command=early.trace.command)
     result = with_upper_bound(early.result, summarize(trace))
-    if result.range is None:
-        return early
-    return FinishedRun(trace, result, save_trace(trace, output))
-
-
-def _run_all_ranks(
-    script: str | Path,
-    arguments: Sequence[str],
-    options: RunOptions,
-    output: Path | None,
-    change: Change,
-    on_progress: Callable[[Progress], None],
-) -> FinishedRun:
-    """Run a rank of every role; the result is that of the rank that needs most, with all roles beside it."""
-    job = options.rank
-    if job.world_size == 1:
-        raise UsageError("--all-ranks: the job has one rank. Say how many it has, as in --nproc 8.")
-    script_command(script, arguments, options, output)  # checks them before any rank runs
-    one_each = output is not None and RANK in output.name
-    unsaved: list[OutputError | None] = []
-    largest: FinishedRun | None = None
-
-    def run(number: int) -> RankRole:
-        nonlocal largest
-        rank = replace(job, rank=number)
-        try:
-            found = _run(
-                script,
-                arguments,
-                options=replace(options, rank=rank),
-                output=own_file(output, number) if one_each else None,
-                advise=False,
-                all_ranks=False,
-                change=change,
-                on_progress=lambda progress: on_progress(replace(progress, rank=str(rank))),
-            )
-        except MemfitError as error:
-            raise type(error)(f"{str(rank).capitalize()}: {error}") from error
-        if found.result.end.reason == "interrupted":
-            raise KeyboardInterrupt
-        unsaved.append(found.unsaved)
-        if largest is None or weight_of_rank(found.result) > weight_of_rank(largest.result):
-            largest = found
-        return role_of(number, found.result)
-
-    held = find_held(job.nproc, job.nnodes, run)
-    if largest is None:
-        raise AssertionError  # a job has ranks
-    ran = sum(role.rank == rank for rank, role in held.items())
-    result = replace(largest.result, ranks=ranks_by_role(held.items()))
-    if ran < job.world_size:
-        text = (
-            f"memfit ran {ran} of the {job.world_size:,} ranks. It assumed that each of the others holds the "
-            "same as the ranks on the same GPU of machines before and after it, which hold the same."
-        )
-        result = replace(result, notes=(*result.notes, Note(Provenance.ASSUMED, text, sizes=True)))
-    if not one_each:
-        unsaved.append(save_trace(largest.trace, output))
-    return FinishedRun(largest.trace, result, next(filter(None, unsaved), None))
+    return early if result.range is None else FinishedRun(trace, result, None)
 
 
 def own_file(output: Path | None, rank: int) -> Path | None:

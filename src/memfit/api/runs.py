@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.analysis.needed_memory import needed_process
-from memfit.analysis.workspace_range import needed_without_workspaces
+from memfit.analysis.needed_memory import needed_process, needed_without_workspaces
 from memfit.api.ghost_runs import FinishedRun, run_on_ghost
 from memfit.api.traces import summarize, write_html
 from memfit.card.find import find_card
@@ -256,10 +255,12 @@ def estimate(  # noqa: PLR0913 - one parameter an option
     (True, 4198400)
     """
     from memfit.estimating.ghost_runner import GhostRunner
-    from memfit.estimating.serialise import pack_step, training_step
+    from memfit.estimating.serialise import collect_training_step, serialise_training_step
 
     run_job = functools.partial(_run_module, in_use=in_use, steps=steps, values=values)
-    run = GhostRunner(pack_step(training_step(model, inputs, loss, optimizer, steps)), run_job)
+    run = GhostRunner(
+        serialise_training_step(collect_training_step(model, inputs, loss, optimizer, steps)), run_job
+    )
     first = unlimited = run(gpu, memory)
     if first.verdict not in ("fits", "tight"):  # its total takes one more run, with unlimited memory
         unlimited = run(gpu, NO_LIMIT, beyond=first.device)
@@ -281,10 +282,17 @@ def _run_module(  # noqa: PLR0913 - one parameter an option
 
     If ``beyond`` is a GPU that is too small, the result says what the model needs (``needs``).
     """
-    options = RunOptions(module=True, steps=steps, gpu=gpu, memory=memory, in_use=in_use, values=values)
+    options = RunOptions(
+        module=True,
+        steps=steps,
+        gpu=gpu,
+        memory=memory,
+        unlimited=beyond is not None,
+        in_use=in_use,
+        values=values,
+    )
     command = script_command(module, arguments, options, None)
-    shown = None if beyond is None else beyond.total.bytes
-    trace = run_script(command, options, ghost_settings(options, shown), None, lambda _: None).trace
+    trace = run_script(command, options, ghost_settings(options), None, lambda _: None).trace
     found = summarize(trace)
     if beyond is None:
         return found

@@ -1,15 +1,10 @@
 """``memfit compare``."""
 
 import memfit
-from memfit.cli.console import progress, write_result
+from memfit.cli.console import progress, running, write_result
 from memfit.cli.options import JobSize, Json, Module, Script, Target, Values, json_file, script_to_run
 from memfit.ctrl_c import INTERRUPTED
 from memfit.run.options import STEPS
-
-_RUNS = (
-    "memfit: running the script once for each row, without terminal input and with its output hidden. Each "
-    "run writes the script's output files again."
-)
 
 
 def compare(
@@ -34,7 +29,7 @@ def compare(
         steps: Stop each run after this many training steps.
     """
     options = script_to_run("compare", command, {"--json": json_file(json)}, module=module, ranks=ranks)
-    with progress(steps, reruns=_RUNS) as show:
+    with progress(steps, reruns=running("once for each row")) as show:
         result = memfit.compare(
             **options, **vars(target), steps=steps, values=",".join(values), on_progress=show
         )

@@ -30,9 +30,9 @@ from memfit.cli.options import (
     script_to_run,
 )
 from memfit.errors import UsageError
+from memfit.run.launchers import started_rank
 from memfit.run.options import BATCHES, LONGEST_STEPS, SCAN, SECONDS, STEPS, RunOptions
 from memfit.run.rank import ALONE, Rank
-from memfit.run.started_by_torchrun import started_rank
 
 if TYPE_CHECKING:
     from memfit.run.parent import Progress

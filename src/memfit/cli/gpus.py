@@ -5,15 +5,10 @@ from typing import Annotated
 from cyclopts import Parameter
 
 import memfit
-from memfit.cli.console import progress, stdout, write_result
+from memfit.cli.console import progress, running, stdout, write_result
 from memfit.cli.options import InUse, Json, Module, Script, Values, json_file, script_to_run
 from memfit.errors import UsageError
 from memfit.run.options import STEPS
-
-_RUNS = (
-    "memfit: running the script for each kind of GPU and each plan, without terminal input and with its "
-    "output hidden. Each run writes the script's output files again."
-)
 
 
 def gpus(
@@ -38,7 +33,7 @@ def gpus(
         return _list(command)
 
     options = script_to_run("gpus --for", command, {"--json": json_file(json)}, module=module)
-    with progress(steps, reruns=_RUNS) as show:
+    with progress(steps, reruns=running("for each kind of GPU and each plan")) as show:
         result = memfit.gpus_for(
             **options,
             in_use=in_use,

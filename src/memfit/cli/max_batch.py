@@ -5,7 +5,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 import memfit
-from memfit.cli.console import progress, write_result
+from memfit.cli.console import progress, running, write_result
 from memfit.cli.options import (
     Budget,
     Fail,
@@ -18,11 +18,6 @@ from memfit.cli.options import (
     script_to_run,
 )
 from memfit.run.options import STEPS
-
-_RUNS = (
-    "memfit: running the script with one batch size after another, without terminal input and with its "
-    "output hidden. Each run writes the script's output files again."
-)
 
 
 def max_batch(
@@ -52,7 +47,7 @@ def max_batch(
         fail: Exit with code 1 if no batch size fits.
     """
     options = script_to_run("max-batch", command, {"--json": json_file(json)}, module=module, ranks=ranks)
-    with progress(steps, reruns=_RUNS) as show:
+    with progress(steps, reruns=running("with one batch size after another")) as show:
         result = memfit.max_batch(
             **options,
             **vars(budget),

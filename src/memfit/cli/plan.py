@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 import memfit
-from memfit.cli.console import PlanSoFar, progress, write_plan
+from memfit.cli.console import PlanSoFar, progress, running, write_plan
 from memfit.cli.options import (
     OUTPUT,
     Budget,
@@ -26,10 +26,6 @@ from memfit.run.options import STEPS
 from memfit.units import parse_seconds
 
 _LEAST_STEPS = 2
-_RUNS = (
-    "memfit: running the script once for each plan, without terminal input and with its output hidden. Each "
-    "run writes the script's output files again."
-)
 
 
 def plan(
@@ -90,7 +86,7 @@ def plan(
     outputs = {"-o": output, "--html": html, "--json": json_file(json)}
     options = script_to_run("plan", command, outputs, module=module, ranks=ranks)
     found = PlanSoFar(output)
-    with found.named_on_ctrl_c(), progress(steps, reruns=_RUNS) as show:
+    with found.named_on_ctrl_c(), progress(steps, reruns=running("once for each plan")) as show:
         result = memfit.plan(
             **options,
             **vars(budget),

@@ -23,7 +23,7 @@ from memfit.ghost.ffi import WorkspaceUse
 from memfit.recording.allocating_functions import TorchFunction
 from memfit.recording.event_labels import LabelBook
 from memfit.recording.owners import NO_TENSOR, MemoryOwners
-from memfit.records import Action, Category, Events, Label, Mark, MarkKind, Phase
+from memfit.records import Action, Category, EventLabel, Events, Mark, MarkKind, Phase
 
 _OF_GRAPHS = {Category.ACTIVATION, Category.INPUT}
 _WEAK_CLAIMS = {*_OF_GRAPHS, Category.OUTPUT, Category.UNKNOWN}
@@ -124,7 +124,7 @@ def assign_torch_functions(
     return replace(events, label=label, category=category)
 
 
-def with_op(label: Label, function: TorchFunction) -> Label:
+def with_op(label: EventLabel, function: TorchFunction) -> EventLabel:
     """Return a label with the more informative op: its own, or the PyTorch function."""
     if function.how and label.phase is Phase.OPTIMIZER:
         return replace(label, op=f"{label.op} ({function.how})")
@@ -267,7 +267,7 @@ def infer_forwards(events: Events, book: LabelBook) -> Events:
     return replace(events, label=label)
 
 
-def _forward(label: Label) -> Label:
+def _forward(label: EventLabel) -> EventLabel:
     return replace(label, phase=Phase.FORWARD)
 
 

@@ -1,4 +1,4 @@
-"""What a script runs on: the ghost, or this machine's own GPU. ``ScriptProcess`` uses them as a ``Backend``.
+"""What a script runs on: the ghost, or this machine's own GPU.
 
         begin        refusal        stepped       hint          device
 ghost   patches      no kernels     drops values  gaps, values  as configured
@@ -11,19 +11,19 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from memfit.card.find import is_rehearsal
-from memfit.card.outside_allocator import OutsideMeter
-from memfit.devices import find_device, why_unsupported
+from memfit.card.find import is_ghost_loaded
+from memfit.card.outside_allocator import OutsideMemoryMeter
+from memfit.devices import find_device, why_torch_lacks_kernels
 from memfit.ghost.ffi import Ghost
 from memfit.ghost.load import load
 from memfit.ghost.ranks.early_collectives import EarlyCollectives, settle_collectives
 from memfit.ghost.workspaces import WorkspaceSource
 from memfit.native_build import cache_folder
 from memfit.patching.after_import import after_import
-from memfit.records import DeviceUse, Figure, Machine, Provenance
-from memfit.run.child_settings import ChildSettings, GhostSettings
+from memfit.records import DeviceUse, Figure, MachineKind, Provenance
+from memfit.run.child_start import ChildSettings, GhostSettings
 from memfit.run.communicators import Communicators
 from memfit.run.options import RunOptions
 from memfit.run.rank import Rank
@@ -43,21 +43,23 @@ _RECEIVED = {
 READING_INTERVAL = 0.5  # seconds between two readings of a card: NVML takes milliseconds
 
 
-class Backend(Protocol):
+class Backend:
     """What a script runs on."""
 
-    @property
-    def ghost(self) -> Ghost | None:
-        """Return the ghost if the script runs on it."""
+    ghost: Ghost | None = None
+    """The ghost if the script runs on it."""
+    _recorder: "Recorder | None" = None
 
     def begin(self, recorder: "Recorder") -> None:
         """Prepare torch, which has just been imported."""
+        self._recorder = recorder
 
     def go_on(self, settings: ChildSettings) -> None:
         """Go on in a fork of this process, as another run."""
 
     def refusal(self) -> str:
         """Return why the script, now that it initialises CUDA, cannot continue; empty if it can."""
+        raise NotImplementedError
 
     def joined(self) -> None:
         """Handle that the script has joined a process group."""
@@ -67,18 +69,22 @@ class Backend(Protocol):
 
     def hint(self) -> str:
         """Return what about the backend may have made the script fail; empty if nothing."""
+        return ""
 
     def device(self) -> DeviceUse:
         """Return what the script ran on, and record notes about it. Called after the script has ended."""
+        raise NotImplementedError
 
     def cudnn_workspaces(self) -> tuple[int, ...]:
         """Return the sizes that cuDNN's plans reported for their workspaces, in ascending order; bytes."""
+        return ()
 
     def versions(self) -> dict[str, str]:
         """Return further versions that the figures may depend on, by name."""
+        return {}
 
 
-class GhostBackend:
+class GhostBackend(Backend):
     """The ghost, loaded into this process.
 
     Raises:
@@ -88,14 +94,13 @@ class GhostBackend:
     def __init__(self, settings: GhostSettings, options: RunOptions) -> None:
         self._settings = settings
         self._options = options
-        self._recorder: Recorder | None = None
         self._values: AssumedValues | None = None
         self._host: RandomFillSkipper | None = None
         self._steps = 0
         self._collectives: EarlyCollectives | None = None
         self._has_joined = False
         context = settings.device.context.bytes
-        self.ghost = load(settings.build)
+        self.ghost: Ghost = load(settings.build)
         self.ghost.configure(
             settings.stands_for,
             count=settings.visible_devices,
@@ -113,7 +118,7 @@ class GhostBackend:
         from memfit.ghost.compile import torch_compile
         from memfit.ghost.values import gpu_reads
 
-        self._recorder = recorder
+        super().begin(recorder)
         if self._options.finish_late:
             from memfit.ghost.finish_late import finish_late
 
@@ -184,7 +189,10 @@ class GhostBackend:
         import torch
 
         built_for = (torch._C._cuda_getArchFlags() or "").split()
-        return why_unsupported(find_device(self._settings.device.name), built_for, torch.__version__) or ""
+        return (
+            why_torch_lacks_kernels(find_device(self._settings.device.name), built_for, torch.__version__)
+            or ""
+        )
 
     def joined(self) -> None:
         """Remember that the script has joined a process group."""
@@ -247,10 +255,6 @@ class GhostBackend:
         """Return the sizes that cuDNN's plans reported for their workspaces, in ascending order; bytes."""
         return tuple(sorted(self.ghost.reported_workspaces()))
 
-    def versions(self) -> dict[str, str]:
-        """Return nothing: the ghost was built for the torch that the trace names."""
-        return {}
-
     def _reached(self) -> list[str]:
         """Return a sentence on each function that the ghost refused, answered by assumption, or lacks."""
         gaps = self._gaps_reached()
@@ -295,21 +299,12 @@ def _on_other_devices(rank: Rank) -> Iterator[str]:
             )
 
 
-class CardBackend:
+class CardBackend(Backend):
     """This machine's own GPU: the first that the script sees. Create it before CUDA is initialised."""
 
     def __init__(self) -> None:
-        self.ghost = None
-        self._recorder: Recorder | None = None
-        self._outside = OutsideMeter()
+        self._outside = OutsideMemoryMeter()
         self._last_reading = 0.0
-
-    def begin(self, recorder: "Recorder") -> None:
-        """Change nothing."""
-        self._recorder = recorder
-
-    def go_on(self, settings: ChildSettings) -> None:
-        """Change nothing: a run on a card is not forked."""
 
     def refusal(self) -> str:
         """Return that the allocator keeps no history, if so: only the ghost can observe its allocations."""
@@ -325,9 +320,6 @@ class CardBackend:
             "this setting. Remove it, or use memfit dry-run, which records the allocations on the ghost."
         )
 
-    def joined(self) -> None:
-        """Change nothing: the other ranks exist."""
-
     def stepped(self) -> None:
         """Read the card's usage, unless it was read just now or reading it would change the run."""
         import torch
@@ -339,16 +331,12 @@ class CardBackend:
             self._last_reading = now
             self._outside.read()
 
-    def hint(self) -> str:
-        """Return nothing: on a card a script fails for its own reasons."""
-        return ""
-
     def device(self) -> DeviceUse:
         """Return the card by name, with the figures of its driver and NVML now."""
         import torch
 
         last = self._outside.read()
-        rehearsal = is_rehearsal()
+        rehearsal = is_ghost_loaded()
         if self._recorder is not None and (seen := torch.cuda.device_count()) > 1:
             self._recorder.note(
                 Provenance.EXACT,
@@ -364,12 +352,8 @@ class CardBackend:
             ),
             context=self._outside.figure(),
             in_use=last.others,
-            machine=Machine.REHEARSAL if rehearsal else Machine.CARD,
+            machine=MachineKind.REHEARSAL if rehearsal else MachineKind.CARD,
         )
-
-    def cudnn_workspaces(self) -> tuple[int, ...]:
-        """Return nothing: the workspaces are the card's own."""
-        return ()
 
     def versions(self) -> dict[str, str]:
         """Return the versions of the driver and cuDNN, where they are known."""

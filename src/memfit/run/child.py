@@ -1,26 +1,36 @@
-"""The process of the script: ``main()`` with ``SETTINGS.json SCRIPT.py ARGS...`` as arguments.
+"""The processes on the ghost: the script's, and the Python processes that it starts.
 
-It loads the ghost, unless the script is recorded on a real GPU, runs the user's script as
-``python SCRIPT.py`` would, and writes the trace. Nothing here imports torch before the script does, so that
-environment variables that the script sets before importing torch take effect.
+``main()``, with ``SETTINGS.json SCRIPT.py ARGS...`` as arguments, loads the ghost, unless the script is
+recorded on a real GPU, runs the user's script as ``python SCRIPT.py`` would, and writes the trace. Nothing
+here imports torch before the script does, so that environment variables that the script sets before importing
+torch take effect.
+
+Python calls ``follow()`` when another process starts (``started_processes.py``), which then records itself.
+Nothing else happens in a process without torch.
 """
 
+import atexit
 import faulthandler
+import importlib.abc
+import importlib.machinery
+import importlib.util
 import os
 import sys
+import types
+from collections.abc import Sequence
 from pathlib import Path
 
 from memfit.errors import MemfitError
 from memfit.patching.after_import import after_import
 from memfit.records import ScriptEnd
 from memfit.run.backend import CardBackend, GhostBackend
-from memfit.run.child_settings import read_settings
+from memfit.run.child_start import ChildSettings, read_settings
 from memfit.run.interruption import release_ctrl_c
 from memfit.run.launchers import free_port
 from memfit.run.parent_pipe import ParentPipe, end_with_parent, open_pipe
 from memfit.run.script_process import ScriptProcess
 from memfit.run.standby import StandbyFork
-from memfit.run.started_processes import follow_started_processes
+from memfit.run.started_processes import SETTINGS, SITE, follow_started_processes
 
 
 def main() -> None:
@@ -50,3 +60,56 @@ def main() -> None:
         follow_started_processes(settings)
     release_ctrl_c()
     process.finish(process.script())
+
+
+def follow() -> None:
+    """Load the ghost before this process imports torch, and record the process if it uses the GPU."""
+    site = Path(sys.modules[SITE].__file__ or "").parent
+    try:
+        settings = read_settings((site / SETTINGS).read_text())
+    except FileNotFoundError:
+        return  # memfit has ended
+    sys.meta_path.insert(0, _BeforeTorch(settings))
+    run_hidden_sitecustomize(str(site))
+
+
+def run_hidden_sitecustomize(site: str) -> None:
+    """Run the ``sitecustomize.py`` that Python would have imported without ours."""
+    others = [folder for folder in sys.path if folder != site]
+    spec = importlib.machinery.PathFinder.find_spec(SITE, others)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+class _BeforeTorch(importlib.abc.MetaPathFinder):
+    """Prepares this process when it imports torch."""
+
+    def __init__(self, settings: ChildSettings) -> None:
+        self._settings = settings
+
+    def find_spec(
+        self, fullname: str, _path: Sequence[str] | None, _target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != "torch" or self._settings.ghost is None:
+            return None
+        sys.meta_path.remove(self)
+        backend = GhostBackend(self._settings.ghost, self._settings.options)
+        after_import("torch", FollowedProcess(self._settings, backend).begin)
+        return importlib.util.find_spec(fullname)
+
+
+class FollowedProcess(ScriptProcess):
+    """A Python process that the script started: it records its peak instead of writing a trace."""
+
+    def __init__(self, settings: ChildSettings, backend: GhostBackend) -> None:
+        super().__init__((), settings, backend, ParentPipe(None))
+        self._script = None
+
+    def begin(self) -> None:
+        """Prepare torch, which has just been imported."""
+        super().begin()
+        atexit.register(self._record_at_exit)
+
+    def _record_at_exit(self) -> None:
+        if self._record is not None:
+            self._record.end()

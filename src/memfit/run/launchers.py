@@ -1,4 +1,4 @@
-"""Launchers typed in front of a script: run the script itself, as one of their processes."""
+"""Launchers: run the script behind one itself, as one of its processes; detect torchrun around memfit."""
 
 import os
 import shlex
@@ -32,6 +32,10 @@ _VARIABLES = {
     "dynamo_backend": "ACCELERATE_DYNAMO_BACKEND",
 }
 """Options of ``accelerate launch`` that reach the script, and the environment variable that each becomes."""
+_SET_BY_TORCHRUN = (
+    *("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,17 @@ def launched_script(command: Sequence[str], *, module: bool) -> LaunchedScript:
     if module and name == _ACCELERATE:
         return _launched(command[:1], command[1:], module=module)
     return LaunchedScript(tuple(command), module)
+
+
+def started_rank(environment: Mapping[str, str]) -> Rank | None:
+    """Return the rank as which torchrun has started this process; None if it has not, or only this one.
+
+    >>> started_rank({"WORLD_SIZE": "2"})
+    """
+    if any(name not in environment for name in _SET_BY_TORCHRUN) or environment["WORLD_SIZE"] == "1":
+        return None
+    nproc = int(environment["LOCAL_WORLD_SIZE"])
+    return Rank(rank=int(environment["RANK"]), nproc=nproc, nnodes=int(environment["WORLD_SIZE"]) // nproc)
 
 
 def check_world_size(environment: Mapping[str, str]) -> None:

@@ -46,6 +46,9 @@ class RunOptions:
     """Name of a device in the table (``memfit gpus``), or of a MIG slice of one."""
     memory: int | None = None
     """Bytes of device memory; None for the memory of ``gpu``."""
+    unlimited: bool = False
+    """Let the script allocate without a limit. PyTorch still reports ``memory`` to it: the script may choose
+    sizes by that."""
     allocator: str = ""
     """``PYTORCH_ALLOC_CONF`` of the script's process; empty for the one of memfit's own process."""
     rank: Rank = ALONE

@@ -21,21 +21,19 @@ from pathlib import Path
 
 import msgspec
 
-from memfit.atomic_files import check_outputs
+from memfit.atomic_files import check_output_paths
 from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import MemfitError, OutputError, TargetError, UsageError
 from memfit.records import ChildProcess, ScriptEnd, Trace
-from memfit.records.job_target import typed
-from memfit.run.check_script import check_script
-from memfit.run.child_settings import ChildSettings, GhostSettings
+from memfit.records.job_target import command_as_typed
+from memfit.run.child_start import ChildSettings, GhostSettings, RunningScript, StartScript, start_script
 from memfit.run.interruption import Interruption, ctrl_c_held, script_handles_ctrl_c
 from memfit.run.options import RunOptions
-from memfit.run.other_ranks import OtherRanks
+from memfit.run.other_ranks import OtherRanks, StartedRanks
+from memfit.run.parent_pipe import ChildMessage
 from memfit.run.process_tree import kill_descendants
-from memfit.run.start_script import RunningScript, StartScript, start_script
-from memfit.run.started_processes import read_started_processes
-from memfit.run.started_ranks import StartedRanks
-from memfit.run.unfollowed import UnfollowedProcesses
+from memfit.run.script import check_script
+from memfit.run.started_processes import UnfollowedProcesses, read_started_processes
 from memfit.temporary_folders import TemporaryFolder
 from memfit.trace.trace_file import read_trace
 
@@ -45,10 +43,6 @@ _ENDING_INTERVAL = 0.01  # after its last message, which it sends milliseconds b
 PATIENCE = 0.4
 """Seconds that a script on the ghost gets to end after Ctrl-C. Python acts on it only between two of its own
 instructions, and libraries may swallow it."""
-
-
-LAST_WORDS = 5.0
-"""Seconds that a script gets to end after the rank that it started. It may wait for ranks that never ran."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,29 +70,6 @@ class Progress:
     fits: float | None = None
     """The time of a step under the fastest plan so far that fits, relative to the script as written; None if
     none does, or none is looked for."""
-
-
-class _ChildMessage(msgspec.Struct):
-    """One line from the child: its progress, or how the script ended."""
-
-    step: int = 0
-    allocated: int = 0
-    peak: int = 0
-    compiling: bool = False
-    end: ScriptEnd | None = None
-    traced: bool = False
-    interrupted: bool = False
-    """Ctrl-C has ended the script; it writes its trace now."""
-    unsaved: str = ""
-    started: bool = False
-    """Whether this is from a rank that the script started, not from the script's own process."""
-
-    @property
-    def patience(self) -> float | None:
-        """Seconds that the script gets to end once a rank that it started has ended; None until then."""
-        if not self.started or self.end is None:
-            return None
-        return LAST_WORDS if self.end.reason in ("end", "exception", "out of memory") else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +126,10 @@ def run_script(
             raise KeyboardInterrupt  # the script caught it, or had just ended
         ranks = StartedRanks(Path(folder), options.rank.nproc)
         _check_end(
-            typed(command)[0], last, read_started_processes(Path(folder)), ranks.why_none_ran(options.rank)
+            command_as_typed(command)[0],
+            last,
+            read_started_processes(Path(folder)),
+            ranks.why_none_ran(options.rank),
         )
         if last.unsaved:
             return RecordedRun(read_trace(fallback), OutputError(last.unsaved))
@@ -178,11 +152,11 @@ def script_command(
     command = (str(script), *arguments)
     if not options.module:
         check_script(Path(command[0]))
-    check_outputs({"output": output}, {} if options.module else {"the script": Path(command[0])})
+    check_output_paths({"output": output}, {} if options.module else {"the script": Path(command[0])})
     return command
 
 
-def _check_end(script: str, last: _ChildMessage, children: tuple[ChildProcess, ...], none_ran: str) -> None:
+def _check_end(script: str, last: ChildMessage, children: tuple[ChildProcess, ...], none_ran: str) -> None:
     """Raise unless the script's process wrote a trace; ``none_ran`` as of ``StartedRanks.why_none_ran``."""
     if last.end is None:
         raise AssertionError  # _run_process raises in that case
@@ -201,11 +175,11 @@ def _run_process(
     on_progress: Callable[[Progress], None],
     interruption: Interruption,
     start: StartScript,
-) -> _ChildMessage:
+) -> ChildMessage:
     """Run the script's process to its end, and return its last message."""
     with ctrl_c_held():
         process = start(command, settings)
-    last, unfollowed = _ChildMessage(), UnfollowedProcesses(process.pid, settings)
+    last, unfollowed = ChildMessage(), UnfollowedProcesses(process.pid, settings)
     until = None
     others = OtherRanks(command, settings)
     try:
@@ -236,9 +210,9 @@ def _run_process(
     raise TargetError(_died(process.wait(), on_ghost=settings.ghost is not None))
 
 
-def _messages(reader: int, process: RunningScript) -> Iterator[_ChildMessage | None]:
+def _messages(reader: int, process: RunningScript) -> Iterator[ChildMessage | None]:
     """Yield the child's messages, and None after each interval without one, until the child ends."""
-    decoder = msgspec.json.Decoder(_ChildMessage)
+    decoder = msgspec.json.Decoder(ChildMessage)
     rest = b""
     interval = POLL_INTERVAL
     with selectors.DefaultSelector() as selector:

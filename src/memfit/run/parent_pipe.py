@@ -14,6 +14,31 @@ from memfit.records import ScriptEnd
 
 PROGRESS_INTERVAL = 0.1  # seconds between two lines of progress
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+LAST_WORDS = 5.0
+"""Seconds that a script gets to end after the rank that it started. It may wait for ranks that never ran."""
+
+
+class ChildMessage(msgspec.Struct, frozen=True):
+    """One line from the child: its progress, or how the script ended."""
+
+    step: int = 0
+    allocated: int = 0
+    peak: int = 0
+    compiling: bool = False
+    end: ScriptEnd | None = None
+    traced: bool = False
+    interrupted: bool = False
+    """Ctrl-C has ended the script; it writes its trace now."""
+    unsaved: str = ""
+    started: bool = False
+    """Whether this is from a rank that the script started, not from the script's own process."""
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds that the script gets to end once a rank that it started has ended; None until then."""
+        if not self.started or self.end is None:
+            return None
+        return LAST_WORDS if self.end.reason in ("end", "exception", "out of memory") else 0.0
 
 
 class ParentPipe:
@@ -55,28 +80,23 @@ class ParentPipe:
         import torch
 
         ready = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        self._write(
-            {
-                "step": step,
-                "allocated": torch.cuda.memory_allocated() if ready else 0,
-                "peak": torch.cuda.max_memory_allocated() if ready else 0,
-                "compiling": self._compiling,
-            }
-        )
+        allocated = torch.cuda.memory_allocated() if ready else 0
+        peak = torch.cuda.max_memory_allocated() if ready else 0
+        self._write(ChildMessage(step, allocated, peak, compiling=self._compiling))
 
     def interrupted(self) -> None:
         """Report that Ctrl-C ended the script, before its trace is written."""
-        self._write({"interrupted": True})
+        self._write(ChildMessage(interrupted=True))
 
     def end(self, end: ScriptEnd, *, traced: bool, unsaved: str = "") -> None:
         """Report how the script ended, whether a trace was written, and why it is not in its own file."""
-        self._write({"end": end, "traced": traced, "unsaved": unsaved, "started": self.started})
+        self._write(ChildMessage(end=end, traced=traced, unsaved=unsaved, started=self.started))
 
-    def _write(self, line: dict[str, object]) -> None:
+    def _write(self, message: ChildMessage) -> None:
         if self._descriptor is None:
             return
         try:
-            os.write(self._descriptor, msgspec.json.encode(line) + b"\n")
+            os.write(self._descriptor, msgspec.json.encode(message) + b"\n")
         except OSError:
             self._descriptor = None  # the parent has gone
 

@@ -3,8 +3,8 @@
 import itertools
 import os
 
-from memfit.card.context_measurement import bytes_of_loading_at_once, kept_context, loads_kernels_at_once
-from memfit.devices import Device, find_device
+from memfit.card.context_measurement import bytes_of_eager_loading, loads_kernels_eagerly, measured_context
+from memfit.devices import NO_LIMIT, Device, find_device
 from memfit.errors import UsageError
 from memfit.ghost.build.runtime_library import build
 from memfit.ghost.build.torch_install import find_torch
@@ -12,15 +12,13 @@ from memfit.ghost.device import GhostDevice
 from memfit.ghost.values.value_options import ValueOptions
 from memfit.ghost.workspaces import WorkspaceSource
 from memfit.records import DeviceUse, Figure, Provenance
-from memfit.run.child_settings import GhostSettings
+from memfit.run.child_start import GhostSettings
 from memfit.run.options import RunOptions
 from memfit.units import format_bytes
 
 
-def ghost_settings(options: RunOptions, shown_memory: int | None = None) -> GhostSettings:
+def ghost_settings(options: RunOptions) -> GhostSettings:
     """Check the options that concern the GPU, and build the ghost.
-
-    PyTorch reports ``shown_memory`` bytes to the script, which may choose sizes by them; by default, all.
 
     Raises:
         UsageError: an option is out of range, or leaves no memory to measure in.
@@ -35,6 +33,9 @@ def ghost_settings(options: RunOptions, shown_memory: int | None = None) -> Ghos
         )
     device = find_device(options.gpu)
     total = Figure(memory, Provenance.EXACT, "--memory") if memory is not None else _total(device)
+    shown_memory = None
+    if options.unlimited:
+        shown_memory, total = total.bytes, Figure(NO_LIMIT, Provenance.EXACT, "--memory")
     context = _context(device)
     if context.bytes + in_use >= total.bytes:
         raise UsageError(
@@ -67,11 +68,11 @@ def _total(device: Device) -> Figure:
 
 
 def _context(device: Device) -> Figure:
-    eager = loads_kernels_at_once(os.environ)
-    kept = kept_context(device, find_torch().version, eager=eager)
+    eager = loads_kernels_eagerly(os.environ)
+    kept = measured_context(device, find_torch().version, eager=eager)
     if kept is not None:
         return kept
-    more, why = bytes_of_loading_at_once() if eager else (0, "")
+    more, why = bytes_of_eager_loading() if eager else (0, "")
     source = "; ".join(filter(None, (device.sources["context_bytes"], why)))
     return Figure(device.context_bytes + more, Provenance.ASSUMED, source)
 

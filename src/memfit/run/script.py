@@ -1,21 +1,35 @@
-"""Run a script as the interpreter's command line would, with its threads and its output; classify its end."""
+"""Check a script, run it as the interpreter's command line would, and classify its end."""
 
+import atexit
 import builtins
+import importlib
 import importlib.machinery
 import io
+import multiprocessing
 import os
+import re
 import runpy
+import shlex
 import sys
 import threading
 import time
+import tokenize
 import traceback
 import types
+import warnings
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from memfit.ctrl_c import INTERRUPTED
+from memfit.errors import TargetError, UsageError
+from memfit.input_files import check_ordinary_file, read_input_file
+from memfit.patching.patches import before
 from memfit.records import ScriptEnd
-from memfit.run.check_script import is_package
+
+_MAX_BYTES = 1 << 26
+_PYTHON = re.compile(r"python[0-9.]*")
 
 
 def run_as_main(command: tuple[str, ...], *, module: bool) -> None:
@@ -188,3 +202,114 @@ def flush_output() -> None:
             stream.flush()
         except (OSError, ValueError):
             continue  # closed, or without a reader: Python itself exits silently then
+
+
+def at_process_end(end: Callable[[BaseException | None, bool], object]) -> None:
+    """Call ``end`` when this process, which another program started, ends by itself.
+
+    ``os._exit`` and signals end a process without the call. A process of ``multiprocessing`` has by then
+    delivered what it put in queues.
+
+    Args:
+        end: called with the exception that ended the process, if one did, and whether it has been printed or
+            reported to the program that started the process.
+
+    Source: ``BaseProcess._bootstrap``, Lib/multiprocessing/process.py, Python 3.11.
+    """
+    if multiprocessing.parent_process() is None:
+        _at_interpreter_end(end)
+        return
+    util: Any = importlib.import_module("multiprocessing.util")
+    finish = util._exit_function
+
+    def finish_and_end(*_: object) -> None:
+        error = sys.exc_info()[1]
+        finish()
+        if isinstance(error, SystemExit) and error.code and error.__context__ is not None:
+            end(error.__context__, True)  # mp.spawn has sent the exception to the process that called it
+        else:
+            end(error, False)
+
+    util._exit_function = finish_and_end
+
+
+def _at_interpreter_end(end: Callable[[BaseException | None, bool], object]) -> None:
+    raised: list[BaseException] = []
+    note_exits(raised.append)
+
+    def ended() -> None:
+        atexit.unregister(ended)  # memfit runs the exit handlers itself, of which this is one
+        end(raised[-1] if raised else None, True)
+
+    atexit.register(ended)
+
+
+def note_exits(note: Callable[[BaseException], None]) -> None:
+    """Call ``note`` with the exception that ends this process: of ``sys.exit``, or an uncaught one."""
+    sys.exit = before(lambda code=None, /: note(SystemExit(code)), sys.exit)
+    sys.excepthook = before(lambda _kind, error, _trace: note(error), sys.excepthook)
+
+
+def is_package(path: Path) -> bool:
+    """Return whether Python would run a path by its ``__main__.py``: a folder, or a zip (``zipapp``)."""
+    return path.is_dir() or zipfile.is_zipfile(path)
+
+
+def check_script(path: Path) -> None:
+    """Check that a path leads to a script that Python accepts. Nothing of it is run.
+
+    Raises:
+        UsageError: there is no such script.
+        FileFormatError: it cannot be read.
+        TargetError: it is not valid Python.
+    """
+    if not path.exists():
+        if _PYTHON.fullmatch(path.name):
+            raise UsageError(f"No such script: {path}. Leave out {path}: memfit runs the script itself.")
+        raise UsageError(f"No such script: {path}. Give the path as you would to python.")
+    check_ordinary_file(path)
+    if path.suffix == ".ipynb":
+        raise UsageError(
+            f"{path} is a notebook, not a script. Convert it, and delete IPython's own lines:\n"
+            f"    pip install nbconvert && jupyter nbconvert --to python {shlex.quote(str(path))}\n"
+            f"    sed -i '/^ *[%!]/d; /get_ipython/d' {shlex.quote(str(path.with_suffix('.py')))}"
+        )
+    if not is_package(path):
+        _check_source(path)
+    elif path.is_dir():
+        if not (path / "__main__.py").is_file():
+            raise UsageError(f"{path} is a folder without a __main__.py. Give the path of the script.")
+        _check_source(path / "__main__.py")
+
+
+def _check_source(path: Path) -> None:
+    source = read_input_file(path, _MAX_BYTES)
+    try:
+        _check_encoding(source)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the script's process shows them
+            compile(source, str(path), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        lines = traceback.format_exception_only(error)
+        stated = "".join(lines).rstrip()
+        raise TargetError(f"Python refuses {path}:{' ' if len(lines) == 1 else chr(10)}{stated}") from None
+
+
+def _check_encoding(source: bytes) -> None:
+    """Check what ``compile`` does not when it gets bytes: comments, too, must be in the declared encoding.
+
+    Raises:
+        SyntaxError: a byte is not.
+    """
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
+    except SyntaxError:  # no such encoding, which compile says; or these lines are not UTF-8
+        encoding = "utf-8"
+    try:
+        source.decode(encoding)
+    except UnicodeDecodeError as error:
+        line = source.count(b"\n", 0, error.start) + 1
+        raise SyntaxError(
+            f"line {line} contains the byte 0x{source[error.start]:02x}, which is not {encoding}. Declare "
+            "the file's encoding on its first line (https://peps.python.org/pep-0263)."
+        ) from None

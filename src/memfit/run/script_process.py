@@ -28,13 +28,14 @@ from memfit.recording.evaluations import Evaluations
 from memfit.recording.script_options import ScriptOptions
 from memfit.records import Provenance, ScriptEnd
 from memfit.run.backend import Backend
-from memfit.run.child_settings import ChildSettings, read_settings
+from memfit.run.child_start import ChildSettings, read_settings
 from memfit.run.launchers import check_process_groups, wrong_size
+from memfit.run.other_ranks import StartedRanks
 from memfit.run.parent_pipe import ParentPipe, follow_compilations, open_pipe
-from memfit.run.process_end import at_process_end
 from memfit.run.process_tree import kill_descendants
 from memfit.run.rank import traced_rank
 from memfit.run.script import (
+    at_process_end,
     end_of,
     flush_output,
     join_threads,
@@ -48,9 +49,8 @@ from memfit.run.started_processes import (
     follow_started_processes,
     read_started_processes,
     record_failing_fork,
+    record_running,
 )
-from memfit.run.started_ranks import StartedRanks
-from memfit.run.unfollowed import record_running
 
 if TYPE_CHECKING:
     from memfit.recording.recorder import Recorder

@@ -1,25 +1,33 @@
-"""The processes that a script starts: have Python call ``followed.py`` in them, and read what they recorded.
+"""The processes that a script starts: Python programs, which record themselves, and others.
 
 The script's process puts a folder with a ``sitecustomize.py`` on ``PYTHONPATH``, which children inherit, and
-Python imports it when it starts. A child that uses the GPU keeps one small file in the run's folder.
+Python imports it when it starts: it calls ``follow`` in ``child.py``. A child that uses the GPU keeps one
+small file in the run's folder.
+
+A process starts without this ``sitecustomize`` under ``python -I``, with an environment of its own, or in
+another Python. Its memory map shows which CUDA runtime it has loaded; memfit names it, but cannot follow it.
+A process that outlives the script is not followed either. Not found is one that does both: detaches itself,
+and drops the environment variables that it inherited.
 """
 
 import multiprocessing
 import os
+import re
 import shlex
 import sys
-import types
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import NoReturn
 
 import msgspec
 
 from memfit.patching.patches import Patch, before
 from memfit.records import ChildProcess, Figure
-from memfit.run.child_settings import ChildSettings, write_settings
-from memfit.run.script import end_of
+from memfit.run.child_start import ChildSettings, write_settings
+from memfit.run.process_tree import descendants, with_environment
+from memfit.run.script import end_of, note_exits
 from memfit.units import format_bytes
 
 SITE = "sitecustomize"
@@ -30,12 +38,18 @@ _SUFFIX = ".child"
 _CODE = """
 import sys
 if sys.prefix == {prefix!r}:
-    from memfit.run.followed import follow
+    from memfit.run.child import follow
     follow()
 """
 _MOST_CHARACTERS = 80
 """Of a command that is shown."""
 _CUDA = Patch("torch.cuda", "_lazy_init", why="report a fork that uses the GPU, which fails")
+_INTERVAL = 0.5
+"""Seconds between two looks; importing torch takes longer."""
+_TORCH = "/libtorch_cuda.so"
+_STILL_RUNNING = "it still ran when the script ended, and may use the GPU later"
+_HELPERS = re.compile(r"from multiprocessing|torch[./]_inductor|multiprocessing[./]|from memfit\.")
+"""Commands of the processes that Python, PyTorch and memfit start as helpers."""
 
 
 def follow_started_processes(settings: ChildSettings, instead_of: ChildSettings | None = None) -> None:
@@ -141,8 +155,8 @@ class ProcessRecord:
 
         self._process = os.getpid()
         torch._C._cuda_attach_out_of_memory_observer(self._ran_out)  # type: ignore[attr-defined]
-        sys.exit, os._exit = self._noted(sys.exit), self._noted(os._exit)
-        sys.excepthook = self._noted_exception(sys.excepthook)
+        os._exit = before(lambda code=None, /: self._leave(SystemExit(code)), os._exit)
+        note_exits(self._leave)
         self._write()
 
     def update(self) -> None:
@@ -186,20 +200,75 @@ class ProcessRecord:
         peak = Figure(held + self._context.bytes, self._context.provenance, "reserved + CUDA context")
         record_process(self._folder, self._process, name_of_this_process(), peak, failure)
 
-    def _noted(self, leave: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
-        """Return a function that ends this process as ``leave`` does, and records an exit code."""
 
-        def noted(code: object = None, /) -> NoReturn:
-            self._leave(SystemExit(code))
-            leave(code)
+def record_running(settings: ChildSettings, script: int) -> None:
+    """Record the Python programs that the script has started and that still run when it ends."""
+    folder, own = Path(settings.folder), _command(script)
+    if settings.ghost is None:
+        return
+    for process in _started(script, settings):
+        command = _command(process)
+        if not command or command == own:  # a fork, such as a worker of a loader
+            continue
+        if _may_train(command) and not is_recorded(folder, process):
+            record_process(folder, process, command_name(command), None, _STILL_RUNNING)
 
-        return noted
 
-    def _noted_exception(self, hook: Callable[..., object]) -> Callable[..., object]:
-        def excepthook(
-            kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
-        ) -> None:
-            self._leave(error)
-            hook(kind, error, trace)
+def _may_train(command: Sequence[str]) -> bool:
+    """Return whether a command is a Python program that may yet use the GPU: no helper, and no known server.
 
-        return excepthook
+    >>> _may_train(["python", "later.py"]), _may_train(["python3", "-u", "-m", "http.server"])
+    (True, False)
+    """
+    if not Path(command[0]).name.startswith("python") or _HELPERS.search(" ".join(command)):
+        return False
+    module = next((name for flag, name in pairwise(command) if flag == "-m"), "")
+    return module.partition(".")[0] not in {*sys.stdlib_module_names, "tensorboard"} and not any(
+        Path(each).name == "tensorboard" for each in command
+    )
+
+
+def _started(script: int, settings: ChildSettings) -> set[int]:
+    """Return the processes that the script has started, also those that have detached themselves from it."""
+    inherits = settings.folder  # on PYTHONPATH
+    return set(descendants(script)) | set(with_environment(inherits))
+
+
+def _command(process: int) -> list[str]:
+    """Return the command line of a process; empty if it has just ended."""
+    try:
+        line = (Path("/proc") / str(process) / "cmdline").read_bytes()
+    except OSError:
+        return []
+    return line.decode(errors="replace").split("\0")[:-1]
+
+
+class UnfollowedProcesses:
+    """Records the descendants of the script's process that load PyTorch, but not the ghost."""
+
+    def __init__(self, script: int, settings: ChildSettings) -> None:
+        self._script = script
+        self._settings = settings
+        self._known: set[int] = set()
+        self._looked = time.monotonic()
+        # A map shows the files behind links, such as that of a cache on another disk.
+        self._ghost = Path(settings.ghost.build.library).resolve() if settings.ghost is not None else None
+
+    def look(self) -> None:
+        """Record those that run now; at most twice a second."""
+        if self._ghost is None or time.monotonic() - self._looked < _INTERVAL:
+            return
+        for process in _started(self._script, self._settings):
+            if process in self._known:
+                continue
+            try:
+                maps = (Path("/proc") / str(process) / "maps").read_text(errors="replace")
+            except OSError:  # it has just ended
+                continue
+            is_followed = str(self._ghost) in maps
+            if is_followed or _TORCH in maps:
+                self._known.add(process)
+            command = _command(process)
+            if not is_followed and _TORCH in maps and command:  # without one, it is ending: its map is torn
+                record_process(Path(self._settings.folder), process, command_name(command), None)
+        self._looked = time.monotonic()

@@ -9,7 +9,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Self
 
 from memfit.analysis.rank_roles import find_held
@@ -17,7 +16,6 @@ from memfit.analysis.strategy_comparison import first_rank, ranks_with_most
 from memfit.analysis.stream_races import may_race
 from memfit.analysis.summary import summarize
 from memfit.analysis.trial_result import TrialResult, why_it_failed
-from memfit.devices import NO_LIMIT
 from memfit.records import Change, ScriptEnd, ScriptLocation
 from memfit.run.options import RunOptions
 from memfit.run.parent import Progress
@@ -65,18 +63,13 @@ class RankRuns:
     Args:
         command: the script's ``sys.argv``.
         options: ``options.rank`` says how many ranks there are.
-        shown_memory: bytes of memory that PyTorch reports to the script.
         on_progress: as for ``run_script``.
     """
 
     def __init__(
-        self,
-        command: tuple[str, ...],
-        options: RunOptions,
-        shown_memory: int,
-        on_progress: Callable[[Progress], None],
+        self, command: tuple[str, ...], options: RunOptions, on_progress: Callable[[Progress], None]
     ) -> None:
-        self._command, self._options, self._shown_memory = command, options, shown_memory
+        self._command, self._options = command, options
         self._on_progress = on_progress
         self._standbys: dict[int, ScriptStandbys] = {}
         self._ranks: dict[str, tuple[Rank, ...]] = {}
@@ -122,7 +115,7 @@ class RankRuns:
         runs = sorted(roles.values(), key=_process, reverse=True)
         self._ranks[""], self.count = tuple(run.rank for run in runs), ran
         for number in self._standbys.keys() - {run.rank.rank for run in runs}:
-            self._standbys.pop(number).__exit__(None, None, None)
+            self._standbys.pop(number).__exit__()
         return runs
 
     def keep_largest(self, rank: Rank) -> None:
@@ -188,7 +181,7 @@ class RankRuns:
         return RankRun(rank, first, again if isinstance(again, TrialResult) else None)
 
     def _once(self, change: Change, what: str, rank: Rank, *, late: bool) -> TrialResult | ScriptEnd:
-        options = replace(self._options, rank=rank, memory=NO_LIMIT, finish_late=late)
+        options = replace(self._options, rank=rank, unlimited=True, finish_late=late)
         if rank.rank not in self._standbys:
             self._standbys[rank.rank] = ScriptStandbys().__enter__()
         several = rank.world_size > 1
@@ -197,18 +190,15 @@ class RankRuns:
             self._on_progress(replace(now, rank=str(rank) if several else ""))
 
         standbys = self._standbys[rank.rank]
-        run = trial_runner(self._command, options, self._shown_memory, show, standbys=standbys)
-        found = run(change, what)
+        found = trial_runner(self._command, options, show, standbys=standbys)(change, what)
         return replace(found, late=late) if isinstance(found, TrialResult) else found
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for standbys in self._standbys.values():
-            standbys.__exit__(kind, error, trace)
+            standbys.__exit__()
 
 
 def _process(run: RankRun) -> int:

@@ -12,17 +12,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from threading import Lock
-from types import TracebackType
 from typing import Self
 
 import msgspec
 
 from memfit.records import Change
-from memfit.run.child_settings import ChildSettings, GhostSettings
+from memfit.run.child_start import (
+    ChildSettings,
+    GhostSettings,
+    RunningScript,
+    StartScript,
+    settings_file,
+    start_script,
+)
 from memfit.run.options import RunOptions
 from memfit.run.process_tree import kill_descendants
 from memfit.run.standby import MOST_BYTES, StandbyMessage
-from memfit.run.start_script import RunningScript, StartScript, settings_file, start_script
 from memfit.trials.side_by_side import most_in_memory
 
 _GONE = -signal.SIGKILL
@@ -197,7 +202,15 @@ class ScriptRun:
 
 def _without_the_rest(options: RunOptions) -> RunOptions:
     """Return the options that what a script does until it trains depends on."""
-    return replace(options, memory=None, finish_late=False, preload=None, objects="", stdout_to_stderr=False)
+    return replace(
+        options,
+        memory=None,
+        unlimited=False,
+        finish_late=False,
+        preload=None,
+        objects="",
+        stdout_to_stderr=False,
+    )
 
 
 _MOST = 4
@@ -296,8 +309,6 @@ class ScriptStandbys:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for kept in self._kept:
             kept.standby.close()

@@ -12,11 +12,10 @@ from memfit.errors import MemfitError
 from memfit.injection.injection_files import InjectionReport, InjectionSettings
 from memfit.planning.plan_runs import GhostRuns
 from memfit.records import Change, ScriptEnd, StepOperations
-from memfit.run.child_settings import GhostSettings
+from memfit.run.child_start import StartScript, start_script
 from memfit.run.options import RunOptions
 from memfit.run.parent import Progress, run_script
 from memfit.run.resolve_options import ghost_settings
-from memfit.run.start_script import StartScript, start_script
 from memfit.temporary_folders import TemporaryFolder
 from memfit.trials.script_standbys import ScriptRun, ScriptStandbys
 
@@ -28,23 +27,21 @@ _REPORT, _OPERATIONS = "report.json", "operations.json"
 def trial_runner(
     command: tuple[str, ...],
     options: RunOptions,
-    shown_memory: int,
     on_progress: Callable[[Progress], None],
     always: Change = _NOTHING,
     standbys: ScriptStandbys | None = None,
 ) -> RunTrial:
     """Return the function with which searches run a script under a change.
 
-    PyTorch reports ``shown_memory`` bytes to the script, however much ``options.memory`` is. The change
-    ``always`` is made in every run. A run goes on from one of ``standbys`` if it can.
+    The change ``always`` is made in every run. A run goes on from one of ``standbys`` if it can.
     """
-    ghost = ghost_settings(options, shown_memory)
+    ghost = ghost_settings(options)
 
     def run(change: Change, what: str) -> TrialResult | ScriptEnd:
         def show(progress: Progress) -> None:
             on_progress(replace(progress, trying=what))
 
-        return run_trial(command, options, ghost, always | change, show, standbys)
+        return run_trial(ScriptRun(command, options, ghost, always | change), show, standbys)
 
     return run
 
@@ -52,33 +49,22 @@ def trial_runner(
 def ghost_runs(
     command: tuple[str, ...],
     options: RunOptions,
-    shown_memory: int,
     on_progress: Callable[[Progress], None],
     always: Change = _NOTHING,
     standbys: ScriptStandbys | None = None,
 ) -> GhostRuns:
     """Return two of the functions that ``trial_runner`` returns, one with GPU work that finishes late."""
     ways = (options, replace(options, finish_late=True))
-    return GhostRuns(
-        *(trial_runner(command, way, shown_memory, on_progress, always, standbys) for way in ways)
-    )
+    return GhostRuns(*(trial_runner(command, way, on_progress, always, standbys) for way in ways))
 
 
 def run_trial(
-    command: tuple[str, ...],
-    options: RunOptions,
-    ghost: GhostSettings,
-    change: Change,
-    on_progress: Callable[[Progress], None],
-    standbys: ScriptStandbys | None = None,
+    run: ScriptRun, on_progress: Callable[[Progress], None], standbys: ScriptStandbys | None = None
 ) -> TrialResult | ScriptEnd:
     """Run a script with a change, without input and with its output hidden; it may fail.
 
     Args:
-        command: the script's ``sys.argv``.
-        options: as for a run of the script alone.
-        ghost: what ``ghost_settings(options)`` returned.
-        change: the change to inject.
+        run: the script, the options of a run of it alone, and the change to inject.
         on_progress: as for ``run_script``.
         standbys: of earlier runs of the script. Should the run go on from one, and end as a whole run might
             not, the whole script is run.
@@ -89,7 +75,6 @@ def run_trial(
     Raises:
         KeyboardInterrupt: the user interrupted the run.
     """
-    run = ScriptRun(command, options, ghost, change)
     if standbys is None:
         return _run_once(run, on_progress, start_script)[0]
     with standbys.fork(run) as fork:

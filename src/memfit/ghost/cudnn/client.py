@@ -96,7 +96,7 @@ class CudnnClient:
         library: the libcudnn.so to query.
         before: the libraries to load before it: the libcuda.so.1 that reports no device, then those that
             PyTorch has loaded by then. cuDNN 9.13's own search misses cuBLASLt where wheels install it.
-        device: the device's description, see ``library_and_device.py``.
+        device: the device's description, see ``device_properties``.
         cache: the answers of earlier runs.
     """
 
