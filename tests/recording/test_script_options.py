@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from memfit.recording.loader_batch_size import LoaderBatchSizes
+from memfit.recording.data_loaders import ScriptLoaders
 from memfit.recording.script_options import ScriptOptions
 from memfit.records import LoaderBatchSize, ScriptOption, ScriptOptionPurpose
 
@@ -131,7 +131,7 @@ def test_options_of_click_are_kept(options, monkeypatch):
 @pytest.fixture
 def loaders():
     """Follow loaders; return what knows the last one."""
-    followed = LoaderBatchSizes()
+    followed = ScriptLoaders()
     followed.install()
     yield followed
     followed._hooks.remove()

@@ -48,7 +48,7 @@ def _measure_context() -> int:
 
 
 def _list_patches() -> int:
-    from memfit.patching.patch_list import replaced_names
+    from memfit.patching.patches import replaced_names
     from memfit.report.terminal.doctor import print_patched_names
 
     names = replaced_names()

@@ -28,7 +28,7 @@ from memfit.injection.models_of_optimizers import (
 from memfit.patching.after_import import after_import
 from memfit.patching.patches import Patch
 from memfit.random_state import seed_generators
-from memfit.recording.loader_batch_size import creator
+from memfit.recording.data_loaders import creator
 from memfit.records import LoaderBatchSize, OperationCounts
 from memfit.run.script import hide_output
 from memfit.user_frame import innermost_line_of_place, user_line

@@ -2,6 +2,8 @@
 
 the recorder's own    started and stopped by the recorder, which can forget past events; scripts get a part
 the script's          was on already: it is read, and otherwise left alone
+
+PyTorch keeps no history of the host memory that it pins, only the peak.
 """
 
 import inspect
@@ -252,3 +254,11 @@ def without_inductor() -> Iterator[None]:
         yield
     finally:
         del torch._inductor
+
+
+def pinned_peak() -> int:
+    """Return the most bytes of host memory that PyTorch has pinned.
+
+    Its cache of pinned blocks included: PyTorch uses a block again once the copies from it are done.
+    """
+    return int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))

@@ -30,7 +30,7 @@ from memfit.run.rank import Rank
 from memfit.units import format_bytes
 
 if TYPE_CHECKING:
-    from memfit.ghost.host_memory.skip_random_fills import RandomFillSkipper
+    from memfit.ghost.skip_random_fills import RandomFillSkipper
     from memfit.ghost.values.gpu_reads import AssumedValues
     from memfit.recording.recorder import Recorder
 
@@ -143,7 +143,7 @@ class GhostBackend(Backend):
         torch_compile.install(self.ghost, caches, recorder.note, labelled=recorder.book.doing)
         after_import("torch._inductor.fx_passes.joint_graph", self._follow_folding)
         if self._options.host_memory:
-            from memfit.ghost.host_memory.skip_random_fills import RandomFillSkipper
+            from memfit.ghost.skip_random_fills import RandomFillSkipper
 
             self._host = RandomFillSkipper(recorder.note)
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memfit.patching.patch_list import ReplacedName
+from memfit.patching.patches import ReplacedName
 from memfit.records import ContextReport, ContextStage, MachineKind, NcclMeasurement
 from memfit.report.escape import escaped
 from memfit.units import MIB
