@@ -19,8 +19,8 @@ from pathlib import Path
 from measuring import EXAMPLES, ROOT, at_least_1, command_line, in_turns, load_ghost, write_json
 
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.replay import replay
-from memfit.allocator.requests import RequestKind, Requests, read_requests
+from memfit.allocator.replay import replay_requests
+from memfit.allocator.requests import AllocatorRequests, RequestKind, read_requests
 
 sys.path.insert(0, str(ROOT / "tests"))
 from support.allocator_comparison.drive import Sizes
@@ -78,7 +78,7 @@ def main() -> int:
     torch.cuda.init()
     rows = {}
     for name, operations in workloads.items():
-        requests = Requests()
+        requests = AllocatorRequests()
         for number, size in operations:
             requests.add(RequestKind.MALLOC if size else RequestKind.FREE, 0, number, size)
         ways = {
@@ -118,10 +118,10 @@ def pytorch_seconds(torch, operations: list[Operation]) -> float:  # noqa: ANN00
     return seconds
 
 
-def memfit_seconds(requests: Requests) -> float:
+def memfit_seconds(requests: AllocatorRequests) -> float:
     """Return the seconds that memfit's allocator takes for the requests."""
     begun = time.perf_counter()
-    fits = replay(requests, AllocatorConfig(), total=TOTAL).fits
+    fits = replay_requests(requests, AllocatorConfig(), total=TOTAL).fits
     seconds = time.perf_counter() - begun
     if not fits:
         raise SystemExit("The device is too small for this workload.")

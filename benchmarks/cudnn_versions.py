@@ -152,7 +152,7 @@ def _unpack(wheels: Sequence[str], root: Path, name: str) -> Path:
 def _installed(no_device: str) -> Libraries:
     from memfit.ghost.build.runtime_library import build
     from memfit.ghost.build.torch_install import find_torch
-    from memfit.ghost.cudnn.library_and_device import find_library
+    from memfit.ghost.cudnn.client import find_library
 
     torch = find_torch().folder
     found = {}
@@ -181,8 +181,7 @@ def train(request: str) -> None:
     from memfit.devices import find_device
     from memfit.ghost.build.runtime_library import build
     from memfit.ghost.cudnn.cache import HeuristicsCache
-    from memfit.ghost.cudnn.client import CudnnClient
-    from memfit.ghost.cudnn.library_and_device import device_properties
+    from memfit.ghost.cudnn.client import CudnnClient, device_properties
     from memfit.ghost.device import GhostDevice
     from memfit.ghost.load import load
     from memfit.ghost.workspaces import Workspaces, WorkspaceSource

@@ -22,11 +22,11 @@ from measuring import command_line, write_json
 from playwright.sync_api import Browser, sync_playwright
 
 import memfit
-from memfit.allocator.timeline import timeline
+from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.summary import summarize
 from memfit.records import Trace
-from memfit.report.html import report_page
+from memfit.report.html import run_report_html
 from memfit.report.html.drawn_moments import MOST_BLOCKS
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt.py"
@@ -61,10 +61,10 @@ def trained(blocks: int, folder: Path) -> Path:
 
 def in_python(trace: Trace) -> tuple[str, float]:
     """Return the HTML page of a trace, and the seconds to render it."""
-    line = timeline(trace)
+    line = memory_timeline(trace)
     attribution, summary = attribute(trace, line), summarize(trace)
     begin = time.perf_counter()
-    text = report_page(trace, line, attribution, summary)
+    text = run_report_html(trace, line, attribution, summary)
     return text, time.perf_counter() - begin
 
 

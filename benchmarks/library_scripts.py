@@ -34,7 +34,7 @@ import numpy as np
 from measuring import ROOT, command_line, memfit_json, table, write_json
 
 import memfit
-from memfit.allocator.timeline import timeline
+from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.attribution import attribute
 from memfit.records import Attribution, Category, MarkKind, Trace
 from memfit.units import format_bytes
@@ -148,7 +148,7 @@ def measure(script: LibraryScript, folder: Path) -> Result:
         return _crashed(script, f"no report: {output[-300:]}")
     checked, _ = dry_run((*script.options, "--no-labels"), str(TRUTH), str(facts), path)
     trace = memfit.read(kept)
-    line = timeline(trace)
+    line = memory_timeline(trace)
     compared: tuple[Row, ...] = ()
     failures = list(_ended_early(script, report, trace))
     peak = report["peak"]["allocated"]

@@ -31,11 +31,11 @@ from measuring import command_line, traced, write_json
 
 import memfit
 from memfit.allocator.requests import read_requests
-from memfit.packing.best_packing import Packing, always_live, pack
-from memfit.packing.buffers import Buffers, sections
-from memfit.packing.csv_table import read_buffers
-from memfit.packing.lifetimes import last_step, lifetimes, one_step
-from memfit.packing.validator import find_violation
+from memfit.packing.best_packing import Packing, mask_of_always_live, pack_buffers
+from memfit.packing.buffers import Buffers, lifetime_sections
+from memfit.packing.csv_table import read_buffers_csv
+from memfit.packing.lifetimes import buffers_of_requests, buffers_of_step, last_full_step
+from memfit.packing.validator import find_packing_violation
 from memfit.records import Trace
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -72,11 +72,11 @@ CUT = 50_000
 def instances(folder: Path) -> Iterator[dict[str, Any]]:
     """Pack each instance within the capacity in its file name."""
     for path in sorted(folder.glob("*.csv")):
-        buffers, capacity = read_buffers(path), int(path.name.split(".")[1])
+        buffers, capacity = read_buffers_csv(path), int(path.name.split(".")[1])
         begin = time.perf_counter()
-        found = pack(buffers, capacity, seconds=SECONDS)
+        found = pack_buffers(buffers, capacity, seconds=SECONDS)
         seconds = time.perf_counter() - begin
-        fault = find_violation(buffers, found.offset, capacity)
+        fault = find_packing_violation(buffers, found.offset, capacity)
         row = {"name": path.name, "buffers": len(buffers), "bound": found.bound, "height": found.height}
         print(
             f"{path.name:18} {len(buffers):4} buffers  {found.height:9,} of {capacity:9,}  {seconds:5.2f} s"
@@ -137,7 +137,9 @@ def beside_caffe(names: list[str]) -> Iterator[dict[str, Any]]:
     for name, (mode, claim) in itertools.product(names, CLAIMS.items()):
         options = ["--batch-size", str(BATCHES[name]), "--steps", "1" if mode == "inference" else "3"]
         found = memfit.pack(trace_of(name, mode, *options, workspaces="none"), seconds=SECONDS)
-        always = sum(int(part.size[always_live(sections(part))].sum()) for part, _ in found.parts)
+        always = sum(
+            int(part.size[mask_of_always_live(lifetime_sections(part))].sum()) for part, _ in found.parts
+        )
         blobs = (found.height - always) / (found.unshared - always)
         shares = {"for all memory": found.height / found.unshared, "for what is not permanent": blobs}
         if mode == "inference":
@@ -158,9 +160,9 @@ def large() -> Iterator[dict[str, Any]]:
     print(f"\n{'':24}{'buffers':>10}{'height/bound':>14}{'wall, CPU':>16}{'within 1.005':>18}")
     for job, options in LARGE.items():
         requests = read_requests(trace_of(*job.split(), *options))
-        (buffers,) = lifetimes(requests).values()
-        step = last_step(requests)
-        yield pack_many(job, one_step(buffers, *step[1:]) if step else buffers, CLOSE)
+        (buffers,) = buffers_of_requests(requests).values()
+        step = last_full_step(requests)
+        yield pack_many(job, buffers_of_step(buffers, *step[1:]) if step else buffers, CLOSE)
     yield pack_many("cut from a rectangle", gapless_problem(1, CUT), math.inf)
 
 
@@ -179,7 +181,7 @@ def pack_many(name: str, buffers: Buffers, close: float) -> dict[str, Any]:
 def timed(buffers: Buffers, capacity: int | None) -> tuple[Packing, float, float]:
     """Pack; return the result, wall seconds and processor seconds."""
     begin, busy = time.perf_counter(), time.process_time()
-    found = pack(buffers, capacity, seconds=SECONDS)
+    found = pack_buffers(buffers, capacity, seconds=SECONDS)
     return found, time.perf_counter() - begin, time.process_time() - busy
 
 

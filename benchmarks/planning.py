@@ -25,7 +25,7 @@ from measuring import GIB, ROOT, command_line, memfit_json, table_head, table_li
 import memfit
 from memfit import MemfitError
 from memfit.records import ScriptPlan
-from memfit.report.terminal.script_plan import plan_name
+from memfit.report.terminal.script_plan import plan_changes_in_words
 
 EXAMPLES = "gpt", "resnet50", "vit_l16", "unet", "lstm", "retinanet", "amp_gradscaler", "hf_trainer"
 NETWORKS = "gpt", "resnet50", "unet", "vit", "lstm", "gpt-dropout"
@@ -112,7 +112,7 @@ def row(found: ScriptPlan, seconds: float) -> str:
     columns = [f"{least}{needs.bytes / 2**30:.2f}", "no plan", "", len(found.tried) + 1, f"{seconds:.0f}", ""]
     if found.chosen is not None:
         columns[1:3] = f"{found.chosen.time:.3f}", f"{found.bound:.3f}"
-        columns[-1] = plan_name(found.chosen)
+        columns[-1] = plan_changes_in_words(found.chosen)
     return " | ".join(map(str, columns))
 
 

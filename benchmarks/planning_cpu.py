@@ -35,7 +35,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import memfit
 from memfit.planning.choose import CheckpointChoice, CheckpointChooser
-from memfit.planning.sample_independence import why_dependent
+from memfit.planning.sample_independence import why_samples_depend
 from memfit.recording.step_operations import StepOperationRecorder
 from memfit.records import Operation, StepOperations
 
@@ -239,7 +239,7 @@ def _planned(network: Network, steps: dict[int, StepOperations], budgets: list[i
     dispatch = _dispatch_seconds(network, steps[1])
     again = _seconds_again(network, steps[1], dispatch)
     choosers = {parts: CheckpointChooser(step, again, dispatch=dispatch) for parts, step in steps.items()}
-    dependent = why_dependent(steps[1], steps[PARTS[1]]) if PARTS[1] in steps else "one sample"
+    dependent = why_samples_depend(steps[1], steps[PARTS[1]]) if PARTS[1] in steps else "one sample"
     if dependent:
         print(f"No micro-batches: {dependent}.")
     divided = [_variant(network, "none", parts=parts) for parts in choosers]

@@ -18,7 +18,7 @@ from torch import nn
 
 from memfit.devices import DEFAULT, find_device
 from memfit.planning.choose import CheckpointChooser
-from memfit.planning.plan_runs import roofline
+from memfit.planning.plan_runs import roofline_seconds
 from memfit.recording.step_operations import StepOperationRecorder
 from memfit.records import Operation, StepOperations
 
@@ -80,7 +80,7 @@ def solve(step: StepOperations, seconds: Callable[[Operation], float], share: fl
 
 def main() -> None:
     """Print a row for each network."""
-    seconds = roofline(find_device(DEFAULT))
+    seconds = roofline_seconds(find_device(DEFAULT))
     shares = ", ".join(f"{share:.0%}" for share in SHARES)
     print(
         table_head(("network", "modules", "operations", f"build and solve at {shares}", "longest"), "lrrrr")

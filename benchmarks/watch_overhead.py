@@ -89,13 +89,13 @@ def main() -> None:
     from engine_overhead import medium, small
 
     import memfit
-    from memfit.records import Machine, Provenance, Stage
+    from memfit.records import MachineKind, Provenance, Stage
     from memfit.watching.prediction import PredictedStage, PredictedStep, Prediction, StepMemory
     from memfit.watching.watch import Watch
 
     step = PredictedStep(StepMemory(1, 1), 1)
     stages = (PredictedStage(Stage.TRAINING, 1, 1, (step,)),)
-    prediction = Prediction((step,), stages, Provenance.EXACT, Machine.GHOST, "")
+    prediction = Prediction((step,), stages, Provenance.EXACT, MachineKind.GHOST, "")
     ways = {
         "watch()": memfit.watch,
         "watch(trace of a whole run)": lambda: Watch(prediction, None, Path(), labels=False, files=3),

@@ -22,7 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch  # noqa: F401 - its import starts ldconfig, so it must precede the refusal of processes
 
 from memfit.allocator import compiled_allocator
-from memfit.arenas import native as compiled_arena
+from memfit.arenas import arena_library as compiled_arena
 from memfit.ghost.build import runtime_library
 from memfit.packing import native as compiled_packer
 from support import warm_process

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import memfit
-from memfit.allocator.timeline import timeline
+from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import breakdown_at
 from memfit.records import Category, GroupBy, MarkKind, Phase, TensorInfo
@@ -102,7 +102,7 @@ def both(folder, script, *arguments, options=()):
 
 def check(folder, script, *arguments, options=()):
     trace, truth = both(folder, script, *arguments, options=options)
-    line = timeline(trace)
+    line = memory_timeline(trace)
     attribution = attribute(trace, line)
     ours = of_memfit(trace, attribution)
     differences = [

@@ -12,16 +12,16 @@ from memfit.devices import (
     DEFAULT,
     OBSERVED_SPREAD,
     SCALED_SPREAD,
+    ContextObservation,
     Device,
-    Observation,
     _key,
     _table,
     all_devices,
+    context_observations,
     find_device,
     mig_slices,
-    observations,
-    supported_by,
-    why_unsupported,
+    runs_on_device,
+    why_torch_lacks_kernels,
 )
 from memfit.errors import UnknownDeviceError
 
@@ -177,13 +177,15 @@ def test_the_largest_context_observed_with_the_newest_torch_is_used():
     ],
 )
 def test_published_observations_are_in_the_table(card, what, mib, torch, cuda):
-    seen = [o for o in observations() if (o.card, o.what, o.torch, o.cuda) == (card, what, torch, cuda)]
+    seen = [
+        o for o in context_observations() if (o.card, o.what, o.torch, o.cuda) == (card, what, torch, cuda)
+    ]
     assert [o.bytes for o in seen] == [mib << 20]
 
 
 def test_every_observation_has_a_source():
     keys = {"card", "what", "mib", "torch", "cuda", "driver", "source"}
-    for row, seen in zip(TABLE["outside"]["seen"], observations(), strict=True):
+    for row, seen in zip(TABLE["outside"]["seen"], context_observations(), strict=True):
         assert set(row) <= keys
         assert seen.source.startswith("https://") or row["source"] in TABLE["sources"]
         assert seen.source in str(seen)
@@ -320,7 +322,7 @@ def test_slices_fit_on_their_card(device: Device):
     ],
 )
 def test_binary_and_ptx_compatibility(capability, architectures, runs):
-    assert supported_by(find_device(capability), architectures) is runs
+    assert runs_on_device(find_device(capability), architectures) is runs
 
 
 CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
@@ -328,26 +330,30 @@ CUDA_12_6 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
 
 
 def test_a_v100_is_refused_under_cuda_13_with_the_builds_that_support_it():
-    message = why_unsupported(find_device("v100"), CUDA_13, "2.14.1+cu130")
+    message = why_torch_lacks_kernels(find_device("v100"), CUDA_13, "2.14.1+cu130")
     assert message is not None
     for part in ("PyTorch 2.14.1+cu130", "V100-32GB", "7.0", "sm_75, sm_80", "CUDA 12.6", "+cu126", "--gpu"):
         assert part in message
-    assert why_unsupported(find_device("v100"), CUDA_12_6, "2.14.1+cu126") is None
-    assert ": this build supports no GPU. " in str(why_unsupported(find_device("v100"), [], "2.14.1"))
+    assert why_torch_lacks_kernels(find_device("v100"), CUDA_12_6, "2.14.1+cu126") is None
+    assert ": this build supports no GPU. " in str(why_torch_lacks_kernels(find_device("v100"), [], "2.14.1"))
 
 
 def test_cuda_13_supports_every_other_card_and_cuda_12_6_all_but_blackwell():
-    refused = {device.name for device in EVERY if why_unsupported(device, CUDA_13, "2.14.1+cu130")}
+    refused = {device.name for device in EVERY if why_torch_lacks_kernels(device, CUDA_13, "2.14.1+cu130")}
     assert refused == {"V100-16GB", "V100-32GB"}
-    refused = {device.name for device in all_devices() if why_unsupported(device, CUDA_12_6, "2.14.1+cu126")}
+    refused = {
+        device.name for device in all_devices() if why_torch_lacks_kernels(device, CUDA_12_6, "2.14.1+cu126")
+    }
     assert refused == {"RTX 5090", "B200"}
-    assert "CUDA 12.8 or later" in str(why_unsupported(find_device("B200"), CUDA_12_6, "2.14.1+cu126"))
+    assert "CUDA 12.8 or later" in str(
+        why_torch_lacks_kernels(find_device("B200"), CUDA_12_6, "2.14.1+cu126")
+    )
 
 
 def test_a_contributed_measurement_names_the_card_as_its_driver_does(monkeypatch):
-    newer = Observation("NVIDIA L40S", "after work", 400 << 20, "9.0", "13.0", "600.1", "an issue")
-    known = devices.observations()
-    monkeypatch.setattr(devices, "observations", lambda: (*known, newer))
+    newer = ContextObservation("NVIDIA L40S", "after work", 400 << 20, "9.0", "13.0", "600.1", "an issue")
+    known = devices.context_observations()
+    monkeypatch.setattr(devices, "context_observations", lambda: (*known, newer))
     (l40s,) = (device for device in devices.all_devices.__wrapped__() if device.name == "L40S")
     assert (l40s.context_bytes, l40s.sources["context_bytes"]) == (newer.bytes, str(newer))
 
@@ -368,7 +374,7 @@ def test_the_driver_reserves_what_nvml_s_total_exceeds_cuda_s_by():
 def test_observations_of_one_card_are_within_the_stated_share_of_each_other():
     """With any software since PyTorch 2."""
     after_work: dict[str, list[int]] = {}
-    for seen in observations():
+    for seen in context_observations():
         if seen.what == "after work" and not seen.torch.startswith("1"):
             after_work.setdefault(seen.card, []).append(seen.bytes)
     missed = {card: max(sizes) / min(sizes) - 1 for card, sizes in after_work.items()}

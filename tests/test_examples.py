@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.replay import replay
+from memfit.allocator.replay import replay_requests
 from memfit.allocator.requests import read_requests
-from memfit.allocator.timeline import timeline
+from memfit.allocator.timeline import memory_timeline
 from memfit.records import MarkKind
 from memfit.trace.trace_file import read_trace
 from support import warm_process
@@ -174,7 +174,7 @@ def assert_replay_reproduces(trace):
     A replay knows neither resets of the peaks by the script nor the former requested size of a free block.
     """
     device = trace.device
-    replayed = replay(
+    replayed = replay_requests(
         read_requests(trace),
         AllocatorConfig.read(trace.settings),
         total=device.total.bytes,
@@ -186,8 +186,8 @@ def assert_replay_reproduces(trace):
     assert {name: trace.statistics[name] for name in names} == {
         name: replayed.statistics[name] for name in names
     }
-    assert max(timeline(trace).allocated) == replayed.peak_allocated
-    assert max(timeline(trace).reserved) == replayed.peak_reserved
+    assert max(memory_timeline(trace).allocated) == replayed.peak_allocated
+    assert max(memory_timeline(trace).reserved) == replayed.peak_reserved
     assert list(map(without_former_requests, sorted(trace.segments, key=by_address))) == list(
         replayed.segments
     )

@@ -11,7 +11,7 @@ from memfit.cli.main import exit_code_of
 from memfit.devices import find_device
 from memfit.errors import TargetError
 from memfit.records import GpusFor
-from memfit.report.public_json import public_type, to_json
+from memfit.report.public_json import public_json_type, result_to_json
 
 SCRIPT = """
     import torch
@@ -58,7 +58,7 @@ def test_each_gpu_gets_a_plan_if_the_script_does_not_fit_it(tmp_path, monkeypatc
     bare = replace(found.plans[0], without_workspaces=found.plans[0].budget)
     may_fit = str(replace(found, plans=(bare, *found.plans[1:])))
     assert "GTX 1660: the script may fit as written. Where memory is short" in may_fit
-    public = msgspec.json.decode(to_json(fewer), type=public_type(GpusFor))
+    public = msgspec.json.decode(result_to_json(fewer), type=public_json_type(GpusFor))
     assert [each.plan is None for each in public.gpus] == [True, False, False]
 
 

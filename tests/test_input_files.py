@@ -8,9 +8,9 @@ import pytest
 
 import memfit
 from memfit.api.packings import pack_table
-from memfit.arenas.step_plan import read_plans
+from memfit.arenas.step_plan import read_step_plans
 from memfit.errors import MemfitError
-from memfit.input_files import read_input
+from memfit.input_files import read_input_file
 from memfit.run.options import RunOptions
 from memfit.run.parent import script_command
 from memfit.strategies.configuration import configure
@@ -25,8 +25,8 @@ READERS = {
     "pack": memfit.pack,
     "pack_table": pack_table,
     "configure": configure,
-    "plans": lambda path: read_plans(path, 1),
-    "resume": state_file.load,
+    "plans": lambda path: read_step_plans(path, 1),
+    "resume": state_file.load_state_file,
     "script": lambda path: script_command(path, (), RunOptions(), None),
 }
 
@@ -73,9 +73,9 @@ def test_a_file_that_is_too_large_is_refused_without_being_read(name, large):
 def test_a_file_is_read_up_to_its_limit(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"12345")
-    assert read_input(path, 5) == b"12345"
+    assert read_input_file(path, 5) == b"12345"
     with pytest.raises(MemfitError, match=r"it has 5 bytes, and .* only up to 4 bytes. Split it.$"):
-        read_input(path, 4, "Split it.")
-    assert len(read_input(Path("/proc/self/status"), 1 << 20)) > 100  # its size reads 0
+        read_input_file(path, 4, "Split it.")
+    assert len(read_input_file(Path("/proc/self/status"), 1 << 20)) > 100  # its size reads 0
     with pytest.raises(MemfitError, match="it has more than 4 bytes"):
-        read_input(Path("/proc/self/status"), 4)
+        read_input_file(Path("/proc/self/status"), 4)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from memfit import pack
-from memfit.report.public_json import public_type
+from memfit.report.public_json import public_json_type
 from memfit.report.terminal.packing import PackingSizes
 from support.warm_process import memfit
 
@@ -114,7 +114,7 @@ def test_a_table_is_written_with_offsets(problem, tmp_path):
 def test_json_reports_whether_the_capacity_suffices(problem):
     for capacity, fits in ((12, True), (11, False)):
         text = memfit("pack", problem, "--capacity", capacity, "--json", "-").stdout
-        answer = msgspec.json.decode(text, type=public_type(PackingSizes))
+        answer = msgspec.json.decode(text, type=public_json_type(PackingSizes))
         assert (answer.capacity, answer.fits) == (capacity, fits)
 
 

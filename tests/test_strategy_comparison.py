@@ -14,8 +14,8 @@ from memfit.analysis.trial_result import TrialResult
 from memfit.api import comparison
 from memfit.errors import TargetError
 from memfit.records import Action, DeviceUse, Figure, Provenance, ScriptEnd, StrategyComparison
-from memfit.report.public_json import public_type, to_json
-from memfit.report.terminal.strategy_comparison import print_strategies
+from memfit.report.public_json import public_json_type, result_to_json
+from memfit.report.terminal.strategy_comparison import print_strategy_comparison
 from memfit.trials import rank_runs
 from support.traces import BASE, trace_of
 
@@ -168,7 +168,7 @@ def test_an_interruption_before_the_first_row_interrupts_the_command(compare):
 
 def printed(found, width=160):
     console = Console(file=io.StringIO(), width=width, highlight=False, markup=False, emoji=False)
-    print_strategies(found, console)
+    print_strategy_comparison(found, console)
     return console.file.getvalue()
 
 
@@ -197,9 +197,9 @@ def test_a_script_with_a_sharding_of_its_own_is_told_what_to_add_to_it(compare):
 
 def test_the_json_holds_every_row(compare):
     found, rows = compare(lambda name, *_: NOT_POSSIBLE if name == "DDP" else run_of(100))
-    public = msgspec.json.decode(to_json(found), type=public_type(StrategyComparison))
+    public = msgspec.json.decode(result_to_json(found), type=public_json_type(StrategyComparison))
     assert [run.name for run in public.runs] == list(rows)
-    encoded = json.loads(to_json(found))
+    encoded = json.loads(result_to_json(found))
     by_name = {run["name"]: run for run in encoded["runs"]}
     assert by_name["FSDP2"]["peak"]["allocated"] == {"least": 100 * MIB, "most": 100 * MIB}
     assert by_name["DDP"]["reason"] == "Net has no blocks"

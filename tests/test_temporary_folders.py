@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from memfit import temporary_folders
-from memfit.temporary_folders import PREFIX, TemporaryFolder, hold_folder, remove_left_behind
+from memfit.temporary_folders import PREFIX, TemporaryFolder, hold_folder, remove_abandoned_folders
 
 
 @pytest.fixture
 def temporary(tmp_path, monkeypatch):
     """Make an empty folder the folder for temporary files, and forget that others were looked for."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    remove_left_behind.cache_clear()
+    remove_abandoned_folders.cache_clear()
     return tmp_path
 
 
@@ -66,7 +66,7 @@ def test_folders_without_the_mark_files_and_links_are_not_removed(temporary):
     (linked / temporary_folders._MARK).symlink_to(kept / temporary_folders._MARK)
     before = sorted(temporary.rglob("*"))
     removed = left_behind(temporary)
-    remove_left_behind()
+    remove_abandoned_folders()
     assert not removed.exists()
     assert sorted(temporary.rglob("*")) == before
 
@@ -77,19 +77,19 @@ def test_a_link_within_a_folder_is_removed_and_not_followed(temporary):
     (other / "file").write_text("")
     removed = left_behind(temporary)
     (removed / "link").symlink_to(other)
-    remove_left_behind()
+    remove_abandoned_folders()
     assert sorted(temporary.rglob("*")) == [other, other / "file"]
 
 
 def test_folders_of_other_users_are_not_removed(temporary, monkeypatch):
     path = left_behind(temporary)
     monkeypatch.setattr(os, "getuid", lambda: path.stat().st_uid + 1)
-    remove_left_behind()
+    remove_abandoned_folders()
     assert path.exists()
 
 
 def test_a_process_looks_once(temporary):
-    remove_left_behind()
+    remove_abandoned_folders()
     path = left_behind(temporary)
     with TemporaryFolder():
         assert path.exists()
@@ -107,7 +107,7 @@ def test_a_folder_that_is_being_removed_is_made_again_before_it_is_held(temporar
         assert not held
         (path / temporary_folders._MARK).unlink()
     thread.join()
-    remove_left_behind()
+    remove_abandoned_folders()
     assert (path / temporary_folders._MARK).exists()
     os.close(held[0])
 
@@ -116,11 +116,11 @@ def test_the_last_of_several_that_hold_a_folder_releases_it(temporary):
     path = temporary / f"{PREFIX}ranks"
     first, second = hold_folder(path), hold_folder(path)
     os.close(first)
-    remove_left_behind()
+    remove_abandoned_folders()
     assert path.exists()
     os.close(second)
-    remove_left_behind.cache_clear()
-    remove_left_behind()
+    remove_abandoned_folders.cache_clear()
+    remove_abandoned_folders()
     assert not path.exists()
 
 

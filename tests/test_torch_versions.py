@@ -20,8 +20,8 @@ import memfit
 from memfit.ghost.build.torch_install import OLDEST
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.planning.choose import CheckpointChooser, PlannedRegion
-from memfit.planning.memory_model import MemoryModel
-from memfit.planning.tensor_options import tensor_options
+from memfit.planning.memory_model import StepMemoryModel
+from memfit.planning.tensor_options import tensor_recomputations
 from memfit.strategies.mechanisms.operation_counter import OperationCounter
 from memfit.strategies.mechanisms.selective_checkpointing import KeptResults
 from support.planned_networks import NETWORKS, feed_forward
@@ -68,10 +68,10 @@ def counted(network, regions):
 
 def regions_of(step):
     """Return plans of several kinds for a step."""
-    memory = MemoryModel.of(step)
+    memory = StepMemoryModel.of(step)
     chooser = CheckpointChooser(step, work)
     choices = [chooser.choose(int(share * chooser.plain_peak)) for share in (0.8, 0.6, 0.4)]
-    options = tensor_options(memory, work)
+    options = tensor_recomputations(memory, work)
     tensors = [options[0], options[len(options) // 2], options[-1]]
     modules = [each.regions for each in choices if each is not None]
     return modules + [(PlannedRegion(("",), each.save_ops, recompute="tensors"),) for each in tensors]

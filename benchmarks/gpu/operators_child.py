@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from operator_samples import call, database, first_line, has_backward, samples, signature
 
-from memfit.card.find import is_rehearsal
+from memfit.card.find import is_ghost_loaded
 from memfit.devices import find_device
 from memfit.ghost.build.runtime_library import build
 from memfit.ghost.device import GhostDevice
@@ -171,7 +171,7 @@ def ghost_of(options: argparse.Namespace) -> Ghost | None:
             GhostDevice.of(device, options.total), in_use=device.context_bytes, context=device.context_bytes
         )
         return ghost
-    if is_rehearsal():
+    if is_ghost_loaded():
         import sitecustomize
 
         found: Ghost = sitecustomize.ghost  # type: ignore[attr-defined]

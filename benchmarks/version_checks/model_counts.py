@@ -15,11 +15,11 @@ from pathlib import Path
 
 from memfit.injection.injection_files import InjectionReport
 from memfit.planning.choose import PlannedRegion
-from memfit.planning.memory_model import inner_calls
+from memfit.planning.memory_model import calls_inside
 from memfit.planning.plan_file import read_plan
-from memfit.planning.region_options import option_in_parts, option_of
-from memfit.planning.tensor_options import Contents, ContentsInBackward, kept_contents
-from memfit.records import Change, Operation, StepOperations, is_counted
+from memfit.planning.region_options import region_option, region_option_in_parts
+from memfit.planning.tensor_options import ContentsInBackward, ContentsOfCall, kept_contents
+from memfit.records import Change, Operation, StepOperations, is_counted_operation
 from memfit.run.options import RunOptions
 from memfit.run.parent import run_script
 from memfit.run.resolve_options import ghost_settings
@@ -59,23 +59,23 @@ def recomputed_operations(step: StepOperations, regions: Sequence[PlannedRegion]
         step: recorded without the plan.
         regions: of the plan.
     """
-    inside = inner_calls(step.calls)
+    inside = calls_inside(step.calls)
     seconds = sum(_of_tensors(step, each.save_ops) for each in regions if each.recompute == "tensors")
     for region in (each for each in regions if each.recompute == "module"):
         for number, call in enumerate(step.calls):
             if call.module not in region.modules:
                 continue
             if region.split_at:
-                option = option_in_parts(step, call, inside[number], region.split_at, _second)
+                option = region_option_in_parts(step, call, inside[number], region.split_at, _second)
             else:
-                option = option_of(step, call, region.save_ops, _second)
+                option = region_option(step, call, region.save_ops, _second)
             seconds += option.seconds
     return round(seconds)
 
 
 def _of_tensors(step: StepOperations, save_ops: Sequence[str]) -> float:
     call = step.calls[0]
-    contents = Contents.of(step, call)
+    contents = ContentsOfCall.of(step, call)
     kept = kept_contents(step, call, frozenset(save_ops), contents)
     backward = ContentsInBackward(step, contents, kept, _second)
     backward.run(call)
@@ -83,7 +83,7 @@ def _of_tensors(step: StepOperations, save_ops: Sequence[str]) -> float:
 
 
 def _second(operation: Operation) -> float:
-    return float(is_counted(operation.name))
+    return float(is_counted_operation(operation.name))
 
 
 def _run(command: tuple[str, ...], change: Change) -> tuple[StepOperations | None, InjectionReport]:

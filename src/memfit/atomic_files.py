@@ -45,7 +45,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
         raise
 
 
-def check_output(path: Path) -> None:
+def check_output_path(path: Path) -> None:
     """Refuse a file that cannot be written, before the work whose result it is to hold.
 
     Raises:
@@ -61,8 +61,8 @@ def check_output(path: Path) -> None:
         raise UsageError(f"Cannot write {path}: its folder is not writable.")
 
 
-def check_outputs(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path]) -> None:
-    """Check each output as ``check_output`` does, and refuse one that would overwrite an input or another.
+def check_output_paths(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path]) -> None:
+    """Check each output as ``check_output_path`` does, and refuse one that overwrites an input or another.
 
     Args:
         outputs: files to write, by the option that names each; None for an option that was not given.
@@ -71,13 +71,15 @@ def check_outputs(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path]
     Raises:
         UsageError: a file cannot be written, or would be overwritten.
 
-    >>> check_outputs({"--html": Path("a.html"), "--csv": Path("b.csv")}, {"the trace": Path("run.memfit")})
+    >>> check_output_paths(
+    ...     {"--html": Path("a.html"), "--csv": Path("b.csv")}, {"the trace": Path("run.memfit")}
+    ... )
     """
     taken = {path.resolve(): name for name, path in inputs.items()}
     for option, path in outputs.items():
         if path is None:
             continue
-        check_output(path)
+        check_output_path(path)
         if path.exists() and not path.is_file():
             continue  # /dev/null holds any number of outputs
         before = taken.setdefault(path.resolve(), f"the file of {option}")

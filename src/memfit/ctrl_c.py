@@ -32,7 +32,7 @@ def ctrl_c_ends_at_once() -> None:
         signal.signal(signal.SIGINT, _end)
 
 
-class SignalsRaise:
+class SignalsAsExceptions:
     """Makes signals raise inside a block, so that it removes its temporary files and ends its processes.
 
     Ctrl-C raises ``KeyboardInterrupt`` if it ends the process at once outside; a scheduler's SIGTERM and a

@@ -107,7 +107,7 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
-class Observation:
+class ContextObservation:
     """An observation of the memory that a process held on a card outside PyTorch's allocator."""
 
     card: str
@@ -128,15 +128,15 @@ class Observation:
 
 
 @functools.cache
-def observations() -> tuple[Observation, ...]:
+def context_observations() -> tuple[ContextObservation, ...]:
     """Return all observations, in the table's order.
 
-    >>> {seen.what for seen in observations() if seen.card == "RTX 3090"} == {"bare", "after work"}
+    >>> {seen.what for seen in context_observations() if seen.card == "RTX 3090"} == {"bare", "after work"}
     True
     """
     absent, sources = dict.fromkeys(("torch", "cuda", "driver"), ""), _table()["sources"]
     return tuple(
-        Observation(
+        ContextObservation(
             **absent | {key: row[key] for key in row.keys() - {"mib", "source"}},
             bytes=row["mib"] * _MIB,
             source=sources.get(row["source"], row["source"]),
@@ -223,7 +223,7 @@ def find_device(name: str) -> Device:
     )
 
 
-def supported_by(device: Device, architectures: Sequence[str]) -> bool:
+def runs_on_device(device: Device, architectures: Sequence[str]) -> bool:
     """Return whether code built for these architectures runs on a device.
 
     Binary code (``sm_86``) runs on its own compute capability and on later ones of the same major
@@ -236,15 +236,15 @@ def supported_by(device: Device, architectures: Sequence[str]) -> bool:
 
     Source: CUDA C++ Programming Guide, binary compatibility, PTX compatibility, feature sets.
 
-    >>> supported_by(find_device("RTX 4090"), ["sm_80", "sm_90"])
+    >>> runs_on_device(find_device("RTX 4090"), ["sm_80", "sm_90"])
     True
-    >>> supported_by(find_device("V100"), ["sm_75", "sm_80", "compute_120"])
+    >>> runs_on_device(find_device("V100"), ["sm_75", "sm_80", "compute_120"])
     False
     """
     return any(_runs(device.compute_capability, architecture) for architecture in architectures)
 
 
-def why_unsupported(device: Device, architectures: Sequence[str], torch_version: str) -> str | None:
+def why_torch_lacks_kernels(device: Device, architectures: Sequence[str], torch_version: str) -> str | None:
     """Return why the installed PyTorch has no kernels for a device, and which version has.
 
     Args:
@@ -255,10 +255,12 @@ def why_unsupported(device: Device, architectures: Sequence[str], torch_version:
     Returns:
         The message for the user, or None if PyTorch has the kernels.
 
-    >>> print(why_unsupported(find_device("V100"), ["sm_75", "sm_80"], "2.14.1+cu130"))  # doctest: +ELLIPSIS
+    >>> print(
+    ...     why_torch_lacks_kernels(find_device("V100"), ["sm_75", "sm_80"], "2.14.1+cu130")
+    ... )  # doctest: +ELLIPSIS
     PyTorch 2.14.1+cu130 has no kernels for V100-32GB (compute capability 7.0): ...
     """
-    if supported_by(device, architectures):
+    if runs_on_device(device, architectures):
         return None
     major, minor = device.compute_capability
     supported = f"only {', '.join(architectures)}" if architectures else "no GPU"
@@ -334,7 +336,7 @@ def _context(name: str, row: Mapping[str, Any]) -> tuple[int, str]:
     like = row.get("context_like", name)
     names = {like, _table()["device"][like]["reported_as"]}  # the second in contributed measurements
     seen = max(
-        (seen for seen in observations() if seen.card in names and seen.what == "after work"),
+        (seen for seen in context_observations() if seen.card in names and seen.what == "after work"),
         key=lambda seen: ([int(part) for part in seen.torch.split(".")], seen.bytes),
     )
     if like == name:

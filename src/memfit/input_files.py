@@ -19,7 +19,7 @@ _KINDS = {
 }
 
 
-def check_ordinary(path: Path) -> None:
+def check_ordinary_file(path: Path) -> None:
     """Check that a path leads to a file or a folder; opening anything else may wait, or never end.
 
     Raises:
@@ -31,7 +31,7 @@ def check_ordinary(path: Path) -> None:
         raise FileFormatError(f"Cannot read {path}: it is {kind}. Name an ordinary file.")
 
 
-def open_input(path: Path, most: int | None, remedy: str = "") -> BinaryIO:
+def open_input_file(path: Path, most: int | None, remedy: str = "") -> BinaryIO:
     """Open an ordinary file, or a link to one, for reading.
 
     Args:
@@ -43,7 +43,7 @@ def open_input(path: Path, most: int | None, remedy: str = "") -> BinaryIO:
         FileFormatError: there is no such file, it cannot be opened, is larger, or is not an ordinary file.
     """
     try:
-        check_ordinary(path)
+        check_ordinary_file(path)
         file = path.open("rb")
     except OSError as error:
         raise FileFormatError(f"Cannot read {path}: {error.strerror or error}.") from None
@@ -54,7 +54,7 @@ def open_input(path: Path, most: int | None, remedy: str = "") -> BinaryIO:
     return file
 
 
-def read_input(path: Path, most: int, remedy: str = "") -> bytes:
+def read_input_file(path: Path, most: int, remedy: str = "") -> bytes:
     """Read an ordinary file, or a link to one.
 
     Args:
@@ -65,7 +65,7 @@ def read_input(path: Path, most: int, remedy: str = "") -> bytes:
     Raises:
         FileFormatError: there is no such file, it cannot be read, is larger, or is not an ordinary file.
     """
-    with open_input(path, most, remedy) as file:
+    with open_input_file(path, most, remedy) as file:
         try:
             content = file.read(most + 1)
         except OSError as error:

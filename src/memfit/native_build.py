@@ -168,7 +168,7 @@ class NativeLibrary:
         return self._loaded
 
     def open(self, path: Path) -> ctypes.CDLL:
-        """Load a library that ``compile_library`` made, and declare the types of its functions."""
+        """Load a library that ``compile_c_library`` made, and declare the types of its functions."""
         library = ctypes.CDLL(str(path))
         for name, (result, arguments) in self._functions.items():
             function = getattr(library, name)
@@ -177,7 +177,7 @@ class NativeLibrary:
 
     def _cached(self) -> ctypes.CDLL:
         digest = hashlib.sha256(repr((COMPILE_FLAGS, os.uname().machine)).encode())
-        for source in (*shared_headers(), *sorted(self.sources.glob("*.[ch]"))):
+        for source in (*shared_c_headers(), *sorted(self.sources.glob("*.[ch]"))):
             digest.update(source.name.encode() + b"\0" + source.read_bytes())
         name = f"{digest.hexdigest()[:16]}.so"
         path = cache_folder(self._kind, name) / name
@@ -185,16 +185,16 @@ class NativeLibrary:
             with suppress(OSError, AttributeError):  # a cache cleaner may have truncated it
                 return self.open(path)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            compile_library(self.sources, Path(folder) / path.name).replace(path)
+            compile_c_library(self.sources, Path(folder) / path.name).replace(path)
         return self.open(path)
 
 
-def shared_headers() -> list[Path]:
+def shared_c_headers() -> list[Path]:
     """Return the headers that all of memfit's C code may include."""
     return sorted(SHARED_C.glob("*.h"))
 
 
-def compile_library(sources: Path, library: Path) -> Path:
+def compile_c_library(sources: Path, library: Path) -> Path:
     """Compile the C files of a folder.
 
     Raises:
@@ -206,7 +206,7 @@ def compile_library(sources: Path, library: Path) -> Path:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked_file(path: Path) -> Iterator[None]:
     """Hold a lock file, so that processes that start together compile once; exiting releases it."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

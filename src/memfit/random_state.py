@@ -175,7 +175,7 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 @dataclass(slots=True)
-class GlobalDraws:
+class DrawnRandomNumbers:
     """Random numbers that a forward drew from Python, NumPy and the GPUs' global generators, and from others.
 
     A CUDA generator is a seed and an offset, both on the host: reading them does not synchronise.
@@ -185,7 +185,7 @@ class GlobalDraws:
     """Generators with their states before the forward; after ``keep_drawn``, only those drawn from."""
 
     @classmethod
-    def start(cls, others: Iterable[Any] = ()) -> "GlobalDraws":
+    def start(cls, others: Iterable[Any] = ()) -> "DrawnRandomNumbers":
         """Record the states of these and other generators of PyTorch's before a forward."""
         import torch
 
@@ -199,7 +199,7 @@ class GlobalDraws:
         self.before = [
             (generator, state)
             for generator, state in self.before
-            if not same_state(state, generator.get_state())
+            if not same_generator_state(state, generator.get_state())
         ]
 
     @contextmanager
@@ -225,7 +225,7 @@ def generator_positions() -> tuple[Any, ...]:
     return own, *(each.get_offset() for each in torch.cuda.default_generators)
 
 
-def same_state(one: Any, other: Any) -> bool:
+def same_generator_state(one: Any, other: Any) -> bool:
     """Return whether two states of a generator, PyTorch's included, are equal."""
     if one is other:
         return True
@@ -235,7 +235,7 @@ def same_state(one: Any, other: Any) -> bool:
         return torch.equal(one, other)
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(
-            same_state(value, other[name]) for name, value in one.items()
+            same_generator_state(value, other[name]) for name, value in one.items()
         )
     return bool(one == other)
 

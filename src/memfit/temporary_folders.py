@@ -22,7 +22,7 @@ class TemporaryFolder(tempfile.TemporaryDirectory[str]):
 
     def __init__(self) -> None:
         """Make the folder, and remove those that killed processes have left."""
-        remove_left_behind()
+        remove_abandoned_folders()
         super().__init__(prefix=PREFIX)
         self._lock = hold_folder(Path(self.name))
 
@@ -49,7 +49,7 @@ def hold_folder(folder: Path) -> int:
 
 
 @functools.cache
-def remove_left_behind() -> None:
+def remove_abandoned_folders() -> None:
     """Remove the folders of this user's processes that were killed; once in a process."""
     with suppress(OSError):
         for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):

@@ -78,7 +78,7 @@ class Unit:
     def number(self, amount: int, sign: str = "") -> str:
         """Format bytes as a number of this unit with two decimals; ``+`` also signs positive numbers.
 
-        >>> unit_for(5 * GIB).number(GIB // 2, "+")
+        >>> unit_for_table(5 * GIB).number(GIB // 2, "+")
         '+0.50'
         """
         return f"{amount / self.bytes:{sign},.2f}"
@@ -86,7 +86,7 @@ class Unit:
     def format(self, amount: int) -> str:
         """Format bytes in this unit with two decimals.
 
-        >>> unit_for(5 * MIB).format(MIB)
+        >>> unit_for_table(5 * MIB).format(MIB)
         '1.00 MiB'
         """
         return f"{self.number(amount)} {self.name}"
@@ -96,7 +96,7 @@ class Unit:
         return abs(amount) < 0.005 * self.bytes
 
 
-def unit_for(reserved: int) -> Unit:
+def unit_for_table(reserved: int) -> Unit:
     """Return the unit of the tables of a run: GiB if it reserves at least one, otherwise MiB."""
     return Unit("GiB", GIB) if reserved >= GIB else Unit("MiB", MIB)
 

@@ -34,7 +34,7 @@ def user_line(start: FrameType | None = None) -> str:
     >>> user_line().endswith(":1")  # this line, as doctest numbers it
     True
     """
-    user, installed = _innermost(lines_outwards(start or sys._getframe(1)))
+    user, installed = _innermost(lines_of_frames(start or sys._getframe(1)))
     return user or installed
 
 
@@ -48,7 +48,7 @@ def warn_user(message: str) -> None:
     while frame is not None and user is None:
         kind = _kind(frame.f_code.co_filename)
         user = frame if kind == "user" else None
-        if outside is None and not is_own_file(frame.f_code.co_filename):
+        if outside is None and not is_memfit_file(frame.f_code.co_filename):
             outside = frame
         frame = frame.f_back
     at = user or outside or sys._getframe(1)
@@ -62,11 +62,11 @@ def warn_user(message: str) -> None:
     )
 
 
-def place_of(lines: Iterable[tuple[str, int]]) -> str:
+def user_place(lines: Iterable[tuple[str, int]]) -> str:
     """Return the innermost line of the user's code, with the line of an installed package that it called.
 
     Args:
-        lines: as ``lines_outwards`` returns them.
+        lines: as ``lines_of_frames`` returns them.
 
     Returns:
         ``/home/ada/train.py:65, in trl/trainer/grpo_trainer.py:1887``; empty as for ``user_line``.
@@ -75,19 +75,19 @@ def place_of(lines: Iterable[tuple[str, int]]) -> str:
     return f"{user}, in {_below_package_root(installed)}" if user and installed else user or installed
 
 
-def innermost_line(place: str) -> str:
+def innermost_line_of_place(place: str) -> str:
     """Return the innermost line of a place, without folders; empty for a place that is no line.
 
-    >>> innermost_line("/home/ada/train.py:65, in trl/trainer/grpo_trainer.py:1887")
+    >>> innermost_line_of_place("/home/ada/train.py:65, in trl/trainer/grpo_trainer.py:1887")
     'grpo_trainer.py:1887'
-    >>> innermost_line("/home/ada/train.py:65"), innermost_line("layers.0")
+    >>> innermost_line_of_place("/home/ada/train.py:65"), innermost_line_of_place("layers.0")
     ('train.py:65', '')
     """
     line = place.rpartition(", in ")[2].rpartition(os.sep)[2]
     return line if re.fullmatch(r".+:[0-9]+", line) else ""
 
 
-def lines_outwards(start: FrameType | None = None) -> Iterator[tuple[str, int]]:
+def lines_of_frames(start: FrameType | None = None) -> Iterator[tuple[str, int]]:
     """Yield file and line of a frame, the caller's by default, and of all frames around it."""
     frame: FrameType | None = start or sys._getframe(1)
     while frame is not None:
@@ -121,10 +121,10 @@ def is_user_file(file: str) -> bool:
     return _kind(file) == "user"
 
 
-def is_own_file(file: str) -> bool:
+def is_memfit_file(file: str) -> bool:
     """Return whether a source file is memfit's.
 
-    >>> is_own_file(__file__), is_own_file(re.__file__)
+    >>> is_memfit_file(__file__), is_memfit_file(re.__file__)
     (True, False)
     """
     return file.startswith(_OWN)

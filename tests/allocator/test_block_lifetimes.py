@@ -2,7 +2,7 @@
 
 from memfit.allocator.block_lifetimes import FREE, LIVE, PENDING, BlockTracker, TrackedBlock
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.initial_state import InitialState
+from memfit.allocator.initial_state import InitialAllocatorState
 from memfit.records import Action
 from support.traces import events_of, freed
 
@@ -10,7 +10,7 @@ MIB = 1 << 20
 
 
 def track(*history, conf=""):
-    return BlockTracker(events_of(history), AllocatorConfig.of(conf), InitialState())
+    return BlockTracker(events_of(history), AllocatorConfig.of(conf), InitialAllocatorState())
 
 
 def test_blocks_are_those_of_the_event_the_tracker_has_reached():

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from memfit.allocator import compiled_allocator
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.replay import replay
-from memfit.allocator.requests import RequestKind, Requests
+from memfit.allocator.replay import replay_requests
+from memfit.allocator.requests import AllocatorRequests, RequestKind
 from memfit.errors import MemfitError, UsageError
 from support.allocator_comparison.twins import POOLS, TWIN_CONFS, both, compare
 from support.sanitized_build import build
@@ -42,10 +42,10 @@ def test_compiled_and_python_replays_are_equal(conf, seed):
     total=st.integers(1, 1 << 60),
 )
 def test_random_requests_are_served_or_refused(conf, rows, total):
-    requests = Requests()
+    requests = AllocatorRequests()
     for kind, block, size, stream, pool in rows:
         requests.add(kind, 0, block, size, stream, pool)
-    with compiled_allocator.opened(
+    with compiled_allocator.open_compiled_allocator(
         AllocatorConfig.of(conf), blocks=12, pools=POOLS, total=total, taken=0, version=(2, 14)
     ) as allocator:
         with suppress(UsageError):  # impossible requests
@@ -74,14 +74,14 @@ def test_random_requests_are_served_or_refused(conf, rows, total):
     ],
 )
 def test_impossible_requests_are_refused(row, position):
-    requests = Requests()
+    requests = AllocatorRequests()
     for kind, block, size in ((RequestKind.MALLOC, 0, 512), (RequestKind.FREE, 0, 0)):
         requests.add(kind, 0, block, size)
-    with compiled_allocator.opened(
+    with compiled_allocator.open_compiled_allocator(
         AllocatorConfig(), blocks=8, pools=POOLS, total=GIB, taken=0, version=(2, 14)
     ) as allocator:
         assert allocator.serve(requests)
-        bad = Requests()
+        bad = AllocatorRequests()
         bad.add(RequestKind.EMPTY_CACHE, 0)
         kind, block, *rest = row
         bad.add(kind, 0, block, *rest)
@@ -91,24 +91,28 @@ def test_impossible_requests_are_refused(row, position):
 
 def test_settings_that_pytorch_refuses_are_refused():
     with pytest.raises(UsageError, match="max_split_size must be at least large_segment_size"):
-        replay(Requests(), AllocatorConfig(max_split_size=35 << 20, large_segment_size=55 << 20), total=GIB)
+        replay_requests(
+            AllocatorRequests(),
+            AllocatorConfig(max_split_size=35 << 20, large_segment_size=55 << 20),
+            total=GIB,
+        )
 
 
 def test_a_device_beyond_64_bits_is_refused():
-    requests = Requests()
+    requests = AllocatorRequests()
     requests.add(RequestKind.MALLOC, 0, 0, 1 << 47)
     with pytest.raises(UsageError, match=r"a GPU of 1,180,591,620,717,411,303,424 bytes: the largest is"):
-        replay(requests, AllocatorConfig(), total=1 << 70)
-    assert replay(requests, AllocatorConfig(max_split_size=1 << 80), total=1 << 50).fits
+        replay_requests(requests, AllocatorConfig(), total=1 << 70)
+    assert replay_requests(requests, AllocatorConfig(max_split_size=1 << 80), total=1 << 50).fits
 
 
 def test_addresses_beyond_64_bits_are_refused():
-    requests = Requests()
+    requests = AllocatorRequests()
     for number in range(20):  # a reservation of 9/8 of the device for each stream
         requests.add(RequestKind.MALLOC, 0, number, 512, stream=number)
     config = AllocatorConfig(expandable_segments=True)
     with pytest.raises(UsageError, match="expandable segments reserve there exceed 64 bits"):
-        replay(requests, config, total=1 << 60)
+        replay_requests(requests, config, total=1 << 60)
     compiled, interpreted = both(requests, config, total=1 << 40)
     assert compiled == interpreted
     assert len(compiled.segments) == 20
@@ -127,8 +131,8 @@ def empty_cache(tmp_path, monkeypatch):
 def test_without_a_compiler_replays_are_refused_and_say_what_is_missing(empty_cache, monkeypatch, compiler):
     monkeypatch.setenv("CC", compiler)
     with pytest.raises(MemfitError, match="Cannot build memfit's C code"):
-        replay(Requests(), AllocatorConfig(), total=80 * GIB)
-    assert replay(Requests(), AllocatorConfig(caching=False), total=80 * GIB).fits
+        replay_requests(AllocatorRequests(), AllocatorConfig(), total=80 * GIB)
+    assert replay_requests(AllocatorRequests(), AllocatorConfig(caching=False), total=80 * GIB).fits
     assert not list(empty_cache.glob("**/*"))
 
 

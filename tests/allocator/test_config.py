@@ -2,7 +2,7 @@
 
 import pytest
 
-from memfit.allocator.config import AllocatorConfig, parse
+from memfit.allocator.config import AllocatorConfig, parse_allocator_conf
 from memfit.errors import UsageError
 
 MIB = 1 << 20
@@ -18,14 +18,14 @@ def test_defaults_are_pytorchs():
 
 
 def test_white_space_is_dropped_everywhere():
-    assert parse(" max_split_size_mb : 1 28,\texpandable_segments:True ") == {
+    assert parse_allocator_conf(" max_split_size_mb : 1 28,\texpandable_segments:True ") == {
         "max_split_size_mb": "128",
         "expandable_segments": "True",
     }
 
 
 def test_settings_that_do_not_affect_sizes_are_accepted():
-    assert parse("garbage_collection_threshold:0.8,pinned_use_background_threads:True") == {
+    assert parse_allocator_conf("garbage_collection_threshold:0.8,pinned_use_background_threads:True") == {
         "garbage_collection_threshold": "0.8",
         "pinned_use_background_threads": "True",
     }

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.replay import replay
+from memfit.allocator.replay import replay_requests
 from memfit.allocator.requests import read_requests
 from memfit.errors import FileFormatError, UsageError
 from memfit.records import Action, Mark, MarkKind, Segment
@@ -30,7 +30,7 @@ def outcome(trace):
     except FileFormatError as error:
         return str(error)
     for config in CONFIGS:
-        result = replay(requests, config, total=2 * GIB)
+        result = replay_requests(requests, config, total=2 * GIB)
         assert 0 <= result.peak_allocated <= result.peak_reserved <= 2 * GIB
         assert result.failure is None or result.failure.event < max(len(trace.events), 1)
     return ""
@@ -209,4 +209,4 @@ def test_any_settings_are_read_or_refused(conf):
     assert config.large_segment_size > 0
     assert len(config.roundup_power2_divisions) == 16
     if config.has_segments:
-        replay(read_requests(trace_of(WHOLE)), config, total=GIB)
+        replay_requests(read_requests(trace_of(WHOLE)), config, total=GIB)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.initial_state import initial_state
-from memfit.allocator.timeline import timeline
+from memfit.allocator.initial_state import reconstruct_initial_state
+from memfit.allocator.timeline import memory_timeline
 from memfit.errors import FileFormatError
 from memfit.records import Action, SnapshotBlock
 from support.traces import BASE, freed, segment, trace_of
@@ -20,11 +20,11 @@ MIB = 1 << 20
 def test_a_late_history_gives_the_same_timeline(drive, situation):
     late = 700
     trace, operations, truth = drive(situation, history_from=late)
-    start = initial_state(trace, AllocatorConfig.read(trace.settings))
+    start = reconstruct_initial_state(trace, AllocatorConfig.read(trace.settings))
     _, allocated, reserved = truth[late - 1]
     assert start.reserved == reserved
     assert 0 <= allocated - start.allocated <= start.uncertain
-    derived = timeline(trace)
+    derived = memory_timeline(trace)
     truth = truth[late:]
     at = np.searchsorted(operations, truth[:, 0], side="right") - 1
     truth, at = truth[at >= 0], at[at >= 0]
@@ -47,7 +47,7 @@ def late(history, *segment_addresses, size=20 * MIB, state="inactive"):
         for address in segment_addresses
     ]
     trace = trace_of(history, at_end)
-    return timeline(trace), initial_state(trace, AllocatorConfig())
+    return memory_timeline(trace), reconstruct_initial_state(trace, AllocatorConfig())
 
 
 def test_an_earlier_block_is_assumed_to_have_its_rounded_size():

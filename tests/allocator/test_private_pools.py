@@ -8,7 +8,7 @@ import pytest
 
 import memfit
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.replay import replay as replayed
+from memfit.allocator.replay import replay_requests as replayed
 from memfit.allocator.requests import RequestKind, read_requests
 from memfit.errors import FileFormatError
 from memfit.records import Action, Mark, MarkKind, SnapshotBlock

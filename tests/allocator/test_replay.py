@@ -5,9 +5,9 @@ from dataclasses import replace as changed
 import pytest
 
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.replay import replay
-from memfit.allocator.requests import RequestKind, Requests, read_requests
-from memfit.allocator.setting_outcomes import recommended_outcome, replay_setting, smallest_capacity
+from memfit.allocator.replay import replay_requests
+from memfit.allocator.requests import AllocatorRequests, RequestKind, read_requests
+from memfit.allocator.setting_outcomes import recommended_outcome, replay_setting, smallest_device_that_fits
 from memfit.errors import FileFormatError, UsageError
 from memfit.records import Action, AllocatorSetting, CallRates, FailedMalloc, Mark, MarkKind, SettingOutcome
 from support.traces import freed, trace_of
@@ -47,7 +47,7 @@ def test_a_replay_equals_the_real_allocator(drive, situation):
     config = AllocatorConfig.read(trace.settings)
     if situation == "garbage collection":  # the driver sets the limit by a call, which no history records
         config = changed(config, per_process_memory_fraction=0.8)
-    result = replay(read_requests(trace), config, total=TOTAL[situation] << 30)
+    result = replay_requests(read_requests(trace), config, total=TOTAL[situation] << 30)
     assert result.peak_allocated == truth[:, 1].max()
     assert result.peak_reserved == truth[:, 2].max()
     assert result.statistics["num_alloc_retries"] == trace.statistics["num_alloc_retries"]
@@ -68,7 +68,7 @@ def test_a_block_used_by_another_stream_waits_for_its_completed_free():
     )
     found = read_requests(trace)
     assert request_names(found) == ["MALLOC", "FREE_LATER", "MALLOC", "GONE_ON", "MALLOC"]
-    result = replay(found, AllocatorConfig(), total=GIB)
+    result = replay_requests(found, AllocatorConfig(), total=GIB)
     assert result.statistics["active_bytes.all.peak"] == 4 * MIB
     (segment,) = result.segments
     assert [block.state for block in segment.blocks] == ["active_allocated", "active_allocated", "inactive"]
@@ -110,7 +110,7 @@ def test_a_replay_ends_at_the_first_malloc_that_fails():
             (Action.ALLOC, 0x20000000, 40 * MIB),
         ]
     )
-    result = replay(read_requests(trace), AllocatorConfig(), total=64 * MIB, taken=2 * MIB)
+    result = replay_requests(read_requests(trace), AllocatorConfig(), total=64 * MIB, taken=2 * MIB)
     assert not result.fits
     assert result.failure == FailedMalloc(3, 40 * MIB, 32 * MIB)
     assert result.peak_reserved == 30 * MIB
@@ -123,7 +123,7 @@ def test_without_a_cache_every_tensor_costs_two_calls():
             (Action.ALLOC, 0x1000, 2 * MIB),
             *freed(0x1000, 2 * MIB),
         ]
-    result = replay(read_requests(trace_of(events)), AllocatorConfig(caching=False), total=GIB)
+    result = replay_requests(read_requests(trace_of(events)), AllocatorConfig(caching=False), total=GIB)
     assert (result.calls.malloc, result.calls.free) == (5, 5)
     assert result.peak_reserved == 2 * MIB
 
@@ -139,10 +139,10 @@ def test_the_smallest_capacity_is_found_from_above():
         ]
     )
     found = read_requests(trace)
-    size = smallest_capacity(found, AllocatorSetting(), taken=2 * MIB, version=(2, 14))
+    size = smallest_device_that_fits(found, AllocatorSetting(), taken=2 * MIB, version=(2, 14))
     assert size == 42 * MIB  # the allocator releases the cached 30 MiB because the 40 do not fit beside them
-    assert replay(found, AllocatorConfig(), total=size, taken=2 * MIB).fits
-    assert not replay(found, AllocatorConfig(), total=size - 2 * MIB, taken=2 * MIB).fits
+    assert replay_requests(found, AllocatorConfig(), total=size, taken=2 * MIB).fits
+    assert not replay_requests(found, AllocatorConfig(), total=size - 2 * MIB, taken=2 * MIB).fits
 
 
 def test_after_so_many_replays_the_strides_to_the_smallest_capacity_double():
@@ -156,7 +156,7 @@ def test_after_so_many_replays_the_strides_to_the_smallest_capacity_double():
 
     def size(exhaustive, **more):
         tried.clear()
-        return smallest_capacity(
+        return smallest_device_that_fits(
             found, AllocatorSetting(), taken=0, version=(2, 14), exhaustive=exhaustive,
             on_replay=tried.append, **more,
         )  # fmt: skip
@@ -173,7 +173,7 @@ def test_only_a_setting_that_gains_is_recommended():
     def row(reserved, seconds=0.0, *, fits=True, conf="expandable_segments:True"):
         failure = None if fits else FailedMalloc(0, 1, 0)
         done = changed(
-            replay(_NOTHING, AllocatorConfig(), total=GIB), failure=failure, peak_reserved=reserved
+            replay_requests(_NOTHING, AllocatorConfig(), total=GIB), failure=failure, peak_reserved=reserved
         )
         return SettingOutcome(AllocatorSetting(conf), done, seconds)
 
@@ -187,13 +187,13 @@ def test_only_a_setting_that_gains_is_recommended():
 
 
 def test_pytorch_accepts_every_setting_that_is_tried():
-    from memfit.allocator.setting_outcomes import setting_config, settings_worth_trying
+    from memfit.allocator.setting_outcomes import config_of_setting, settings_worth_trying
 
     for version in ((2, 8), (2, 14)):
         names = [setting.name for setting in settings_worth_trying(version)]
         assert len(set(names)) == len(names)
         for setting in settings_worth_trying(version):
-            setting_config(setting)
+            config_of_setting(setting)
     assert not any("large_segment" in setting.conf for setting in settings_worth_trying((2, 8)))
     with pytest.raises(UsageError, match="max_split_size_mb:3 "):
         replay_setting(
@@ -224,4 +224,4 @@ def test_since_2_12_the_age_of_segments_orders_blocks_of_equal_size():
     assert (chosen((2, 11)), chosen((2, 12)), chosen((2, 14))) == ("young", "old", "old")
 
 
-_NOTHING = Requests()
+_NOTHING = AllocatorRequests()

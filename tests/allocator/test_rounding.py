@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.allocator.config import INTERVALS, AllocatorConfig
-from memfit.allocator.rounding import round_size, segment_size, should_split
+from memfit.allocator.rounding import round_size, segment_size, should_split_block
 
 MIB = 1 << 20
 sizes = st.one_of(
@@ -89,4 +89,4 @@ def test_large_segment_size_serves_requests_up_to_10_mib():
     ],
 )
 def test_remainders_are_split_by_size_and_setting(rounded, remainder, config, split):
-    assert should_split(rounded, remainder, config) == split
+    assert should_split_block(rounded, remainder, config) == split

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.allocator.timeline import disagreement_with_pytorch, timeline
+from memfit.allocator.timeline import disagreement_with_pytorch, memory_timeline
 from memfit.errors import FileFormatError
 from memfit.records import Action, Mark, MarkKind, Segment, SnapshotBlock
 from support.traces import BASE, freed, segment, trace_of
@@ -21,7 +21,7 @@ STATES = ("inactive", "active_allocated", "active_awaiting_free")
 
 def test_the_timeline_is_exact_after_every_operation(drive, situation):
     trace, operations, truth = drive(situation)
-    derived = timeline(trace)
+    derived = memory_timeline(trace)
     at = np.searchsorted(operations, truth[:, 0], side="right") - 1
     np.testing.assert_array_equal(derived.allocated[at], truth[:, 1])
     np.testing.assert_array_equal(derived.reserved[at], truth[:, 2])
@@ -48,7 +48,7 @@ def block_sizes(*requests, whole=20 * MIB, conf=""):
     sizes = []
     for request in requests:
         history.append((Action.ALLOC, address, request))
-        derived = timeline(trace_of(history, [segment(BASE, whole)], settings={"conf": conf}))
+        derived = memory_timeline(trace_of(history, [segment(BASE, whole)], settings={"conf": conf}))
         sizes.append(int(derived.block_size[-1]))
         address += sizes[-1]
     return sizes
@@ -64,7 +64,7 @@ def test_allocations_older_than_the_history_do_not_change_the_allocated_bytes():
         ],
     )
     rows = [(Action.EARLIER, BASE, 100), (Action.ALLOC, BASE + 512, 100), *freed(BASE + 512, 100)]
-    derived = timeline(trace_of(rows, [live]))
+    derived = memory_timeline(trace_of(rows, [live]))
     assert derived.allocated.tolist() == [512, 1024, 512, 512]
     assert derived.block_size.tolist() == [512, 512, 0, 0]
     assert derived.freed_by.tolist() == [4, 2, -1, -1]
@@ -88,7 +88,7 @@ def test_earlier_events_need_blocks_at_the_beginning(rows):
         ],
     )
     with pytest.raises(FileFormatError, match="refers to a block allocated before"):
-        timeline(trace_of(rows, [live]))
+        memory_timeline(trace_of(rows, [live]))
 
 
 def test_a_large_remainder_is_split_off_beyond_1_mib():
@@ -127,7 +127,7 @@ def test_adjacent_segments_do_not_merge(order):
         (Action.SEGMENT_FREE, BASE, size),
         (Action.SEGMENT_FREE, BASE + size, size),
     ]
-    derived = timeline(trace_of(history))
+    derived = memory_timeline(trace_of(history))
     assert derived.reserved.tolist() == [size] + [2 * size] * 7 + [size, 0]
     assert derived.allocated.tolist() == [0, 0, size, 2 * size, size, size, 0, 0, 0, 0]
     freed_by = [4, 6] if order[0] == 0 else [6, 4]
@@ -135,7 +135,7 @@ def test_adjacent_segments_do_not_merge(order):
 
 
 def test_allocations_never_freed_are_freed_at_the_end():
-    derived = timeline(trace_of([(Action.SEGMENT_ALLOC, BASE, 2 * MIB), (Action.ALLOC, BASE, 1)]))
+    derived = memory_timeline(trace_of([(Action.SEGMENT_ALLOC, BASE, 2 * MIB), (Action.ALLOC, BASE, 1)]))
     assert derived.freed_by.tolist() == [-1, 2]
 
 
@@ -149,17 +149,17 @@ def test_without_a_cache_sizes_are_summed(settings_):
         *freed(BASE, 100),
         (Action.ALLOC, BASE, 7),
     ]
-    derived = timeline(trace_of(history, settings=settings_))
+    derived = memory_timeline(trace_of(history, settings=settings_))
     assert derived.allocated.tolist() == [100, 1100, 1000, 1000, 1007]
     assert derived.reserved.tolist() == derived.allocated.tolist()
     assert derived.block_size.tolist() == [100, 1000, 0, 0, 7]
     assert derived.freed_by.tolist() == [2, 5, -1, -1, 5]
     with pytest.raises(FileFormatError, match="Event 1 of 2"):
-        timeline(trace_of([history[0], history[0]], settings=settings_))
+        memory_timeline(trace_of([history[0], history[0]], settings=settings_))
 
 
 def test_an_empty_history_has_an_empty_timeline():
-    derived = timeline(trace_of([]))
+    derived = memory_timeline(trace_of([]))
     assert derived.allocated.tolist() == derived.reserved.tolist() == []
 
 
@@ -202,17 +202,17 @@ def test_an_impossible_history_names_the_event(name):
     *_, (action, _, _) = history
     named = rf"Event {len(history) - 1} of {len(history)} \(kind {action.name.lower()}, "
     with pytest.raises(FileFormatError, match=named):
-        timeline(trace)
+        memory_timeline(trace)
 
 
 def test_events_that_reserve_more_than_the_end_are_refused():
     with pytest.raises(FileFormatError, match="2,097,152 bytes more than they release"):
-        timeline(trace_of([SEGMENT, ALLOC], ()))
+        memory_timeline(trace_of([SEGMENT, ALLOC], ()))
 
 
 def test_settings_that_pytorch_would_refuse_are_refused():
     with pytest.raises(FileFormatError, match="expandable_segments:Perhaps"):
-        timeline(trace_of([], settings={"expandable_segments": "Perhaps"}))
+        memory_timeline(trace_of([], settings={"expandable_segments": "Perhaps"}))
 
 
 # -- forged histories ------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ at_end = st.builds(
 def test_a_forged_history_is_replayed_or_refused(history, segments_):
     for conf in ("", "expandable_segments:True"):
         with suppress(FileFormatError):
-            derived = timeline(trace_of(history, segments_, settings={"conf": conf}))
+            derived = memory_timeline(trace_of(history, segments_, settings={"conf": conf}))
             assert len(derived.allocated) == len(history)
 
 
@@ -263,7 +263,7 @@ def test_a_forged_history_is_replayed_or_refused(history, segments_):
 def test_a_disagreement_with_the_statistics_is_reported(statistics, words):
     history = [SEGMENT, ALLOC, (Action.ALLOC, BASE + 512, 1), (Action.FREE_REQUESTED, BASE + 512, 1)]
     trace = trace_of(history, statistics=statistics)
-    found = disagreement_with_pytorch(trace, timeline(trace))
+    found = disagreement_with_pytorch(trace, memory_timeline(trace))
     assert words in found
     assert bool(found) == bool(words)
 
@@ -272,4 +272,4 @@ def test_the_peak_counts_from_the_last_reset():
     history = [SEGMENT, ALLOC, (Action.ALLOC, BASE + 512, 1), (Action.FREE_REQUESTED, BASE + 512, 1)]
     trace = trace_of(history, statistics={"allocated_bytes.all.peak": 512})
     reset = replace(trace, marks=(Mark(4, MarkKind.RESET_PEAK, 0),))
-    assert disagreement_with_pytorch(reset, timeline(reset)) == ""
+    assert disagreement_with_pytorch(reset, memory_timeline(reset)) == ""

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from memfit.allocator.timeline import timeline
+from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import LARGEST, breakdown_at, peak_event
 from memfit.analysis.explanation import phase_ledger
@@ -14,9 +14,9 @@ from memfit.errors import UsageError
 from memfit.records import (
     Action,
     Category,
+    EventLabel,
     Frame,
     GroupBy,
-    Label,
     Mark,
     MarkKind,
     Phase,
@@ -27,7 +27,7 @@ from support.traces import BASE, Event, freed, segment, trace_of
 
 MIB = 1 << 20
 PHASES = {phase: place for place, phase in enumerate(Phase)}
-LABELS = tuple(Label(phase, "blocks.0.fc" if phase == Phase.FORWARD else "", "", -1) for phase in Phase)
+LABELS = tuple(EventLabel(phase, "blocks.0.fc" if phase == Phase.FORWARD else "", "", -1) for phase in Phase)
 FRAMES = (Frame("train.py", 3, "main", user=True),)
 
 
@@ -66,7 +66,7 @@ def run(*history, end="steps"):
 
 
 def categories(trace):
-    return [Category(code).name for code in attribute(trace, timeline(trace)).category]
+    return [Category(code).name for code in attribute(trace, memory_timeline(trace)).category]
 
 
 F, L, B, R, O, S, I, W = (  # noqa: E741 - short, for tables
@@ -107,7 +107,7 @@ F, L, B, R, O, S, I, W = (  # noqa: E741 - short, for tables
 )
 def test_an_allocation_has_the_category_of_its_life(history, expected):
     trace = run(*history)
-    attribution = attribute(trace, timeline(trace))
+    attribution = attribute(trace, memory_timeline(trace))
     (which,) = np.flatnonzero(attribution.requested == 100)
     assert Category(attribution.category[which]).name == expected
 
@@ -132,7 +132,7 @@ def step(place=1):
 )
 def test_what_outlives_whole_training_steps_is_held_by_the_script(history, expected):
     trace = run(*history)
-    attribution = attribute(trace, timeline(trace))
+    attribution = attribute(trace, memory_timeline(trace))
     (which,) = np.flatnonzero(attribution.requested == 100)
     assert Category(attribution.category[which]).name == expected
 
@@ -163,7 +163,7 @@ def forwards(number, place=1):
 )
 def test_what_outlives_an_evaluation_s_forwards_is_held_by_the_script(history, expected):
     trace = run(*history)
-    attribution = attribute(trace, timeline(trace))
+    attribution = attribute(trace, memory_timeline(trace))
     (which,) = np.flatnonzero(attribution.requested == 100)
     assert Category(attribution.category[which]).name == expected
 
@@ -184,7 +184,7 @@ def test_an_event_without_a_label_is_unknown():
 
 def test_phases_agree_everywhere():
     trace = run(made(0, 1000, S), made(2, 9, F), made(3, 9, F)._replace(label=-1), made(4, 9, B))
-    line = timeline(trace)
+    line = memory_timeline(trace)
     attribution = attribute(trace, line)
     phases = [tuple(Phase)[code] for code in attribution.phase_of_event]
     assert phases == [location_at(trace, event).phase for event in range(len(trace.events))]
@@ -213,7 +213,7 @@ HELD = (
 
 def test_rows_of_every_kind_sum_to_the_allocated_bytes():
     trace = run(*HELD)
-    line = timeline(trace)
+    line = memory_timeline(trace)
     attribution = attribute(trace, line)
     for event in range(len(trace.events)):
         found = breakdown_at(trace, line, attribution, event)
@@ -233,7 +233,7 @@ def test_a_tensor_belongs_to_the_module_that_owns_it():
         events=dataclasses.replace(trace.events, tensor=tensor),
         tensors=(TensorInfo("blocks.1.fc", "weight", "float32", (250,)),),
     )
-    line = timeline(trace)
+    line = memory_timeline(trace)
     found = breakdown_at(trace, line, attribute(trace, line), len(trace.events) - 1)
     names = {row.name: row.bytes for row in found.rows[GroupBy.MODULE]}
     assert names["blocks.0-1.fc"] == 1000  # the forward's blocks are gone by then
@@ -246,7 +246,7 @@ def test_a_tensor_belongs_to_the_module_that_owns_it():
 )
 def test_a_moment_is_the_peak_of_its_phase_or_step(at, event):
     trace = run(*HELD)
-    line = timeline(trace)
+    line = memory_timeline(trace)
     assert peak_event(trace, line, at) == event
 
 
@@ -254,12 +254,12 @@ def test_a_moment_is_the_peak_of_its_phase_or_step(at, event):
 def test_a_missing_moment_is_refused(at):
     trace = run(*HELD)
     with pytest.raises(UsageError, match=f"--at {at}"):
-        peak_event(trace, timeline(trace), at)
+        peak_event(trace, memory_timeline(trace), at)
 
 
 def test_the_ledger_has_the_change_of_each_phase():
     trace = run(*HELD)
-    line = timeline(trace)
+    line = memory_timeline(trace)
     changes = phase_ledger(trace, line, attribute(trace, line))
     assert [(change.phase, dict(change.by_category)) for change in changes] == [
         (Phase.SETUP, {"parameters": 1024}),
@@ -275,7 +275,7 @@ def test_the_ledger_has_the_change_of_each_phase():
 
 def test_recomputation_is_part_of_its_backward_in_the_ledger():
     trace = run(made(0, 9, F), made(1, 9, B), made(2, 9, R), made(3, 9, B), made(4, 9, O))
-    line = timeline(trace)
+    line = memory_timeline(trace)
     changes = phase_ledger(trace, line, attribute(trace, line))
     assert [(change.phase, change.step) for change in changes] == [(S, 0), (F, 1), (B, 1), (O, 1)]
     assert (changes[2].change, changes[2].peak) == (3 * 512, 4 * 512)
@@ -283,7 +283,7 @@ def test_recomputation_is_part_of_its_backward_in_the_ledger():
 
 def test_a_trace_without_events_has_no_breakdown():
     trace = trace_of([])
-    line = timeline(trace)
+    line = memory_timeline(trace)
     attribution = attribute(trace, line)
     assert len(attribution.category) == 0
     assert phase_ledger(trace, line, attribution) == ()

@@ -7,8 +7,8 @@ from memfit.errors import FileFormatError, UsageError
 from memfit.records import (
     Action,
     Category,
+    EventLabel,
     Frame,
-    Label,
     Mark,
     MarkKind,
     Note,
@@ -23,9 +23,9 @@ from support.traces import BASE, Event, freed, segment, trace_of
 MIB = 1 << 20
 FORWARD, BACKWARD, OPTIMIZER = range(3)
 LABELS = (
-    Label(Phase.FORWARD, "layers.0", "", -1),
-    Label(Phase.BACKWARD, "layers.0", "MmBackward0", -1),
-    Label(Phase.OPTIMIZER, "", "", -1),
+    EventLabel(Phase.FORWARD, "layers.0", "", -1),
+    EventLabel(Phase.BACKWARD, "layers.0", "MmBackward0", -1),
+    EventLabel(Phase.OPTIMIZER, "", "", -1),
 )
 LINES = (3, 5, 7)
 """Lines of the user's file: each is a frame, and the only frame of a stack."""

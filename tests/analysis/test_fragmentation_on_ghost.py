@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.replay import replay
-from memfit.allocator.requests import RequestKind, Requests, read_requests
-from memfit.allocator.timeline import timeline
+from memfit.allocator.replay import replay_requests
+from memfit.allocator.requests import AllocatorRequests, RequestKind, read_requests
+from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.fragmentation import END, HOLES, PEAK_ALLOCATED, PEAK_RESERVED, fragmentation
 from memfit.records import Action, Provenance, Segment, SnapshotBlock
 
@@ -72,7 +72,7 @@ def mapped_after(trace, events):
 def in_use_after(trace, events):
     """Return the blocks in use, by address; their sizes are the timeline's."""
     blocks = {}
-    for action, address, requested, size in rows_until(trace, events, timeline(trace).block_size):
+    for action, address, requested, size in rows_until(trace, events, memory_timeline(trace).block_size):
         if action == Action.ALLOC:
             blocks[address] = SnapshotBlock(address, size, requested, "active_allocated")
         elif action == Action.FREE_REQUESTED:
@@ -168,8 +168,8 @@ def test_every_moment_equals_a_replay(drive, situation):
     for index in random.Random(20261122).sample(mallocs, 10):  # noqa: S311
         names = ("ask", "block", "size", "stream", "pool", "event")
         columns = (getattr(requests, name)[: index + 1] for name in names)
-        first = Requests(*columns, pools=requests.pools)
-        result = replay(first, AllocatorConfig.read(trace.settings), total=80 << 30)
+        first = AllocatorRequests(*columns, pools=requests.pools)
+        result = replay_requests(first, AllocatorConfig.read(trace.settings), total=80 << 30)
         (moment,) = fragmentation(trace, {"then": requests.event[index] + 1}).moments
         assert_agreement(moment, result.segments)
 

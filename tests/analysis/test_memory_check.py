@@ -12,8 +12,8 @@ from memfit.analysis.memory_check import baseline_of, check_memory
 from memfit.analysis.summary import summarize
 from memfit.errors import FileFormatError
 from memfit.records import Category, CheckVerdict, Figure, MemoryCheck, Provenance
-from memfit.report.public_json import baseline_file, public_type, read_baseline, to_json
-from memfit.report.terminal.run_changes import print_check
+from memfit.report.public_json import baseline_from_json, baseline_to_json, public_json_type, result_to_json
+from memfit.report.terminal.run_changes import print_memory_check
 from support.advised_runs import trace
 
 RUN = trace(1000)
@@ -143,22 +143,22 @@ def test_modules_that_changed_alike_share_a_row():
 def text_of(found):
     text = io.StringIO()
     run = replace(found.run, command=("train.py",))
-    print_check(replace(found, run=run), Console(file=text, width=120))
+    print_memory_check(replace(found, run=run), Console(file=text, width=120))
     return text.getvalue()
 
 
 def test_a_baseline_survives_its_file_which_has_a_line_for_each_module():
-    content = baseline_file(BASE)
-    assert read_baseline(content, "b.json") == BASE
+    content = baseline_to_json(BASE)
+    assert baseline_from_json(content, "b.json") == BASE
     assert json.loads(content)["schema"] == 1
     assert b'\n    "blocks.3.fc": {"parameters": 100000, "activations": 800000}\n' in content
     with pytest.raises(FileFormatError, match=r"baseline from b.json: .*memfit check --update"):
-        read_baseline(b'{"schema": 1', "b.json")
+        baseline_from_json(b'{"schema": 1', "b.json")
 
 
 def test_the_json_has_what_grew():
     found = check(grown(200_000, modules={("blocks.2.fc", "parameters"): 2_000}))
-    public = msgspec.json.decode(to_json(found), type=public_type(MemoryCheck))
+    public = msgspec.json.decode(result_to_json(found), type=public_json_type(MemoryCheck))
     assert [one.name for one in public.grew] == ["allocated", "parameters"]
     assert (public.verdict, public.run.peak) == ("grew", {**BASE.peak, "allocated": PEAK + 200_000})
 

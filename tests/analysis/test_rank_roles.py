@@ -6,7 +6,7 @@ import pytest
 
 from memfit.analysis.rank_roles import find_held, ranks_by_role
 from memfit.records import ByteRange, PeakRange, RankRole, ScriptLocation
-from memfit.report.terminal.ranks import listed_ranks
+from memfit.report.terminal.ranks import format_ranks
 
 PEAK = PeakRange(*[ByteRange(1, 2)] * 3)
 ROLE = RankRole(0, (), PEAK, "fits", ScriptLocation(1, "forward", "", "", "a.py:1"))
@@ -52,5 +52,5 @@ def test_roles_are_listed_by_what_they_need():
 
 
 def test_neighbouring_ranks_are_written_as_a_range():
-    assert listed_ranks((7,)) == "7"
-    assert listed_ranks((0, 1, 2, 9, 11, 12)) == "0-2, 9, 11-12"
+    assert format_ranks((7,)) == "7"
+    assert format_ranks((0, 1, 2, 9, 11, 12)) == "0-2, 9, 11-12"

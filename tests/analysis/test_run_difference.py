@@ -10,8 +10,18 @@ import memfit
 from memfit.analysis.breakdown import compare_runs
 from memfit.analysis.fold_module_paths import fold_module_paths
 from memfit.errors import UsageError
-from memfit.records import Action, Category, DeviceUse, Figure, GroupBy, JobRank, Label, Phase, Provenance
-from memfit.report.public_json import to_json
+from memfit.records import (
+    Action,
+    Category,
+    DeviceUse,
+    EventLabel,
+    Figure,
+    GroupBy,
+    JobRank,
+    Phase,
+    Provenance,
+)
+from memfit.report.public_json import result_to_json
 from support.traces import BASE, Event, segment, trace_of
 
 
@@ -23,7 +33,7 @@ def run(*modules, size=600):
         events.append(
             Event(Action.ALLOC, BASE + 1024 * place, size, label=place, stack=-1, category=activation)
         )
-    labels = tuple(Label(Phase.FORWARD, module, "Mm", -1) for module in modules)
+    labels = tuple(EventLabel(Phase.FORWARD, module, "Mm", -1) for module in modules)
     return trace_of(events, [segment(BASE, 2 << 20, "small")], labels=labels)
 
 
@@ -72,7 +82,7 @@ def test_two_ranks_of_a_job_are_named(ranks, names):
     found = memfit.diff(*(replace(run("a"), rank=rank) for rank in ranks))
     assert found.names == names
     assert str(found).startswith(f"{names[0]:<6}  peak in:")
-    assert json.loads(to_json(found))["names"] == list(names)
+    assert json.loads(result_to_json(found))["names"] == list(names)
 
 
 def test_memory_outside_pytorch_is_compared_too():
@@ -87,7 +97,7 @@ def test_memory_outside_pytorch_is_compared_too():
 
 
 def test_the_json_has_the_rows():
-    answer = json.loads(to_json(memfit.diff(run("a"), run("b"), by="module")))
+    answer = json.loads(result_to_json(memfit.diff(run("a"), run("b"), by="module")))
     assert answer["schema"] == 1
     assert answer["rows"][0] == {"name": "a", "before": 600, "after": 0}
 

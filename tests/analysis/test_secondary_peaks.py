@@ -2,12 +2,12 @@
 
 import pytest
 
-from memfit.allocator.timeline import timeline
+from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.explanation import secondary_peaks
-from memfit.records import Action, Label, Mark, MarkKind, Phase
+from memfit.records import Action, EventLabel, Mark, MarkKind, Phase
 from support.traces import BASE, Event, freed, segment, trace_of
 
-LABELS = tuple(Label(phase, "", "", -1) for phase in Phase)
+LABELS = tuple(EventLabel(phase, "", "", -1) for phase in Phase)
 
 
 def label(phase):
@@ -32,7 +32,8 @@ def near(*levels, marks=()):
     history = climb(*levels)
     trace = trace_of(history, [segment(BASE, 2 << 20, "small")], labels=LABELS, marks=tuple(marks))
     return [
-        (moment.place.phase, moment.allocated // 512) for moment in secondary_peaks(trace, timeline(trace))
+        (moment.place.phase, moment.allocated // 512)
+        for moment in secondary_peaks(trace, memory_timeline(trace))
     ]
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from memfit.allocator.timeline import timeline
+from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.size_bounds import size_bounds
 from memfit.analysis.summary import summarize
 from memfit.records import Action, Frame, Mark, MarkKind, Note, Provenance, ScriptEnd, SizeBound
@@ -78,7 +78,7 @@ def replace_action(event, action):
 def test_the_last_bound_in_code_that_still_runs_decides(blocks, bounds, ends, held):
     trace = run(blocks, bounds, ends=ends)
     bounds = tuple(replace(bound, bytes=mib * MIB) for bound, mib in held)
-    assert size_bounds(trace, timeline(trace), len(blocks)) == bounds
+    assert size_bounds(trace, memory_timeline(trace), len(blocks)) == bounds
     assert summarize(trace).bounds == bounds
     assert summarize(trace).bound == (bounds[0] if bounds else None)
 

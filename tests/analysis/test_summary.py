@@ -10,10 +10,10 @@ from memfit.records import (
     Action,
     Category,
     DeviceUse,
+    EventLabel,
     Figure,
     Frame,
     Growth,
-    Label,
     Mark,
     MarkKind,
     Note,
@@ -26,9 +26,9 @@ from support.traces import BASE, Event, freed, segment, trace_of
 MIB = 1 << 20
 FORWARD, BACKWARD, SETUP = 0, 1, 2
 LABELS = (
-    Label(Phase.FORWARD, "head", "", -1),
-    Label(Phase.BACKWARD, "head", "MmBackward0", 1),
-    Label(Phase.SETUP, "", "", -1),
+    EventLabel(Phase.FORWARD, "head", "", -1),
+    EventLabel(Phase.BACKWARD, "head", "MmBackward0", 1),
+    EventLabel(Phase.SETUP, "", "", -1),
 )
 FRAMES = (
     Frame("lib/layer.py", 9, "forward", user=False),

@@ -12,8 +12,8 @@ from memfit.records import (
     ByteRange,
     Category,
     DeviceUse,
+    EventLabel,
     Figure,
-    Label,
     Phase,
     Provenance,
     RangeCause,
@@ -23,7 +23,7 @@ from support.traces import BASE, Event, freed, trace_of
 
 MIB = 1 << 20
 CONTEXT = 100 * MIB
-LABELS = (Label(Phase.FORWARD, "features.3", "", -1), Label(Phase.BACKWARD, "features.3", "", -1))
+LABELS = (EventLabel(Phase.FORWARD, "features.3", "", -1), EventLabel(Phase.BACKWARD, "features.3", "", -1))
 
 
 def device(total):
@@ -73,7 +73,7 @@ def test_the_note_names_the_three_modules_with_the_largest_workspaces_that_were_
         history.append(Event(Action.ALLOC, second, size * MIB, label=label, category=Category.WORKSPACE))
         history += freed(second, size * MIB)
     history.append(Event(Action.OOM, 60 * MIB, 700 * MIB, label=0, category=Category.WORKSPACE))
-    labels = tuple(Label(Phase.FORWARD, module, "", -1) for module in modules)
+    labels = tuple(EventLabel(Phase.FORWARD, module, "", -1) for module in modules)
     reported = tuple(size * MIB for size in (10, 20, 30, 40, 50, 700))
     trace = trace_of(history, device=device(1 << 40), labels=labels, cudnn_workspaces=reported)
     note = ranged(trace).notes[-1]

@@ -3,7 +3,7 @@ import gc
 import pytest
 
 import memfit
-from memfit.arenas import native
+from memfit.arenas import arena_library
 
 
 @pytest.fixture
@@ -11,9 +11,9 @@ def empty_cpu_arena():
     """Free tensors that exceptions of earlier tests keep alive: all tests share the arena's memory."""
     with memfit.arena(device="cpu") as arena:
         pointer = arena._memory.arena
-    if native.load().arena_live(pointer):
+    if arena_library.load().arena_live(pointer):
         gc.collect()
-    assert native.load().arena_live(pointer) == 0
+    assert arena_library.load().arena_live(pointer) == 0
 
 
 @pytest.fixture

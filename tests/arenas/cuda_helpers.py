@@ -12,7 +12,7 @@ ghost = load(build())
 import torch  # noqa: E402 - the ghost comes first
 import torch._dynamo  # noqa: E402 - before the forks, in which optimizers would import it again
 
-from memfit.arenas import native  # noqa: E402
+from memfit.arenas import arena_library  # noqa: E402
 
 
 def used():
@@ -21,7 +21,7 @@ def used():
 
 
 def live():
-    return native.counted(0)["live"] / MIB
+    return arena_library.gpu_bytes_by_use(0)["live"] / MIB
 
 
 def mib(size):

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.arenas import native
-from memfit.arenas.cuda import CudaMemory
+from memfit.arenas import arena_library
+from memfit.arenas.arena_memory import CudaMemory
 from memfit.errors import UsageError
 
 
@@ -120,28 +120,30 @@ def capture_within_a_step():
     place, side = CudaMemory(), torch.cuda.Stream()
     place.reserve(16 * MIB)
     size, offset = torch.tensor([8 * MIB] * 2).numpy(), torch.tensor([0, 8 * MIB]).numpy()
-    plan = native.load().plan_new(2, size.ctypes.data, offset.ctypes.data)
+    plan = arena_library.load().plan_new(2, size.ctypes.data, offset.ctypes.data)
     with torch.cuda.stream(side):
-        for mode in (native.PLACING, native.RECORDING):
-            native.load().arena_begin(place.arena, mode, place.lane(), plan)
+        for mode in (arena_library.PLACING, arena_library.RECORDING):
+            arena_library.load().arena_begin(place.arena, mode, place.lane(), plan)
             graph, before = torch.cuda.CUDAGraph(), mib(8)
             with torch.cuda.graph(graph, stream=side):
                 inside = mib(8).zero_()
             after = mib(8)
-            tally = native.tally(place.arena)
-            print(tally["placed"], tally["unplanned"], native.load().arena_recorded_count(place.arena, 0))
+            tally = arena_library.step_tally(place.arena)
+            print(
+                tally["placed"], tally["unplanned"], arena_library.load().arena_recorded_count(place.arena, 0)
+            )
             del before, inside, after
 
 
 def recorded_with_another_stream():
     place = CudaMemory()
-    native.load().arena_begin(place.arena, native.RECORDING, place.lane(), None)
+    arena_library.load().arena_begin(place.arena, arena_library.RECORDING, place.lane(), None)
     x, y = mib(1), mib(2)
     x.record_stream(torch.cuda.Stream())
     y.record_stream(torch.cuda.current_stream())
     del x, y
-    native.load().arena_end(place.arena)
-    print(native.recorded(place.arena, before=False).tolist())
+    arena_library.load().arena_end(place.arena)
+    print(arena_library.recorded_allocations(place.arena, before=False).tolist())
 
 
 def capture_out_of_memory():
@@ -187,7 +189,7 @@ def forked():
     if not child:
         del x
         torch.cuda.empty_cache()
-        os._exit(native.counted(0)["live"] != 8 * MIB)
+        os._exit(arena_library.gpu_bytes_by_use(0)["live"] != 8 * MIB)
     print(os.waitpid(child, 0)[1], live())
 
 
@@ -204,8 +206,12 @@ def several_gpus():
     with torch.cuda.device(1):
         x = torch.empty(4 * MIB, device="cuda")
         place.lane()
-        print(place.reserve(4 * MIB), native.counted(1)["arena"] // MIB, native.counted(0)["pages"])
-    print(len(x.to("cuda:0")) // MIB, native.counted(0)["heaps"] // MIB)
+        print(
+            place.reserve(4 * MIB),
+            arena_library.gpu_bytes_by_use(1)["arena"] // MIB,
+            arena_library.gpu_bytes_by_use(0)["pages"],
+        )
+    print(len(x.to("cuda:0")) // MIB, arena_library.gpu_bytes_by_use(0)["heaps"] // MIB)
     try:
         place.lane()
     except UsageError as error:

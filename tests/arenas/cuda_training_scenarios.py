@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import memfit
-from memfit.arenas import native
-from memfit.arenas.cuda import CudaMemory
+from memfit.arenas import arena_library
+from memfit.arenas.arena_memory import CudaMemory
 
 
 def cnn():
@@ -76,8 +76,8 @@ def planned():
     for _ in range(5):
         with arena.train():
             step(*parts)
-        taken.append(native.counted(0)["pages"])
-    (kind,), count = arena.report().steps, native.counted(0)
+        taken.append(arena_library.gpu_bytes_by_use(0)["pages"])
+    (kind,), count = arena.report().steps, arena_library.gpu_bytes_by_use(0)
     print(kind.recorded, kind.placed, kind.kept, kind.unplanned, kind.planned == kind.live)
     print(count["pages"] / MIB == used(), count["arena"] + count["heaps"] == count["pages"])
     print(count["pages"] < 1.025 * count["most_live"])  # partly used pages
@@ -134,7 +134,7 @@ def lent():
     for _ in range(4):
         with arena.train():
             step(*parts)
-    arena_bytes = native.counted(0)["arena"]
+    arena_bytes = arena_library.gpu_bytes_by_use(0)["arena"]
     leave(round(used()) + 20)
     for _ in range(2):
         with torch.no_grad(), arena.test():
@@ -143,12 +143,17 @@ def lent():
     with arena.train():
         step(*parts)
     train, test = arena.report().steps
-    print(train.placed, train.unplanned, test.recorded, native.counted(0)["arena"] == arena_bytes)
+    print(
+        train.placed,
+        train.unplanned,
+        test.recorded,
+        arena_library.gpu_bytes_by_use(0)["arena"] == arena_bytes,
+    )
     large = torch.empty(arena_bytes - 4 * MIB, dtype=torch.uint8, device="cuda")
     with arena.train():
         held = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")  # in no plan; the arena is lent out
     del large
-    print(native.counted(0)["arena"], len(held))
+    print(arena_library.gpu_bytes_by_use(0)["arena"], len(held))
 
 
 def closed():
@@ -159,7 +164,7 @@ def closed():
             step(*parts)
     arena.close()
     torch.cuda.empty_cache()
-    count = native.counted(0)
+    count = arena_library.gpu_bytes_by_use(0)
     print(count["arena"], count["pages"] == count["heaps"])
 
 
@@ -235,8 +240,8 @@ def placed_and_used_by_another_stream():
     place = CudaMemory()
     place.reserve(16 * MIB)
     size, offset = torch.tensor([8 * MIB] * 3).numpy(), torch.tensor([0, 0, 0]).numpy()
-    plan = native.load().plan_new(3, size.ctypes.data, offset.ctypes.data)
-    native.load().arena_begin(place.arena, native.PLACING, place.lane(), plan)
+    plan = arena_library.load().plan_new(3, size.ctypes.data, offset.ctypes.data)
+    arena_library.load().arena_begin(place.arena, arena_library.PLACING, place.lane(), plan)
     ghost.hold_events(True)
     x = mib(8)
     first = x.data_ptr()
@@ -245,7 +250,9 @@ def placed_and_used_by_another_stream():
     print(mib(8).data_ptr() == first)  # its slot is still occupied
     torch.cuda.synchronize()
     print(mib(8).data_ptr() == first)
-    print(native.tally(place.arena)["placed"], native.tally(place.arena)["overlapping"])
+    print(
+        arena_library.step_tally(place.arena)["placed"], arena_library.step_tally(place.arena)["overlapping"]
+    )
 
 
 def used_by_the_stream_of_a_later_step():
@@ -254,8 +261,8 @@ def used_by_the_stream_of_a_later_step():
 
     def begin(size, at):
         sizes, offsets = torch.tensor([size * MIB] * 2).numpy(), torch.tensor([at * MIB] * 2).numpy()
-        plan = native.load().plan_new(2, sizes.ctypes.data, offsets.ctypes.data)
-        native.load().arena_begin(place.arena, native.PLACING, place.lane(), plan)
+        plan = arena_library.load().plan_new(2, sizes.ctypes.data, offsets.ctypes.data)
+        arena_library.load().arena_begin(place.arena, arena_library.PLACING, place.lane(), plan)
 
     begin(8, 0)
     x = mib(8)
@@ -278,16 +285,16 @@ def several_arenas_in_turn():
     place = CudaMemory()
     place.reserve(16 * MIB)
     size, offset = torch.tensor([8 * MIB]).numpy(), torch.tensor([0]).numpy()
-    plan = native.load().plan_new(1, size.ctypes.data, offset.ctypes.data)
+    plan = arena_library.load().plan_new(1, size.ctypes.data, offset.ctypes.data)
     ghost.hold_events(True)
-    native.load().arena_begin(place.arena, native.PLACING, place.lane(), plan)
+    arena_library.load().arena_begin(place.arena, arena_library.PLACING, place.lane(), plan)
     x = mib(8)
-    native.load().arena_end(place.arena)
+    arena_library.load().arena_end(place.arena)
     side, event = torch.cuda.Stream(), torch.cuda.Event()
     event.record()
     with torch.cuda.stream(side):
-        native.load().arena_begin(place.arena, native.IDLE, place.lane(), None)
+        arena_library.load().arena_begin(place.arena, arena_library.IDLE, place.lane(), None)
         first = x.data_ptr()
         del x  # the default stream may still use it
-        native.load().arena_begin(place.arena, native.PLACING, place.lane(), plan)
+        arena_library.load().arena_begin(place.arena, arena_library.PLACING, place.lane(), plan)
         print(event.query(), mib(8).data_ptr() == first, event.query())

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.arenas import native
+from memfit.arenas import arena_library
 from memfit.arenas.repeated_step import MANY
 from memfit.errors import UsageError
 from support.arena_training import Training, equal_steps, kind_of
@@ -103,7 +103,7 @@ def test_the_rest_of_an_abandoned_step_is_not_placed(arena):
             if number == 4:
                 arena.abandon_step()
             held = torch.ones(700)
-            assert native.load().arena_live(arena._memory.arena) == (number in {2, 3})
+            assert arena_library.load().arena_live(arena._memory.arena) == (number in {2, 3})
             del held
 
 

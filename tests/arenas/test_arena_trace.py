@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.arenas import native
-from memfit.arenas.arena_trace import trace_of
-from memfit.arenas.native import FREED
+from memfit.arenas import arena_library
+from memfit.arenas.arena_library import FREED
+from memfit.arenas.arena_trace import trace_of_arena_log
 from memfit.errors import UsageError
-from memfit.records import Action, DeviceUse, Figure, Machine, MarkKind, Provenance
+from memfit.records import Action, DeviceUse, Figure, MachineKind, MarkKind, Provenance
 
 NOTHING = Figure(0, Provenance.EXACT)
-CPU = DeviceUse("CPU", NOTHING, NOTHING, 0, Machine.CPU)
+CPU = DeviceUse("CPU", NOTHING, NOTHING, 0, MachineKind.CPU)
 
 
 def test_a_log_becomes_events_in_order():
@@ -29,7 +29,7 @@ def test_a_log_becomes_events_in_order():
             (0x1000, 30, 14, 7),
         ]
     )
-    trace = trace_of(rows, [1, 4, 5], CPU)
+    trace = trace_of_arena_log(rows, [1, 4, 5], CPU)
     events = trace.events
     assert [Action(action).name for action in events.action] == [
         "ALLOC",
@@ -75,7 +75,7 @@ def test_a_full_history_adds_a_note(monkeypatch):
             torch.ones(3)
         (note,) = arena.trace().notes
         assert "was full" in note.text
-        assert len(native.logged(arena._memory.arena)) == 10
+        assert len(arena_library.logged_requests(arena._memory.arena)) == 10
 
 
 def test_a_history_is_kept_only_on_request():
@@ -87,14 +87,14 @@ def test_a_history_is_kept_only_on_request():
 
 def test_an_arenas_trace_is_replayed_but_gets_no_recommendation(tmp_path):
     rows = np.array([(0x1000, 3 << 20, 11, 7), (0x1000, FREED, 13, 7), (0x2000, 30 << 20, 14, 7)])
-    trace = trace_of(rows, [], replace(CPU, machine=Machine.CARD))
+    trace = trace_of_arena_log(rows, [], replace(CPU, machine=MachineKind.CARD))
     replayed = memfit.replay(trace, memory=1 << 40)
     assert replayed.current.replay.peak_reserved == 50 << 20  # segments of 20 and of 30 MiB
     assert not memfit.explain(trace).summary.advice
 
 
 def test_a_cpu_trace_is_explained_but_not_replayed():
-    trace = trace_of(np.array([(0x1000, 3 << 20, 11, 7)]), [], CPU)
+    trace = trace_of_arena_log(np.array([(0x1000, 3 << 20, 11, 7)]), [], CPU)
     text = str(memfit.explain(trace))
     assert "CPU tensors" in text
     assert "CUDA context" not in text

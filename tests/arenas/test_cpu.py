@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memfit
-from memfit.arenas import native
+from memfit.arenas import arena_library
 from memfit.arenas.repeated_step import MOST_DROPS
 from memfit.arenas.step_plan import StepPlan
 from support.arena_training import Training, kind_of, same
@@ -26,7 +26,7 @@ def test_training_is_bit_identical_and_placed_entirely(arena):
     assert same(placed.seen, Training().run(20).seen)
     kind = kind_of(arena)
     assert (kind.recorded, kind.placed, kind.unplanned) == (3, 17, 0)  # the first step created Adam's state
-    tally = native.tally(kind.memory.arena)
+    tally = arena_library.step_tally(kind.memory.arena)
     assert tally["placed"] > 60
     assert tally["kept"] == 0
     assert kind.plan.height == kind.plan.bound < kind.plan.unshared
@@ -80,7 +80,7 @@ def test_a_random_plan_overwrites_no_live_tensor(plan, seed):
         kind.use_plan(StepPlan(plan.size, np.maximum(offset, -1), plan.height, plan.bound, plan.unshared))
         with pytest.warns(UserWarning, match="still occupied the planned places"):
             training.run(2)
-        assert native.tally(kind.memory.arena)["overlapping"] > 0
+        assert arena_library.step_tally(kind.memory.arena)["overlapping"] > 0
     assert same(training.seen, Training().run(5).seen)
 
 
@@ -196,7 +196,7 @@ def test_allocations_of_other_threads_are_not_placed(arena):
             thread.start()
             thread.join()
             ours = ours * 2
-    tally = native.tally(kind_of(arena).memory.arena)
+    tally = arena_library.step_tally(kind_of(arena).memory.arena)
     assert tally["placed"] > 0
     assert (tally["elsewhere"], tally["unplanned"]) == (1, 1)
     assert [tensor.unique().tolist() for tensor in kept] == [[float(number)] for number in range(6)]
@@ -212,14 +212,14 @@ def test_a_process_forked_within_a_step_places_nothing(arena):
     for _ in range(3):
         step()
     with arena.train():
-        before = native.tally(kind_of(arena).memory.arena)["placed"]
+        before = arena_library.step_tally(kind_of(arena).memory.arena)["placed"]
         child = os.fork()
         if not child:
             torch.ones(500)
-            os._exit(native.tally(kind_of(arena).memory.arena)["placed"] - before)
+            os._exit(arena_library.step_tally(kind_of(arena).memory.arena)["placed"] - before)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         torch.ones(500)
-        assert native.tally(kind_of(arena).memory.arena)["placed"] == before + 1
+        assert arena_library.step_tally(kind_of(arena).memory.arena)["placed"] == before + 1
 
 
 def test_the_memory_of_a_dropped_plan_is_released(arena):

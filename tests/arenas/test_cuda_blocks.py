@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memfit.arenas.native import LIBRARY
+from memfit.arenas.arena_library import LIBRARY
 from memfit.native_build import COMPILE_FLAGS, SHARED_C, find_compiler
 
 pytestmark = pytest.mark.process

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from memfit.arenas.native import LIBRARY
+from memfit.arenas.arena_library import LIBRARY
 from support.sanitized_build import run_under
 
 pytestmark = pytest.mark.process

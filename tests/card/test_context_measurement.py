@@ -9,12 +9,12 @@ import pytest
 
 import memfit
 from memfit.card import context_measurement
-from memfit.card.context_measurement import keep_context, kept_context
-from memfit.card.context_probe import Settings
+from memfit.card.context_measurement import keep_measured_context, measured_context
+from memfit.card.context_probe import ContextProbeSettings
 from memfit.devices import find_device
 from memfit.ghost.build.torch_install import find_torch
-from memfit.records import ContextReport, ContextStage, ContextTrial, Machine, Provenance
-from memfit.report.terminal.doctor import contribution
+from memfit.records import ContextReport, ContextStage, ContextTrial, MachineKind, Provenance
+from memfit.report.terminal.doctor import context_toml_lines
 from memfit.run.options import RunOptions
 from memfit.run.resolve_options import ghost_settings
 
@@ -35,7 +35,7 @@ def report(tmp_path, monkeypatch):
         "13.0",
         TORCH,
         80 << 30,
-        Machine.CARD,
+        MachineKind.CARD,
         "NVML",
         "2026-01-02",
         stages,
@@ -77,31 +77,31 @@ def test_with_several_gpus_nccl_is_measured_beside_what_dry_runs_assume(memfit):
 
 
 def test_a_rehearsal_is_never_kept(report):
-    assert keep_context(replace(report, machine=Machine.REHEARSAL)) is None
+    assert keep_measured_context(replace(report, machine=MachineKind.REHEARSAL)) is None
 
 
 def test_a_kept_measurement_is_the_context_of_that_card_and_torch(report):
-    kept = keep_context(report)
+    kept = keep_measured_context(report)
     assert kept is not None
-    figure = kept_context(find_device("A100-80GB"), TORCH)
+    figure = measured_context(find_device("A100-80GB"), TORCH)
     assert figure is not None
     assert figure.bytes == 621 * MIB
     assert figure.provenance is Provenance.MEASURED
     for part in ("doctor --context", "2026-01-02", "driver 580.1", TORCH, "first backward"):
         assert part in figure.source
-    assert kept_context(find_device("H100"), TORCH) is None
-    assert kept_context(find_device("A100-80GB:1g.10gb"), TORCH) is None
-    assert kept_context(find_device("A100-80GB"), "2.0.0") is None
+    assert measured_context(find_device("H100"), TORCH) is None
+    assert measured_context(find_device("A100-80GB:1g.10gb"), TORCH) is None
+    assert measured_context(find_device("A100-80GB"), "2.0.0") is None
 
 
 def test_a_kept_measurement_with_every_kernel_loaded_is_for_dry_runs_with_that_setting(report):
     card = find_device("A100-80GB")
-    keep_context(report)
-    assert kept_context(card, TORCH, eager=True) is None
+    keep_measured_context(report)
+    assert measured_context(card, TORCH, eager=True) is None
     stages = (ContextStage("first backward", 20 * MIB, 26 * MIB, 1_926 * MIB),)
-    keep_context(replace(report, trials=(ContextTrial("CUDA_MODULE_LOADING=EAGER", "", stages),)))
-    assert kept_context(card, TORCH, eager=True).bytes == 1_900 * MIB
-    assert kept_context(card, TORCH).bytes == 621 * MIB
+    keep_measured_context(replace(report, trials=(ContextTrial("CUDA_MODULE_LOADING=EAGER", "", stages),)))
+    assert measured_context(card, TORCH, eager=True).bytes == 1_900 * MIB
+    assert measured_context(card, TORCH).bytes == 621 * MIB
 
 
 @pytest.mark.parametrize(("value", "more"), [("EAGER", 1_250 * MIB), ("LAZY", 0), ("DEFAULT", 0)])
@@ -124,14 +124,14 @@ def test_the_plain_measurement_is_without_the_settings_that_are_tried(monkeypatc
     for name, value in (("CUDA_MODULE_LOADING", "EAGER"), ("CUBLAS_WORKSPACE_CONFIG", ":0:0")):
         monkeypatch.setenv(name, value)
     for environment in ({}, {"CUDA_MODULE_LOADING": "EAGER"}):
-        assert context_measurement._probe(environment, Settings()) == "no GPU"
+        assert context_measurement._probe(environment, ContextProbeSettings()) == "no GPU"
     assert [env.get("CUDA_MODULE_LOADING") for env in seen] == [None, "EAGER"]
     assert not any("CUBLAS_WORKSPACE_CONFIG" in env for env in seen)
     assert seen[0]["PATH"] == os.environ["PATH"]
 
 
 def test_a_measurement_is_contributed_as_lines_of_the_table_of_gpus(report):
-    lines = contribution(replace(report, torch="2.14.1+cu130"))
+    lines = context_toml_lines(replace(report, torch="2.14.1+cu130"))
     seen = tomllib.loads(f"seen = [\n{lines}\n]")["seen"]
     same = {"card": "NVIDIA A100-SXM4-80GB", "torch": "2.14.1", "cuda": "13.0", "driver": "580.1"}
     same["source"] = "memfit doctor --context, 2026-01-02"
@@ -140,34 +140,34 @@ def test_a_measurement_is_contributed_as_lines_of_the_table_of_gpus(report):
 
 
 def test_the_latest_measurement_is_used(report):
-    keep_context(report)
+    keep_measured_context(report)
     later = replace(report, day="2026-03-04", driver="590.2", stages=report.stages[:1])
-    keep_context(later)
-    figure = kept_context(find_device("A100-80GB"), TORCH)
+    keep_measured_context(later)
+    figure = measured_context(find_device("A100-80GB"), TORCH)
     assert figure is not None
     assert figure.bytes == 300 * MIB
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[1, 2]", '{"card": 3}'])
 def test_a_damaged_measurement_file_is_ignored(report, content):
-    kept = keep_context(report)
+    kept = keep_measured_context(report)
     assert kept is not None
     kept.write_text(content)
-    assert kept_context(find_device("A100-80GB"), TORCH) is None
+    assert measured_context(find_device("A100-80GB"), TORCH) is None
 
 
 def test_a_rehearsal_among_the_kept_files_is_ignored(report):
-    kept = keep_context(report)
+    kept = keep_measured_context(report)
     assert kept is not None
     kept.write_text(kept.read_text().replace('"card",', '"rehearsal",'))
     assert '"rehearsal"' in kept.read_text()
-    assert kept_context(find_device("A100-80GB"), TORCH) is None
+    assert measured_context(find_device("A100-80GB"), TORCH) is None
 
 
 @pytest.mark.slow
 @pytest.mark.process
 def test_a_dry_run_uses_the_kept_context(report, tmp_path, monkeypatch):
-    keep_context(report)
+    keep_measured_context(report)
     script = tmp_path / "script.py"
     script.write_text("import torch; x = torch.empty(1, device='cuda')")
     answer = memfit.dry_run(script)

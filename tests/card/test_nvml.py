@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from memfit.card.nvml import Nvml, Usage
+from memfit.card.nvml import CardMemoryUse, NvmlLibrary
 
 MIB = 1 << 20
 NOT_AVAILABLE = (1 << 64) - 1
@@ -38,9 +38,9 @@ def library(status):
 
 @pytest.mark.parametrize(("status", "processes"), [(0, {11: 5 * MIB}), (NO_PERMISSION, {})])
 def test_processes_are_those_whose_bytes_nvml_gives(status, processes):
-    assert Nvml(library(status)).usage() == {0: Usage(7 * MIB, processes)}
+    assert NvmlLibrary(library(status)).usage() == {0: CardMemoryUse(7 * MIB, processes)}
 
 
 def test_a_driver_without_a_function_reports_nothing():
-    assert Nvml(SimpleNamespace()).usage() == {}
-    assert Nvml(SimpleNamespace()).driver_version() == ""
+    assert NvmlLibrary(SimpleNamespace()).usage() == {}
+    assert NvmlLibrary(SimpleNamespace()).driver_version() == ""

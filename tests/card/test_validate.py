@@ -11,9 +11,9 @@ import pytest
 from memfit.records import (
     Action,
     DeviceUse,
+    EventLabel,
     Figure,
-    Label,
-    Machine,
+    MachineKind,
     Phase,
     Provenance,
 )
@@ -42,10 +42,10 @@ def trace(*events):
     return trace_of(
         [Event(action, 0, size, label=label) for action, size, label in events],
         labels=(
-            Label(Phase.FORWARD, "conv", "", -1),
-            Label(Phase.BACKWARD, "conv", "ConvolutionBackward0", -1),
+            EventLabel(Phase.FORWARD, "conv", "", -1),
+            EventLabel(Phase.BACKWARD, "conv", "ConvolutionBackward0", -1),
         ),
-        device=DeviceUse("card", figure, figure, 0, Machine.CARD),
+        device=DeviceUse("card", figure, figure, 0, MachineKind.CARD),
     )
 
 

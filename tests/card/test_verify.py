@@ -11,7 +11,7 @@ import pytest
 from memfit.errors import TargetError
 from memfit.planning.plan_file import PlanFile
 from memfit.records import Change, Equality, ScriptEnd
-from memfit.verification import measured_peak
+from memfit.verification import runs_under_plan
 from support.advised_runs import trace
 from support.scripts import TRAIN
 
@@ -46,10 +46,10 @@ def test_a_run_that_fails_has_no_peak_and_gets_the_plan_s_allocator_settings(mon
         settings.append(options.allocator)
         return SimpleNamespace(trace=failed)
 
-    monkeypatch.setattr(measured_peak, "run_script", run)
+    monkeypatch.setattr(runs_under_plan, "run_script", run)
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     plan = PlanFile(Change(PLAN, "expandable_segments:True"), Equality.BITWISE)
     with pytest.raises(TargetError, match=r"under the plan, but .*ValueError: no data \(train.py:9\)"):
-        measured_peak.measured_peak(("train.py",), plan, module=False, on_progress=lambda _: None)
+        runs_under_plan.measured_peak(("train.py",), plan, module=False, on_progress=lambda _: None)
     assert settings == ["expandable_segments:True"]
     assert "PYTORCH_ALLOC_CONF" not in os.environ

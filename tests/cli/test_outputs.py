@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from memfit.atomic_files import check_outputs
+from memfit.atomic_files import check_output_paths
 from memfit.cli.main import main
 from memfit.errors import UsageError
 from memfit.run.options import RunOptions
@@ -58,12 +58,12 @@ def test_an_output_that_would_overwrite_a_file_is_refused(tokens, words, files, 
 def test_a_link_to_the_script_is_the_script(files):
     (files / "link").symlink_to("train.py")
     with pytest.raises(UsageError, match="would overwrite the script"):
-        check_outputs({"-o": files / "link"}, {"the script": files / "train.py"})
+        check_output_paths({"-o": files / "link"}, {"the script": files / "train.py"})
 
 
 def test_devices_take_any_number_of_outputs(files):
     null = Path("/dev/null")
-    check_outputs({"-o": None, "--html": null, "--json": null}, {"the script": files / "train.py"})
+    check_output_paths({"-o": None, "--html": null, "--json": null}, {"the script": files / "train.py"})
 
 
 def test_the_python_function_refuses_to_overwrite_the_script(files):

@@ -10,16 +10,18 @@ from torch.nn.utils import parametrizations
 from memfit.errors import NotSentError, UsageError
 from memfit.estimating.serialise import (
     backend_flags,
-    pack_step,
+    collect_training_step,
+    deserialise_training_step,
+    serialise_training_step,
     set_backend_flags,
-    training_step,
-    unpack_step,
 )
 
 
 def round_trip(model, inputs=None, loss=None, optimizer=None):
     """Return a training step serialised and recreated, and the modules to move."""
-    return unpack_step(pack_step(training_step(model, inputs, loss, optimizer, 3)).data)
+    return deserialise_training_step(
+        serialise_training_step(collect_training_step(model, inputs, loss, optimizer, 3)).data
+    )
 
 
 def memory(tensor):
@@ -51,7 +53,7 @@ def test_small_buffers_that_decide_sizes_keep_their_values():
 
 def test_a_large_model_is_serialised_in_few_bytes():
     model = nn.Linear(1 << 20, 1 << 10, device="meta")  # 4 GiB
-    packed = pack_step(training_step(model, None, None, None, 3))
+    packed = serialise_training_step(collect_training_step(model, None, None, None, 3))
     assert len(packed.data) < 10_000
 
 
@@ -214,30 +216,30 @@ def test_an_object_that_cannot_be_sent_is_named_with_its_path(make, path, kind, 
 
 def test_invalid_arguments_are_refused():
     with pytest.raises(UsageError, match="not int"):
-        training_step(3, None, None, None, 3)
+        collect_training_step(3, None, None, None, 3)
     with pytest.raises(UsageError, match="optimizer='adam'"):
-        training_step(nn.Linear(2, 2), None, None, "adam", 3)
+        collect_training_step(nn.Linear(2, 2), None, None, "adam", 3)
     with pytest.raises(UsageError, match=r"loss=MSELoss\(\)"):
-        training_step(nn.Linear(2, 2), None, nn.MSELoss, None, 3)
+        collect_training_step(nn.Linear(2, 2), None, nn.MSELoss, None, 3)
     with pytest.raises(UsageError, match="target"):
-        training_step(nn.Linear(2, 2), torch.ones(2), nn.MSELoss(), None, 3)
+        collect_training_step(nn.Linear(2, 2), torch.ones(2), nn.MSELoss(), None, 3)
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused():
     model = nn.Linear(2, 2)
     for optimizer in (torch.optim.LBFGS(model.parameters()), torch.optim.LBFGS):
         with pytest.raises(UsageError, match=r"LBFGS\.step\(\) needs a closure"):
-            training_step(model, None, None, optimizer, 3)
+            collect_training_step(model, None, None, optimizer, 3)
 
 
 def test_only_an_optimizer_that_shares_no_parameter_with_the_model_is_refused():
     model, before = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2)
     with pytest.raises(UsageError, match="Adam holds none of the parameters of this Sequential"):
-        training_step(model, None, None, torch.optim.Adam(before.parameters()), 3)
+        collect_training_step(model, None, None, torch.optim.Adam(before.parameters()), 3)
     for parameters in (model[1].parameters(), [model[0].bias, before.weight]):
-        training_step(model, None, None, torch.optim.Adam(parameters), 3)
+        collect_training_step(model, None, None, torch.optim.Adam(parameters), 3)
     model.requires_grad_(False)  # the trained parameters are elsewhere: a prompt in the loss
-    training_step(model, None, None, torch.optim.Adam(before.parameters()), 3)
+    collect_training_step(model, None, None, torch.optim.Adam(before.parameters()), 3)
 
 
 def test_switches_round_trip():

@@ -16,7 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 import memfit
 import memfit.graph.fx_dataflow
 import memfit.packing.graph_packing
-from memfit.graph.fx_dataflow import dataflow
+from memfit.graph.fx_dataflow import dataflow_of_fx_graph
 from memfit.packing.graph_packing import alias_sets
 from support import captured_graphs, storage_referee
 from support.handmade_graphs import SmallAttentionBlock, V, graph_of
@@ -71,7 +71,7 @@ ADAM = {
 def test_values_in_one_storage_form_one_set(sets, calls):
     module, inputs = graph_of(MADE, *calls)
     assert storage_referee.differences(module, inputs) == []
-    own = [found for found in alias_sets(dataflow(module)) if not found.given]
+    own = [found for found in alias_sets(dataflow_of_fx_graph(module)) if not found.given]
     first = [found for found in own if "add_tensor" in found.names or "add" in found.names]
     assert len(first) == 1
     assert len(own) - (calls[0][0] is aten.native_dropout.default) == sets  # its mask is a separate set
@@ -87,7 +87,7 @@ def test_fake_tensors_left_by_tracing_do_not_share_storages():
     module = make_fx(lambda x: x.add(1).view(-1))(torch.zeros(2, 3))
     added, view = (node.meta["val"] for node in module.graph.nodes if node.op == "call_function")
     assert added.untyped_storage()._cdata != view.untyped_storage()._cdata
-    assert len([found for found in alias_sets(dataflow(module)) if not found.given]) == 1
+    assert len([found for found in alias_sets(dataflow_of_fx_graph(module)) if not found.given]) == 1
 
 
 @pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.binary_cross_entropy, F.soft_margin_loss])
@@ -96,13 +96,17 @@ def test_a_mean_loss_keeps_the_memory_of_all_elements(loss, reduction):
     x = torch.rand(10, 3)
     graph = captured_graphs.traced(lambda x: loss(x, x, reduction=reduction), x)
     assert storage_referee.differences(graph.module, graph.inputs) == []
-    assert max(found.size for found in alias_sets(dataflow(graph.module)) if not found.given) == 120
+    assert (
+        max(found.size for found in alias_sets(dataflow_of_fx_graph(graph.module)) if not found.given) == 120
+    )
 
 
 def test_efficient_zero_tensors_have_no_bytes():
     graph = captured_graphs.traced(lambda x: (torch._efficientzerotensor([9]), x + 1), torch.ones(3))
     assert storage_referee.differences(graph.module, graph.inputs) == []
-    assert sum(found.size for found in alias_sets(dataflow(graph.module)) if not found.given) == 12
+    assert (
+        sum(found.size for found in alias_sets(dataflow_of_fx_graph(graph.module)) if not found.given) == 12
+    )
 
 
 @pytest.mark.parametrize("p", [0.0, 0.5, 1.0])
@@ -127,7 +131,7 @@ def test_a_scatter_copies_the_gaps_of_its_input(scatter):
     graph = captured_graphs.traced(lambda x: (scatter(x), scatter(x)), x)
     next(iter(graph.module.graph.nodes)).meta["val"] = x  # tracing drops the gaps
     assert storage_referee.differences(graph.module, graph.inputs) == []
-    sizes = [found.size for found in alias_sets(dataflow(graph.module)) if not found.given]
+    sizes = [found.size for found in alias_sets(dataflow_of_fx_graph(graph.module)) if not found.given]
     assert sizes == [96, 96]
 
 
@@ -244,15 +248,15 @@ def test_packing_a_graph_for_a_gpu_needs_no_gpu():
 
 def test_inputs_in_one_storage_are_counted_once():
     module, _ = program([], tied=True)
-    assert memfit.graph.fx_dataflow.dataflow(module).shared == ((0, 2),)
-    assert sum(found.size for found in alias_sets(dataflow(module))) == 2 * 96
+    assert memfit.graph.fx_dataflow.dataflow_of_fx_graph(module).shared == ((0, 2),)
+    assert sum(found.size for found in alias_sets(dataflow_of_fx_graph(module))) == 2 * 96
 
 
 def test_the_graph_and_its_inputs_are_unchanged():
     module, inputs = graph_of((aten.resize_.default, X, [50]), (aten.add_.Tensor, V(1), 1.0))
     before = [tensor.clone() for tensor in inputs], module.code
     metas = [dict(node.meta) for node in module.graph.nodes]
-    dataflow(module)
+    dataflow_of_fx_graph(module)
     assert module.code == before[1]
     assert all(torch.equal(*pair) for pair in zip(inputs, before[0], strict=True))
     assert [dict(node.meta) for node in module.graph.nodes] == metas
@@ -262,7 +266,7 @@ def test_the_graph_and_its_inputs_are_unchanged():
 def test_a_graph_that_disables_gradients_leaves_them_enabled_here():
     module, _ = graph_of(MADE, (torch._C._set_grad_enabled, False), MADE)
     assert torch.is_grad_enabled()
-    dataflow(module)
+    dataflow_of_fx_graph(module)
     assert torch.is_grad_enabled()
 
 
@@ -281,7 +285,7 @@ def test_a_conjugate_is_a_view_and_resolving_it_a_copy():
         graph.output(graph.call_function(call, (node,)))
         module = fx.GraphModule({}, graph)
         assert (call(x).untyped_storage()._cdata != x.untyped_storage()._cdata) == sets
-        assert sum(not found.given for found in alias_sets(dataflow(module))) == sets
+        assert sum(not found.given for found in alias_sets(dataflow_of_fx_graph(module))) == sets
 
 
 def test_sizes_may_come_from_fake_tensor_prop():

@@ -8,12 +8,12 @@ from torch import nn
 import memfit
 from memfit.errors import UsageError
 from memfit.injection import inject_plan
-from memfit.injection.injection_files import InjectionReport, InjectionSettings, report_writer
-from memfit.injection.optimized_models import OptimizedModels
+from memfit.injection.injection_files import InjectionReport, InjectionSettings, injection_report_writer
+from memfit.injection.models_of_optimizers import OptimizedModels
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.records import Change
-from memfit.strategies.mechanisms.offloaded_state import OffloadedState
-from memfit.strategies.mechanisms.optimizer_step import own_step
+from memfit.strategies.mechanisms.offloaded_optimizer_state import OffloadedOptimizerState
+from memfit.strategies.mechanisms.optimizer_step import unwrapped_optimizer_step
 from support.late_stream import late_state_copies
 from support.optimizer_loops import halving, loss_of, net, same
 
@@ -26,7 +26,10 @@ class Injection:
 
     def __init__(self, folder):
         self.hooks, self.file = InstalledHooks(), folder / "report.json"
-        self.models, self.report_file = OptimizedModels(), inject_plan._Report(report_writer(self.file))
+        self.models, self.report_file = (
+            OptimizedModels(),
+            inject_plan._Report(injection_report_writer(self.file)),
+        )
         self.models.learn_names(self.hooks)
 
     def change(self, settings, **more):
@@ -75,7 +78,9 @@ class Script:
 
     @property
     def is_offloaded(self):
-        return isinstance(getattr(own_step(self.optimizer), "__self__", None), OffloadedState)
+        return isinstance(
+            getattr(unwrapped_optimizer_step(self.optimizer), "__self__", None), OffloadedOptimizerState
+        )
 
 
 @pytest.mark.parametrize("settings", [IN_BACKWARD, OFFLOADED, IN_BACKWARD | OFFLOADED])
@@ -164,7 +169,9 @@ def test_an_engine_of_the_script_s_carries_the_settings_out(injection, early, ow
     engine = memfit.Engine(model, own, optimizer=optimizer, loss=loss_of)
     engine.step(0)
     assert engine._ledger.update.in_backward is not None
-    assert own_step(engine.optimizer) == engine._ledger.update.offloaded.step  # and not another's of ours
+    assert (
+        unwrapped_optimizer_step(engine.optimizer) == engine._ledger.update.offloaded.step
+    )  # and not another's of ours
     assert all(each is None for each in gradients(model))
     assert (injection.report.unfit_optimizer, len(injection.report.models)) == ("", 1)
 

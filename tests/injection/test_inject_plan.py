@@ -16,13 +16,18 @@ import memfit
 from memfit.analysis.trial_result import TrialResult
 from memfit.errors import TargetError
 from memfit.injection import inject_plan
-from memfit.injection.injection_files import NEVER_CALLED, InjectionReport, InjectionSettings, report_writer
-from memfit.injection.optimized_models import OptimizedModels
+from memfit.injection.injection_files import (
+    NEVER_CALLED,
+    InjectionReport,
+    InjectionSettings,
+    injection_report_writer,
+)
+from memfit.injection.models_of_optimizers import OptimizedModels
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.records import Change, LoaderBatchSize, ScriptEnd
 from memfit.run.options import RunOptions
 from memfit.run.parent import Progress, RecordedRun
-from memfit.strategies.mechanisms.wrap_forward import wrappers
+from memfit.strategies.mechanisms.wrap_forward import forward_wrappers
 from memfit.trials import trial_run
 from memfit.trials.script_standbys import ScriptRun
 from support.traces import trace_of
@@ -41,7 +46,7 @@ def inject(change, hooks):
     models = OptimizedModels()
     models.learn_names(hooks)
     inject_plan._PlanInjector(
-        change, inject_plan._Report(report_writer(Path(change.report))), models
+        change, inject_plan._Report(injection_report_writer(Path(change.report))), models
     ).install(hooks)
 
 
@@ -64,7 +69,7 @@ def changed(tmp_path):
 
 def checkpointed(model):
     """Return, for each block, whether it is checkpointed."""
-    return [any(wrappers(block)) for block in model.blocks]
+    return [any(forward_wrappers(block)) for block in model.blocks]
 
 
 def test_a_trained_model_gets_the_plan_once_and_as_a_whole(changed):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from memfit.errors import FileFormatError
-from memfit.packing.best_packing import pack
-from memfit.packing.csv_table import packed_table, read_buffers
+from memfit.packing.best_packing import pack_buffers
+from memfit.packing.csv_table import packing_to_csv, read_buffers_csv
 
 
 @pytest.fixture
@@ -22,15 +22,15 @@ def write_table(tmp_path):
 
 def test_a_table_that_was_read_is_written_with_offsets(write_table):
     path = write_table("id,lower,upper,size\nb1,0,3,4\n" + '"b, 2",-3,9,4\n')
-    found = read_buffers(path)
+    found = read_buffers_csv(path)
     assert found.names == ("b1", "b, 2")
     assert [column.tolist() for column in (found.lower, found.upper, found.size)] == [[0, -3], [3, 9], [4, 4]]
-    rows = list(csv.DictReader(io.StringIO(packed_table([(found, np.array([0, 4]))]))))
+    rows = list(csv.DictReader(io.StringIO(packing_to_csv([(found, np.array([0, 4]))]))))
     assert rows[1] == {"id": "b, 2", "lower": "-3", "upper": "9", "size": "4", "offset": "4"}
 
 
 def test_columns_may_be_in_any_order_and_other_columns_are_ignored(write_table):
-    found = read_buffers(write_table("size,note,upper,lower,id\n4,x,3,0,b1\n", encoding="utf-8-sig"))
+    found = read_buffers_csv(write_table("size,note,upper,lower,id\n4,x,3,0,b1\n", encoding="utf-8-sig"))
     assert (found.size[0], found.upper[0], found.names) == (4, 3, ("b1",))
 
 
@@ -73,21 +73,21 @@ HEADER = "id,lower,upper,size\n"
 )
 def test_an_invalid_table_is_rejected_with_its_line_and_column(write_table, text, message):
     with pytest.raises(FileFormatError, match=r"Cannot read .*problem\.csv") as error:
-        read_buffers(write_table(text))
+        read_buffers_csv(write_table(text))
     assert message in str(error.value)
 
 
 def test_a_file_that_is_not_utf_8_is_rejected(tmp_path):
     (tmp_path / "problem.csv").write_bytes(b"id,lower,upper,size\n\xff,0,1,4\n")
     with pytest.raises(FileFormatError, match="it is not UTF-8 text"):
-        read_buffers(tmp_path / "problem.csv")
+        read_buffers_csv(tmp_path / "problem.csv")
 
 
 def test_the_largest_accepted_numbers_are_read_and_packed(write_table):
     edge = (1 << 62) - 1
-    found = read_buffers(write_table(f"{HEADER}b,{-edge},{edge},{edge}\n"))
+    found = read_buffers_csv(write_table(f"{HEADER}b,{-edge},{edge},{edge}\n"))
     assert (found.lower[0], found.upper[0], found.size[0]) == (-edge, edge, edge)
-    assert pack(found).height == edge
+    assert pack_buffers(found).height == edge
 
 
 @pytest.mark.parametrize(
@@ -100,13 +100,13 @@ def test_the_largest_accepted_numbers_are_read_and_packed(write_table):
     ],
 )
 def test_line_ends_blank_lines_and_spaces_of_spreadsheets_and_editors_are_accepted(write_table, text):
-    found = read_buffers(write_table(text))
+    found = read_buffers_csv(write_table(text))
     assert (found.names, found.lower[0], found.upper[0], found.size[0]) == (("b1",), 0, 3, 4)
 
 
 def test_a_missing_file_and_a_directory_are_rejected(tmp_path):
     with pytest.raises(FileFormatError, match=r"x\.csv: No such file or directory"):
-        read_buffers(tmp_path / "x.csv")
+        read_buffers_csv(tmp_path / "x.csv")
     (tmp_path / "folder.csv").mkdir()
     with pytest.raises(FileFormatError, match="Is a directory"):
-        read_buffers(tmp_path / "folder.csv")
+        read_buffers_csv(tmp_path / "folder.csv")

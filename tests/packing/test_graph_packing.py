@@ -4,7 +4,7 @@ import pytest
 
 from memfit.errors import UsageError
 from memfit.packing.graph_packing import pack_graph
-from memfit.packing.validator import find_violation
+from memfit.packing.validator import find_packing_violation
 from memfit.records import Dataflow, GraphValue
 from support.known_packings import gapless_problem
 
@@ -23,7 +23,7 @@ def test_values_with_disjoint_lifetimes_share_memory():
     assert found.given == 4096
     ((buffers, offset),) = found.parts
     assert buffers.names == ("a", "b", "c")
-    assert find_violation(buffers, offset, found.height) == ""
+    assert find_packing_violation(buffers, offset, found.height) == ""
 
 
 def test_an_alias_set_is_one_buffer():

@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from memfit.allocator.requests import RequestKind, Requests
-from memfit.packing.buffers import Buffers, sections
-from memfit.packing.lifetimes import last_step, lifetimes, one_step
+from memfit.allocator.requests import AllocatorRequests, RequestKind
+from memfit.packing.buffers import Buffers, lifetime_sections
+from memfit.packing.lifetimes import buffers_of_requests, buffers_of_step, last_full_step
 
 
 def requests_of(*rows, pools=((0, 0),)):
-    found = Requests(pools=pools)
+    found = AllocatorRequests(pools=pools)
     for event, (kind, block, size, *where) in enumerate(rows):
         found.add(kind, 10 * event, block, size, *where)
     return found
@@ -21,7 +21,7 @@ def columns(buffers):
 
 
 def test_the_example_of_the_module_docstring():
-    found = lifetimes(
+    found = buffers_of_requests(
         requests_of(
             (RequestKind.MALLOC, 0, 1),
             (RequestKind.MALLOC, 1, 512),
@@ -37,7 +37,7 @@ def test_the_example_of_the_module_docstring():
 
 
 def test_each_stream_and_pool_is_a_group():
-    found = lifetimes(
+    found = buffers_of_requests(
         requests_of(
             (RequestKind.MALLOC, 0, 512),
             (RequestKind.MALLOC, 1, 512, 1),
@@ -52,18 +52,20 @@ def test_each_stream_and_pool_is_a_group():
 
 
 def test_a_failed_malloc_is_not_a_buffer():
-    found = lifetimes(requests_of((RequestKind.FAILED, -1, 512), (RequestKind.MALLOC, 0, 512)))
+    found = buffers_of_requests(requests_of((RequestKind.FAILED, -1, 512), (RequestKind.MALLOC, 0, 512)))
     assert columns(found[0, 0]) == [("10", 1, 2, 512)]
 
 
 def test_without_requests_there_are_no_buffers():
-    assert lifetimes(requests_of((RequestKind.STEP, -1, 0))) == {}
+    assert buffers_of_requests(requests_of((RequestKind.STEP, -1, 0))) == {}
 
 
 def test_the_last_full_step_is_found():
     step = (RequestKind.STEP, -1, 0)
-    assert last_step(requests_of((RequestKind.MALLOC, 0, 512), step)) is None
-    assert last_step(requests_of(step, (RequestKind.MALLOC, 0, 512), step, (RequestKind.FREE, 0, 0))) == (
+    assert last_full_step(requests_of((RequestKind.MALLOC, 0, 512), step)) is None
+    assert last_full_step(
+        requests_of(step, (RequestKind.MALLOC, 0, 512), step, (RequestKind.FREE, 0, 0))
+    ) == (
         2,
         0,
         2,
@@ -87,7 +89,7 @@ def test_one_step_as_drawn_in_its_docstring():
     sizes = {"gradient": 2, "loss": 3, "kept": 5}
     size = [next((s for start, s in sizes.items() if name.startswith(start)), 1) for name in rows]
     lower, upper = np.array(list(rows.values())).T
-    found = one_step(Buffers(lower, upper, np.array(size), tuple(rows)), 100, 200)
+    found = buffers_of_step(Buffers(lower, upper, np.array(size), tuple(rows)), 100, 200)
     lives = dict(zip(found.names, zip(found.lower.tolist(), found.upper.tolist(), strict=True), strict=True))
     assert lives == {
         "weight": (0, 100),
@@ -98,12 +100,14 @@ def test_one_step_as_drawn_in_its_docstring():
         "kept from step 3": (70, 130),
     }
     assert found.period == 100
-    assert sections(found).bound == 1 + 2 + 3 + 3 + 5  # the activation is freed before the gradient exists
+    assert (
+        lifetime_sections(found).bound == 1 + 2 + 3 + 3 + 5
+    )  # the activation is freed before the gradient exists
 
 
 def test_a_buffer_without_a_counterpart_keeps_its_recorded_lifetime():
     rows = Buffers(np.array([50, 150]), np.array([130, 290]), np.array([4, 5]), ("old", "new"))
-    found = one_step(rows, 100, 200)
+    found = buffers_of_step(rows, 100, 200)
     assert columns(found) == [("old", 0, 30, 4), ("new", 50, 100, 5)]
 
 
@@ -111,5 +115,5 @@ def test_counterparts_are_paired_in_order():
     """The first buffer left by the previous step pairs with the first of this step; they may touch."""
     lower, upper = np.array([60, 70, 110, 130]), np.array([110, 130, 220, 230])
     rows = Buffers(lower, upper, np.array([4, 4, 4, 4]), ("old a", "old b", "a", "b"))
-    found = one_step(rows, 100, 200)
+    found = buffers_of_step(rows, 100, 200)
     assert columns(found) == [("a", 10, 110, 4), ("b", 30, 130, 4)]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from memfit.packing import native
-from memfit.packing.buffers import Buffers, sections
+from memfit.packing.buffers import Buffers, lifetime_sections
 from support.known_packings import gapless_problem
 from support.sanitized_build import build
 
@@ -60,7 +60,7 @@ def test_each_buffer_gets_the_offset_that_a_naive_search_finds(is_circle, tighte
         lower, length, size = (dice.integers(1, limit, 60) for limit in (29, dice.integers(2, 9), 20))
         problem = Buffers(lower, lower + length, size, names, 30 if is_circle else 0)
         order = dice.permutation(60)
-        found = native.place_greedily(problem, sections(problem), order, tightest=tightest)
+        found = native.place_greedily(problem, lifetime_sections(problem), order, tightest=tightest)
         assert found.tolist() == naive(problem, order.tolist(), tightest=tightest)
 
 
@@ -68,8 +68,9 @@ def test_each_buffer_gets_the_offset_that_a_naive_search_finds(is_circle, tighte
 def test_ctrl_c_ends_a_search():
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell may ignore it
-        "from support.known_packings import gapless_problem\nfrom memfit.packing.best_packing import pack\n"
-        "print('begun', flush=True)\npack(gapless_problem(7, 3000), 10_000, seconds=600)"
+        "from support.known_packings import gapless_problem\n"
+        "from memfit.packing.best_packing import pack_buffers\n"
+        "print('begun', flush=True)\npack_buffers(gapless_problem(7, 3000), 10_000, seconds=600)"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code],
@@ -93,4 +94,4 @@ def test_running_out_of_host_memory_raises_a_memory_error(monkeypatch):
     monkeypatch.setattr(native, "load", OutOfMemoryLibrary)
     problem = gapless_problem(1, 30)
     with pytest.raises(MemoryError):
-        native.place_greedily(problem, sections(problem), problem.size, tightest=True)
+        native.place_greedily(problem, lifetime_sections(problem), problem.size, tightest=True)

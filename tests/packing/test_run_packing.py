@@ -2,11 +2,11 @@
 
 import pytest
 
-from memfit.allocator.requests import RequestKind, Requests
+from memfit.allocator.requests import AllocatorRequests, RequestKind
 from memfit.errors import UsageError
 from memfit.packing import run_packing
-from memfit.packing.best_packing import pack
-from memfit.packing.run_packing import pack_run
+from memfit.packing.best_packing import pack_buffers
+from memfit.packing.run_packing import pack_run_memory
 from memfit.records import Provenance
 
 STEP = (RequestKind.STEP, -1, 0)
@@ -35,14 +35,14 @@ A_STEP = (
 
 
 def requests_of(*rows):
-    found = Requests(pools=((0, 0), (0, 7)))
+    found = AllocatorRequests(pools=((0, 0), (0, 7)))
     for event, (kind, block, size, *where) in enumerate(rows):
         found.add(kind, event, block, size, *where)
     return found
 
 
 def packed(*rows, **options):
-    return pack_run(requests_of(*rows), (), Provenance.EXACT, seconds=10, **options)
+    return pack_run_memory(requests_of(*rows), (), Provenance.EXACT, seconds=10, **options)
 
 
 def test_each_stream_and_pool_has_its_own_packing():
@@ -90,9 +90,9 @@ def test_a_capacity_is_shared_by_number_of_buffers(monkeypatch):
     capacities = []
     monkeypatch.setattr(
         run_packing,
-        "pack",
+        "pack_buffers",
         lambda buffers, capacity, **options: (
-            capacities.append(capacity) or pack(buffers, capacity, **options)
+            capacities.append(capacity) or pack_buffers(buffers, capacity, **options)
         ),
     )
     packed(*A_STEP, capacity=7168 + 700)

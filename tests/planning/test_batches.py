@@ -2,18 +2,18 @@
 
 import pytest
 
-from memfit.planning.batches import divisions
-from memfit.records import Action, OptionPurpose, ScriptOption
+from memfit.planning.batches import batch_divisions
+from memfit.records import Action, ScriptOption, ScriptOptionPurpose
 from support.traces import BASE, trace_of
 
-SIZE = ScriptOption(OptionPurpose.BATCH_SIZE, ("--batch-size",), 8)
-STEPS = ScriptOption(OptionPurpose.ACCUMULATION, ("--accumulation-steps",), 3)
-PARTS = ScriptOption(OptionPurpose.PARTS, ("--parts-per-batch",), 1)
+SIZE = ScriptOption(ScriptOptionPurpose.BATCH_SIZE, ("--batch-size",), 8)
+STEPS = ScriptOption(ScriptOptionPurpose.ACCUMULATION, ("--accumulation-steps",), 3)
+PARTS = ScriptOption(ScriptOptionPurpose.PARTS, ("--parts-per-batch",), 1)
 
 
 def halved(*options):
     trace = trace_of([(Action.SEGMENT_ALLOC, BASE, 1 << 20), (Action.ALLOC, BASE, 512)], options=options)
-    return divisions(trace, draws=False)[0]
+    return batch_divisions(trace, draws=False)[0]
 
 
 @pytest.mark.parametrize(

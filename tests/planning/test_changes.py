@@ -2,15 +2,15 @@
 
 from dataclasses import replace
 
-from memfit.planning.batches import divisions, smaller_batches, why_indivisible
-from memfit.planning.changes import FUSED_OPTIMIZER, OFFLOADED_ACTIVATIONS, recomputation
+from memfit.planning.batches import batch_divisions, smaller_batches, why_batches_are_indivisible
+from memfit.planning.changes import FUSED_OPTIMIZER, OFFLOADED_ACTIVATIONS, checkpoint_choice_change
 from memfit.planning.choose import CheckpointChoice, PlannedRegion
-from memfit.records import Change, LoaderBatchSize, OptionPurpose, ScriptOption
+from memfit.records import Change, LoaderBatchSize, ScriptOption, ScriptOptionPurpose
 from support.advised_runs import trace
 
 LOADER = LoaderBatchSize(12, "train.py:31")
-BATCH = ScriptOption(OptionPurpose.BATCH_SIZE, ("--batch-size",), 12)
-ACCUMULATION = ScriptOption(OptionPurpose.ACCUMULATION, ("--accum",), 2)
+BATCH = ScriptOption(ScriptOptionPurpose.BATCH_SIZE, ("--batch-size",), 12)
+ACCUMULATION = ScriptOption(ScriptOptionPurpose.ACCUMULATION, ("--accum",), 2)
 
 
 def test_changes_made_together_keep_what_each_of_them_says():
@@ -31,35 +31,41 @@ def test_changes_made_together_keep_what_each_of_them_says():
 def test_batches_are_halved_and_divided_where_the_parts_are_equal():
     found = trace(1, loader=LOADER)
     assert [each.batch_size for each in smaller_batches(found)] == [6, 3, 1]
-    assert [(each.parts, each.batch_size) for each in divisions(found, draws=True)] == [
+    assert [(each.parts, each.batch_size) for each in batch_divisions(found, draws=True)] == [
         (2, 6),
         (4, 3),
         (12, 1),
     ]
-    assert all(each.micro_batches.draws for each in divisions(found, draws=True))
+    assert all(each.micro_batches.draws for each in batch_divisions(found, draws=True))
     odd = trace(1, loader=replace(LOADER, size=5))
     assert [each.batch_size for each in smaller_batches(odd)] == [2, 1]
-    assert [(each.parts, each.batch_size) for each in divisions(odd, draws=False)] == [(5, 1)]
+    assert [(each.parts, each.batch_size) for each in batch_divisions(odd, draws=False)] == [(5, 1)]
 
 
 def test_what_sums_the_gradients_of_the_parts_is_memfit_or_the_scripts_own_option():
-    first = divisions(trace(1, options=[BATCH]), draws=False)[0]
+    first = batch_divisions(trace(1, options=[BATCH]), draws=False)[0]
     assert first.plan == {"accumulation": {"parts_per_batch": 2}}
     assert first.updates_held_back == 2
-    own = divisions(trace(1, options=[BATCH, ACCUMULATION]), draws=False)[0]
+    own = batch_divisions(trace(1, options=[BATCH, ACCUMULATION]), draws=False)[0]
     assert (own.plan, own.updates_held_back, own.micro_batches.by_option) == ({}, 1, True)
     assert own.micro_batches.arguments == ("--batch-size", "6", "--accum", "4")
 
 
 def test_why_batches_stay_whole():
-    assert why_indivisible(trace(1)) == "memfit found no option and no DataLoader that sets the batch size"
+    assert (
+        why_batches_are_indivisible(trace(1))
+        == "memfit found no option and no DataLoader that sets the batch size"
+    )
     one = trace(1, loader=replace(LOADER, size=1))
-    assert (divisions(one, draws=False), why_indivisible(one)) == ([], "a batch has one sample")
+    assert (batch_divisions(one, draws=False), why_batches_are_indivisible(one)) == (
+        [],
+        "a batch has one sample",
+    )
 
 
 def test_inputs_that_wait_on_the_host_are_run_with_late_copies():
     choice = CheckpointChoice((PlannedRegion(("blocks.0", "blocks.1")),), 0.1, 0.1, 1)
-    kept, offloaded = (recomputation(choice, 0, offload=offload) for offload in (False, True))
+    kept, offloaded = (checkpoint_choice_change(choice, 0, offload=offload) for offload in (False, True))
     assert (kept.is_late, kept.words) == (False, ("2 modules checkpointed",))
     assert kept.plan == {"checkpointing": {"regions": [{"modules": ["blocks.0", "blocks.1"]}]}}
     assert (offloaded.is_late, offloaded.words) == (True, ("2 modules checkpointed", "inputs offloaded"))

@@ -7,7 +7,7 @@ import torch
 
 import memfit
 from memfit.planning.choose import CheckpointChooser
-from memfit.planning.memory_model import MemoryModel
+from memfit.planning.memory_model import StepMemoryModel
 from memfit.planning.region_options import save_ops_to_try
 from memfit.records import Operation
 from support.planned_networks import NETWORKS, convolutional, drawing, feed_forward, nested
@@ -138,7 +138,7 @@ def test_modules_that_change_their_arguments_in_place_are_left_out():
 
 def test_what_is_kept_is_counted_once_however_many_modules_keep_it():
     step = nested().record()
-    memory = MemoryModel.of(step)
+    memory = StepMemoryModel.of(step)
     saved = {storage for call in step.calls for storage in call.saves}
     kept = sum(step.storages[each] for each in saved if memory.segment_of[each] >= 0)
     held = max(operation.allocated for operation in step.forward)

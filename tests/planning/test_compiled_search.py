@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from memfit.analysis.trial_result import TrialResult
-from memfit.planning.changes import Allowed
+from memfit.planning.changes import AllowedChanges
 from memfit.planning.plan_runs import PlannedScript, run_nothing_ahead
 from memfit.planning.search import find_plan
 from memfit.records import (
@@ -22,7 +22,7 @@ from memfit.records import (
     ScriptEnd,
     StepOperations,
 )
-from memfit.report.public_json import to_json
+from memfit.report.public_json import result_to_json
 from memfit.report.terminal.script_plan import print_plan
 from support.planned_networks import feed_forward
 from support.traces import BASE, trace_of
@@ -99,7 +99,7 @@ class CompiledScript:
         )
 
 
-def find(script, mebibytes, allowed=Allowed(), *, policies=False, run_ahead=run_nothing_ahead):  # noqa: B008 - frozen
+def find(script, mebibytes, allowed=AllowedChanges(), *, policies=False, run_ahead=run_nothing_ahead):  # noqa: B008 - frozen
     seconds = lambda operation: operation.flops / 1e9  # noqa: E731
     planned = PlannedScript(script, script, seconds, lambda size: size, "a rule", run_ahead=run_ahead)
     return find_plan(planned, mebibytes * MIB + OUTSIDE, allowed, policies=policies)
@@ -136,7 +136,7 @@ def test_the_highest_share_that_fits_is_chosen_where_batches_cannot_be_divided()
     assert "torch._functorch.config.activation_memory_budget = 0.6" in text
     assert "other kernels" in text
     assert "takes less than" not in text
-    assert json.loads(to_json(found))["plan"] == found.chosen.change.plan
+    assert json.loads(result_to_json(found))["plan"] == found.chosen.change.plan
 
 
 def test_micro_batches_are_preferred_if_they_are_faster_and_lower_shares_are_not_compiled_then():
@@ -207,7 +207,7 @@ def test_a_share_under_which_compilation_fails_is_dropped_and_counted():
     reason = "With activation_memory_budget 0.5, the script ended with BackendCompilerFailed: no (t.py:5)."
     assert found.dropped == (reason,)
     assert f"1 plan could not be run. {reason}" in printed(found)
-    assert json.loads(to_json(found))["dropped"] == [reason]
+    assert json.loads(result_to_json(found))["dropped"] == [reason]
 
 
 def test_every_block_is_checkpointed_if_no_share_fits():
@@ -241,7 +241,7 @@ def test_what_fits_no_budget_says_what_the_smallest_plan_needs():
 
 def test_with_bitwise_the_kernels_of_compiled_code_stay_as_they_are():
     script = CompiledScript(proportional)
-    found = find(script, 800, Allowed(rounding=False))
+    found = find(script, 800, AllowedChanges(rounding=False))
     assert found.chosen is None
     assert "--bitwise permits only settings of the allocator" in found.reason
     assert script.ran == [(1, 1.0)]
@@ -250,7 +250,7 @@ def test_with_bitwise_the_kernels_of_compiled_code_stay_as_they_are():
 def test_shares_that_would_take_too_long_are_not_compiled_once_something_fits():
     unlimited, script = (CompiledScript(proportional, slower=0.2) for _ in range(2))
     assert find(unlimited, 600).chosen.time == pytest.approx(1.14)  # 0.3 of whole batches, after 0.2
-    found = find(script, 600, Allowed(slowdown=1.1))
+    found = find(script, 600, AllowedChanges(slowdown=1.1))
     assert (found.chosen, found.smallest) == (None, None)
     assert found.too_slow.time == pytest.approx(1.2)  # two micro-batches
     assert min(share for parts, share in script.ran if share != "eager") >= 0.4
@@ -259,7 +259,7 @@ def test_shares_that_would_take_too_long_are_not_compiled_once_something_fits():
 
 
 def test_a_share_that_is_fast_enough_is_found_although_micro_batches_are_not():
-    found = find(CompiledScript(proportional, slower=0.2), 700, Allowed(slowdown=1.15))
+    found = find(CompiledScript(proportional, slower=0.2), 700, AllowedChanges(slowdown=1.15))
     assert found.chosen.change.plan == {"compilation": {"activation_memory_budget": 0.5}}
     assert found.too_slow is None
 

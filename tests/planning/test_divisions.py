@@ -6,10 +6,10 @@ from dataclasses import replace
 import torch
 
 from memfit.analysis.trial_result import TrialResult
-from memfit.planning.changes import Allowed
+from memfit.planning.changes import AllowedChanges
 from memfit.planning.choose import CheckpointChooser
 from memfit.records import LoaderBatchSize, ScriptEnd
-from memfit.report.public_json import to_json
+from memfit.report.public_json import result_to_json
 from support.planned_networks import feed_forward
 from support.planned_script import (
     MIB,
@@ -73,7 +73,7 @@ def test_batches_are_divided_where_that_takes_less_time_than_recomputation():
     assert 1.0 <= found.bound <= found.chosen.time < 1.05
     assert found.chosen.equality == "up to rounding"
     assert (script.divided, script.changes, found.models) == ([2], [], ())
-    written = json.loads(to_json(found))
+    written = json.loads(result_to_json(found))
     assert (written["micro_batches"]["loader"]["size"], written["equality"]) == (64, "up to rounding")
 
 
@@ -123,7 +123,7 @@ def test_divisions_end_where_the_line_through_two_of_them_does_not_reach_the_bud
 
 def test_where_only_bits_count_batches_stay_whole():
     script = BatchedScript()
-    found = find(script, int(0.55 * script.plain) * MIB + OUTSIDE, Allowed(rounding=False))
+    found = find(script, int(0.55 * script.plain) * MIB + OUTSIDE, AllowedChanges(rounding=False))
     assert (script.divided, found.undivided) == ([], "")
     assert found.chosen is None or found.chosen.equality == "bit for bit"
 

@@ -12,9 +12,9 @@ from memfit.planning.plan_runs import GhostRuns
 from memfit.records import (
     Category,
     LoaderBatchSize,
-    OptionPurpose,
     ScriptEnd,
     ScriptOption,
+    ScriptOptionPurpose,
 )
 from support.advised_runs import (
     BF16,
@@ -31,7 +31,7 @@ from support.advised_runs import (
 
 def batch(value=64, name="--batch-size"):
     """Return the script's option for its batch size."""
-    return ScriptOption(OptionPurpose.BATCH_SIZE, (name,), value)
+    return ScriptOption(ScriptOptionPurpose.BATCH_SIZE, (name,), value)
 
 
 def by_batch(word, full, fixed=0, per_sample=1):
@@ -92,7 +92,7 @@ def test_the_search_for_a_batch_corrects_its_first_guess():
 
 
 def test_a_script_that_can_accumulate_divides_its_batches_by_its_own_option():
-    own = {"options": [batch(), ScriptOption(OptionPurpose.ACCUMULATION, ("--accum",), 2)]}
+    own = {"options": [batch(), ScriptOption(ScriptOptionPurpose.ACCUMULATION, ("--accum",), 2)]}
     gradients = trace(200, category=Category.GRADIENT, **own)
     results = {"": 640, "--batch-size 16 --accum 8": gradients, "checkpointing": FAILED, "offload": FAILED}
     answer, _ = advice_for(too_large(400, **own), results, **own)
@@ -113,7 +113,7 @@ def test_what_a_sample_takes_is_not_read_from_two_peaks_in_other_phases():
 
 
 def test_batches_are_divided_into_equal_parts():
-    own = {"options": [batch(5), ScriptOption(OptionPurpose.ACCUMULATION, ("--accum",), 1)]}
+    own = {"options": [batch(5), ScriptOption(ScriptOptionPurpose.ACCUMULATION, ("--accum",), 1)]}
     results = {"": 640, "--batch-size 1 --accum 5": 200, "checkpointing": FAILED, "offload": FAILED}
     assert advice_for(too_large(400, **own), results, **own)[0].advice[0].how == (
         "--batch-size 1 --accum 5, now 5 and 1",
@@ -195,7 +195,7 @@ def test_options_that_are_on_are_not_advised():
 
 def test_the_number_of_reruns_is_limited():
     options = [batch(2)] + [
-        ScriptOption(OptionPurpose.LOW_PRECISION, (f"--low{number}",), 0) for number in range(20)
+        ScriptOption(ScriptOptionPurpose.LOW_PRECISION, (f"--low{number}",), 0) for number in range(20)
     ]
     tried = []
 

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from memfit.analysis.trial_result import TrialResult
-from memfit.planning.changes import Allowed, precision
-from memfit.planning.floor import Floors, floor_of_updates
+from memfit.planning.changes import AllowedChanges, precision_change
+from memfit.planning.floor import MemoryFloors, floor_of_updates
 from memfit.planning.optimizer_changes import optimizer_changes
 from memfit.records import (
     Action,
     Category,
     Change,
-    Label,
+    EventLabel,
     ModuleCall,
     Operation,
     Phase,
@@ -23,7 +23,7 @@ from memfit.records import (
 from support.planned_script import DEVICE, MIB, OUTSIDE
 from support.traces import BASE, Event, freed, trace_of
 
-UPDATE = Label(Phase.OPTIMIZER, "", "Adam.step", -1)
+UPDATE = EventLabel(Phase.OPTIMIZER, "", "Adam.step", -1)
 HELD = {
     Category.PARAMETER: {"weight": 40, "bias": 2},
     Category.BUFFER: {"mean": 4},
@@ -33,7 +33,7 @@ HELD = {
     Category.INPUT: {"x": 100},
 }
 FIXED = {"CUDA context": 100, "parameters": 42, "buffers": 4, "cuBLAS workspaces": 8}
-CHANGES = {each.words[0]: each for each in optimizer_changes(Allowed(low_bit_state=True))}
+CHANGES = {each.words[0]: each for each in optimizer_changes(AllowedChanges(low_bit_state=True))}
 
 
 def trained(temporaries=16):
@@ -70,7 +70,7 @@ def step(**operations):
 
 
 def floor(plan=Change(), operations=None, parts=1):  # noqa: B008 - frozen
-    found = Floors(TrialResult(trained(), operations=operations), parts).under(plan)
+    found = MemoryFloors(TrialResult(trained(), operations=operations), parts).under(plan)
     terms = {term.name: term.figure.bytes // MIB for term in found.terms}
     assert sum(terms.values()) == found.needs.bytes // MIB
     assert terms.items() >= FIXED.items() or "precision" in plan.plan
@@ -91,10 +91,12 @@ def test_what_an_update_holds_at_its_end_is_needed_but_for_what_a_plan_moves():
 
 
 def test_in_16_bits_half_of_it_is_needed_and_under_autocast_all():
-    half = Floors(TrialResult(trained()), 1).under(precision("bf16", {"dtype": "bf16", "autocast": False}))
+    half = MemoryFloors(TrialResult(trained()), 1).under(
+        precision_change("bf16", {"dtype": "bf16", "autocast": False})
+    )
     assert half.needs.bytes == OUTSIDE + 8 * MIB + (42 + 4 + 42 + 84) * MIB // 2
-    whole = Floors(TrialResult(trained()), 1).under(precision("amp", {"dtype": "bf16"}))
-    assert whole.needs == Floors(TrialResult(trained()), 1).under(Change()).needs
+    whole = MemoryFloors(TrialResult(trained()), 1).under(precision_change("amp", {"dtype": "bf16"}))
+    assert whole.needs == MemoryFloors(TrialResult(trained()), 1).under(Change()).needs
 
 
 def test_the_largest_operation_counts_where_it_needs_more_than_an_update():
@@ -120,9 +122,9 @@ def test_an_update_that_ran_needs_its_temporaries_too_but_no_batch():
 
 
 @pytest.mark.parametrize(
-    "trace", [trace_of([]), replace(trained(), labels=(Label(Phase.FORWARD, "", "", -1),))]
+    "trace", [trace_of([]), replace(trained(), labels=(EventLabel(Phase.FORWARD, "", "", -1),))]
 )
 def test_a_run_without_an_update_has_no_floor_but_the_context(trace):
     trace = replace(trace, device=DEVICE)
     assert floor_of_updates(TrialResult(trace)).needs.bytes == OUTSIDE
-    assert Floors(TrialResult(trace), 1).under(Change()).needs.bytes == OUTSIDE
+    assert MemoryFloors(TrialResult(trace), 1).under(Change()).needs.bytes == OUTSIDE

@@ -12,25 +12,25 @@ from rich.console import Console
 from memfit.analysis.summary import summarize
 from memfit.analysis.trial_result import TrialResult
 from memfit.errors import TargetError, UsageError
-from memfit.planning.batches import SizedRun, next_size
+from memfit.planning.batches import BatchSizeRun, next_batch_size
 from memfit.planning.max_batch import BudgetedScript, find_max_batch
 from memfit.planning.plan_runs import GhostRuns
 from memfit.records import (
     BatchLimit,
     LoaderBatchSize,
     MaxBatch,
-    OptionPurpose,
     ScriptEnd,
     ScriptOption,
+    ScriptOptionPurpose,
     SizeBound,
 )
-from memfit.report.public_json import public_type, to_json
+from memfit.report.public_json import public_json_type, result_to_json
 from memfit.report.terminal.max_batch import print_max_batch
 from support.advised_runs import FAILED, MEASURED, MIB, device, trace
 
 OUT = ScriptEnd("out of memory", 1, "CUDA out of memory", "train.py:9")
 CONTEXT = 100  # MiB, outside PyTorch's allocator
-OPTION = ScriptOption(OptionPurpose.BATCH_SIZE, ("--batch-size",), 4)
+OPTION = ScriptOption(ScriptOptionPurpose.BATCH_SIZE, ("--batch-size",), 4)
 
 
 def line(size):
@@ -246,26 +246,26 @@ def text_of(found):
 
 def test_the_json_has_every_run():
     found = Script(line, 1000).find()
-    public = msgspec.json.decode(to_json(found), type=public_type(MaxBatch))
-    assert json.loads(to_json(found))["runs"][0]["size"] == 4
+    public = msgspec.json.decode(result_to_json(found), type=public_json_type(MaxBatch))
+    assert json.loads(result_to_json(found))["runs"][0]["size"] == 4
     assert [run.size for run in public.runs] == [run.size for run in found.runs]
     assert (public.largest, public.limit, public.budget) == (23, BatchLimit.MEMORY, 1000 * MIB)
 
 
 def test_the_next_size_lies_between_what_fits_and_what_does_not():
-    runs = [SizedRun(8, 800, fits=True), SizedRun(9, 2000, fits=False)]
-    assert next_size(runs, range(1, 100), 1000, fixed=0, proven=True) is None
-    runs = [SizedRun(8, 800, fits=True), SizedRun(16, 1600, fits=False)]
-    assert next_size(runs, range(1, 100), 1000, fixed=0, proven=True) == 10
-    assert next_size(runs, [2, 4, 8, 15], 1000, fixed=0, proven=True) == 15
-    assert next_size(runs, [2, 4, 8, 15], 1000, fixed=0, proven=False) is None
+    runs = [BatchSizeRun(8, 800, fits=True), BatchSizeRun(9, 2000, fits=False)]
+    assert next_batch_size(runs, range(1, 100), 1000, fixed=0, proven=True) is None
+    runs = [BatchSizeRun(8, 800, fits=True), BatchSizeRun(16, 1600, fits=False)]
+    assert next_batch_size(runs, range(1, 100), 1000, fixed=0, proven=True) == 10
+    assert next_batch_size(runs, [2, 4, 8, 15], 1000, fixed=0, proven=True) == 15
+    assert next_batch_size(runs, [2, 4, 8, 15], 1000, fixed=0, proven=False) is None
 
 
 def test_a_line_is_not_trusted_too_far_nor_too_long():
-    runs = [SizedRun(8, 100, fits=True), SizedRun(9, 101, fits=True)]
-    assert next_size(runs, range(1, 10000), 10000, fixed=0, proven=True) == 9 * 16
-    ends = [SizedRun(100, 100, fits=True), SizedRun(1000, 10**6, fits=False)]
-    tried = [SizedRun(size, 99, fits=True) for size in (1, 2, 3)]
-    assert next_size([*ends, *tried], range(1, 10000), 200, fixed=0, proven=True) == 101
-    tried.append(SizedRun(4, 99, fits=True))
-    assert next_size([*ends, *tried], range(1, 10000), 200, fixed=0, proven=True) == 550
+    runs = [BatchSizeRun(8, 100, fits=True), BatchSizeRun(9, 101, fits=True)]
+    assert next_batch_size(runs, range(1, 10000), 10000, fixed=0, proven=True) == 9 * 16
+    ends = [BatchSizeRun(100, 100, fits=True), BatchSizeRun(1000, 10**6, fits=False)]
+    tried = [BatchSizeRun(size, 99, fits=True) for size in (1, 2, 3)]
+    assert next_batch_size([*ends, *tried], range(1, 10000), 200, fixed=0, proven=True) == 101
+    tried.append(BatchSizeRun(4, 99, fits=True))
+    assert next_batch_size([*ends, *tried], range(1, 10000), 200, fixed=0, proven=True) == 550

@@ -7,14 +7,14 @@ import pytest
 
 from memfit.api.planning import allowed_changes
 from memfit.errors import UsageError
-from memfit.planning.changes import Allowed
+from memfit.planning.changes import AllowedChanges
 from memfit.records import ScriptPlan
-from memfit.report.public_json import public_type, to_json
+from memfit.report.public_json import public_json_type, result_to_json
 from support.planned_script import MIB, OUTSIDE, Script, find, planned
 
 
 def limited(script, share, slowdown):
-    return find(script, int(share * script.plain) * MIB + OUTSIDE, Allowed(slowdown=slowdown))
+    return find(script, int(share * script.plain) * MIB + OUTSIDE, AllowedChanges(slowdown=slowdown))
 
 
 def test_a_plan_that_takes_too_long_is_named_but_not_taken():
@@ -27,7 +27,7 @@ def test_a_plan_that_takes_too_long_is_named_but_not_taken():
     assert text.startswith(f"NO PLAN FITS   within {taken.time - 0.01:g} times the time; one that needs ")
     assert f"takes {taken.time:.3f}\n" in text
     assert text.count("<- too slow") == 1
-    written = msgspec.convert(json.loads(to_json(found)), public_type(ScriptPlan))
+    written = msgspec.convert(json.loads(result_to_json(found)), public_json_type(ScriptPlan))
     assert (written.plan, written.too_slow.time, written.max_slowdown) == (
         None,
         taken.time,

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from memfit.planning.changes import Allowed
+from memfit.planning.changes import AllowedChanges
 from memfit.planning.optimizer_changes import (
-    OptimizerChanges,
+    OptimizerChangesToTry,
     has_8_bit_state,
     offloads_state,
     optimizer_changes,
-    steps_in_backward,
+    updates_in_backward,
 )
 from memfit.records import (
     Change,
@@ -41,8 +41,8 @@ def ran(needs, gradients=0, state=0, temporaries=0, *, time=1.0, phase=Phase.BAC
 
 def tried(plain, budget, *others, chosen=None, low=False, copies=0.5, refused=()):
     """Return what is tried, if that changes nothing, or is refused."""
-    allowed = replace(Allowed(), low_bit_state=low)
-    changes, words = OptimizerChanges(plain, allowed, budget, lambda: copies), []
+    allowed = replace(AllowedChanges(), low_bit_state=low)
+    changes, words = OptimizerChangesToTry(plain, allowed, budget, lambda: copies), []
     while change := changes.next([*others, *filter(None, [chosen])], chosen):
         words += change.words
         if change.words[0] in refused:
@@ -70,7 +70,7 @@ def test_if_nothing_fits_the_one_that_saves_most_is_tried_after_those_that_seeme
     plain = ran(100, gradients=20, state=40)
     offloaded = ran(62, gradients=3)  # most of the gradients are not yet there at the new peak
     assert tried(plain, 60, offloaded) == [BOTH]
-    changes = OptimizerChanges(plain, Allowed(), 60, lambda: 0.5)
+    changes = OptimizerChangesToTry(plain, AllowedChanges(), 60, lambda: 0.5)
     assert changes.next([], None).words == (OFFLOADED,)
     assert changes.next([offloaded], None).words == (BOTH,)
     assert changes.next([offloaded, ran(61)], None) is None
@@ -112,17 +112,17 @@ def test_once_something_fits_only_what_may_be_faster_is_tried():
 
 @pytest.mark.parametrize(("low", "exact"), [(False, False), (True, False), (True, True)])
 def test_nothing_is_changed_that_is_not_allowed(low, exact):
-    found = optimizer_changes(Allowed(optimizer=exact, low_bit_state=low))
+    found = optimizer_changes(AllowedChanges(optimizer=exact, low_bit_state=low))
     assert any(has_8_bit_state(each) for each in found) is low
     assert any(not has_8_bit_state(each) for each in found) is exact
 
 
 def test_each_change_does_what_its_words_say():
-    for change in optimizer_changes(Allowed(low_bit_state=True)):
+    for change in optimizer_changes(AllowedChanges(low_bit_state=True)):
         (words,) = change.words
         assert change.plan.keys() == {"optimizer_state"}
         assert offloads_state(change) is change.is_late is (OFFLOADED in words)
-        assert steps_in_backward(change) is (BACKWARD in words)
+        assert updates_in_backward(change) is (BACKWARD in words)
         assert equality_of(change) == (Equality.OTHER if LOW in words else Equality.BITWISE)
 
 

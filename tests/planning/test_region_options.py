@@ -4,8 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from memfit.planning.memory_model import MemoryModel, inner_calls
-from memfit.planning.region_options import option_in_parts, option_of, parts_of, recomputed, splits_to_try
+from memfit.planning.memory_model import StepMemoryModel, calls_inside
+from memfit.planning.region_options import (
+    bytes_recomputed_in_segments,
+    parts_of_call,
+    region_option,
+    region_option_in_parts,
+    splits_to_try,
+)
 from memfit.recording.step_operations import StepOperationRecorder
 
 ROWS, NARROW, WIDE = 64, 16, 512
@@ -33,12 +39,14 @@ def block():
     model(torch.ones(ROWS, NARROW)).sum().backward()
     step = recorder.stop()
     number = next(number for number, call in enumerate(step.calls) if call.module == "1")
-    return MemoryModel.of(step), step.calls[number], inner_calls(step.calls)[number]
+    return StepMemoryModel.of(step), step.calls[number], calls_inside(step.calls)[number]
 
 
 def held(block, *split_at):
     memory, call, inner = block
-    found = recomputed(memory, parts_of(memory.step, call, inner, split_at), frozenset(call.reads))
+    found = bytes_recomputed_in_segments(
+        memory, parts_of_call(memory.step, call, inner, split_at), frozenset(call.reads)
+    )
     return [found[segment] for segment in memory.segments(call.first, call.end)]
 
 
@@ -59,12 +67,14 @@ def test_parts_that_begin_with_no_call_are_left_out(block):
 
 def test_the_parts_before_run_again_for_each_part(block):
     memory, call, inner = block
-    whole = option_of(memory.step, call, (), second)
-    split = option_in_parts(memory.step, call, inner, ("2", "3"), second)
+    whole = region_option(memory.step, call, (), second)
+    split = region_option_in_parts(memory.step, call, inner, ("2", "3"), second)
     assert split.keeps == whole.keeps
     # The second part is recomputed up to its product, whose arguments are all that is saved in it.
     assert (whole.seconds, split.seconds) == (5.0, 5.0 + 2.0 + 2.0)
-    copied = option_in_parts(memory.step, call, inner, ("2", "3"), second, lambda size: 10.0 * (size > 0))
+    copied = region_option_in_parts(
+        memory.step, call, inner, ("2", "3"), second, lambda size: 10.0 * (size > 0)
+    )
     assert copied.seconds == split.seconds  # inputs below a MiB stay
 
 
@@ -77,5 +87,5 @@ def test_a_module_is_split_only_where_that_lowers_what_it_holds(block):
     recorder.start()
     model(torch.ones(1 << 18, requires_grad=True)).sum().backward()
     step = recorder.stop()
-    tried = splits_to_try(MemoryModel.of(step), step.calls[1], inner_calls(step.calls)[1])
+    tried = splits_to_try(StepMemoryModel.of(step), step.calls[1], calls_inside(step.calls)[1])
     assert [len(split_at) for split_at in tried] == [1, 2]

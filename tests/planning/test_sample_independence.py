@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from memfit.planning.sample_independence import why_dependent, why_no_mean
+from memfit.planning.sample_independence import why_loss_is_a_sum, why_samples_depend
 from memfit.recording.step_operations import StepOperationRecorder
 
 SAMPLES, WIDTH = 8, 6
@@ -154,22 +154,22 @@ def gradients(make, loss, parts):
 def test_where_micro_batches_have_the_same_gradients_samples_are_independent(name):
     make, loss = INDEPENDENT[name]
     assert torch.allclose(gradients(make, loss, 1), gradients(make, loss, 4), rtol=1e-12, atol=1e-14)
-    assert why_dependent(recorded(make, loss, SAMPLES), recorded(make, loss, SAMPLES // 2)) == ""
+    assert why_samples_depend(recorded(make, loss, SAMPLES), recorded(make, loss, SAMPLES // 2)) == ""
 
 
 @pytest.mark.parametrize("name", DEPENDENT)
 def test_where_micro_batches_have_other_gradients_samples_depend_on_each_other(name):
     make, loss = DEPENDENT[name]
     assert not torch.allclose(gradients(make, loss, 1), gradients(make, loss, 4), rtol=1e-3)
-    assert why_dependent(recorded(make, loss, SAMPLES), recorded(make, loss, SAMPLES // 2))
+    assert why_samples_depend(recorded(make, loss, SAMPLES), recorded(make, loss, SAMPLES // 2))
 
 
 def test_the_reason_names_the_operation_and_the_module():
     make, loss = DEPENDENT["batch normalization"]
-    why = why_dependent(recorded(make, loss, SAMPLES), recorded(make, loss, SAMPLES // 2))
+    why = why_samples_depend(recorded(make, loss, SAMPLES), recorded(make, loss, SAMPLES // 2))
     assert why.startswith("in aten.native_batch_norm.default of 1 (BatchNorm1d), samples are combined other")
     make, loss = DEPENDENT["root"]
-    why = why_dependent(recorded(make, loss, SAMPLES), recorded(make, loss, SAMPLES // 2))
+    why = why_samples_depend(recorded(make, loss, SAMPLES), recorded(make, loss, SAMPLES // 2))
     assert why.startswith("in aten.sqrt.default of the loss, a sum over the samples is not only scaled")
 
 
@@ -178,7 +178,7 @@ def test_a_loop_over_the_samples_is_another_step_with_half_of_them():
         return sum(each.square().mean() for each in y) / len(y)
 
     whole, half = recorded(network, loop, SAMPLES), recorded(network, loop, SAMPLES // 2)
-    assert why_dependent(whole, half) == "with half the samples, the step runs other operations"
+    assert why_samples_depend(whole, half) == "with half the samples, the step runs other operations"
 
 
 def summed(y, labels):
@@ -209,7 +209,7 @@ def summed(y, labels):
 )
 def test_a_loss_that_is_a_sum_over_samples_is_named(loss, is_sum):
     """Parts of a sum, each divided by their number, are not the sum."""
-    found = why_no_mean(recorded(network, loss, SAMPLES), recorded(network, loss, SAMPLES // 2))
+    found = why_loss_is_a_sum(recorded(network, loss, SAMPLES), recorded(network, loss, SAMPLES // 2))
     assert ("the loss is a sum over samples" in found) is is_sum
     same = torch.allclose(gradients(network, loss, 1), gradients(network, loss, 4), rtol=1e-6)
     assert same is not is_sum
@@ -232,8 +232,8 @@ def test_what_a_step_makes_of_its_samples_must_not_decide_the_next():
             step, left = recorder.stop(), recorder.left
         return step
 
-    assert why_dependent(*(steps(each, decides=0) for each in (SAMPLES, SAMPLES // 2))) == ""
-    carried = why_dependent(*(steps(each, decides=1) for each in (SAMPLES, SAMPLES // 2)))
+    assert why_samples_depend(*(steps(each, decides=0) for each in (SAMPLES, SAMPLES // 2))) == ""
+    carried = why_samples_depend(*(steps(each, decides=1) for each in (SAMPLES, SAMPLES // 2)))
     assert "a step goes on from what the one before made of its samples" in carried
     recorder = StepOperationRecorder(model)
     recorder.start()

@@ -5,12 +5,12 @@ import torch
 
 from memfit.planning.sample_independence import (
     SampleComparison,
-    compare_samples,
-    other_rows,
-    samples_of_parts,
+    compare_samples_of_parts,
+    compare_step_inputs,
+    undivided_tensor,
 )
 from memfit.recording.fed_samples import fed_tensor
-from memfit.records import FedSamples, FedTensor, StepOperations
+from memfit.records import InputTensor, StepInputs, StepOperations
 
 DATA = torch.arange(4 * 6 * 3, dtype=torch.float32).reshape(4, 6, 3)
 
@@ -24,7 +24,7 @@ def parts_of(tensor, count, dimension=0):
 
 
 def compare(whole, parts, count=2, **other):
-    return compare_samples(FedSamples(fed(*whole)), FedSamples(fed(*parts), **other), count)
+    return compare_step_inputs(StepInputs(fed(*whole)), StepInputs(fed(*parts), **other), count)
 
 
 @pytest.mark.parametrize("dimension", [0, 1])
@@ -72,51 +72,51 @@ def test_what_is_the_same_in_each_part_proves_nothing():
 
 
 def test_nothing_that_memfit_can_see_is_assumed():
-    assert "the GPU makes" in compare_samples(FedSamples(), FedSamples(), 2).assumed
+    assert "the GPU makes" in compare_step_inputs(StepInputs(), StepInputs(), 2).assumed
 
 
 def test_what_the_gpu_has_computed_of_the_samples_is_assumed():
     """It may have mixed them with each other."""
-    whole, parts = FedSamples(fed(DATA), computed=True), FedSamples(fed(*parts_of(DATA, 2)), computed=True)
-    assert "the GPU makes" in compare_samples(whole, parts, 2).assumed
+    whole, parts = StepInputs(fed(DATA), computed=True), StepInputs(fed(*parts_of(DATA, 2)), computed=True)
+    assert "the GPU makes" in compare_step_inputs(whole, parts, 2).assumed
 
 
 def test_parts_of_what_is_on_the_gpu_already_are_compared_too():
     corpus = torch.arange(64)
     on_gpu = fed(corpus)
-    whole = FedSamples(on_gpu, fed(*corpus.reshape(4, 16)[:2].split(2)))
-    parts = FedSamples(on_gpu, fed(*corpus.reshape(4, 16)[:2].split(1)))
-    assert compare_samples(whole, parts, 2) == SampleComparison()
-    other = FedSamples(on_gpu, fed(*corpus.reshape(4, 16)[2:].split(1)))
-    assert compare_samples(whole, other, 2).why
+    whole = StepInputs(on_gpu, fed(*corpus.reshape(4, 16)[:2].split(2)))
+    parts = StepInputs(on_gpu, fed(*corpus.reshape(4, 16)[:2].split(1)))
+    assert compare_step_inputs(whole, parts, 2) == SampleComparison()
+    other = StepInputs(on_gpu, fed(*corpus.reshape(4, 16)[2:].split(1)))
+    assert compare_step_inputs(whole, other, 2).why
 
 
 def test_where_a_loader_draws_the_same_samples_other_contents_are_assumed_to_be_theirs():
     """Augmented images differ, and so does what a collator pads to the longest of a batch."""
     augmented = fed(*(each * 2 for each in parts_of(DATA, 2)))
-    whole = FedSamples(fed(DATA), drawn=((tuple("3102"),),))
+    whole = StepInputs(fed(DATA), drawn=((tuple("3102"),),))
     for drawn, why, assumed in (
         (((("3", "1"), ("0", "2"), ("7", "5")),), "", "augmented at random, padded to another length"),
         (((("3", "1"),),), "", "augmented at random, padded to another length"),
         (((("3", "1"), ("2", "0")),), "with smaller batches, its DataLoader draws other samples", ""),
         ((tuple("3102"),), "other rows than the whole batch", ""),  # a batch of one "sample" that is a batch
     ):
-        found = compare_samples(whole, FedSamples(augmented, drawn=drawn), 2)
+        found = compare_step_inputs(whole, StepInputs(augmented, drawn=drawn), 2)
         assert why in found.why
         assert assumed in found.assumed
         assert bool(found.why) is not bool(found.assumed)
-    same = FedSamples(fed(*parts_of(DATA, 2)), drawn=((("3", "1"), ("0", "2")),))
-    assert compare_samples(whole, same, 2) == SampleComparison()
+    same = StepInputs(fed(*parts_of(DATA, 2)), drawn=((("3", "1"), ("0", "2")),))
+    assert compare_step_inputs(whole, same, 2) == SampleComparison()
 
 
 def test_what_only_one_step_shows_is_assumed():
-    whole, parts = FedSamples(fed(DATA)), FedSamples(fed(*DATA.chunk(2)))
+    whole, parts = StepInputs(fed(DATA)), StepInputs(fed(*DATA.chunk(2)))
     for carried, assumed in (((), ""), (None, "it recorded one step")):
         steps = [StepOperations((), (), (), (), samples=each, carried=carried) for each in (whole, parts)]
-        assert assumed in samples_of_parts(*steps, 2).assumed
-        assert bool(samples_of_parts(*steps, 2).assumed) is bool(assumed)
+        assert assumed in compare_samples_of_parts(*steps, 2).assumed
+        assert bool(compare_samples_of_parts(*steps, 2).assumed) is bool(assumed)
 
 
 def test_a_script_run_twice_must_feed_the_same():
-    assert other_rows(fed(DATA, DATA), fed(DATA, DATA), 1) is True
-    assert isinstance(other_rows(fed(DATA), fed(DATA + 1), 1), FedTensor)
+    assert undivided_tensor(fed(DATA, DATA), fed(DATA, DATA), 1) is True
+    assert isinstance(undivided_tensor(fed(DATA), fed(DATA + 1), 1), InputTensor)

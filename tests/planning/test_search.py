@@ -11,12 +11,12 @@ from rich.console import Console
 
 from memfit.analysis.trial_result import TrialResult
 from memfit.errors import TargetError
-from memfit.planning.changes import Allowed
+from memfit.planning.changes import AllowedChanges
 from memfit.planning.plan_runs import PlannedScript
 from memfit.planning.search import find_plan
-from memfit.records import Action, Change, Label, Phase, ScriptEnd, ScriptPlan
-from memfit.report.public_json import public_type, to_json
-from memfit.report.terminal.plan_chart import chart_lines
+from memfit.records import Action, Change, EventLabel, Phase, ScriptEnd, ScriptPlan
+from memfit.report.public_json import public_json_type, result_to_json
+from memfit.report.terminal.plan_chart import plan_chart_lines
 from memfit.report.terminal.script_plan import print_plan
 from support.planned_script import (
     MIB,
@@ -198,7 +198,7 @@ class OtherNumerics(Script):
 def test_other_numerics_are_used_if_they_are_allowed_and_lower_the_peak():
     script = OtherNumerics()
     budget = int(0.55 * script.plain) * MIB + OUTSIDE
-    found = find(script, budget, Allowed(precisions=("amp",)))
+    found = find(script, budget, AllowedChanges(precisions=("amp",)))
     assert found.chosen.change.plan == {"precision": {"dtype": "bf16"}}
     assert (found.chosen.equality, found.models) == ("other numerics", ("Net (optimizer: t:1)",))
     assert "precision" not in (find(script, budget).chosen or found.as_written).change.plan
@@ -229,7 +229,7 @@ def test_policies_that_people_use_are_run_and_drawn_beside_the_plan():
     assert [run.change.plan["checkpointing"] for run in found.policies] == [{}, {"every": 2}]
     assert found.policies[0].needs.bytes < found.policies[1].needs.bytes
     assert all(run not in found.tried for run in found.policies)
-    lines = list(chart_lines(found))
+    lines = list(plan_chart_lines(found))
     drawn = "".join(line.partition("│")[2] for line in lines)
     assert {mark: drawn.count(mark) for mark in "0*ab"} == {"0": 1, "*": 1, "a": 1, "b": 1}
     assert "a checkpoint every block: " in "\n".join(lines)
@@ -244,8 +244,8 @@ def test_the_result_prints_and_is_valid_json():
     print_plan(found, Console(file=text, width=200, highlight=False, markup=False))
     assert text.getvalue().startswith("PLAN FOUND   needs ")
     assert "no plan of this kind takes less than" in text.getvalue()
-    public = json.loads(to_json(found))
-    again = msgspec.convert(public, public_type(ScriptPlan))
+    public = json.loads(result_to_json(found))
+    again = msgspec.convert(public, public_json_type(ScriptPlan))
     assert again.plan == found.chosen.change.plan
     assert msgspec.to_builtins(again.needs) == msgspec.to_builtins(found.chosen.needs)
     assert len(again.tried) == len(found.tried)
@@ -287,7 +287,7 @@ def test_what_an_update_alone_allocates_is_not_to_be_recomputed():
             return result
         history = [(Action.SEGMENT_ALLOC, BASE, script.plain * MIB), (Action.ALLOC, BASE, script.plain * MIB)]
         history = [Event(*each, label=0) for each in history] + freed(BASE, script.plain * MIB, label=0)
-        label = Label(Phase.OPTIMIZER, "", "AdamW.step", -1)
+        label = EventLabel(Phase.OPTIMIZER, "", "AdamW.step", -1)
         return replace(result, trace=replace(result.trace, events=events_of(history), labels=(label,)))
 
     found = find(run, int(0.7 * script.plain) * MIB + OUTSIDE)

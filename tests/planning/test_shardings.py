@@ -9,10 +9,10 @@ from rich.console import Console
 from memfit.analysis.trial_result import TrialResult
 from memfit.errors import TargetError, UsageError
 from memfit.planning import search
-from memfit.planning.changes import Allowed
+from memfit.planning.changes import AllowedChanges
 from memfit.planning.plan_runs import PlannedScript, step_seconds
 from memfit.planning.search import find_plan
-from memfit.planning.shardings import copy_seconds, named_as_in, sent_bytes
+from memfit.planning.shardings import bytes_sent_per_step, shard_copy_seconds, with_unsharded_names
 from memfit.records import Change, DividedBatches, Figure, Provenance, ScriptEnd, Term
 from memfit.report.terminal.script_plan import print_plan
 from support.planned_script import MIB, OUTSIDE, Script, copy, needing, work
@@ -62,7 +62,7 @@ class ShardedScript(Script):
         return replace(inside, trace=needing(int(size)))
 
 
-def planned(script, share, allowed=Allowed(), ranks=RANKS):  # noqa: B008 - frozen
+def planned(script, share, allowed=AllowedChanges(), ranks=RANKS):  # noqa: B008 - frozen
     budget = int(share * script.plain) * MIB + OUTSIDE
     return find_plan(PlannedScript(script, script, work, copy, "a rule", ranks), budget, allowed)
 
@@ -99,7 +99,7 @@ def test_what_is_recomputed_is_named_as_in_the_script():
 
 
 def test_shards_are_offloaded_only_if_nothing_else_is_enough(monkeypatch):
-    monkeypatch.setattr(search, "copy_seconds", lambda *_: 0.5)
+    monkeypatch.setattr(search, "shard_copy_seconds", lambda *_: 0.5)
     script = ShardedScript(MUCH | {"offloaded": 0.4})
     found = planned(script, 0.45)
     assert found.chosen.time == 1.0 + 0.5 / step_seconds(script.step, work)
@@ -119,7 +119,7 @@ def test_where_nothing_fits_the_smallest_that_ran_is_reported():
 
 def test_where_every_bit_counts_gradients_are_summed_as_with_ddp():
     script = ShardedScript()
-    found = planned(script, 0.9, Allowed(rounding=False))
+    found = planned(script, 0.9, AllowedChanges(rounding=False))
     assert {mode for mode, _ in script.ran} == {"ddp", "zero1"}
     assert found.chosen.change.plan["sharding"] == {"mode": "zero1"}
     assert found.chosen.equality == "bit for bit"
@@ -166,14 +166,14 @@ def test_a_plan_must_fit_every_rank_and_late_work():
 
 def test_names_stay_where_nothing_wraps_the_model():
     script = Script()
-    assert named_as_in(script.step, script.step) is script.step
+    assert with_unsharded_names(script.step, script.step) is script.step
 
 
 @pytest.mark.parametrize(("mode", "whole", "in_two"), [("ddp", 2, 4), ("zero1", 3, 5), ("fsdp2", 3, 6)])
 def test_what_a_rank_sends_and_copies_follows_from_the_bytes_of_parameters(mode, whole, in_two):
     terms = Term("parameters", Figure(800, Provenance.EXACT)), Term("inputs", Figure(7, Provenance.EXACT))
     run = replace(planned(ShardedScript(), 1.25).chosen, change=Change({"sharding": {"mode": mode}}))
-    assert sent_bytes(run, terms, 4) == whole * 600
+    assert bytes_sent_per_step(run, terms, 4) == whole * 600
     halves = replace(run.change, micro_batches=DividedBatches(2, 4, "", ""))
-    assert sent_bytes(replace(run, change=halves), terms, 4) == in_two * 600
-    assert copy_seconds(terms, float, 4) == 300.0
+    assert bytes_sent_per_step(replace(run, change=halves), terms, 4) == in_two * 600
+    assert shard_copy_seconds(terms, float, 4) == 300.0

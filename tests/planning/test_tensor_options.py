@@ -8,8 +8,8 @@ from torch import nn
 
 import memfit
 from memfit.planning.choose import CheckpointChooser
-from memfit.planning.memory_model import MemoryModel
-from memfit.planning.tensor_options import tensor_options
+from memfit.planning.memory_model import StepMemoryModel
+from memfit.planning.tensor_options import tensor_recomputations
 from memfit.recording.step_operations import StepOperationRecorder
 from support.planned_networks import NETWORKS, PlannedNetwork
 
@@ -43,7 +43,7 @@ def test_a_step_holds_what_is_predicted_and_computes_the_same_bit_for_bit(make):
     network = make()
     plain = network.gradients()
     step = network.record()
-    options = tensor_options(MemoryModel.of(step), work)
+    options = tensor_recomputations(StepMemoryModel.of(step), work)
     assert options
     assert [each.peak for each in options] == sorted((each.peak for each in options), reverse=True)
     assert [each.seconds for each in options] == sorted(each.seconds for each in options)
@@ -71,7 +71,7 @@ def chain(*functions):
 
 def test_what_is_made_again_is_freed_after_its_last_use_and_costs_one_run():
     network = chain(*[torch.sigmoid] * 8)
-    options = tensor_options(MemoryModel.of(network.record()), second)
+    options = tensor_recomputations(StepMemoryModel.of(network.record()), second)
     # Kept: some of eight results. The others are made again once, between one that is kept and the next.
     for option in options:
         assert option.seconds == 8 - len(option.save_ops)
@@ -83,7 +83,7 @@ def test_what_is_written_in_place_moves_and_is_copied_only_if_it_is_needed():
     moved = chain(torch.sin, lambda x: torch.relu_(x + 1.0), torch.sin)
     copied = chain(torch.sin, lambda x: (y := x.exp()) * torch.sigmoid_(y * 1.0), torch.sin)
     for network in (moved, copied):
-        for option in tensor_options(MemoryModel.of(network.record()), second):
+        for option in tensor_recomputations(StepMemoryModel.of(network.record()), second):
             held, _ = carried_out(network, option)
             assert held == option.peak, option
 
@@ -116,9 +116,9 @@ def test_a_model_inside_of_another_is_named_and_one_that_is_called_twice_is_left
 
 def test_asking_about_each_operation_takes_time():
     network = chain(*[torch.sigmoid] * 8)
-    memory = MemoryModel.of(network.record())
-    plain = tensor_options(memory, second)
-    asked = tensor_options(memory, second, dispatch=0.5)
+    memory = StepMemoryModel.of(network.record())
+    plain = tensor_recomputations(memory, second)
+    asked = tensor_recomputations(memory, second, dispatch=0.5)
     assert [each.seconds - 0.5 * 8 for each in asked] == [each.seconds for each in plain]
 
 
@@ -128,7 +128,7 @@ def _same(first, second):
 
 def test_no_tensors_are_recomputed_where_a_forward_gathers_its_parameters():
     step = NETWORKS[0]().record()
-    assert tensor_options(MemoryModel.of(step), second)
+    assert tensor_recomputations(StepMemoryModel.of(step), second)
     gather = replace(step.forward[0], name="fsdp.all_gather_copy_in.default")
     gathered = replace(step, forward=(gather, *step.forward[1:]))
-    assert tensor_options(MemoryModel.of(gathered), second) == []
+    assert tensor_recomputations(StepMemoryModel.of(gathered), second) == []

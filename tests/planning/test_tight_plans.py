@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from memfit.planning.changes import Allowed
+from memfit.planning.changes import AllowedChanges
 from memfit.planning.plan_runs import PlannedScript
 from memfit.planning.search import find_plan
 from memfit.records import Provenance, ScriptEnd
-from memfit.report.public_json import to_json
+from memfit.report.public_json import result_to_json
 from memfit.report.terminal.script_plan import print_plan
 from support.planned_script import MIB, OUTSIDE, Script, copy, find, work
 
@@ -34,7 +34,7 @@ def assumed(script, spread=SPREAD):
     return run
 
 
-def under(script, mebibytes, allowed=Allowed(), spread=SPREAD):  # noqa: B008 - frozen
+def under(script, mebibytes, allowed=AllowedChanges(), spread=SPREAD):  # noqa: B008 - frozen
     """Return the plan for a script with an assumed context, for a budget of so much beside it."""
     return find(assumed(script, spread), mebibytes * MIB + OUTSIDE, allowed)
 
@@ -85,7 +85,7 @@ def test_a_plan_that_is_not_tight_is_the_one_for_what_is_certainly_free():
     assert not found.is_tight
     assert "PLAN FOUND   needs" in printed(found)
     assert "no plan of this kind that is not tight takes less than" in printed(found)
-    assert json.loads(to_json(found))["is_tight"] is False
+    assert json.loads(result_to_json(found))["is_tight"] is False
 
 
 def test_a_script_that_fits_only_tightly_gets_a_plan_that_does_not():
@@ -112,7 +112,7 @@ def test_the_only_plan_that_fits_is_tight():
     assert found.budget - found.uncertainty < found.chosen.needs.bytes <= found.budget
     assert printed(found).startswith("PLAN FOUND, TIGHT   needs ")
     assert "none of the plans that ran leaves that much" in printed(found)
-    assert (found.is_tight, json.loads(to_json(found))["is_tight"]) == (True, True)
+    assert (found.is_tight, json.loads(result_to_json(found))["is_tight"]) == (True, True)
 
 
 def test_of_the_tight_plans_the_fastest_is_chosen_and_the_runs_are_not_doubled():
@@ -147,7 +147,7 @@ def test_a_tight_plan_that_is_fast_enough_is_chosen_before_one_that_is_too_slow(
     budget = sure(Script(), int(0.7 * script.plain)).chosen.reserved.bytes // MIB + UNCERTAIN - 1
     slow, fast = sure(Script(), budget - UNCERTAIN).chosen.time, sure(Script(), budget).chosen.time
     assert fast < slow
-    found = under(script, budget, Allowed(slowdown=(fast + slow) / 2))
+    found = under(script, budget, AllowedChanges(slowdown=(fast + slow) / 2))
     assert found.is_tight
     assert found.too_slow is None
     assert found.chosen.time <= (fast + slow) / 2

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from memfit.planning import mixed_integer_program
 from memfit.planning.choose import CheckpointChooser
-from memfit.planning.mixed_integer_program import INFINITY, MixedIntegerProgram, Solution
+from memfit.planning.mixed_integer_program import INFINITY, MixedIntegerProgram, ProgramSolution
 from support.planned_networks import NETWORKS, feed_forward
 from support.planned_script import copy, work
 
@@ -59,7 +59,9 @@ def test_the_first_modules_of_a_kind_are_checkpointed_until_the_rest_fits():
 
 
 def nothing_found(monkeypatch):
-    monkeypatch.setattr(MixedIntegerProgram, "minimize", lambda *_, **__: Solution((), INFINITY, -INFINITY))
+    monkeypatch.setattr(
+        MixedIntegerProgram, "minimize", lambda *_, **__: ProgramSolution((), INFINITY, -INFINITY)
+    )
 
 
 def no_effort(monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 
 from memfit.recording.allocating_functions import TorchFunction, function_of_stack, functions_of_events
 from memfit.recording.annotate_events import with_op
-from memfit.records import Label, Phase
+from memfit.records import EventLabel, Phase
 from memfit.trace.stack_table import torch_folder
 
 T = "/site/torch/"
@@ -89,7 +89,7 @@ def test_the_name_determines_the_implementation_of_an_optimizer_step(name, how):
     ],
 )
 def test_the_more_informative_op_is_chosen(phase, op, function, chosen):
-    assert with_op(Label(phase, "fc", op, 0), function) == Label(phase, "fc", chosen, 0)
+    assert with_op(EventLabel(phase, "fc", op, 0), function) == EventLabel(phase, "fc", chosen, 0)
 
 
 def test_events_with_the_same_stack_share_a_function():

@@ -9,11 +9,12 @@ import pytest
 from memfit.ghost.ffi import WorkspaceUse
 from memfit.recording.annotate_events import (
     assign_labels_and_owners,
+    fill_missing_labels,
+    infer_forwards,
     mark_failed_workspaces,
     mark_workspaces,
 )
 from memfit.recording.event_labels import LabelBook
-from memfit.recording.inferred_phases import fill_missing_labels, infer_forwards
 from memfit.recording.owners import NO_TENSOR, MemoryOwners, OwnerSnapshot
 from memfit.records import Action, Category, MarkKind, Phase, TensorInfo
 from support.traces import BASE, Event, events_of, freed

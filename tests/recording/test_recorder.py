@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from memfit.allocator.timeline import disagreement_with_pytorch, timeline
+from memfit.allocator.timeline import disagreement_with_pytorch, memory_timeline
 from memfit.records import Action, Category, MarkKind, Phase
 from memfit.trace.trace_file import read_trace
 
@@ -52,7 +52,7 @@ def trace_of(dry_run):
         run = dry_run(script, options=("-o", "run.memfit", *options))
         assert run.code == 0, run.err
         trace = read_trace(run.folder / "run.memfit")
-        assert disagreement_with_pytorch(trace, timeline(trace)) == ""
+        assert disagreement_with_pytorch(trace, memory_timeline(trace)) == ""
         return trace
 
     return record
@@ -238,7 +238,7 @@ def test_peaks_after_a_reset_agree_with_the_statistics(trace_of):
     """
     )
     trace = trace_of(script)
-    assert int(timeline(trace).allocated.max()) == 4 << 28
+    assert int(memory_timeline(trace).allocated.max()) == 4 << 28
     assert trace.statistics["allocated_bytes.all.peak"] < 4 << 28
 
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from memfit.recording.event_labels import LabelBook
 from memfit.recording.run_stages import RunStageMarks
-from memfit.records import MarkKind, Untrained
+from memfit.records import MarkKind, UntrainedForwardReason
 
 
 def test_a_module_is_trained_from_the_moment_an_optimizer_has_its_parameters():
@@ -23,8 +23,8 @@ def test_a_module_is_trained_from_the_moment_an_optimizer_has_its_parameters():
         return [(kind, index) for _, kind, index in book.marks[before:]]
 
     teacher, student = (
-        (MarkKind.EVALUATION, Untrained.NO_GRADIENTS),
-        (MarkKind.EVALUATION, Untrained.EVALUATES),
+        (MarkKind.EVALUATION, UntrainedForwardReason.NO_GRADIENTS),
+        (MarkKind.EVALUATION, UntrainedForwardReason.EVALUATES),
     )
     assert marked() == marked() == [teacher, teacher]
     steps.optimizers = (torch.optim.SGD([nn.Parameter(torch.ones(2))]),)

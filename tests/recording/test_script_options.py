@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from memfit.recording.loader_batch_size import LoaderBatchSizes
+from memfit.recording.data_loaders import ScriptLoaders
 from memfit.recording.script_options import ScriptOptions
-from memfit.records import LoaderBatchSize, OptionPurpose, ScriptOption
+from memfit.records import LoaderBatchSize, ScriptOption, ScriptOptionPurpose
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_only_parsers_of_the_command_line_count(options, monkeypatch):
     assert options.found() == ()
     rest = parser("--epochs", type=int).parse_known_args()[1]
     parser("--bs", type=int).parse_args(rest)  # a second parser reads what the first has left
-    assert options.found() == (ScriptOption(OptionPurpose.BATCH_SIZE, ("--bs",), 2),)
+    assert options.found() == (ScriptOption(ScriptOptionPurpose.BATCH_SIZE, ("--bs",), 2),)
 
 
 def test_parsers_of_transformers_are_followed(options, monkeypatch):
@@ -131,7 +131,7 @@ def test_options_of_click_are_kept(options, monkeypatch):
 @pytest.fixture
 def loaders():
     """Follow loaders; return what knows the last one."""
-    followed = LoaderBatchSizes()
+    followed = ScriptLoaders()
     followed.install()
     yield followed
     followed._hooks.remove()

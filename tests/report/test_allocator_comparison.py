@@ -8,8 +8,8 @@ from rich.console import Console
 
 from memfit.analysis.allocator_comparison import compare_settings
 from memfit.records import Action, AllocatorComparison, DeviceUse, Figure, Mark, MarkKind, Provenance
-from memfit.report.public_json import public_type, to_json
-from memfit.report.terminal.allocator_comparison import print_comparison
+from memfit.report.public_json import public_json_type, result_to_json
+from memfit.report.terminal.allocator_comparison import print_allocator_comparison
 from support.traces import BASE, freed, trace_of
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -31,7 +31,7 @@ def compared(confs, marks=(), **options):
 
 def printed(found, width=80):
     console = Console(file=io.StringIO(), width=width, highlight=False, markup=False, emoji=False)
-    print_comparison(found, console)
+    print_allocator_comparison(found, console)
     return console.file.getvalue()
 
 
@@ -63,7 +63,7 @@ def test_the_memory_fraction_is_named():
 
 def test_json_has_a_row_per_setting():
     found = compared(["", "per_process_memory_fraction:0.0001"], STEPS, smallest=True)
-    answer = msgspec.json.decode(to_json(found), type=public_type(AllocatorComparison))
+    answer = msgspec.json.decode(result_to_json(found), type=public_json_type(AllocatorComparison))
     assert [(row.setting, row.current, row.fits) for row in answer.settings] == [
         ("roundup_power2_divisions:2", True, True),
         ("", False, True),
@@ -73,4 +73,4 @@ def test_json_has_a_row_per_setting():
     assert (answer.total, answer.taken) == (80 * GIB, 512 * MIB)
     assert answer.settings[2].failure.event == 1
     assert answer.settings[2].failure.requested == 33 * MIB
-    assert json.loads(to_json(found))["rates"]["malloc"] == found.rates.malloc
+    assert json.loads(result_to_json(found))["rates"]["malloc"] == found.rates.malloc

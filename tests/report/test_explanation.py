@@ -8,7 +8,7 @@ from rich.console import Console
 
 import memfit
 from memfit.records import GroupBy, Note, Phase, PhaseChange, Provenance
-from memfit.report.terminal.explanation import folded, print_explanation
+from memfit.report.terminal.explanation import fold_repeated_changes, print_explanation
 from support.html_reports import run
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -71,7 +71,7 @@ def test_micro_batches_that_change_the_same_are_one_row_each():
     first = [change(Phase.FORWARD, 1, 20, 10), change(Phase.BACKWARD, 1, 25, 5)]
     others = [change(Phase.FORWARD, 1, 35, 10), change(Phase.BACKWARD, 1, 25, -10)]
     last = [change(Phase.FORWARD, 2, 35, 10), change(Phase.BACKWARD, 2, 25, -10)]
-    found = folded((setup, *first, *others * 7, update, *last))
+    found = fold_repeated_changes((setup, *first, *others * 7, update, *last))
     assert found == [
         (setup, 1),
         *((part, 1) for part in first),

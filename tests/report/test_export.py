@@ -10,14 +10,14 @@ import pytest
 from rich.console import Console
 
 import memfit
-from memfit.allocator.timeline import timeline
+from memfit.allocator.timeline import memory_timeline
 from memfit.api.traces import allocation_table, chrome_trace
 from memfit.records import (
     Action,
     Category,
+    EventLabel,
     Frame,
     GroupBy,
-    Label,
     Mark,
     MarkKind,
     Phase,
@@ -26,8 +26,8 @@ from memfit.records import (
 )
 from memfit.report.escape import escaped
 from memfit.report.export import COLUMNS
-from memfit.report.public_json import to_json
-from memfit.report.terminal.run_changes import print_difference
+from memfit.report.public_json import result_to_json
+from memfit.report.terminal.run_changes import print_run_difference
 from support.traces import BASE, Event, freed, segment, trace_of
 
 MIB = 1 << 20
@@ -46,9 +46,9 @@ def run(size=1000, module="fc", file="train.py"):
         ],
         [segment(BASE, 2 * MIB, "small")],
         labels=(
-            Label(Phase.SETUP, "", "", -1),
-            Label(Phase.FORWARD, module, "Addmm", -1),
-            Label(Phase.BACKWARD, module, "AddmmBackward0", -1),
+            EventLabel(Phase.SETUP, "", "", -1),
+            EventLabel(Phase.FORWARD, module, "Addmm", -1),
+            EventLabel(Phase.BACKWARD, module, "AddmmBackward0", -1),
         ),
         stacks=((0,),),
         frames=(Frame(file, 3, "main", user=True),),
@@ -73,7 +73,7 @@ def test_the_chrome_traces_counters_equal_the_timeline():
     trace = run(size=8000)
     events = json.loads(chrome_trace(trace))["traceEvents"]
     counted = {event["name"]: event["args"]["bytes"] for event in events if event["ph"] == "C"}
-    line = timeline(trace)
+    line = memory_timeline(trace)
     assert counted["allocated"] == line.allocated[-1] == 8192
     assert counted["reserved"] == 2 * MIB
     assert (counted["parameters"], counted["activations"]) == (8192, 0)
@@ -125,9 +125,9 @@ def test_rows_of_a_difference_sum_to_the_allocated_bytes(by):
 
 def test_changed_rows_are_printed_with_names_escaped():
     console = Console(file=io.StringIO(), width=120, highlight=False, markup=False, emoji=False)
-    print_difference(memfit.diff(run(), run(size=5000, module="\x1b[31mred"), by="module"), console)
+    print_run_difference(memfit.diff(run(), run(size=5000, module="\x1b[31mred"), by="module"), console)
     text = console.file.getvalue()
     assert "+4,096" in text  # of blocks: 5,120 less 1,024
     assert "\x1b" not in text
-    found = json.loads(to_json(memfit.diff(run(), run(size=5000))))
+    found = json.loads(result_to_json(memfit.diff(run(), run(size=5000))))
     assert found["rows"][0] == {"name": "parameters", "before": 1000, "after": 5000}

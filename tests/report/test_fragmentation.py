@@ -22,7 +22,7 @@ from memfit.records import (
     ScriptLocation,
 )
 from memfit.report.escape import escaped
-from memfit.report.public_json import public, public_type, to_json
+from memfit.report.public_json import public_json_type, public_value, result_to_json
 from memfit.report.terminal.explanation import print_fragmentation
 
 MIB = 1 << 20
@@ -133,15 +133,17 @@ def test_names_from_a_trace_are_escaped(answer, name):
     text = printed(hostile, 400)
     assert text.count(escaped(name)) == 4  # as a module twice, as an op, in a path
     assert not any(character in text for character in "\x1b\r\x07\u202e\x9b\ud800")
-    pins = json.loads(to_json(explanation_with(answer, hostile)))["fragmentation"]["moments"][0]["holes"][0][
-        "pins"
-    ]
+    pins = json.loads(result_to_json(explanation_with(answer, hostile)))["fragmentation"]["moments"][0][
+        "holes"
+    ][0]["pins"]
     assert pins[0]["freed"]["module"] == name
 
 
 def test_the_json_decodes_to_the_public_schema(answer):
-    decoded = msgspec.json.decode(to_json(explanation_with(answer, FOUND)), type=public_type(Explanation))
-    for name, value in public(answer).items():
+    decoded = msgspec.json.decode(
+        result_to_json(explanation_with(answer, FOUND)), type=public_json_type(Explanation)
+    )
+    for name, value in public_value(answer).items():
         assert json.loads(msgspec.json.encode(getattr(decoded, name))) == value
     first, end = decoded.fragmentation.moments
     assert (first.all.allocated, first.all.reserved) == (12 * MIB, 50 * MIB)

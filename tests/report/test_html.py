@@ -13,9 +13,9 @@ from memfit.records import (
     Action,
     Advice,
     ByteRange,
+    EventLabel,
     Figure,
     JobRank,
-    Label,
     Note,
     PeakRange,
     Phase,
@@ -238,7 +238,7 @@ def test_without_source_no_file_name_remains():
             ),
         )
     )
-    trace = replace(trace, labels=(*trace.labels, Label(Phase.LOSS, "", "graph 0 (f, model.py:37)", -1)))
+    trace = replace(trace, labels=(*trace.labels, EventLabel(Phase.LOSS, "", "graph 0 (f, model.py:37)", -1)))
     trace = replace(
         trace, end=replace(trace.end, exception="OSError: /home/ada/x", where="/home/ada/work/train.py:1")
     )

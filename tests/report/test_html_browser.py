@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from memfit.allocator.timeline import timeline
+from memfit.allocator.timeline import memory_timeline
 from memfit.api.traces import explain
-from memfit.report.html.payload import payload
+from memfit.report.html.payload import page_payload
 from support.browser import check, click_at, shown
 from support.html_reports import evil, report, run, sums, unpacked
 from support.traces import trace_of
@@ -16,7 +16,7 @@ def test_the_page_opens_at_the_peak_and_every_moment_is_exact(show):
     text = report(trace)
     page = show(text)
     first = check(page, trace, text)
-    assert first.allocated == timeline(trace).allocated.max()
+    assert first.allocated == memory_timeline(trace).allocated.max()
     assert page.inner_text("#h-moment").lower() == "at the peak"
     seen = []
     for share in (0.02, 0.3, 0.42, 0.98):
@@ -31,7 +31,7 @@ def test_the_page_opens_at_the_peak_and_every_moment_is_exact(show):
 
 def test_a_page_with_combined_blocks_has_exact_sums(show, monkeypatch):
     trace = run(steps=6)
-    monkeypatch.setitem(payload.__kwdefaults__, "most", 5)
+    monkeypatch.setitem(page_payload.__kwdefaults__, "most", 5)
     text = report(trace)
     page = show(text)
     assert "drawn together: 33 of 38" in page.inner_text("#thinned")
@@ -191,7 +191,7 @@ def test_the_page_draws_inside_a_notebook(browser, tmp_path):
     page.goto(cell.as_uri())
     (frame,) = page.main_frame.child_frames
     frame.wait_for_selector("html[data-ready]")
-    assert shown(frame).allocated == timeline(run()).allocated.max()
+    assert shown(frame).allocated == memory_timeline(run()).allocated.max()
     box = frame.locator("#timeline").bounding_box()
     page.mouse.click(box["x"] + 58 + 0.3 * (box["width"] - 66), box["y"] + 200)
     check(frame, run(), report(run()))

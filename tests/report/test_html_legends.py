@@ -2,7 +2,7 @@
 
 import pytest
 
-from memfit.records import Action, Category, DeviceUse, Figure, Label, Phase, Provenance, ScriptEnd
+from memfit.records import Action, Category, DeviceUse, EventLabel, Figure, Phase, Provenance, ScriptEnd
 from support.browser import TOP, chart, shown
 from support.html_reports import Elements, report, run
 from support.traces import BASE, Event, trace_of
@@ -25,7 +25,7 @@ def failing(requested=300 * MIB, then=(), **fields):
         history,
         device=device,
         end=ScriptEnd("out of memory", 1),
-        labels=(Label(Phase.FORWARD, "head", "", -1),),
+        labels=(EventLabel(Phase.FORWARD, "head", "", -1),),
         **fields,
     )
 

@@ -5,37 +5,39 @@ import pytest
 
 from memfit.allocator.block_lifetimes import FREE, LIVE, BlockTracker
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.initial_state import initial_state
-from memfit.allocator.timeline import timeline
+from memfit.allocator.initial_state import reconstruct_initial_state
+from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import breakdown_at
 from memfit.analysis.location import location_at
 from memfit.analysis.summary import summarize
 from memfit.records import (
     Action,
+    EventLabel,
     GroupBy,
-    Label,
     Mark,
     MarkKind,
     Phase,
     ScriptEnd,
     SnapshotBlock,
 )
-from memfit.report.html.payload import payload
-from memfit.report.html.safe_page import PageTexts
+from memfit.report.html.payload import page_payload
+from memfit.report.html.safe_page import PageTextTable
 from support.html_reports import GIB, MIB, blocks, run, sums, unpacked
 from support.traces import BASE, Event, freed, segment, trace_of
 
 
 def drawn(trace, most=100_000, *, source=True):
-    line = timeline(trace)
-    words = PageTexts(source=source)
-    return unpacked(payload(trace, line, attribute(trace, line), summarize(trace), words, most=most).text)
+    line = memory_timeline(trace)
+    words = PageTextTable(source=source)
+    return unpacked(
+        page_payload(trace, line, attribute(trace, line), summarize(trace), words, most=most).text
+    )
 
 
 def check_sums(trace, held, moments):
     """Check that layers equal the rows of ``explain`` at some moments, and sum to the allocated bytes."""
-    line = timeline(trace)
+    line = memory_timeline(trace)
     attribution = attribute(trace, line)
     for moment in moments:
         event = int(held.columns["moment.event"][moment])
@@ -65,7 +67,7 @@ def test_drawn_blocks_equal_the_real_allocators_pieces(drive, situation, late):
     if late:
         assert held.facts["old"]
     config = AllocatorConfig.read(trace.settings)
-    walk = BlockTracker(trace.events, config, initial_state(trace, config))
+    walk = BlockTracker(trace.events, config, reconstruct_initial_state(trace, config))
     boxes, ranges = blocks(held), held.columns
     waited = 0
     for moment in moments:
@@ -111,7 +113,7 @@ def test_blocks_drawn_together_are_counted_in_the_sums(most):
     assert len(boxes.born) == most
     assert held.facts["together"] == int((trace.events.action == Action.ALLOC).sum()) - most
     check_sums(trace, held, range(len(held.columns["moment.event"])))
-    peak = int(np.argmax(timeline(trace).allocated))
+    peak = int(np.argmax(memory_timeline(trace).allocated))
     assert peak in held.columns["moment.event"]
     at_peak = int(np.searchsorted(held.columns["moment.event"], peak))
     alive = ((boxes.born <= at_peak) & (at_peak < boxes.freed)).sum()
@@ -210,7 +212,7 @@ def test_older_blocks_are_live_from_the_first_moment():
             Event(Action.OOM, 0, GIB, label=0),
         ],
         [segment(BASE, 2 * MIB, "small", blocks=[*parts, rest])],
-        labels=(Label(Phase.FORWARD, "fc", "", -1),),
+        labels=(EventLabel(Phase.FORWARD, "fc", "", -1),),
         marks=(Mark(3, MarkKind.TRAINING_STEP, 4),),
         end=ScriptEnd("out of memory", 1),
     )

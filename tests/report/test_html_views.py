@@ -2,9 +2,9 @@
 
 import pytest
 
-from memfit.allocator.timeline import timeline
+from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.explanation import secondary_peaks
-from memfit.records import Action, Category, DeviceUse, Figure, Label, Phase, Provenance, TensorInfo
+from memfit.records import Action, Category, DeviceUse, EventLabel, Figure, Phase, Provenance, TensorInfo
 from support.browser import chart, check, click_at, painted, shown
 from support.html_reports import (
     BACKWARD,
@@ -61,7 +61,7 @@ def test_shortcuts_have_buttons_flags_and_a_key(show):
     buttons.nth(1).focus()
     page.keyboard.press("Enter")
     assert check(page, trace, text).allocated == 97 * MIB
-    assert [peak.event for peak in secondary_peaks(trace, timeline(trace))] == [4, 7]
+    assert [peak.event for peak in secondary_peaks(trace, memory_timeline(trace))] == [4, 7]
 
 
 def test_dragging_zooms_the_timeline(show):
@@ -162,7 +162,7 @@ def many(count):
 
 def test_repeated_layers_are_folded(show):
     """Layers with the same parts are folded; members of a sequence, which may differ, are not."""
-    sequence = [Label(Phase.FORWARD, f"model.head.{i}", "", -1) for i in (0, 2)]
+    sequence = [EventLabel(Phase.FORWARD, f"model.head.{i}", "", -1) for i in (0, 2)]
     owners = tuple(TensorInfo(f"model.layers.{i}.mlp", "weight", "float32", (1,)) for i in (0, 2))
     page = show(report(run(labels=(LABELS[0], *sequence, *LABELS[3:]), tensors=owners)))
     boxes = page.locator("#icicle button")
@@ -190,7 +190,7 @@ def test_a_pixel_column_shows_its_highest_moment(show):
     page = show(text)
     _, width, _ = chart(page)
     moments = unpacked(text).columns["moment.event"]
-    level = timeline(trace).allocated[moments]
+    level = memory_timeline(trace).allocated[moments]
     assert len(moments) > 3 * width
     for column in (40, 401, 700):
         click_at(page, (column + 0.5) / width)
@@ -268,7 +268,11 @@ def test_adjacent_mapped_ranges_are_one_segment(show):
 
 
 def test_a_box_is_as_wide_as_its_bytes_and_can_be_zoomed(show):
-    labels = (LABELS[0], *(Label(Phase.FORWARD, name, "", -1) for name in ("first", "second")), *LABELS[3:])
+    labels = (
+        LABELS[0],
+        *(EventLabel(Phase.FORWARD, name, "", -1) for name in ("first", "second")),
+        *LABELS[3:],
+    )
     page = show(report(run(labels=labels, activations=20)), width=400)
     boxes = page.locator("#icicle button")
     widths = "boxes => boxes.map(box => [Number(box.dataset.bytes), box.getBoundingClientRect().width])"

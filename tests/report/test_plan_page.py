@@ -8,9 +8,9 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from memfit.records import Change, Figure, Phase, PlanRun, Provenance, ScriptLocation, ScriptPlan
-from memfit.report.html.plan_page import plan_chart_svg, plan_page
-from memfit.report.html.safe_page import content_policy
-from memfit.report.terminal.plan_chart import PlanKind, chart_lines, drawn_plans
+from memfit.report.html.plan_page import plan_chart_svg, plan_report_html
+from memfit.report.html.safe_page import content_security_policy
+from memfit.report.terminal.plan_chart import PlanKind, drawn_plans, plan_chart_lines
 from support.html_reports import EVIL, GIB, Elements
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -79,7 +79,7 @@ def test_what_is_chosen_is_drawn_over_the_rest_and_named(plan):
 
 
 def test_every_plan_has_a_row_with_its_figures_and_their_provenance(plan):
-    text = plan_page(plan)
+    text = plan_report_html(plan)
     rows = re.findall(r'<tr id="plan-(\d)" class="([\w-]+)">(.*?)</tr>', text)
     assert [int(number) for number, _, _ in rows] == [*range(5)]
     for (_, kind, row), drawn in zip(rows, drawn_plans(plan), strict=True):
@@ -95,63 +95,63 @@ def test_every_plan_has_a_row_with_its_figures_and_their_provenance(plan):
 
 
 def test_the_page_says_what_to_change_line_by_line(plan):
-    details = re.search(r'<pre class="details">(.*?)</pre>', plan_page(plan), re.DOTALL)[1]
+    details = re.search(r'<pre class="details">(.*?)</pre>', plan_report_html(plan), re.DOTALL)[1]
     assert "Recomputed in the backward:\n    blocks.0, blocks.1\n" in details
     assert "no plan of this kind takes less than 1.050 (assumed: roofline of the card)" in details
-    assert "~/train.py --lr 1" in plan_page(plan)
+    assert "~/train.py --lr 1" in plan_report_html(plan)
 
 
 def test_a_tight_plan_is_marked_in_the_headline(plan):
-    assert '<h1 class="good"><span class="verdict">Plan found</span>' in plan_page(plan)
-    tight = plan_page(replace(plan, uncertainty=GIB + 1))
+    assert '<h1 class="good"><span class="verdict">Plan found</span>' in plan_report_html(plan)
+    tight = plan_report_html(replace(plan, uncertainty=GIB + 1))
     assert '<h1 class="unsure"><span class="verdict">Plan found, tight</span>' in tight
     assert "Tight: it leaves 1.00 GiB" in tight
-    assert '<h1 class="good">' in plan_page(replace(plan, uncertainty=GIB))
+    assert '<h1 class="good">' in plan_report_html(replace(plan, uncertainty=GIB))
 
 
 def test_the_page_needs_no_script_and_loads_nothing(plan):
-    text = plan_page(plan)
+    text = plan_report_html(plan)
     page = Elements(text)
     assert not [tag for tag, _ in page.found if tag in ("script", "link", "img", "iframe")]
     assert not re.search(r"https?://|url\(|@import", text)
     style = re.search(r"<style>(.*?)</style>", text, re.DOTALL)[1]
     (content,) = (at["content"] for _, at in page.found if at.get("http-equiv") == "Content-Security-Policy")
-    assert content == content_policy(style)
+    assert content == content_security_policy(style)
     assert "script-src 'none'" in content
     assert '@media screen and (prefers-color-scheme: dark) {\n:root[data-theme="dark"]' in style
 
 
 def test_hostile_names_are_text(plan):
     evil = ran(4, 1.1, EVIL, checkpointing={"regions": [{"modules": [EVIL]}]})
-    text = plan_page(
+    text = plan_report_html(
         replace(plan, command=(EVIL,), tried=(evil,), chosen=evil, models=(EVIL,), versions={EVIL: EVIL})
     )
-    harmless = [tag for tag, _ in Elements(plan_page(plan)).found]
+    harmless = [tag for tag, _ in Elements(plan_report_html(plan)).found]
     assert {tag for tag, _ in Elements(text).found} <= set(harmless)
     assert not {"\x1b", "\u202e", "\u2066", "\x00"} & set(text)
 
 
 def test_a_plan_that_is_too_slow_is_marked(plan):
     slow = replace(plan, chosen=None, too_slow=plan.chosen, max_slowdown=1.05)
-    text = plan_page(slow)
+    text = plan_report_html(slow)
     assert '<h1 class="bad"><span class="verdict">No plan fits</span>' in text
     assert points(slow)[2][2] == "too-slow"
     assert ">2 too slow</text>" in text
-    marks = "".join(line.partition("│")[2] for line in chart_lines(slow))
+    marks = "".join(line.partition("│")[2] for line in plan_chart_lines(slow))
     assert (marks.count("x"), marks.count("*")) == (1, 0)
 
 
 def test_a_script_that_fits_alone_is_one_point(plan):
     fits = replace(plan, budget=8 * GIB, chosen=plan.as_written, tried=(), policies=())
     assert [kind for _, _, kind in points(fits).values()] == ["written"]
-    assert '<pre class="details">Nothing.</pre>' in plan_page(fits)
-    assert ">fits</td>" in plan_page(fits)  # to the byte
+    assert '<pre class="details">Nothing.</pre>' in plan_report_html(fits)
+    assert ">fits</td>" in plan_report_html(fits)  # to the byte
 
 
 def test_a_plan_whose_time_is_unknown_is_not_drawn(plan):
     unknown = replace(plan, policies=(ran(3, float("inf"), checkpointing={}), *plan.policies[1:]))
     assert [each.kind for each in drawn_plans(unknown)].count(PlanKind.POLICY) == 1
-    assert "a checkpoint every 2nd block: 6.00 GiB, 1.150x" in list(chart_lines(unknown))
+    assert "a checkpoint every 2nd block: 6.00 GiB, 1.150x" in list(plan_chart_lines(unknown))
     assert "inf" not in plan_chart_svg(unknown)
 
 
@@ -177,10 +177,10 @@ def test_numbers_that_would_overlap_are_left_out(plan):
 )
 def test_regions_are_named_with_what_they_keep_on_one_line(plan, region, text):
     chosen = replace(plan.chosen, change=Change({"checkpointing": {"regions": [region]}}))
-    assert f"    {text}\n" in plan_page(replace(plan, chosen=chosen))
+    assert f"    {text}\n" in plan_report_html(replace(plan, chosen=chosen))
 
 
 def test_what_a_run_allocates_with_other_settings_is_simulated(plan):
     run = replace(plan.tried[0], change=Change(allocator="expandable_segments:True"))
-    page = plan_page(replace(plan, tried=(run, *plan.tried[1:])))
+    page = plan_report_html(replace(plan, tried=(run, *plan.tried[1:])))
     assert page.count('B <span class="provenance">simulated</span>') == 1

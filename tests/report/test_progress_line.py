@@ -7,7 +7,7 @@ import termios
 
 import pytest
 
-from memfit.report.terminal.progress_line import begin_line
+from memfit.report.terminal.progress_line import move_to_line_start
 
 COLUMNS = 20
 
@@ -68,7 +68,7 @@ def read_until(descriptor, end):
 def test_output_begins_on_a_line_of_its_own(script, lines, terminal):
     stream, shown = terminal
     stream.write(script)
-    begin_line(stream)
+    move_to_line_start(stream)
     stream.write("FITS")
     stream.flush()
     assert shown() == lines
@@ -76,5 +76,5 @@ def test_output_begins_on_a_line_of_its_own(script, lines, terminal):
 
 def test_nothing_is_written_where_there_is_no_terminal(tmp_path):
     with (tmp_path / "log").open("w") as log:
-        begin_line(log)
+        move_to_line_start(log)
     assert (tmp_path / "log").read_text() == ""

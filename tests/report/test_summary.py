@@ -24,7 +24,7 @@ from memfit.records import (
     Term,
 )
 from memfit.report.escape import escaped
-from memfit.report.public_json import public_type, to_json
+from memfit.report.public_json import public_json_type, result_to_json
 from memfit.report.terminal.summary import print_summary
 from support.html_reports import run
 
@@ -145,7 +145,7 @@ def test_an_upper_bound_names_the_size_it_rests_on(answer):
     )
     text = printed(failed)
     assert text.startswith("MAY NOT FIT   needs at most 8.50 GiB; this GPU has 80.00 GiB")
-    assert json.loads(to_json(failed))["upper_bound"] == asdict(bound)
+    assert json.loads(result_to_json(failed))["upper_bound"] == asdict(bound)
 
 
 def test_growth_names_the_line(answer):
@@ -185,7 +185,7 @@ def test_names_from_a_trace_cannot_touch_the_terminal(answer, name):
     text = printed(hostile, 400)
     assert escaped(name) in text
     assert not any(character in text for character in "\x1b\r\x07\u202e\x9b\ud800")
-    assert json.loads(to_json(hostile))["peak"]["module"] == name
+    assert json.loads(result_to_json(hostile))["peak"]["module"] == name
 
 
 def test_long_names_are_shortened(answer):
@@ -195,10 +195,10 @@ def test_long_names_are_shortened(answer):
 
 
 def test_the_json_decodes_to_the_public_schema(answer):
-    decoded = msgspec.json.decode(to_json(answer), type=public_type(DryRun))
+    decoded = msgspec.json.decode(result_to_json(answer), type=public_json_type(DryRun))
     assert decoded.peak.process == 15 * GIB // 2
     assert decoded.terms[0].provenance == "exact"
-    assert json.loads(to_json(answer))["out_of_memory"] is None
+    assert json.loads(result_to_json(answer))["out_of_memory"] is None
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 import memfit
 from memfit.records import Advice, Figure, GroupBy, Note, Phase, Provenance, ScriptLocation
-from memfit.report.terminal.allocator_comparison import print_comparison
+from memfit.report.terminal.allocator_comparison import print_allocator_comparison
 from memfit.report.terminal.explanation import print_explanation
 from memfit.report.terminal.summary import print_summary
 from memfit.report.terminal.whole_words import WholeWordsConsole
@@ -52,7 +52,7 @@ def explanation(trace):
 
 
 def comparison(trace):
-    return lambda console: print_comparison(
+    return lambda console: print_allocator_comparison(
         memfit.replay(trace, [SETTING, "expandable_segments:True"]), console
     )
 

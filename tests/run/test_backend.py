@@ -17,7 +17,7 @@ class CountingMeter:
 
 @pytest.fixture
 def card(monkeypatch):
-    monkeypatch.setattr(backend, "OutsideMeter", CountingMeter)
+    monkeypatch.setattr(backend, "OutsideMemoryMeter", CountingMeter)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return backend.CardBackend()

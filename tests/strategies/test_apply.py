@@ -9,7 +9,7 @@ from torch import nn
 from memfit.errors import UsageError
 from memfit.strategies.apply import apply, revert
 from memfit.strategies.checkpointing import Checkpointing
-from memfit.strategies.precision import Precision, autocast_of
+from memfit.strategies.precision import Precision, autocast_of_model
 
 
 def net():
@@ -40,7 +40,7 @@ def test_revert_without_a_plan_does_nothing():
 
 
 def test_a_model_without_parameters_runs_on_the_cpu():
-    with autocast_of(Precision("bf16"), nn.Identity()):
+    with autocast_of_model(Precision("bf16"), nn.Identity()):
         assert torch.is_autocast_enabled("cpu")
 
 

@@ -11,7 +11,7 @@ from memfit.injection.inject_accumulation import HeldBackUpdates
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.strategies.apply import apply, revert
 from memfit.strategies.checkpointing import Checkpointing
-from memfit.strategies.mechanisms.offloaded_state import OffloadedState
+from memfit.strategies.mechanisms.offloaded_optimizer_state import OffloadedOptimizerState
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.sharding import Sharding
 from support import optimizer_loops
@@ -77,8 +77,10 @@ def test_closures_are_evaluated_once_and_their_loss_is_returned(plan):
 
 
 def test_gradients_are_freed_in_the_backward_until_the_plan_is_reverted(monkeypatch):
-    fetched, fetch_all = [], OffloadedState.fetch_all
-    monkeypatch.setattr(OffloadedState, "fetch_all", lambda own: (fetched.append(own), fetch_all(own)))
+    fetched, fetch_all = [], OffloadedOptimizerState.fetch_all
+    monkeypatch.setattr(
+        OffloadedOptimizerState, "fetch_all", lambda own: (fetched.append(own), fetch_all(own))
+    )
     model = net()
     optimizer = adam(model)
     apply(model, BOTH, optimizer=optimizer)
@@ -222,8 +224,10 @@ def test_a_step_that_the_user_replaced_is_refused():
 
 def test_updates_that_are_held_back_stay_so(monkeypatch):
     hooks, steps = InstalledHooks(), []
-    original = OffloadedState.step
-    monkeypatch.setattr(OffloadedState, "step", lambda *given: (steps.append(1), original(*given))[1])
+    original = OffloadedOptimizerState.step
+    monkeypatch.setattr(
+        OffloadedOptimizerState, "step", lambda *given: (steps.append(1), original(*given))[1]
+    )
     HeldBackUpdates(2, pytest.fail).install(hooks)
     try:
         model = net()

@@ -16,7 +16,7 @@ from torch import nn
 from memfit.errors import UsageError
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.checkpointing import Checkpointing
-from memfit.strategies.mechanisms.recompute import CheckpointedForward
+from memfit.strategies.mechanisms.recompute_forward import CheckpointedForward
 from memfit.strategies.plan import Plan
 from memfit.train.engine import Engine
 from support.checkpointed_blocks import (

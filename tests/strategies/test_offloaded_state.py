@@ -13,7 +13,7 @@ import torch
 from memfit.errors import UsageError
 from memfit.strategies.apply import revert
 from memfit.strategies.mechanisms.host_copies import InOrderCopies
-from memfit.strategies.mechanisms.offloaded_state import BLOCK_BYTES, OffloadedState
+from memfit.strategies.mechanisms.offloaded_optimizer_state import BLOCK_BYTES, OffloadedOptimizerState
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.precision import Precision
 from memfit.train.engine import Engine
@@ -44,7 +44,7 @@ def test_offloading_the_state_is_the_same_run_bit_for_bit(kind, block_bytes, str
     ours, plain = net(), net()
     optimizer = getattr(torch.optim, kind)(groups(ours), **OPTIMIZERS[kind])
     reference = getattr(torch.optim, kind)(groups(plain), **OPTIMIZERS[kind])
-    train(ours, OffloadedState(optimizer, block_bytes), scheduler=halving(optimizer))
+    train(ours, OffloadedOptimizerState(optimizer, block_bytes), scheduler=halving(optimizer))
     train(plain, reference, scheduler=halving(reference))
     assert same(ours, plain)
     assert not same(ours, net())
@@ -121,7 +121,8 @@ def test_parameters_that_join_or_have_no_gradient_keep_their_own_state():
         return optimizer.state_dict()
 
     assert_equal_states(
-        run(ours, lambda optimizer: OffloadedState(optimizer, 0)), run(plain, lambda optimizer: optimizer)
+        run(ours, lambda optimizer: OffloadedOptimizerState(optimizer, 0)),
+        run(plain, lambda optimizer: optimizer),
     )
     assert same(ours, plain)
 
@@ -132,13 +133,13 @@ def test_step_hooks_see_whole_steps_with_all_gradients():
     seen = []
     optimizer.register_step_pre_hook(lambda *_: seen.append([p.grad is not None for p in model.parameters()]))
     optimizer.register_step_post_hook(lambda *_: seen.append("done"))
-    train(model, OffloadedState(optimizer, 0), steps=2)
+    train(model, OffloadedOptimizerState(optimizer, 0), steps=2)
     assert seen == [[True] * 6, "done"] * 2
 
 
 def test_an_optimizer_whose_parameters_depend_on_each_other_is_refused():
     with pytest.raises(UsageError, match=r"optimizer_state\.offload needs an optimizer that updates each"):
-        OffloadedState(torch.optim.LBFGS(net().parameters()))
+        OffloadedOptimizerState(torch.optim.LBFGS(net().parameters()))
 
 
 @pytest.mark.process  # torchao's step is compiled
@@ -152,7 +153,9 @@ def test_quantised_state_moves_as_well(streams):
 
 @pytest.mark.parametrize("settings", [OFFLOADED, OptimizerState(offload=True, step_in_backward=True)])
 def test_on_a_cpu_offload_warns_once_and_does_nothing(settings, monkeypatch):
-    monkeypatch.setattr("memfit.strategies.mechanisms.offloaded_state.side_stream_copies", lambda _: None)
+    monkeypatch.setattr(
+        "memfit.strategies.mechanisms.offloaded_optimizer_state.host_copies_for", lambda _: None
+    )
     engine = engine_of(net(), settings)
     with pytest.warns(UserWarning, match=r"optimizer_state\.offload does nothing here"):
         engine.step(0)

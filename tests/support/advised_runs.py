@@ -10,13 +10,13 @@ from memfit.records import (
     Action,
     Category,
     DeviceUse,
+    EventLabel,
     Figure,
-    Label,
-    OptionPurpose,
     Phase,
     Provenance,
     ScriptEnd,
     ScriptOption,
+    ScriptOptionPurpose,
     Trace,
 )
 from support.traces import BASE, Event, freed, segment, trace_of
@@ -26,7 +26,7 @@ CONTEXT = Figure(100 * MIB, Provenance.ASSUMED, "a table")
 MEASURED = replace(CONTEXT, provenance=Provenance.MEASURED)
 STEPS = ScriptEnd("steps", 0)
 FAILED = ScriptEnd("exception", 1, "FileExistsError: outdir", "train.py:3")
-LABELS = (Label(Phase.BACKWARD, "", "", -1), Label(Phase.OPTIMIZER, "", "", -1))
+LABELS = (EventLabel(Phase.BACKWARD, "", "", -1), EventLabel(Phase.OPTIMIZER, "", "", -1))
 
 
 def device(total):
@@ -121,8 +121,8 @@ def rows(answer):
 
 
 CHECKPOINT, OFFLOAD = "checkpoint the repeated blocks", "offload activations"
-CHECKPOINTING = ScriptOption(OptionPurpose.CHECKPOINTING, ("--grad-checkpointing",), 0)
-BF16 = ScriptOption(OptionPurpose.LOW_PRECISION, ("--mixed_precision", "bf16"), 0)
+CHECKPOINTING = ScriptOption(ScriptOptionPurpose.CHECKPOINTING, ("--grad-checkpointing",), 0)
+BF16 = ScriptOption(ScriptOptionPurpose.LOW_PRECISION, ("--mixed_precision", "bf16"), 0)
 
 
 def too_large(total, context=MEASURED, **more):

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from memfit.trace.snapshot import trace_of
+from memfit.trace.snapshot import trace_of_snapshot
 from support import warm_process
 
 DRIVER = Path(__file__).parents[1] / "allocator" / "drive_allocator.py"
@@ -58,7 +58,7 @@ def driven(situation, **overrides):
         done = warm_process.on_ghost(DRIVER, out, json.dumps(options | overrides), PYTORCH_ALLOC_CONF=conf)
         assert done.returncode == 0, done.stderr
         result = pickle.loads(out.read_bytes())  # noqa: S301  the driver wrote it
-    trace = replace(trace_of(result["snapshot"]), statistics=result["statistics"])
+    trace = replace(trace_of_snapshot(result["snapshot"]), statistics=result["statistics"])
     stamps = [event["user_metadata"] for event in result["snapshot"]["device_traces"][0]]
     # Autograd's threads do not stamp events: they work for the operation in progress.
     operations = np.maximum.accumulate([int(stamp or -1) for stamp in stamps])

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from memfit.allocator.timeline import timeline
+from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import breakdown_at
 from memfit.records import GroupBy
@@ -76,7 +76,7 @@ def check(page, trace, text):
     """Check that all figures the page shows for the current moment equal those that Python computes."""
     now = shown(page)
     event = int(unpacked(text).columns["moment.event"][now.moment])
-    line = timeline(trace)
+    line = memory_timeline(trace)
     rows = breakdown_at(trace, line, attribute(trace, line), event).rows[GroupBy.CATEGORY]
     assert now.layers == {row.name: row.bytes for row in rows if row.bytes}
     assert now.allocated == now.table == now.icicle == line.allocated[event]

@@ -24,11 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import memfit.train
 from memfit.errors import TornUpdateError
 from memfit.strategies.accumulation import Accumulation
-from memfit.strategies.mechanisms.optimizer_step import own_step, replace_own_step
+from memfit.strategies.mechanisms.optimizer_step import replace_optimizer_step, unwrapped_optimizer_step
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.precision import LossScale, Precision
 from memfit.train.engine import Engine
-from memfit.train.gathered_batches import BatchGroup, gathered
+from memfit.train.gathered_batches import WindowBatches, gather_batches_by_window
 from support.late_stream import late_state_copies
 
 BATCHES = 8
@@ -239,8 +239,8 @@ def call_before_update(engine: Engine, callback: Callable[[], None]) -> None:
         engine.optimizer.register_step_pre_hook(lambda *_: callback())
         return
     if in_backward is None:  # it may refuse hooks
-        step = own_step(engine.optimizer)
-        replace_own_step(engine.optimizer, lambda: (callback(), step()))
+        step = unwrapped_optimizer_step(engine.optimizer)
+        replace_optimizer_step(engine.optimizer, lambda: (callback(), step()))
         return
 
     class Watched(set[torch.Tensor]):
@@ -256,14 +256,14 @@ def updates(engine: Engine, data: list[Any], carried: int) -> Iterator[Any]:
     settings = engine.plan.accumulation
     if settings is None or not settings.gathers:
         return engine.through(data)
-    for group in gathered(engine._ledger, settings, data[:carried]):
+    for group in gather_batches_by_window(engine._ledger, settings, data[:carried]):
         engine._full_batch.gather(group.window, group.left, closes=False)
-    return gathered(engine._ledger, settings, data[carried:])
+    return gather_batches_by_window(engine._ledger, settings, data[carried:])
 
 
 def update(engine: Engine, batches: Any) -> Any:
     """Make one update from what ``updates`` yields."""
-    if isinstance(batches, BatchGroup):
+    if isinstance(batches, WindowBatches):
         return engine._full_batch.gather(batches.window, batches.left, closes=True)
     return engine.step(batches)
 

@@ -12,16 +12,16 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from memfit.allocator.timeline import timeline
+from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.summary import summarize
 from memfit.records import (
     Action,
     Category,
     DeviceUse,
+    EventLabel,
     Figure,
     Frame,
-    Label,
     Mark,
     MarkKind,
     Note,
@@ -30,16 +30,16 @@ from memfit.records import (
     ScriptEnd,
     TensorInfo,
 )
-from memfit.report.html import report_page
+from memfit.report.html import run_report_html
 from support.traces import BASE, Event, trace_of
 
 MIB, GIB = 1 << 20, 1 << 30
 LABELS = (
-    Label(Phase.SETUP, "", "", -1),
-    Label(Phase.FORWARD, "blocks.0.fc", "", -1),
-    Label(Phase.FORWARD, "blocks.1.fc", "", -1),
-    Label(Phase.BACKWARD, "blocks.1.fc", "AddmmBackward0", 1),
-    Label(Phase.OPTIMIZER, "", "", -1),
+    EventLabel(Phase.SETUP, "", "", -1),
+    EventLabel(Phase.FORWARD, "blocks.0.fc", "", -1),
+    EventLabel(Phase.FORWARD, "blocks.1.fc", "", -1),
+    EventLabel(Phase.BACKWARD, "blocks.1.fc", "AddmmBackward0", 1),
+    EventLabel(Phase.OPTIMIZER, "", "", -1),
 )
 SETUP, FIRST, SECOND, BACKWARD, OPTIMIZER = range(5)
 FRAMES = (
@@ -132,10 +132,10 @@ def evil():
 
 def report(trace, *, advice=None, needs=None, untried=None, ranks=(), peaks=None, **options):
     """Return the HTML page of a trace."""
-    line = timeline(trace)
+    line = memory_timeline(trace)
     summary = summarize(trace)
     found = replace(summary, advice=advice, needs=needs, untried=untried, ranks=ranks, range=peaks)
-    return report_page(trace, line, attribute(trace, line), found, **options)
+    return run_report_html(trace, line, attribute(trace, line), found, **options)
 
 
 def unpacked(text):

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import memfit
 from memfit.errors import RankFailedError
-from memfit.train.resume.state_file import load
+from memfit.train.resume.state_file import load_state_file
 from support.rank_rows import Row
 
 KILLS = 8
@@ -79,7 +79,7 @@ def _row(mode: str, ranks: int, kills: int, folder: Path) -> Row:
             failure = failure or _difference(folder, ranks)
             (killed / "run").unlink()
         elif (killed / "run").exists():
-            updates.add(load(killed / "run")["run"]["optimizer_step"])
+            updates.add(load_state_file(killed / "run")["run"]["optimizer_step"])
     if _wait(_start(killed, mode, ranks), 600) != [_FINISHED] * ranks:
         return Row((f"{mode}, {ranks} ranks", *["-"] * 7), "the job could not resume")
     failure = failure or _difference(folder, ranks) or ("" if updates else "nothing was saved before a kill")
@@ -229,7 +229,7 @@ def _says(folder: Path, rank: int, victim: int, process: int) -> bool:
 def _interrupted_save(folder: Path) -> bool:
     """Return whether a save was begun and not completed, or the folder of an older one not yet removed."""
     saves = {each.name for each in (folder / "run.ranks").glob("*")}
-    return bool(saves - ({load(folder / "run")["folder"]} if (folder / "run").exists() else set()))
+    return bool(saves - ({load_state_file(folder / "run")["folder"]} if (folder / "run").exists() else set()))
 
 
 def _difference(folder: Path, ranks: int) -> str:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.train.resume.state_file import load
+from memfit.train.resume.state_file import load_state_file
 
 EPOCHS, SAMPLES = 8, 160
 
@@ -107,7 +107,7 @@ def kill(folder: Path, kills: int, chance: random.Random, longest: float) -> tup
             continue
         kills -= 1
         if (folder / "run").exists():
-            steps.add(load(folder / "run")["optimizer_step"])
+            steps.add(load_state_file(folder / "run")["optimizer_step"])
     return finished, steps
 
 

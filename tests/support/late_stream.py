@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from memfit.dispatch_modes import without_dispatch_modes
 from memfit.strategies import apply
-from memfit.strategies.mechanisms import offloaded_state
+from memfit.strategies.mechanisms import offloaded_optimizer_state
 
 
 @dataclass(eq=False)
@@ -102,7 +102,7 @@ def late_state_copies() -> Iterator[list[LateStream]]:
         return made[-1]
 
     with (
-        mock.patch.object(offloaded_state, "side_stream_copies", late),
+        mock.patch.object(offloaded_optimizer_state, "host_copies_for", late),
         mock.patch.object(apply, "BLOCK_BYTES", 64),
     ):
         yield made

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from memfit.analysis.trial_result import TrialResult
-from memfit.planning.changes import Allowed
+from memfit.planning.changes import AllowedChanges
 from memfit.planning.choose import CheckpointChooser
 from memfit.planning.plan_runs import PlannedScript
 from memfit.planning.search import find_plan
@@ -104,7 +104,7 @@ def copy(size):
     return size / 1e6
 
 
-def find(run, budget, allowed=Allowed()):  # noqa: B008 - frozen
+def find(run, budget, allowed=AllowedChanges()):  # noqa: B008 - frozen
     return find_plan(PlannedScript(run, run, work, copy, "a rule"), budget, allowed)
 
 

@@ -1,6 +1,6 @@
 """Orders of the marks of a run as scripts and frameworks make them, and the stage after each mark."""
 
-from memfit.records import MarkKind, Saved, Stage, Untrained
+from memfit.records import MarkKind, SaveKind, Stage, UntrainedForwardReason
 
 LETTERS = {
     "b": (MarkKind.BATCH, 0),
@@ -8,15 +8,15 @@ LETTERS = {
     "B": (MarkKind.BATCH, 1),
     "E": (MarkKind.LOADER_END, 1),
     "f": (MarkKind.FORWARD, 0),
-    "v": (MarkKind.EVALUATION, Untrained.EVALUATES),
-    "m": (MarkKind.EVALUATION, Untrained.EVAL_MODE),
-    "n": (MarkKind.EVALUATION, Untrained.NO_GRADIENTS),
-    "p": (MarkKind.EVALUATION, Untrained.NO_PARAMETERS),
+    "v": (MarkKind.EVALUATION, UntrainedForwardReason.EVALUATES),
+    "m": (MarkKind.EVALUATION, UntrainedForwardReason.EVAL_MODE),
+    "n": (MarkKind.EVALUATION, UntrainedForwardReason.NO_GRADIENTS),
+    "p": (MarkKind.EVALUATION, UntrainedForwardReason.NO_PARAMETERS),
     "w": (MarkKind.BACKWARD, 0),
     "s": (MarkKind.TRAINING_STEP, 0),
-    "d": (MarkKind.SAVE, Saved.STATE),
-    "t": (MarkKind.SAVE, Saved.FILE),
-    "a": (MarkKind.SAVE, Saved.FILE_BESIDE),
+    "d": (MarkKind.SAVE, SaveKind.STATE),
+    "t": (MarkKind.SAVE, SaveKind.FILE),
+    "a": (MarkKind.SAVE, SaveKind.FILE_BESIDE),
     "l": (MarkKind.LOAD, 0),
 }
 NAMES = {

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from memfit.graph.fx_dataflow import dataflow
+from memfit.graph.fx_dataflow import dataflow_of_fx_graph
 from memfit.packing.graph_packing import alias_sets
 
 
@@ -28,7 +28,11 @@ class Memory:
 
 def predicted(module):
     """Return the memory that memfit computes for a graph, without its inputs."""
-    return {Memory(s.names, s.size, s.begin, s.end) for s in alias_sets(dataflow(module)) if not s.given}
+    return {
+        Memory(s.names, s.size, s.begin, s.end)
+        for s in alias_sets(dataflow_of_fx_graph(module))
+        if not s.given
+    }
 
 
 def observed(module, inputs):

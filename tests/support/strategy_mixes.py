@@ -21,7 +21,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from memfit.strategies.accumulation import Accumulation, even_sizes
+from memfit.strategies.accumulation import Accumulation, even_micro_batch_sizes
 from memfit.strategies.apply import apply
 from memfit.strategies.checkpointing import Checkpointing, Region
 from memfit.strategies.offload import Offload
@@ -66,7 +66,7 @@ class Combination:
     """``step``, ``fit``, ``validated`` (``fit`` with validation), ``windows``, ``resumed``, ``retried``;
     ``applied``: the handwritten loop."""
 
-    @patch("memfit.strategies.mechanisms.tensor_tape.LEAST_RECOMPUTED", 1)  # networks are small
+    @patch("memfit.strategies.mechanisms.single_tensor_recompute.LEAST_RECOMPUTED", 1)  # networks are small
     def ours(self, network: Network, dtype: torch.dtype) -> Results:
         """Train with the engine. A CPU has no side stream: the stand-in for one is as late as it may be."""
         on_gpu = torch.get_default_device().type == "cuda"
@@ -291,7 +291,7 @@ def _loop(
 
 
 def _parts(batch: Any, parts: int) -> list[Any]:
-    sizes = even_sizes(len(batch[1]), parts)
+    sizes = even_micro_batch_sizes(len(batch[1]), parts)
     return list(zip(batch[0].split(sizes), batch[1].split(sizes), strict=True))
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from memfit.train.resume.state_file import load
+from memfit.train.resume.state_file import load_state_file
 from support.rank_rows import Row
 
 JOB = Path(__file__).with_name("rank_scripts") / "elastic.py"
@@ -134,7 +134,7 @@ def _results(folder: Path) -> list[str]:
 def _saved(folder: Path) -> int:
     """Return after which update a job has saved last."""
     path = folder / "run"
-    return load(path)["run"]["optimizer_step"] if path.exists() else 0
+    return load_state_file(path)["run"]["optimizer_step"] if path.exists() else 0
 
 
 def _until(condition: Callable[[], bool]) -> None:

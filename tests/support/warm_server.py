@@ -52,9 +52,9 @@ def serve_on_cpu():
         "memfit.api",
         "memfit.cli.main",
         "memfit.injection.inject_plan",
-        "memfit.verification.cpu_stand_in",
-        "memfit.verification.plain_gradients",
-        "memfit.verification.run_updates",
+        "memfit.verification.comparable_runs",
+        "memfit.verification.comparable_runs",
+        "memfit.verification.runs_under_plan",
     ):
         importlib.import_module(module)
     _serve({"verify": _verify})
@@ -186,7 +186,7 @@ def _command_line(built, ghost, argv, leave):
 
 def _verify(argv, leave):
     import memfit.__main__
-    import memfit.verification.run_updates
+    import memfit.verification.runs_under_plan
 
     def popen(command, **options):
         start = command.index("-c") + 2
@@ -194,7 +194,9 @@ def _verify(argv, leave):
             return subprocess.Popen(command, **options)
         return _Fork(leave, partial(_update_process, ["-c", *command[start:]], options))
 
-    memfit.verification.run_updates.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": popen})
+    memfit.verification.runs_under_plan.subprocess = types.SimpleNamespace(
+        **{**vars(subprocess), "Popen": popen}
+    )
     sys.argv[:] = ["memfit", *argv]
     memfit.__main__.main()
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.trace import safe_pickle
-from memfit.trace.safe_pickle import NotPlainDataError, loads
+from memfit.trace.safe_pickle import NotPlainDataError, load_plain_pickle
 
 scalars = (
     st.none()
@@ -36,24 +36,24 @@ plain = st.recursive(
 # Protocol 2 has no opcode for bytes: it constructs them with a function.
 @given(plain, st.integers(3, pickle.HIGHEST_PROTOCOL))
 def test_plain_data_round_trips(data, protocol):
-    assert loads(pickle.dumps(data, protocol)) == data
+    assert load_plain_pickle(pickle.dumps(data, protocol)) == data
 
 
 def test_shared_objects_stay_shared():
     frames = [{"name": "f"}]
-    first, second = loads(pickle.dumps([frames, frames]))
+    first, second = load_plain_pickle(pickle.dumps([frames, frames]))
     assert first is second
 
 
 def test_a_list_that_contains_itself_round_trips():
     knot = []
     knot.append(knot)
-    assert (found := loads(pickle.dumps(knot)))[0] is found
+    assert (found := load_plain_pickle(pickle.dumps(knot)))[0] is found
 
 
 def test_large_strings_and_many_items_round_trip():
     data = {"x" * 300: ["y" * 70_000, list(range(3000)), {i: str(i) for i in range(3000)}]}
-    assert loads(pickle.dumps(data)) == data
+    assert load_plain_pickle(pickle.dumps(data)) == data
 
 
 class Command:
@@ -99,7 +99,7 @@ REFUSED = {
 def test_damage_and_code_are_refused(name):
     data, words = REFUSED[name]
     with pytest.raises(NotPlainDataError) as caught:
-        loads(data)
+        load_plain_pickle(data)
     assert words in str(caught.value)
 
 
@@ -109,31 +109,31 @@ def test_nothing_in_the_pickle_is_executed(monkeypatch):
     pickle.loads(data)  # noqa: S301  Python's own unpickler does run it
     assert ran == ["true"]
     with pytest.raises(NotPlainDataError):
-        loads(data)
+        load_plain_pickle(data)
     assert ran == ["true"]
 
 
 def test_a_million_nested_lists_are_read():
     data = b"\x80\x04" + b"]" * 1_000_000 + b"a" * 999_999 + b"."
-    assert len(loads(data)) == 1
+    assert len(load_plain_pickle(data)) == 1
 
 
 def test_a_million_nested_tuples_are_refused_as_a_key():
     data = b"\x80\x04}" + b")" + b"\x85" * 1_000_000 + b"Ns."
     with pytest.raises(NotPlainDataError, match="damaged"):
-        loads(data)
+        load_plain_pickle(data)
 
 
 def test_operations_are_limited(monkeypatch):
     monkeypatch.setattr(safe_pickle, "MAX_OPERATIONS", 100)
     with pytest.raises(NotPlainDataError, match="more than 100 operations"):
-        loads(b"\x80\x04" + b"N" * 200 + b".")
+        load_plain_pickle(b"\x80\x04" + b"N" * 200 + b".")
 
 
 @given(st.binary(max_size=200))
 def test_random_bytes_are_refused_or_read(data):
     with suppress(NotPlainDataError):
-        loads(b"\x80\x04" + data)
+        load_plain_pickle(b"\x80\x04" + data)
 
 
 @given(plain, st.data())
@@ -142,7 +142,7 @@ def test_a_damaged_pickle_is_refused_or_read(value, draw):
     for _ in range(draw.draw(st.integers(1, 4))):
         data[draw.draw(st.integers(0, len(data) - 1))] = draw.draw(st.integers(0, 255))
     with suppress(NotPlainDataError):
-        loads(bytes(data[: draw.draw(st.integers(0, len(data)))]))
+        load_plain_pickle(bytes(data[: draw.draw(st.integers(0, len(data)))]))
 
 
 class Point:
@@ -151,7 +151,7 @@ class Point:
 
 
 def test_objects_are_described_and_not_constructed():
-    point, call, kind = loads(pickle.dumps([Point(), Command(), Point], 4), objects=True)
+    point, call, kind = load_plain_pickle(pickle.dumps([Point(), Command(), Point], 4), objects=True)
     assert (point.name.split(".")[-1], point.arguments, point.state) == ("Point", (), {"x": 1})
     assert (call.name, call.arguments) == ("posix.system", ("true",))
     assert (kind.name.split(".")[-1], kind.arguments) == ("Point", None)
@@ -160,7 +160,7 @@ def test_objects_are_described_and_not_constructed():
 @given(st.binary(max_size=200))
 def test_random_bytes_that_may_have_objects_are_refused_or_read(data):
     with suppress(NotPlainDataError):
-        loads(b"\x80\x04" + data, objects=True)
+        load_plain_pickle(b"\x80\x04" + data, objects=True)
 
 
 def test_every_opcode_exists_in_pickletools():

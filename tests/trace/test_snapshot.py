@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.initial_state import initial_state
-from memfit.allocator.timeline import disagreement_with_pytorch, timeline
+from memfit.allocator.initial_state import reconstruct_initial_state
+from memfit.allocator.timeline import disagreement_with_pytorch, memory_timeline
 from memfit.errors import FileFormatError, OutputError
-from memfit.records import Action, Events, Label, Phase, Trace
+from memfit.records import Action, EventLabel, Events, Phase, Trace
 from memfit.trace import snapshot as snapshots
 from memfit.trace.snapshot import allocator_settings, read_snapshot, snapshot_of, write_snapshot
 from memfit.trace.trace_file import read_trace, write_trace
@@ -73,7 +73,7 @@ def assert_equal(left, right):
 def test_a_real_snapshot_is_read_to_the_byte(tmp_path, real):
     trace = read_snapshot(saved(tmp_path, real["snapshot"]))
     referee = replace(trace, statistics=real["statistics"])
-    assert disagreement_with_pytorch(referee, timeline(trace)) == ""
+    assert disagreement_with_pytorch(referee, memory_timeline(trace)) == ""
     for name in ("allocated", "reserved"):
         key = f"{name}_bytes.all.current"
         assert trace.statistics[key] == real["statistics"][key]
@@ -101,13 +101,16 @@ def test_blocks_older_than_the_history_are_prepended_to_it(real, kept):
     snapshot = real["snapshot"]
     events = snapshot["device_traces"][0]
     cut = snapshot | {"device_traces": [events[len(events) - kept :]]}
-    whole, completed = snapshots.trace_of(snapshot), snapshots.trace_of(snapshots.with_earlier(cut))
+    whole, completed = (
+        snapshots.trace_of_snapshot(snapshot),
+        snapshots.trace_of_snapshot(snapshots.with_blocks_before_history(cut)),
+    )
     earlier = int((completed.events.action == Action.EARLIER).sum())
     assert len(completed.events) == earlier + kept
     assert (completed.events.action[:earlier] == Action.EARLIER).all()
-    line, expected = timeline(completed), timeline(whole)
+    line, expected = memory_timeline(completed), memory_timeline(whole)
     np.testing.assert_array_equal(line.reserved[earlier:], expected.reserved[len(events) - kept :])
-    spare = initial_state(completed, AllocatorConfig.read(completed.settings)).uncertain
+    spare = reconstruct_initial_state(completed, AllocatorConfig.read(completed.settings)).uncertain
     short = expected.allocated[len(events) - kept :] - line.allocated[earlier:]
     assert short.min(initial=0) >= 0
     assert short.max(initial=0) <= spare
@@ -152,7 +155,9 @@ def test_a_snapshot_without_the_keys_that_early_versions_lack_is_read(tmp_path, 
         early.pop(key, None)
     trace = read_snapshot(saved(tmp_path, early))
     now = read_snapshot(saved(tmp_path, real["snapshot"]))
-    assert disagreement_with_pytorch(replace(trace, statistics=real["statistics"]), timeline(trace)) == ""
+    assert (
+        disagreement_with_pytorch(replace(trace, statistics=real["statistics"]), memory_timeline(trace)) == ""
+    )
     assert [s.blocks for s in trace.segments] == [s.blocks for s in now.segments]
     assert now.events.pool is not None
     assert trace.events.pool is None
@@ -163,7 +168,7 @@ def test_a_snapshot_without_the_keys_that_early_versions_lack_is_read(tmp_path, 
 
 def test_a_minimal_snapshot_is_read(tmp_path):
     trace = read_snapshot(saved(tmp_path, small()))
-    assert timeline(trace).allocated.tolist() == [0, 512]
+    assert memory_timeline(trace).allocated.tolist() == [0, 512]
     assert trace.settings == {"conf": ""}
     assert trace.segments[0].blocks[1].address == BASE + 512
 
@@ -211,7 +216,9 @@ def test_both_spellings_of_a_blocks_state_are_read(tmp_path, written, read):
 def test_labels_are_written_as_readable_metadata(tmp_path):
     trace = read_snapshot(saved(tmp_path, small()))
     events = replace(trace.events, label=np.array([-1, 0], np.int32))
-    labelled = replace(trace, events=events, labels=(Label(Phase.BACKWARD, "layers.0", "MmBackward0", -1),))
+    labelled = replace(
+        trace, events=events, labels=(EventLabel(Phase.BACKWARD, "layers.0", "MmBackward0", -1),)
+    )
     history = snapshot_of(labelled)["device_traces"][0]
     assert [event["user_metadata"] for event in history] == ["", "backward layers.0 MmBackward0"]
 

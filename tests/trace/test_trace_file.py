@@ -19,10 +19,10 @@ from memfit.records import (
     BatchSize,
     Category,
     DeviceUse,
+    EventLabel,
     Events,
     Figure,
     Frame,
-    Label,
     LoaderScan,
     Mark,
     MarkKind,
@@ -36,7 +36,7 @@ from memfit.records import (
     Trace,
 )
 from memfit.trace import trace_file, trace_limits
-from memfit.trace.trace_file import is_trace, read_trace, write_trace
+from memfit.trace.trace_file import looks_like_trace_file, read_trace, write_trace
 from memfit.trace.trace_limits import MAX_TEXT
 
 LARGEST = (1 << 63) - 1
@@ -80,7 +80,7 @@ def traces(draw):
     )
     stack = st.lists(index_below(len(frames))).map(tuple) if frames else st.just(())
     stacks = tuple(draw(st.lists(stack, max_size=5)))
-    label = st.builds(Label, st.sampled_from(Phase), st.text(), st.text(), index_below(len(stacks), -1))
+    label = st.builds(EventLabel, st.sampled_from(Phase), st.text(), st.text(), index_below(len(stacks), -1))
     labels = tuple(draw(st.lists(label, max_size=5)))
     with_pools = draw(st.booleans())
     private = st.lists(st.tuples(naturals, naturals).filter(any), max_size=3, unique=True)
@@ -180,10 +180,10 @@ def test_a_name_that_is_not_utf8_gets_a_question_mark(tmp_path, trace):
 def test_a_trace_is_distinguished_from_a_pickle(tmp_path, file):
     other = tmp_path / "other"
     other.write_bytes(b"\x80\x04}.")
-    assert is_trace(file)
-    assert not is_trace(other)
+    assert looks_like_trace_file(file)
+    assert not looks_like_trace_file(other)
     with pytest.raises(FileFormatError, match="No such file"):
-        is_trace(tmp_path / "nowhere")
+        looks_like_trace_file(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(

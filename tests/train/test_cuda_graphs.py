@@ -9,7 +9,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import memfit
 from memfit.errors import UsageError
-from memfit.train.cuda_graphs import WARM_UP, StepGraphs
+from memfit.train.cuda_graphs import WARM_UP, StepCudaGraphs
 from memfit.train.step_snapshots import OptimizerBackup
 
 captured = []
@@ -81,8 +81,8 @@ def emulated_graphs(monkeypatch):
     captured.clear()
 
     monkeypatch.setattr(
-        "memfit.train.engine_setup.make_step_graphs",
-        lambda optimizer: StepGraphs(optimizer, emulated_capture(optimizer), nullcontext),
+        "memfit.train.engine_setup.make_step_cuda_graphs",
+        lambda optimizer: StepCudaGraphs(optimizer, emulated_capture(optimizer), nullcontext),
     )
 
 

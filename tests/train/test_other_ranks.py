@@ -9,9 +9,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from memfit.errors import FileFormatError, UsageError
 from memfit.random_state import get_random_state, set_random_state
-from memfit.train.data.loader_order import batches_done, order_of
-from memfit.train.resume.rank_split import seeded
-from memfit.train.resume.saved_run import validated_rank, validated_shared
+from memfit.train.data.loader_order import batches_already_read, loader_order_of
+from memfit.train.resume.saved_run_format import check_rank_run_file, check_shared_run_file
+from memfit.train.resume.split_run_state import random_state_of_new_rank
 
 
 def loader(ranks, rank=0, batch_size=2, samples=24, **options):
@@ -31,8 +31,8 @@ def test_batches_done_are_the_samples_that_the_other_ranks_have_read(there, size
         for batch in list(loader(there, rank, size, shuffle=shuffle))[:2]
         for sample in batch.tolist()
     }
-    before = order_of(loader(there, 0, size, shuffle=shuffle), there)
-    done = batches_done(2, before, loader(here, 0, other, shuffle=shuffle), here)
+    before = loader_order_of(loader(there, 0, size, shuffle=shuffle), there)
+    done = batches_already_read(2, before, loader(here, 0, other, shuffle=shuffle), here)
     again = {
         sample
         for rank in range(here)
@@ -44,13 +44,13 @@ def test_batches_done_are_the_samples_that_the_other_ranks_have_read(there, size
 
 def test_an_epoch_that_is_read_stays_read_if_its_last_batches_were_padded():
     """Ten samples on four ranks are twelve, two of them twice."""
-    before = order_of(loader(4, batch_size=3, samples=10), 4)
-    assert batches_done(1, before, loader(2, batch_size=2, samples=10), 2) == 3
+    before = loader_order_of(loader(4, batch_size=3, samples=10), 4)
+    assert batches_already_read(1, before, loader(2, batch_size=2, samples=10), 2) == 3
 
 
 def test_one_rank_in_order_continues_as_several():
     alone = DataLoader(range(24), batch_size=4)
-    assert batches_done(3, order_of(alone, 1), loader(2, batch_size=2, shuffle=False), 2) == 3
+    assert batches_already_read(3, loader_order_of(alone, 1), loader(2, batch_size=2, shuffle=False), 2) == 3
 
 
 @pytest.mark.parametrize(
@@ -64,10 +64,10 @@ def test_one_rank_in_order_continues_as_several():
     ids=["a list", "shuffled", "a batch sampler of its own", "a sampler of other ranks"],
 )
 def test_an_order_that_memfit_does_not_know_is_refused(unknown):
-    assert order_of(unknown, 1) == {"ranks": 1}
-    for before, now in ((order_of(unknown, 1), loader(2)), (order_of(loader(2), 2), unknown)):
+    assert loader_order_of(unknown, 1) == {"ranks": 1}
+    for before, now in ((loader_order_of(unknown, 1), loader(2)), (loader_order_of(loader(2), 2), unknown)):
         with pytest.raises(UsageError, match="only if both jobs use a DataLoader with a DistributedSampler"):
-            batches_done(1, before, now, 1 if now is unknown else 2)
+            batches_already_read(1, before, now, 1 if now is unknown else 2)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_an_order_that_memfit_does_not_know_is_refused(unknown):
 )
 def test_another_order_is_refused(now, reason):
     with pytest.raises(UsageError, match=f"2 ranks saved the state, and this job has 4.*{reason}"):
-        batches_done(1, order_of(loader(2), 2), now, 4)
+        batches_already_read(1, loader_order_of(loader(2), 2), now, 4)
 
 
 def drawn():
@@ -96,7 +96,7 @@ def test_new_ranks_draw_other_numbers_than_rank_0_and_each_other_and_the_same_ea
     state = before | {"own": ["kept"]}
     found = []
     for rank in (2, 3, 2):
-        new = seeded(state, rank)
+        new = random_state_of_new_rank(state, rank)
         assert new["own"] == ["kept"]
         set_random_state(new)
         found.append(drawn())
@@ -112,7 +112,7 @@ def shared(**changes):
 
 
 def test_a_common_file_is_checked():
-    assert validated_shared(shared())["ranks"] == 2
+    assert check_shared_run_file(shared())["ranks"] == 2
     for changes, reason in (
         ({"version": 2}, "version 2, but this memfit reads only version 1"),
         ({"folder": "../3-0123456789ab"}, "damaged"),
@@ -122,7 +122,7 @@ def test_a_common_file_is_checked():
         ({"run": {}}, "damaged"),
     ):
         with pytest.raises(FileFormatError, match=reason):
-            validated_shared(shared(**changes))
+            check_shared_run_file(shared(**changes))
 
 
 def test_the_file_of_another_rank_is_refused():
@@ -130,8 +130,8 @@ def test_the_file_of_another_rank_is_refused():
     random_state = {"python": (), "torch": torch.zeros(1), "own": []}
     run = {"model": {}, "gradients": {}, "position": position, "random": random_state}
     file = {"version": 1, "rank": 1, "entries": {}, "run": run}
-    assert validated_rank(file, 1)["rank"] == 1
+    assert check_rank_run_file(file, 1)["rank"] == 1
     with pytest.raises(FileFormatError, match="The file of rank 0 is that of rank 1"):
-        validated_rank(file, 0)
+        check_rank_run_file(file, 0)
     with pytest.raises(FileFormatError, match="damaged"):
-        validated_rank(file | {"run": run | {"position": None}}, 1)
+        check_rank_run_file(file | {"run": run | {"position": None}}, 1)

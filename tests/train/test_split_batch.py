@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, default_collate
 
 import memfit
 from memfit.errors import AmbiguousBatchError, UsageError
-from memfit.strategies.accumulation import even_sizes
+from memfit.strategies.accumulation import even_micro_batch_sizes
 from memfit.train.data.split_batch import BatchSplitter
 
 
@@ -101,7 +101,7 @@ def test_rows_of_a_tensor_subclass_keep_what_it_gives_them():
 @pytest.mark.parametrize("samples", range(1, 20))
 @pytest.mark.parametrize("parts", range(1, 8))
 def test_sizes_differ_by_one_at_most(samples, parts):
-    sizes = even_sizes(samples, parts)
+    sizes = even_micro_batch_sizes(samples, parts)
     assert sum(sizes) == samples
     assert len(sizes) == min(samples, parts)
     assert max(sizes) - min(sizes) <= 1

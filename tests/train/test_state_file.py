@@ -15,13 +15,13 @@ from torch import nn
 import memfit
 from memfit import random_state
 from memfit.errors import FileFormatError, UsageError
-from memfit.train.job import Schedule
+from memfit.train.job import LearningRateSchedule
 from memfit.train.resume import state_file
 
 
 def test_a_file_is_written_completely_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "state"
-    state_file.save({"version": 1}, path)
+    state_file.save_state_file({"version": 1}, path)
 
     def torn(value, file):
         file.write(b"half")
@@ -29,8 +29,8 @@ def test_a_file_is_written_completely_or_not_at_all(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch, "save", torn)
     with pytest.raises(OSError, match="No space left"):
-        state_file.save({"version": 2}, path)
-    assert state_file.load(path) == {"version": 1}
+        state_file.save_state_file({"version": 2}, path)
+    assert state_file.load_state_file(path) == {"version": 1}
     assert [file.name for file in tmp_path.iterdir()] == ["state"]
 
 
@@ -38,8 +38,8 @@ def test_two_processes_cannot_write_the_same_file(tmp_path):
     with (tmp_path / ".state.partial").open("ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(UsageError, match="Another process is saving"):
-            state_file.save({"version": 1}, tmp_path / "state")
-    state_file.save({"version": 1}, tmp_path / "state")
+            state_file.save_state_file({"version": 1}, tmp_path / "state")
+    state_file.save_state_file({"version": 1}, tmp_path / "state")
 
 
 @pytest.mark.slow
@@ -66,28 +66,28 @@ class Evil:
 def test_a_file_that_is_not_plain_data_is_refused(tmp_path, content, capsys):
     (tmp_path / "state").write_bytes(content)
     with pytest.raises(FileFormatError, match="Cannot resume from"):
-        state_file.load(tmp_path / "state")
+        state_file.load_state_file(tmp_path / "state")
     assert capsys.readouterr().out == ""
 
 
 def test_a_flipped_bit_is_detected(tmp_path):
     """PyTorch would load the file, with another parameter."""
     path = tmp_path / "state"
-    state_file.save({"version": 1, "parameter": torch.full((64,), 1.5)}, path)
+    state_file.save_state_file({"version": 1, "parameter": torch.full((64,), 1.5)}, path)
     content = bytearray(path.read_bytes())
     content[content.index(torch.full((64,), 1.5).numpy().tobytes())] ^= 1
     path.write_bytes(content)
     assert torch.load(path)["parameter"][0] != 1.5
     with pytest.raises(FileFormatError, match="or is damaged"):
-        state_file.load(path)
+        state_file.load_state_file(path)
 
 
 def test_other_dicts_and_missing_files_are_refused(tmp_path):
     torch.save({"model": {}}, tmp_path / "state")
     with pytest.raises(FileFormatError, match="does not hold the state"):
-        state_file.load(tmp_path / "state")
+        state_file.load_state_file(tmp_path / "state")
     with pytest.raises(FileNotFoundError):
-        state_file.load(tmp_path / "nothing")
+        state_file.load_state_file(tmp_path / "nothing")
 
 
 def test_random_numbers_continue_from_a_restored_state():
@@ -167,7 +167,7 @@ def test_the_state_of_pytorchs_schedulers_is_plain(tmp_path):
         epochs = list(np.arange(2, 8, 2))
         scheduler = torch.optim.lr_scheduler.MultiStepLR(created.optimizer, epochs, gamma=0.5)
         created.scheduler = created._ledger.update.scheduler = scheduler
-        created._ledger.update.schedule = Schedule(created.scheduler, "update")
+        created._ledger.update.schedule = LearningRateSchedule(created.scheduler, "update")
         return created
 
     first, resumed = run(), run()

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from memfit.errors import FileFormatError
 from memfit.train.resume import tensor_files
-from memfit.train.resume.tensor_files import load_tensors, read_index, save_tensors
+from memfit.train.resume.tensor_files import load_tensors, read_tensor_index, save_tensors
 
 
 def tensors():
@@ -33,15 +33,15 @@ def folder(tmp_path):
 
 def loaded(folder):
     found = {name: torch.full_like(each, -1) for name, each in tensors().items()}
-    load_tensors(found, read_index(folder), folder, None)
+    load_tensors(found, read_tensor_index(folder), folder, None)
     return found
 
 
 def test_tensors_are_read_as_they_were_written(folder):
     for name, tensor in loaded(folder).items():
         assert torch.equal(tensor, tensors()[name])
-        assert read_index(folder)[name].shape == tensor.shape
-        assert read_index(folder)[name].dtype == tensor.dtype
+        assert read_tensor_index(folder)[name].shape == tensor.shape
+        assert read_tensor_index(folder)[name].dtype == tensor.dtype
 
 
 def test_pytorchs_own_reader_reads_them_too(folder):
@@ -120,7 +120,7 @@ def of_bytes(metadata):
 def test_an_index_that_does_not_fit_its_files_is_refused(folder, edit, reason):
     change(folder, edit)
     with pytest.raises(FileFormatError, match=f"Cannot resume from .*{reason}"):
-        read_index(folder)
+        read_tensor_index(folder)
 
 
 class Command:
@@ -142,7 +142,7 @@ def test_nothing_in_a_foreign_index_is_run(folder, content, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     (folder / ".metadata").write_bytes(content)
     with pytest.raises(FileFormatError, match="Cannot resume from"):
-        read_index(folder)
+        read_tensor_index(folder)
     assert not Path("hacked").exists()
 
 
@@ -176,10 +176,10 @@ def test_a_flipped_bit_of_a_tensor_is_detected(folder):
 def test_a_missing_file_is_refused(folder, file):
     (folder / file).unlink()
     with pytest.raises(FileFormatError, match=f"{file}.* is missing|Cannot read .*{file}"):
-        read_index(folder)
+        read_tensor_index(folder)
 
 
 def test_a_tensor_of_another_shape_in_a_chunk_is_refused(folder, monkeypatch):
     monkeypatch.setattr(torch, "load", lambda *_, **__: torch.zeros(2))
     with pytest.raises(FileFormatError, match="does not hold a tensor of shape"):
-        tensor_files._read_chunk(folder, read_index(folder)["model.a"].chunks[0], "model.a")
+        tensor_files._read_chunk(folder, read_tensor_index(folder)["model.a"].chunks[0], "model.a")

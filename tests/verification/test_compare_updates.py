@@ -6,21 +6,21 @@ import numpy as np
 import pytest
 import torch
 
-from memfit.records import Equality, FedTensor
+from memfit.records import Equality, InputTensor
 from memfit.verification.compare_updates import (
     UpdateRun,
-    bound_of,
     gradient_difference,
-    keeps_promise,
-    same_inputs,
-    why_not_comparable,
+    gradients_keep_promise,
+    have_same_inputs,
+    largest_allowed_difference,
+    why_runs_not_comparable,
 )
 from memfit.verification.first_update import FirstUpdate, SavedGradient
 
 
 def fed(*rows):
     """Return the input of a call whose rows have these digests."""
-    return FedTensor("int64", (len(rows),), (rows,))
+    return InputTensor("int64", (len(rows),), (rows,))
 
 
 ROW, OTHER = (fed("row"),), (fed("other"),)
@@ -85,12 +85,15 @@ def test_the_same_bits_are_equal_also_if_they_are_no_number(run):
 )
 def test_a_plan_keeps_what_it_promises(run, planned, equality, kept):
     plain, other = run(a=[1.0]), run(a=planned)
-    bound = bound_of(equality, "float32")
-    assert keeps_promise(plain, other, gradient_difference(plain, other), bound) is kept
+    bound = largest_allowed_difference(equality, "float32")
+    assert gradients_keep_promise(plain, other, gradient_difference(plain, other), bound) is kept
 
 
 def test_lower_precision_may_differ_by_more():
-    bounds = [bound_of(Equality.ROUNDING, kind) for kind in ("float64", "float32", "tf32", "bfloat16")]
+    bounds = [
+        largest_allowed_difference(Equality.ROUNDING, kind)
+        for kind in ("float64", "float32", "tf32", "bfloat16")
+    ]
     assert bounds == sorted(bounds)
 
 
@@ -108,7 +111,7 @@ def test_lower_precision_may_differ_by_more():
 )
 def test_inputs_are_the_same_in_parts_of_a_batch_or_in_each_call(run, calls, same):
     parts = 1 if calls == [fed("a", "b")] else 2
-    assert same_inputs(run(inputs=(fed("a", "b"),)), run(inputs=tuple(calls)), parts) is same
+    assert have_same_inputs(run(inputs=(fed("a", "b"),)), run(inputs=tuple(calls)), parts) is same
 
 
 def test_runs_that_cannot_tell_are_not_comparable(run):
@@ -120,19 +123,22 @@ def test_runs_that_cannot_tell_are_not_comparable(run):
         (plain, run(a=[2.0], inputs=(fed("a", "b"), fed("c"))), "sees 3 numbers of input instead of 1"),
         (run(a=[1.0]), planned, ""),
     ):
-        found = why_not_comparable(plain, again, under, gradient_difference(plain, again), 0.0)
+        found = why_runs_not_comparable(plain, again, under, gradient_difference(plain, again), 0.0)
         assert why in found
         assert bool(why) is bool(found)
     other_inputs = run(a=[1.0], inputs=OTHER)
-    assert not keeps_promise(plain, other_inputs, gradient_difference(plain, other_inputs), 0.0)
+    assert not gradients_keep_promise(plain, other_inputs, gradient_difference(plain, other_inputs), 0.0)
     nothing = replace(plain, update=FirstUpdate())
     same = gradient_difference(nothing, nothing)
-    assert not keeps_promise(nothing, nothing, same, 0.0)
-    assert "No parameter has a gradient" in why_not_comparable(nothing, nothing, nothing, same, 0.0)
+    assert not gradients_keep_promise(nothing, nothing, same, 0.0)
+    assert "No parameter has a gradient" in why_runs_not_comparable(nothing, nothing, nothing, same, 0.0)
 
 
 def test_no_plan_may_lose_a_gradient(run):
     plain, planned = run(a=[1.0]), run(a=[float("nan")])
-    assert not keeps_promise(
-        plain, planned, gradient_difference(plain, planned), bound_of(Equality.OTHER, "float32")
+    assert not gradients_keep_promise(
+        plain,
+        planned,
+        gradient_difference(plain, planned),
+        largest_allowed_difference(Equality.OTHER, "float32"),
     )

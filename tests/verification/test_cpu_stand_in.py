@@ -5,14 +5,14 @@ import torch
 from torch import nn
 
 from memfit.patching.installed_hooks import InstalledHooks
-from memfit.verification.cpu_stand_in import CpuInsteadOfCuda, stand_in
+from memfit.verification.comparable_runs import CpuInsteadOfCuda, install_cpu_stand_in
 
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch):
     monkeypatch.setattr(CpuInsteadOfCuda, "__enter__", lambda _: None)  # stand_in never leaves it
     hooks = InstalledHooks()
-    stand_in(hooks)
+    install_cpu_stand_in(hooks)
     monkeypatch.undo()
     with CpuInsteadOfCuda():
         yield

@@ -7,17 +7,22 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.verification import first_update
-from memfit.verification.first_update import UpdateReached, UpdateSettings, WatchedUpdate, read_update
+from memfit.verification.first_update import (
+    FirstUpdateReached,
+    FirstUpdateWatcher,
+    UpdateSettings,
+    read_first_update,
+)
 
 
 @pytest.fixture
 def watched(tmp_path):
     """Watch this process as that of a script."""
-    hooks, update = InstalledHooks(), WatchedUpdate(UpdateSettings(str(tmp_path), False, "", True, True))
+    hooks, update = InstalledHooks(), FirstUpdateWatcher(UpdateSettings(str(tmp_path), False, "", True, True))
     hooks.wrap(first_update._OPTIMIZER, "__init__", update.created)
     hooks.wrap(first_update._MODULE, "__call__", update.called)
     hooks.add(register_optimizer_step_pre_hook(update.steps))
-    yield lambda: read_update(tmp_path)
+    yield lambda: read_first_update(tmp_path)
     hooks.remove()
 
 
@@ -26,7 +31,7 @@ def test_two_models_whose_parameters_have_the_same_names_are_told_apart(watched)
     optimizers = [torch.optim.SGD(each.parameters()) for each in (first, second)]
     second(first(torch.ones(1, 2))).sum().backward()
     optimizers[0].step()
-    with pytest.raises(UpdateReached):
+    with pytest.raises(FirstUpdateReached):
         optimizers[1].step()
     names = [each.name for each in watched().gradients]
     assert names == ["0.weight", "0.bias", "0.weight of model 2", "0.bias of model 2"]
@@ -38,7 +43,7 @@ def test_inputs_are_kept_by_call(watched):
     rows, positions = torch.arange(8.0).reshape(4, 2), torch.ones(1, 2)
     for part in rows.split(2):
         model(part, positions.expand(2, 2)).sum().backward()
-    with pytest.raises(UpdateReached):
+    with pytest.raises(FirstUpdateReached):
         optimizer.step()
     first, shared, second, again = watched().inputs
     assert [each.shape for each in (first, second)] == [(2, 2)] * 2
@@ -59,6 +64,6 @@ def test_the_coarsest_precision_counts(watched, kinds, coarsest):
     optimizer = torch.optim.SGD([each for model in models for each in model.parameters()])
     for model, kind in zip(models, kinds, strict=True):
         model(torch.ones(1, 2, dtype=kind)).sum().backward()
-    with pytest.raises(UpdateReached):
+    with pytest.raises(FirstUpdateReached):
         optimizer.step()
     assert watched().arithmetic == coarsest

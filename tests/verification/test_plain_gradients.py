@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.random_state import seed_generators
-from memfit.verification.plain_gradients import leave_gradients_alone, switch_dropout_off
+from memfit.verification.comparable_runs import switch_dropout_off, switch_gradient_changes_off
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def hooks():
 
 @pytest.mark.parametrize("owner", [torch.nn.utils, torch.nn.utils.clip_grad])
 def test_gradients_are_not_clipped_and_norms_are_still_returned(hooks, owner):
-    leave_gradients_alone(hooks)
+    switch_gradient_changes_off(hooks)
     weight = torch.zeros(2)
     weight.grad = torch.tensor([3.0, 4.0])
     assert owner.clip_grad_norm_([weight], 1.0).item() == 5.0
@@ -34,7 +34,7 @@ def test_gradients_are_not_clipped_and_norms_are_still_returned(hooks, owner):
 @pytest.mark.parametrize("make", [torch.amp.GradScaler, lambda *_, **more: torch.cuda.amp.GradScaler(**more)])
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch.cuda.amp
 def test_losses_are_not_scaled(hooks, make):
-    leave_gradients_alone(hooks)
+    switch_gradient_changes_off(hooks)
     scaler = make("cpu", init_scale=8.0)
     assert not scaler.is_enabled()
     assert scaler.scale(torch.ones(())).item() == 1.0

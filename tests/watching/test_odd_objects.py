@@ -2,7 +2,7 @@
 
 import pytest
 
-from memfit.allocator.timeline import timeline
+from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import breakdown_at
 from memfit.records import GroupBy
@@ -59,7 +59,7 @@ def test_a_post_mortem_skips_objects_that_raise(rehearse, tmp_path):
     for number, incomplete in ((1, False), (2, True)):
         trace = read_trace(tmp_path / f"memfit-oom-{number}.memfit")
         assert any("were skipped" in note.text for note in trace.notes) == incomplete
-        line = timeline(trace)
+        line = memory_timeline(trace)
         found = breakdown_at(trace, line, attribute(trace, line), len(trace.events) - 1)
         rows = {row.name: row.bytes for row in found.rows[GroupBy.CATEGORY]}
         assert (rows["parameters"], rows["optimizer state"]) == (PARAMETERS, 2 * PARAMETERS)

@@ -4,11 +4,11 @@ import re
 
 import pytest
 
-from memfit.allocator.timeline import disagreement_with_pytorch, timeline
+from memfit.allocator.timeline import disagreement_with_pytorch, memory_timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import breakdown_at
 from memfit.analysis.summary import summarize
-from memfit.records import Category, GroupBy, Machine
+from memfit.records import Category, GroupBy, MachineKind
 from memfit.trace.trace_file import read_trace
 from support.scripts import WATCHED
 
@@ -99,7 +99,7 @@ CONTINUES = """
 
 
 def rows_at_the_end(trace):
-    line = timeline(trace)
+    line = memory_timeline(trace)
     found = breakdown_at(trace, line, attribute(trace, line), len(trace.events) - 1)
     return found, {row.name: row.bytes for row in found.rows[GroupBy.CATEGORY] if row.bytes}
 
@@ -121,9 +121,13 @@ def test_a_post_mortem_names_what_held_the_memory(rehearse, tmp_path, labels):
     assert len(lines) == 5
 
     trace = read_trace(tmp_path / "memfit-oom-1.memfit")
-    assert disagreement_with_pytorch(trace, timeline(trace)) == ""  # with PyTorch's own counters
+    assert disagreement_with_pytorch(trace, memory_timeline(trace)) == ""  # with PyTorch's own counters
     answer = summarize(trace)
-    assert (answer.verdict, answer.device.machine, answer.steps) == ("out of memory", Machine.REHEARSAL, 2)
+    assert (answer.verdict, answer.device.machine, answer.steps) == (
+        "out of memory",
+        MachineKind.REHEARSAL,
+        2,
+    )
     found, rows = rows_at_the_end(trace)
     assert (found.place.step, found.place.module) == (3, "Net")
     assert sum(rows.values()) == found.allocated

@@ -19,8 +19,8 @@ import numpy as np
 
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.free_ranges import ImpossibleEventError, impossible_event
-from memfit.allocator.initial_state import InitialState
-from memfit.allocator.rounding import round_size, should_split
+from memfit.allocator.initial_state import InitialAllocatorState
+from memfit.allocator.rounding import round_size, should_split_block
 from memfit.records import Action, Events
 
 # As plain ints: comparing with an enum member costs more than the rest of a step.
@@ -53,7 +53,7 @@ class BlockTracker:
         start: the state before the first event; its free ranges are consumed.
     """
 
-    def __init__(self, events: Events, config: AllocatorConfig, start: InitialState) -> None:
+    def __init__(self, events: Events, config: AllocatorConfig, start: InitialAllocatorState) -> None:
         self.change = [0] * len(events)
         """Change of allocated bytes at each event so far."""
         self.freed_by: list[int] = np.where(
@@ -108,7 +108,7 @@ class BlockTracker:
 class _CachedBlocks:
     """Every block of the native allocator, free or in use."""
 
-    def __init__(self, config: AllocatorConfig, start: InitialState) -> None:
+    def __init__(self, config: AllocatorConfig, start: InitialAllocatorState) -> None:
         self._config = config
         self._layout = start.layout
         self._live: dict[int, tuple[int | None, int, int]] = {
@@ -139,7 +139,7 @@ class _CachedBlocks:
             raise ImpossibleEventError(
                 f"the free block at this address is only {stop - address:,} bytes long"
             )
-        if should_split(rounded, remainder, self._config):
+        if should_split_block(rounded, remainder, self._config):
             self._layout.put(address + rounded, stop, segment)
             stop = address + rounded
         self._live[address] = position, stop, segment

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from memfit import records
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.requests import PoolId, Requests
+from memfit.allocator.requests import AllocatorRequests, PoolId
 from memfit.errors import UsageError
 from memfit.native_build import NativeLibrary
 from memfit.records import DriverCalls, Segment
@@ -85,7 +85,7 @@ load = LIBRARY.load
 
 
 @dataclass(frozen=True, slots=True)
-class ServeResult:
+class StateAfterRequests:
     """The state of an allocator once it has served requests."""
 
     position: int
@@ -102,14 +102,14 @@ class ServeResult:
 
 
 class CompiledAllocator:
-    """The allocator of one device: ``handle`` in ``library``, made by ``opened``."""
+    """The allocator of one device: ``handle`` in ``library``, made by ``open_compiled_allocator``."""
 
     def __init__(self, library: ctypes.CDLL, handle: int, pools: Sequence[PoolId]) -> None:
         self._library = library
         self._handle = handle
         self._pools = pools
 
-    def serve(self, asked: Requests) -> bool:
+    def serve(self, asked: AllocatorRequests) -> bool:
         """Serve requests; return False if a malloc failed, which ends serving.
 
         Raises:
@@ -133,7 +133,7 @@ class CompiledAllocator:
             )
         return status != _OUT_OF_MEMORY
 
-    def outcome(self) -> ServeResult:
+    def outcome(self) -> StateAfterRequests:
         """Return the result of serving."""
         figures = (ctypes.c_int64 * (_FIGURES + 3 * _CALLS))()
         steps: int = self._library.allocator_outcome(self._handle, figures)
@@ -143,7 +143,7 @@ class CompiledAllocator:
         )
         position, requested, free, most_taken = figures[:_FIGURES]
         per_step = last - before if steps > 1 else None
-        return ServeResult(position, requested, free, most_taken, all_calls, per_step)
+        return StateAfterRequests(position, requested, free, most_taken, all_calls, per_step)
 
     def address(self, block: int) -> int:
         """Return the address of the block with a number; 0, as in C, if it is not in use."""
@@ -175,7 +175,7 @@ class CompiledAllocator:
 
 
 @contextmanager
-def opened(
+def open_compiled_allocator(
     config: AllocatorConfig,
     *,
     blocks: int,

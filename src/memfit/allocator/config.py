@@ -107,7 +107,7 @@ class AllocatorConfig:
         >>> AllocatorConfig.read({"conf": "max_split_size_mb:128"}).max_split_size
         134217728
         """
-        values = {**parse(settings.get("conf", "")), **settings}
+        values = {**parse_allocator_conf(settings.get("conf", "")), **settings}
         if settings.get("backend") == ARENA:
             return cls(backend=ARENA)
         large = _size(values, "large_segment_size_mb") or _LARGE_SEGMENT
@@ -136,7 +136,7 @@ class AllocatorConfig:
         >>> AllocatorConfig.of("expandable_segments:True").expandable_segments
         True
         """
-        values = parse(conf)
+        values = parse_allocator_conf(conf)
         for name in values:
             if name not in DEVICE_SETTINGS | HOST_SETTINGS:
                 raise UsageError(
@@ -151,13 +151,13 @@ class AllocatorConfig:
         return config
 
 
-def check_version(conf: str, version: tuple[int, int]) -> None:
+def check_settings_exist(conf: str, version: tuple[int, int]) -> None:
     """Raise if a version of PyTorch lacks a setting.
 
     Raises:
         UsageError: a setting is newer; the message names it.
     """
-    for name in parse(conf):
+    for name in parse_allocator_conf(conf):
         if version < FIRST_VERSION.get(name, (0, 0)):
             first, of = (".".join(map(str, numbers)) for numbers in (FIRST_VERSION[name], version))
             raise UsageError(
@@ -166,21 +166,21 @@ def check_version(conf: str, version: tuple[int, int]) -> None:
             )
 
 
-def script_settings(settings: Mapping[str, str]) -> str:
+def settings_made_by_script(settings: Mapping[str, str]) -> str:
     """Return the settings that the script made itself, beyond those of the environment.
 
     ``memfit.arena`` is left out: PyTorch's allocator cannot be replayed under it.
 
-    >>> script_settings({"conf": "expandable_segments:True", "expandable_segments": "True"})
+    >>> settings_made_by_script({"conf": "expandable_segments:True", "expandable_segments": "True"})
     ''
-    >>> script_settings({"conf": "", "per_process_memory_fraction": "0.5"})
+    >>> settings_made_by_script({"conf": "", "per_process_memory_fraction": "0.5"})
     'per_process_memory_fraction:0.5'
-    >>> script_settings({"backend": ARENA})
+    >>> settings_made_by_script({"backend": ARENA})
     ''
     """
-    conf = environment_settings(settings)
+    conf = settings_from_environment(settings)
     by_conf = AllocatorConfig.read({"conf": conf})
-    in_force = {**parse(settings.get("conf", "")), **settings}
+    in_force = {**parse_allocator_conf(settings.get("conf", "")), **settings}
     return ",".join(
         f"{name}:{value}"
         for name, value in in_force.items()
@@ -190,12 +190,12 @@ def script_settings(settings: Mapping[str, str]) -> str:
     )
 
 
-def environment_settings(settings: Mapping[str, str]) -> str:
+def settings_from_environment(settings: Mapping[str, str]) -> str:
     """Return ``PYTORCH_ALLOC_CONF``; a snapshot holds only the last string that PyTorch received."""
     return settings.get("environment", settings.get("conf", ""))
 
 
-def parse(conf: str) -> dict[str, str]:
+def parse_allocator_conf(conf: str) -> dict[str, str]:
     """Split a ``PYTORCH_ALLOC_CONF`` string into its settings, values as written.
 
     Source: ``ConfigTokenizer``, c10/core/AllocatorConfig.h, PyTorch 2.14.1 (white space is dropped).
@@ -203,7 +203,7 @@ def parse(conf: str) -> dict[str, str]:
     Raises:
         UsageError: the string is not of the form ``name:value,name:[value,value]``.
 
-    >>> parse("expandable_segments:True, roundup_power2_divisions:[256:4,>:8]")
+    >>> parse_allocator_conf("expandable_segments:True, roundup_power2_divisions:[256:4,>:8]")
     {'expandable_segments': 'True', 'roundup_power2_divisions': '[256:4,>:8]'}
     """
     text = "".join(conf.split())

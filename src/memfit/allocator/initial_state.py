@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.free_ranges import EXPANDABLE, FreeRanges, ImpossibleEventError, impossible_event
-from memfit.allocator.rounding import SMALL_SIZE, round_size, should_split
+from memfit.allocator.rounding import SMALL_SIZE, round_size, should_split_block
 from memfit.errors import FileFormatError
 from memfit.records import Action, Events, Segment, Trace
 
@@ -23,7 +23,7 @@ Extent = tuple[int, int]
 
 
 @dataclass(slots=True)
-class InitialState:
+class InitialAllocatorState:
     """The allocator just before ``events[0]``."""
 
     layout: FreeRanges = field(default_factory=FreeRanges)
@@ -43,7 +43,7 @@ class InitialState:
         return sum(stop - start for start, (stop, _) in self.live.items())
 
 
-def reserved_change(events: Events) -> npt.NDArray[np.int64]:
+def reserved_bytes_changes(events: Events) -> npt.NDArray[np.int64]:
     """Return the change of reserved bytes at each event.
 
     Args:
@@ -57,7 +57,7 @@ def reserved_change(events: Events) -> npt.NDArray[np.int64]:
     return np.where(grows, events.size, 0) - np.where(shrinks, events.size, 0)
 
 
-def initial_state(trace: Trace, config: AllocatorConfig) -> InitialState:
+def reconstruct_initial_state(trace: Trace, config: AllocatorConfig) -> InitialAllocatorState:
     """Reconstruct what was allocated before the first event of a trace.
 
     Args:
@@ -72,9 +72,9 @@ def initial_state(trace: Trace, config: AllocatorConfig) -> InitialState:
         FileFormatError: the events and the segments at the end contradict each other.
     """
     if not config.has_segments:
-        return InitialState()
+        return InitialAllocatorState()
     at_end = sum(segment.size for segment in trace.segments)
-    reserved = at_end - int(reserved_change(trace.events).sum())
+    reserved = at_end - int(reserved_bytes_changes(trace.events).sum())
     if reserved < 0:
         raise FileFormatError(
             f"Cannot replay this trace: its events reserve {at_end - reserved:,} bytes more than they "
@@ -82,13 +82,13 @@ def initial_state(trace: Trace, config: AllocatorConfig) -> InitialState:
             "edited. Record the run again."
         )
     if reserved == 0:
-        return InitialState()
+        return InitialAllocatorState()
     return _undo(trace.events, trace.segments, config, reserved)
 
 
 def _undo(
     events: Events, segments: Sequence[Segment], config: AllocatorConfig, reserved: int
-) -> InitialState:
+) -> InitialAllocatorState:
     _check_tiling(segments)
     rewind = _Rewind(segments, config)
     undo = {
@@ -156,13 +156,13 @@ class _Rewind:
                 in_use[block.address] = extent
                 self._used[extent[0]] = block.address
 
-    def initial_state(self, reserved: int) -> InitialState:
+    def initial_state(self, reserved: int) -> InitialAllocatorState:
         """Return the state that is left once every event is undone."""
         layout = FreeRanges()
         for start, (stop, segment) in self._free.items():
             layout.put(start, stop, segment)
         uncertain = sum(spare for start, spare in self._spare.items() if start in self._live)
-        return InitialState(layout, self._live, self._pending, reserved, uncertain)
+        return InitialAllocatorState(layout, self._live, self._pending, reserved, uncertain)
 
     def alloc(self, address: int, _size: int) -> None:
         """Undo an allocation: a block in use becomes the start of a free block."""
@@ -193,7 +193,7 @@ class _Rewind:
         self._drop(start)
         if start < address:
             self._put(start, (address, segment))
-        if should_split(rounded, remainder, self._config):
+        if should_split_block(rounded, remainder, self._config):
             self._put(address + rounded, (stop, segment))
             if not self._config.expandable_segments and rounded > SMALL_SIZE:
                 self._spare[address] = min(remainder, SMALL_SIZE)

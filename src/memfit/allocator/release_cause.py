@@ -16,7 +16,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.initial_state import reserved_change
+from memfit.allocator.initial_state import reserved_bytes_changes
 from memfit.records import Action, MarkKind, Trace
 
 _RELEASES = frozenset(map(int, (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)))
@@ -90,7 +90,7 @@ class _Shortness:
     def __init__(self, trace: Trace, config: AllocatorConfig, reserved_before: int) -> None:
         self._actions, self._sizes = trace.events.action.tolist(), trace.events.size.tolist()
         # Before each event, and after the last.
-        after = (reserved_before + reserved_change(trace.events).cumsum()).tolist()
+        after = (reserved_before + reserved_bytes_changes(trace.events).cumsum()).tolist()
         self._reserved = [reserved_before, *after]
         device = trace.device
         # An unknown device is assumed to hold exactly as much as was ever reserved.

@@ -11,21 +11,21 @@ from copy import copy
 
 from memfit.allocator import compiled_allocator
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.requests import RequestKind, Requests
-from memfit.allocator.rounding import bytes_taken
+from memfit.allocator.requests import AllocatorRequests, RequestKind
+from memfit.allocator.rounding import bytes_taken_by_malloc
 from memfit.errors import UsageError
-from memfit.records import DriverCalls, FailedMalloc, Replay
+from memfit.records import DriverCalls, FailedMalloc, ReplayResult
 
 
-def replay(
-    asked: Requests,
+def replay_requests(
+    asked: AllocatorRequests,
     config: AllocatorConfig,
     *,
     total: int,
     taken: int = 0,
     version: tuple[int, int] = (2, 14),
     empty_cache_each_step: bool = False,
-) -> Replay:
+) -> ReplayResult:
     """Replay requests under settings on a device.
 
     Args:
@@ -51,7 +51,7 @@ def replay(
         )
     if not config.caching:
         return replay_uncached(asked, total=total, taken=taken)
-    with compiled_allocator.opened(
+    with compiled_allocator.open_compiled_allocator(
         config,
         blocks=max(asked.block, default=-1) + 1,
         pools=asked.pools,
@@ -63,7 +63,7 @@ def replay(
         fits = allocator.serve(asked)
         outcome, statistics = allocator.outcome(), allocator.memory_stats()
         segments = allocator.snapshot()
-    return Replay(
+    return ReplayResult(
         failure=None
         if fits
         else FailedMalloc(asked.event[outcome.position], outcome.requested, outcome.free),
@@ -101,9 +101,9 @@ class UncachedAllocator:
     def malloc(self, size: int) -> bool:
         """Allocate ``size`` bytes; return False if the device has too little memory left."""
         self.calls.malloc += 1
-        if bytes_taken(size) > self.free_bytes:
+        if bytes_taken_by_malloc(size) > self.free_bytes:
             return False
-        self._add(size, bytes_taken(size))
+        self._add(size, bytes_taken_by_malloc(size))
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         return True
@@ -111,7 +111,7 @@ class UncachedAllocator:
     def free(self, size: int) -> None:
         """Free memory that was allocated as ``size`` bytes."""
         self.calls.free += 1
-        self._add(-size, -bytes_taken(size))
+        self._add(-size, -bytes_taken_by_malloc(size))
 
     def _add(self, size: int, taken: int) -> None:
         self.allocated += size
@@ -119,8 +119,8 @@ class UncachedAllocator:
         self.free_bytes -= taken
 
 
-def replay_uncached(asked: Requests, *, total: int, taken: int) -> Replay:
-    """Replay requests without a cache; arguments as those of ``replay``."""
+def replay_uncached(asked: AllocatorRequests, *, total: int, taken: int) -> ReplayResult:
+    """Replay requests without a cache; arguments as those of ``replay_requests``."""
     device = UncachedAllocator(total, taken)
     sizes: dict[int, int] = {}
     steps: list[DriverCalls] = []
@@ -138,7 +138,7 @@ def replay_uncached(asked: Requests, *, total: int, taken: int) -> Replay:
                 device.free(size)
         elif ask == _STEP:
             steps.append(copy(device.calls))
-    return Replay(
+    return ReplayResult(
         failure=failure,
         peak_allocated=device.peak_allocated,
         peak_reserved=device.peak_reserved,

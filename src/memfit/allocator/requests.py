@@ -25,7 +25,7 @@ import numpy as np
 
 from memfit.allocator.block_lifetimes import BlockTracker
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.initial_state import initial_state
+from memfit.allocator.initial_state import reconstruct_initial_state
 from memfit.allocator.release_cause import MemoryRelease, memory_releases
 from memfit.errors import FileFormatError, UsageError
 from memfit.records import DEFAULT_POOL, Action, MarkKind, Trace
@@ -65,7 +65,7 @@ _column = partial(array, "q")  # C reads the arrays in place
 
 
 @dataclass(frozen=True, slots=True)
-class Requests:
+class AllocatorRequests:
     """Requests in order, as columns of equal length."""
 
     ask: "array[int]" = field(default_factory=_column)
@@ -118,7 +118,7 @@ _KIND_OF_MARK = {
 }
 
 
-def read_requests(trace: Trace) -> Requests:
+def read_requests(trace: Trace) -> AllocatorRequests:
     """Read the requests of a trace.
 
     Blocks that were live before a late history come first, as mallocs of their sizes.
@@ -131,8 +131,8 @@ def read_requests(trace: Trace) -> Requests:
     except UsageError as error:
         raise FileFormatError(f"Cannot replay this trace: {error}") from None
     _check(trace, config)
-    start = initial_state(trace, config)
-    found = Requests(pools=_pools(trace), reserved_before=start.reserved)
+    start = reconstruct_initial_state(trace, config)
+    found = AllocatorRequests(pools=_pools(trace), reserved_before=start.reserved)
     numbers: dict[int, int] = {}
     owners = _Owners(trace)
     for address, (stop, _) in sorted((start.live | start.pending).items()):
@@ -199,7 +199,7 @@ class _Reader:
         self,
         trace: Trace,
         config: AllocatorConfig,
-        found: Requests,
+        found: AllocatorRequests,
         live: dict[int, int],
         waiting: dict[int, int],
         short: AbstractSet[int],

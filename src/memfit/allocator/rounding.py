@@ -76,14 +76,17 @@ def segment_size(size: int, config: AllocatorConfig = _DEFAULTS) -> int:
     return -(-rounded // ROUND_LARGE) * ROUND_LARGE
 
 
-def device_request(size: int, config: AllocatorConfig = _DEFAULTS) -> int:
+def device_bytes_for_request(size: int, config: AllocatorConfig = _DEFAULTS) -> int:
     """Return the bytes of the device that PyTorch needs when no cached block serves a request.
 
     Args:
         size: bytes as requested.
         config: the settings in force.
 
-    >>> device_request(16 * MIB), device_request(16 * MIB, AllocatorConfig.of("expandable_segments:True"))
+    >>> (
+    ...     device_bytes_for_request(16 * MIB),
+    ...     device_bytes_for_request(16 * MIB, AllocatorConfig.of("expandable_segments:True")),
+    ... )
     (16777216, 20971520)
     """
     if not config.has_segments:
@@ -94,7 +97,7 @@ def device_request(size: int, config: AllocatorConfig = _DEFAULTS) -> int:
     return -(-whole // config.large_segment_size) * config.large_segment_size
 
 
-def should_split(rounded: int, remainder: int, config: AllocatorConfig = _DEFAULTS) -> bool:
+def should_split_block(rounded: int, remainder: int, config: AllocatorConfig = _DEFAULTS) -> bool:
     """Return whether the remainder of a block becomes a free block of its own.
 
     Args:
@@ -102,23 +105,23 @@ def should_split(rounded: int, remainder: int, config: AllocatorConfig = _DEFAUL
         remainder: bytes of the free block beyond them.
         config: the settings in force.
 
-    Source: ``should_split``, c10/cuda/CUDACachingAllocator.cpp. Pools made with
+    Source: ``should_split_block``, c10/cuda/CUDACachingAllocator.cpp. Pools made with
     ``torch.cuda.MemPool(no_split=True)`` never split; a history does not record which pools they are.
 
-    >>> should_split(11 * MIB, MIB), should_split(11 * MIB, MIB + 512)
+    >>> should_split_block(11 * MIB, MIB), should_split_block(11 * MIB, MIB + 512)
     (False, True)
     """
     small = rounded <= SMALL_SIZE
     limit = None if small or config.expandable_segments else config.max_split_size
-    return remainder >= least_remainder(config, small=small) and (limit is None or rounded < limit)
+    return remainder >= least_split_remainder(config, small=small) and (limit is None or rounded < limit)
 
 
-def least_remainder(config: AllocatorConfig, *, small: bool) -> int:
+def least_split_remainder(config: AllocatorConfig, *, small: bool) -> int:
     """Return the smallest remainder, in bytes, that becomes a block of the small or the large pool."""
     return MIN_BLOCK if small or config.expandable_segments else SMALL_SIZE + 1
 
 
-def bytes_taken(size: int) -> int:
+def bytes_taken_by_malloc(size: int) -> int:
     """Return the bytes that a cudaMalloc of ``size`` bytes takes from the device, by ``GRANULE``."""
     granule = GRANULE if size >= MIB else MIN_BLOCK
     return -(-size // granule) * granule

@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Iterable
 
 from memfit.allocator.config import FIRST_VERSION, AllocatorConfig
-from memfit.allocator.replay import replay
-from memfit.allocator.requests import Requests
+from memfit.allocator.replay import replay_requests
+from memfit.allocator.requests import AllocatorRequests
 from memfit.allocator.rounding import GRANULE
 from memfit.errors import UsageError
 from memfit.records import AllocatorSetting, CallRates, SettingOutcome
@@ -17,7 +17,7 @@ NEGLIGIBLE = 1e-3
 """Seconds a step that a setting may cost and still be recommended; the report names the cost."""
 
 
-def setting_config(setting: AllocatorSetting) -> AllocatorConfig:
+def config_of_setting(setting: AllocatorSetting) -> AllocatorConfig:
     """Read a setting.
 
     Raises:
@@ -39,7 +39,7 @@ def setting_config(setting: AllocatorSetting) -> AllocatorConfig:
 
 
 def replay_setting(
-    asked: Requests,
+    asked: AllocatorRequests,
     setting: AllocatorSetting,
     *,
     total: int,
@@ -48,8 +48,8 @@ def replay_setting(
     rates: CallRates,
 ) -> SettingOutcome:
     """Replay requests under a setting."""
-    config = setting_config(setting)
-    done = replay(
+    config = config_of_setting(setting)
+    done = replay_requests(
         asked,
         config,
         total=total,
@@ -61,8 +61,8 @@ def replay_setting(
     return SettingOutcome(setting, done, seconds, config.per_process_memory_fraction)
 
 
-def smallest_capacity(
-    asked: Requests,
+def smallest_device_that_fits(
+    asked: AllocatorRequests,
     setting: AllocatorSetting,
     *,
     taken: int,
@@ -88,12 +88,12 @@ def smallest_capacity(
         exhaustive: how many replays descend in steps of 2 MiB.
         on_replay: called with each capacity tried.
     """
-    config = setting_config(setting)
+    config = config_of_setting(setting)
     fraction = config.per_process_memory_fraction
 
     def enough_for(capacity: int) -> int | None:
         on_replay(capacity)
-        done = replay(
+        done = replay_requests(
             asked,
             config,
             total=capacity,
@@ -126,7 +126,7 @@ def smallest_capacity(
     return runs_on
 
 
-def _unlimited(asked: Requests, taken: int) -> int:
+def _unlimited(asked: AllocatorRequests, taken: int) -> int:
     most = sum(max(size, GRANULE) for size in asked.size)
     return taken + 2 * _granules(most)
 

@@ -7,18 +7,18 @@ import numpy as np
 
 from memfit.allocator.block_lifetimes import BlockTracker
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.initial_state import initial_state, reserved_change
+from memfit.allocator.initial_state import reconstruct_initial_state, reserved_bytes_changes
 from memfit.errors import FileFormatError, UsageError
 from memfit.records import Action, MarkKind, Timeline, Trace
 
 
-def timeline(trace: Trace) -> Timeline:
+def memory_timeline(trace: Trace) -> Timeline:
     """Return the bytes allocated and reserved after each event, as PyTorch counts them.
 
     Args:
         trace: events, settings and the segments at the end. If the history begins late (a snapshot
             of a process that was already running), the earlier state is derived from the end: see
-            ``initial_state``.
+            ``reconstruct_initial_state``.
 
     Returns:
         ``torch.cuda.memory_allocated()`` and ``memory_reserved()`` after each event, to the byte.
@@ -33,12 +33,14 @@ def timeline(trace: Trace) -> Timeline:
         config = AllocatorConfig.read(trace.settings)
     except UsageError as error:
         raise FileFormatError(f"Cannot replay this trace: {error}") from None
-    start = initial_state(trace, config)
+    start = reconstruct_initial_state(trace, config)
     tracker = BlockTracker(trace.events, config, start)
     tracker.advance_to(len(trace.events))
     sizes = np.array(tracker.change, np.int64)
     allocated = start.allocated - sum(tracker.earlier.values()) + np.cumsum(sizes)
-    reserved = start.reserved + np.cumsum(reserved_change(trace.events)) if config.has_segments else allocated
+    reserved = (
+        start.reserved + np.cumsum(reserved_bytes_changes(trace.events)) if config.has_segments else allocated
+    )
     born = np.isin(trace.events.action, (Action.ALLOC, Action.EARLIER))
     return Timeline(
         allocated=allocated,

@@ -4,13 +4,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from memfit.allocator.config import check_version, environment_settings, script_settings
-from memfit.allocator.requests import RequestKind, Requests, read_requests
+from memfit.allocator.config import check_settings_exist, settings_from_environment, settings_made_by_script
+from memfit.allocator.requests import AllocatorRequests, RequestKind, read_requests
 from memfit.allocator.setting_outcomes import (
     recommended_outcome,
     replay_setting,
     settings_worth_trying,
-    smallest_capacity,
+    smallest_device_that_fits,
 )
 from memfit.analysis.location import location_at
 from memfit.devices import Device
@@ -19,11 +19,11 @@ from memfit.records import (
     AllocatorComparison,
     AllocatorSetting,
     CallRates,
-    Machine,
+    MachineKind,
     MarkKind,
     Note,
     Provenance,
-    Replay,
+    ReplayResult,
     SettingOutcome,
     Trace,
 )
@@ -75,19 +75,19 @@ def compare_settings(
             f"The GPU has no memory left for the script: of its {format_bytes(total)}, the CUDA context uses "
             f"{format_bytes(context)}, and other processes use {format_bytes(others)}."
         )
-    script = script_settings(trace.settings)
-    own = AllocatorSetting(environment_settings(trace.settings))
+    script = settings_made_by_script(trace.settings)
+    own = AllocatorSetting(settings_from_environment(trace.settings))
     if isinstance(confs, str):
         confs = (confs,)
     for conf in confs or ():
-        check_version(conf, version)
+        check_settings_exist(conf, version)
     tried = [*map(AllocatorSetting, confs)] if confs is not None else _worth_trying(asked, version)
     outcomes: list[SettingOutcome] = []
     for setting in (replace(setting, script=script) for setting in dict.fromkeys((own, *tried))):
         on_progress(setting.name or "default")
         row = replay_setting(asked, setting, total=total, taken=taken, version=version, rates=rates)
         if smallest:
-            size = smallest_capacity(asked, setting, taken=taken, version=version)
+            size = smallest_device_that_fits(asked, setting, taken=taken, version=version)
             row = replace(row, smallest=size)
         outcomes.append(replace(row, replay=_located(trace, row.replay), current=not outcomes))
     return AllocatorComparison(
@@ -100,7 +100,7 @@ def compare_settings(
     )
 
 
-def _located(trace: Trace, replay: Replay) -> Replay:
+def _located(trace: Trace, replay: ReplayResult) -> ReplayResult:
     """Return a replay of a trace with the place of its failure, if there is one."""
     if (failure := replay.failure) is None:
         return replay
@@ -109,7 +109,7 @@ def _located(trace: Trace, replay: Replay) -> Replay:
 
 def _gpu(trace: Trace, device: Device | None, memory: int | None) -> tuple[int, int]:
     """Return the bytes of the device, and of the CUDA context."""
-    if trace.device.machine is Machine.CPU:
+    if trace.device.machine is MachineKind.CPU:
         raise UsageError(
             "This is a trace of CPU tensors. PyTorch does not cache CPU memory, and its allocator settings "
             "apply only to GPUs. To find how much memory the tensors need when their addresses are planned, "
@@ -128,7 +128,7 @@ def _gpu(trace: Trace, device: Device | None, memory: int | None) -> tuple[int, 
     return total if memory is None else memory, context
 
 
-def _worth_trying(asked: Requests, version: tuple[int, int]) -> list[AllocatorSetting]:
+def _worth_trying(asked: AllocatorRequests, version: tuple[int, int]) -> list[AllocatorSetting]:
     """Return the settings worth trying for these requests.
 
     Emptying the cache each step needs steps; without its cache PyTorch fails to capture graphs.
@@ -148,7 +148,13 @@ def torch_version(trace: Trace) -> tuple[int, int]:
 
 
 def caveats_of_replays(
-    trace: Trace, asked: Requests, outcomes: Sequence[SettingOutcome], *, total: int, taken: int, context: int
+    trace: Trace,
+    asked: AllocatorRequests,
+    outcomes: Sequence[SettingOutcome],
+    *,
+    total: int,
+    taken: int,
+    context: int,
 ) -> Iterator[Note]:
     """Yield a note for each caveat.
 
@@ -175,7 +181,7 @@ def _of_the_settings(trace: Trace, outcomes: Sequence[SettingOutcome]) -> Iterat
             Provenance.ASSUMED,
             f"A memory snapshot does not record its PyTorch version; memfit assumes {version}.",
         )
-    script = script_settings(trace.settings)
+    script = settings_made_by_script(trace.settings)
     if script:
         yield Note(Provenance.EXACT, f"The script itself sets {script}, so every row includes this setting.")
     if any(not row.setting.caching for row in outcomes):
@@ -197,7 +203,7 @@ def _of_the_device(trace: Trace, context: int) -> Iterator[Note]:
         )
 
 
-def _of_the_history(trace: Trace, asked: Requests) -> Iterator[Note]:
+def _of_the_history(trace: Trace, asked: AllocatorRequests) -> Iterator[Note]:
     if asked.reserved_before:
         yield Note(
             Provenance.ASSUMED,
@@ -218,7 +224,7 @@ def _of_the_history(trace: Trace, asked: Requests) -> Iterator[Note]:
         )
 
 
-def _of_graphs(trace: Trace, asked: Requests) -> Iterator[Note]:
+def _of_graphs(trace: Trace, asked: AllocatorRequests) -> Iterator[Note]:
     if asked.captures:
         yield Note(
             Provenance.ASSUMED,

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.initial_state import InitialState, initial_state
+from memfit.allocator.initial_state import InitialAllocatorState, reconstruct_initial_state
 from memfit.errors import FileFormatError
 from memfit.records import Action, Attribution, Category, Phase, Trace
 
@@ -70,7 +70,7 @@ def blocks_of(trace: Trace, attribution: Attribution) -> BlockColumns:
         FileFormatError: an address or a size is beyond what any device has.
     """
     events, born = trace.events, attribution.born
-    old = _old(trace, initial_state(trace, AllocatorConfig.read(trace.settings)))
+    old = _old(trace, reconstruct_initial_state(trace, AllocatorConfig.read(trace.settings)))
     label_stack = np.array([*(label.stack for label in trace.labels), -1], np.int64)
     stack = events.stack[born].astype(np.int64)
     tensor = events.tensor[born] if events.tensor is not None else np.full(len(born), -1)
@@ -106,7 +106,7 @@ def blocks_of(trace: Trace, attribution: Attribution) -> BlockColumns:
     )
 
 
-def _old(trace: Trace, start: InitialState) -> Numbers:
+def _old(trace: Trace, start: InitialAllocatorState) -> Numbers:
     """Return rows of address, size and event of the free for each block older than the history.
 
     Not every history has the requested sizes; the size of the block stands for them.

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.timeline import timeline
+from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.attribution import Numbers, attribute
 from memfit.analysis.fold_module_paths import fold_module_paths
 from memfit.analysis.location import least_certain, location_at, phase_of_events, steps_at, steps_before
@@ -34,7 +34,7 @@ from memfit.records import (
     Stage,
     Timeline,
     Trace,
-    worst,
+    worst_provenance,
 )
 
 CATEGORY_NAMES = {
@@ -134,7 +134,7 @@ def breakdown_at(
         GroupBy.OP: (attribution.ops, attribution.op[alive]),
     }
     by_name = {CATEGORY_NAMES[kind]: provenance for kind, provenance in sure.items()}
-    unsure = worst(*sure.values())
+    unsure = worst_provenance(*sure.values())
     rows = {
         by: (*_rows(table, index, requested, by_name if by is GroupBy.CATEGORY else {}, unsure), *rest)
         for by, (table, index) in names.items()
@@ -181,7 +181,7 @@ def category_provenance(trace: Trace) -> dict[Category, Provenance]:
         return dict.fromkeys(CATEGORY_NAMES, rest)  # rows are what CUDA took, and its rounding is assumed
     objects = least_certain(note for note in unsure if note.objects)
     workspaces = least_certain(note for note in unsure if note.workspaces or note.objects)
-    saved = worst(rest, least_certain(note for note in unsure if note.activations))
+    saved = worst_provenance(rest, least_certain(note for note in unsure if note.activations))
     by_kind = {Category.WORKSPACE: workspaces, Category.ACTIVATION: saved}
     return {kind: objects if kind in _HELD_BY_OBJECTS else by_kind.get(kind, rest) for kind in CATEGORY_NAMES}
 
@@ -217,7 +217,7 @@ def _rest(
     attribution: Attribution, alive: Numbers, allocated: int, sure: dict[Category, Provenance]
 ) -> list[BreakdownRow]:
     requested, block = int(attribution.requested[alive].sum()), int(attribution.block[alive].sum())
-    rows = [BreakdownRow(ROUNDING, block - requested, len(alive), worst(*sure.values()))]
+    rows = [BreakdownRow(ROUNDING, block - requested, len(alive), worst_provenance(*sure.values()))]
     if allocated != block:
         rows.append(BreakdownRow(EARLIER, allocated - block, 0, Provenance.ASSUMED))
     return rows
@@ -240,7 +240,7 @@ def compare_runs(
         FileFormatError: a history contradicts itself.
     """
     runs = (before, after)
-    lines = [timeline(run) for run in runs]
+    lines = [memory_timeline(run) for run in runs]
     attributions = [attribute(run, line) for run, line in zip(runs, lines, strict=True)]
     found = [
         breakdown_at(run, line, own, peak_event(run, line, at), beside=other.modules)

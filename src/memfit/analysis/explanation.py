@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from memfit.allocator.timeline import timeline
+from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import CATEGORY_NAMES, breakdown_at, peak_event
 from memfit.analysis.fragmentation import fragmentation
@@ -43,7 +43,7 @@ def explain_trace(trace: Trace, at: str = "peak", *, fragments: bool = False) ->
         UsageError: the run has no such moment.
         FileFormatError: the history contradicts itself.
     """
-    line = timeline(trace)
+    line = memory_timeline(trace)
     attribution = attribute(trace, line)
     found = summarize_attributed(trace, line, attribution)
     return Explanation(

@@ -19,9 +19,9 @@ import numpy as np
 from memfit.allocator.block_lifetimes import FREE, LIVE, PENDING, BlockTracker, TrackedBlock
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.free_ranges import EXPANDABLE
-from memfit.allocator.initial_state import initial_state
+from memfit.allocator.initial_state import reconstruct_initial_state
 from memfit.allocator.rounding import SMALL_SEGMENT, SMALL_SIZE, round_size
-from memfit.allocator.timeline import timeline
+from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.location import least_certain, location_at
 from memfit.analysis.overall_peak import overall_peak
 from memfit.errors import FileFormatError, UsageError
@@ -38,7 +38,7 @@ from memfit.records import (
     ScriptLocation,
     Timeline,
     Trace,
-    worst,
+    worst_provenance,
 )
 
 PEAK_RESERVED, PEAK_ALLOCATED, END = "peak reserved", "peak allocated", "the end"
@@ -64,7 +64,7 @@ def fragmentation(trace: Trace, at: Mapping[str, int] | None = None) -> Fragment
         FileFormatError: the history contradicts itself.
         UsageError: the run has no such moment.
     """
-    line = timeline(trace)
+    line = memory_timeline(trace)
     config = AllocatorConfig.read(trace.settings)
     if not config.has_segments:
         return Fragmentation(Provenance.EXACT, _why_not(config), ())
@@ -74,7 +74,7 @@ def fragmentation(trace: Trace, at: Mapping[str, int] | None = None) -> Fragment
             raise UsageError(
                 f"{name}: event {events} is out of range. The trace has {len(trace.events)} events."
             )
-    start = initial_state(trace, config)
+    start = reconstruct_initial_state(trace, config)
     tracker = BlockTracker(trace.events, config, start)
     pieces: dict[int, list[TrackedBlock]] = {}
     for events in sorted(moments.values()):
@@ -90,7 +90,7 @@ def fragmentation(trace: Trace, at: Mapping[str, int] | None = None) -> Fragment
     classifier = _Classifier(trace, config, tracker)
     sure = least_certain(note for note in trace.notes if note.sizes)
     return Fragmentation(
-        worst(sure, Provenance.ASSUMED) if start.uncertain else sure,
+        worst_provenance(sure, Provenance.ASSUMED) if start.uncertain else sure,
         "",
         tuple(classifier.at(name, events, pieces[events]) for name, events in moments.items()),
     )

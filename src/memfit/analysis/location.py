@@ -7,18 +7,18 @@ import numpy.typing as npt
 
 from memfit.records import (
     Action,
+    EventLabel,
     Frame,
-    Label,
     MarkKind,
     Note,
     Phase,
     Provenance,
     ScriptLocation,
     Trace,
-    worst,
+    worst_provenance,
 )
 
-NOWHERE = Label(Phase.SETUP, "", "", -1)
+NOWHERE = EventLabel(Phase.SETUP, "", "", -1)
 """The label of an event without one."""
 _PHASES = tuple(Phase)
 
@@ -97,11 +97,11 @@ def stack_of(trace: Trace, event: int) -> int:
     return stack if stack >= 0 else _label(trace, event).stack
 
 
-def _label(trace: Trace, event: int) -> Label:
+def _label(trace: Trace, event: int) -> EventLabel:
     index = int(trace.events.label[event])
     return trace.labels[index] if index >= 0 else NOWHERE
 
 
 def least_certain(unsure: Iterable[Note]) -> Provenance:
     """Return the provenance of a figure that depends on sizes with these notes: the least certain one."""
-    return worst(Provenance.EXACT, *(note.provenance for note in unsure))
+    return worst_provenance(Provenance.EXACT, *(note.provenance for note in unsure))

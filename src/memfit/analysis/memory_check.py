@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-from memfit.allocator.timeline import timeline
+from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import CATEGORY_NAMES
 from memfit.analysis.overall_peak import overall_peak
@@ -63,7 +63,7 @@ def baseline_of(trace: Trace, found: DryRun) -> MemoryBaseline:
 
 def _held_by_modules(trace: Trace) -> dict[str, dict[str, int]]:
     """Return the requested bytes at the peak of a run, by module and category."""
-    line = timeline(trace)
+    line = memory_timeline(trace)
     held = attribute(trace, line)
     alive = held.alive(overall_peak(trace, line))
     kinds = len(Category)

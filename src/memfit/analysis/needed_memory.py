@@ -14,10 +14,10 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from memfit.allocator.config import environment_settings, script_settings
-from memfit.allocator.replay import replay
-from memfit.allocator.requests import RequestKind, Requests, read_requests
-from memfit.allocator.setting_outcomes import setting_config, smallest_capacity
+from memfit.allocator.config import settings_from_environment, settings_made_by_script
+from memfit.allocator.replay import replay_requests
+from memfit.allocator.requests import AllocatorRequests, RequestKind, read_requests
+from memfit.allocator.setting_outcomes import config_of_setting, smallest_device_that_fits
 from memfit.analysis.allocator_comparison import torch_version
 from memfit.analysis.location import least_certain
 from memfit.devices import NO_LIMIT
@@ -34,9 +34,9 @@ from memfit.records import (
     PeakRange,
     Provenance,
     RangeCause,
-    Replay,
+    ReplayResult,
     Trace,
-    worst,
+    worst_provenance,
 )
 from memfit.units import format_bytes, format_gib
 
@@ -53,7 +53,7 @@ class ReplayedRun:
     trace: Trace
     found: DryRun
     """Its summary."""
-    asked: Requests
+    asked: AllocatorRequests
     """What ``read_requests(trace)`` returned."""
     conf: str = ""
     """``PYTORCH_ALLOC_CONF``; empty for the run's own."""
@@ -70,15 +70,15 @@ class ReplayedRun:
         return cls(trace, found, read_requests(trace), late=late)
 
     @cached_property
-    def unlimited(self) -> Replay:
+    def unlimited(self) -> ReplayResult:
         """The replay with unlimited memory."""
         return self.on(NO_LIMIT)
 
-    def on(self, total: int) -> Replay:
-        """Replay the run on a GPU with so many bytes."""
-        return replay(
+    def on(self, total: int) -> ReplayResult:
+        """ReplayResult the run on a GPU with so many bytes."""
+        return replay_requests(
             self.asked,
-            setting_config(self._setting),
+            config_of_setting(self._setting),
             total=total,
             taken=self.taken,
             version=torch_version(self.trace),
@@ -97,13 +97,15 @@ class ReplayedRun:
             return self._reserved(self.unlimited, self.unlimited.most_taken)
         smallest = self._smallest()
         if smallest > fails_at:
-            done, fraction = self.on(smallest), setting_config(self._setting).per_process_memory_fraction
+            done, fraction = self.on(smallest), config_of_setting(self._setting).per_process_memory_fraction
             return self._reserved(done, done.most_taken if fraction is None else smallest)
         # The replay would fit, but the run itself did not: it may do other things where memory is short.
-        return Figure(self._smallest(fails_at) - self.taken, worst(self._sure, Provenance.SIMULATED))
+        return Figure(
+            self._smallest(fails_at) - self.taken, worst_provenance(self._sure, Provenance.SIMULATED)
+        )
 
     def _smallest(self, fails_at: int = 0) -> int:
-        return smallest_capacity(
+        return smallest_device_that_fits(
             self.asked,
             self._setting,
             taken=self.taken,
@@ -112,15 +114,19 @@ class ReplayedRun:
             exhaustive=0,
         )
 
-    def _reserved(self, done: Replay, gpu: int) -> Figure:
+    def _reserved(self, done: ReplayResult, gpu: int) -> Figure:
         """Return what a GPU has for PyTorch; that is as certain as the run if it did the same."""
         seen = not self.conf and done.peak_reserved == self.found.peak_reserved
-        return Figure(gpu - self.taken, self._sure if seen else worst(self._sure, Provenance.SIMULATED))
+        return Figure(
+            gpu - self.taken, self._sure if seen else worst_provenance(self._sure, Provenance.SIMULATED)
+        )
 
     @property
     def _setting(self) -> AllocatorSetting:
         settings = self.trace.settings
-        return AllocatorSetting(self.conf or environment_settings(settings), script=script_settings(settings))
+        return AllocatorSetting(
+            self.conf or settings_from_environment(settings), script=settings_made_by_script(settings)
+        )
 
     @property
     def taken(self) -> int:
@@ -135,7 +141,7 @@ class ReplayedRun:
 def process_bytes(reserved: Figure, device: DeviceUse) -> Figure:
     """Return the bytes of a process in which PyTorch has so many reserved."""
     outside = device.outside
-    return Figure(reserved.bytes + outside.bytes, worst(reserved.provenance, outside.provenance))
+    return Figure(reserved.bytes + outside.bytes, worst_provenance(reserved.provenance, outside.provenance))
 
 
 def needed_process(trace: Trace, found: DryRun, device: DeviceUse, *, fails_at: int = 0) -> Figure:
@@ -252,7 +258,7 @@ def _without(trace: Trace, found: DryRun, of_plans: npt.NDArray[np.bool_]) -> Re
         for ask, block, event in zip(asked.ask, asked.block, asked.event, strict=True)
         if ask == RequestKind.MALLOC and event < len(of_plans) and of_plans[event]
     }
-    bare = Requests(pools=asked.pools, reserved_before=asked.reserved_before)
+    bare = AllocatorRequests(pools=asked.pools, reserved_before=asked.reserved_before)
     rows = zip(asked.ask, asked.event, asked.block, asked.size, asked.stream, asked.pool, strict=True)
     for ask, event, block, size, stream, pool in rows:
         failed = ask == RequestKind.FAILED and of_plans[event]

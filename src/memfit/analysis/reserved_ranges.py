@@ -7,7 +7,7 @@ import numpy as np
 from memfit.allocator.block_lifetimes import BlockTracker
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.free_ranges import EXPANDABLE
-from memfit.allocator.initial_state import InitialState, initial_state
+from memfit.allocator.initial_state import InitialAllocatorState, reconstruct_initial_state
 from memfit.allocator.rounding import SMALL_SEGMENT
 from memfit.analysis.fragmentation import by_segment
 from memfit.records import Action, Trace
@@ -39,7 +39,7 @@ def ranges_of(trace: Trace) -> list[ReservedRange]:
     if not config.has_segments:
         return []
     events, never = trace.events, len(trace.events)
-    live = {one.start: one for one in _first(trace, config, initial_state(trace, config))}
+    live = {one.start: one for one in _first(trace, config, reconstruct_initial_state(trace, config))}
     gone: list[ReservedRange] = []
     for event in np.flatnonzero(
         (events.action >= Action.SEGMENT_ALLOC) & (events.action <= Action.SEGMENT_UNMAP)
@@ -68,7 +68,7 @@ def ranges_of(trace: Trace) -> list[ReservedRange]:
     return sorted((*gone, *live.values()), key=lambda one: (one.born, one.start))
 
 
-def _first(trace: Trace, config: AllocatorConfig, start: InitialState) -> list[ReservedRange]:
+def _first(trace: Trace, config: AllocatorConfig, start: InitialAllocatorState) -> list[ReservedRange]:
     """Return the ranges reserved before the first event."""
     if not start.reserved:
         return []

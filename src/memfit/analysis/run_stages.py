@@ -24,13 +24,13 @@ from memfit.records import (
     Figure,
     Mark,
     MarkKind,
-    Saved,
+    SaveKind,
     Stage,
     StageUse,
     Timeline,
     Trace,
-    Untrained,
-    worst,
+    UntrainedForwardReason,
+    worst_provenance,
 )
 
 _BEGINS_PASSAGE = (MarkKind.BATCH, MarkKind.FORWARD)
@@ -105,7 +105,9 @@ def _use(
         times=len(spans),
         allocated=int(line.allocated[peak]),
         reserved=reserved,
-        process=Figure(reserved + outside.bytes, worst(sure, outside.provenance), "reserved + CUDA context"),
+        process=Figure(
+            reserved + outside.bytes, worst_provenance(sure, outside.provenance), "reserved + CUDA context"
+        ),
         place=place if own[peak] or ran_out else None,
         ran_out=ran_out,
         leaves=leaves,
@@ -117,7 +119,7 @@ def _use(
 def _records_gradients(marks: Sequence[Mark]) -> bool:
     """Return whether a forward of an evaluation does."""
     return any(
-        passage.kind in (None, Untrained.EVAL_MODE) and stage is Stage.EVALUATION
+        passage.kind in (None, UntrainedForwardReason.EVAL_MODE) and stage is Stage.EVALUATION
         for passage, stage in _judged_passages(marks, LoaderPasses())
     )
 
@@ -185,7 +187,7 @@ def spans_between(
 def _is_of_stages(mark: Mark) -> bool:
     """Return whether only a run with marks of stages has such a mark."""
     alone = (MarkKind.EVALUATION, MarkKind.BATCH, MarkKind.LOAD)
-    return mark.kind in alone or (mark.kind is MarkKind.SAVE and mark.index != Saved.STATE)
+    return mark.kind in alone or (mark.kind is MarkKind.SAVE and mark.index != SaveKind.STATE)
 
 
 def _stage_begins(
@@ -206,7 +208,7 @@ def _stage_begins(
 
 def _is_saving(mark: Mark) -> bool:
     """Return whether the thread that trains saves something, if that is written to a file."""
-    return mark.kind is MarkKind.SAVE and mark.index != Saved.FILE_BESIDE
+    return mark.kind is MarkKind.SAVE and mark.index != SaveKind.FILE_BESIDE
 
 
 def _writes(marks: Sequence[Mark], *, ran_out: bool) -> list[bool]:
@@ -218,7 +220,7 @@ def _writes(marks: Sequence[Mark], *, ran_out: bool) -> list[bool]:
     for mark in reversed(marks):
         if mark.kind in _ENDS_SAVING:
             writes = False
-        elif mark.kind is MarkKind.SAVE and mark.index != Saved.STATE:
+        elif mark.kind is MarkKind.SAVE and mark.index != SaveKind.STATE:
             writes = True
         found.append(writes)
     return found[::-1]
@@ -232,7 +234,7 @@ class _Passage:
     of_pass: int
     """The pass over a loader that it is part of; -1 outside of one."""
     kind: int | None = None
-    """As in ``Untrained``."""
+    """As in ``UntrainedForwardReason``."""
     trains: bool = False
     """Whether a backward follows before the next passage."""
     before_batch: bool = False
@@ -248,11 +250,11 @@ def _judged_passages(marks: Sequence[Mark], passes: LoaderPasses) -> list[tuple[
         if passage.kind is None:
             eval_mode_trains = False
             evaluates = not passage.trains and passage.of_pass in ended - passes.trained
-        elif passage.kind == Untrained.EVAL_MODE:
+        elif passage.kind == UntrainedForwardReason.EVAL_MODE:
             eval_mode_trains |= passage.trains
             evaluates = not eval_mode_trains
         else:
-            evaluates = passage.kind == Untrained.EVALUATES or not passage.before_batch
+            evaluates = passage.kind == UntrainedForwardReason.EVALUATES or not passage.before_batch
         found.append((passage, Stage.EVALUATION if evaluates else Stage.TRAINING))
     return found
 
@@ -270,7 +272,7 @@ def _passages(marks: Sequence[Mark], passes: LoaderPasses) -> tuple[list[_Passag
             current = passes.current
             passages.append(_Passage(passes.forward(index), index, current))
         elif mark.kind is MarkKind.EVALUATION and passages:
-            if mark.index != Untrained.NO_PARAMETERS:
+            if mark.index != UntrainedForwardReason.NO_PARAMETERS:
                 passages[-1].kind = mark.index
             elif passages[-1].begin == passages[-1].forward:  # it is part of the one before
                 passages.pop()
@@ -294,7 +296,7 @@ def _look_ahead(passages: Sequence[_Passage], marks: Sequence[Mark]) -> None:
             if marks[index].kind is MarkKind.BACKWARD:
                 follows = True
             elif marks[index].kind in (MarkKind.BATCH, MarkKind.LOADER_END) or (
-                marks[index].kind is MarkKind.SAVE and marks[index].index == Saved.FILE
+                marks[index].kind is MarkKind.SAVE and marks[index].index == SaveKind.FILE
             ):
                 follows = False
         passage.before_batch = follows

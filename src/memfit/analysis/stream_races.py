@@ -19,7 +19,7 @@ from memfit.records import (
     RangeCause,
     Term,
     Trace,
-    worst,
+    worst_provenance,
 )
 
 
@@ -79,5 +79,5 @@ def with_upper_bound(early: DryRun, late: DryRun) -> DryRun:
 
 def _assumed(term: Term) -> Term:
     """Return a term whose bytes depend on when work is done."""
-    provenance = worst(term.figure.provenance, Provenance.ASSUMED)
+    provenance = worst_provenance(term.figure.provenance, Provenance.ASSUMED)
     return replace(term, figure=replace(term.figure, provenance=provenance))

@@ -7,9 +7,9 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.initial_state import initial_state
-from memfit.allocator.rounding import device_request
-from memfit.allocator.timeline import disagreement_with_pytorch, timeline
+from memfit.allocator.initial_state import reconstruct_initial_state
+from memfit.allocator.rounding import device_bytes_for_request
+from memfit.allocator.timeline import disagreement_with_pytorch, memory_timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import CATEGORY_NAMES, ROUNDING, breakdown_at, category_provenance
 from memfit.analysis.location import least_certain, line_of, location_at, step_ends, steps_before
@@ -33,7 +33,7 @@ from memfit.records import (
     Figure,
     GroupBy,
     Growth,
-    Machine,
+    MachineKind,
     MarkKind,
     Note,
     OutOfMemory,
@@ -42,7 +42,7 @@ from memfit.records import (
     Term,
     Timeline,
     Trace,
-    worst,
+    worst_provenance,
 )
 from memfit.units import format_bytes
 
@@ -56,7 +56,7 @@ def summarize(trace: Trace) -> DryRun:
     Returns:
         The verdict, the peaks in bytes, the terms that sum to them, and notes.
     """
-    line = timeline(trace)
+    line = memory_timeline(trace)
     return summarize_attributed(trace, line, attribute(trace, line))
 
 
@@ -72,7 +72,9 @@ def summarize_attributed(trace: Trace, line: Timeline, attribution: Attribution)
     sure = least_certain(note for note in trace.notes if note.sizes)
     outside = trace.device.outside
     what = "CUDA context" if trace.device.nccl is None else outside.source
-    process = Figure(reserved + outside.bytes, worst(sure, outside.provenance), f"reserved + {what}")
+    process = Figure(
+        reserved + outside.bytes, worst_provenance(sure, outside.provenance), f"reserved + {what}"
+    )
     # A script that recovered has had PyTorch release its cache, and its attempts have filled the cache again.
     needed = allocated + outside.bytes if len(caught_failures(trace)) else process.bytes
     bounds = size_bounds(trace, line, _deciding_event(trace, line, peak))
@@ -115,7 +117,7 @@ def _pinned(trace: Trace) -> Figure | None:
     """Return the pinned host memory: on a card, copies that take longer may need more blocks."""
     if not trace.pinned:
         return None
-    if trace.device.machine is Machine.CARD:
+    if trace.device.machine is MachineKind.CARD:
         return Figure(trace.pinned, Provenance.MEASURED, "torch.cuda.host_memory_stats")
     return Figure(trace.pinned, Provenance.ASSUMED, "if copies are done when the next block is needed")
 
@@ -197,7 +199,7 @@ def _out_of_memory(trace: Trace, line: Timeline) -> OutOfMemory | None:
         replace(place, line=place.line or trace.end.where),
         requested,
         free,
-        max(0, device_request(requested, config) - free),
+        max(0, device_bytes_for_request(requested, config) - free),
         int(line.reserved[event] - line.allocated[event]),
     )
 
@@ -289,7 +291,7 @@ def _notes(trace: Trace, line: Timeline, steps: int) -> list[Note]:
         covered = "up to where it ended" if trace.end.gave_up else "its whole run"
         text = f"The script completed no training step ({did}); the figures cover {covered}."
         notes.append(Note(Provenance.EXACT, text, sizes=True))
-    before = initial_state(trace, AllocatorConfig.read(trace.settings))
+    before = reconstruct_initial_state(trace, AllocatorConfig.read(trace.settings))
     if before.reserved:
         text = f"The allocator history begins with {before.reserved:,} bytes already reserved"
         short = (

@@ -8,12 +8,12 @@ from memfit.analysis.memory_check import baseline_of, check_memory
 from memfit.analysis.summary import summarize
 from memfit.analysis.trial_result import TrialResult, ran_to_completion, why_it_failed
 from memfit.api.ghost_runs import FinishedRun, run_on_ghost
-from memfit.atomic_files import check_output, write_bytes
+from memfit.atomic_files import check_output_path, write_bytes
 from memfit.devices import DEFAULT
 from memfit.errors import TargetError, UsageError
-from memfit.input_files import read_input
+from memfit.input_files import read_input_file
 from memfit.records import Change, CheckVerdict, MemoryBaseline, MemoryCheck, Trace
-from memfit.report.public_json import baseline_file, read_baseline
+from memfit.report.public_json import baseline_from_json, baseline_to_json
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress
 from memfit.trials.trial_run import trial_runner
@@ -97,7 +97,7 @@ def check(  # noqa: PLR0913 - one parameter an option
         fitting = CheckVerdict.FITS if file is None else CheckVerdict.WRITTEN
         result = MemoryCheck(fitting if fits else CheckVerdict.NO_FIT, tolerance, run, needs)
     if update and fits and file is not None:
-        write_bytes(file, baseline_file(run))
+        write_bytes(file, baseline_to_json(run))
     return result
 
 
@@ -106,12 +106,12 @@ def _baseline(file: Path | None, *, update: bool) -> MemoryBaseline | None:
     if file is None:
         return None
     if update:
-        check_output(file)
+        check_output_path(file)
         if not file.exists():
             return None
     elif not file.exists():
         raise UsageError(f"There is no baseline {file}. Write it with memfit check --update, and commit it.")
-    return read_baseline(read_input(file, _LARGEST_BASELINE), str(file))
+    return baseline_from_json(read_input_file(file, _LARGEST_BASELINE), str(file))
 
 
 def _unlimited(done: FinishedRun, options: RunOptions, on_progress: Callable[[Progress], None]) -> Trace:

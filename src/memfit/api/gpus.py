@@ -8,8 +8,8 @@ from pathlib import Path
 from memfit.analysis.trial_result import RunTrial, TrialResult
 from memfit.devices import Device, all_devices
 from memfit.errors import TargetError
-from memfit.planning.changes import Allowed
-from memfit.planning.plan_runs import RULE, PlannedScript, host_copies, roofline
+from memfit.planning.changes import AllowedChanges
+from memfit.planning.plan_runs import RULE, PlannedScript, host_copy_seconds, roofline_seconds
 from memfit.planning.search import find_plan
 from memfit.records import Change, DeviceUse, GpusFor, ScriptEnd, ScriptPlan
 from memfit.run.options import STEPS, RunOptions
@@ -44,7 +44,7 @@ def gpus_for(  # noqa: PLR0913 - one parameter an option
     ['RTX 3060', 'RTX 4070']
     """
     options = RunOptions(module=module, steps=steps, in_use=in_use, values=values)
-    allowed = Allowed(rounding=not bitwise)
+    allowed = AllowedChanges(rounding=not bitwise)
     command = script_command(script, arguments, options, None)
     alike: dict[tuple[int, int], list[Device]] = defaultdict(list)
     for card in sorted(all_devices(), key=lambda card: -card.total_bytes):
@@ -72,7 +72,7 @@ def _plans(
     command: tuple[str, ...],
     cards: Sequence[Device],
     options: RunOptions,
-    allowed: Allowed,
+    allowed: AllowedChanges,
     on_progress: Callable[[Progress], None],
 ) -> list[ScriptPlan]:
     """Return a plan for each of several GPUs of one compute capability; the largest must come first."""
@@ -84,7 +84,7 @@ def _plans(
         for card in cards:
             device = ghost_settings(replace(options, gpu=card.name)).device
             planned = PlannedScript(
-                _on(device, run), _on(device, run_late), roofline(card), host_copies(card), RULE
+                _on(device, run), _on(device, run_late), roofline_seconds(card), host_copy_seconds(card), RULE
             )
             plan = find_plan(planned, device.total.bytes - options.in_use, allowed)
             plans.append(replace(plan, device=device))

@@ -11,11 +11,11 @@ from memfit.api.traces import read
 from memfit.devices import NO_LIMIT
 from memfit.packing import best_packing
 from memfit.packing.best_packing import Packing
-from memfit.packing.csv_table import read_buffers
+from memfit.packing.csv_table import read_buffers_csv
 from memfit.packing.graph_packing import GraphPacking, pack_graph
 from memfit.packing.lifetimes import ALIGNMENT, CPU_ALIGNMENT
-from memfit.packing.run_packing import RunPacking, pack_run
-from memfit.records import Machine, Trace
+from memfit.packing.run_packing import RunPacking, pack_run_memory
+from memfit.records import MachineKind, Trace
 
 if TYPE_CHECKING:
     import torch
@@ -77,18 +77,18 @@ def pack(
     [(('linear',), 128), (('relu',), 128)]
     """
     if not isinstance(target, Trace | str | Path):
-        from memfit.graph.fx_dataflow import dataflow
+        from memfit.graph.fx_dataflow import dataflow_of_fx_graph
 
-        flow = dataflow(target)
+        flow = dataflow_of_fx_graph(target)
         return pack_graph(flow, capacity=capacity, seconds=seconds, on_progress=on_progress)
     trace = target if isinstance(target, Trace) else read(target)
     reserved: tuple[SettingOutcome, ...] = ()
-    is_of_cpu = trace.device.machine is Machine.CPU  # PyTorch caches no CPU memory
+    is_of_cpu = trace.device.machine is MachineKind.CPU  # PyTorch caches no CPU memory
     if not is_of_cpu:
         reserved = compare_settings(
             trace, "expandable_segments:True", memory=NO_LIMIT, on_progress=on_progress
         ).outcomes
-    return pack_run(
+    return pack_run_memory(
         read_requests(trace),
         reserved,
         least_certain(note for note in trace.notes if note.sizes),
@@ -112,4 +112,6 @@ def pack_table(
         FileFormatError: the file is not such a table.
         UsageError: the time limit is invalid.
     """
-    return best_packing.pack(read_buffers(path), capacity, seconds=seconds, on_progress=on_progress)
+    return best_packing.pack_buffers(
+        read_buffers_csv(path), capacity, seconds=seconds, on_progress=on_progress
+    )

@@ -10,17 +10,23 @@ from typing import TYPE_CHECKING, Any
 from memfit.analysis.trial_result import TrialResult, why_it_failed
 from memfit.devices import DEFAULT, find_device
 from memfit.errors import UsageError
-from memfit.planning.changes import LOW_BIT_STATE, PRECISIONS, Allowed
-from memfit.planning.plan_runs import RULE, PlannedScript, host_copies, roofline, run_nothing_ahead
+from memfit.planning.changes import LOW_BIT_STATE, PRECISIONS, AllowedChanges
+from memfit.planning.plan_runs import (
+    RULE,
+    PlannedScript,
+    host_copy_seconds,
+    roofline_seconds,
+    run_nothing_ahead,
+)
 from memfit.planning.plan_search import OnFound, OutOfTimeError
 from memfit.planning.search import find_plan
 from memfit.records import Change, ScriptEnd, ScriptPlan
-from memfit.records.job_target import is_job, typed
+from memfit.records.job_target import command_as_typed, is_job_command
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, script_command
 from memfit.run.rank import Rank
 from memfit.run.resolve_options import ghost_settings
-from memfit.strategies.field_types import unknown_name_error
+from memfit.strategies.setting_checks import unknown_name_error
 from memfit.temporary_folders import TemporaryFolder
 from memfit.trials.rank_runs import RankRuns, UnfinishedRankError
 from memfit.trials.side_by_side import ProgressOfFirst, RunsAhead
@@ -147,17 +153,17 @@ def auto_checkpoint(  # noqa: PLR0913 - one parameter an option
     """
     from torch.optim import SGD
 
-    from memfit.estimating.serialise import pack_step, training_step
+    from memfit.estimating.serialise import collect_training_step, serialise_training_step
     from memfit.strategies.apply import apply
 
     amount = parse_bytes(budget) if isinstance(budget, str) else budget
-    step = training_step(model, inputs, loss, optimizer or functools.partial(SGD, lr=0.1), STEPS)
+    step = collect_training_step(model, inputs, loss, optimizer or functools.partial(SGD, lr=0.1), STEPS)
     options = RunOptions(module=True, gpu=gpu, memory=amount, values=values)
     with TemporaryFolder() as folder:
         file = Path(folder) / "model.job"
-        file.write_bytes(pack_step(step).data)
+        file.write_bytes(serialise_training_step(step).data)
         command = script_command("memfit.estimating.training_script", [str(file)], options, None)
-        applicable = Allowed(
+        applicable = AllowedChanges(
             allocator=False, rounding=False, optimizer=False
         )  # what applies to the model alone
         found = _plan_for(command, options, on_progress, applicable)
@@ -173,7 +179,7 @@ def auto_checkpoint(  # noqa: PLR0913 - one parameter an option
 
 def allowed_changes(
     *, bitwise: bool, allow: Sequence[str] = (), max_slowdown: float | None = None
-) -> Allowed:
+) -> AllowedChanges:
     """Return what a plan may change, given as for ``plan``.
 
     Raises:
@@ -185,7 +191,7 @@ def allowed_changes(
             raise unknown_name_error("other numerics that a plan can use", name, known)
     if allow and bitwise:
         raise UsageError("bitwise keeps every bit, but allow permits other numerics: choose one of the two.")
-    allowed = Allowed(
+    allowed = AllowedChanges(
         rounding=not bitwise,
         precisions=tuple(name for name in allow if name in PRECISIONS),
         low_bit_state=LOW_BIT_STATE in allow,
@@ -204,16 +210,16 @@ def _plan_for(
     command: tuple[str, ...],
     options: RunOptions,
     on_progress: Callable[[Progress], None],
-    allowed: Allowed,
+    allowed: AllowedChanges,
     policies: bool = False,
     max_time: float | None = None,
     on_found: OnFound = lambda _: None,
 ) -> ScriptPlan:
     """Return the fastest plan for a command; ``options.memory`` is the budget, the rest as for ``plan``."""
-    if options.rank.world_size > 1 and is_job(command):
+    if options.rank.world_size > 1 and is_job_command(command):
         raise UsageError(
-            f"{typed(command)[0]}: memfit plans jobs for one GPU. For several, give memfit.Engine a sharding "
-            "yourself, or plan for a script."
+            f"{command_as_typed(command)[0]}: memfit plans jobs for one GPU. For several, give memfit.Engine "
+            "a sharding yourself, or plan for a script."
         )
     device = ghost_settings(options).device
     card, job = find_device(options.gpu), options.rank
@@ -247,8 +253,8 @@ def _plan_for(
         planned = PlannedScript(
             runs.run,
             functools.partial(_run_ranks, ranks, late=True),
-            roofline(card),
-            host_copies(card),
+            roofline_seconds(card),
+            host_copy_seconds(card),
             RULE,
             job.world_size,
             run_nothing_ahead if job.world_size > 1 else runs.make,

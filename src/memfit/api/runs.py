@@ -255,10 +255,12 @@ def estimate(  # noqa: PLR0913 - one parameter an option
     (True, 4198400)
     """
     from memfit.estimating.ghost_runner import GhostRunner
-    from memfit.estimating.serialise import pack_step, training_step
+    from memfit.estimating.serialise import collect_training_step, serialise_training_step
 
     run_job = functools.partial(_run_module, in_use=in_use, steps=steps, values=values)
-    run = GhostRunner(pack_step(training_step(model, inputs, loss, optimizer, steps)), run_job)
+    run = GhostRunner(
+        serialise_training_step(collect_training_step(model, inputs, loss, optimizer, steps)), run_job
+    )
     first = unlimited = run(gpu, memory)
     if first.verdict not in ("fits", "tight"):  # its total takes one more run, with unlimited memory
         unlimited = run(gpu, NO_LIMIT, beyond=first.device)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from memfit.allocator.timeline import timeline
+from memfit.allocator.timeline import memory_timeline
 from memfit.analysis import summary
 from memfit.analysis.allocator_comparison import compare_settings
 from memfit.analysis.attribution import attribute
@@ -16,9 +16,9 @@ from memfit.devices import find_device
 from memfit.planning.advice import find_advice
 from memfit.records import AllocatorComparison, DryRun, Explanation, GroupBy, RunDifference, Trace
 from memfit.report import export
-from memfit.report.html import report_page
+from memfit.report.html import run_report_html
 from memfit.trace.snapshot import read_snapshot
-from memfit.trace.trace_file import is_trace, read_trace
+from memfit.trace.trace_file import looks_like_trace_file, read_trace
 
 
 def read(path: str | Path) -> Trace:
@@ -28,7 +28,7 @@ def read(path: str | Path) -> Trace:
         FileFormatError: the file is neither of them, is damaged, or holds more than plain data.
     """
     path = Path(path)
-    return read_trace(path) if is_trace(path) else read_snapshot(path)
+    return read_trace(path) if looks_like_trace_file(path) else read_snapshot(path)
 
 
 def summarize(trace: Trace) -> DryRun:
@@ -137,8 +137,8 @@ def html_report(trace: Trace, result: DryRun, *, source: bool = True) -> str:
         result: the summary to show at the top, with advice if there is any.
         source: whether to include file names, line numbers and the command.
     """
-    line = timeline(trace)
-    return report_page(trace, line, attribute(trace, line), result, source=source)
+    line = memory_timeline(trace)
+    return run_report_html(trace, line, attribute(trace, line), result, source=source)
 
 
 def write_html(trace: Trace, result: DryRun, path: Path, *, source: bool = True) -> None:
@@ -148,10 +148,10 @@ def write_html(trace: Trace, result: DryRun, path: Path, *, source: bool = True)
 
 def chrome_trace(trace: Trace) -> bytes:
     """Return the timeline by category as a Chrome trace (JSON), which Perfetto reads as well."""
-    line = timeline(trace)
-    return export.chrome_trace(trace, line, attribute(trace, line))
+    line = memory_timeline(trace)
+    return export.chrome_trace_of_run(trace, line, attribute(trace, line))
 
 
 def allocation_table(trace: Trace) -> str:
     """Return every allocation as a row of comma-separated values."""
-    return export.table(trace, attribute(trace, timeline(trace)))
+    return export.allocations_csv(trace, attribute(trace, memory_timeline(trace)))

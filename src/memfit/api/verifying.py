@@ -10,8 +10,7 @@ from memfit.planning.plan_file import read_plan
 from memfit.records import Verification, VerificationVerdict
 from memfit.run.options import RunOptions
 from memfit.run.parent import Progress, script_command
-from memfit.verification.measured_peak import measured_peak
-from memfit.verification.run_updates import verify_plan
+from memfit.verification.runs_under_plan import measured_peak, verify_plan
 
 _REHEARSAL = "memfit's ghost stands in for the GPU, as in a rehearsal, and the ghost computes no gradients."
 

@@ -23,11 +23,17 @@ import torch
 from torch import nn
 
 from memfit.analysis.allocator_comparison import compare_settings
-from memfit.arenas import native
-from memfit.arenas.arena_trace import trace_of
+from memfit.arenas import arena_library
+from memfit.arenas.arena_trace import trace_of_arena_log
 from memfit.arenas.held_outputs import HeldOutputs
-from memfit.arenas.repeated_step import MOST_DROPS, ArenaMemory, StepKind
-from memfit.arenas.step_plan import StepKey, StepPlan, read_plans, shapes, write_plans
+from memfit.arenas.repeated_step import MOST_DROPS, ArenaMemory, RepeatedStep
+from memfit.arenas.step_plan import (
+    StepKey,
+    StepPlan,
+    read_step_plans,
+    tensor_shapes_in_batch,
+    write_step_plans,
+)
 from memfit.devices import NO_LIMIT
 from memfit.errors import UsageError
 from memfit.random_state import preserve_python_state
@@ -74,14 +80,14 @@ class Arena:
         self._path = path
         self._process = os.getpid()
         self._running: Running = lambda: None  # the generator of the last step
-        self._previous: StepKind | None = None  # the kind of the step right before, if that was recorded
-        self._kinds: dict[StepKey, StepKind] = {}
+        self._previous: RepeatedStep | None = None  # the kind of the step right before, if that was recorded
+        self._kinds: dict[StepKey, RepeatedStep] = {}
         self._begun: set[StepKey] = set()
         self._read: dict[StepKey, StepPlan] = {}  # plans of earlier runs
         self._is_full = False
         self._steps: list[int] = []  # length of the log when each training step ended
         if memory is not None:
-            native.load().arena_log(memory.arena, MOST_LOGGED if history else 0)
+            arena_library.load().arena_log(memory.arena, MOST_LOGGED if history else 0)
             self._read = self._plans_in_file(memory)
             self._write(memory)  # fail now if the file cannot be written
 
@@ -148,7 +154,7 @@ class Arena:
         if restarts:
             self._held_outputs.clear()
         if self._memory is not None:
-            native.load().arena_end(self._memory.arena)
+            arena_library.load().arena_end(self._memory.arena)
 
     def report(self) -> "ArenaReport":
         """Return what each kind of step placed, and the memory in use; the report prints itself.
@@ -173,7 +179,7 @@ class Arena:
 
     @property
     def _has_history(self) -> bool:
-        return self._memory is not None and native.load().arena_logged_count(self._memory.arena) > 0
+        return self._memory is not None and arena_library.load().arena_logged_count(self._memory.arena) > 0
 
     def trace(self) -> Trace:
         """Return the history as a trace, for ``memfit.pack`` and ``memfit.explain``.
@@ -185,8 +191,8 @@ class Arena:
             raise UsageError(
                 "This arena has logged no allocations. Create the arena with memfit.arena(history=True)."
             )
-        rows = native.logged(self._memory.arena)
-        return trace_of(rows, self._steps, self._memory.device(), is_cut=len(rows) == MOST_LOGGED)
+        rows = arena_library.logged_requests(self._memory.arena)
+        return trace_of_arena_log(rows, self._steps, self._memory.device(), is_cut=len(rows) == MOST_LOGGED)
 
     def write_trace(self, path: str | Path) -> None:
         """Write the history to a file: ``memfit pack run.memfit``."""
@@ -242,30 +248,30 @@ class Arena:
         mode = kind.begin()
         handle, before, self._previous = kind.handle, self._previous, None
         try:
-            native.load().arena_begin(memory.arena, mode, lane, handle or None)
+            arena_library.load().arena_begin(memory.arena, mode, lane, handle or None)
             yield
         finally:
-            native.load().arena_end(memory.arena)
+            arena_library.load().arena_end(memory.arena)
         if name == "train":
-            self._steps.append(native.load().arena_logged_count(memory.arena))
+            self._steps.append(arena_library.load().arena_logged_count(memory.arena))
         if self._is_abandoned:
             return
-        if mode == native.RECORDING and key.is_first:
+        if mode == arena_library.RECORDING and key.is_first:
             kind.learn_once()
             self._write(memory)
-        elif mode == native.RECORDING:
+        elif mode == arena_library.RECORDING:
             is_planned = kind.learn(follows=before is kind)
             self._previous = None if is_planned else kind
             if is_planned:
                 self._write(memory)
-        elif mode == native.PLACING and kind.check_placed():
+        elif mode == arena_library.PLACING and kind.check_placed():
             self._write(memory)
 
-    def _kind(self, key: StepKey, memory: ArenaMemory) -> StepKind:
+    def _kind(self, key: StepKey, memory: ArenaMemory) -> RepeatedStep:
         if key not in self._kinds and len(self._kinds) == MOST_KINDS:
             return self._untracked_kind(memory)
         if key not in self._kinds:
-            self._kinds[key] = StepKind(memory, str(key))
+            self._kinds[key] = RepeatedStep(memory, str(key))
             if key in self._read:
                 self._kinds[key].use_plan(self._read[key])
         return self._kinds[key]
@@ -280,14 +286,16 @@ class Arena:
             "autocast": str(torch.get_autocast_dtype(device)) if is_cast else "off",
             "deterministic": str(torch.are_deterministic_algorithms_enabled()),
         }
-        key = StepKey(name, tuple(shapes(batch)), tuple((settings | memory.settings()).items()))
+        key = StepKey(
+            name, tuple(tensor_shapes_in_batch(batch)), tuple((settings | memory.settings()).items())
+        )
         if self._path is None or key in self._begun:
             return key
         # The first step also creates the optimizer's state. It occurs once per run; the next run places it.
         self._begun.add(key)
         return replace(key, is_first=True)
 
-    def _untracked_kind(self, memory: ArenaMemory) -> StepKind:
+    def _untracked_kind(self, memory: ArenaMemory) -> RepeatedStep:
         if not self._is_full:
             self._is_full = True
             warn_user(
@@ -295,10 +303,10 @@ class Arena:
                 "default allocator. Each new combination of the shapes passed to arena.train() counts as "
                 "another kind. Pad batches to a few shapes, or pass fewer tensors.",
             )
-        return StepKind(memory, "", drops=MOST_DROPS)
+        return RepeatedStep(memory, "", drops=MOST_DROPS)
 
     def _plans_in_file(self, memory: ArenaMemory) -> dict[StepKey, StepPlan]:
-        return {} if self._path is None else read_plans(self._path, memory.alignment)
+        return {} if self._path is None else read_step_plans(self._path, memory.alignment)
 
     def _write(self, memory: ArenaMemory) -> None:
         """Write this run's plans to the file; keep those of other runs."""
@@ -307,4 +315,4 @@ class Arena:
                 key: plan for key, plan in self._plans_in_file(memory).items() if key not in self._kinds
             }
             ours = {key: kind.plan for key, kind in self._kinds.items() if kind.plan}
-            write_plans(others | ours, self._path)
+            write_step_plans(others | ours, self._path)

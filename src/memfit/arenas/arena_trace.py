@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from memfit.arenas.native import FREED
+from memfit.arenas.arena_library import FREED
 from memfit.packing.buffers import Column
 from memfit.records import (
     ARENA,
@@ -28,7 +28,9 @@ from memfit.versions import versions
 _CUT = "The arena's log was full before the run ended; later allocations are missing from this trace."
 
 
-def trace_of(rows: Column, steps: Sequence[int], device: DeviceUse, *, is_cut: bool = False) -> Trace:
+def trace_of_arena_log(
+    rows: Column, steps: Sequence[int], device: DeviceUse, *, is_cut: bool = False
+) -> Trace:
     """Return the log as a trace.
 
     Args:

@@ -100,7 +100,9 @@ class HeldOutputs(Mapping[nn.Module | str, list[Any]]):
         return len(self._outputs)
 
 
-def split_names(exclude: "nn.Module | str | Iterable[nn.Module | str]") -> tuple[list[nn.Module], list[str]]:
+def split_excluded_modules(
+    exclude: "nn.Module | str | Iterable[nn.Module | str]",
+) -> tuple[list[nn.Module], list[str]]:
     """Return the modules and the names in ``memfit.arena(exclude=...)``.
 
     Raises:

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from memfit.arenas.arena import Arena
-from memfit.arenas.cpu import CpuMemory
-from memfit.arenas.cuda import CudaMemory
-from memfit.arenas.held_outputs import HeldOutputs, split_names
+from memfit.arenas.arena_memory import CpuMemory, CudaMemory
+from memfit.arenas.held_outputs import HeldOutputs, split_excluded_modules
 from memfit.arenas.repeated_step import ArenaMemory
 from memfit.errors import UsageError
 from memfit.recording.recorder import installed_recorder
@@ -64,7 +63,7 @@ def arena(
     """
     if device not in {None, "cpu", "cuda"}:
         raise UsageError(f"device={device!r} is not supported. Pass 'cpu' or 'cuda'.")
-    modules, names = split_names(exclude)
+    modules, names = split_excluded_modules(exclude)
     if settings is not None:
         if (optimize_train, optimize_test, modules, names) != (None, None, [], []):
             raise UsageError(
@@ -89,7 +88,7 @@ def arena(
     return made
 
 
-def opened(device: str) -> "Arena | None":
+def open_arena_on_device(device: str) -> "Arena | None":
     """Return the arena that is open on a device."""
     last = _last.get(device)
     return last if last is not None and last.is_open else None

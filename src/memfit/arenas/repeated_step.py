@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from memfit.arenas import native
-from memfit.arenas.step_plan import NO_PLAN, StepPlan, plan_step
+from memfit.arenas import arena_library
+from memfit.arenas.step_plan import NO_PLAN, StepPlan, plan_step_offsets
 from memfit.packing.buffers import Column
 from memfit.records import DeviceUse, Term
 from memfit.units import format_bytes
@@ -52,7 +52,7 @@ class ArenaMemory(Protocol):
 
 
 @dataclass(slots=True)
-class StepKind:
+class RepeatedStep:
     """A kind of step: its last recording, its plan, and its counts."""
 
     memory: ArenaMemory
@@ -76,18 +76,20 @@ class StepKind:
     def begin(self) -> int:
         """Return the mode of the step that begins now: idle, recording or placing."""
         if self.drops >= MOST_DROPS:
-            return native.IDLE
+            return arena_library.IDLE
         if self.plan is None:
-            return native.RECORDING
+            return arena_library.RECORDING
         # On a GPU, other allocations may have taken the arena's memory when their own ran out.
-        has_room = native.load().arena_bytes(self.memory.arena) >= self.plan.height
-        return native.PLACING if has_room or self.memory.reserve(self.plan.height) else native.IDLE
+        has_room = arena_library.load().arena_bytes(self.memory.arena) >= self.plan.height
+        return (
+            arena_library.PLACING if has_room or self.memory.reserve(self.plan.height) else arena_library.IDLE
+        )
 
     def use_plan(self, plan: StepPlan) -> None:
         """Place later steps by a plan, if there is memory for its arena."""
         if self.memory.reserve(plan.height):
             size, offset = plan.size, plan.offset
-            self.handle = native.load().plan_new(len(size), size.ctypes.data, offset.ctypes.data) or 0
+            self.handle = arena_library.load().plan_new(len(size), size.ctypes.data, offset.ctypes.data) or 0
         if not self.handle:
             self.drops = MOST_DROPS
             warn_user(
@@ -104,11 +106,11 @@ class StepKind:
             follows: whether the step right before was of this kind, too, and was recorded.
         """
         self.recorded += 1
-        newer = native.recorded(self.memory.arena, before=False)
-        older = native.recorded(self.memory.arena, before=True) if follows else self.last
+        newer = arena_library.recorded_allocations(self.memory.arena, before=False)
+        older = arena_library.recorded_allocations(self.memory.arena, before=True) if follows else self.last
         self.last = newer
         if older is not None and len(newer) and older[:, 0].tolist() == newer[:, 0].tolist():
-            self.use_plan(plan_step(older, newer, follows=follows, alignment=self.memory.alignment))
+            self.use_plan(plan_step_offsets(older, newer, follows=follows, alignment=self.memory.alignment))
         else:
             self._warn_of_no_repeat()
         return self.plan is not None
@@ -116,12 +118,12 @@ class StepKind:
     def learn_once(self) -> None:
         """Plan a step that occurs once per process, for the next process."""
         self.recorded += 1
-        once = native.recorded(self.memory.arena, before=False)
-        self.plan = plan_step(once, once, follows=False, alignment=self.memory.alignment)
+        once = arena_library.recorded_allocations(self.memory.arena, before=False)
+        self.plan = plan_step_offsets(once, once, follows=False, alignment=self.memory.alignment)
 
     def check_placed(self) -> bool:
         """Compare a placed step with its plan; drop the plan if they differ, and return whether they do."""
-        tally = native.tally(self.memory.arena)
+        tally = arena_library.step_tally(self.memory.arena)
         self.placed += 1
         self.unplanned += tally["unplanned"]
         if not (tally["differing"] or tally["skipped"]):
@@ -179,9 +181,9 @@ class StepKind:
 
     def free_plan(self) -> None:
         """Free the plan in C."""
-        native.load().arena_end(self.memory.arena)  # in case a step was interrupted
+        arena_library.load().arena_end(self.memory.arena)  # in case a step was interrupted
         handle, self.handle = self.handle, 0
-        native.load().plan_free(handle or None)
+        arena_library.load().plan_free(handle or None)
 
     def _difference(self, tally: dict[str, int]) -> str:
         if tally["differing"]:

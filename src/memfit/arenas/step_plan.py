@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from memfit.arenas.native import LIVES
+from memfit.arenas.arena_library import LIVES
 from memfit.atomic_files import write_bytes
 from memfit.errors import FileFormatError
-from memfit.input_files import read_input
-from memfit.packing.best_packing import pack
+from memfit.input_files import read_input_file
+from memfit.packing.best_packing import pack_buffers
 from memfit.packing.buffers import Buffers, Column
 
 FORMAT = "memfit plans"
@@ -47,7 +47,9 @@ class StepPlan:
 NO_PLAN = StepPlan(np.zeros(0, np.int64), np.zeros(0, np.int64), 0, 0, 0)
 
 
-def lifetimes(older: Column, newer: Column, *, follows: bool, alignment: int) -> tuple[Buffers, Column]:
+def placeable_lifetimes(
+    older: Column, newer: Column, *, follows: bool, alignment: int
+) -> tuple[Buffers, Column]:
     """Return the buffers that can be placed, and the indices of their allocations.
 
     Args:
@@ -60,7 +62,7 @@ def lifetimes(older: Column, newer: Column, *, follows: bool, alignment: int) ->
     >>> step = np.array(
     ...     [[100, 2, -1], [64, -1, 0], [8, -1, -1]]
     ... )  # the second outlives the step, the third is never freed
-    >>> buffers, which = lifetimes(step, step, follows=True, alignment=64)
+    >>> buffers, which = placeable_lifetimes(step, step, follows=True, alignment=64)
     >>> buffers.lower.tolist(), buffers.upper.tolist(), buffers.size.tolist(), which.tolist()
     ([0, 1], [2, 3], [128, 64], [0, 1])
     """
@@ -78,14 +80,14 @@ def lifetimes(older: Column, newer: Column, *, follows: bool, alignment: int) ->
     return Buffers(which, upper[which], rounded, names, len(size)), which
 
 
-def plan_step(older: Column, newer: Column, *, follows: bool, alignment: int) -> StepPlan:
-    """Plan a step from two recordings of it: see ``lifetimes``."""
-    buffers, which = lifetimes(older, newer, follows=follows, alignment=alignment)
+def plan_step_offsets(older: Column, newer: Column, *, follows: bool, alignment: int) -> StepPlan:
+    """Plan a step from two recordings of it: see ``placeable_lifetimes``."""
+    buffers, which = placeable_lifetimes(older, newer, follows=follows, alignment=alignment)
     offset = np.full(len(older), -1, np.int64)
     size = np.ascontiguousarray(older[:, 0])
     if not len(buffers):
         return StepPlan(size, offset, 0, 0, 0)
-    packing = pack(buffers, seconds=SECONDS)
+    packing = pack_buffers(buffers, seconds=SECONDS)
     offset[which] = packing.offset
     return StepPlan(size, offset, packing.height, packing.bound, int(buffers.size.sum()))
 
@@ -109,20 +111,20 @@ class StepKey:
         return f"{first}{'training' if self.kind == 'train' else 'test'} step{batch}"
 
 
-def shapes(batch: Any) -> Iterator[str]:
+def tensor_shapes_in_batch(batch: Any) -> Iterator[str]:
     """Yield the dtype and shape of each tensor in a batch, and its other numbers and strings.
 
-    >>> list(shapes({"x": [np.zeros((2, 3), np.float32)], "length": 7}))
+    >>> list(tensor_shapes_in_batch({"x": [np.zeros((2, 3), np.float32)], "length": 7}))
     ['float32[2, 3]', '7']
     """
     if hasattr(batch, "shape") and hasattr(batch, "dtype"):
         yield f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"
     elif isinstance(batch, Mapping):
         for part in batch.values():
-            yield from shapes(part)
+            yield from tensor_shapes_in_batch(part)
     elif isinstance(batch, list | tuple):
         for part in batch:
-            yield from shapes(part)
+            yield from tensor_shapes_in_batch(part)
     elif isinstance(batch, bool | int | str):
         yield str(batch)
 
@@ -145,7 +147,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     plans: list[_SavedPlan]
 
 
-def write_plans(plans: Mapping[StepKey, StepPlan], path: Path) -> None:
+def write_step_plans(plans: Mapping[StepKey, StepPlan], path: Path) -> None:
     """Write plans to a file atomically.
 
     Raises:
@@ -168,7 +170,7 @@ def write_plans(plans: Mapping[StepKey, StepPlan], path: Path) -> None:
     write_bytes(path, msgspec.json.encode(_File(FORMAT, VERSION, rows)) + b"\n")
 
 
-def read_plans(path: Path, alignment: int) -> dict[StepKey, StepPlan]:
+def read_step_plans(path: Path, alignment: int) -> dict[StepKey, StepPlan]:
     """Read plans from a file; return an empty dictionary if the file does not exist yet.
 
     Raises:
@@ -177,7 +179,7 @@ def read_plans(path: Path, alignment: int) -> dict[StepKey, StepPlan]:
     if not path.exists():
         return {}
     try:
-        found = msgspec.json.decode(read_input(path, _MAX_FILE), type=_File)
+        found = msgspec.json.decode(read_input_file(path, _MAX_FILE), type=_File)
     except msgspec.DecodeError as error:
         raise FileFormatError(f"Cannot read plans from {path}: {error}. Name another file.") from None
     if (found.format, found.version) != (FORMAT, VERSION):

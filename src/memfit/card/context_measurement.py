@@ -17,15 +17,15 @@ from pathlib import Path
 import msgspec
 
 from memfit.atomic_files import write_bytes
-from memfit.card.context_probe import Probed, Settings
+from memfit.card.context_probe import ContextProbeResult, ContextProbeSettings
 from memfit.card.find import find_card
 from memfit.card.nccl_measurement import measure_nccl
-from memfit.devices import Device, find_device, observations
+from memfit.devices import Device, context_observations, find_device
 from memfit.errors import FileFormatError, TargetError, UnknownDeviceError
-from memfit.input_files import read_input
+from memfit.input_files import read_input_file
 from memfit.native_build import cache_folder
 from memfit.python_command import python_code
-from memfit.records import ContextReport, ContextStage, ContextTrial, Figure, Machine, Provenance
+from memfit.records import ContextReport, ContextStage, ContextTrial, Figure, MachineKind, Provenance
 from memfit.units import format_bytes
 
 _TIMEOUT = 180  # seconds for one process; the first on a machine may compile kernels
@@ -76,12 +76,12 @@ def measure_context() -> ContextReport:
         TargetError: PyTorch cannot use it; the message quotes the last lines of its error.
     """
     card = find_card("measure the CUDA context")
-    plain = _probe({}, Settings())
+    plain = _probe({}, ContextProbeSettings())
     if isinstance(plain, str):
         raise TargetError(f"Cannot measure the CUDA context, because PyTorch could not use the GPU:\n{plain}")
     trials = []
     for change in CHANGES:
-        probed = _probe(change.environment, Settings(change.cudnn))
+        probed = _probe(change.environment, ContextProbeSettings(change.cudnn))
         failed, stages = (probed, ()) if isinstance(probed, str) else ("", probed.stages)
         trials.append(ContextTrial(change.what, change.why, stages, failed))
     return ContextReport(
@@ -90,7 +90,7 @@ def measure_context() -> ContextReport:
         cuda=plain.cuda,
         torch=plain.torch,
         total=plain.total,
-        machine=Machine.REHEARSAL if plain.rehearsal else Machine.CARD,
+        machine=MachineKind.REHEARSAL if plain.rehearsal else MachineKind.CARD,
         way=plain.way,
         day=datetime.now(UTC).date().isoformat(),
         stages=plain.stages,
@@ -99,13 +99,13 @@ def measure_context() -> ContextReport:
     )
 
 
-def keep_context(report: ContextReport) -> Path | None:
+def keep_measured_context(report: ContextReport) -> Path | None:
     """Keep a measurement for later dry runs and return its path; None for a rehearsal, not kept.
 
     Raises:
         OutputError: the cache folder cannot be written.
     """
-    if report.machine is not Machine.CARD:
+    if report.machine is not MachineKind.CARD:
         return None
     name = re.sub(r"[^\w.+]+", "_", f"{report.card}-{report.driver or report.cuda}-{report.torch}")
     path = cache_folder(_KIND) / f"{name}.json"
@@ -113,7 +113,7 @@ def keep_context(report: ContextReport) -> Path | None:
     return path
 
 
-def kept_context(device: Device, torch_version: str, *, eager: bool = False) -> Figure | None:
+def measured_context(device: Device, torch_version: str, *, eager: bool = False) -> Figure | None:
     """Return the context measured for a device with this torch; None without such a measurement.
 
     Args:
@@ -157,13 +157,13 @@ def _is(name: str, device: Device) -> bool:
 def _read(path: Path) -> ContextReport | None:
     """Read a kept measurement; None if the file is not one, or is a rehearsal's."""
     try:
-        report = msgspec.json.decode(read_input(path, _MAX_FILE), type=ContextReport)
+        report = msgspec.json.decode(read_input_file(path, _MAX_FILE), type=ContextReport)
     except (FileFormatError, msgspec.DecodeError):
         return None
-    return report if report.machine is Machine.CARD and report.stages else None
+    return report if report.machine is MachineKind.CARD and report.stages else None
 
 
-def _probe(environment: Mapping[str, str], settings: Settings) -> Probed | str:
+def _probe(environment: Mapping[str, str], settings: ContextProbeSettings) -> ContextProbeResult | str:
     """Run the probe in a fresh process; return its measurement, or the last lines of its error.
 
     The user's own values of the variables that are tried do not reach it: ``EAGER`` would otherwise count
@@ -189,34 +189,34 @@ def _probe(environment: Mapping[str, str], settings: Settings) -> Probed | str:
         return f"no answer within {_TIMEOUT} s"
     if done.returncode != 0:
         return "\n".join(done.stderr.splitlines()[-_LAST_LINES:])
-    return msgspec.json.decode(done.stdout.splitlines()[-1], type=Probed)
+    return msgspec.json.decode(done.stdout.splitlines()[-1], type=ContextProbeResult)
 
 
-def loads_kernels_at_once(environment: Mapping[str, str]) -> bool:
+def loads_kernels_eagerly(environment: Mapping[str, str]) -> bool:
     """Return whether a process with these environment variables loads every kernel when CUDA starts.
 
     PyTorch sets the variable to LAZY if it is unset, and DEFAULT means LAZY since CUDA 12.2.
     Source: ``_lazy_init``, torch/cuda/__init__.py, PyTorch 2.14.1; CUDA Programming Guide, lazy loading.
 
-    >>> loads_kernels_at_once({"CUDA_MODULE_LOADING": "EAGER"}), loads_kernels_at_once({})
+    >>> loads_kernels_eagerly({"CUDA_MODULE_LOADING": "EAGER"}), loads_kernels_eagerly({})
     (True, False)
     """
     name, _, value = _EAGER.partition("=")
     return environment.get(name) == value
 
 
-def bytes_of_loading_at_once() -> tuple[int, str]:
+def bytes_of_eager_loading() -> tuple[int, str]:
     """Return the bytes that loading every kernel adds, and their source: the same process, run both ways.
 
     The code of PyTorch and its libraries is loaded, whatever the size of the card.
 
-    >>> bytes_of_loading_at_once()[0] >> 20
+    >>> bytes_of_eager_loading()[0] >> 20
     1250
     """
-    eager = next(seen for seen in observations() if seen.what == _ALL_AT_ONCE)
+    eager = next(seen for seen in context_observations() if seen.what == _ALL_AT_ONCE)
     lazy = next(
         seen
-        for seen in observations()
+        for seen in context_observations()
         if replace(seen, bytes=0) == replace(eager, bytes=0, what="after work")
     )
     more = eager.bytes - lazy.bytes

@@ -1,6 +1,6 @@
 """A process that uses a card stage by stage, and reports after each stage the bytes it holds.
 
-``main()`` takes ``Settings`` as JSON on the command line and prints ``Probed`` as JSON.
+``main()`` takes ``ContextProbeSettings`` on the command line and prints ``ContextProbeResult``, both as JSON.
 """
 
 import sys
@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import msgspec
 
 from memfit.card.find import find_card
-from memfit.card.outside_allocator import OutsideMeter
+from memfit.card.outside_allocator import OutsideMemoryMeter
 from memfit.records import ContextStage
 
 
-class Probed(msgspec.Struct, frozen=True):
+class ContextProbeResult(msgspec.Struct, frozen=True):
     """What one process measured."""
 
     stages: tuple[ContextStage, ...]
@@ -30,13 +30,13 @@ class Probed(msgspec.Struct, frozen=True):
     rehearsal: bool
 
 
-class Settings(msgspec.Struct, frozen=True):
+class ContextProbeSettings(msgspec.Struct, frozen=True):
     """How the process differs from an ordinary one, beyond its environment."""
 
     cudnn: bool = True
 
 
-def stages(cudnn: bool = True) -> Iterator[str]:
+def use_card_in_stages(cudnn: bool = True) -> Iterator[str]:
     """Use the card, and yield the name of each stage when it is complete.
 
     Args:
@@ -60,12 +60,12 @@ def stages(cudnn: bool = True) -> Iterator[str]:
 
 def main() -> None:
     """Run the stages, and print the bytes held after each."""
-    settings = msgspec.json.decode(sys.argv[1], type=Settings)
-    meter = OutsideMeter()
+    settings = msgspec.json.decode(sys.argv[1], type=ContextProbeSettings)
+    meter = OutsideMemoryMeter()
     import torch
 
     measured, way = [], ""
-    for what in stages(settings.cudnn):
+    for what in use_card_in_stages(settings.cudnn):
         torch.cuda.synchronize()
         reading = meter.read()
         measured.append(ContextStage(what, torch.cuda.memory_allocated(0), reading.reserved, reading.process))
@@ -73,7 +73,7 @@ def main() -> None:
     card = find_card("measure the CUDA context")
     print(
         msgspec.json.encode(
-            Probed(
+            ContextProbeResult(
                 stages=tuple(measured),
                 way=way,
                 card=card.name,

@@ -7,7 +7,7 @@ import ctypes
 import os
 from dataclasses import dataclass
 
-from memfit.card.nvml import Nvml
+from memfit.card.nvml import NvmlLibrary
 from memfit.errors import UnsuitableEnvironmentError
 
 _SUCCESS = 0
@@ -64,17 +64,17 @@ def find_card(purpose: str) -> Card:
         raise _no_card(purpose, "the NVIDIA driver finds no GPU", _ELSEWHERE)
     cuda.cuDeviceGetName(name, _TEXT, 0)
     cuda.cuDriverGetVersion(ctypes.byref(version))
-    nvml = Nvml.open()
+    nvml = NvmlLibrary.open()
     return Card(
         name=name.value.decode(errors="replace"),
         driver=nvml.driver_version() if nvml else "",
         cuda=f"{version.value // 1000}.{version.value % 1000 // 10}",
-        rehearsal=is_rehearsal(),
+        rehearsal=is_ghost_loaded(),
         count=count.value,
     )
 
 
-def bus_id(device: int = 0) -> str:
+def pci_bus_id(device: int = 0) -> str:
     """Return a GPU's PCI bus id; an empty string if the driver does not report it.
 
     Call it only when CUDA is already initialised: a process that initialises CUDA can no longer fork.
@@ -84,7 +84,7 @@ def bus_id(device: int = 0) -> str:
     return text.value.decode() if status == _SUCCESS else ""
 
 
-def is_rehearsal() -> bool:
+def is_ghost_loaded() -> bool:
     """Return whether the ghost is loaded in this process: it exports a function of its own."""
     return hasattr(ctypes.CDLL(None), "ghost_configure")
 

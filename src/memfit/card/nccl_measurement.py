@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from memfit.card.nccl_probe import STAGES, ProbedNccl, ProbedRank
+from memfit.card.nccl_probe import STAGES, NcclProbeRank, NcclProbeResult
 from memfit.devices import find_device
 from memfit.errors import UnknownDeviceError
 from memfit.ghost.ranks.nccl_memory import KERNELS, Communicator, nccl_memory
@@ -61,7 +61,7 @@ def _rule(card: str, ranks: int) -> tuple[int | None, ...]:
     )
 
 
-def _probe(gpus: list[str], folder: Path) -> ProbedNccl | str:
+def _probe(gpus: list[str], folder: Path) -> NcclProbeResult | str:
     """Run a process on each GPU; return what rank 0 measured, or the last lines of the first error."""
     processes = [
         subprocess.Popen(
@@ -69,7 +69,7 @@ def _probe(gpus: list[str], folder: Path) -> ProbedNccl | str:
                 sys.executable,
                 "-c",
                 python_code("memfit.card.nccl_probe"),
-                msgspec.json.encode(ProbedRank(rank, len(gpus), str(folder / "store"))).decode(),
+                msgspec.json.encode(NcclProbeRank(rank, len(gpus), str(folder / "store"))).decode(),
             ],
             stdout=subprocess.PIPE,
             stderr=(folder / f"{rank}").open("wb"),
@@ -92,4 +92,4 @@ def _probe(gpus: list[str], folder: Path) -> ProbedNccl | str:
         if process.returncode:
             lines = (folder / f"{rank}").read_text(errors="replace").splitlines()
             return "\n".join([f"rank {rank}:", *lines[-_LAST_LINES:]])
-    return msgspec.json.decode(out.splitlines()[-1], type=ProbedNccl)
+    return msgspec.json.decode(out.splitlines()[-1], type=NcclProbeResult)

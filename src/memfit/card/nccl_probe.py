@@ -1,7 +1,7 @@
 """One rank of a process group on this machine's GPUs: reports what NCCL takes of its own at each first use.
 
-``main()`` takes ``ProbedRank`` as JSON on the command line; rank 0 prints ``ProbedNccl`` as JSON. The process
-must see one GPU: its own.
+``main()`` takes ``NcclProbeRank`` on the command line; rank 0 prints ``NcclProbeResult``, both as JSON. The
+process must see one GPU: its own.
 """
 
 import sys
@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 import msgspec
 
-from memfit.card.outside_allocator import OutsideMeter
+from memfit.card.outside_allocator import OutsideMemoryMeter
 
 _ELEMENTS = 1 << 24  # 64 MiB: large enough for NCCL to choose what it uses in training
 
 
-class ProbedRank(msgspec.Struct, frozen=True):
+class NcclProbeRank(msgspec.Struct, frozen=True):
     """Which rank this process is."""
 
     rank: int
@@ -23,7 +23,7 @@ class ProbedRank(msgspec.Struct, frozen=True):
     """A file that all ranks can write."""
 
 
-class ProbedNccl(msgspec.Struct, frozen=True):
+class NcclProbeResult(msgspec.Struct, frozen=True):
     """Bytes that rank 0 held outside PyTorch's allocator, in the order of ``STAGES``."""
 
     outside: tuple[int, ...]
@@ -32,7 +32,7 @@ class ProbedNccl(msgspec.Struct, frozen=True):
 STAGES = ("before", "communicator", "first all-gather", "first all-reduce", "first all-to-all")
 
 
-def stages(settings: ProbedRank) -> Iterator[None]:
+def use_nccl_in_stages(settings: NcclProbeRank) -> Iterator[None]:
     """Join a process group and use it; pause after each of ``STAGES``."""
     import torch
     from torch import distributed
@@ -62,13 +62,13 @@ def stages(settings: ProbedRank) -> Iterator[None]:
 
 def main() -> None:
     """Run the stages; rank 0 prints what it held after each."""
-    settings = msgspec.json.decode(sys.argv[1], type=ProbedRank)
-    meter = OutsideMeter()
+    settings = msgspec.json.decode(sys.argv[1], type=NcclProbeRank)
+    meter = OutsideMemoryMeter()
     import torch
 
     outside = []
-    for _ in stages(settings):
+    for _ in use_nccl_in_stages(settings):
         torch.cuda.synchronize()
         outside.append(meter.read().outside)
     if settings.rank == 0:
-        print(msgspec.json.encode(ProbedNccl(tuple(outside))).decode())
+        print(msgspec.json.encode(NcclProbeResult(tuple(outside))).decode())

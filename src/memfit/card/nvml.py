@@ -31,7 +31,7 @@ class _ProcessInfo(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class CardMemoryUse:
     """The memory in use on a card at one moment. Bytes."""
 
     used: int
@@ -40,7 +40,7 @@ class Usage:
     """By each compute process, keyed by its process id on the host."""
 
 
-class Nvml:
+class NvmlLibrary:
     """The loaded library; created by ``open``."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -61,7 +61,7 @@ class Nvml:
         text = ctypes.create_string_buffer(_TEXT)
         return text.value.decode() if self._call("nvmlSystemGetDriverVersion", text, _TEXT) else ""
 
-    def usage(self) -> dict[int, Usage]:
+    def usage(self) -> dict[int, CardMemoryUse]:
         """Return the usage of every card, by NVML's index; cards that return an error are left out."""
         count = ctypes.c_uint()
         if not self._call("nvmlDeviceGetCount_v2", ctypes.byref(count)):
@@ -77,7 +77,7 @@ class Nvml:
         ) and self._call("nvmlDeviceGetIndex", handle, ctypes.byref(index))
         return index.value if found else None
 
-    def _usage(self, index: int) -> Usage | None:
+    def _usage(self, index: int) -> CardMemoryUse | None:
         handle, memory, count = ctypes.c_void_p(), _MemoryInfo(), ctypes.c_uint(_MOST_PROCESSES)
         processes = (_ProcessInfo * _MOST_PROCESSES)()
         known = self._call("nvmlDeviceGetHandleByIndex_v2", index, ctypes.byref(handle)) and self._call(
@@ -88,7 +88,7 @@ class Nvml:
         if not self._call("nvmlDeviceGetComputeRunningProcesses_v3", handle, ctypes.byref(count), processes):
             count.value = 0
         held = {process.pid: process.used for process in processes[: count.value]}
-        return Usage(memory.used, {pid: used for pid, used in held.items() if used != _NOT_AVAILABLE})
+        return CardMemoryUse(memory.used, {pid: used for pid, used in held.items() if used != _NOT_AVAILABLE})
 
     def _call(self, name: str, *arguments: object) -> bool:
         """Call a function; return False if it fails, or if this driver does not have it."""

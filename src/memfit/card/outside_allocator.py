@@ -11,8 +11,8 @@ process ids of another one, and on WSL it reports none. The figure's source name
 import os
 from dataclasses import dataclass
 
-from memfit.card.find import bus_id, is_rehearsal
-from memfit.card.nvml import Nvml, Usage
+from memfit.card.find import is_ghost_loaded, pci_bus_id
+from memfit.card.nvml import CardMemoryUse, NvmlLibrary
 from memfit.records import Figure, Provenance
 
 BY_PROCESS = "NVML's figure for this process"
@@ -21,7 +21,7 @@ BY_CARD = "cudaMemGetInfo's figure for the card, other processes included (no fi
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class MemoryReading:
     """The memory in use on a card at one moment. Bytes."""
 
     process: int
@@ -39,20 +39,20 @@ class Reading:
         return max(0, self.process - self.reserved)
 
 
-class OutsideMeter:
+class OutsideMemoryMeter:
     """Reads the first card repeatedly and keeps the maximum. Create it before CUDA is initialised."""
 
     def __init__(self) -> None:
-        self._nvml = Nvml.open()
+        self._nvml = NvmlLibrary.open()
         self._before = self._nvml.usage() if self._nvml else {}
-        self._most: Reading | None = None
+        self._most: MemoryReading | None = None
 
-    def read(self) -> Reading:
+    def read(self) -> MemoryReading:
         """Read what this process holds now. CUDA must be initialised."""
         import torch
 
         free, total = torch.cuda.mem_get_info(0)
-        index = self._nvml.index_of(bus_id()) if self._nvml else None
+        index = self._nvml.index_of(pci_bus_id()) if self._nvml else None
         now = self._nvml.usage().get(index) if self._nvml and index is not None else None
         before = self._before.get(index) if index is not None else None
         reading = _reading(
@@ -69,27 +69,29 @@ class OutsideMeter:
     def figure(self) -> Figure:
         """Return the most bytes read outside the allocator."""
         most = self._most or self.read()
-        if is_rehearsal():
+        if is_ghost_loaded():
             return Figure(most.outside, Provenance.ASSUMED, "rehearsal: the context configured for the ghost")
         return Figure(most.outside, Provenance.MEASURED, f"{most.way}, minus PyTorch's reserved bytes")
 
 
-def read_once(device: int) -> Reading:
+def read_outside_memory(device: int) -> MemoryReading:
     """Read once what this process holds on a card; for a process that had already initialised CUDA."""
     import torch
 
     free, total = torch.cuda.mem_get_info(device)
     taken, reserved = total - free, torch.cuda.memory_reserved(device)
-    nvml = Nvml.open()
-    index = nvml.index_of(bus_id(device)) if nvml else None
+    nvml = NvmlLibrary.open()
+    index = nvml.index_of(pci_bus_id(device)) if nvml else None
     now = nvml.usage().get(index) if nvml and index is not None else None
     mine = now.processes.get(os.getpid()) if now is not None else None
     if mine is None:
-        return Reading(taken, reserved, 0, BY_CARD)
-    return Reading(mine, reserved, max(0, taken - mine), BY_PROCESS)
+        return MemoryReading(taken, reserved, 0, BY_CARD)
+    return MemoryReading(mine, reserved, max(0, taken - mine), BY_PROCESS)
 
 
-def _reading(taken: int, reserved: int, *, before: Usage | None, now: Usage | None, pid: int) -> Reading:
+def _reading(
+    taken: int, reserved: int, *, before: CardMemoryUse | None, now: CardMemoryUse | None, pid: int
+) -> MemoryReading:
     """Separate this process's bytes from those of others.
 
     Args:
@@ -100,11 +102,11 @@ def _reading(taken: int, reserved: int, *, before: Usage | None, now: Usage | No
         pid: this process's id in its own container.
     """
     if before is None or now is None:
-        return Reading(taken, reserved, 0, BY_CARD)
+        return MemoryReading(taken, reserved, 0, BY_CARD)
     appeared = {number: held for number, held in now.processes.items() if number not in before.processes}
     # Outside a container our process has another id. If only one process has appeared, it is ours.
     mine = appeared.get(pid, next(iter(appeared.values())) if len(appeared) == 1 else None)
     way = BY_PROCESS
     if mine is None:
         mine, way = now.used - before.used, BY_GROWTH
-    return Reading(mine, reserved, max(0, taken - mine), way)
+    return MemoryReading(mine, reserved, max(0, taken - mine), way)

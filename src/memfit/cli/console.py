@@ -55,17 +55,17 @@ def write_result(result: object, json: str | None, *files: Output, **shown: obje
         KeyboardInterrupt: the user interrupted the writing; its message says so.
     """
     from memfit.report.printers import print_result
-    from memfit.report.public_json import to_json
+    from memfit.report.public_json import result_to_json
 
     def write_output() -> None:
         with stdout() as console:
             if json == "-":
-                console.file.write(to_json(result).decode() + "\n")
+                console.file.write(result_to_json(result).decode() + "\n")
             else:
                 print_result(result, console, **shown)
 
     def write_json(path: Path) -> None:
-        write_bytes(path, to_json(result) + b"\n")
+        write_bytes(path, result_to_json(result) + b"\n")
 
     outputs = ((json_file(json), write_json), *files)
     jobs: list[Callable[[], object]] = [write_output]
@@ -93,23 +93,23 @@ def write_plan(
     plan: "ScriptPlan", json: str | None, output: Path | None = None, html: Path | None = None
 ) -> None:
     """Print a plan and write it to files; ``json`` as for ``write_result``."""
-    from memfit.report.public_json import to_json
+    from memfit.report.public_json import result_to_json
 
     def write_file(path: Path) -> None:
         if plan.chosen is None:
             why = "none was found in time" if plan.out_of_time else "no plan fits"
             print(f"memfit: {path} was not written, because {why}.", file=sys.stderr)
             return
-        write_bytes(path, to_json(plan) + b"\n")
+        write_bytes(path, result_to_json(plan) + b"\n")
         ranks = f"--nproc {plan.nproc} " * (plan.nproc > 1) + f"--nnodes {plan.nnodes} " * (plan.nnodes > 1)
         ranks += "--all-ranks " * (plan.world_size > 1)
         command = f"memfit dry-run {ranks}--plan {shlex.quote(str(path))} SCRIPT"
         print(escaped(f"Plan: {path}  ({command})"), file=sys.stderr)
 
     def write_page(path: Path) -> None:
-        from memfit.report.html.plan_page import plan_page
+        from memfit.report.html.plan_page import plan_report_html
 
-        write_bytes(path, plan_page(plan, output).encode(errors="replace"))
+        write_bytes(path, plan_report_html(plan, output).encode(errors="replace"))
 
     write_result(plan, json, (output, write_file), (html, write_page), file=output)
 
@@ -127,14 +127,14 @@ class PlanSoFar:
 
     def keep(self, plan: "ScriptPlan") -> None:
         """Write a plan in place of the one before. Should that fail, the last attempt reports it."""
-        from memfit.report.public_json import to_json
+        from memfit.report.public_json import result_to_json
 
         if plan.chosen is None:
             return
         self._time = plan.chosen.time
         if self._output is not None:
             with suppress(MemfitError):
-                write_bytes(self._output, to_json(plan) + b"\n")
+                write_bytes(self._output, result_to_json(plan) + b"\n")
 
     @contextmanager
     def named_on_ctrl_c(self) -> "Iterator[None]":
@@ -209,24 +209,24 @@ def progress(steps: int | None, reruns: str = RERUNS) -> "Iterator[Callable[[Pro
         steps: training steps after which memfit stops the script; None if it runs to its end.
         reruns: printed before the first run of the whole script with hidden output.
     """
-    from memfit.report.terminal.progress_line import begin_line, progress_line
+    from memfit.report.terminal.progress_line import move_to_line_start, show_progress_line
 
     started = time.monotonic()
     announced = set()
     try:
-        with progress_line() as show:
+        with show_progress_line() as show:
 
             def on_progress(progress: "Progress") -> None:
                 if progress.trying and (text := _announcement(progress, reruns)) not in announced:
                     announced.add(text)
-                    begin_line(sys.stderr)
+                    move_to_line_start(sys.stderr)
                     print(escaped(text), file=sys.stderr, flush=True)
                 show(_progress_text(progress, steps, time.monotonic() - started))
 
             yield on_progress
     finally:
         for stream in (sys.stderr, sys.stdout):
-            begin_line(stream)
+            move_to_line_start(stream)
 
 
 def running(how: str) -> str:

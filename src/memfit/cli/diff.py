@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Literal
 
 import memfit
-from memfit.atomic_files import check_outputs
+from memfit.atomic_files import check_output_paths
 from memfit.cli.console import write_result
 from memfit.cli.options import Json, json_file
 
@@ -30,6 +30,6 @@ def diff(
             run (training, evaluation, saving, loading), or the number of a training step, such as 2.
         by: Sum the allocated memory by category, module, line or op.
     """
-    check_outputs({"--json": json_file(json)}, {"the first run": before, "the second run": after})
+    check_output_paths({"--json": json_file(json)}, {"the first run": before, "the second run": after})
     write_result(memfit.diff(before, after, at, by), json)
     return 0

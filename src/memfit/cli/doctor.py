@@ -34,23 +34,23 @@ def doctor(
 
 
 def _measure_context() -> int:
-    from memfit.card.context_measurement import keep_context, measure_context
-    from memfit.report.terminal.doctor import contribution, print_context
+    from memfit.card.context_measurement import keep_measured_context, measure_context
+    from memfit.report.terminal.doctor import context_toml_lines, print_context_stages
 
     report = measure_context()
     with stdout() as console:
-        print_context(report, console)
-    if saved := keep_context(report):
+        print_context_stages(report, console)
+    if saved := keep_measured_context(report):
         print(f"Saved for dry runs for this GPU with this PyTorch version: {saved}", file=sys.stderr)
         print("To share it with other users, send these lines for memfit's devices.toml:", file=sys.stderr)
-        print(contribution(report), file=sys.stderr)
+        print(context_toml_lines(report), file=sys.stderr)
     return 0
 
 
 def _list_patches() -> int:
-    from memfit.patching.patch_list import replaced_names
-    from memfit.report.terminal.doctor import print_replaced_names
+    from memfit.patching.patches import replaced_names
+    from memfit.report.terminal.doctor import print_patched_names
 
     names = replaced_names()
     with stdout() as console:
-        return print_replaced_names(names, console)
+        return print_patched_names(names, console)

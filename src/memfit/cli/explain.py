@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 import memfit
-from memfit.atomic_files import check_outputs
+from memfit.atomic_files import check_output_paths
 from memfit.cli.console import write_result
 from memfit.cli.options import OUTPUT, Html, Json, Notes, json_file
 
@@ -49,7 +49,7 @@ def explain(
     from memfit.records import GroupBy
 
     outputs = {"--snapshot": snapshot, "--html": html, "--chrome": chrome, "--csv": csv}
-    check_outputs({**outputs, "--json": json_file(json)}, {"the input": path})
+    check_output_paths({**outputs, "--json": json_file(json)}, {"the input": path})
     trace = memfit.read(path)
     explanation = memfit.explain(trace, at, fragments=fragmentation)
     write_result(

@@ -28,7 +28,7 @@ from memfit.cli.replay import allocator, replay
 from memfit.cli.script_arguments import separate_script
 from memfit.cli.train import train
 from memfit.cli.verify import verify
-from memfit.ctrl_c import INTERRUPTED, SignalsRaise
+from memfit.ctrl_c import INTERRUPTED, SignalsAsExceptions
 from memfit.errors import MemfitError, UsageError
 from memfit.versions import __version__
 
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def exit_code_of(tokens: list[str]) -> int:
     """Run a command and return its exit code."""
     try:
-        with SignalsRaise():
+        with SignalsAsExceptions():
             return _run(tokens)
     except KeyboardInterrupt as interruption:
         when = str(interruption) or "there was no result yet"

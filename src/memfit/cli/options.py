@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter, Token
 
-from memfit.atomic_files import check_outputs
+from memfit.atomic_files import check_output_paths
 from memfit.devices import DEFAULT
 from memfit.errors import UsageError
 from memfit.run.launchers import launched_script
@@ -275,5 +275,5 @@ def script_to_run(
     path = Path(*script.split(".")) if keywords["module"] else Path(script)
     if keywords["module"] and not path.is_dir():
         path = path.with_name(f"{path.name}.py")
-    check_outputs(outputs, {"the script": path / "__main__.py" if path.is_dir() else path})
+    check_output_paths(outputs, {"the script": path / "__main__.py" if path.is_dir() else path})
     return {"script": script, "arguments": arguments, **keywords}

@@ -6,7 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 import memfit
-from memfit.atomic_files import check_outputs
+from memfit.atomic_files import check_output_paths
 from memfit.cli.console import Output, write_result
 from memfit.cli.options import OUTPUT, Fail, Json, json_file, read_as
 from memfit.errors import UsageError
@@ -40,18 +40,18 @@ def pack(
     """
     from memfit.api.packings import pack_table
     from memfit.atomic_files import write_bytes
-    from memfit.packing.csv_table import packed_table
+    from memfit.packing.csv_table import packing_to_csv
     from memfit.report.terminal.packing import PackingSizes
-    from memfit.report.terminal.progress_line import progress_line
+    from memfit.report.terminal.progress_line import show_progress_line
 
     if fail and capacity is None:
         raise UsageError("--fail needs a capacity to compare with. Add one, for example --capacity 8GiB.")
-    check_outputs({"--csv": csv, "--json": json_file(json)}, {"the input": path})
-    with progress_line() as show:
+    check_output_paths({"--csv": csv, "--json": json_file(json)}, {"the input": path})
+    with show_progress_line() as show:
         run = pack_table if path.suffix.lower() == ".csv" else memfit.pack
         packing = run(
             path, capacity, seconds=seconds, on_progress=lambda what: show(f"memfit: packing, {what}")
         )
-    table: Output = (csv, lambda path: write_bytes(path, packed_table(packing.parts).encode()))
+    table: Output = (csv, lambda path: write_bytes(path, packing_to_csv(packing.parts).encode()))
     write_result(PackingSizes.of(packing, capacity), json, table)
     return int(fail and capacity is not None and packing.height > capacity)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 import memfit
-from memfit.atomic_files import check_outputs
+from memfit.atomic_files import check_output_paths
 from memfit.cli.console import write_result
 from memfit.cli.options import Fail, Json, RecordedTarget, json_file
 
@@ -72,11 +72,11 @@ def _compared(
         json: as for ``write_result``.
         smallest: whether to search for the smallest GPU that each setting fits on.
     """
-    from memfit.report.terminal.progress_line import progress_line
+    from memfit.report.terminal.progress_line import show_progress_line
 
-    check_outputs({"--json": json_file(json)}, {"the input": path})
+    check_output_paths({"--json": json_file(json)}, {"the input": path})
     trace = memfit.read(path)
-    with progress_line() as show:
+    with show_progress_line() as show:
         comparison = memfit.replay(
             trace,
             settings,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from memfit.cli.options import Module, Script, expect_plan, expect_script
 from memfit.errors import UsageError
-from memfit.records.job_target import is_job
+from memfit.records.job_target import is_job_command
 
 
 def train(
@@ -35,12 +35,12 @@ def train(
     from memfit.python_command import python_command
     from memfit.run.options import RunOptions
     from memfit.run.parent import script_command
-    from memfit.script_training.process import TrainSettings
+    from memfit.script_training.training_process import TrainSettings
     from memfit.trace.trace_file import read_trace
 
     expect_script("train", command, {"--plan": plan, "--prediction": prediction})
     plan = expect_plan("train", plan)
-    if module and is_job(command):
+    if module and is_job_command(command):
         raise UsageError(
             "memfit train trains scripts. Train a job in a script of your own: "
             f'engine = memfit.Engine(make_job(), "{plan}"), and engine.fit(loader).'
@@ -52,6 +52,6 @@ def train(
     settings = TrainSettings(
         str(plan), module, "" if prediction is None else str(prediction), as_far_as_it_goes
     )
-    process = python_command("memfit.script_training.process")
+    process = python_command("memfit.script_training.training_process")
     # In place of this process: signals, the exit code and torchrun's bookkeeping are the script's.
     os.execv(sys.executable, [*process, settings.to_json(), *target])  # noqa: S606

@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from memfit.errors import NotSentError, UsageError
-from memfit.estimating.tensor_pickling import StorageCopy, describe_tensor, why_not_copyable
+from memfit.estimating.tensor_pickling import StorageCopy, describe_tensor_for_pickle, why_tensor_not_copyable
 from memfit.estimating.training_step import OptimizerCopy, TrainingStep
 from memfit.recording.owners import parameters_of
 
@@ -44,7 +44,7 @@ class _NotCopyableError(pickle.PicklingError):
     """An object that pickle accepts but would recreate differently."""
 
 
-class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class ModelPickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles tensors without their contents, and collects every module it meets."""
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -73,10 +73,12 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(obj)
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
-        if reason := why_not_copyable(tensor):
+        if reason := why_tensor_not_copyable(tensor):
             raise _NotCopyableError(reason)
         self.detached |= not tensor.is_leaf
-        return describe_tensor(tensor, self._copies, on_gpu=tensor.is_cuda and id(tensor) not in self._moved)
+        return describe_tensor_for_pickle(
+            tensor, self._copies, on_gpu=tensor.is_cuda and id(tensor) not in self._moved
+        )
 
     def _module(self, module: torch.nn.Module) -> Any:
         if id(module) not in self._seen:
@@ -103,7 +105,7 @@ class PackedModel:
     """A model and its training step, serialised."""
 
     data: bytes
-    """What ``unpack_step`` reads."""
+    """What ``deserialise_training_step`` reads."""
     name: str
     """Name of the estimate in its summary."""
     notes: tuple[str, ...]
@@ -112,7 +114,9 @@ class PackedModel:
     """Whether the loss is a function of ``(model, inputs)``."""
 
 
-def training_step(model: torch.nn.Module, inputs: Any, loss: Any, optimizer: Any, steps: int) -> TrainingStep:
+def collect_training_step(
+    model: torch.nn.Module, inputs: Any, loss: Any, optimizer: Any, steps: int
+) -> TrainingStep:
     """Combine the arguments of ``estimate`` with the values of PyTorch's switches.
 
     Raises:
@@ -168,7 +172,7 @@ def _steps_without_closure(kind: type[Optimizer]) -> bool:
     return all(each.default is not each.empty or each.kind in _ANY_NUMBER for each in takes)
 
 
-def pack_step(step: TrainingStep) -> PackedModel:
+def serialise_training_step(step: TrainingStep) -> PackedModel:
     """Serialise a training step.
 
     Raises:
@@ -176,7 +180,7 @@ def pack_step(step: TrainingStep) -> PackedModel:
     """
     file = io.BytesIO()
     pickle.dump(sys.path, file)  # first: the rest is imported along it
-    pickler = Pickler(file)
+    pickler = ModelPickler(file)
     try:
         pickler.dump(step)
         pickler.dump(pickler.roots)
@@ -192,7 +196,7 @@ def pack_step(step: TrainingStep) -> PackedModel:
     return PackedModel(file.getvalue(), f"memfit.estimate({type(step.model).__name__})", notes, calls_loss)
 
 
-def unpack_step(data: bytes) -> tuple[TrainingStep, list[torch.nn.Module]]:
+def deserialise_training_step(data: bytes) -> tuple[TrainingStep, list[torch.nn.Module]]:
     """Recreate a training step, and the modules that no other contains. Their tensors are on the CPU."""
     file = io.BytesIO(data)
     sys.path[:] = pickle.load(file)  # noqa: S301 - written by the process that started this one
@@ -235,7 +239,7 @@ def _culprit(step: TrainingStep) -> tuple[str, object, str]:
 
 def _failure(part: object) -> str:
     try:
-        Pickler(io.BytesIO()).dump(part)
+        ModelPickler(io.BytesIO()).dump(part)
     except RecursionError:
         return "it is nested too deeply"
     except _FAILURES as error:

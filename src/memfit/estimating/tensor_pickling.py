@@ -41,7 +41,7 @@ class StorageCopy:
         return _make_storage, (size, self._on_gpu, kept)
 
 
-def why_not_copyable(tensor: torch.Tensor) -> str:
+def why_tensor_not_copyable(tensor: torch.Tensor) -> str:
     """Return why a tensor cannot be copied; empty if it can."""
     if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
         return "it belongs to a lazy module that has no shapes yet; call the model once first"
@@ -55,11 +55,13 @@ def why_not_copyable(tensor: torch.Tensor) -> str:
     return ""
 
 
-def describe_tensor(tensor: torch.Tensor, copies: dict[int, StorageCopy], *, on_gpu: bool) -> Rebuild:
+def describe_tensor_for_pickle(
+    tensor: torch.Tensor, copies: dict[int, StorageCopy], *, on_gpu: bool
+) -> Rebuild:
     """Return how pickle recreates a tensor without its contents.
 
     Args:
-        tensor: one for which ``why_not_copyable`` returns nothing.
+        tensor: one for which ``why_tensor_not_copyable`` returns nothing.
         copies: the storages described so far, by address; extended here.
         on_gpu: create the copy on the ghost.
     """

@@ -1,8 +1,8 @@
 """Let ``from_pretrained`` work without the weights: the model's configuration is enough.
 
 transformers finds the checkpoint, reads it, then converts and moves the weights. Only the first two steps are
-replaced, by zeros that take no memory (``host_memory/zero_pages.py``), with the real checkpoint's names,
-shapes and dtype. The rest is transformers' own code: dtypes, device maps, quantization, tied weights, the
+replaced, by zeros that take no memory (``skip_random_fills.py``), with the real checkpoint's names, shapes
+and dtype. The rest is transformers' own code: dtypes, device maps, quantization, tied weights, the
 allocator's warm-up.
 
 Source: ``_get_resolved_checkpoint_files`` and ``PreTrainedModel._load_pretrained_model`` of

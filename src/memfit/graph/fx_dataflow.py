@@ -25,7 +25,7 @@ from memfit.errors import MemfitError, TargetError, UsageError
 from memfit.records import Dataflow, GraphValue
 
 
-def dataflow(module: object) -> Dataflow:
+def dataflow_of_fx_graph(module: object) -> Dataflow:
     """Return the values of a graph, with bytes and lifetimes. The graph is neither computed nor changed.
 
     Args:
@@ -38,7 +38,7 @@ def dataflow(module: object) -> Dataflow:
 
     >>> from torch.fx.experimental.proxy_tensor import make_fx
     >>> graph = make_fx(lambda x: torch.split(x + 1, 2)[0].add_(1))(torch.zeros(4, 2))
-    >>> [(value.name, value.begin, value.end, value.size) for value in dataflow(graph).values[:3]]
+    >>> [(value.name, value.begin, value.end, value.size) for value in dataflow_of_fx_graph(graph).values[:3]]
     [('x_1', 0, 2, 32), ('add', 1, 3, 32), ('split[0]', 2, 5, 32)]
     """
     if not isinstance(module, fx.GraphModule):

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memfit.ghost.ranks.early_collectives import settle_collectives
 from memfit.patching.patches import Patch
-from memfit.strategies.mechanisms.optimizer_step import calling_own_step, own_step
+from memfit.strategies.mechanisms.optimizer_step import mark_as_step_wrapper, unwrapped_optimizer_step
 
 if TYPE_CHECKING:
     from memfit.patching.installed_hooks import InstalledHooks
@@ -78,7 +78,7 @@ class HeldBackUpdates:
         def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             return self._step(optimizer, *args, **kwargs)
 
-        held_back = types.MethodType(calling_own_step(step), optimizer)
+        held_back = types.MethodType(mark_as_step_wrapper(step), optimizer)
         optimizer.step = held_back  # type: ignore[method-assign]  # as schedulers do
 
     def _step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ class HeldBackUpdates:
         self._calls += 1
         if self._calls % self._every == 0:
             self._gradients.clear()
-            result = own_step(optimizer)(*args, **kwargs)
+            result = unwrapped_optimizer_step(optimizer)(*args, **kwargs)
             self._may_clear = True
             return result
         closure = args[0] if args else kwargs.get("closure")

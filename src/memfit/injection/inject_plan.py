@@ -19,15 +19,19 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from memfit.errors import UsageError
-from memfit.injection.injection_files import InjectionReport, InjectionSettings, report_writer
-from memfit.injection.optimized_models import OptimizedModels, listed, parameters_in
+from memfit.injection.injection_files import InjectionReport, InjectionSettings, injection_report_writer
+from memfit.injection.models_of_optimizers import (
+    OptimizedModels,
+    listed_optimizer_parameters,
+    parameters_in_listed,
+)
 from memfit.patching.after_import import after_import
 from memfit.patching.patches import Patch
 from memfit.random_state import seed_generators
-from memfit.recording.loader_batch_size import creator
+from memfit.recording.data_loaders import creator
 from memfit.records import LoaderBatchSize, OperationCounts
 from memfit.run.script import hide_output
-from memfit.user_frame import innermost_line, user_line
+from memfit.user_frame import innermost_line_of_place, user_line
 
 if TYPE_CHECKING:
     from memfit.injection.inject_optimizer_state import OptimizerStateInjector
@@ -52,10 +56,10 @@ def install(path: str) -> None:
         path: of ``InjectionSettings`` as JSON.
     """
     settings = msgspec.json.decode(Path(path).read_bytes(), type=InjectionSettings)
-    inject(settings, report_writer(Path(settings.report)))
+    inject_change(settings, injection_report_writer(Path(settings.report)))
 
 
-def inject(settings: InjectionSettings, on_report: Callable[[InjectionReport], None]) -> None:
+def inject_change(settings: InjectionSettings, on_report: Callable[[InjectionReport], None]) -> None:
     """Inject a change into the script of this process: as soon as it imports torch.
 
     Args:
@@ -157,7 +161,7 @@ class _Report:
 
     def move(self, path: Path) -> None:
         """Report to a file from now on."""
-        self._on_change = report_writer(path)
+        self._on_change = injection_report_writer(path)
         self.update()
 
     def update(self, **fields: Any) -> None:
@@ -267,11 +271,11 @@ class _PlanInjector:
     ) -> None:
         if self._sharder is not None and self._sharder.is_ready(optimizer):
             return
-        entries = listed(params)
-        line = innermost_line(user_line(sys._getframe(2)))
+        entries = listed_optimizer_parameters(params)
+        line = innermost_line_of_place(user_line(sys._getframe(2)))
         chosen = self._optimizer in (None, self._created)
         self._created += 1
-        models = self._models.taken_by(parameters_in(entries)) if chosen else []
+        models = self._models.taken_by(parameters_in_listed(entries)) if chosen else []
         for model in models:
             self._apply(model, line)
         if self._sharder is not None:
@@ -340,7 +344,7 @@ class _PlanInjector:
         return result
 
     def _planned_by_script(self, model: Any) -> None:
-        name = f"{self._names.full_name(model)} (plan: {innermost_line(user_line())})"
+        name = f"{self._names.full_name(model)} (plan: {innermost_line_of_place(user_line())})"
         self._has_plan(model, name)
 
     def _has_plan(self, model: Any, name: str) -> None:

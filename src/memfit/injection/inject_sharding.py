@@ -119,7 +119,7 @@ class ShardingInjector:
         self._models.append(weakref.ref(model))
 
     def of_shards(self, parameters: list[Any]) -> list[Any]:
-        """Return an optimizer's ``listed`` parameters with shards in place of what was sharded."""
+        """Return an optimizer's listed parameters with shards in place of what was sharded."""
 
         def shard_of(entry: Any) -> Any:
             if isinstance(entry, dict):

@@ -64,7 +64,7 @@ class InjectionReport(msgspec.Struct, frozen=True):
         return bool(self.cannot_accumulate) or self.unfit_optimizer not in ("", NEVER_CALLED)
 
 
-def report_writer(path: Path) -> Callable[[InjectionReport], None]:
+def injection_report_writer(path: Path) -> Callable[[InjectionReport], None]:
     """Return what writes reports to a file, each in place of the one before."""
 
     def write(report: InjectionReport) -> None:

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from memfit.errors import UsageError
 from memfit.integrations.trainer_plan import TrainerPlan, WindowDivisor, needs_extra
 from memfit.strategies.mechanisms.optimizer_info import parameters_of
-from memfit.strategies.precision import DTYPES, LossScale, device_type
+from memfit.strategies.precision import DTYPES, LossScale, device_type_of_model
 
 with needs_extra("mmengine"):
     from mmengine.hooks import Hook
@@ -137,7 +137,7 @@ class PlanOptimWrapper(OptimWrapper):
         dtype = None if self.plan.dtype in (None, "fp32") else getattr(torch, DTYPES[self.plan.dtype])
         with (
             super().optim_context(model),
-            torch.autocast(device_type(model), dtype, enabled=dtype is not None),
+            torch.autocast(device_type_of_model(model), dtype, enabled=dtype is not None),
         ):
             yield
 

@@ -28,11 +28,11 @@ from torch.optim import Optimizer
 from memfit.errors import UsageError
 from memfit.planning.plan_file import PlanFile, read_plan
 from memfit.strategies.accumulation import Accumulation, Remainder
-from memfit.strategies.apply import apply, apply_to_optimizer, on_revert
+from memfit.strategies.apply import add_step_to_revert, apply, apply_to_optimizer
 from memfit.strategies.configuration import Configuration
 from memfit.strategies.plan import Plan
 from memfit.strategies.precision import Dtype, LossScale, Precision
-from memfit.train.accumulation_window import Window
+from memfit.train.accumulation_window import AccumulationWindow
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class TrainerPlan:
         models = list(models)
         applied = apply_to_optimizer(optimizer, models, self.changes.optimizer_state)
         for model in models[:1]:
-            on_revert(model, applied.undo)
+            add_step_to_revert(model, applied.undo)
 
     def hold_static(self, scaler: torch.amp.GradScaler) -> None:
         """Have the trainer's scaler keep its scale, if that of the plan is static."""
@@ -273,7 +273,7 @@ class WindowDivisor:
 
     def __init__(self, batches_per_update: int) -> None:
         self._planned = batches_per_update
-        self._window: Window | None = None
+        self._window: AccumulationWindow | None = None
 
     @property
     def done(self) -> int:
@@ -299,7 +299,7 @@ class WindowDivisor:
         """
         weight = None if weight is None else float(weight)
         if self._window is None:
-            self._window = Window(self._planned)
+            self._window = AccumulationWindow(self._planned)
             if weight is not None and _ranks() > 1:
                 self._window.total = _total(weight, device or loss.device) * self._planned / _ranks()
         if not weight and weight is not None and _ranks() > 1:

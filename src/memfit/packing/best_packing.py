@@ -9,10 +9,10 @@ import numpy.typing as npt
 
 from memfit.errors import MemfitError, UsageError
 from memfit.packing import exhaustive_search
-from memfit.packing.buffers import Buffers, Column, Sections, sections
-from memfit.packing.exhaustive_search import SearchStatus
+from memfit.packing.buffers import Buffers, Column, LifetimeSections, lifetime_sections
+from memfit.packing.exhaustive_search import PackingSearchStatus
 from memfit.packing.native import place_greedily
-from memfit.packing.validator import find_violation
+from memfit.packing.validator import find_packing_violation
 
 _CLOSE_ENOUGH = 1000
 """A packing above the bound by less than one part in this many is not improved further."""
@@ -46,7 +46,7 @@ class Packing:
     @property
     def live(self) -> int:
         """The peak of what is live at once."""
-        return sections(self.buffers).bound
+        return lifetime_sections(self.buffers).bound
 
     @property
     def unshared(self) -> int:
@@ -54,7 +54,7 @@ class Packing:
         return int(self.buffers.size.sum())
 
 
-def pack(
+def pack_buffers(
     buffers: Buffers,
     capacity: int | None = None,
     *,
@@ -78,27 +78,29 @@ def pack(
         UsageError: ``seconds`` is negative or NaN.
 
     >>> two = Buffers(np.array([0, 1]), np.array([2, 3]), np.array([4, 4]), ("a", "b"))
-    >>> pack(two).height
+    >>> pack_buffers(two).height
     8
     """
     if not seconds >= 0:  # rejects NaN, too
         raise UsageError(f"The search time must be 0 seconds or more, not {seconds}.")
     deadline = time.monotonic() + seconds
-    cut = sections(buffers)
-    always = always_live(cut)
+    cut = lifetime_sections(buffers)
+    always = mask_of_always_live(cut)
     is_large = len(buffers) - int(always.sum()) > exhaustive_search.MAX_BUFFERS
     if is_large:  # too large to be searched unless it splits into parts
-        always = treat_as_always_live(cut, buffers.size)
+        always = mask_counted_as_always_live(cut, buffers.size)
     base = int(buffers.size[always].sum())
     offset = np.where(always, np.cumsum(np.where(always, buffers.size, 0)) - buffers.size, base)
     best = Packing(buffers, offset, base, base, "one above the other")
     if not always.all():
         room = None if capacity is None else max(capacity - base, 0)
-        above = _pack_parts(buffers.where(~always), partition(cut, always), room, deadline, on_progress)
+        above = _pack_parts(
+            buffers.where(~always), independent_parts(cut, always), room, deadline, on_progress
+        )
         offset[~always] += above.offset
         bound = cut.bound if is_large else base + above.bound
         best = Packing(buffers, offset, base + above.height, bound, above.how)
-    violation = find_violation(buffers, best.offset, best.height)
+    violation = find_packing_violation(buffers, best.offset, best.height)
     if violation:  # a bug in a packer, which must not corrupt the memory of those who use the offsets
         raise MemfitError(
             f"Internal error: packer {best.how!r} returned an invalid packing ({violation}). "
@@ -115,7 +117,7 @@ def _pack_parts(
     on_progress: Callable[[str], None],
 ) -> Packing:
     """Pack the buffers of several parts, which use the same memory one after another."""
-    cut = sections(buffers)
+    cut = lifetime_sections(buffers)
     bound, enough = cut.bound, max(capacity or 0, cut.bound)
     now, searchable = time.monotonic(), np.bincount(part).max() <= exhaustive_search.MAX_BUFFERS
     greedy_until = now + (deadline - now) / 2 if searchable else deadline  # the rest is for the search
@@ -133,7 +135,7 @@ def _pack_parts(
         shape = np.stack([members.lower - begin, members.upper - begin, members.size]).tobytes()
         if shape not in solved:
             now = time.monotonic()
-            part_cut = sections(members)
+            part_cut = lifetime_sections(members)
             greedy_packing = _packing(members, offset[inside], part_cut.bound, str(hows[index]))
             until = now + (deadline - now) / left
             solved[shape] = search(greedy_packing, part_cut, enough, until, on_progress)
@@ -146,7 +148,7 @@ def _pack_parts(
 
 def _pack_greedily(
     buffers: Buffers,
-    cut: Sections,
+    cut: LifetimeSections,
     part: Column,
     enough: int,
     deadline: float,
@@ -175,7 +177,7 @@ def _heights(buffers: Buffers, offset: Column, part: Column) -> Column:
 
 
 def _search_smallest(
-    best: Packing, cut: Sections, bound: int, deadline: float, on_progress: Callable[[str], None]
+    best: Packing, cut: LifetimeSections, bound: int, deadline: float, on_progress: Callable[[str], None]
 ) -> Packing:
     """Search for the smallest packing: first at the bound, then by bisection between the bound and the best.
 
@@ -194,24 +196,24 @@ def _search_smallest(
 
 
 def _search_capacity(
-    best: Packing, cut: Sections, capacity: int, deadline: float, on_progress: Callable[[str], None]
+    best: Packing, cut: LifetimeSections, capacity: int, deadline: float, on_progress: Callable[[str], None]
 ) -> Packing:
     """Search for a packing within a capacity; return the best one known, with the bound raised if proved."""
 
     def report(nodes: int) -> None:
         on_progress(f"search for {capacity:,} · {nodes:,} nodes")
 
-    found = exhaustive_search.search_within(best.buffers, cut, capacity, deadline, report)
+    found = exhaustive_search.search_packing_within(best.buffers, cut, capacity, deadline, report)
     if found.offset is not None:
         return _packing(best.buffers, found.offset, best.bound, "by search")
-    return replace(best, bound=capacity + 1) if found.status is SearchStatus.INFEASIBLE else best
+    return replace(best, bound=capacity + 1) if found.status is PackingSearchStatus.INFEASIBLE else best
 
 
 def _packing(buffers: Buffers, offset: Column, bound: int, how: str) -> Packing:
     return Packing(buffers, offset, int((offset + buffers.size).max()), bound, how)
 
 
-def greedy_packings(buffers: Buffers, cut: Sections, deadline: float) -> Iterator[tuple[str, Column]]:
+def greedy_packings(buffers: Buffers, cut: LifetimeSections, deadline: float) -> Iterator[tuple[str, Column]]:
     """Yield the name and the offsets of the packing for each order and each choice of gap.
 
     Buffers are placed one after another into gaps between those already placed. Real graphs are easy: on
@@ -231,7 +233,7 @@ def greedy_packings(buffers: Buffers, cut: Sections, deadline: float) -> Iterato
             first = False
 
 
-def partition(cut: Sections, always: npt.NDArray[np.bool_]) -> Column:
+def independent_parts(cut: LifetimeSections, always: npt.NDArray[np.bool_]) -> Column:
     """Return the part, from 0, of each buffer that is not always live: parts are packed independently.
 
         │ part 0  │ part 1 │ part 2  │     no buffer is live in two parts
@@ -241,16 +243,17 @@ def partition(cut: Sections, always: npt.NDArray[np.bool_]) -> Column:
 
     Consecutive forward passes share only the weights: each pass is a part, and all parts look alike. So are
     the micro-batches of a step that accumulates gradients, once the gradients are treated as always live: see
-    ``treat_as_always_live``.
+    ``mask_counted_as_always_live``.
 
     Args:
         cut: the sections of the buffers.
-        always: mask of the buffers at the bottom: from ``always_live`` or ``treat_as_always_live``.
+        always: mask of the buffers at the bottom: from ``mask_of_always_live``, or
+            ``mask_counted_as_always_live``.
 
-    >>> from memfit.packing.buffers import Buffers, sections
+    >>> from memfit.packing.buffers import Buffers, lifetime_sections
     >>> rows = Buffers(np.array([0, 0, 3, 4]), np.array([9, 3, 5, 9]), np.array([4, 2, 1, 1]), tuple("abcd"))
-    >>> cut = sections(rows)
-    >>> partition(cut, always_live(cut)).tolist()
+    >>> cut = lifetime_sections(rows)
+    >>> independent_parts(cut, mask_of_always_live(cut)).tolist()
     [0, 1, 1]
     """
     first, last = cut.first[~always], cut.last[~always]
@@ -266,12 +269,12 @@ def partition(cut: Sections, always: npt.NDArray[np.bool_]) -> Column:
     return np.unique(inside, return_inverse=True)[1]
 
 
-def always_live(cut: Sections) -> npt.NDArray[np.bool_]:
+def mask_of_always_live(cut: LifetimeSections) -> npt.NDArray[np.bool_]:
     """Return a mask of the buffers that are live in every section."""
     return cut.last - cut.first >= cut.count
 
 
-def treat_as_always_live(cut: Sections, size: Column) -> npt.NDArray[np.bool_]:
+def mask_counted_as_always_live(cut: LifetimeSections, size: Column) -> npt.NDArray[np.bool_]:
     """Return a mask of the buffers that are always live, or can count as such without raising the bound.
 
     A packing for extended lifetimes is valid for the real ones, too; that no such packing exists proves
@@ -281,7 +284,7 @@ def treat_as_always_live(cut: Sections, size: Column) -> npt.NDArray[np.bool_]:
         cut: the sections of the buffers.
         size: the size of each buffer.
     """
-    always, live = always_live(cut), cut.live.copy()
+    always, live = mask_of_always_live(cut), cut.live.copy()
     length = cut.last - cut.first
     for index in np.argsort(-length, kind="stable").tolist():
         first, last = int(cut.first[index]), int(cut.last[index])

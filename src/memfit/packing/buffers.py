@@ -60,7 +60,7 @@ class Buffers:
         )
 
 
-def concatenate(parts: Sequence[Buffers]) -> Buffers:
+def concatenate_buffers(parts: Sequence[Buffers]) -> Buffers:
     """Return the buffers of several groups as one.
 
     Args:
@@ -73,7 +73,7 @@ def concatenate(parts: Sequence[Buffers]) -> Buffers:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sections:
+class LifetimeSections:
     """Time, reduced to the moments that matter for packing.
 
     A section stands for a moment whose set of live buffers no other moment's set contains: after a lifetime
@@ -94,11 +94,11 @@ class Sections:
         return int(self.live.max(initial=0))
 
 
-def sections(buffers: Buffers) -> Sections:
+def lifetime_sections(buffers: Buffers) -> LifetimeSections:
     """Cut the time of some buffers into sections.
 
     >>> abc = Buffers(np.array([0, 1, 3]), np.array([7, 4, 6]), np.array([4, 2, 1]), ("a", "b", "c"))
-    >>> found = sections(abc)
+    >>> found = lifetime_sections(abc)
     >>> found.count, found.bound
     (1, 7)
     """
@@ -118,4 +118,4 @@ def sections(buffers: Buffers) -> Sections:
     count = len(buffers)
     first, last, wrapped_last = first[:count], last[:count], last[count:]
     last[owner[count:]] += wrapped_last  # the first piece of a wrapped lifetime ends with the last section
-    return Sections(len(moments), first.astype(np.int32), last.astype(np.int32), live)
+    return LifetimeSections(len(moments), first.astype(np.int32), last.astype(np.int32), live)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from memfit.errors import FileFormatError
-from memfit.input_files import read_input
+from memfit.input_files import read_input_file
 from memfit.packing.buffers import Buffers, Column
 
 _COLUMNS = ("id", "lower", "upper", "size")
@@ -24,7 +24,7 @@ _LIMIT = 1 << 62
 """Exclusive limit of times, and of the sum of all sizes, so that sums stay within 64 bits."""
 
 
-def read_buffers(path: Path) -> Buffers:
+def read_buffers_csv(path: Path) -> Buffers:
     """Read buffers from a CSV file.
 
     Raises:
@@ -32,7 +32,7 @@ def read_buffers(path: Path) -> Buffers:
             message names the line and the column.
     """
     try:
-        text = read_input(path, MAX_BYTES).decode("utf-8-sig")
+        text = read_input_file(path, MAX_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError:
         raise FileFormatError(f"Cannot read {path}: it is not UTF-8 text.") from None
     rows = csv.reader(io.StringIO(text, newline=""))
@@ -108,7 +108,7 @@ def _parse_integer(column: str, text: str) -> int:
     return number
 
 
-def packed_table(parts: Iterable[tuple[Buffers, Column]]) -> str:
+def packing_to_csv(parts: Iterable[tuple[Buffers, Column]]) -> str:
     """Return buffers with their offsets as CSV."""
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")

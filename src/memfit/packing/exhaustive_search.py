@@ -23,8 +23,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from memfit.packing.buffers import Buffers, Column, Sections
-from memfit.packing.native import CANCELLED, FOUND, INFEASIBLE, NODE_LIMIT, search_nodes
+from memfit.packing.buffers import Buffers, Column, LifetimeSections
+from memfit.packing.native import CANCELLED, FOUND, INFEASIBLE, NODE_LIMIT, search_packing_nodes
 
 PREFERENCES = ("LAT", "TAL", "TLA")
 """Orders of the attempts. Sort keys, largest first: L(ifetime), A(rea), T(otal of the buffer's fullest
@@ -33,7 +33,7 @@ MAX_BUFFERS = 4_000
 """Problems with more buffers are not searched: the search needs memory quadratic in their number."""
 
 
-class SearchStatus(StrEnum):
+class PackingSearchStatus(StrEnum):
     """How a search ended."""
 
     FOUND = "found"
@@ -42,23 +42,23 @@ class SearchStatus(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SearchResult:
+class PackingSearchResult:
     """The result of a search."""
 
-    status: SearchStatus
+    status: PackingSearchStatus
     offset: Column | None
     """The offset of each buffer; None unless found."""
     nodes: int
     """Nodes of the search tree that were visited."""
 
 
-def search_within(
+def search_packing_within(
     buffers: Buffers,
-    cut: Sections,
+    cut: LifetimeSections,
     capacity: int,
     deadline: float,
     on_progress: Callable[[int], None] = lambda _: None,
-) -> SearchResult:
+) -> PackingSearchResult:
     """Search for offsets within a capacity.
 
     Args:
@@ -69,21 +69,23 @@ def search_within(
         on_progress: called with the number of nodes visited so far, after each turn.
     """
     if cut.bound > capacity:
-        return SearchResult(SearchStatus.INFEASIBLE, None, 0)
+        return PackingSearchResult(PackingSearchStatus.INFEASIBLE, None, 0)
     if len(buffers) > MAX_BUFFERS:
-        return SearchResult(SearchStatus.UNKNOWN, None, 0)
+        return PackingSearchResult(PackingSearchStatus.UNKNOWN, None, 0)
     nodes = 0
     for turn in itertools.count(1):
         for preference in PREFERENCES:
             limit = len(buffers) << turn
-            status, visited, offset = search_nodes(buffers, cut, capacity, preference, limit, deadline)
+            status, visited, offset = search_packing_nodes(
+                buffers, cut, capacity, preference, limit, deadline
+            )
             nodes += visited
             on_progress(nodes)
             if status == FOUND:
-                return SearchResult(SearchStatus.FOUND, offset, nodes)
+                return PackingSearchResult(PackingSearchStatus.FOUND, offset, nodes)
             if status == INFEASIBLE:
-                return SearchResult(SearchStatus.INFEASIBLE, None, nodes)
+                return PackingSearchResult(PackingSearchStatus.INFEASIBLE, None, nodes)
             if status == CANCELLED or time.monotonic() >= deadline:
-                return SearchResult(SearchStatus.UNKNOWN, None, nodes)
+                return PackingSearchResult(PackingSearchStatus.UNKNOWN, None, nodes)
             assert status == NODE_LIMIT  # noqa: S101
     raise AssertionError

@@ -7,7 +7,7 @@
     free a                   ·
     free b, later               ·  ·             at 4, but another stream uses it until 5
 
-Training repeats its step, and so does a plan of the step: see ``one_step``.
+Training repeats its step, and so does a plan of the step: see ``buffers_of_step``.
 """
 
 from collections import defaultdict, deque
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from memfit.allocator.requests import RequestKind, Requests
+from memfit.allocator.requests import AllocatorRequests, RequestKind
 from memfit.packing.buffers import Buffers, Column
 
 ALIGNMENT = 512
@@ -25,7 +25,9 @@ CPU_ALIGNMENT = 64
 2.14.1."""
 
 
-def lifetimes(requests: Requests, alignment: int = ALIGNMENT) -> dict[tuple[int, int], Buffers]:
+def buffers_of_requests(
+    requests: AllocatorRequests, alignment: int = ALIGNMENT
+) -> dict[tuple[int, int], Buffers]:
     """Return the buffers of each stream and pool, which must not share memory with each other.
 
     Streams run asynchronously, and a CUDA graph uses its pool at every replay, which the allocator does not
@@ -59,13 +61,13 @@ def lifetimes(requests: Requests, alignment: int = ALIGNMENT) -> dict[tuple[int,
     }
 
 
-def last_step(requests: Requests) -> tuple[int, int, int] | None:
+def last_full_step(requests: AllocatorRequests) -> tuple[int, int, int] | None:
     """Return the number of the last full training step, from 1, with its begin and end; None without one."""
     ends = np.flatnonzero(np.array(requests.ask) == RequestKind.STEP)
     return (len(ends), int(ends[-2]), int(ends[-1])) if len(ends) > 1 else None
 
 
-def one_step(buffers: Buffers, begin: int, end: int) -> Buffers:
+def buffers_of_step(buffers: Buffers, begin: int, end: int) -> Buffers:
     """Return the buffers of a repeating training step, as one plan for all repetitions needs them.
 
         step 2   │ step 3     │ step 4

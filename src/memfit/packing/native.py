@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.native_build import NativeLibrary
-from memfit.packing.buffers import Buffers, Column, Sections
+from memfit.packing.buffers import Buffers, Column, LifetimeSections
 
 FOUND, INFEASIBLE, NODE_LIMIT, CANCELLED, NO_HOST_MEMORY = range(5)
 _WAIT = 0.05  # seconds between two checks of the clock and of Ctrl-C
@@ -29,7 +29,7 @@ load = LIBRARY.load
 
 
 def place_greedily(
-    buffers: Buffers, cut: Sections, order: Column, *, tightest: bool, deadline: float = float("inf")
+    buffers: Buffers, cut: LifetimeSections, order: Column, *, tightest: bool, deadline: float = float("inf")
 ) -> Column | None:
     """Place buffers in the given order; return None if the deadline (``time.monotonic``) passed first."""
     offset, cancelled = np.zeros(len(buffers), np.int64), ctypes.c_int()
@@ -51,8 +51,8 @@ def place_greedily(
     return offset if status == FOUND else None
 
 
-def search_nodes(
-    buffers: Buffers, cut: Sections, capacity: int, preference: str, node_limit: int, deadline: float
+def search_packing_nodes(
+    buffers: Buffers, cut: LifetimeSections, capacity: int, preference: str, node_limit: int, deadline: float
 ) -> tuple[int, int, Column]:
     """Search for offsets within a capacity; return the status, the nodes visited and the offsets."""
     offset, nodes, cancelled = np.zeros(len(buffers), np.int64), ctypes.c_int64(), ctypes.c_int()

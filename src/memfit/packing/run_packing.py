@@ -7,11 +7,11 @@ from typing import Protocol
 
 import numpy as np
 
-from memfit.allocator.requests import Requests
+from memfit.allocator.requests import AllocatorRequests
 from memfit.errors import UsageError
-from memfit.packing.best_packing import Packing, pack
-from memfit.packing.buffers import Buffers, Column, concatenate, sections
-from memfit.packing.lifetimes import ALIGNMENT, last_step, lifetimes, one_step
+from memfit.packing.best_packing import Packing, pack_buffers
+from memfit.packing.buffers import Buffers, Column, concatenate_buffers, lifetime_sections
+from memfit.packing.lifetimes import ALIGNMENT, buffers_of_requests, buffers_of_step, last_full_step
 from memfit.records import Provenance, SettingOutcome
 from memfit.records.result import PrintedResult
 
@@ -78,8 +78,8 @@ class RunPacking(PrintedResult, IndependentPackings):
     """Provenance of the requested sizes."""
 
 
-def pack_run(
-    requests: Requests,
+def pack_run_memory(
+    requests: AllocatorRequests,
     reserved: tuple[SettingOutcome, ...],
     sure: Provenance,
     *,
@@ -102,43 +102,45 @@ def pack_run(
     Raises:
         UsageError: the script requested no memory.
     """
-    lives = lifetimes(requests, alignment)
-    step, begin, end = last_step(requests) or (0, 0, len(requests.ask))
+    lives = buffers_of_requests(requests, alignment)
+    step, begin, end = last_full_step(requests) or (0, 0, len(requests.ask))
     # Each replay of a CUDA graph reuses the memory of its pool, freed or not; all other memory is allocated
     # again in each step.
     groups = {
-        (stream, pool): one_step(buffers, begin, end) if step and not pool else buffers
+        (stream, pool): buffers_of_step(buffers, begin, end) if step and not pool else buffers
         for (stream, pool), buffers in lives.items()
     }
     groups = {group: buffers for group, buffers in groups.items() if len(buffers)}
     if not groups:
         raise UsageError("There is nothing to pack: the run requested no memory.")
-    packings = pack_each(list(groups.values()), capacity, seconds=seconds, on_progress=on_progress)
+    packings = pack_groups(list(groups.values()), capacity, seconds=seconds, on_progress=on_progress)
     arenas = tuple(
         PoolPacking(stream, requests.pools[pool], packing)
         for (stream, pool), packing in zip(groups, packings, strict=True)
     )
-    return RunPacking(step, arenas, _live(concatenate(list(lives.values())), begin, end), reserved, sure)
+    return RunPacking(
+        step, arenas, _live(concatenate_buffers(list(lives.values())), begin, end), reserved, sure
+    )
 
 
-def pack_each(
+def pack_groups(
     groups: Sequence[Buffers], capacity: int | None, *, seconds: float, on_progress: Callable[[str], None]
 ) -> tuple[Packing, ...]:
     """Pack groups of buffers that share no memory, dividing the capacity and the time among them.
 
     Args:
         groups: at least one, none of them empty.
-        capacity: as in ``pack_run``.
-        seconds: as in ``pack_run``.
-        on_progress: as in ``pack_run``.
+        capacity: as in ``pack_run_memory``.
+        seconds: as in ``pack_run_memory``.
+        on_progress: as in ``pack_run_memory``.
     """
     count = sum(map(len, groups))
-    slack = None if capacity is None else capacity - sum(sections(group).bound for group in groups)
+    slack = None if capacity is None else capacity - sum(lifetime_sections(group).bound for group in groups)
     packings = []
     for buffers in groups:
         share = len(buffers) / count
-        enough = None if slack is None else sections(buffers).bound + max(int(slack * share), 0)
-        packings.append(pack(buffers, enough, seconds=seconds * share, on_progress=on_progress))
+        enough = None if slack is None else lifetime_sections(buffers).bound + max(int(slack * share), 0)
+        packings.append(pack_buffers(buffers, enough, seconds=seconds * share, on_progress=on_progress))
     return tuple(packings)
 
 
@@ -146,4 +148,4 @@ def _live(buffers: Buffers, begin: int, end: int) -> int:
     """Return the peak of bytes live at once between two moments."""
     within = buffers.where((buffers.lower < end) & (buffers.upper > begin))
     lower, upper = np.maximum(within.lower, begin), np.minimum(within.upper, end)
-    return sections(Buffers(lower, upper, within.size, within.names)).bound
+    return lifetime_sections(Buffers(lower, upper, within.size, within.names)).bound

@@ -8,7 +8,7 @@ import numpy as np
 from memfit.packing.buffers import Buffers, Column
 
 
-def find_violation(buffers: Buffers, offset: Column, capacity: int) -> str:
+def find_packing_violation(buffers: Buffers, offset: Column, capacity: int) -> str:
     """Return a description of the first violation found; empty if the packing is valid.
 
     A sweep over time keeps the live buffers sorted by offset: each new one must fit between its neighbours.

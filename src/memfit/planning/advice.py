@@ -14,10 +14,10 @@ from memfit.planning.batches import (
     SEEN,
     batch_setting,
     batch_size,
-    fixed_bytes,
+    bytes_independent_of_batch,
 )
-from memfit.planning.fewest_changes import MOST_RUNS, Attempt, FewestChanges
-from memfit.planning.plan_runs import GhostRuns, replayed
+from memfit.planning.fewest_changes import MOST_RUNS, FewestChangesSearch, TriedChanges
+from memfit.planning.plan_runs import GhostRuns, replayable_run
 from memfit.records import (
     ARENA,
     Advice,
@@ -25,7 +25,7 @@ from memfit.records import (
     Figure,
     ScriptEnd,
     Trace,
-    worst,
+    worst_provenance,
 )
 from memfit.units import format_bytes
 
@@ -68,8 +68,8 @@ def _advised(trace: Trace, answer: DryRun, script: GhostRuns | None) -> Iterator
         raise UsageError(
             "memfit cannot try allocator settings: they have no effect in a script that uses memfit.arena."
         )
-    run = replayed(first)
-    search = FewestChanges(run, script, answer)
+    run = replayable_run(first)
+    search = FewestChangesSearch(run, script, answer)
     bounds = run.found.bounds if answer.ran_out else ()
     needs, least = search.unchanged.run.needs, None
     if answer.ran_out:
@@ -87,7 +87,7 @@ def _advised(trace: Trace, answer: DryRun, script: GhostRuns | None) -> Iterator
         )
 
 
-def _advice(search: FewestChanges, tried: Attempt) -> Advice:
+def _advice(search: FewestChangesSearch, tried: TriedChanges) -> Advice:
     change, needs, unchanged = tried.change, tried.run.needs, search.unchanged.run
     how = list(change.how)
     if change.strategies:
@@ -97,13 +97,13 @@ def _advice(search: FewestChanges, tried: Attempt) -> Advice:
             how.append(f"add {code} to the plan of {models}")
         else:
             how.append(f"import memfit; memfit.apply(model, [{code}])  # after creating {models}")
-    sure = worst(unchanged.reserved.provenance, tried.run.reserved.provenance)
+    sure = worst_provenance(unchanged.reserved.provenance, tried.run.reserved.provenance)
     saves = Figure(unchanged.needs.bytes - needs.bytes, sure)
     costs = change.costs.replace(ASSUMED, SEEN) if search.undivided == "" else change.costs
     return Advice(change.words, tuple(how), change.where, costs, saves, needs, tried.fits)
 
 
-def _remarks(trace: Trace, search: FewestChanges, answer: DryRun) -> Iterator[str]:
+def _remarks(trace: Trace, search: FewestChangesSearch, answer: DryRun) -> Iterator[str]:
     """Yield what a reader of the advice must know besides, sentence by sentence."""
     if (sample := _sample(trace, search)) is not None:
         yield f"One sample of a batch takes {format_bytes(sample.bytes)} ({sample.provenance})."
@@ -121,7 +121,7 @@ def _remarks(trace: Trace, search: FewestChanges, answer: DryRun) -> Iterator[st
         yield "memfit plan, given --gpu or --budget, finds the fastest mix of changes that fits."
 
 
-def _sample(trace: Trace, search: FewestChanges) -> Figure | None:
+def _sample(trace: Trace, search: FewestChangesSearch) -> Figure | None:
     """Return the bytes at the peak that one more sample takes, if a smaller batch has its peak there, too."""
     setting, before = batch_setting(trace), search.unchanged.run
     if setting is None or not (smaller := search.smaller_batches()):
@@ -132,5 +132,10 @@ def _sample(trace: Trace, search: FewestChanges) -> Figure | None:
     whole, part = (
         next(term.figure for term in run.terms if term.name == "allocated") for run in (before, after)
     )
-    more = whole.bytes - fixed_bytes(before.terms) - part.bytes + fixed_bytes(after.terms)
-    return Figure(more // (batch_size(setting) - size), worst(whole.provenance, part.provenance))
+    more = (
+        whole.bytes
+        - bytes_independent_of_batch(before.terms)
+        - part.bytes
+        + bytes_independent_of_batch(after.terms)
+    )
+    return Figure(more // (batch_size(setting) - size), worst_provenance(whole.provenance, part.provenance))

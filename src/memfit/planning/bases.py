@@ -13,41 +13,41 @@ from dataclasses import dataclass, replace
 
 from memfit.analysis.breakdown import CATEGORY_NAMES
 from memfit.analysis.trial_result import TrialResult, why_it_failed
-from memfit.planning.batches import divisions
-from memfit.planning.bracket import Bracket
-from memfit.planning.changes import FUSED_OPTIMIZER, PRECISIONS, Allowed, precision
+from memfit.planning.batches import batch_divisions
+from memfit.planning.bracket import ChoiceBracket
+from memfit.planning.changes import FUSED_OPTIMIZER, PRECISIONS, AllowedChanges, precision_change
 from memfit.planning.choose import CheckpointChooser
-from memfit.planning.floor import Floor, Floors, floor_of_updates
+from memfit.planning.floor import MemoryFloor, MemoryFloors, floor_of_updates
 from memfit.planning.optimizer_changes import (
-    OptimizerChanges,
-    contains,
-    held,
+    OptimizerChangesToTry,
+    bytes_of_category_at_peak,
+    has_all_settings_of,
     offloads_state,
     optimizer_changes,
 )
 from memfit.planning.plan_runs import PlannedScript, PlanRuns, step_seconds
-from memfit.planning.shardings import named_as_in
+from memfit.planning.shardings import with_unsharded_names
 from memfit.records import Category, Change, Phase, PlanRun, ScriptEnd, StepOperations
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
+class PlanBase:
     """The script with batches of one size; what to recompute in it is still to be chosen."""
 
     plan: Change
     operations: StepOperations
     run: PlanRun
     """With nothing recomputed."""
-    update: Floor
+    update: MemoryFloor
     """What its updates need after the backward, whatever is recomputed and however small batches are."""
-    bracket: Bracket
+    bracket: ChoiceBracket
     offload: bool = False
     """Whether the inputs of recomputed modules wait on the host."""
     copies: float = 0.0
     """Time of copies of shards in each micro-batch, relative to a step of the script as written."""
 
 
-class Bases:
+class PlanBases:
     """Makes bases.
 
     Args:
@@ -59,15 +59,15 @@ class Bases:
     """
 
     def __init__(
-        self, script: PlannedScript, plain: TrialResult, runs: PlanRuns, budget: int, allowed: Allowed
+        self, script: PlannedScript, plain: TrialResult, runs: PlanRuns, budget: int, allowed: AllowedChanges
     ) -> None:
         self._script, self._plain, self._runs = script, plain, runs
         self._budget, self._allowed = budget, allowed
-        self._made: list[Base] = []
+        self._made: list[PlanBase] = []
         self._refused: list[Change] = []
-        parts = max((way.parts for way in divisions(plain.trace, draws=False)), default=1)
+        parts = max((way.parts for way in batch_divisions(plain.trace, draws=False)), default=1)
         self.floors = (
-            None if script.is_to_be_sharded(plain) else Floors(plain, parts if allowed.rounding else 1)
+            None if script.is_to_be_sharded(plain) else MemoryFloors(plain, parts if allowed.rounding else 1)
         )
         """None if the shards that are to be made are not known."""
         self._starts: list[PlanRun] = []
@@ -77,16 +77,20 @@ class Bases:
         if plain.operations is not None:
             self.step = step_seconds(plain.operations, script.seconds)
 
-    def base(self, plan: Change, result: TrialResult, run: PlanRun) -> Base:
+    def base(self, plan: Change, result: TrialResult, run: PlanRun) -> PlanBase:
         """Return the base that a run is, whose operations were recorded."""
         operations = result.operations
         if operations is None:
             raise AssertionError  # the caller looks
         if self._plain.operations is not None:
-            operations = named_as_in(self._plain.operations, operations)
+            operations = with_unsharded_names(self._plain.operations, operations)
         chooser = CheckpointChooser(operations, self._script.seconds)
-        made = Base(
-            plan, operations, run, floor_of_updates(result), Bracket(chooser, self._runs, run, self.step)
+        made = PlanBase(
+            plan,
+            operations,
+            run,
+            floor_of_updates(result),
+            ChoiceBracket(chooser, self._runs, run, self.step),
         )
         self._made.append(made)
         return made
@@ -95,7 +99,7 @@ class Bases:
         """Return whether the floor of a plan is within the budget, as far as it is known."""
         return self.floors is None or self.floors.under(plan).needs.bytes <= self._budget
 
-    def floor(self) -> Floor | None:
+    def floor(self) -> MemoryFloor | None:
         """Return the floor of all plans that the script has not refused; None if it is not known.
 
         Where updates ran under a plan's change of precision and optimizer, what they needed counts.
@@ -104,9 +108,15 @@ class Bases:
             return None
         changes = optimizer_changes(self._allowed) if self._script.ranks == 1 else ()
         plans = [Change()]
-        plans += [change for change in changes if not any(contains(change, each) for each in self._refused)]
         plans += [
-            precision(name, PRECISIONS[name]) | plan for name in self._allowed.precisions for plan in plans
+            change
+            for change in changes
+            if not any(has_all_settings_of(change, each) for each in self._refused)
+        ]
+        plans += [
+            precision_change(name, PRECISIONS[name]) | plan
+            for name in self._allowed.precisions
+            for plan in plans
         ]
         found = []
         for plan in plans:
@@ -116,8 +126,8 @@ class Bases:
         return min(found, key=_bytes_of)
 
     def roots(
-        self, start: Base, chosen: Callable[[], PlanRun | None], before_optimizers: Callable[[], None]
-    ) -> Iterator[Base]:
+        self, start: PlanBase, chosen: Callable[[], PlanRun | None], before_optimizers: Callable[[], None]
+    ) -> Iterator[PlanBase]:
         """Yield the script with whole batches, under changes that lower its peak, while one may be chosen.
 
         First those in which each operation takes no more time; then those of the optimizer.
@@ -130,9 +140,9 @@ class Bases:
         self._starts.append(start.run)
         roots = [start]
         for name in self._allowed.precisions:
-            plan = start.plan | precision(name, PRECISIONS[name])
+            plan = start.plan | precision_change(name, PRECISIONS[name])
             lower = self._lower(start, plan) if self.can_fit(plan) else None
-            roots += [lower] if isinstance(lower, Base) else []
+            roots += [lower] if isinstance(lower, PlanBase) else []
         roots.sort(key=lambda base: base.run.needs.bytes)
         least = roots[0]
         roots[0] = least = self._fused(least)
@@ -144,8 +154,8 @@ class Bases:
             yield from self._with_other_optimizers(start, least, chosen)
 
     def _with_other_optimizers(
-        self, start: Base, least: Base, chosen: Callable[[], PlanRun | None]
-    ) -> Iterator[Base]:
+        self, start: PlanBase, least: PlanBase, chosen: Callable[[], PlanRun | None]
+    ) -> Iterator[PlanBase]:
         """Yield a base under changes of the optimizer.
 
         Args:
@@ -154,17 +164,17 @@ class Bases:
             chosen: as for ``roots``.
         """
         optimizer = None if self._plain.operations is None else self._plain.operations.optimizer
-        changes = OptimizerChanges(start.run, self._allowed, self._runs.budget, self._copies_of_state)
+        changes = OptimizerChangesToTry(start.run, self._allowed, self._runs.budget, self._copies_of_state)
         while change := changes.next(self._runs.tried, chosen()):
             plan = least.plan | replace(change, optimizer=optimizer)
             made = self._lower(least, plan) if self.can_fit(plan) else None
-            if isinstance(made, Base):
+            if isinstance(made, PlanBase):
                 yield self._fused(made)
             elif made is not None:
                 changes.refuse(change)
                 self._refused.append(change)
 
-    def _fused(self, base: Base) -> Base:
+    def _fused(self, base: PlanBase) -> PlanBase:
         """Return a base with fused optimizers, whose updates need no temporaries, if that may make it fit."""
         update = base.update.needs.bytes
         needs_most = base.run.place.phase is Phase.OPTIMIZER or update > self._runs.budget
@@ -172,14 +182,17 @@ class Bases:
         if not (self._allowed.rounding and needs_most and without <= self._budget):
             return base
         fused = self._lower(base, base.plan | FUSED_OPTIMIZER)
-        return fused if isinstance(fused, Base) else base
+        return fused if isinstance(fused, PlanBase) else base
 
     def _copies_of_state(self) -> float:
-        """Return the time of copying the optimizer's state to the host and back, as ``Base.copies``."""
-        state = max(held(run, Category.OPTIMIZER_STATE) for run in (*self._starts, *self._runs.tried))
+        """Return the time of copying the optimizer's state to the host and back, as ``PlanBase.copies``."""
+        state = max(
+            bytes_of_category_at_peak(run, Category.OPTIMIZER_STATE)
+            for run in (*self._starts, *self._runs.tried)
+        )
         return self._script.copy(state) / self.step
 
-    def _lower(self, base: Base, plan: Change) -> Base | ScriptEnd | None:
+    def _lower(self, base: PlanBase, plan: Change) -> PlanBase | ScriptEnd | None:
         """Run the script under a change; return it as a base, or nothing if it needs no less than another."""
         relative = functools.partial(self.relative, plan, copies=base.copies)
         made = self._runs.make(plan, relative, operations=True)
@@ -202,14 +215,14 @@ class Bases:
         step = plan.parts * (step_seconds(result.operations, self._script.seconds) / self.step + copies)
         return step + (self._copies_of_state() if offloads_state(plan) else 0.0)
 
-    def offloading(self, base: Base) -> Base:
+    def offloading(self, base: PlanBase) -> PlanBase:
         """Return a base in which the inputs of what is recomputed wait on the host."""
         chooser = CheckpointChooser(base.operations, self._script.seconds, self._script.copy)
-        bracket = Bracket(chooser, self._runs, base.run, self.step)
+        bracket = ChoiceBracket(chooser, self._runs, base.run, self.step)
         return replace(base, bracket=bracket, offload=True)
 
 
-def _bytes_of(floor: Floor) -> int:
+def _bytes_of(floor: MemoryFloor) -> int:
     return floor.needs.bytes
 
 

@@ -12,9 +12,9 @@ from memfit.records import (
     Change,
     DividedBatches,
     LoaderBatchSize,
-    OptionPurpose,
     PlanRun,
     ScriptOption,
+    ScriptOptionPurpose,
     Term,
     Trace,
 )
@@ -26,7 +26,7 @@ SEEN = "two recorded steps show no samples that depend on each other"
 
 def batch_setting(trace: Trace) -> ScriptOption | LoaderBatchSize | None:
     """Return what sets the number of samples in a batch of a script; None if memfit found nothing."""
-    return _option(trace, OptionPurpose.BATCH_SIZE) or trace.loader
+    return _option(trace, ScriptOptionPurpose.BATCH_SIZE) or trace.loader
 
 
 def batch_size(setting: ScriptOption | LoaderBatchSize) -> int:
@@ -62,7 +62,7 @@ def smaller_batches(trace: Trace) -> list[Change]:
     )
 
 
-def divisions(trace: Trace, *, draws: bool) -> list[Change]:
+def batch_divisions(trace: Trace, *, draws: bool) -> list[Change]:
     """Return the ways to divide a script's batches into equal parts, largest parts first.
 
     Args:
@@ -72,8 +72,10 @@ def divisions(trace: Trace, *, draws: bool) -> list[Change]:
     setting = batch_setting(trace)
     if setting is None:
         return []
-    accumulation = _option(trace, OptionPurpose.ACCUMULATION) if isinstance(setting, ScriptOption) else None
-    parts = _option(trace, OptionPurpose.PARTS) if isinstance(setting, ScriptOption) else None
+    accumulation = (
+        _option(trace, ScriptOptionPurpose.ACCUMULATION) if isinstance(setting, ScriptOption) else None
+    )
+    parts = _option(trace, ScriptOptionPurpose.PARTS) if isinstance(setting, ScriptOption) else None
     whole = batch_size(setting)
     return [
         _division(with_batch_size(setting, size), whole // size, accumulation, parts, draws=draws)
@@ -82,14 +84,14 @@ def divisions(trace: Trace, *, draws: bool) -> list[Change]:
     ]
 
 
-def why_indivisible(trace: Trace) -> str:
+def why_batches_are_indivisible(trace: Trace) -> str:
     """Return why a script's batches cannot be divided, as a clause."""
     if batch_setting(trace) is not None:
         return "a batch has one sample"
     return "memfit found no option and no DataLoader that sets the batch size"
 
 
-def _option(trace: Trace, purpose: OptionPurpose) -> ScriptOption | None:
+def _option(trace: Trace, purpose: ScriptOptionPurpose) -> ScriptOption | None:
     return next((option for option in trace.options if option.purpose is purpose), None)
 
 
@@ -147,14 +149,14 @@ def _division(
     )
 
 
-def under_assumption(division: Change, assumed: str) -> Change:
+def with_assumption_on_samples(division: Change, assumed: str) -> Change:
     """Return a division with what memfit assumes about its samples, as in ``DividedBatches``."""
     if division.micro_batches is None:
         return division
     return replace(division, micro_batches=replace(division.micro_batches, assumed=assumed))
 
 
-def as_small_batches(division: Change) -> Change:
+def smaller_batches_without_accumulation(division: Change) -> Change:
     """Return the change to batches that are as small as a part: each of them has an update."""
     return replace(division, plan={}, micro_batches=None)
 
@@ -170,7 +172,7 @@ _PATIENT = 6
 
 
 @dataclass(frozen=True, slots=True)
-class SizedRun:
+class BatchSizeRun:
     """What a run with a batch of some size needs."""
 
     size: int
@@ -179,8 +181,8 @@ class SizedRun:
     fits: bool
 
 
-def next_size(
-    runs: Sequence[SizedRun], sizes: Sequence[int], room: int, *, fixed: int, proven: bool
+def next_batch_size(
+    runs: Sequence[BatchSizeRun], sizes: Sequence[int], room: int, *, fixed: int, proven: bool
 ) -> int | None:
     """Return the batch size to run next; None if the largest that fits is known.
 
@@ -194,10 +196,10 @@ def next_size(
         fixed: bytes that do not depend on the batch, for the first guess.
         proven: whether the next larger size must have run out of memory; otherwise the line's word is enough.
 
-    >>> next_size([SizedRun(4, 500, True)], range(1, 1000), 1000, fixed=100, proven=True)
+    >>> next_batch_size([BatchSizeRun(4, 500, True)], range(1, 1000), 1000, fixed=100, proven=True)
     9
-    >>> runs = [SizedRun(4, 500, True), SizedRun(9, 950, True), SizedRun(10, 1040, False)]
-    >>> next_size(runs, range(1, 1000), 1000, fixed=100, proven=True) is None
+    >>> runs = [BatchSizeRun(4, 500, True), BatchSizeRun(9, 950, True), BatchSizeRun(10, 1040, False)]
+    >>> next_batch_size(runs, range(1, 1000), 1000, fixed=100, proven=True) is None
     True
     """
     low = max((run for run in runs if run.fits), key=_size, default=None)
@@ -217,14 +219,14 @@ def next_size(
 
 
 def _crossing(
-    runs: Sequence[SizedRun], low: SizedRun | None, high: SizedRun | None, room: int, fixed: int
+    runs: Sequence[BatchSizeRun], low: BatchSizeRun | None, high: BatchSizeRun | None, room: int, fixed: int
 ) -> float:
     """Return the size at which a run likely needs all of the room."""
     if low is not None and high is not None:
         if len(runs) >= _PATIENT and len(runs) % 2 == 0:
             return (low.size + high.size) / 2
         return _line(low, high, room, flat=(low.size + high.size) / 2)
-    none = SizedRun(0, fixed, fits=True)
+    none = BatchSizeRun(0, fixed, fits=True)
     if low is not None:
         before = max((run for run in runs if run.size < low.size), key=_size, default=none)
         return min(_line(before, low, room, flat=_FLAT * low.size), _FARTHEST * low.size)
@@ -232,21 +234,21 @@ def _crossing(
     return _line(smallest, above[0], room, flat=0) if above else _line(none, smallest, room, flat=0)
 
 
-def _line(one: SizedRun, other: SizedRun, room: int, *, flat: float) -> float:
+def _line(one: BatchSizeRun, other: BatchSizeRun, room: int, *, flat: float) -> float:
     """Return where the line through two runs reaches the room; ``flat`` if it does not rise."""
     rise = other.needs - one.needs
     return one.size + (room - one.needs) * (other.size - one.size) / rise if rise > 0 else flat
 
 
-def _size(run: SizedRun) -> int:
+def _size(run: BatchSizeRun) -> int:
     return run.size
 
 
-def fixed_bytes(terms: Sequence[Term]) -> int:
+def bytes_independent_of_batch(terms: Sequence[Term]) -> int:
     """Return the bytes at the peak of a run that do not depend on the batch."""
     return sum(term.figure.bytes for term in terms if term.name in _FIXED)
 
 
-def least_with_smaller_batches(run: PlanRun) -> int:
+def process_bytes_independent_of_batch(run: PlanRun) -> int:
     """Return the bytes of the process at the peak of a run that do not depend on the batch."""
-    return run.needs.bytes - run.reserved.bytes + fixed_bytes(run.terms)
+    return run.needs.bytes - run.reserved.bytes + bytes_independent_of_batch(run.terms)

@@ -5,7 +5,7 @@ next: what the budget admits, or halfway between the two
 ── best: ran, fits
 """
 
-from memfit.planning.batches import least_with_smaller_batches
+from memfit.planning.batches import process_bytes_independent_of_batch
 from memfit.planning.choose import CheckpointChoice, CheckpointChooser
 from memfit.planning.mixed_integer_program import INFINITY
 from memfit.planning.plan_runs import PlanRuns
@@ -17,7 +17,7 @@ _PREDICTED_WITHIN = 0.15
 """Share of what depends on the batch by which a prediction may be too high: with ResNet-50, up to 0.1."""
 
 
-class Bracket:
+class ChoiceBracket:
     """Narrows choices for one batch size down.
 
     Args:
@@ -29,7 +29,7 @@ class Bracket:
 
     def __init__(self, chooser: CheckpointChooser, runs: PlanRuns, plain: PlanRun, step: float) -> None:
         self._chooser, self._runs, self._step = chooser, runs, step
-        self._fixed = least_with_smaller_batches(plain)
+        self._fixed = process_bytes_independent_of_batch(plain)
         self._besides = plain.needs.bytes - chooser.plain_peak
         """What the last run needed over its prediction."""
         self._ran: list[tuple[CheckpointChoice, PlanRun]] = []

@@ -6,8 +6,8 @@ Smaller batches, and batches in parts, are in ``batches.py``.
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from memfit.allocator.config import AllocatorConfig, environment_settings
-from memfit.records import Change, OptionPurpose, ScriptOption, Trace
+from memfit.allocator.config import AllocatorConfig, settings_from_environment
+from memfit.records import Change, ScriptOption, ScriptOptionPurpose, Trace
 
 if TYPE_CHECKING:
     from memfit.planning.choose import CheckpointChoice
@@ -17,11 +17,11 @@ _EXPANDABLE = "expandable_segments:True"
 _RECOMPUTING = "a second forward of these blocks"
 
 
-def expandable_segments(trace: Trace) -> Change | None:
+def expandable_segments_change(trace: Trace) -> Change | None:
     """Return the setting of the allocator, beside the script's own; None if it is on already."""
     if AllocatorConfig.read(trace.settings).expandable_segments:
         return None
-    conf = ",".join(filter(None, (environment_settings(trace.settings), _EXPANDABLE)))
+    conf = ",".join(filter(None, (settings_from_environment(trace.settings), _EXPANDABLE)))
     return Change(allocator=conf, words=("expandable segments",), how=(f"PYTORCH_ALLOC_CONF={conf}",))
 
 
@@ -39,7 +39,7 @@ def _strategy(
     return Change({field: settings}, optimizer=optimizer, words=(words,), costs=costs)
 
 
-def checkpointed_blocks(
+def block_checkpointing_change(
     words: str, settings: Mapping[str, int | tuple[str, ...]], optimizer: int | None = None
 ) -> Change:
     """Return the change that checkpoints the blocks that a model repeats.
@@ -52,17 +52,17 @@ def checkpointed_blocks(
     return _strategy("checkpointing", settings, words, optimizer=optimizer, costs=_RECOMPUTING)
 
 
-def precision(name: str, settings: Mapping[str, str | bool]) -> Change:
+def precision_change(name: str, settings: Mapping[str, str | bool]) -> Change:
     """Return the change to another precision, with settings of ``memfit.Precision``."""
     return _strategy("precision", settings, name)
 
 
-def sharding(name: str, settings: Mapping[str, str | bool]) -> Change:
+def sharding_change(name: str, settings: Mapping[str, str | bool]) -> Change:
     """Return the change that shards the script's models, with settings of ``memfit.Sharding``."""
     return _strategy("sharding", settings, name)
 
 
-def kept_share(share: float, optimizer: int | None) -> Change:
+def kept_activations_change(share: float, optimizer: int | None) -> Change:
     """Return the change under which compiled graphs keep a share of their activations."""
     settings = {"activation_memory_budget": share}
     return _strategy("compilation", settings, f"activation_memory_budget {share:g}", optimizer=optimizer)
@@ -73,7 +73,7 @@ OFFLOADED_ACTIVATIONS = _strategy(
 )
 
 
-def recomputation(choice: "CheckpointChoice", optimizer: int | None, *, offload: bool) -> Change:
+def checkpoint_choice_change(choice: "CheckpointChoice", optimizer: int | None, *, offload: bool) -> Change:
     """Return the change that carries out a choice.
 
     Args:
@@ -90,21 +90,21 @@ def recomputation(choice: "CheckpointChoice", optimizer: int | None, *, offload:
 
 def checkpointing_ways(options: tuple[ScriptOption, ...]) -> tuple[Change, ...]:
     """Return the ways to checkpoint: the script's own option first; nothing if that is on."""
-    own = [option for option in options if option.purpose is OptionPurpose.CHECKPOINTING]
+    own = [option for option in options if option.purpose is ScriptOptionPurpose.CHECKPOINTING]
     if any(option.value for option in own):
         return ()
     return (
         *(_switched_on(option, "gradient checkpointing", _RECOMPUTING) for option in own),
-        checkpointed_blocks("checkpoint the repeated blocks", {}),
+        block_checkpointing_change("checkpoint the repeated blocks", {}),
     )
 
 
-def low_precisions(options: tuple[ScriptOption, ...]) -> tuple[Change, ...]:
+def low_precision_options(options: tuple[ScriptOption, ...]) -> tuple[Change, ...]:
     """Return the script's own options for low precision that are off."""
     return tuple(
         _switched_on(option, option.words[-1].lstrip("-"), "lower precision: results differ")
         for option in options
-        if option.purpose is OptionPurpose.LOW_PRECISION and not option.value
+        if option.purpose is ScriptOptionPurpose.LOW_PRECISION and not option.value
     )
 
 
@@ -123,7 +123,7 @@ LOW_BIT_STATE = "8bit"
 
 
 @dataclass(frozen=True, slots=True)
-class Allowed:
+class AllowedChanges:
     """What a plan may change."""
 
     allocator: bool = True
@@ -152,14 +152,14 @@ _PRODUCTS = (
 )
 
 
-def standard_policies(optimizer: int | None) -> tuple[Change, ...]:
+def checkpointing_policies(optimizer: int | None) -> tuple[Change, ...]:
     """Return the policies: they checkpoint the blocks that a model repeats.
 
     Args:
         optimizer: which optimizer of the script has the model's parameters.
     """
     return (
-        checkpointed_blocks("every block", {}, optimizer),
-        checkpointed_blocks("every 2nd block", {"every": 2}, optimizer),
-        checkpointed_blocks("every block, products kept", {"save_ops": _PRODUCTS}, optimizer),
+        block_checkpointing_change("every block", {}, optimizer),
+        block_checkpointing_change("every 2nd block", {"every": 2}, optimizer),
+        block_checkpointing_change("every block, products kept", {"save_ops": _PRODUCTS}, optimizer),
     )

@@ -22,23 +22,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from memfit.planning.memory_model import MemoryModel, inner_calls
-from memfit.planning.mixed_integer_program import INFINITY, MixedIntegerProgram, Solution
+from memfit.planning.memory_model import StepMemoryModel, calls_inside
+from memfit.planning.mixed_integer_program import INFINITY, MixedIntegerProgram, ProgramSolution
 from memfit.planning.region_options import (
     Copy,
     RegionOption,
     Seconds,
-    option_in_parts,
-    option_of,
-    parts_of,
-    recomputed,
+    bytes_of_storages,
+    bytes_recomputed_in_segments,
+    parts_of_call,
+    region_option,
+    region_option_in_parts,
     save_ops_to_try,
     splits_to_try,
-    total_bytes,
-    worth_trying,
+    useful_region_options,
 )
-from memfit.planning.tensor_options import TensorOption, tensor_options
-from memfit.planning.uniform_choices import Selection, UniformChoices
+from memfit.planning.tensor_options import TensorRecomputation, tensor_recomputations
+from memfit.planning.uniform_choices import Selection, UniformCheckpointing
 from memfit.records import ModuleCall, StepOperations
 
 _MIB = float(1 << 20)
@@ -115,14 +115,14 @@ class CheckpointChooser:
     def __init__(
         self, step: StepOperations, seconds: Seconds, copy: Copy | None = None, dispatch: float = 0.0
     ) -> None:
-        self._memory = MemoryModel.of(step)
+        self._memory = StepMemoryModel.of(step)
         self._program = MixedIntegerProgram()
         self._budget = self._program.column(upper=INFINITY)
         """Column: MiB."""
         self._ways = _ways(self._memory, seconds, copy, dispatch)
         again = _recomputed(self._memory, self._ways)
-        self._uniform = UniformChoices(self._memory, self._ways, again)
-        self._tensors = tensor_options(self._memory, seconds, dispatch) if copy is None else []
+        self._uniform = UniformCheckpointing(self._memory, self._ways, again)
+        self._tensors = tensor_recomputations(self._memory, seconds, dispatch) if copy is None else []
         forward = sum(seconds(operation) for operation in step.forward)
         self._unit = forward / _COST if forward else 1.0
         """Seconds by which a cost of 1 makes a step longer."""
@@ -191,7 +191,7 @@ class CheckpointChooser:
         """The fastest of the choices with the smallest predicted peak."""
         return self.choose(int(self.least.peak * (1 + _TOLERANCE)), _LESS) or self.least
 
-    def _selection(self, found: Solution) -> Selection:
+    def _selection(self, found: ProgramSolution) -> Selection:
         return {
             module: way
             for module, columns in self._columns.items()
@@ -209,7 +209,7 @@ class CheckpointChooser:
         seconds, peak = self._uniform.seconds(selection), self._uniform.peak(selection)
         return CheckpointChoice(tuple(sorted(regions)), seconds, 0.0, peak)
 
-    def _tensor_choice(self, option: TensorOption) -> CheckpointChoice:
+    def _tensor_choice(self, option: TensorRecomputation) -> CheckpointChoice:
         region = PlannedRegion((self._memory.step.calls[0].module,), option.save_ops, recompute="tensors")
         return CheckpointChoice((region,), option.seconds, 0.0, option.peak)
 
@@ -274,31 +274,31 @@ class CheckpointChooser:
         return terms
 
 
-def _recomputed(memory: MemoryModel, ways: _Ways) -> _Again:
+def _recomputed(memory: StepMemoryModel, ways: _Ways) -> _Again:
     step = memory.step
-    inside = inner_calls(step.calls)
+    inside = calls_inside(step.calls)
     found: _Again = {module: [Counter() for _ in some] for module, some in ways.items()}
     turns: Counter[str] = Counter()
     for number, call in enumerate(step.calls):
         turn = turns[call.module]
         turns[call.module] += 1
         for held, way in zip(found.get(call.module, ()), ways.get(call.module, ()), strict=True):
-            parts = parts_of(step, call, inside[number], way[turn].split_at)
+            parts = parts_of_call(step, call, inside[number], way[turn].split_at)
             besides = _ON_THEIR_WAY * way[turn].offloaded
-            for segment, size in recomputed(memory, parts, way[turn].keeps).items():
+            for segment, size in bytes_recomputed_in_segments(memory, parts, way[turn].keeps).items():
                 if besides + size:
                     held[segment] = besides + size
     return found
 
 
-def _ways(memory: MemoryModel, seconds: Seconds, copy: Copy | None, dispatch: float) -> _Ways:
+def _ways(memory: StepMemoryModel, seconds: Seconds, copy: Copy | None, dispatch: float) -> _Ways:
     step = memory.step
     calls: dict[str, list[int]] = defaultdict(list)
     for number, call in enumerate(step.calls):
         calls[call.module].append(number)
-    inside = inner_calls(step.calls)
+    inside = calls_inside(step.calls)
     changed = frozenset(storage for operation in step.forward for storage in operation.writes)
-    everything = total_bytes(step, {storage for call in step.calls for storage in call.saves})
+    everything = bytes_of_storages(step, {storage for call in step.calls for storage in call.saves})
     found: _Ways = {}
     for module, numbers in calls.items():
         if not module or any(_changes_arguments(step, step.calls[number]) for number in numbers):
@@ -306,20 +306,20 @@ def _ways(memory: MemoryModel, seconds: Seconds, copy: Copy | None, dispatch: fl
         first = step.calls[numbers[0]]
         plain = frozenset(storage for number in inside[numbers[0]] for storage in step.calls[number].saves)
         sets = save_ops_to_try(step, first, seconds, changed)
-        tried = [option_of(step, first, ops, seconds, copy, dispatch) for ops in sets]
-        best = worth_trying(step, tried, plain)
-        least = min((total_bytes(step, option.keeps) for option in best), default=0)
-        if best and (total_bytes(step, plain) - least) * len(numbers) >= _WORTH * everything:
+        tried = [region_option(step, first, ops, seconds, copy, dispatch) for ops in sets]
+        best = useful_region_options(step, tried, plain)
+        least = min((bytes_of_storages(step, option.keeps) for option in best), default=0)
+        if best and (bytes_of_storages(step, plain) - least) * len(numbers) >= _WORTH * everything:
             found[module] = [
                 [
-                    option_of(step, step.calls[number], option.save_ops, seconds, copy, dispatch)
+                    region_option(step, step.calls[number], option.save_ops, seconds, copy, dispatch)
                     for number in numbers
                 ]
                 for option in best
             ]
             found[module] += [
                 [
-                    option_in_parts(step, step.calls[number], inside[number], split_at, seconds, copy)
+                    region_option_in_parts(step, step.calls[number], inside[number], split_at, seconds, copy)
                     for number in numbers
                 ]
                 for split_at in splits_to_try(memory, first, inside[numbers[0]])

@@ -15,14 +15,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from memfit.analysis.trial_result import TrialResult, why_it_failed
-from memfit.planning.batches import as_small_batches, divisions, under_assumption, why_indivisible
-from memfit.planning.changes import Allowed, kept_share, standard_policies
-from memfit.planning.floor import Floor, Floors, floor_of_updates
+from memfit.planning.batches import (
+    batch_divisions,
+    smaller_batches_without_accumulation,
+    why_batches_are_indivisible,
+    with_assumption_on_samples,
+)
+from memfit.planning.changes import AllowedChanges, checkpointing_policies, kept_activations_change
+from memfit.planning.floor import MemoryFloor, MemoryFloors, floor_of_updates
 from memfit.planning.plan_runs import PlannedScript, PlanRuns, step_seconds
-from memfit.planning.plan_search import OnFound, PlanSearch, too_high, too_small
+from memfit.planning.plan_search import (
+    OnFound,
+    PlanSearch,
+    why_floor_exceeds_budget,
+    why_smallest_exceeds_budget,
+)
 from memfit.planning.sample_independence import (
     SampleComparison,
-    compare_steps,
+    compare_steps_of_parts,
 )
 from memfit.records import Change, PlanRun, ScriptEnd, ScriptPlan, StepOperations
 
@@ -65,7 +75,12 @@ class CompiledSearch(PlanSearch):
     _compiled = True
 
     def __init__(
-        self, script: PlannedScript, plain: TrialResult, budget: int, allowed: Allowed, on_found: OnFound
+        self,
+        script: PlannedScript,
+        plain: TrialResult,
+        budget: int,
+        allowed: AllowedChanges,
+        on_found: OnFound,
     ) -> None:
         super().__init__(script, plain, budget, allowed, on_found)
         self._why_undivided = ""
@@ -74,7 +89,9 @@ class CompiledSearch(PlanSearch):
     def _search_from(self, tuned: PlanRun) -> ScriptPlan:
         self._offer()
         if (floor := self._floor()).needs.bytes > self._budget:
-            return replace(self._answer(smallest=tuned, reason=too_high(floor)), floor=floor.needs)
+            return replace(
+                self._answer(smallest=tuned, reason=why_floor_exceeds_budget(floor)), floor=floor.needs
+            )
         if floor.needs.bytes > self._runs.budget:
             self._runs.budget = self._budget  # every plan is tight
         if self._allowed.precisions or self._allowed.low_bit_state:
@@ -84,7 +101,7 @@ class CompiledSearch(PlanSearch):
             families = self._divided(_Family(Change(), tuned))
             self._sample_families(families)
             if self._best() is None:
-                self._try(families[-1].plan | standard_policies(self._optimizer)[0])
+                self._try(families[-1].plan | checkpointing_policies(self._optimizer)[0])
         best = self._best()
         if self._runs.budget < self._budget and (best is None or best.time > self._allowed.slowdown):
             self._runs.budget = self._budget  # what fits only now is tight
@@ -93,18 +110,18 @@ class CompiledSearch(PlanSearch):
         if best is not None:
             return self._answer(chosen=best)
         smallest = min([*self._runs.tried, tuned], key=lambda run: run.needs.bytes)
-        reason = too_small(smallest, _WAYS) if self._allowed.rounding else _BITWISE
+        reason = why_smallest_exceeds_budget(smallest, _WAYS) if self._allowed.rounding else _BITWISE
         return self._answer(smallest=smallest, reason=reason)
 
-    def _floor(self) -> Floor:
+    def _floor(self) -> MemoryFloor:
         """Return the floor of all plans: none changes the optimizer."""
-        ways = (Floors(self._plain, 1).under(Change()), floor_of_updates(self._plain))
+        ways = (MemoryFloors(self._plain, 1).under(Change()), floor_of_updates(self._plain))
         return max(ways, key=lambda floor: floor.needs.bytes)
 
     def policies(self) -> tuple[PlanRun, ...]:
         """Run the policies that people use; those that the script or its model refuses are left out."""
         runs = PlanRuns(self._script, self._budget, tune=self._allowed.allocator, compiled=True)
-        policies = standard_policies(self._optimizer)
+        policies = checkpointing_policies(self._optimizer)
         self._script.run_ahead(_next(runs, policies))
         made = [self._run(policy, runs) for policy in policies]
         return tuple(each[1] for each in made if not isinstance(each, str))
@@ -140,20 +157,20 @@ class CompiledSearch(PlanSearch):
     def _divisions(self) -> list[Change]:
         """Return the ways to divide batches, if they may be."""
         trace = self._plain.trace
-        ways = divisions(trace, draws=False)
+        ways = batch_divisions(trace, draws=False)
         if not ways:
-            self._why_undivided = why_indivisible(trace)
+            self._why_undivided = why_batches_are_indivisible(trace)
             return []
         draws = self._judge(ways[0])
-        found = [] if self._why_undivided else divisions(trace, draws=draws)
-        return [under_assumption(each, self._samples.assumed) for each in found]
+        found = [] if self._why_undivided else batch_divisions(trace, draws=draws)
+        return [with_assumption_on_samples(each, self._samples.assumed) for each in found]
 
     def _judge(self, division: Change) -> bool:
         """Find out whether batches must not be divided; return whether a step draws random numbers."""
         steps: list[StepOperations] = []
         wanted = [
             (
-                replace(as_small_batches(change), operations=True, eager=True),
+                replace(smaller_batches_without_accumulation(change), operations=True, eager=True),
                 f"{what}, without torch.compile",
             )
             for what, change in (("whole batches", Change()), (division.words[0], division))
@@ -167,7 +184,7 @@ class CompiledSearch(PlanSearch):
                 return False
             steps.append(run.operations)
         whole, half = steps
-        self._samples = compare_steps(whole, half, division.parts)
+        self._samples = compare_steps_of_parts(whole, half, division.parts)
         self._why_undivided = self._samples.why
         return any(each.random for each in whole.forward)
 
@@ -212,7 +229,7 @@ class CompiledSearch(PlanSearch):
             self._script.run_ahead(_next(self._runs, [self._share_of(family, share) for share in new]))
 
     def _share_of(self, family: _Family, share: int) -> Change:
-        return family.plan | kept_share(share / _ALL, self._optimizer)
+        return family.plan | kept_activations_change(share / _ALL, self._optimizer)
 
     def _sample(self, family: _Family, share: int) -> PlanRun | None:
         if share not in family.shares and len(self._runs.tried) < _MOST_RUNS:

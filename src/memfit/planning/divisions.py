@@ -10,21 +10,26 @@ allocated
 from dataclasses import replace
 
 from memfit.analysis.trial_result import TrialResult, why_it_failed
-from memfit.planning.bases import Base, Bases
-from memfit.planning.batches import divisions, least_with_smaller_batches, under_assumption, why_indivisible
-from memfit.planning.changes import Allowed
-from memfit.planning.optimizer_changes import saved_of_state, steps_in_backward
+from memfit.planning.bases import PlanBase, PlanBases
+from memfit.planning.batches import (
+    batch_divisions,
+    process_bytes_independent_of_batch,
+    why_batches_are_indivisible,
+    with_assumption_on_samples,
+)
+from memfit.planning.changes import AllowedChanges
+from memfit.planning.optimizer_changes import optimizer_state_bytes_saved, updates_in_backward
 from memfit.planning.plan_runs import PlanRuns
 from memfit.planning.sample_independence import (
     SampleComparison,
-    compare_steps,
-    why_no_mean,
+    compare_steps_of_parts,
+    why_loss_is_a_sum,
 )
 from memfit.records import Change, PlanRun, ScriptEnd
 from memfit.units import format_gib
 
 
-class Divisions:
+class DivisionsToTry:
     """The divisions that are left for one base after the other.
 
     Args:
@@ -36,14 +41,16 @@ class Divisions:
     """
 
     def __init__(
-        self, plain: TrialResult, runs: PlanRuns, bases: Bases, budget: int, allowed: Allowed
+        self, plain: TrialResult, runs: PlanRuns, bases: PlanBases, budget: int, allowed: AllowedChanges
     ) -> None:
         self._runs, self._bases, self._budget = runs, bases, budget
         step = plain.operations
         draws = step is not None and any(each.random for each in step.forward)
-        self._ways = divisions(plain.trace, draws=draws) if allowed.rounding else []
-        self._indivisible = why_indivisible(plain.trace) if allowed.rounding and not self._ways else ""
-        if self._ways and step is not None and (why := why_no_mean(step)):
+        self._ways = batch_divisions(plain.trace, draws=draws) if allowed.rounding else []
+        self._indivisible = (
+            why_batches_are_indivisible(plain.trace) if allowed.rounding and not self._ways else ""
+        )
+        if self._ways and step is not None and (why := why_loss_is_a_sum(step)):
             self._ways, self._indivisible = [], why
             self._need_whole_batches()
         self.left: list[Change] = []
@@ -59,23 +66,26 @@ class Divisions:
         if self._bases.floors is not None:
             self._bases.floors.parts = 1
 
-    def begin(self, root: Base) -> None:
+    def begin(self, root: PlanBase) -> None:
         """Begin with a base with whole batches: find the divisions that may be enough for it.
 
         Those that did not fit without its change of the optimizer may fit by what that saves.
         """
         self.left = []
-        if steps_in_backward(root.plan):
+        if updates_in_backward(root.plan):
             return
         self.why_no_more = self._indivisible
         for number, way in enumerate(self._ways):
             alone = self._alone.get(way.parts)
-            if alone is None or alone.needs.bytes - saved_of_state(root.plan, alone) <= self._runs.budget:
+            if (
+                alone is None
+                or alone.needs.bytes - optimizer_state_bytes_saved(root.plan, alone) <= self._runs.budget
+            ):
                 self.left = self._ways[number:]
                 return
         self.left = self._ways[-1:]
 
-    def make(self, whole: Base, last: Base) -> list[Base]:
+    def make(self, whole: PlanBase, last: PlanBase) -> list[PlanBase]:
         """Run the script with the next smaller batches; return it as a base, or nothing if it must not be.
 
         Args:
@@ -95,7 +105,7 @@ class Divisions:
         elif (operations := made[0].operations) is None:
             fault = f"memfit saw no two updates of {plan.parts} batches each (the script ends before)"
         else:
-            samples = compare_steps(
+            samples = compare_steps_of_parts(
                 whole.operations, operations, plan.parts, independent=self._are_independent
             )
             fault = samples.why
@@ -108,7 +118,7 @@ class Divisions:
                 self._runs.tried.pop()
             return []
         self._are_independent = True
-        plan = under_assumption(plan, samples.assumed)
+        plan = with_assumption_on_samples(plan, samples.assumed)
         change = replace(made[1].change, micro_batches=plan.micro_batches)
         run = self._runs.tried[-1] = replace(made[1], change=change)
         base = replace(self._bases.base(plan, made[0], run), copies=whole.copies)
@@ -117,10 +127,10 @@ class Divisions:
         self._end_if_hopeless(base, last)
         return [base]
 
-    def _end_if_hopeless(self, base: Base, last: Base) -> None:
+    def _end_if_hopeless(self, base: PlanBase, last: PlanBase) -> None:
         """Leave out smaller parts if they can need no less than is too much, whatever is recomputed."""
         run, parts = base.run, base.plan.parts
-        least = least_with_smaller_batches(run)
+        least = process_bytes_independent_of_batch(run)
         if last.plan.parts > 1 and run.allocated and last.run.allocated:
             rise = (last.run.allocated - run.allocated) / (1 / last.plan.parts - 1 / parts)
             outside = run.needs.bytes - run.reserved.bytes

@@ -16,24 +16,24 @@ from operator import or_
 
 from memfit.analysis.needed_memory import ReplayedRun
 from memfit.planning.batches import (
-    SizedRun,
-    as_small_batches,
+    BatchSizeRun,
+    batch_divisions,
     batch_setting,
     batch_size,
-    divisions,
-    fixed_bytes,
-    next_size,
+    bytes_independent_of_batch,
+    next_batch_size,
     smaller_batches,
+    smaller_batches_without_accumulation,
 )
 from memfit.planning.changes import (
     FUSED_OPTIMIZER,
     OFFLOADED_ACTIVATIONS,
     checkpointing_ways,
-    expandable_segments,
-    low_precisions,
+    expandable_segments_change,
+    low_precision_options,
 )
 from memfit.planning.plan_runs import GhostRuns, PlanRuns
-from memfit.planning.sample_independence import compare_steps
+from memfit.planning.sample_independence import compare_steps_of_parts
 from memfit.records import (
     CallRates,
     Change,
@@ -71,7 +71,7 @@ Made = Mapping[ChangeKind, Change]
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class TriedChanges:
     """Changes made together, and what the script then needs."""
 
     made: Made
@@ -92,7 +92,7 @@ class Attempt:
         return self.run.needs.bytes
 
 
-class FewestChanges:
+class FewestChangesSearch:
     """Looks for the smallest sets of changes that are enough.
 
     Args:
@@ -107,11 +107,11 @@ class FewestChanges:
         self._has_room, self._can_run, self._gpu = bool(room), script is not None, device.total.bytes
         self._budget = room - device.in_use
         self._runs = PlanRuns(script or GhostRuns(_never, _never), self._budget, tune=False)
-        self._settings = expandable_segments(trace)
+        self._settings = expandable_segments_change(trace)
         self._setting, self._options = batch_setting(trace), trace.options
-        self._divisions = divisions(trace, draws=False)
+        self._divisions = batch_divisions(trace, draws=False)
         self._batches = (*self._divisions, *smaller_batches(trace))
-        self._known: dict[Change, Attempt | None] = {}
+        self._known: dict[Change, TriedChanges | None] = {}
         self.undivided: str | None = None
         """Why batches are not divided, as in a plan; empty if they may be, None if that could not be seen."""
         self._judged = False
@@ -123,17 +123,17 @@ class FewestChanges:
         """The run without a change."""
         self._fails = self.unchanged.fits is False
 
-    def best(self) -> Iterator[list[Attempt]]:
+    def best(self) -> Iterator[list[TriedChanges]]:
         """Yield the best sets of changes so far, whenever one has been tried.
 
         Sets that are enough come first, the smallest and then the cheapest first, without the others. If none
         is enough, those that save most come first. If the script fits unchanged, all sets are enough.
         """
-        found: list[Attempt] = []
-        base: Attempt | None = self.unchanged
-        enough: list[Attempt] = []
+        found: list[TriedChanges] = []
+        base: TriedChanges | None = self.unchanged
+        enough: list[TriedChanges] = []
         while base is not None:
-            bases: list[Attempt] = []
+            bases: list[TriedChanges] = []
             for kind, ways in self._ways(base.run):
                 if kind in base.made:
                     continue
@@ -166,23 +166,23 @@ class FewestChanges:
         at_peak = {term.name: term.figure.bytes for term in run.terms}
         if at_peak["activations"] > _MUCH * at_peak["allocated"]:
             yield ChangeKind.CHECKPOINTING, checkpointing_ways(self._options)
-            yield ChangeKind.PRECISION, low_precisions(self._options)
+            yield ChangeKind.PRECISION, low_precision_options(self._options)
             yield ChangeKind.OFFLOAD, (OFFLOADED_ACTIVATIONS,)
 
-    def _next_base(self, bases: list[Attempt]) -> Attempt | None:
+    def _next_base(self, bases: list[TriedChanges]) -> TriedChanges | None:
         """Return the cheapest of the attempts that save about as much as the best; None without any."""
         saved = [self.unchanged.needs - one.needs for one in bases]
         return next(
             (one for one, much in zip(bases, saved, strict=True) if much >= _NEARLY * max(saved)), None
         )
 
-    def _on_top_of(self, base: Attempt, kind: ChangeKind, ways: Sequence[Change]) -> list[Attempt]:
+    def _on_top_of(self, base: TriedChanges, kind: ChangeKind, ways: Sequence[Change]) -> list[TriedChanges]:
         """Return the first of the ways that helps, if one does; of batches, the largest that fit."""
         helping = (then for then in self._tries(base, kind, ways) if self._helps(then, base))
         return [self._without_idle(then) for then in islice(helping, 1)]
 
-    def _tries(self, base: Attempt, kind: ChangeKind, ways: Sequence[Change]) -> Iterator[Attempt]:
-        tries: Iterable[Attempt | None] = (self._attempt({**base.made, kind: way}) for way in ways)
+    def _tries(self, base: TriedChanges, kind: ChangeKind, ways: Sequence[Change]) -> Iterator[TriedChanges]:
+        tries: Iterable[TriedChanges | None] = (self._attempt({**base.made, kind: way}) for way in ways)
         if kind is ChangeKind.BATCH:  # fewer samples make another update: only where none can be divided
             parts = self._largest_that_fits(base, [way for way in ways if way.micro_batches is not None])
             if parts is not None and self._must_stay_whole():
@@ -191,20 +191,20 @@ class FewestChanges:
             tries = [parts or self._largest_that_fits(base, smaller)]
         yield from (then for then in tries if then is not None)
 
-    def _largest_that_fits(self, base: Attempt, ways: Sequence[Change]) -> Attempt | None:
+    def _largest_that_fits(self, base: TriedChanges, ways: Sequence[Change]) -> TriedChanges | None:
         """Return the run with the largest batch that fits; if none fits, the smallest; None if none ran."""
         if self._setting is None:
             return None
         by_size = {way.batch_size: way for way in ways}
-        runs = [SizedRun(batch_size(self._setting), base.needs, fits=False)]
-        tried: dict[int, Attempt] = {}
-        fixed = fixed_bytes(base.run.terms) + base.needs - base.run.reserved.bytes
-        while size := next_size(runs, sorted(by_size), self._budget, fixed=fixed, proven=False):
+        runs = [BatchSizeRun(batch_size(self._setting), base.needs, fits=False)]
+        tried: dict[int, TriedChanges] = {}
+        fixed = bytes_independent_of_batch(base.run.terms) + base.needs - base.run.reserved.bytes
+        while size := next_batch_size(runs, sorted(by_size), self._budget, fixed=fixed, proven=False):
             then = self._attempt({**base.made, ChangeKind.BATCH: by_size[size]})
             if then is None:
                 break
             tried[size] = then
-            runs.append(SizedRun(size, then.needs, fits=bool(then.fits)))
+            runs.append(BatchSizeRun(size, then.needs, fits=bool(then.fits)))
         fitting = [size for size, then in tried.items() if then.fits]
         return tried[max(fitting) if fitting else min(tried)] if tried else None
 
@@ -215,7 +215,7 @@ class FewestChanges:
             whole = self._recorded(Change(), "whole batches")
             half = None if whole is None else self._recorded(self._divisions[0], "smaller batches")
             if whole is not None and half is not None:
-                samples = compare_steps(whole, half, self._divisions[0].parts)
+                samples = compare_steps_of_parts(whole, half, self._divisions[0].parts)
                 self.undivided = None if samples.assumed and not samples.why else samples.why
         return bool(self.undivided)
 
@@ -225,15 +225,15 @@ class FewestChanges:
             self.refused = True
             return None
         words = (f"{what}, operation by operation",)
-        change = replace(as_small_batches(plan), eager=True, words=words)
+        change = replace(smaller_batches_without_accumulation(plan), eager=True, words=words)
         ran = self._runs.run(change, operations=True)
         return None if isinstance(ran, ScriptEnd) else ran[0].operations
 
-    def _helps(self, then: Attempt, base: Attempt) -> bool:
+    def _helps(self, then: TriedChanges, base: TriedChanges) -> bool:
         worth = base.needs - then.needs >= _WORTH * self.unchanged.needs
         return worth or bool(then.fits and not base.fits)
 
-    def _without_idle(self, then: Attempt) -> Attempt:
+    def _without_idle(self, then: TriedChanges) -> TriedChanges:
         """Return a set that is enough without the changes that it does not need."""
         for kind in list(then.made)[:-1] if then.fits else ():  # without the last, it is not enough
             fewer = self._attempt(_without(then.made, kind))
@@ -241,7 +241,7 @@ class FewestChanges:
                 return self._without_idle(fewer)
         return then
 
-    def _attempt(self, made: Made) -> Attempt | None:
+    def _attempt(self, made: Made) -> TriedChanges | None:
         """Make changes together: settings by a replay, anything else by a rerun. None if that failed."""
         without = _without(made, ChangeKind.SETTINGS)
         if (change := _together(without)) not in self._known:
@@ -262,7 +262,7 @@ class FewestChanges:
 
     def _learn(
         self, made: Made, run: ReplayedRun, models: tuple[str, ...], *, fails: bool = False
-    ) -> Attempt:
+    ) -> TriedChanges:
         """Remember what a run needs, also under the allocator setting; its trace is not kept."""
         sets = [made]
         proves = not (fails and run.on(self._gpu).fits)  # the replay is like the run
@@ -274,7 +274,9 @@ class FewestChanges:
         for one in sets:
             plan = _together(one)
             done = self._runs.needs([run], plan, _UNTIMED, fails_at=self._gpu if fails and one is made else 0)
-            attempts.append(Attempt(one, done, models, self._runs.fits(done) if self._has_room else None))
+            attempts.append(
+                TriedChanges(one, done, models, self._runs.fits(done) if self._has_room else None)
+            )
             self._known[plan] = attempts[-1]
         return attempts[0]
 

@@ -19,7 +19,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from memfit.allocator.timeline import timeline
+from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import CATEGORY_NAMES
 from memfit.analysis.location import least_certain, phase_of_events
@@ -28,9 +28,9 @@ from memfit.planning.optimizer_changes import (
     IN_8_BITS,
     has_8_bit_state,
     offloads_state,
-    steps_in_backward,
+    updates_in_backward,
 )
-from memfit.planning.region_options import total_bytes
+from memfit.planning.region_options import bytes_of_storages
 from memfit.records import (
     Category,
     Change,
@@ -41,7 +41,7 @@ from memfit.records import (
     StepOperations,
     Term,
     Trace,
-    worst,
+    worst_provenance,
 )
 
 _ALIGNED = 512
@@ -53,7 +53,7 @@ _Parameter = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Floor:
+class MemoryFloor:
     """The least that a script needs under plans of a kind."""
 
     needs: Figure
@@ -66,7 +66,7 @@ class Floor:
         return sum(term.figure.bytes for term in self.terms if term.name == name)
 
 
-class Floors:
+class MemoryFloors:
     """The floors of a script's plans.
 
     Args:
@@ -87,7 +87,7 @@ class Floors:
         """
         trace = self._trace
         found = {kind: Counter[_Parameter]() for kind in (*_FIXED, *_UPDATED)}
-        line = timeline(trace)
+        line = memory_timeline(trace)
         attribution = attribute(trace, line)
         updating = _updating(trace)
         for index in attribution.alive(int(updating[-1])) if len(updating) else ():
@@ -99,7 +99,7 @@ class Floors:
                 found[kind][what.module, name] += _rounded(attribution.requested[index])
         return found
 
-    def under(self, plan: Change) -> Floor:
+    def under(self, plan: Change) -> MemoryFloor:
         """Return the floor of a plan's precision and optimizer, whatever else it changes."""
         precision = plan.plan.get("precision")
         held = 1.0 if precision is None or precision.get("autocast", True) else 0.5
@@ -125,7 +125,7 @@ class Floors:
         gradients, state = self._held[Category.GRADIENT], self._held[Category.OPTIMIZER_STATE]
         alone = {name: int(held * gradients[name]) for name in gradients | state}
         waiting = {name: int(left * state[name]) for name in gradients | state}
-        if not steps_in_backward(plan):
+        if not updates_in_backward(plan):
             found = {"gradients": sum(alone.values())}
         elif not offloads_state(plan):
             found = {"the largest gradient": max(alone.values(), default=0)}
@@ -147,7 +147,7 @@ class Floors:
             left: share of the optimizer's state.
         """
         name, size = self._operation
-        parts = 1 if steps_in_backward(plan) else self.parts
+        parts = 1 if updates_in_backward(plan) else self.parts
         state = 0 if offloads_state(plan) else self._sum(Category.OPTIMIZER_STATE, left)
         return {"optimizer state": state, name: int(computed * size / parts)}
 
@@ -155,10 +155,10 @@ class Floors:
         return int(share * self._held[kind].total())
 
 
-def floor_of_updates(result: TrialResult) -> Floor:
+def floor_of_updates(result: TrialResult) -> MemoryFloor:
     """Return what the updates of a run need, beside what the size of batches may have to do with."""
     trace = result.trace
-    line, updating = timeline(trace), _updating(trace)
+    line, updating = memory_timeline(trace), _updating(trace)
     found: Counter[str] = Counter()
     if len(updating):
         attribution = attribute(trace, line)
@@ -182,12 +182,12 @@ def _rounded(size: int) -> int:
     return -(-int(size) // _ALIGNED) * _ALIGNED
 
 
-def _floor(trace: Trace, held: Mapping[str, int]) -> Floor:
+def _floor(trace: Trace, held: Mapping[str, int]) -> MemoryFloor:
     outside = trace.device.outside
     sizes = least_certain(note for note in trace.notes if note.sizes)
-    sure = worst(Provenance.SIMULATED, sizes, outside.provenance)
+    sure = worst_provenance(Provenance.SIMULATED, sizes, outside.provenance)
     terms = {"CUDA context": outside.bytes, **held}
-    return Floor(
+    return MemoryFloor(
         Figure(sum(terms.values()), sure),
         tuple(Term(name, Figure(size, sure)) for name, size in terms.items() if size),
     )
@@ -209,8 +209,8 @@ def _touched(step: StepOperations, operation: Operation) -> int:
 
     A view may be all that is left of what it was a view of, so that arguments count as far as they are read.
     """
-    made = total_bytes(step, operation.creates)
-    read = total_bytes(step, {*operation.reads, *operation.writes}.difference(operation.creates))
+    made = bytes_of_storages(step, operation.creates)
+    read = bytes_of_storages(step, {*operation.reads, *operation.writes}.difference(operation.creates))
     return made + min(read, max(0, operation.moved - made))
 
 

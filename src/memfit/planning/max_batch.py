@@ -16,11 +16,11 @@ from memfit.analysis.summary import summarize
 from memfit.analysis.trial_result import TrialResult, why_it_failed
 from memfit.errors import TargetError, UsageError
 from memfit.planning.batches import (
-    SizedRun,
+    BatchSizeRun,
     batch_setting,
     batch_size,
-    fixed_bytes,
-    next_size,
+    bytes_independent_of_batch,
+    next_batch_size,
     with_batch_size,
 )
 from memfit.planning.plan_runs import GhostRuns
@@ -33,11 +33,11 @@ from memfit.records import (
     Figure,
     LoaderBatchSize,
     MaxBatch,
-    OptionPurpose,
     ScriptEnd,
     ScriptOption,
+    ScriptOptionPurpose,
     Trace,
-    worst,
+    worst_provenance,
 )
 from memfit.units import format_bytes
 
@@ -166,9 +166,9 @@ def _named(option: str, trace: Trace, arguments: Sequence[str]) -> ScriptOption:
         name, inline, value = argument.partition("=")
         number = value if inline else following
         if name == option.removesuffix("=") and number.isdecimal() and int(number):
-            return ScriptOption(OptionPurpose.BATCH_SIZE, (option,), int(number))
+            return ScriptOption(ScriptOptionPurpose.BATCH_SIZE, (option,), int(number))
     known = next((one for one in trace.options if option in one.words), None)
-    if known is None or known.purpose is not OptionPurpose.BATCH_SIZE:
+    if known is None or known.purpose is not ScriptOptionPurpose.BATCH_SIZE:
         raise UsageError(
             f"--option {option}: memfit does not know its value. Write it after the script, as in "
             f"train.py {option}{'' if option.endswith('=') else ' '}8."
@@ -198,11 +198,11 @@ def _next_size(measured: Mapping[int, _Measured], sizes: range, device: DeviceUs
         least = run.allocated.bytes + outside + unused
         return min(least, run.needs.bytes) if run.fits else run.needs.bytes
 
-    return next_size(
-        [SizedRun(run.size, on_the_line(run), run.fits) for run in known],
+    return next_batch_size(
+        [BatchSizeRun(run.size, on_the_line(run), run.fits) for run in known],
         sizes,
         device.total.bytes - device.in_use,
-        fixed=fixed_bytes(first.found.terms) + outside,
+        fixed=bytes_independent_of_batch(first.found.terms) + outside,
         proven=True,
     )
 
@@ -235,7 +235,7 @@ def _per_sample(runs: Sequence[BatchRun], largest: int | None) -> Figure | None:
     before = next((run for run in runs if (run.place.phase, run.place.module) == place), last)
     if last.allocated.bytes <= before.allocated.bytes:
         return None
-    sure = worst(last.allocated.provenance, before.allocated.provenance)
+    sure = worst_provenance(last.allocated.provenance, before.allocated.provenance)
     more = last.allocated.bytes - before.allocated.bytes
     source = f"allocated, between batch sizes {before.size} and {last.size}"
     return Figure(more // (last.size - before.size), sure, source)

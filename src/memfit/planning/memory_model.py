@@ -17,7 +17,7 @@ from memfit.records import ModuleCall, StepOperations
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryModel:
+class StepMemoryModel:
     """A plain step in segments."""
 
     step: StepOperations
@@ -32,7 +32,7 @@ class MemoryModel:
     those before."""
 
     @classmethod
-    def of(cls, step: StepOperations) -> "MemoryModel":
+    def of(cls, step: StepOperations) -> "StepMemoryModel":
         """Return the model of a step in which nothing was checkpointed."""
         starts = tuple(
             next(group)[0] for _, group in groupby(enumerate(step.forward), key=lambda each: each[1].call)
@@ -71,7 +71,7 @@ class MemoryModel:
         return range(bisect_left(self.starts, first), bisect_left(self.starts, end))
 
 
-def inner_calls(calls: Sequence[ModuleCall]) -> list[list[int]]:
+def calls_inside(calls: Sequence[ModuleCall]) -> list[list[int]]:
     """Return, for each call, the calls made in it, itself included."""
     inside: list[list[int]] = [[] for _ in calls]
     for number in range(len(calls)):

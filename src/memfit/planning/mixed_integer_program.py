@@ -22,7 +22,7 @@ _UNSOLVABLE = (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kU
 
 
 @dataclass(frozen=True, slots=True)
-class Solution:
+class ProgramSolution:
     """The best values found."""
 
     values: tuple[float, ...]
@@ -69,7 +69,7 @@ class MixedIntegerProgram:
         cost_gap: float = 0.0,
         known: float = INFINITY,
         effort: float = 1.0,
-    ) -> Solution | None:
+    ) -> ProgramSolution | None:
         """Return the best solution found with limited work; None if there is none.
 
         Args:
@@ -99,7 +99,7 @@ class MixedIntegerProgram:
         matrix.start_ = np.cumsum([0, *(len(terms) for terms, _, _ in self._rows)])
         matrix.index_ = np.array([column for terms, _, _ in self._rows for column in terms])
         matrix.value_ = np.array([factor for terms, _, _ in self._rows for factor in terms.values()])
-        highs = solver()
+        highs = highs_solver()
         highs.setOptionValue("mip_rel_gap", gap)
         highs.setOptionValue("mip_abs_gap", cost_gap)
         highs.passModel(program)
@@ -112,10 +112,10 @@ class MixedIntegerProgram:
         info, solution = highs.getInfo(), highs.getSolution()
         objective = float(info.objective_function_value)
         bound = float(info.mip_dual_bound) if any(self._integral) else objective
-        return Solution(tuple(solution.col_value) if objective < INFINITY else (), objective, bound)
+        return ProgramSolution(tuple(solution.col_value) if objective < INFINITY else (), objective, bound)
 
 
-def solver() -> Any:
+def highs_solver() -> Any:
     """Return HiGHS, silent and on one thread: with more, which of equal solutions it finds varies."""
     with _quiet_stdout():  # the first solver of a process prints HiGHS's version
         highs = highspy.Highs()  # type: ignore[no-untyped-call]

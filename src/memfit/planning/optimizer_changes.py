@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from memfit.analysis.breakdown import CATEGORY_NAMES
 from memfit.planning.bracket import WORTH
-from memfit.planning.changes import Allowed
+from memfit.planning.changes import AllowedChanges
 from memfit.records import Category, Change, Phase, PlanRun
 
 _Settings = dict[str, bool | int | str]
@@ -26,10 +26,10 @@ _IN_8_BITS: _Settings = {"bits": 8, "backend": "bitsandbytes"}
 _OFFLOADED: _Settings = {"offload": True}
 
 
-def optimizer_changes(allowed: Allowed) -> tuple[Change, ...]:
+def optimizer_changes(allowed: AllowedChanges) -> tuple[Change, ...]:
     """Return the changes that a plan may make: the fastest first, and of these the most exact ones.
 
-    >>> [change.words for change in optimizer_changes(Allowed(optimizer=False, low_bit_state=True))]
+    >>> [change.words for change in optimizer_changes(AllowedChanges(optimizer=False, low_bit_state=True))]
     [('8-bit optimizer state',)]
     """
     exact, low = allowed.optimizer, allowed.low_bit_state
@@ -45,7 +45,7 @@ def optimizer_changes(allowed: Allowed) -> tuple[Change, ...]:
     )
 
 
-class OptimizerChanges:
+class OptimizerChangesToTry:
     """The changes that are worth a run, one after the other.
 
     Args:
@@ -55,7 +55,9 @@ class OptimizerChanges:
         copies: returns the time for which a step copies the state, if that is offloaded.
     """
 
-    def __init__(self, plain: PlanRun, allowed: Allowed, budget: int, copies: Callable[[], float]) -> None:
+    def __init__(
+        self, plain: PlanRun, allowed: AllowedChanges, budget: int, copies: Callable[[], float]
+    ) -> None:
         self._plain, self._budget, self._copies = plain, budget, copies
         self._changes = optimizer_changes(allowed)
         self._left = list(self._changes)
@@ -76,7 +78,9 @@ class OptimizerChanges:
         """
         while self._left:
             change = self._left.pop(0)
-            runs = [run for run in tried if run.change.micro_batches is None or not steps_in_backward(change)]
+            runs = [
+                run for run in tried if run.change.micro_batches is None or not updates_in_backward(change)
+            ]
             if chosen is not None:
                 if self._may_be_faster(change, runs, chosen):
                     return self._make(change)
@@ -100,7 +104,7 @@ class OptimizerChanges:
         """Leave out what contains a change that the script cannot make."""
         self._made.remove(change)
         for some in (self._left, self._too_little):
-            some[:] = (each for each in some if not contains(each, change))
+            some[:] = (each for each in some if not has_all_settings_of(each, change))
 
     def _may_be_faster(self, change: Change, runs: Sequence[PlanRun], chosen: PlanRun) -> bool:
         time = 1.0 + (self._copies() if offloads_state(change) else 0.0)
@@ -110,7 +114,7 @@ class OptimizerChanges:
         return alone or (chosen in runs and _saves(change, chosen) > 0)
 
 
-def contains(change: Change, other: Change) -> bool:
+def has_all_settings_of(change: Change, other: Change) -> bool:
     """Return whether a change of the optimizer has all settings of another."""
     return _settings(other).items() <= _settings(change).items()
 
@@ -120,26 +124,26 @@ def _saves(change: Change, run: PlanRun) -> int:
 
     The allocator's cache shrinks with them, by more or by less.
     """
-    saved = held(run, Category.GRADIENT) if steps_in_backward(change) else 0
-    saved += saved_of_state(change, run)
+    saved = bytes_of_category_at_peak(run, Category.GRADIENT) if updates_in_backward(change) else 0
+    saved += optimizer_state_bytes_saved(change, run)
     if run.place.phase is Phase.OPTIMIZER:  # it updates a few parameters at a time
-        saved += held(run, Category.TEMPORARY)
+        saved += bytes_of_category_at_peak(run, Category.TEMPORARY)
     return saved if saved >= _RELEVANT * run.needs.bytes else 0
 
 
-def held(run: PlanRun, category: Category) -> int:
+def bytes_of_category_at_peak(run: PlanRun, category: Category) -> int:
     """Return the bytes of a category at the peak of a run."""
     return sum(term.figure.bytes for term in run.terms if term.name == CATEGORY_NAMES[category])
 
 
-def steps_in_backward(change: Change) -> bool:
+def updates_in_backward(change: Change) -> bool:
     """Return whether each backward makes an update under a change: then batches cannot be divided."""
     return "step_in_backward" in _settings(change)
 
 
-def saved_of_state(change: Change, run: PlanRun) -> int:
+def optimizer_state_bytes_saved(change: Change, run: PlanRun) -> int:
     """Return the bytes of the optimizer's state at the peak of a run that a change saves."""
-    state = held(run, Category.OPTIMIZER_STATE)
+    state = bytes_of_category_at_peak(run, Category.OPTIMIZER_STATE)
     if offloads_state(change):
         return state
     return round((1 - IN_8_BITS) * state) if has_8_bit_state(change) else 0

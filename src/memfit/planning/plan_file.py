@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 from memfit.errors import FileFormatError
-from memfit.input_files import read_input
+from memfit.input_files import read_input_file
 from memfit.records import SCHEMA_VERSION, Change, Equality, OperationCounts, equality_of
 
 _MAX_FILE = 16 << 20  # bytes; a plan of 1,000 modules has less than one MiB
@@ -67,7 +67,7 @@ def read_plan(path: Path) -> PlanFile:
     Raises:
         FileFormatError: there is no such file, it holds no plan, or its schema is unknown.
     """
-    content = read_input(path, _MAX_FILE)
+    content = read_input_file(path, _MAX_FILE)
     try:
         found = json.loads(content)
     except (ValueError, RecursionError) as error:

@@ -7,7 +7,7 @@ from memfit.analysis.needed_memory import ReplayedRun, process_bytes
 from memfit.analysis.summary import summarize
 from memfit.analysis.trial_result import RunTrial, TrialResult
 from memfit.devices import Device
-from memfit.planning.changes import expandable_segments
+from memfit.planning.changes import expandable_segments_change
 from memfit.records import Change, Operation, PlanRun, ScriptEnd, StepOperations
 
 
@@ -105,7 +105,7 @@ class PlanRuns:
         change, what = self.next_run(plan, operations=operations)
         self.count += 1
         result = self._script.finishing(late=plan.is_late)(change, what)
-        return result if isinstance(result, ScriptEnd) else (result, replayed(result))
+        return result if isinstance(result, ScriptEnd) else (result, replayable_run(result))
 
     def next_run(self, plan: Change, after: int = 0, *, operations: bool = False) -> tuple[Change, str]:
         """Return the change and the name with which ``run`` runs a plan.
@@ -133,7 +133,7 @@ class PlanRuns:
             return made
         result, run = made
         done = self.needs(
-            [run, *map(replayed, result.others)], plan, time(result) if callable(time) else time
+            [run, *map(replayable_run, result.others)], plan, time(result) if callable(time) else time
         )
         done = replace(done, operations=result.counts)
         self.tried.append(done)
@@ -159,7 +159,7 @@ class PlanRuns:
         """
         most = max((self._needs(run, plan, time, fails_at) for run in runs), key=_bytes)
         if tune and self._tune and most.needs.bytes > self.budget:
-            expandable = expandable_segments(runs[0].trace)
+            expandable = expandable_segments_change(runs[0].trace)
             if expandable is not None:
                 tuned = self.needs(runs, plan | expandable, time, tune=False)
                 return min(most, tuned, key=_bytes)
@@ -186,7 +186,7 @@ def _bytes(run: PlanRun) -> int:
     return run.needs.bytes
 
 
-def replayed(result: TrialResult) -> ReplayedRun:
+def replayable_run(result: TrialResult) -> ReplayedRun:
     """Return a run whose requests can be replayed.
 
     Raises:
@@ -195,9 +195,9 @@ def replayed(result: TrialResult) -> ReplayedRun:
     return ReplayedRun.of(result.trace, summarize(result.trace), late=result.late)
 
 
-def all_replayed(result: TrialResult) -> list[ReplayedRun]:
-    """Return the runs of all ranks, as ``replayed`` does."""
-    return [replayed(each) for each in (result, *result.others)]
+def replayable_runs_of_ranks(result: TrialResult) -> list[ReplayedRun]:
+    """Return the runs of all ranks, as ``replayable_run`` does."""
+    return [replayable_run(each) for each in (result, *result.others)]
 
 
 LAUNCH = 5e-6
@@ -206,7 +206,7 @@ RULE = "roofline of the card: full arithmetic rate or memory bandwidth, at least
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
-def roofline(device: Device) -> Callable[[Operation], float]:
+def roofline_seconds(device: Device) -> Callable[[Operation], float]:
     """Return how many seconds an operation takes on a card.
 
     >>> from memfit.devices import find_device
@@ -214,7 +214,7 @@ def roofline(device: Device) -> Callable[[Operation], float]:
     >>> product = Operation(
     ...     "aten.mm.default", 0, -1, (5, 6), (7,), (), flops, moved, "bfloat16", False, 0.0, 0
     ... )
-    >>> f"{1e3 * roofline(find_device('A100-80GB'))(product):.2f} ms"
+    >>> f"{1e3 * roofline_seconds(find_device('A100-80GB'))(product):.2f} ms"
     '0.44 ms'
     """
 
@@ -227,7 +227,7 @@ def roofline(device: Device) -> Callable[[Operation], float]:
     return seconds
 
 
-def host_copies(device: Device) -> Callable[[int], float]:
+def host_copy_seconds(device: Device) -> Callable[[int], float]:
     """Return how many seconds it takes to copy bytes to the host and back, beside nothing else."""
     return lambda size: 2 * size / device.host_bandwidth
 

@@ -9,10 +9,10 @@ from memfit.analysis.needed_memory import needed_without_workspaces
 from memfit.analysis.summary import summarize
 from memfit.analysis.trial_result import TrialResult
 from memfit.errors import TargetError
-from memfit.planning.changes import Allowed
-from memfit.planning.floor import Floor
-from memfit.planning.plan_runs import PlannedScript, PlanRuns, all_replayed
-from memfit.planning.region_options import total_bytes
+from memfit.planning.changes import AllowedChanges
+from memfit.planning.floor import MemoryFloor
+from memfit.planning.plan_runs import PlannedScript, PlanRuns, replayable_runs_of_ranks
+from memfit.planning.region_options import bytes_of_storages
 from memfit.records import Change, PlanRun, ScriptPlan, StepOperations
 from memfit.units import format_gib
 
@@ -47,10 +47,15 @@ class PlanSearch(ABC):
     """Whether ``torch.compile`` compiles the script's code."""
 
     def __init__(
-        self, script: PlannedScript, plain: TrialResult, budget: int, allowed: Allowed, on_found: OnFound
+        self,
+        script: PlannedScript,
+        plain: TrialResult,
+        budget: int,
+        allowed: AllowedChanges,
+        on_found: OnFound,
     ) -> None:
         self._script, self._plain, self._budget, self._allowed = script, plain, budget, allowed
-        self._written = all_replayed(plain)
+        self._written = replayable_runs_of_ranks(plain)
         self._target = budget - self._written[0].found.uncertainty
         """Bytes within which a plan is not tight."""
         self._runs = PlanRuns(script, self._target, tune=allowed.allocator, compiled=self._compiled)
@@ -147,14 +152,14 @@ class PlanSearch(ABC):
             uncertainty=found.uncertainty,
             without_workspaces=0 if bare is None else bare.bytes,
             undivided=self._undivided,
-            log_probabilities=0 if operations is None else log_probabilities(operations),
+            log_probabilities=0 if operations is None else log_softmax_bytes(operations),
             max_slowdown=slowdown if isfinite(slowdown) else None,
             too_slow=too_slow,
             dropped=tuple(self._runs.dropped),
         )
 
 
-def too_high(floor: Floor) -> str:
+def why_floor_exceeds_budget(floor: MemoryFloor) -> str:
     """Return why no plan can fit, given the floor of all plans."""
     held = ", ".join(
         f"{term.name} {format_gib(term.figure.bytes)}"
@@ -167,7 +172,7 @@ def too_high(floor: Floor) -> str:
     )
 
 
-def too_small(smallest: PlanRun, ways: str) -> str:
+def why_smallest_exceeds_budget(smallest: PlanRun, ways: str) -> str:
     """Return why no plan fits: what holds the memory at the smallest peak.
 
     Args:
@@ -191,11 +196,12 @@ def too_small(smallest: PlanRun, ways: str) -> str:
 _LOG_SOFTMAX = "aten._log_softmax.default"
 
 
-def log_probabilities(step: StepOperations) -> int:
+def log_softmax_bytes(step: StepOperations) -> int:
     """Return the bytes of the largest log-softmax of a step, the cross-entropy's; 0 if it has none.
 
     The logits before it and the gradient after it have as many elements.
     """
     return max(
-        (total_bytes(step, each.creates) for each in step.forward if each.name == _LOG_SOFTMAX), default=0
+        (bytes_of_storages(step, each.creates) for each in step.forward if each.name == _LOG_SOFTMAX),
+        default=0,
     )

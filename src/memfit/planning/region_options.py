@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from memfit.planning.memory_model import MemoryModel
+from memfit.planning.memory_model import StepMemoryModel
 from memfit.records import ModuleCall, Operation, StepOperations
 
 Seconds = Callable[[Operation], float]
@@ -59,7 +59,7 @@ def save_ops_to_try(
     drawing: list[tuple[float, int, str]] = []
     all_can_be_kept = True
     for name, operation in _named(step, call):
-        size = total_bytes(step, operation.creates)
+        size = bytes_of_storages(step, operation.creates)
         can_be_kept = bool(size) and changed.isdisjoint(operation.creates)
         if operation.random:
             drawing.append((seconds(operation), size, name))
@@ -77,7 +77,7 @@ def save_ops_to_try(
     return sets[::every]
 
 
-def option_of(
+def region_option(
     step: StepOperations,
     call: ModuleCall,
     save_ops: tuple[str, ...],
@@ -101,7 +101,7 @@ def option_of(
     if copy is not None:
         moved = {storage for storage in keeps if step.storages[storage] >= LEAST_OFFLOADED}
         keeps -= moved
-        offloaded = total_bytes(step, moved)
+        offloaded = bytes_of_storages(step, moved)
         again = copy(offloaded)
     saved = frozenset(save_ops)
     if saved:
@@ -114,14 +114,14 @@ def option_of(
     return RegionOption(save_ops, frozenset(keeps), again, offloaded)
 
 
-def worth_trying(
+def useful_region_options(
     step: StepOperations, options: Iterable[RegionOption], plain: frozenset[int]
 ) -> list[RegionOption]:
     """Return the options that hold less than plain training, without those that another beats in both."""
     best: list[RegionOption] = []
-    limit = total_bytes(step, plain)
-    for option in sorted(options, key=lambda each: (each.seconds, total_bytes(step, each.keeps))):
-        if (size := total_bytes(step, option.keeps)) < limit:
+    limit = bytes_of_storages(step, plain)
+    for option in sorted(options, key=lambda each: (each.seconds, bytes_of_storages(step, each.keeps))):
+        if (size := bytes_of_storages(step, option.keeps)) < limit:
             best.append(option)
             limit = size
     return best
@@ -135,7 +135,7 @@ def _named(step: StepOperations, call: ModuleCall) -> Iterable[tuple[str, Operat
         seen[operation.name] += 1
 
 
-def total_bytes(step: StepOperations, storages: Iterable[int]) -> int:
+def bytes_of_storages(step: StepOperations, storages: Iterable[int]) -> int:
     """Return the bytes of some storages of a step."""
     return sum(step.storages[storage] for storage in storages)
 
@@ -148,7 +148,7 @@ _WORTH = 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CallPart:
     """One part of a module's call."""
 
     first: int
@@ -160,9 +160,9 @@ class Part:
     """The first operation that need not run again to recompute them; the call's first if it saves none."""
 
 
-def parts_of(
+def parts_of_call(
     step: StepOperations, call: ModuleCall, inner: Sequence[int], split_at: Sequence[str] = ()
-) -> list[Part]:
+) -> list[CallPart]:
     """Return the parts of a call, in order.
 
     Args:
@@ -179,7 +179,7 @@ def parts_of(
     begins.sort()
     ends = [*begins[1:], (call.end, call.end_save)]
     return [
-        Part(
+        CallPart(
             first,
             end,
             frozenset(step.saved[first_save:end_save]),
@@ -189,7 +189,9 @@ def parts_of(
     ]
 
 
-def recomputed(memory: MemoryModel, parts: Sequence[Part], kept: frozenset[int]) -> dict[int, int]:
+def bytes_recomputed_in_segments(
+    memory: StepMemoryModel, parts: Sequence[CallPart], kept: frozenset[int]
+) -> dict[int, int]:
     """Return the bytes that have been recomputed when the backward reaches each segment of a call.
 
     Args:
@@ -211,14 +213,14 @@ def recomputed(memory: MemoryModel, parts: Sequence[Part], kept: frozenset[int])
                 made.setdefault(max(creator, segments.start), []).append(storage)
         held = 0
         for segment in segments:
-            held += total_bytes(memory.step, made.get(segment, ()))
+            held += bytes_of_storages(memory.step, made.get(segment, ()))
             found[segment] = held
         if segments:
             found[segments[-1]] = max(held, _on_the_way(memory, parts[0].first, part, kept))
     return found
 
 
-def _on_the_way(memory: MemoryModel, first: int, part: Part, kept: frozenset[int]) -> int:
+def _on_the_way(memory: StepMemoryModel, first: int, part: CallPart, kept: frozenset[int]) -> int:
     """Return the most bytes that exist at a time while the parts before one run again.
 
     What nothing saves is freed after the last operation that reads it.
@@ -236,7 +238,7 @@ def _on_the_way(memory: MemoryModel, first: int, part: Part, kept: frozenset[int
     return most
 
 
-def option_in_parts(
+def region_option_in_parts(
     step: StepOperations,
     call: ModuleCall,
     inner: Sequence[int],
@@ -246,17 +248,17 @@ def option_in_parts(
 ) -> RegionOption:
     """Return what a call holds and costs if it keeps its inputs, and is recomputed in parts.
 
-    The arguments are those of ``parts_of`` and of ``option_of``.
+    The arguments are those of ``parts_of_call`` and of ``region_option``.
     """
-    whole = option_of(step, call, (), seconds, copy)
-    parts = parts_of(step, call, inner, split_at)
+    whole = region_option(step, call, (), seconds, copy)
+    parts = parts_of_call(step, call, inner, split_at)
     again = sum(sum(map(seconds, step.forward[call.first : part.last_saved])) for part in parts[:-1])
     if copy is not None:
         again += (len(parts) - 1) * copy(whole.offloaded) / 2  # each part fetches the inputs
     return replace(whole, seconds=whole.seconds + again, split_at=split_at)
 
 
-def splits_to_try(memory: MemoryModel, call: ModuleCall, inner: Sequence[int]) -> list[tuple[str, ...]]:
+def splits_to_try(memory: StepMemoryModel, call: ModuleCall, inner: Sequence[int]) -> list[tuple[str, ...]]:
     """Return where a call is split best: in one place, and in more as long as that lowers what it holds.
 
     Args:
@@ -275,8 +277,8 @@ def splits_to_try(memory: MemoryModel, call: ModuleCall, inner: Sequence[int]) -
     kept = frozenset(call.reads)
 
     def most(split_at: tuple[str, ...]) -> int:
-        parts = parts_of(memory.step, call, inner, split_at)
-        held = recomputed(memory, parts, kept)
+        parts = parts_of_call(memory.step, call, inner, split_at)
+        held = bytes_recomputed_in_segments(memory, parts, kept)
         return max(held[segment] + memory.besides[segment] for segment in held)
 
     found: list[tuple[str, ...]] = []

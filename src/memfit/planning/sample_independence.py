@@ -25,7 +25,7 @@ from enum import Enum
 from itertools import chain
 from math import prod
 
-from memfit.records import FedSamples, FedTensor, Operation, StepOperations
+from memfit.records import InputTensor, Operation, StepInputs, StepOperations
 
 _HALF = 2
 _SUMS = (
@@ -78,7 +78,7 @@ class _Kind(Enum):
     """How many samples, or tokens of samples, count: assumed to be alike in each micro-batch."""
 
 
-def why_dependent(whole: StepOperations, half: StepOperations) -> str:
+def why_samples_depend(whole: StepOperations, half: StepOperations) -> str:
     """Return why samples depend on each other in a step, as a clause; empty if each is computed by itself.
 
     That is seen by the sizes of results. A step that exchanges samples within the batch, as mixup does,
@@ -141,7 +141,7 @@ def _learn_kinds(
             kinds[storage] = _Kind.SAMPLES if grows else _Kind.CONSTANT
 
 
-def why_no_mean(whole: StepOperations, half: StepOperations | None = None) -> str:
+def why_loss_is_a_sum(whole: StepOperations, half: StepOperations | None = None) -> str:
     """Return why a loss is a sum over samples, not a mean, as a clause; empty if memfit sees no such sum.
 
     A sum that is divided by a tensor passes, as by the number of tokens; so does one that is divided by a
@@ -257,6 +257,8 @@ _OTHER_CONTENTS = (
     "but with other contents: augmented at random, padded to another length, or mixed with each other"
 )
 
+InputTensors = Sequence[InputTensor]
+
 
 @dataclass(frozen=True, slots=True)
 class SampleComparison:
@@ -268,14 +270,14 @@ class SampleComparison:
     """What memfit has not seen and assumes, as in ``DividedBatches``."""
 
 
-def samples_of_parts(whole: StepOperations, parts: StepOperations, count: int) -> SampleComparison:
-    """Compare what a script fed its model, as ``compare_samples`` does; what one step shows is assumed."""
-    found = compare_samples(whole.samples or FedSamples(), parts.samples or FedSamples(), count)
+def compare_samples_of_parts(whole: StepOperations, parts: StepOperations, count: int) -> SampleComparison:
+    """Compare what a script fed its model, as ``compare_step_inputs``; what one step shows is assumed."""
+    found = compare_step_inputs(whole.samples or StepInputs(), parts.samples or StepInputs(), count)
     is_one = whole.carried is None and not whole.compiled and not found.why and not found.assumed
     return replace(found, assumed=_ONE_STEP) if is_one else found
 
 
-def compare_steps(
+def compare_steps_of_parts(
     whole: StepOperations, parts: StepOperations, count: int, *, independent: bool = False
 ) -> SampleComparison:
     """Return whether an update can sum the gradients of parts of a batch instead of those of the batch.
@@ -286,12 +288,12 @@ def compare_steps(
         count: of the parts of a batch.
         independent: whether other parts have shown that samples do not depend on each other.
     """
-    found = samples_of_parts(whole, parts, count)
-    why = "" if independent else why_dependent(whole, parts) or why_no_mean(whole, parts)
+    found = compare_samples_of_parts(whole, parts, count)
+    why = "" if independent else why_samples_depend(whole, parts) or why_loss_is_a_sum(whole, parts)
     return replace(found, why=why or found.why)
 
 
-def compare_samples(whole: FedSamples, parts: FedSamples, count: int) -> SampleComparison:
+def compare_step_inputs(whole: StepInputs, parts: StepInputs, count: int) -> SampleComparison:
     """Compare what a script fed its model with whole batches, and in parts.
 
     Args:
@@ -303,9 +305,10 @@ def compare_samples(whole: FedSamples, parts: FedSamples, count: int) -> SampleC
     if not all(_draw_the_same(*each) for each in passes):
         return SampleComparison("with smaller batches, its DataLoader draws other samples")
     compared = [
-        other_rows(*some, count) for some in ((whole.copied, parts.copied), (whole.passed, parts.passed))
+        undivided_tensor(*each, count)
+        for each in ((whole.copied, parts.copied), (whole.passed, parts.passed))
     ]
-    other = next((found for found in compared if isinstance(found, FedTensor)), None)
+    other = next((found for found in compared if isinstance(found, InputTensor)), None)
     if other is None:
         seen = (passes or True in compared) and not (whole.computed or parts.computed)
         return SampleComparison(assumed="" if seen else _COMPUTED)
@@ -313,11 +316,11 @@ def compare_samples(whole: FedSamples, parts: FedSamples, count: int) -> SampleC
         return SampleComparison(assumed=_OTHER_CONTENTS)
     return SampleComparison(
         "the parts of a batch have other rows than the whole batch: the script makes them in another way if "
-        f"its batch size is smaller (seen in {described(other)})"
+        f"its batch size is smaller (seen in {dtype_and_shape(other)})"
     )
 
 
-def other_rows(whole: Sequence[FedTensor], parts: Sequence[FedTensor], count: int) -> FedTensor | bool:
+def undivided_tensor(whole: InputTensors, parts: InputTensors, count: int) -> InputTensor | bool:
     """Return the first whole tensor that parts do not divide; else whether any tensor was divided.
 
     Args:
@@ -342,16 +345,16 @@ def other_rows(whole: Sequence[FedTensor], parts: Sequence[FedTensor], count: in
     return divided
 
 
-def described(tensor: FedTensor) -> str:
+def dtype_and_shape(tensor: InputTensor) -> str:
     """Return a tensor's dtype and shape, for the user.
 
-    >>> described(FedTensor("int64", (35, 20), ()))
+    >>> dtype_and_shape(InputTensor("int64", (35, 20), ()))
     'int64, 35 x 20'
     """
     return f"{tensor.dtype}, {' x '.join(f'{size:,}' for size in tensor.shape)}"
 
 
-def elements(tensors: Sequence[FedTensor]) -> int:
+def count_elements(tensors: InputTensors) -> int:
     """Return how many numbers some tensors have."""
     return sum(prod(each.shape) for each in tensors)
 
@@ -362,8 +365,8 @@ def _draw_the_same(one: Sequence[Sequence[str]], other: Sequence[Sequence[str]])
     return all(mine == others for mine, others in pairs)
 
 
-def _by_shape(tensors: Sequence[FedTensor]) -> dict[tuple[str, tuple[int, ...]], list[FedTensor]]:
-    found: dict[tuple[str, tuple[int, ...]], list[FedTensor]] = defaultdict(list)
+def _by_shape(tensors: InputTensors) -> dict[tuple[str, tuple[int, ...]], list[InputTensor]]:
+    found: dict[tuple[str, tuple[int, ...]], list[InputTensor]] = defaultdict(list)
     for each in tensors:
         found[each.dtype, each.shape].append(each)
     return dict(found)
@@ -375,7 +378,7 @@ def _smaller(shape: tuple[int, ...], count: int) -> Iterator[tuple[int, tuple[in
             yield dimension, (*shape[:dimension], size // count, *shape[dimension + 1 :])
 
 
-def _divides(whole: Sequence[FedTensor], parts: Sequence[FedTensor], dimension: int, count: int) -> bool:
+def _divides(whole: InputTensors, parts: InputTensors, dimension: int, count: int) -> bool:
     """Return whether the rows of parts are those of whole tensors, of which a batch has one or more."""
     return any(
         _divides_by(whole, parts, dimension, count, alike)
@@ -383,9 +386,7 @@ def _divides(whole: Sequence[FedTensor], parts: Sequence[FedTensor], dimension: 
     )
 
 
-def _divides_by(
-    whole: Sequence[FedTensor], parts: Sequence[FedTensor], dimension: int, count: int, alike: int
-) -> bool:
+def _divides_by(whole: InputTensors, parts: InputTensors, dimension: int, count: int, alike: int) -> bool:
     batches = min(len(whole), len(parts) // count) // alike
     return batches > 0 and all(
         whole[batch * alike + which].rows[dimension]

@@ -22,21 +22,28 @@ from itertools import chain
 
 from memfit.analysis.trial_result import TrialResult, why_it_failed
 from memfit.errors import TargetError, UsageError
-from memfit.planning.bases import Base, Bases
+from memfit.planning.bases import PlanBase, PlanBases
 from memfit.planning.bracket import WORTH
-from memfit.planning.changes import Allowed, recomputation, standard_policies
+from memfit.planning.changes import AllowedChanges, checkpoint_choice_change, checkpointing_policies
 from memfit.planning.choose import CheckpointChoice
 from memfit.planning.compiled_search import CompiledSearch
-from memfit.planning.divisions import Divisions
+from memfit.planning.divisions import DivisionsToTry
 from memfit.planning.mixed_integer_program import INFINITY
 from memfit.planning.plan_runs import PlannedScript, PlanRuns
-from memfit.planning.plan_search import TOO_LATE, OnFound, OutOfTimeError, PlanSearch, too_high, too_small
+from memfit.planning.plan_search import (
+    TOO_LATE,
+    OnFound,
+    OutOfTimeError,
+    PlanSearch,
+    why_floor_exceeds_budget,
+    why_smallest_exceeds_budget,
+)
 from memfit.planning.shardings import (
     OFFLOADED_SHARDS,
     UNSHARDED,
-    copy_seconds,
-    sent_bytes,
-    sharded,
+    bytes_sent_per_step,
+    shard_copy_seconds,
+    try_shardings,
 )
 from memfit.records import Change, PlanRun, ScriptEnd, ScriptPlan
 
@@ -51,7 +58,7 @@ _MOST_RUNS = 16
 def find_plan(
     script: PlannedScript,
     budget: int,
-    allowed: Allowed = Allowed(),  # noqa: B008 - frozen
+    allowed: AllowedChanges = AllowedChanges(),  # noqa: B008 - frozen
     *,
     policies: bool = False,
     on_found: OnFound = lambda _: None,
@@ -100,14 +107,19 @@ class _OperationSearch(PlanSearch):
     _least_time = 1.0
 
     def __init__(
-        self, script: PlannedScript, plain: TrialResult, budget: int, allowed: Allowed, on_found: OnFound
+        self,
+        script: PlannedScript,
+        plain: TrialResult,
+        budget: int,
+        allowed: AllowedChanges,
+        on_found: OnFound,
     ) -> None:
         super().__init__(script, plain, budget, allowed, on_found)
         self._in_blocks: set[Change] = set()  # of which bases every block was checkpointed
         self._refusal = ""  # why nothing can be recomputed
         self._chosen: PlanRun | None = None  # the fastest so far that fits
-        self._bases = Bases(script, plain, self._runs, budget, allowed)
-        self._divisions = Divisions(plain, self._runs, self._bases, budget, allowed)
+        self._bases = PlanBases(script, plain, self._runs, budget, allowed)
+        self._divisions = DivisionsToTry(plain, self._runs, self._bases, budget, allowed)
         self._step = self._bases.step
 
     def plan(self) -> ScriptPlan:
@@ -125,7 +137,7 @@ class _OperationSearch(PlanSearch):
 
     def _plan_shardings(self) -> ScriptPlan:
         """Train a script for one GPU on several: with what moves least, if that is enough."""
-        found = sharded(self._runs, rounding=self._allowed.rounding)
+        found = try_shardings(self._runs, rounding=self._allowed.rounding)
         if found.as_written is None:
             raise TargetError(f"memfit cannot plan for {self._script.ranks} GPUs. {self._runs.dropped[0]}")
         self._as_written = found.as_written
@@ -138,9 +150,9 @@ class _OperationSearch(PlanSearch):
         offloaded = self._offloaded_shards(found.as_written) if self._allowed.rounding else ()
         return self._combine(chain([start], offloaded))
 
-    def _offloaded_shards(self, as_written: PlanRun) -> Iterator[Base]:
+    def _offloaded_shards(self, as_written: PlanRun) -> Iterator[PlanBase]:
         """Yield the script with its shards on the host, if it can be run so."""
-        copies = copy_seconds(as_written.terms, self._script.copy, self._script.ranks) / self._step
+        copies = shard_copy_seconds(as_written.terms, self._script.copy, self._script.ranks) / self._step
         made = self._runs.make(OFFLOADED_SHARDS, 1.0 + copies, operations=True)
         if isinstance(made, ScriptEnd):
             self._runs.drop(OFFLOADED_SHARDS, why_it_failed(made))
@@ -148,12 +160,12 @@ class _OperationSearch(PlanSearch):
             self._runs.models = made[0].models
             yield replace(self._bases.base(OFFLOADED_SHARDS, *made), copies=copies)
 
-    def _combine(self, starts: Iterable[Base]) -> ScriptPlan:
+    def _combine(self, starts: Iterable[PlanBase]) -> ScriptPlan:
         """Change more about what does not fit; the next start is made if nothing fits with those before."""
         floor = self._bases.floor()
         if floor is not None and floor.needs.bytes > self._runs.budget:
             self._runs.budget = self._budget  # every plan is tight
-        bases: list[Base] = []
+        bases: list[PlanBase] = []
         for start in starts:
             untried = functools.partial(self._try_every_block, bases)
             for root in self._bases.roots(start, lambda: self._chosen, untried):
@@ -177,7 +189,7 @@ class _OperationSearch(PlanSearch):
         bound = min(base.run.time + base.plan.parts * self._least(base) / self._step for base in bases)
         return self._answer(chosen=found, bound=min(bound, found.time))
 
-    def _try_the_rest(self, bases: list[Base]) -> PlanRun | None:
+    def _try_the_rest(self, bases: list[PlanBase]) -> PlanRun | None:
         """Return a plan that fits, if one does, of bases in which recomputation alone is not enough."""
         self._divisions.left = []
         found = self._search(bases)
@@ -190,7 +202,7 @@ class _OperationSearch(PlanSearch):
                 return found
         return self._every_block(bases)
 
-    def _tight(self, bases: list[Base]) -> PlanRun | None:
+    def _tight(self, bases: list[PlanBase]) -> PlanRun | None:
         """Return the fastest plan that fits the whole budget, if one does; search bases once more for it."""
         if self._runs.budget == self._budget:
             return None
@@ -199,7 +211,7 @@ class _OperationSearch(PlanSearch):
         self._chosen = min(filter(self._runs.fits, self._ran), key=lambda run: run.time, default=None)
         return self._search(bases) if bases else self._chosen
 
-    def _search(self, bases: list[Base]) -> PlanRun | None:
+    def _search(self, bases: list[PlanBase]) -> PlanRun | None:
         """Return the fastest plan that fits, if one does; bases are added while they may pay."""
         while True:
             fitting = [run for run in (self._chosen, *map(self._best, bases)) if run is not None]
@@ -230,41 +242,41 @@ class _OperationSearch(PlanSearch):
     def _is_exhausted(self) -> bool:
         return self._runs.count >= _MOST_RUNS
 
-    def _may_fit(self, base: Base) -> bool:
+    def _may_fit(self, base: PlanBase) -> bool:
         """Return whether a base may fit, whatever is recomputed in it."""
         return base.update.needs.bytes <= self._runs.budget and self._bases.can_fit(base.plan)
 
-    def _best(self, base: Base) -> PlanRun | None:
+    def _best(self, base: PlanBase) -> PlanRun | None:
         """Return the fastest run of a base that fits."""
         if self._runs.fits(base.run):
             return base.run
         return base.bracket.best[1] if base.bracket.best is not None else None
 
-    def _proposal(self, base: Base) -> tuple[Base, CheckpointChoice] | None:
+    def _proposal(self, base: PlanBase) -> tuple[PlanBase, CheckpointChoice] | None:
         choice = None if self._runs.fits(base.run) else base.bracket.next()
         return None if choice is None else (base, choice)
 
-    def _time(self, base: Base, choice: CheckpointChoice) -> float:
+    def _time(self, base: PlanBase, choice: CheckpointChoice) -> float:
         return base.run.time + base.plan.parts * choice.seconds / self._step
 
-    def _may_be_taken(self, base: Base) -> bool:
+    def _may_be_taken(self, base: PlanBase) -> bool:
         """Return whether a plan of a base may fit in the time that is allowed."""
         return base.run.time + base.plan.parts * base.bracket.least / self._step <= self._allowed.slowdown
 
-    def _least(self, base: Base) -> float:
+    def _least(self, base: PlanBase) -> float:
         """Return a bound of the seconds that what fits adds to a base."""
         if not self._may_fit(base):
             return INFINITY
         return 0.0 if self._runs.fits(base.run) else base.bracket.bound
 
-    def _may_be_smallest(self, base: Base) -> bool:
+    def _may_be_smallest(self, base: PlanBase) -> bool:
         """Return whether a choice in a base is predicted to need less than every plan that ran."""
         smallest = min((run.needs.bytes for run in self._runs.tried), default=base.run.needs.bytes)
         return base.bracket.least_needs < smallest
 
-    def _try(self, base: Base, choice: CheckpointChoice) -> None:
+    def _try(self, base: PlanBase, choice: CheckpointChoice) -> None:
         """Run a plan, and correct the model of its base."""
-        change = recomputation(choice, self._optimizer, offload=base.offload)
+        change = checkpoint_choice_change(choice, self._optimizer, offload=base.offload)
         made = self._runs.make(base.plan | change, self._time(base, choice))
         if isinstance(made, ScriptEnd):
             self._refusal = f"With {', '.join((*base.plan.words, *change.words))}, {why_it_failed(made)}"
@@ -273,14 +285,14 @@ class _OperationSearch(PlanSearch):
         self._runs.models = result.models
         base.bracket.add(choice, run)
 
-    def _try_every_block(self, bases: list[Base]) -> None:
+    def _try_every_block(self, bases: list[PlanBase]) -> None:
         """Checkpoint every block where the model predicts that nothing can fit: it may predict too much."""
         may_fit = [base for base in bases if self._may_fit(base)]
         left = self._chosen is None and not self._is_exhausted
         if left and may_fit and not any(base.bracket.has_run for base in bases):
             self._chosen = self._every_block(may_fit)
 
-    def _every_block(self, bases: list[Base]) -> PlanRun | None:
+    def _every_block(self, bases: list[PlanBase]) -> PlanRun | None:
         """Checkpoint every block in the base that needs least; None if that does not fit, or was tried."""
         base = min(bases, key=lambda base: base.run.needs.bytes)
         least = base.plan
@@ -288,7 +300,7 @@ class _OperationSearch(PlanSearch):
             return None
         self._in_blocks.add(least)
         made = self._runs.make(
-            least | standard_policies(self._optimizer)[0],
+            least | checkpointing_policies(self._optimizer)[0],
             functools.partial(self._bases.relative, least, copies=base.copies),
             operations=True,
         )
@@ -303,7 +315,7 @@ class _OperationSearch(PlanSearch):
             return ()
         runs = PlanRuns(self._script, self._budget, tune=self._allowed.allocator)
         unchanged = UNSHARDED if self._script.is_to_be_sharded(self._plain) else Change()
-        for policy in standard_policies(self._optimizer):
+        for policy in checkpointing_policies(self._optimizer):
             plan = unchanged | policy
             runs.make(plan, functools.partial(self._bases.relative, plan), operations=True)
         return tuple(runs.tried)
@@ -324,7 +336,9 @@ class _OperationSearch(PlanSearch):
         """Answer that no plan fits: because none can, or because none that ran does."""
         floor = self._bases.floor()
         if floor is not None and floor.needs.bytes > self._budget:
-            return replace(self._answer(smallest=smallest, reason=too_high(floor)), floor=floor.needs)
+            return replace(
+                self._answer(smallest=smallest, reason=why_floor_exceeds_budget(floor)), floor=floor.needs
+            )
         reason = self._refusal or self._too_small(smallest)
         return self._answer(smallest=smallest, reason=reason)
 
@@ -334,7 +348,7 @@ class _OperationSearch(PlanSearch):
         ways += ["recomputes activations", "offloads the inputs of what it recomputes"]
         if any("optimizer_state" in run.change.plan for run in self._runs.tried):
             ways.append("updates parameters in the backward or offloads the optimizer's state")
-        return too_small(smallest, f"{', '.join(ways[:-1])}, and {ways[-1]}")
+        return why_smallest_exceeds_budget(smallest, f"{', '.join(ways[:-1])}, and {ways[-1]}")
 
     def _answer(
         self,
@@ -348,7 +362,7 @@ class _OperationSearch(PlanSearch):
         if found.chosen is None or "sharding" not in found.chosen.change.plan:
             return found
         before, now = (
-            sent_bytes(run, found.as_written.terms, self._script.ranks)
+            bytes_sent_per_step(run, found.as_written.terms, self._script.ranks)
             for run in (found.as_written, found.chosen)
         )
         return replace(found, sent=(before, now))

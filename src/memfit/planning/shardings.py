@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 
 from memfit.analysis.strategy_comparison import SHARDINGS
 from memfit.analysis.trial_result import TrialResult, why_it_failed
-from memfit.planning.changes import sharding
-from memfit.planning.plan_runs import PlanRuns, all_replayed
+from memfit.planning.changes import sharding_change
+from memfit.planning.plan_runs import PlanRuns, replayable_runs_of_ranks
 from memfit.records import Change, ModuleCall, PlanRun, ScriptEnd, StepOperations, Term
 
-_DDP, _ZERO1, _FSDP2 = (sharding(name, {"mode": mode}) for name, mode in SHARDINGS.items())
-OFFLOADED_SHARDS = sharding("FSDP2 with offload", {"mode": "fsdp2", "offload": True})
+_DDP, _ZERO1, _FSDP2 = (sharding_change(name, {"mode": mode}) for name, mode in SHARDINGS.items())
+OFFLOADED_SHARDS = sharding_change("FSDP2 with offload", {"mode": "fsdp2", "offload": True})
 UNSHARDED = _DDP
 """What a script for one GPU does on several as long as it fits."""
 _SAME_SUMS, _OTHER_SUMS = (_DDP, _ZERO1), (_FSDP2,)
@@ -32,7 +32,7 @@ _ROUND_TRIPS = 1.5
 
 
 @dataclass(slots=True)
-class Sharded:
+class ShardedScript:
     """A script for one GPU, trained on several."""
 
     as_written: PlanRun | None = None
@@ -43,14 +43,14 @@ class Sharded:
     """The one that needs least."""
 
 
-def sharded(runs: PlanRuns, *, rounding: bool) -> Sharded:
+def try_shardings(runs: PlanRuns, *, rounding: bool) -> ShardedScript:
     """Run a script with each sharding that keeps everything on the GPUs, until one fits.
 
     Args:
         runs: of the script.
         rounding: whether gradients may be summed in another order than with DDP.
     """
-    found = Sharded()
+    found = ShardedScript()
     for one in _SAME_SUMS + _OTHER_SUMS * rounding:
         made = runs.make(one, 1.0, operations=True)
         if isinstance(made, ScriptEnd):
@@ -59,7 +59,7 @@ def sharded(runs: PlanRuns, *, rounding: bool) -> Sharded:
         result, run = made
         runs.models = result.models
         if found.as_written is None:
-            found.as_written = runs.needs(all_replayed(result), one, 1.0, tune=False)
+            found.as_written = runs.needs(replayable_runs_of_ranks(result), one, 1.0, tune=False)
             if run == found.as_written:
                 run = found.as_written
                 runs.tried.pop()
@@ -71,7 +71,7 @@ def sharded(runs: PlanRuns, *, rounding: bool) -> Sharded:
     return found
 
 
-def sent_bytes(run: PlanRun, terms: tuple[Term, ...], ranks: int) -> int:
+def bytes_sent_per_step(run: PlanRun, terms: tuple[Term, ...], ranks: int) -> int:
     """Return about how many bytes a rank sends to others in a step.
 
     Args:
@@ -84,7 +84,7 @@ def sent_bytes(run: PlanRun, terms: tuple[Term, ...], ranks: int) -> int:
     return times * _parameters(terms) * (ranks - 1) // ranks
 
 
-def copy_seconds(terms: tuple[Term, ...], copy: Callable[[int], float], ranks: int) -> float:
+def shard_copy_seconds(terms: tuple[Term, ...], copy: Callable[[int], float], ranks: int) -> float:
     """Return the seconds in which a rank copies its shards from the host and to it, in a micro-batch.
 
     Args:
@@ -99,7 +99,7 @@ def _parameters(terms: tuple[Term, ...]) -> int:
     return sum(term.figure.bytes for term in terms if term.name == "parameters")
 
 
-def named_as_in(plain: StepOperations, sharded: StepOperations) -> StepOperations:
+def with_unsharded_names(plain: StepOperations, sharded: StepOperations) -> StepOperations:
     """Return the operations of a sharded model, with its modules named as before.
 
     DistributedDataParallel becomes the parent of the model that it wraps: ``module.blocks.0``.

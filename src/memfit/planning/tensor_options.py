@@ -9,7 +9,7 @@ the backward runs.
     backward    of the second conv: batch_norm and relu run again; c exists until the backward of relu has run
 
 A storage holds one *content* after another: an operation that writes in place makes a new one. This follows
-what ``strategies/mechanisms/tensor_tape.py`` does, in bytes.
+what ``strategies/mechanisms/single_tensor_recompute.py`` does, in bytes.
 """
 
 import math
@@ -18,9 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from memfit.planning.memory_model import MemoryModel
-from memfit.planning.region_options import Seconds, total_bytes
-from memfit.records import LEAST_RECOMPUTED, ModuleCall, StepOperations, can_run_again
+from memfit.planning.memory_model import StepMemoryModel
+from memfit.planning.region_options import Seconds, bytes_of_storages
+from memfit.records import LEAST_RECOMPUTED, ModuleCall, StepOperations, is_recomputable_operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class StorageContent:
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class ContentsOfCall:
     """The contents of a module's call."""
 
     all: tuple[StorageContent, ...]
@@ -47,7 +47,7 @@ class Contents:
     """What autograd saves: the operation whose backward reads it, and the content."""
 
     @classmethod
-    def of(cls, step: StepOperations, call: ModuleCall) -> "Contents":
+    def of(cls, step: StepOperations, call: ModuleCall) -> "ContentsOfCall":
         """Return those of a call."""
         found: list[StorageContent] = []
         now: dict[int, int] = {}
@@ -87,7 +87,7 @@ class ContentsInBackward:
     """
 
     def __init__(
-        self, step: StepOperations, contents: Contents, kept: Sequence[bool], seconds: Seconds
+        self, step: StepOperations, contents: ContentsOfCall, kept: Sequence[bool], seconds: Seconds
     ) -> None:
         self._step, self._contents, self._kept, self._seconds = step, contents, kept, seconds
         self.spent = 0.0
@@ -115,7 +115,7 @@ class ContentsInBackward:
         saved: dict[int, list[int]] = defaultdict(list)
         for number, content in self._contents.saved:
             saved[number].append(content)
-        self._held = total_bytes(self._step, self.kept)
+        self._held = bytes_of_storages(self._step, self.kept)
         found = {}
         for number in range(call.end, call.first - 1, -1):
             self._most = self._held
@@ -172,13 +172,13 @@ class ContentsInBackward:
 
 
 def kept_contents(
-    step: StepOperations, call: ModuleCall, save_ops: frozenset[str], contents: Contents
+    step: StepOperations, call: ModuleCall, save_ops: frozenset[str], contents: ContentsOfCall
 ) -> list[bool]:
     """Return, by content, whether it is kept, or exists when the call begins."""
     kept = [each.maker < 0 for each in contents.all]
-    for number, name in enumerate(names_in_save_ops(step, call), call.first):
+    for number, name in enumerate(save_ops_names(step, call), call.first):
         operation = step.forward[number]
-        all_kept = name in save_ops or operation.random or not can_run_again(operation.name)
+        all_kept = name in save_ops or operation.random or not is_recomputable_operation(operation.name)
         for each in contents.makes[number]:
             before = contents.all[each].before
             small = step.storages[contents.all[each].storage] < LEAST_RECOMPUTED
@@ -186,7 +186,7 @@ def kept_contents(
     return kept
 
 
-def names_in_save_ops(step: StepOperations, call: ModuleCall) -> Iterator[str]:
+def save_ops_names(step: StepOperations, call: ModuleCall) -> Iterator[str]:
     """Yield the names of a call's operations in ``save_ops``."""
     seen: Counter[str] = Counter()
     for operation in step.forward[call.first : call.end]:
@@ -202,7 +202,7 @@ _COLLECTIVES = ("c10d.", "_c10d_functional.", "fsdp.")
 
 
 @dataclass(frozen=True, slots=True)
-class TensorOption:
+class TensorRecomputation:
     """One way to recompute the tensors of a model."""
 
     save_ops: tuple[str, ...]
@@ -213,7 +213,9 @@ class TensorOption:
     """Bytes of the step at its peak, counted from its beginning."""
 
 
-def tensor_options(memory: MemoryModel, seconds: Seconds, dispatch: float = 0.0) -> list[TensorOption]:
+def tensor_recomputations(
+    memory: StepMemoryModel, seconds: Seconds, dispatch: float = 0.0
+) -> list[TensorRecomputation]:
     """Return ways to recompute a model's tensors one by one, without those that another beats.
 
     There are none if a step calls the model more than once, or exchanges tensors among ranks in its forward,
@@ -229,7 +231,7 @@ def tensor_options(memory: MemoryModel, seconds: Seconds, dispatch: float = 0.0)
         return []
     if any(operation.name.startswith(_COLLECTIVES) for operation in step.forward):
         return []
-    contents = Contents.of(step, step.calls[0])
+    contents = ContentsOfCall.of(step, step.calls[0])
     sets = [
         names
         for always in _inputs(step)
@@ -240,7 +242,7 @@ def tensor_options(memory: MemoryModel, seconds: Seconds, dispatch: float = 0.0)
     found = [_option(memory, names, seconds, contents, plain) for names in dict.fromkeys(sets)]
     noting = dispatch * (step.calls[0].end - step.calls[0].first)
     found = [replace(option, seconds=option.seconds + noting) for option in found]
-    best: list[TensorOption] = []
+    best: list[TensorRecomputation] = []
     for option in sorted(found, key=lambda each: (each.seconds, each.peak)):
         if option.peak < min((each.peak for each in best), default=memory.peak):
             best.append(option)
@@ -248,12 +250,12 @@ def tensor_options(memory: MemoryModel, seconds: Seconds, dispatch: float = 0.0)
 
 
 def _option(
-    memory: MemoryModel,
+    memory: StepMemoryModel,
     save_ops: tuple[str, ...],
     seconds: Seconds,
-    contents: Contents,
+    contents: ContentsOfCall,
     plain: Mapping[int, int],
-) -> TensorOption:
+) -> TensorRecomputation:
     step, call = memory.step, memory.step.calls[0]
     backward = ContentsInBackward(
         step, contents, kept_contents(step, call, frozenset(save_ops), contents), seconds
@@ -264,10 +266,10 @@ def _option(
     for operation in step.backward:
         source = operation.source if operation.source >= 0 else source
         peak = max(peak, operation.allocated + more.get(min(source, call.end), 0))
-    return TensorOption(save_ops, backward.spent, max(peak, _forward_peak(memory, backward.kept)))
+    return TensorRecomputation(save_ops, backward.spent, max(peak, _forward_peak(memory, backward.kept)))
 
 
-def _forward_peak(memory: MemoryModel, kept: frozenset[int]) -> int:
+def _forward_peak(memory: StepMemoryModel, kept: frozenset[int]) -> int:
     """Return the most bytes while the forward runs: what is not kept is freed once nothing reads it."""
     step = memory.step
     saved = {storage for call in step.calls for storage in call.saves}
@@ -311,7 +313,7 @@ def _kept_sets(
     """
     last: dict[int, str] = {}
     time: dict[int, float] = defaultdict(float)
-    for number, name in enumerate(names_in_save_ops(step, step.calls[0]), step.calls[0].first):
+    for number, name in enumerate(save_ops_names(step, step.calls[0]), step.calls[0].first):
         operation = step.forward[number]
         for storage in (*operation.creates, *operation.writes):
             if step.storages[storage] >= LEAST_RECOMPUTED and (
@@ -323,7 +325,7 @@ def _kept_sets(
     order = sorted(last.keys() - always, key=lambda each: (-time[each] / step.storages[each], each))
     if is_spread:
         order = [each for group in _alike(order, time, step.storages) for each in _spread(group)]
-    everything = total_bytes(step, order)
+    everything = bytes_of_storages(step, order)
     names = [last[each] for each in chosen]
     sets, held = [tuple(dict.fromkeys(names))], 0
     for storage in order:

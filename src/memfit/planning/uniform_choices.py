@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
-from memfit.planning.memory_model import MemoryModel
+from memfit.planning.memory_model import StepMemoryModel
 from memfit.planning.region_options import RegionOption
 
 Ways = Mapping[str, Sequence[Sequence[RegionOption]]]
@@ -19,7 +19,7 @@ Selection = Mapping[str, int]
 """By module that is checkpointed: its way."""
 
 
-class UniformChoices:
+class UniformCheckpointing:
     """Selections for one step, and what each of them holds.
 
     Args:
@@ -29,7 +29,7 @@ class UniformChoices:
     """
 
     def __init__(
-        self, memory: MemoryModel, ways: Ways, again: Mapping[str, Sequence[Mapping[int, int]]]
+        self, memory: StepMemoryModel, ways: Ways, again: Mapping[str, Sequence[Mapping[int, int]]]
     ) -> None:
         self._memory, self._ways, self._again = memory, ways, again
         depths: list[int] = []

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from memfit.trace.stack_table import is_omitted_file, torch_folder
+from memfit.trace.stack_table import is_omitted_from_stacks, torch_folder
 
 _PASSES_ON = re.compile(
     r"utils/_contextlib\.py|_compile\.py|_ops\.py|_tensor\.py|storage\.py|_dynamo/.*|_library/.*|optim/optimizer\.py"
@@ -86,7 +86,7 @@ def function_of_stack(frames: Iterable[tuple[str, str]], root: str) -> TorchFunc
     names: list[str] = []
     communicates = False
     for file, function in frames:
-        if is_omitted_file(file):
+        if is_omitted_from_stacks(file):
             continue
         path = file.removeprefix(root)
         if path == file or path.startswith(_MODULES):

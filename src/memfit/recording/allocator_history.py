@@ -2,6 +2,8 @@
 
 the recorder's own    started and stopped by the recorder, which can forget past events; scripts get a part
 the script's          was on already: it is read, and otherwise left alone
+
+PyTorch keeps no history of the host memory that it pins, only the peak.
 """
 
 import inspect
@@ -19,7 +21,7 @@ from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.recording.event_labels import LabelBook, metadata_of, serial_of
 from memfit.recording.script_history import FREES, ScriptHistory, with_stacks_of_blocks
-from memfit.trace.snapshot import allocator_settings, with_earlier
+from memfit.trace.snapshot import allocator_settings, with_blocks_before_history
 
 _HISTORY = Patch(
     "torch.cuda.memory", "_record_memory_history", "_snapshot", why="share one history with the script"
@@ -147,7 +149,7 @@ class AllocatorHistory:
             now = {"user_metadata": metadata_of(self._book.forgotten + self._book.moment())}
             snapshot["device_traces"][index].append({**failed, **now})
         in_force = allocator_settings(snapshot) | _environment() | _fraction(index)
-        return with_earlier(snapshot, index), in_force
+        return with_blocks_before_history(snapshot, index), in_force
 
     def alive(self) -> dict[int, int]:
         """Return the bytes of the allocations that are alive, by address: as requested, if PyTorch knows."""
@@ -252,3 +254,11 @@ def without_inductor() -> Iterator[None]:
         yield
     finally:
         del torch._inductor
+
+
+def pinned_peak() -> int:
+    """Return the most bytes of host memory that PyTorch has pinned.
+
+    Its cache of pinned blocks included: PyTorch uses a block again once the copies from it are done.
+    """
+    return int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))

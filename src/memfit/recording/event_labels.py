@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from memfit.records import Label, MarkKind, Phase
+from memfit.records import EventLabel, MarkKind, Phase
 
 PREFIX = "memfit:"
 
@@ -27,7 +27,7 @@ class LabelBook:
         self._stamp: Callable[[int], None] | None = None
         self.forgotten = 0
         """Number of serials before the first that is kept."""
-        self.labels: list[Label] = []
+        self.labels: list[EventLabel] = []
         """Every label, in the order of first use."""
         self._index: dict[tuple[Phase, str, str, int], int] = {}
         self._adding = threading.Lock()
@@ -68,11 +68,11 @@ class LabelBook:
             with self._adding:  # a backward runs on its own threads
                 found = self._index.get(key, len(self.labels))
                 if found == len(self.labels):
-                    self.labels.append(Label(*key))
+                    self.labels.append(EventLabel(*key))
                     self._index[key] = found
         return found
 
-    def add(self, label: Label) -> int:
+    def add(self, label: EventLabel) -> int:
         """Return the index of a label as ``intern`` does."""
         return self.intern(label.phase, label.module, label.op, label.stack)
 

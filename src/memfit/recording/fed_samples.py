@@ -22,7 +22,7 @@ from memfit.patching.after_import import after_import
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.recording.tensor_storage import storage_of
-from memfit.records import FedSamples, FedTensor
+from memfit.records import InputTensor, StepInputs
 
 _METHODS = Patch("torch._tensor:Tensor", "to", "cuda", "copy_", why="see what a script copies to the GPU")
 _FUNCTIONS = Patch("torch", "tensor", "as_tensor", why="see what a script copies to the GPU")
@@ -40,7 +40,7 @@ _MOST_BYTES = 1 << 27
 _MOST_BATCHES = 1 << 12
 
 
-def fed_tensor(tensor: torch.Tensor) -> FedTensor:
+def fed_tensor(tensor: torch.Tensor) -> InputTensor:
     """Return the digests of a tensor's rows.
 
     >>> whole, part = torch.arange(6).reshape(2, 3), torch.arange(3).reshape(1, 3)
@@ -54,7 +54,7 @@ def fed_tensor(tensor: torch.Tensor) -> FedTensor:
         content = along.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy()
         size = len(along) if len(along) <= _MOST_ROWS else 1
         rows.append(tuple(map(_digest, content.reshape(size, -1) if size else content)))
-    return FedTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tuple(rows))
+    return InputTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tuple(rows))
 
 
 def _digest(row: npt.NDArray[np.uint8]) -> str:
@@ -67,8 +67,8 @@ class FedSampleRecorder:
     def __init__(self) -> None:
         self._sources: dict[int, tuple[Any, torch.Tensor, int]] = {}
         """By storage on the GPU: what ends with it; what was copied there, and its version then."""
-        self._copied: list[FedTensor] = []
-        self._passed: list[FedTensor] = []
+        self._copied: list[InputTensor] = []
+        self._passed: list[InputTensor] = []
         self._left = _MOST_BYTES
         self._drawn: list[list[tuple[str, ...]]] = []
         self._computed = False
@@ -86,10 +86,10 @@ class FedSampleRecorder:
 
         hooks.on_removal(after_import("torch.utils.data.dataloader", follow_loaders))
 
-    def found(self) -> FedSamples:
+    def found(self) -> StepInputs:
         """Return what has been recorded."""
         drawn = tuple(tuple(each) for each in self._drawn if each)
-        return FedSamples(tuple(self._copied), tuple(self._passed), drawn, self._computed)
+        return StepInputs(tuple(self._copied), tuple(self._passed), drawn, self._computed)
 
     def passes(self, passed: Any) -> None:
         """Note what the model is passed: it is about to be called."""
@@ -132,7 +132,7 @@ class FedSampleRecorder:
             end = weakref.ref(storage, lambda _: self._sources.pop(address, None))
             self._sources[address] = end, source, source._version
 
-    def _read(self, tensor: torch.Tensor) -> Iterator[FedTensor]:
+    def _read(self, tensor: torch.Tensor) -> Iterator[InputTensor]:
         """Yield the digests of a tensor, unless enough has been read."""
         if len(self._copied) + len(self._passed) < _MOST_TENSORS and tensor.nbytes <= self._left:
             self._left -= tensor.nbytes

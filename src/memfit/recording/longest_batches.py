@@ -4,9 +4,7 @@ Batches are drawn from the script's own loader, with its sampler, its collate fu
 Nothing here imports torch before the script does.
 """
 
-import sys
 import time
-import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -15,19 +13,18 @@ from typing import TYPE_CHECKING, Any
 from memfit.patching.after_import import after_import
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
-from memfit.recording.loader_batch_size import creator
-from memfit.recording.short_loaders import ShortLoaders, counts_batches
+from memfit.recording.data_loaders import ScriptLoaders, ShortLoaders, counts_batches
 from memfit.records import LoaderScan
 
 if TYPE_CHECKING:
+    from memfit.recording.loader_scan import ReplacedBatches
     from memfit.recording.recorder import Recorder
-    from memfit.recording.replaced_batches import ReplacedBatches
 
 _MOST = 1000
 """Loaders that are looked through: fewer than a trace can have."""
 _LOADER = Patch(
     "torch.utils.data.dataloader:DataLoader",
-    *("__init__", "_get_iterator"),
+    "_get_iterator",
     why="look through a loader's batches when the script first reads it",
 )
 
@@ -48,16 +45,20 @@ class LongestBatches:
 
     Args:
         seconds: for each loader, at most.
+        loaders: knows the script's.
         short: what shortens the passes that the script makes; None if nothing does.
         recorder: returns the recorder of this process; None before there is one.
     """
 
     def __init__(
-        self, seconds: float, short: ShortLoaders | None, recorder: "Callable[[], Recorder | None]"
+        self,
+        seconds: float,
+        loaders: ScriptLoaders,
+        short: ShortLoaders | None,
+        recorder: "Callable[[], Recorder | None]",
     ) -> None:
-        self._seconds, self._short, self._recorder = seconds, short, recorder
+        self._seconds, self._loaders, self._short, self._recorder = seconds, loaders, short, recorder
         self._hooks = InstalledHooks()
-        self._created: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._scanned: list[_Scanned] = []
 
     @property
@@ -74,12 +75,7 @@ class LongestBatches:
         after_import("torch.utils.data.dataloader", self._follow)
 
     def _follow(self) -> None:
-        self._hooks.wrap(_LOADER, "__init__", self._create)
         self._hooks.wrap(_LOADER, "_get_iterator", self._begin)
-
-    def _create(self, original: Callable[..., None], loader: Any, *args: Any, **kwargs: Any) -> None:
-        self._created[loader] = creator(sys._getframe(2))[0]
-        original(loader, *args, **kwargs)
 
     def _begin(self, original: Callable[..., Any], loader: Any) -> Any:
         recorder = self._recorder()
@@ -95,8 +91,7 @@ class LongestBatches:
         return iterator
 
     def _scan(self, original: Callable[..., Any], loader: Any, recorder: "Recorder") -> _Scanned:
-        from memfit.recording.loader_scan import scan_loader
-        from memfit.recording.replaced_batches import ReplacedBatches
+        from memfit.recording.loader_scan import ReplacedBatches, scan_loader
 
         begin, length = time.monotonic(), self._length(loader)
         found = scan_loader(
@@ -104,7 +99,7 @@ class LongestBatches:
             lambda: self._whole_pass(original, loader),
             self._seconds,
             most=length if counts_batches(loader, loader._index_sampler) else None,
-            where=self._created.get(loader, ""),
+            where=self._loaders.line_of(loader),
             of=length,
         )
         if recorder.steps.deadline is not None:  # the script's own time goes on only now

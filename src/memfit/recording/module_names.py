@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from memfit.records import Label, TensorInfo
+from memfit.records import EventLabel, TensorInfo
 
 _WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Attributes in which wrappers keep the module that they wrap; a wrapper and its module share one name.
@@ -113,16 +113,16 @@ def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     return module if wrapped is None else _unwrapped(wrapped)
 
 
-_Named = TypeVar("_Named", Label, TensorInfo)
+_Named = TypeVar("_Named", EventLabel, TensorInfo)
 
 
 def short_names(
-    labels: tuple[Label, ...], tensors: tuple[TensorInfo, ...] = ()
-) -> tuple[tuple[Label, ...], tuple[TensorInfo, ...]]:
+    labels: tuple[EventLabel, ...], tensors: tuple[TensorInfo, ...] = ()
+) -> tuple[tuple[EventLabel, ...], tuple[TensorInfo, ...]]:
     """Drop the class of the outermost module from all module names if all dotted names share it.
 
     >>> from memfit.records import Phase
-    >>> [label.module for label in short_names((Label(Phase.FORWARD, "GPT.head", "", -1),))[0]]
+    >>> [label.module for label in short_names((EventLabel(Phase.FORWARD, "GPT.head", "", -1),))[0]]
     ['head']
     """
     modules = [label.module for label in labels] + [tensor.module for tensor in tensors]

@@ -25,13 +25,13 @@ from memfit.recording.allocator_history import AllocatorHistory
 from memfit.recording.annotate_events import (
     assign_labels_and_owners,
     assign_torch_functions,
+    infer_forwards,
     mark_failed_workspaces,
     mark_workspaces,
     place_marks,
 )
 from memfit.recording.compiled_graphs import BEFORE_FORWARD, CompiledCode
 from memfit.recording.event_labels import LabelBook
-from memfit.recording.inferred_phases import infer_forwards
 from memfit.recording.memory_calls import (
     label_autocast_exits,
     mark_calls,

@@ -20,7 +20,7 @@ from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.recording.event_labels import LabelBook
 from memfit.recording.training_steps import StepTracker
-from memfit.records import MarkKind, Saved, Untrained
+from memfit.records import MarkKind, SaveKind, UntrainedForwardReason
 
 _LOADER = Patch("torch.utils.data.dataloader:DataLoader", "_get_iterator", why="number the loaders")
 _LOADER_ITERATOR = Patch(
@@ -82,13 +82,13 @@ class RunStageMarks:
             return False
         gradients = torch.is_grad_enabled()
         if next(module.parameters(), None) is None:
-            kind = Untrained.NO_PARAMETERS
+            kind = UntrainedForwardReason.NO_PARAMETERS
         elif gradients and module.training:
             return False
         elif module.training or not self._is_trained(module):
-            kind = Untrained.NO_GRADIENTS
+            kind = UntrainedForwardReason.NO_GRADIENTS
         else:
-            kind = Untrained.EVAL_MODE if gradients else Untrained.EVALUATES
+            kind = UntrainedForwardReason.EVAL_MODE if gradients else UntrainedForwardReason.EVALUATES
         self._book.mark(MarkKind.EVALUATION, kind)
         return True
 
@@ -141,7 +141,7 @@ class RunStageMarks:
         if self._making_state:  # a module's calls its submodules'
             return original(holder, *args, **kwargs)
         self._making_state = True
-        self._book.mark(MarkKind.SAVE, Saved.STATE)
+        self._book.mark(MarkKind.SAVE, SaveKind.STATE)
         try:
             return original(holder, *args, **kwargs)
         finally:
@@ -150,7 +150,7 @@ class RunStageMarks:
     def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._reading:
             beside = threading.current_thread() not in (threading.main_thread(), self._thread)
-            self._book.mark(MarkKind.SAVE, Saved.FILE_BESIDE if beside else Saved.FILE)
+            self._book.mark(MarkKind.SAVE, SaveKind.FILE_BESIDE if beside else SaveKind.FILE)
         return original(*args, **kwargs)
 
     def _load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

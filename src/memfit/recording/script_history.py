@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from memfit.recording.event_labels import PREFIX
-from memfit.user_frame import is_own_file
+from memfit.user_frame import is_memfit_file
 
 FREES = ("free_requested", "free_completed")
 _RUNS_SCRIPT = str(Path(__file__).parents[1] / "run" / "script.py")
@@ -156,7 +156,7 @@ def _shown(entry: _Entry, stack: _Stack) -> _Entry:
     if "frames" in entry:
         files = [frame["filename"] for frame in stack]
         outside = next((at for at, file in enumerate(files) if file == _RUNS_SCRIPT), len(files))
-        changes["frames"] = [frame for frame in stack[:outside] if not is_own_file(frame["filename"])]
+        changes["frames"] = [frame for frame in stack[:outside] if not is_memfit_file(frame["filename"])]
     if str(entry.get("user_metadata", "")).startswith(PREFIX):
         changes["user_metadata"] = ""
     return {**entry, **changes}

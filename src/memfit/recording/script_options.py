@@ -11,13 +11,13 @@ from typing import Any
 from memfit.patching.after_import import after_import
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
-from memfit.records import OptionPurpose, ScriptOption
+from memfit.records import ScriptOption, ScriptOptionPurpose
 
 _ARGPARSE = Patch("argparse:ArgumentParser", "parse_known_args", why="learn the script's options")
 _CLICK = Patch("click.core:Command", "parse_args", why="learn the script's options")
 
 _NAMES = {
-    OptionPurpose.BATCH_SIZE: (
+    ScriptOptionPurpose.BATCH_SIZE: (
         "per-device-train-batch-size",
         "train-batch-size",
         "micro-batch-size",
@@ -26,7 +26,7 @@ _NAMES = {
         "bs",
         "b",
     ),
-    OptionPurpose.ACCUMULATION: (
+    ScriptOptionPurpose.ACCUMULATION: (
         "gradient-accumulation-steps",
         "grad-accumulation-steps",
         "grad-accum-steps",
@@ -35,8 +35,8 @@ _NAMES = {
         "accum-iter",
         "accum-freq",
     ),
-    OptionPurpose.PARTS: ("parts-per-batch",),
-    OptionPurpose.CHECKPOINTING: (
+    ScriptOptionPurpose.PARTS: ("parts-per-batch",),
+    ScriptOptionPurpose.CHECKPOINTING: (
         "gradient-checkpointing",
         "grad-checkpointing",
         "activation-checkpointing",
@@ -44,12 +44,12 @@ _NAMES = {
         "grad-checkpoint",
         "checkpoint-activations",
     ),
-    OptionPurpose.LOW_PRECISION: ("bf16", "mixed-precision", "amp", "fp16"),
+    ScriptOptionPurpose.LOW_PRECISION: ("bf16", "mixed-precision", "amp", "fp16"),
 }
 """Names without dashes in front, with ``_`` as ``-``; of one purpose, the most specific or gentlest first."""
 _KNOWN = {name: purpose for purpose, names in _NAMES.items() for name in names}
 _RANK = {name: rank for rank, name in enumerate(_KNOWN)}
-_NUMBERS = (OptionPurpose.BATCH_SIZE, OptionPurpose.ACCUMULATION, OptionPurpose.PARTS)
+_NUMBERS = (ScriptOptionPurpose.BATCH_SIZE, ScriptOptionPurpose.ACCUMULATION, ScriptOptionPurpose.PARTS)
 _LOW = ("bf16", "bfloat16", "fp16", "float16")
 """Choices of an option that mean low precision."""
 

@@ -12,7 +12,7 @@ from memfit.records.allocator_comparison import (
     CallRates,
     DriverCalls,
     FailedMalloc,
-    Replay,
+    ReplayResult,
     SettingOutcome,
 )
 from memfit.records.attribution import Attribution
@@ -46,23 +46,23 @@ from memfit.records.explanation import (
 )
 from memfit.records.fragmentation import Fragmentation, Hole, PinningBlock, ReservedBytes, ReservedMemoryUse
 from memfit.records.longest_batch import BatchSize, LoaderScan, LongestBatch, MeasuredBatch
-from memfit.records.marks import Mark, MarkKind, Saved, Untrained
+from memfit.records.marks import Mark, MarkKind, SaveKind, UntrainedForwardReason
 from memfit.records.max_batch import BatchLimit, BatchRun, MaxBatch
 from memfit.records.memory_check import CheckedFigure, CheckVerdict, MemoryBaseline, MemoryCheck
-from memfit.records.provenance import Figure, Note, Provenance, worst
+from memfit.records.provenance import Figure, Note, Provenance, worst_provenance
 from memfit.records.result import SCHEMA_VERSION
-from memfit.records.script_options import LoaderBatchSize, OptionPurpose, ScriptOption
+from memfit.records.script_options import LoaderBatchSize, ScriptOption, ScriptOptionPurpose
 from memfit.records.script_plan import GpusFor, PlanRun, ScriptPlan
 from memfit.records.step_operations import (
     LEAST_RECOMPUTED,
-    FedSamples,
-    FedTensor,
+    InputTensor,
     ModuleCall,
     Operation,
     OperationCounts,
+    StepInputs,
     StepOperations,
-    can_run_again,
-    is_counted,
+    is_counted_operation,
+    is_recomputable_operation,
 )
 from memfit.records.strategy_comparison import ComparedRun, StrategyComparison
 from memfit.records.trace import (
@@ -72,11 +72,11 @@ from memfit.records.trace import (
     Category,
     ChildProcess,
     DeviceUse,
+    EventLabel,
     Events,
     Frame,
     JobRank,
-    Label,
-    Machine,
+    MachineKind,
     Phase,
     ScriptEnd,
     ScriptLocation,
@@ -128,11 +128,10 @@ __all__ = [
     "DriverCalls",
     "DryRun",
     "Equality",
+    "EventLabel",
     "Events",
     "Explanation",
     "FailedMalloc",
-    "FedSamples",
-    "FedTensor",
     "Figure",
     "Fragmentation",
     "Frame",
@@ -142,13 +141,13 @@ __all__ = [
     "GroupBy",
     "Growth",
     "Hole",
+    "InputTensor",
     "JobRank",
-    "Label",
     "LiveAllocation",
     "LoaderBatchSize",
     "LoaderScan",
     "LongestBatch",
-    "Machine",
+    "MachineKind",
     "Mark",
     "MarkKind",
     "MaxBatch",
@@ -163,7 +162,6 @@ __all__ = [
     "Note",
     "Operation",
     "OperationCounts",
-    "OptionPurpose",
     "OutOfMemory",
     "PeakRange",
     "Phase",
@@ -173,15 +171,16 @@ __all__ = [
     "Provenance",
     "RangeCause",
     "RankRole",
-    "Replay",
+    "ReplayResult",
     "ReservedBytes",
     "ReservedMemoryUse",
     "RowChange",
     "RunDifference",
-    "Saved",
+    "SaveKind",
     "ScriptEnd",
     "ScriptLocation",
     "ScriptOption",
+    "ScriptOptionPurpose",
     "ScriptPlan",
     "Segment",
     "SettingOutcome",
@@ -190,17 +189,18 @@ __all__ = [
     "SnapshotBlock",
     "Stage",
     "StageUse",
+    "StepInputs",
     "StepOperations",
     "StrategyComparison",
     "TensorInfo",
     "Term",
     "Timeline",
     "Trace",
-    "Untrained",
+    "UntrainedForwardReason",
     "Verification",
     "VerificationVerdict",
-    "can_run_again",
     "equality_of",
-    "is_counted",
-    "worst",
+    "is_counted_operation",
+    "is_recomputable_operation",
+    "worst_provenance",
 ]

@@ -66,7 +66,7 @@ class FailedMalloc:
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class ReplayResult:
     """Result of replaying a trace; up to the malloc that failed, if one did."""
 
     failure: FailedMalloc | None
@@ -115,7 +115,7 @@ class SettingOutcome:
     """What a trace needs and costs under one setting."""
 
     setting: AllocatorSetting
-    replay: Replay
+    replay: ReplayResult
     seconds_per_step: float | None
     """Driver calls of a steady step, at assumed rates; None if too few steps completed."""
     memory_fraction: float | None = None

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from memfit.records.trace import Machine
+from memfit.records.trace import MachineKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class ContextReport:
     torch: str
     total: int
     """Bytes of the card, as cudaMemGetInfo reports them."""
-    machine: Machine
+    machine: MachineKind
     """``CARD``, or ``REHEARSAL``, in which case nothing here was measured."""
     way: str
     """How the process's bytes were measured."""

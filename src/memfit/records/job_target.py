@@ -6,15 +6,15 @@ JOB_LOOP = "memfit.train.job_loop"
 """Trains the ``memfit.Job`` of a function; its name stands before ``job.py:make_job`` in the command."""
 
 
-def typed(command: Sequence[str]) -> tuple[str, ...]:
+def command_as_typed(command: Sequence[str]) -> tuple[str, ...]:
     """Return a script and its arguments as the user typed them.
 
-    >>> typed(("memfit.train.job_loop", "job.py:make_job", "--batch-size", "4"))
+    >>> command_as_typed(("memfit.train.job_loop", "job.py:make_job", "--batch-size", "4"))
     ('job.py:make_job', '--batch-size', '4')
     """
-    return tuple(command[1:] if is_job(command) else command)
+    return tuple(command[1:] if is_job_command(command) else command)
 
 
-def is_job(command: Sequence[str]) -> bool:
+def is_job_command(command: Sequence[str]) -> bool:
     """Return whether a command runs a function that makes a ``memfit.Job``."""
     return command[:1] == (JOB_LOOP,)

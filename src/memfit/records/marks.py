@@ -25,7 +25,7 @@ class MarkKind(StrEnum):
     LOAD = "load"  # a file with a state_dict was read
 
 
-class Untrained(IntEnum):
+class UntrainedForwardReason(IntEnum):
     """Why a forward may be part of an evaluation, or says nothing about it."""
 
     EVALUATES = 0
@@ -38,7 +38,7 @@ class Untrained(IntEnum):
     """It has no parameters: a loss or a metric, which belongs to the forward before it."""
 
 
-class Saved(IntEnum):
+class SaveKind(IntEnum):
     """What a script makes of its state."""
 
     STATE = 0
@@ -57,7 +57,8 @@ class Mark:
     kind: MarkKind
     index: int
     """For ``OPTIMIZER_STEP`` the optimizer; for ``MEM_POOL_GONE`` the pool, whose PyTorch id is (0, index);
-    for ``SIZE_BOUND`` the note in ``Trace.notes``; for ``EVALUATION`` an ``Untrained``; for ``BATCH`` and
-    ``LOADER_END`` the loader, counted in the order in which they were first read; for ``SERVED`` 4 times the
-    scan in ``Trace.scans`` plus the batch in its ``served``, or plus 3 for the loader's own next batch; for
-    ``SAVE`` a ``Saved``; otherwise the number of earlier marks of this kind."""
+    for ``SIZE_BOUND`` the note in ``Trace.notes``; for ``EVALUATION`` an ``UntrainedForwardReason``; for
+    ``BATCH`` and ``LOADER_END`` the loader, counted in the order in which they were first read; for
+    ``SERVED`` 4 times the scan in ``Trace.scans`` plus the batch in its ``served``, or plus 3 for the
+    loader's own next batch; for ``SAVE`` a ``SaveKind``; otherwise the number of earlier marks of this
+    kind."""

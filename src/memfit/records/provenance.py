@@ -13,10 +13,10 @@ class Provenance(StrEnum):
     ASSUMED = "assumed"  # a rule or a table, named where it is used
 
 
-def worst(*provenances: Provenance) -> Provenance:
+def worst_provenance(*provenances: Provenance) -> Provenance:
     """Return the provenance of a total: that of its least certain term.
 
-    >>> worst(Provenance.EXACT, Provenance.MEASURED).value
+    >>> worst_provenance(Provenance.EXACT, Provenance.MEASURED).value
     'measured'
     """
     return max(provenances, key=list(Provenance).index)

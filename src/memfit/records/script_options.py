@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class OptionPurpose(StrEnum):
+class ScriptOptionPurpose(StrEnum):
     """What an option of a script sets."""
 
     BATCH_SIZE = "batch size"
@@ -19,7 +19,7 @@ class OptionPurpose(StrEnum):
 class ScriptOption:
     """An option that the script's own parser accepted."""
 
-    purpose: OptionPurpose
+    purpose: ScriptOptionPurpose
     words: tuple[str, ...]
     """What to write: ``--bf16``, or ``--mixed_precision bf16``; for a number, the option's name alone."""
     value: int
@@ -28,7 +28,7 @@ class ScriptOption:
     def with_value(self, number: int) -> tuple[str, ...]:
         """Return what to write for another number; a name that ends in ``=`` is one word with it.
 
-        >>> ScriptOption(OptionPurpose.BATCH_SIZE, ("--batch-size",), 4).with_value(8)
+        >>> ScriptOption(ScriptOptionPurpose.BATCH_SIZE, ("--batch-size",), 4).with_value(8)
         ('--batch-size', '8')
         """
         *before, last = self.words

@@ -10,7 +10,7 @@ _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 
 
 @dataclass(frozen=True, slots=True)
-class FedTensor:
+class InputTensor:
     """A tensor that a script copied to the GPU, or passed to its model."""
 
     dtype: str
@@ -20,12 +20,12 @@ class FedTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class FedSamples:
+class StepInputs:
     """What a script fed its model, in order."""
 
-    copied: tuple[FedTensor, ...] = ()
+    copied: tuple[InputTensor, ...] = ()
     """Copied to the GPU since the script began, models apart."""
-    passed: tuple[FedTensor, ...] = ()
+    passed: tuple[InputTensor, ...] = ()
     """Parts of such copies that the model was passed in the recorded step."""
     drawn: tuple[tuple[tuple[str, ...], ...], ...] = ()
     """By pass over a loader that makes batches of samples: the indices of those in each batch."""
@@ -118,7 +118,7 @@ class StepOperations:
     """Storages that the step recorded before has made of its samples; None if none was recorded."""
     optimizer: int | None = None
     """Which optimizer of the script has the model's parameters, counted from 0 as they were created."""
-    samples: FedSamples | None = None
+    samples: StepInputs | None = None
     """What the script fed its models until the end of the step; None if that was not recorded."""
     compiled: bool = False
     """Whether torch.compile compiles the script's code. Then ``forward`` has what the GPU runs from one
@@ -146,19 +146,19 @@ class OperationCounts:
         return (self.forward, self.recomputed) == (other.forward, other.recomputed)
 
 
-def is_counted(name: str) -> bool:
+def is_counted_operation(name: str) -> bool:
     """Return whether ``OperationCounts`` count an operation: PyTorch's checkpoints allocate empty tensors.
 
-    >>> is_counted("aten.mm.default"), is_counted("aten.empty.memory_format")
+    >>> is_counted_operation("aten.mm.default"), is_counted_operation("aten.empty.memory_format")
     (True, False)
     """
     return not name.partition(".")[2].startswith(_NOT_THE_SAME)
 
 
-def can_run_again(name: str) -> bool:
+def is_recomputable_operation(name: str) -> bool:
     """Return whether an operation makes the same from the same arguments, and no other process takes part.
 
-    >>> can_run_again("aten.relu.default"), can_run_again("aten.empty_like.default")
+    >>> is_recomputable_operation("aten.relu.default"), is_recomputable_operation("aten.empty_like.default")
     (True, False)
     """
-    return name.partition(".")[0] not in _COLLECTIVES and is_counted(name)
+    return name.partition(".")[0] not in _COLLECTIVES and is_counted_operation(name)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from memfit.devices import OBSERVED_SPREAD
 from memfit.records.longest_batch import LoaderScan  # noqa: TC001 - as below
 from memfit.records.marks import Mark  # noqa: TC001 - msgspec asks for the types of fields
-from memfit.records.provenance import Figure, Note, worst
+from memfit.records.provenance import Figure, Note, worst_provenance
 from memfit.records.script_options import LoaderBatchSize, ScriptOption  # noqa: TC001 - as above
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Events:
 
 
 @dataclass(frozen=True, slots=True)
-class Label:
+class EventLabel:
     """What the script was doing; shared by many events."""
 
     phase: Phase
@@ -149,7 +149,7 @@ class TensorInfo:
     """The tensor that held an allocation when its owners were recorded."""
 
     module: str
-    """The module that owns it, as in ``Label``; empty if none does."""
+    """The module that owns it, as in ``EventLabel``; empty if none does."""
     name: str
     """``weight``, ``weight.grad``, ``weight.exp_avg``; of a saved tensor, ``mat1 of AddmmBackward0``."""
     dtype: str
@@ -182,7 +182,7 @@ class Segment:
     blocks: tuple[SnapshotBlock, ...]
 
 
-class Machine(StrEnum):
+class MachineKind(StrEnum):
     """The kind of machine a trace was made on."""
 
     GHOST = "ghost"  # a stand-in CUDA runtime: nothing was computed
@@ -203,7 +203,7 @@ class DeviceUse:
     """CUDA context and libraries of this process, outside PyTorch's allocator."""
     in_use: int
     """Bytes held by other processes (a desktop, another job)."""
-    machine: Machine = Machine.GHOST
+    machine: MachineKind = MachineKind.GHOST
     nccl: Figure | None = None
     """NCCL's communicators; None if the script made none, or if they are part of ``context``."""
     driver: Figure | None = None
@@ -220,7 +220,7 @@ class DeviceUse:
         """This process's memory outside PyTorch's allocator: the context, and NCCL's."""
         if self.nccl is None:
             return self.context
-        sure = worst(self.context.provenance, self.nccl.provenance)
+        sure = worst_provenance(self.context.provenance, self.nccl.provenance)
         return Figure(self.context.bytes + self.nccl.bytes, sure, "CUDA context + NCCL")
 
 
@@ -301,7 +301,7 @@ class Trace:
     """One run of a script, as PyTorch's caching allocator saw it."""
 
     events: Events
-    labels: tuple[Label, ...]
+    labels: tuple[EventLabel, ...]
     stacks: tuple[tuple[int, ...], ...]
     """Each stack is indices into ``frames``, innermost first, PyTorch's own frames left out."""
     frames: tuple[Frame, ...]

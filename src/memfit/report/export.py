@@ -28,7 +28,7 @@ COLUMNS = (
 """Columns of the table. ``born`` and ``freed`` are events of the trace; ``freed`` may be empty."""
 
 
-def chrome_trace(trace: Trace, line: Timeline, attribution: Attribution) -> bytes:
+def chrome_trace_of_run(trace: Trace, line: Timeline, attribution: Attribution) -> bytes:
     """Return the timeline in the Trace Event Format: counters of bytes, phases and training steps.
 
     Source: "Trace Event Format", Google, events ``C``, ``X`` and ``i``; times are microseconds.
@@ -84,7 +84,7 @@ def _times(trace: Trace) -> list[int]:
     return [int(time) for time in (times - times[0])]
 
 
-def table(trace: Trace, attribution: Attribution) -> str:
+def allocations_csv(trace: Trace, attribution: Attribution) -> str:
     """Return every allocation as a row of comma-separated values; the first row names the columns."""
     text = io.StringIO()
     writer = csv.writer(text)

@@ -20,7 +20,7 @@ def short_path(line: str) -> str:
     return line
 
 
-def place_in_words(place: ScriptLocation) -> str:
+def location_in_words(place: ScriptLocation) -> str:
     """Return where the script was, in one line; outside modules, with the function."""
     function = f" in {escaped(place.function)}" if place.function and not place.module else ""
     trains = not place.stage or place.stage.startswith(Stage.TRAINING)  # elsewhere, a step has no meaning
@@ -36,7 +36,7 @@ def place_in_words(place: ScriptLocation) -> str:
     return " · ".join(part for part in parts if part)
 
 
-def short_place(place: ScriptLocation) -> str:
+def location_in_cell(place: ScriptLocation) -> str:
     """Return the phase, the module and the line of a place, for a cell of a table."""
     parts = (place.phase, escaped(place.module), escaped(short_path(place.line)))
     return " · ".join(part for part in parts if part)

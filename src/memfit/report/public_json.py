@@ -169,33 +169,33 @@ _TYPES: Mapping[tuple[type, str], Any] = {
 """Types in the schema, by record and public name, where they do not follow from the records."""
 
 
-def to_json(result: Any) -> bytes:
+def result_to_json(result: Any) -> bytes:
     """Encode a result as one line of ASCII.
 
     With the standard library: a file name that is not UTF-8 reaches Python as lone surrogates, which
     msgspec rejects and JSON can express.
     """
-    return json.dumps(public(result), separators=(",", ":"), allow_nan=False).encode("ascii")
+    return json.dumps(public_value(result), separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
-def public(value: Any) -> Any:
+def public_value(value: Any) -> Any:
     """Return what stands for a value in the public JSON: dictionaries, lists, texts and numbers."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: field.of(value) for field in _public_fields(type(value))}
     if isinstance(value, Mapping):
-        return {str(key): public(each) for key, each in value.items()}
+        return {str(key): public_value(each) for key, each in value.items()}
     if isinstance(value, tuple | list):
-        return [public(each) for each in value]
+        return [public_value(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def json_schema(result: type) -> bytes:
+def result_json_schema(result: type) -> bytes:
     """Return the JSON Schema of a result."""
-    return msgspec.json.format(msgspec.json.encode(msgspec.json.schema(public_type(result))), indent=2)
+    return msgspec.json.format(msgspec.json.encode(msgspec.json.schema(public_json_type(result))), indent=2)
 
 
 @cache
-def public_type(record: type) -> type[msgspec.Struct]:
+def public_json_type(record: type) -> type[msgspec.Struct]:
     """Return the type of the JSON of a record, for its schema and for reading it back."""
     shapes = [(field.name, field.type) for field in _public_fields(record)]
     return msgspec.defstruct(
@@ -264,7 +264,7 @@ def _at_path(record: type, name: str, path: str) -> _PublicField:
         for attribute in before:
             if (value := getattr(value, attribute)) is None:
                 return absent
-        return public(getattr(value, last))
+        return public_value(getattr(value, last))
 
     return _PublicField(name, _public_shape(shape), value_of)
 
@@ -284,7 +284,7 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
 def _public_shape(annotation: Any) -> Any:
     """Return an annotation with the public types of the records in it."""
     if isinstance(annotation, type) and is_dataclass(annotation):
-        return public_type(annotation)
+        return public_json_type(annotation)
     shapes = tuple(map(_public_shape, get_args(annotation)))
     if isinstance(annotation, UnionType):
         return reduce(or_, shapes)
@@ -295,20 +295,20 @@ def _public_shape(annotation: Any) -> Any:
 # ---- baselines of memfit check ----------------------------------------------------------------------------
 
 
-def baseline_file(baseline: MemoryBaseline) -> bytes:
+def baseline_to_json(baseline: MemoryBaseline) -> bytes:
     """Encode a baseline for version control: a line for each figure, and one for each module."""
-    lines = [f"  {json.dumps(name)}: {_by_lines(value)}" for name, value in public(baseline).items()]
+    lines = [f"  {json.dumps(name)}: {_by_lines(value)}" for name, value in public_value(baseline).items()]
     return ("{\n" + ",\n".join(lines) + "\n}\n").encode("ascii")
 
 
-def read_baseline(content: bytes, name: str) -> MemoryBaseline:
+def baseline_from_json(content: bytes, name: str) -> MemoryBaseline:
     """Decode a baseline.
 
     Raises:
         FileFormatError: it is not one; the message calls it ``name``.
     """
     try:
-        found = msgspec.json.decode(content, type=public_type(MemoryBaseline))
+        found = msgspec.json.decode(content, type=public_json_type(MemoryBaseline))
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
         raise FileFormatError(
             f"Cannot read a baseline from {name}: {error}. Write one with memfit check --update."

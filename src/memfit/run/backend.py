@@ -13,16 +13,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from memfit.card.find import is_rehearsal
-from memfit.card.outside_allocator import OutsideMeter
-from memfit.devices import find_device, why_unsupported
+from memfit.card.find import is_ghost_loaded
+from memfit.card.outside_allocator import OutsideMemoryMeter
+from memfit.devices import find_device, why_torch_lacks_kernels
 from memfit.ghost.ffi import Ghost
 from memfit.ghost.load import load
 from memfit.ghost.ranks.early_collectives import EarlyCollectives, settle_collectives
 from memfit.ghost.workspaces import WorkspaceSource
 from memfit.native_build import cache_folder
 from memfit.patching.after_import import after_import
-from memfit.records import DeviceUse, Figure, Machine, Provenance
+from memfit.records import DeviceUse, Figure, MachineKind, Provenance
 from memfit.run.child_start import ChildSettings, GhostSettings
 from memfit.run.communicators import Communicators
 from memfit.run.options import RunOptions
@@ -30,7 +30,7 @@ from memfit.run.rank import Rank
 from memfit.units import format_bytes
 
 if TYPE_CHECKING:
-    from memfit.ghost.host_memory.skip_random_fills import RandomFillSkipper
+    from memfit.ghost.skip_random_fills import RandomFillSkipper
     from memfit.ghost.values.gpu_reads import AssumedValues
     from memfit.recording.recorder import Recorder
 
@@ -143,7 +143,7 @@ class GhostBackend(Backend):
         torch_compile.install(self.ghost, caches, recorder.note, labelled=recorder.book.doing)
         after_import("torch._inductor.fx_passes.joint_graph", self._follow_folding)
         if self._options.host_memory:
-            from memfit.ghost.host_memory.skip_random_fills import RandomFillSkipper
+            from memfit.ghost.skip_random_fills import RandomFillSkipper
 
             self._host = RandomFillSkipper(recorder.note)
 
@@ -189,7 +189,10 @@ class GhostBackend(Backend):
         import torch
 
         built_for = (torch._C._cuda_getArchFlags() or "").split()
-        return why_unsupported(find_device(self._settings.device.name), built_for, torch.__version__) or ""
+        return (
+            why_torch_lacks_kernels(find_device(self._settings.device.name), built_for, torch.__version__)
+            or ""
+        )
 
     def joined(self) -> None:
         """Remember that the script has joined a process group."""
@@ -300,7 +303,7 @@ class CardBackend(Backend):
     """This machine's own GPU: the first that the script sees. Create it before CUDA is initialised."""
 
     def __init__(self) -> None:
-        self._outside = OutsideMeter()
+        self._outside = OutsideMemoryMeter()
         self._last_reading = 0.0
 
     def refusal(self) -> str:
@@ -333,7 +336,7 @@ class CardBackend(Backend):
         import torch
 
         last = self._outside.read()
-        rehearsal = is_rehearsal()
+        rehearsal = is_ghost_loaded()
         if self._recorder is not None and (seen := torch.cuda.device_count()) > 1:
             self._recorder.note(
                 Provenance.EXACT,
@@ -349,7 +352,7 @@ class CardBackend(Backend):
             ),
             context=self._outside.figure(),
             in_use=last.others,
-            machine=Machine.REHEARSAL if rehearsal else Machine.CARD,
+            machine=MachineKind.REHEARSAL if rehearsal else MachineKind.CARD,
         )
 
     def versions(self) -> dict[str, str]:

@@ -21,11 +21,11 @@ from pathlib import Path
 
 import msgspec
 
-from memfit.atomic_files import check_outputs
+from memfit.atomic_files import check_output_paths
 from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import MemfitError, OutputError, TargetError, UsageError
 from memfit.records import ChildProcess, ScriptEnd, Trace
-from memfit.records.job_target import typed
+from memfit.records.job_target import command_as_typed
 from memfit.run.child_start import ChildSettings, GhostSettings, RunningScript, StartScript, start_script
 from memfit.run.interruption import Interruption, ctrl_c_held, script_handles_ctrl_c
 from memfit.run.options import RunOptions
@@ -126,7 +126,10 @@ def run_script(
             raise KeyboardInterrupt  # the script caught it, or had just ended
         ranks = StartedRanks(Path(folder), options.rank.nproc)
         _check_end(
-            typed(command)[0], last, read_started_processes(Path(folder)), ranks.why_none_ran(options.rank)
+            command_as_typed(command)[0],
+            last,
+            read_started_processes(Path(folder)),
+            ranks.why_none_ran(options.rank),
         )
         if last.unsaved:
             return RecordedRun(read_trace(fallback), OutputError(last.unsaved))
@@ -149,7 +152,7 @@ def script_command(
     command = (str(script), *arguments)
     if not options.module:
         check_script(Path(command[0]))
-    check_outputs({"output": output}, {} if options.module else {"the script": Path(command[0])})
+    check_output_paths({"output": output}, {} if options.module else {"the script": Path(command[0])})
     return command
 
 

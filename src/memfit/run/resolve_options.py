@@ -3,7 +3,7 @@
 import itertools
 import os
 
-from memfit.card.context_measurement import bytes_of_loading_at_once, kept_context, loads_kernels_at_once
+from memfit.card.context_measurement import bytes_of_eager_loading, loads_kernels_eagerly, measured_context
 from memfit.devices import NO_LIMIT, Device, find_device
 from memfit.errors import UsageError
 from memfit.ghost.build.runtime_library import build
@@ -68,11 +68,11 @@ def _total(device: Device) -> Figure:
 
 
 def _context(device: Device) -> Figure:
-    eager = loads_kernels_at_once(os.environ)
-    kept = kept_context(device, find_torch().version, eager=eager)
+    eager = loads_kernels_eagerly(os.environ)
+    kept = measured_context(device, find_torch().version, eager=eager)
     if kept is not None:
         return kept
-    more, why = bytes_of_loading_at_once() if eager else (0, "")
+    more, why = bytes_of_eager_loading() if eager else (0, "")
     source = "; ".join(filter(None, (device.sources["context_bytes"], why)))
     return Figure(device.context_bytes + more, Provenance.ASSUMED, source)
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import TargetError, UsageError
-from memfit.input_files import check_ordinary, read_input
+from memfit.input_files import check_ordinary_file, read_input_file
 from memfit.patching.patches import before
 from memfit.records import ScriptEnd
 
@@ -267,7 +267,7 @@ def check_script(path: Path) -> None:
         if _PYTHON.fullmatch(path.name):
             raise UsageError(f"No such script: {path}. Leave out {path}: memfit runs the script itself.")
         raise UsageError(f"No such script: {path}. Give the path as you would to python.")
-    check_ordinary(path)
+    check_ordinary_file(path)
     if path.suffix == ".ipynb":
         raise UsageError(
             f"{path} is a notebook, not a script. Convert it, and delete IPython's own lines:\n"
@@ -283,7 +283,7 @@ def check_script(path: Path) -> None:
 
 
 def _check_source(path: Path) -> None:
-    source = read_input(path, _MAX_BYTES)
+    source = read_input_file(path, _MAX_BYTES)
     try:
         _check_encoding(source)
         with warnings.catch_warnings():

@@ -3,8 +3,8 @@
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from memfit.recording.data_loaders import ScriptLoaders, ShortLoaders
 from memfit.recording.longest_batches import LongestBatches
-from memfit.recording.short_loaders import ShortLoaders
 from memfit.recording.short_trainers import ShortTrainers
 from memfit.records import LoaderScan, Shortened
 from memfit.run.options import RunOptions
@@ -20,18 +20,21 @@ class ScriptBatches:
 
     Args:
         options: of the run.
+        loaders: knows the script's.
         recorder: returns the recorder of this process; None before there is one.
     """
 
-    def __init__(self, options: RunOptions, recorder: "Callable[[], Recorder | None]") -> None:
+    def __init__(
+        self, options: RunOptions, loaders: ScriptLoaders, recorder: "Callable[[], Recorder | None]"
+    ) -> None:
         self._short: tuple[ShortLoaders | ShortTrainers, ...] = ()
         self._longest: LongestBatches | None = None
-        loaders = None
+        short = None
         if options.batches is not None:
-            loaders = ShortLoaders(options.batches)
-            self._short = (loaders, ShortTrainers(options.batches))
+            short = ShortLoaders(options.batches, loaders)
+            self._short = (short, ShortTrainers(options.batches))
         if options.scan is not None:
-            self._longest = LongestBatches(options.scan, loaders, recorder)
+            self._longest = LongestBatches(options.scan, loaders, short, recorder)
 
     def install(self) -> None:
         """Change loaders and trainers as soon as they are imported."""

@@ -23,8 +23,8 @@ from memfit.ghost.ranks.exchanged_objects import ExchangedObjects
 from memfit.ghost.ranks.present_ranks import PresentRanks
 from memfit.patching.after_import import after_import
 from memfit.patching.patches import before
+from memfit.recording.data_loaders import ScriptLoaders
 from memfit.recording.evaluations import Evaluations
-from memfit.recording.loader_batch_size import LoaderBatchSizes
 from memfit.recording.script_options import ScriptOptions
 from memfit.records import Provenance, ScriptEnd
 from memfit.run.backend import Backend
@@ -90,12 +90,12 @@ class ScriptProcess:
         self._runs_as_rank = False  # of a process group that it has joined
         self._steps_reported = 0
         self._record: ProcessRecord | None = None  # of a process beside the script's
-        self._options, self._loaders = ScriptOptions(), LoaderBatchSizes()
+        self._options, self._loaders = ScriptOptions(), ScriptLoaders()
         self._loader: LoaderBatchSize | None = None  # that of the last training step
         self._evaluations = Evaluations()
         self._leaving: set[int] = set()  # threads that have called os._exit
         self.standby: StandbyFork | None = None
-        self._batches = ScriptBatches(settings.options, lambda: self._recorder)
+        self._batches = ScriptBatches(settings.options, self._loaders, lambda: self._recorder)
         self._batches.install()
         self._options.install()
         self._loaders.install()
@@ -350,7 +350,7 @@ class ScriptProcess:
             return None  # another process writes it; this one may record itself
         if self._recorder is None or not self._uses_cuda():
             return None
-        from memfit.recording.pinned_memory import pinned_peak
+        from memfit.recording.allocator_history import pinned_peak
         from memfit.versions import versions
 
         if end.stopped:

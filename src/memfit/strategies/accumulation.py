@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from memfit.errors import UsageError
-from memfit.strategies.field_types import check_dtype, check_types
+from memfit.strategies.setting_checks import check_dtype_name, check_setting_types
 from memfit.units import format_bytes
 
 Remainder = Literal["step", "carry", "drop"]
@@ -54,12 +54,12 @@ class Accumulation:
 
     def __post_init__(self) -> None:
         """Check, and compute the third number from the other two."""
-        check_types(self, "accumulation")
+        check_setting_types(self, "accumulation")
         for name in ("parts_per_batch", "batches_per_update", "micro_batch_size", "global_batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"'{name}' must be an integer of at least 1, not {value!r}.")
-        check_dtype(self.gradient_dtype, "gradient_dtype")
+        check_dtype_name(self.gradient_dtype, "gradient_dtype")
         self._check_mode()
         name = "batches_per_update" if self.gathers else "parts_per_batch"
         steps, micro, whole = getattr(self, name), self.micro_batch_size, self.global_batch_size
@@ -123,9 +123,9 @@ class Accumulation:
                 "engine.through and engine.fit have a rank without batches take part in the updates."
             )
         if self.gathers:
-            return even_sizes(samples, finer)
+            return even_micro_batch_sizes(samples, finer)
         if self.micro_batch_size is None:
-            return even_sizes(samples, self.steps * finer)
+            return even_micro_batch_sizes(samples, self.steps * finer)
         micro = max(1, self.micro_batch_size // finer)
         rest = samples % micro
         return [micro] * (samples // micro) + [rest] * (rest > 0)
@@ -166,10 +166,10 @@ class Accumulation:
         return [f"accumulation: {kept} in every forward of a window but the first (exact)"]
 
 
-def even_sizes(samples: int, parts: int) -> list[int]:
+def even_micro_batch_sizes(samples: int, parts: int) -> list[int]:
     """Return sizes that differ by at most one, the larger first; no part is empty.
 
-    >>> even_sizes(10, 4), even_sizes(2, 4)
+    >>> even_micro_batch_sizes(10, 4), even_micro_batch_sizes(2, 4)
     ([3, 3, 2, 2], [1, 1])
     """
     parts = min(parts, samples)

@@ -2,7 +2,7 @@
 
     apply_to_model        the strategies that change the model: precision, checkpointing, offload, compilation
     apply_to_optimizer    bits, implementation    the optimizer becomes another, in place
-                          offload                 its step becomes that of ``OffloadedState``
+                          offload                 its step becomes that of ``OffloadedOptimizerState``
                           step_in_backward        hooks on its parameters; ``step`` finds nothing left to do
 
 ``memfit.apply``, ``Engine``, trainers and ``inject_plan`` call both, each when its loop has what they need.
@@ -22,11 +22,15 @@ from torch.optim import Optimizer
 
 from memfit.errors import UsageError
 from memfit.strategies.configuration import Configuration
-from memfit.strategies.mechanisms.master_weights import replace_parameters, rounding_into_parameters
-from memfit.strategies.mechanisms.offloaded_state import BLOCK_BYTES, OffloadedState
-from memfit.strategies.mechanisms.optimizer_step import expect_own_step, replace_own_step
-from memfit.strategies.mechanisms.step_in_backward import GradientGuard, StepInBackward, raise_usage_error
-from memfit.strategies.mechanisms.wrap_forward import wrappers
+from memfit.strategies.mechanisms.master_weights import function_to_round_into_parameters, replace_parameters
+from memfit.strategies.mechanisms.offloaded_optimizer_state import BLOCK_BYTES, OffloadedOptimizerState
+from memfit.strategies.mechanisms.optimizer_step import check_step_is_not_replaced, replace_optimizer_step
+from memfit.strategies.mechanisms.step_in_backward import (
+    GradientGuard,
+    StepInBackward,
+    raise_loop_unsuitable_error,
+)
+from memfit.strategies.mechanisms.wrap_forward import forward_wrappers
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.plan import Plan, sharding_conflict
 from memfit.strategies.sharding import sharding_of
@@ -86,7 +90,7 @@ def apply(model: nn.Module, plan: Any, *, optimizer: Optimizer | None = None) ->
     apply_to_model(model, replace(plan, sharding=None))
     try:
         if plan.optimizer_state is not None and optimizer is not None:
-            on_revert(model, apply_to_optimizer(optimizer, [model], plan.optimizer_state).undo)
+            add_step_to_revert(model, apply_to_optimizer(optimizer, [model], plan.optimizer_state).undo)
         return model if plan.sharding is None else plan.sharding.shard(model)
     except Exception:
         revert(model)
@@ -149,7 +153,7 @@ def apply_to_model(model: nn.Module, plan: Plan, *, in_engine: bool = False) -> 
 class AppliedToOptimizer:
     """The objects that carry out the settings of an optimizer, and the function that undoes it."""
 
-    offloaded: OffloadedState | None = None
+    offloaded: OffloadedOptimizerState | None = None
     """Steps in the optimizer's place, and keeps its state on the host."""
     in_backward: StepInBackward | None = None
     """Updates parameters in backward."""
@@ -162,7 +166,7 @@ def apply_to_optimizer(
     models: Iterable[nn.Module],
     state: OptimizerState,
     *,
-    refuse: Callable[[str], None] = raise_usage_error,
+    refuse: Callable[[str], None] = raise_loop_unsuitable_error,
     masters: Mapping[nn.Parameter, nn.Parameter] | None = None,
     guarded: bool = True,
 ) -> AppliedToOptimizer:
@@ -180,7 +184,7 @@ def apply_to_optimizer(
         UsageError: the settings do not suit the optimizer.
     """
     if state != OptimizerState():
-        expect_own_step(optimizer)
+        check_step_is_not_replaced(optimizer)
     state.optimizer(optimizer, *models)
     with ExitStack() as undo:
         if masters:
@@ -188,9 +192,9 @@ def apply_to_optimizer(
         offloaded = in_backward = None
         if state.offload:
             blocks = 0 if state.step_in_backward else BLOCK_BYTES
-            updated = rounding_into_parameters(masters) if masters else None
-            offloaded = OffloadedState(optimizer, blocks, updated)
-            undo.callback(replace_own_step(optimizer, offloaded.step))
+            updated = function_to_round_into_parameters(masters) if masters else None
+            offloaded = OffloadedOptimizerState(optimizer, blocks, updated)
+            undo.callback(replace_optimizer_step(optimizer, offloaded.step))
             undo.callback(_fetch_state, weakref.ref(optimizer), weakref.ref(offloaded))
             offloaded.send_all()
         if state.step_in_backward:
@@ -202,7 +206,7 @@ def apply_to_optimizer(
         return AppliedToOptimizer(offloaded, in_backward, undo.pop_all().close)
 
 
-def _fetch_state(optimizer: weakref.ref[Optimizer], offloaded: weakref.ref[OffloadedState]) -> None:
+def _fetch_state(optimizer: weakref.ref[Optimizer], offloaded: weakref.ref[OffloadedOptimizerState]) -> None:
     """Move an optimizer's state back to the device, where its own ``step`` needs it.
 
     The model's plan holds neither strongly: their memory is freed with the script's last reference.
@@ -212,7 +216,7 @@ def _fetch_state(optimizer: weakref.ref[Optimizer], offloaded: weakref.ref[Offlo
         held.fetch_all()
 
 
-def on_revert(model: nn.Module, step: Callable[[], None], *, last: bool = False) -> None:
+def add_step_to_revert(model: nn.Module, step: Callable[[], None], *, last: bool = False) -> None:
     """Have ``revert`` run one more step, before or after the others, such as removing an engine's hooks."""
     steps = [_APPLIED.pop(model, ExitStack()).close, step]
     undo = _APPLIED[model] = ExitStack()
@@ -241,7 +245,7 @@ def revert(model: nn.Module) -> nn.Module:
 
 
 def _expect_unwrapped(model: nn.Module, action: str) -> None:
-    wrapped = [name for name, part in model.named_modules() if any(wrappers(part))]
+    wrapped = [name for name, part in model.named_modules() if any(forward_wrappers(part))]
     if wrapped:
         where = f" (in module {wrapped[0]!r})" if wrapped[0] else ""
         raise UsageError(

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from memfit.strategies.field_types import check_types
+from memfit.strategies.setting_checks import check_setting_types
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,4 +28,4 @@ class ArenaSettings:
 
     def __post_init__(self) -> None:
         """Check types."""
-        check_types(self, "arena")
+        check_setting_types(self, "arena")

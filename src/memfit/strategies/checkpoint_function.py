@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from memfit.errors import UsageError
 from memfit.strategies.checkpointing import Checkpointing
 from memfit.strategies.mechanisms.buffer_snapshots import BufferTracker
-from memfit.strategies.mechanisms.recompute import CheckpointedForward, RecomputeSettings
+from memfit.strategies.mechanisms.recompute_forward import CheckpointedForward, RecomputeSettings
 
 _TRACKERS: WeakKeyDictionary[CodeType, dict[tuple[type, ...], BufferTracker]] = WeakKeyDictionary()
 """What is known of the buffers that a function changes, by its code and the classes of its modules."""

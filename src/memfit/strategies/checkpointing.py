@@ -31,7 +31,6 @@ from torch.nn.modules import (
 )
 
 from memfit.errors import UsageError
-from memfit.strategies.field_types import check_types
 from memfit.strategies.mechanisms.module_patterns import (
     backbone_blocks,
     class_name,
@@ -39,9 +38,10 @@ from memfit.strategies.mechanisms.module_patterns import (
     repeated_blocks,
     unwrapped,
 )
-from memfit.strategies.mechanisms.recompute import CheckpointedForward, RecomputeSettings
+from memfit.strategies.mechanisms.recompute_forward import CheckpointedForward, RecomputeSettings
 from memfit.strategies.mechanisms.selective_checkpointing import operation_overloads
-from memfit.strategies.mechanisms.wrap_forward import wrap_forward, wrappers
+from memfit.strategies.mechanisms.wrap_forward import forward_wrappers, wrap_forward
+from memfit.strategies.setting_checks import check_setting_types
 from memfit.user_frame import warn_user
 
 _OPERATIONS = (activation, batchnorm, conv, dropout, instancenorm, linear, normalization, pooling, sparse)
@@ -69,7 +69,7 @@ class Region:
 
     def __post_init__(self) -> None:
         """Check."""
-        check_types(self, "checkpointing: regions")
+        check_setting_types(self, "checkpointing: regions")
         _as_tuples(self)
         if not self.modules:
             raise UsageError("checkpointing: a region must name its modules.")
@@ -125,7 +125,7 @@ class Checkpointing:
 
     def __post_init__(self) -> None:
         """Check."""
-        check_types(self, "checkpointing")
+        check_setting_types(self, "checkpointing")
         if self.every < 1:
             raise UsageError(f"checkpointing: 'every' must be an integer of at least 1, not {self.every!r}.")
         _as_tuples(self)
@@ -161,7 +161,7 @@ class Checkpointing:
         """
         selected = self._select(model)
         for name, (module, _) in selected.items():
-            if any(isinstance(each, CheckpointedForward) for each in wrappers(module)):
+            if any(isinstance(each, CheckpointedForward) for each in forward_wrappers(module)):
                 raise UsageError(
                     f"checkpointing: {name} is already checkpointed. Call memfit.revert(model) to undo that."
                 )

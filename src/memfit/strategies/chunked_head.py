@@ -22,8 +22,8 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from memfit.errors import UsageError
-from memfit.strategies.field_types import check_dtype
 from memfit.strategies.mechanisms.sliced_loss import SlicedLoss
+from memfit.strategies.setting_checks import check_dtype_name
 from memfit.strategies.sharding import sharding_of
 
 Reduction = Literal["mean", "sum"]
@@ -74,7 +74,7 @@ class ChunkedHead:
             )
         if not isinstance(self.chunks, int) or isinstance(self.chunks, bool) or self.chunks < 1:
             raise UsageError(f"ChunkedHead: 'chunks' must be an integer of at least 1, not {self.chunks!r}.")
-        check_dtype(self.gradient_dtype, "ChunkedHead: gradient_dtype")
+        check_dtype_name(self.gradient_dtype, "ChunkedHead: gradient_dtype")
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(

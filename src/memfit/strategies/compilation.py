@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from memfit.errors import UsageError
-from memfit.strategies.field_types import check_types
+from memfit.strategies.setting_checks import check_setting_types
 from memfit.user_frame import warn_user
 
 _SETTING = "activation_memory_budget"
@@ -42,7 +42,7 @@ class Compilation:
 
     def __post_init__(self) -> None:
         """Check."""
-        check_types(self, "compilation")
+        check_setting_types(self, "compilation")
         if not 0 <= self.activation_memory_budget <= 1:
             raise UsageError(
                 f"compilation: '{_SETTING}' must be between 0 and 1, not {self.activation_memory_budget!r}."

@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from memfit.errors import FileFormatError, UsageError
-from memfit.input_files import read_input
+from memfit.input_files import read_input_file
 from memfit.planning.plan_file import read_plan
 from memfit.strategies.arena_settings import ArenaSettings
-from memfit.strategies.field_types import unknown_name_error
 from memfit.strategies.legacy_settings import NOTHING, GivenSetting
 from memfit.strategies.legacy_settings import READERS as LEGACY_READERS
 from memfit.strategies.plan import Plan
 from memfit.strategies.precision import LossScale
+from memfit.strategies.setting_checks import unknown_name_error
 from memfit.strategies.trainer_settings import LIGHTNING_PRECISION, TRAINER_READERS
 
 READERS = {**LEGACY_READERS, **TRAINER_READERS}
@@ -152,7 +152,7 @@ def _file(given: str | PathLike[str]) -> Mapping[str, Any]:
         path = Path(given)
         if path.suffix == ".json":
             return read_plan(path).change.plan
-        text = read_input(path, _MAX_FILE).decode()
+        text = read_input_file(path, _MAX_FILE).decode()
     except UnicodeDecodeError as error:
         raise FileFormatError(
             f"Cannot read settings from {given}: it is not a text file ({error})."

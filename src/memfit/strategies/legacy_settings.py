@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from memfit.errors import UsageError
-from memfit.strategies.field_types import unknown_name_error
+from memfit.strategies.setting_checks import unknown_name_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,32 +47,38 @@ WITHOUT_EFFECT = {
 """Fields of OpenMMLab's settings that need nothing here, and why."""
 
 
-def nothing(name: str, given: Any, note: str = NOTHING, denies: str = "", value: Any = None) -> GivenSetting:
+def ignored_setting(
+    name: str, given: Any, note: str = NOTHING, denies: str = "", value: Any = None
+) -> GivenSetting:
     """Return a setting that sets nothing, and says why; unless it is None, it may deny a target."""
     return GivenSetting(f"{name}={given!r}", None, value, note, denies="" if given is None else denies)
 
 
-def flag(target: str, value: Any = None) -> Reader:
+def switch_reader(target: str, value: Any = None) -> Reader:
     """Return the reader of a boolean that switches a target on."""
 
     def read(name: str, given: Any) -> Iterator[GivenSetting]:
-        if expect(name, given, bool | None, "true or false"):
+        if check_setting_type(name, given, bool | None, "true or false"):
             yield GivenSetting(f"{name}={given!r}", target, value)
         else:
-            yield nothing(name, given, denies=target, value=value)
+            yield ignored_setting(name, given, denies=target, value=value)
 
     return read
 
 
-def distributed(name: str, given: Any) -> Iterator[GivenSetting]:
+def read_distributed_optimizer(name: str, given: Any) -> Iterator[GivenSetting]:
     """Read whether a system's optimizer exchanges gradients between ranks, as MMCV's hooks do."""
-    if expect(name, given, bool | None, "true or false") is False:
-        yield nothing(name, given, "without memfit.Sharding, ranks exchange nothing", denies="sharding")
+    if check_setting_type(name, given, bool | None, "true or false") is False:
+        yield ignored_setting(
+            name, given, "without memfit.Sharding, ranks exchange nothing", denies="sharding"
+        )
     else:
-        yield nothing(name, given, "where there are several ranks, memfit.Sharding exchanges gradients")
+        yield ignored_setting(
+            name, given, "where there are several ranks, memfit.Sharding exchanges gradients"
+        )
 
 
-def gathering(remainder: str, origin: str, note: str = "") -> Reader:
+def batches_per_update_reader(remainder: str, origin: str, note: str = "") -> Reader:
     """Return the reader of a number of batches per update, from a system with this remainder.
 
     ``note`` says in what its origin differs.
@@ -80,7 +86,7 @@ def gathering(remainder: str, origin: str, note: str = "") -> Reader:
 
     def read(name: str, given: Any) -> Iterator[GivenSetting]:
         if given is None:
-            yield nothing(name, given)
+            yield ignored_setting(name, given)
             return
         yield GivenSetting(f"{name}={given!r}", "accumulation.batches_per_update", given, note)
         yield GivenSetting(
@@ -90,22 +96,22 @@ def gathering(remainder: str, origin: str, note: str = "") -> Reader:
     return read
 
 
-def fp16(name: str, given: Any) -> Iterator[GivenSetting]:
+def read_fp16(name: str, given: Any) -> Iterator[GivenSetting]:
     """Read ``fp16=True``, and MMCV's ``fp16 = dict(loss_scale=512.)``."""
     if given is None or isinstance(given, bool):
-        yield from flag("precision.dtype", "fp16")(name, given)
+        yield from switch_reader("precision.dtype", "fp16")(name, given)
         return
-    fields = expect(name, given, Mapping, "true, false or a dict such as dict(loss_scale=512.)")
+    fields = check_setting_type(name, given, Mapping, "true, false or a dict such as dict(loss_scale=512.)")
     yield GivenSetting(name, "precision.dtype", "fp16")
     yield from _hook(name, fields, ("loss_scale",))
     yield _scale_of_hooks(name)
 
 
-def optimizer_config(name: str, given: Any) -> Iterator[GivenSetting]:
+def read_optimizer_config(name: str, given: Any) -> Iterator[GivenSetting]:
     """Read MMCV's ``optimizer_config = dict(type="GradientCumulativeFp16OptimizerHook", ...)``."""
-    fields = expect(name, {} if given is None else given, Mapping, "a dict")
+    fields = check_setting_type(name, {} if given is None else given, Mapping, "a dict")
     if not fields:
-        yield nothing(name, given)
+        yield ignored_setting(name, given)
     kind = fields.get("type") or "OptimizerHook"
     if not isinstance(kind, str) or kind not in HOOKS:
         raise unknown_name_error("an MMCV hook that memfit reads", kind, HOOKS)
@@ -141,9 +147,9 @@ def _hook(name: str, fields: Mapping[str, Any], known: tuple[str, ...]) -> Itera
                 "several ranks, memfit.Sharding(find_unused_parameters=True) trains with them."
             )
         if field == "distributed":
-            yield from distributed(f"{name}.{field}", value)
+            yield from read_distributed_optimizer(f"{name}.{field}", value)
         elif field in WITHOUT_EFFECT:
-            yield nothing(f"{name}.{field}", value, WITHOUT_EFFECT[field])
+            yield ignored_setting(f"{name}.{field}", value, WITHOUT_EFFECT[field])
         elif (
             field not in known
             and name == "optimizer_config"
@@ -154,18 +160,18 @@ def _hook(name: str, fields: Mapping[str, Any], known: tuple[str, ...]) -> Itera
         elif field not in known:
             raise unknown_name_error(f"a field of {name}", field, known)
         elif field == "grad_clip":
-            yield grad_clip(f"{name}.{field}", value)
+            yield read_grad_clip(f"{name}.{field}", value)
         elif field == "cumulative_iters":
-            yield from gathering("carry", "MMCV")(f"{name}.{field}", value)
+            yield from batches_per_update_reader("carry", "MMCV")(f"{name}.{field}", value)
         else:
             yield GivenSetting(given, "precision.loss_scale", value)
 
 
-def grad_clip(name: str, given: Any) -> GivenSetting:
+def read_grad_clip(name: str, given: Any) -> GivenSetting:
     """Read OpenMMLab's ``grad_clip = dict(max_norm=35, norm_type=2)``."""
     if given is None:
-        return nothing(name, given, "gradients are not clipped")
-    fields = expect(name, given, Mapping, "None or a dict such as dict(max_norm=35)")
+        return ignored_setting(name, given, "gradients are not clipped")
+    fields = check_setting_type(name, given, Mapping, "None or a dict such as dict(max_norm=35)")
     for field in fields:
         if field not in ("max_norm", "norm_type", "type"):
             raise unknown_name_error(f"a field of {name}", field, ("max_norm", "norm_type", "type"))
@@ -181,23 +187,25 @@ def grad_clip(name: str, given: Any) -> GivenSetting:
     return GivenSetting(f"{name}={dict(fields)!r}", "max_grad_norm", fields["max_norm"])
 
 
-def with_cp(name: str, given: Any) -> Iterator[GivenSetting]:
+def read_with_cp(name: str, given: Any) -> Iterator[GivenSetting]:
     """Read MMDetection's ``with_cp``, which checkpoints the residual blocks of a backbone."""
-    if expect(name, given, bool | None, "true or false"):
+    if check_setting_type(name, given, bool | None, "true or false"):
         yield GivenSetting(f"{name}={given!r}", "checkpointing.blocks", "backbone")
     else:
-        yield nothing(name, given, denies="checkpointing")
+        yield ignored_setting(name, given, denies="checkpointing")
 
 
-def with_cp_inside(name: str, given: Any) -> Iterator[GivenSetting]:
+def read_nested_with_cp(name: str, given: Any) -> Iterator[GivenSetting]:
     """Read ``with_cp`` at any depth of an MMCV model's dict; its other entries are for the model builder.
 
     Of a part other than the backbone it is refused: MMDetection's ``HRFPN``, a neck, checkpoints a single
     convolution for it, and other parts do otherwise.
     """
-    found = list(_with_cp(name, expect(name, given, Mapping | list | tuple, "the dict of a model")))
+    found = list(
+        _with_cp(name, check_setting_type(name, given, Mapping | list | tuple, "the dict of a model"))
+    )
     for path, value in found:
-        (setting,) = with_cp(path, value)
+        (setting,) = read_with_cp(path, value)
         parts = [part.partition("[")[0] for part in path.split(".")[:-1]]
         if setting.target is not None and len(parts) > 1 and "backbone" not in parts:
             raise UsageError(
@@ -234,14 +242,20 @@ _BLOCK = re.compile(r"\bmem_param\s*:?\s*\{([^{}]*)\}")
 _ENTRY = re.compile(r"""\s*(\w+)\s*:\s*(?:"([^"]*)"|'([^']*)'|(\w+))\s*[,;]?\s*""")
 
 
-def mem_param(name: str, given: Any) -> Iterator[GivenSetting]:
+def read_mem_param(name: str, given: Any) -> Iterator[GivenSetting]:
     """Read the memory settings of Caffe's fork, from a dict or a network's text: they set up the arena."""
     fields = parse_mem_param(given) if isinstance(given, str) else given
-    for field, value in expect(name, fields, Mapping, "a dict, or a network in Caffe's text format").items():
+    for field, value in check_setting_type(
+        name, fields, Mapping, "a dict, or a network in Caffe's text format"
+    ).items():
         if field not in _MEM_PARAM:
             raise unknown_name_error(f"a field of {name}", field, _MEM_PARAM)
         path = f"{name}.{field}"
-        read = _blobs(path, value) if field == "exclude_blob" else expect(path, value, bool, "true or false")
+        read = (
+            _blobs(path, value)
+            if field == "exclude_blob"
+            else check_setting_type(path, value, bool, "true or false")
+        )
         yield GivenSetting(f"{path}={value!r}", _MEM_PARAM[field], read)
     for field, default in _MEM_PARAM_DEFAULTS.items():
         if field not in fields:
@@ -288,7 +302,7 @@ def parse_mem_param(text: str) -> dict[str, Any]:
     return fields
 
 
-def expect(name: str, given: Any, kind: Any, what: str) -> Any:
+def check_setting_type(name: str, given: Any, kind: Any, what: str) -> Any:
     """Return a value if it has the expected type.
 
     Raises:
@@ -307,19 +321,19 @@ _OF_CELLS = (
 )
 
 READERS: dict[str, Reader] = {
-    "gradient_accumulation_steps": gathering("step", "HuggingFace's Trainer"),
-    "accumulate_grad_batches": gathering("step", "Lightning"),
-    "accumulative_counts": gathering("carry", "MMEngine"),
-    "cumulative_iters": gathering("carry", "MMCV"),
-    "mini_steps": gathering("carry", "MindSpore", _OF_CELLS),
-    "grad_accumulation_step": gathering("carry", "MindSpore"),
-    "accumulate_step": gathering("carry", "MindSpore"),
-    "iter_size": gathering("carry", "Caffe"),
-    "fp16": fp16,
-    "bf16": flag("precision.dtype", "bf16"),
-    "optimizer_config": optimizer_config,
-    "with_cp": with_cp,
-    "model": with_cp_inside,
-    "backbone": with_cp_inside,
-    "mem_param": mem_param,
+    "gradient_accumulation_steps": batches_per_update_reader("step", "HuggingFace's Trainer"),
+    "accumulate_grad_batches": batches_per_update_reader("step", "Lightning"),
+    "accumulative_counts": batches_per_update_reader("carry", "MMEngine"),
+    "cumulative_iters": batches_per_update_reader("carry", "MMCV"),
+    "mini_steps": batches_per_update_reader("carry", "MindSpore", _OF_CELLS),
+    "grad_accumulation_step": batches_per_update_reader("carry", "MindSpore"),
+    "accumulate_step": batches_per_update_reader("carry", "MindSpore"),
+    "iter_size": batches_per_update_reader("carry", "Caffe"),
+    "fp16": read_fp16,
+    "bf16": switch_reader("precision.dtype", "bf16"),
+    "optimizer_config": read_optimizer_config,
+    "with_cp": read_with_cp,
+    "model": read_nested_with_cp,
+    "backbone": read_nested_with_cp,
+    "mem_param": read_mem_param,
 }

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from memfit.errors import UsageError
-from memfit.strategies.field_types import check_types
 from memfit.strategies.mechanisms.host_copies import HostCopies, InOrderCopies, SideStreamCopies
 from memfit.strategies.mechanisms.module_patterns import modules_named
-from memfit.strategies.mechanisms.recompute import CheckpointedForward
+from memfit.strategies.mechanisms.recompute_forward import CheckpointedForward
 from memfit.strategies.mechanisms.saved_tensor_offload import SavedTensorOffloader
-from memfit.strategies.mechanisms.wrap_forward import WrappedForward, wrap_forward, wrappers
+from memfit.strategies.mechanisms.wrap_forward import WrappedForward, forward_wrappers, wrap_forward
+from memfit.strategies.setting_checks import check_setting_types
 from memfit.user_frame import warn_user
 
 
@@ -48,7 +48,7 @@ class Offload:
 
     def __post_init__(self) -> None:
         """Check."""
-        check_types(self, "offload")
+        check_setting_types(self, "offload")
         object.__setattr__(
             self, "modules", (self.modules,) if isinstance(self.modules, str) else tuple(self.modules)
         )
@@ -69,7 +69,7 @@ class Offload:
             UsageError: no module matches; or one is inside a checkpointed module, which saves nothing there.
         """
         selected = self._select(model)
-        around = OffloadState(self)
+        around = OffloadedActivations(self)
         undo = ExitStack()
         for module in selected:
             undo.callback(wrap_forward(module, around, OffloadedModule))
@@ -88,7 +88,7 @@ class Offload:
         regions = {
             name: module
             for name, module in model.named_modules()
-            if any(isinstance(each, CheckpointedForward) for each in wrappers(module))
+            if any(isinstance(each, CheckpointedForward) for each in forward_wrappers(module))
         }
         named = modules_named(model, self.modules, "offload") if self.modules else {"": model}
         if self.what == "inputs":
@@ -113,7 +113,7 @@ class Offload:
         return list(named.values())
 
 
-class OffloadState:
+class OffloadedActivations:
     """The saved tensors of one model on their way to the host. A copy of it starts empty."""
 
     def __init__(self, settings: Offload) -> None:
@@ -121,9 +121,9 @@ class OffloadState:
         self.offloader = SavedTensorOffloader(settings.copies, settings.min_bytes, settings.prefetch)
         self._warned = False
 
-    def __reduce__(self) -> tuple[type["OffloadState"], tuple[Offload]]:
+    def __reduce__(self) -> tuple[type["OffloadedActivations"], tuple[Offload]]:
         """Leave out storages that are on their way."""
-        return OffloadState, (self._settings,)
+        return OffloadedActivations, (self._settings,)
 
     def warn_if_nothing_moved(self) -> None:
         """Warn once, after the first forward that saved something."""
@@ -160,7 +160,7 @@ class OffloadedModel(WrappedForward):
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a forward."""
-        state: OffloadState = self.around
+        state: OffloadedActivations = self.around
         on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         if on_gpu and torch.cuda.is_current_stream_capturing():
             raise UsageError(

@@ -30,9 +30,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _device_dtype_check_for_fused
 
 from memfit.errors import UsageError
-from memfit.strategies.field_types import check_types
 from memfit.strategies.mechanisms.optimizer_info import optimizer_name
-from memfit.strategies.mechanisms.optimizer_step import expect_own_step, tracked_step
+from memfit.strategies.mechanisms.optimizer_step import check_step_is_not_replaced, step_tracked_by_schedulers
+from memfit.strategies.setting_checks import check_setting_types
 
 Implementation = Literal["foreach", "fused", "for-loop"]
 Backend = Literal["torchao", "bitsandbytes"]
@@ -75,12 +75,12 @@ class OptimizerState:
     step_in_backward: bool = False
     """Update each parameter as soon as its gradient is complete, and free the gradient."""
     offload: bool = False
-    """Keep the state on the host between updates (``mechanisms/offloaded_state.py``). On a CPU this does
-    nothing, and warns."""
+    """Keep the state on the host between updates (``mechanisms/offloaded_optimizer_state.py``). On a CPU this
+    does nothing, and warns."""
 
     def __post_init__(self) -> None:
         """Check, and fill in the package."""
-        check_types(self, "optimizer_state")
+        check_setting_types(self, "optimizer_state")
         if self.bits == 32:  # noqa: PLR2004 - bits of PyTorch's own
             if self.backend is not None:
                 raise UsageError(
@@ -225,11 +225,11 @@ def _become(optimizer: Optimizer, other: Optimizer) -> None:
     Raises:
         UsageError: its ``step`` was replaced.
     """
-    expect_own_step(optimizer)
+    check_step_is_not_replaced(optimizer)
     step = vars(optimizer).get("step")
     hooks = {name: value for name, value in vars(optimizer).items() if name.endswith("_hooks")}
     optimizer.__class__ = type(other)
     vars(optimizer).update(vars(other) | hooks)
     if step is not None:
         calls_own = hasattr(step, "calls_own_step")
-        vars(optimizer)["step"] = step if calls_own else tracked_step(optimizer)
+        vars(optimizer)["step"] = step if calls_own else step_tracked_by_schedulers(optimizer)

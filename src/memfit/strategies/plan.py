@@ -16,10 +16,10 @@ from memfit.errors import UsageError
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.checkpointing import Checkpointing
 from memfit.strategies.compilation import Compilation
-from memfit.strategies.field_types import check_types
 from memfit.strategies.offload import Offload
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.precision import Precision
+from memfit.strategies.setting_checks import check_setting_types
 from memfit.strategies.sharding import Sharding
 
 
@@ -44,7 +44,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         """Check types, and that the strategies can be combined."""
-        check_types(self, "plan")
+        check_setting_types(self, "plan")
         conflict = (
             _offload_conflict(self)
             or _step_in_backward_conflict(self)

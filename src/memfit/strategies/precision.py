@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from memfit.errors import UsageError
-from memfit.strategies.field_types import check_types
 from memfit.strategies.mechanisms.wrap_forward import WrappedForward, wrap_forward
-from memfit.strategies.precision_decorators import mark
+from memfit.strategies.precision_decorators import enable_precision_decorators
+from memfit.strategies.setting_checks import check_setting_types
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -39,7 +39,7 @@ class LossScale:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        check_types(self, "loss_scale")
+        check_setting_types(self, "loss_scale")
         for name, holds, what in (
             ("init_scale", 0 < self.init_scale < math.inf, "finite and more than 0"),
             ("growth_factor", self.growth_factor >= 1, "at least 1"),
@@ -112,7 +112,7 @@ class Precision:
         """Check, and fill in the loss scale."""
         scale = None if self.loss_scale is None else LossScale.of(self.loss_scale)
         object.__setattr__(self, "loss_scale", scale)
-        check_types(self, "precision")
+        check_setting_types(self, "precision")
         if self.dtype == "fp16":
             scale = scale or LossScale()
         elif scale is not None:
@@ -160,7 +160,7 @@ class Precision:
         """
         with ExitStack() as undo:
             if self.dtype != "fp32":
-                undo.callback(mark(model, self.torch_dtype, autocast=self.autocast))
+                undo.callback(enable_precision_decorators(model, self.torch_dtype, autocast=self.autocast))
             if self.autocast:
                 undo.callback(wrap_forward(model, self, _AutocastForward))
             else:
@@ -168,12 +168,12 @@ class Precision:
             return undo.pop_all().close
 
 
-def autocast_of(precision: Precision | None, model: nn.Module) -> AbstractContextManager[Any]:
+def autocast_of_model(precision: Precision | None, model: nn.Module) -> AbstractContextManager[Any]:
     """Return the context for a model's forward and its loss in a precision, if there is one."""
-    return nullcontext() if precision is None else precision.context(device_type(model))
+    return nullcontext() if precision is None else precision.context(device_type_of_model(model))
 
 
-def device_type(model: nn.Module) -> str:
+def device_type_of_model(model: nn.Module) -> str:
     """Return the type of a model's device; the CPU's, if it has no parameters."""
     return next((parameter.device.type for parameter in model.parameters()), "cpu")
 
@@ -183,7 +183,7 @@ class _AutocastForward(WrappedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward, module = self.__wrapped__, self.module
-        with self.around.context(device_type(module)):
+        with self.around.context(device_type_of_model(module)):
             return forward(*args, **kwargs)
 
 

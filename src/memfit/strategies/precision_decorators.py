@@ -35,7 +35,9 @@ LOW = (torch.bfloat16, torch.float16)
 _MARK = "_memfit_precision"
 
 
-def mark(model: nn.Module, dtype: torch.dtype, *, autocast: bool) -> Callable[[], None]:
+def enable_precision_decorators(
+    model: nn.Module, dtype: torch.dtype, *, autocast: bool
+) -> Callable[[], None]:
     """Enable the decorators in a model and all its modules; return a function that disables them.
 
     The mark is an attribute of each module, a tuple of plain values: copies of the model have it, unpickling

@@ -19,10 +19,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit.errors import UsageError
-from memfit.strategies.field_types import check_types
 from memfit.strategies.mechanisms.module_patterns import class_name, modules_named, repeated_blocks
 from memfit.strategies.mechanisms.optimizer_info import parameters_of
 from memfit.strategies.precision import DTYPES, Dtype
+from memfit.strategies.setting_checks import check_setting_types
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -85,7 +85,7 @@ class Sharding:
 
     def __post_init__(self) -> None:
         """Check."""
-        check_types(self, "sharding")
+        check_setting_types(self, "sharding")
         if isinstance(self.modules, str):
             object.__setattr__(self, "modules", (self.modules,))
         defaults = {field.name: field.default for field in fields(self)}
@@ -138,7 +138,7 @@ class Sharding:
         >>> Sharding("ddp").optimizer(optimizer, model) is optimizer
         True
         """
-        expect_parameters_of(model, optimizer)
+        check_optimizer_holds_parameters_of(model, optimizer)
         return optimizer if self.mode != "zero1" else _zero1(optimizer)
 
     def _fully_shard(self, model: nn.Module, size: int) -> None:
@@ -206,7 +206,7 @@ def sharding_of(model: nn.Module) -> Sharding | None:
     return None
 
 
-def inside_replica(model: nn.Module) -> nn.Module:
+def module_inside_ddp(model: nn.Module) -> nn.Module:
     """Return the module that a DistributedDataParallel wraps; the module itself if it is none."""
     inside = model.module if isinstance(model, DistributedDataParallel) else model
     return inside if isinstance(inside, nn.Module) else model
@@ -233,7 +233,7 @@ def _torch_dtype(name: Dtype | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, DTYPES[name])
 
 
-def expect_parameters_of(model: nn.Module, optimizer: "Optimizer") -> None:
+def check_optimizer_holds_parameters_of(model: nn.Module, optimizer: "Optimizer") -> None:
     """Check that an optimizer holds parameters of a sharded model.
 
     Raises:

@@ -11,19 +11,19 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from memfit.errors import UsageError
-from memfit.strategies.field_types import unknown_name_error
 from memfit.strategies.legacy_settings import (
     NOTHING,
     WITHOUT_EFFECT,
     GivenSetting,
     Reader,
-    distributed,
-    expect,
-    flag,
-    gathering,
-    grad_clip,
-    nothing,
+    batches_per_update_reader,
+    check_setting_type,
+    ignored_setting,
+    read_distributed_optimizer,
+    read_grad_clip,
+    switch_reader,
 )
+from memfit.strategies.setting_checks import unknown_name_error
 
 LIGHTNING_PRECISION: Mapping[Any, Mapping[str, Any]] = {
     "16-mixed": {"dtype": "fp16"},
@@ -53,9 +53,9 @@ _OPTIMIZERS: Mapping[str, tuple[str, Any]] = {
 """HuggingFace's optimizers (transformers/training_args.py, 5.23) that are PyTorch's, or hold less state."""
 
 
-def optim_wrapper(name: str, given: Any) -> Iterator[GivenSetting]:
+def read_optim_wrapper(name: str, given: Any) -> Iterator[GivenSetting]:
     """Read MMEngine's ``optim_wrapper`` (mmengine/optim/optimizer, 0.10)."""
-    fields = expect(name, {} if given is None else given, Mapping, "a dict")
+    fields = check_setting_type(name, {} if given is None else given, Mapping, "a dict")
     kind = fields.get("type", "OptimWrapper")
     if kind not in _WRAPPERS:
         raise unknown_name_error("an MMEngine wrapper that memfit reads", str(kind), _WRAPPERS)
@@ -63,7 +63,7 @@ def optim_wrapper(name: str, given: Any) -> Iterator[GivenSetting]:
     if is_amp and fields.get("dtype") is None:
         yield GivenSetting(f"{name}.type={kind!r}", "precision.dtype", "fp16")
     else:
-        yield nothing(f"{name}.type", kind)
+        yield ignored_setting(f"{name}.type", kind)
     for field, value in fields.items():
         if field != "type":
             yield from _wrapper_field(name, field, value, is_amp=is_amp)
@@ -74,11 +74,11 @@ def _wrapper_field(name: str, field: str, value: Any, *, is_amp: bool) -> Iterat
     if field in ("optimizer", "paramwise_cfg", "constructor"):
         yield GivenSetting(path, None, note=_OWN)
     elif field in WITHOUT_EFFECT or value is None:
-        yield nothing(path, value, WITHOUT_EFFECT.get(field, NOTHING))
+        yield ignored_setting(path, value, WITHOUT_EFFECT.get(field, NOTHING))
     elif field == "accumulative_counts":
-        yield from gathering("carry", "MMEngine")(path, value)
+        yield from batches_per_update_reader("carry", "MMEngine")(path, value)
     elif field == "clip_grad":
-        yield grad_clip(path, value)
+        yield read_grad_clip(path, value)
     elif field == "loss_scale" and is_amp:
         yield GivenSetting(f"{path}={value!r}", "precision.loss_scale", value)
     elif field == "dtype" and is_amp:
@@ -90,35 +90,35 @@ def _wrapper_field(name: str, field: str, value: Any, *, is_amp: bool) -> Iterat
         raise unknown_name_error(f"a field of {name}", field, known)
 
 
-def mixed_precision(name: str, given: Any) -> Iterator[GivenSetting]:
+def read_mixed_precision(name: str, given: Any) -> Iterator[GivenSetting]:
     """Read Accelerate's ``mixed_precision`` (accelerate/accelerator.py, 1.15)."""
     if given not in (None, *_MIXED_PRECISIONS):
         known = ", ".join(_MIXED_PRECISIONS)
         raise UsageError(f"{name}={given!r} is not supported: memfit reads {known}.")
     if given in (None, "no"):
-        yield nothing(name, given, denies="precision")
+        yield ignored_setting(name, given, denies="precision")
     else:
         yield GivenSetting(f"{name}={given!r}", "precision.dtype", given)
 
 
-def clip_norm(name: str, given: Any) -> Iterator[GivenSetting]:
+def read_clip_norm(name: str, given: Any) -> Iterator[GivenSetting]:
     """Read Lightning's ``gradient_clip_val`` and HuggingFace's ``max_grad_norm``, which clip nothing if 0."""
     if given is None or (type(given) is not bool and given == 0):
-        yield nothing(name, given, "gradients are not clipped", denies="max_grad_norm")
+        yield ignored_setting(name, given, "gradients are not clipped", denies="max_grad_norm")
     else:
         yield GivenSetting(f"{name}={given!r}", "max_grad_norm", given)
 
 
-def gradient_clip_algorithm(name: str, given: Any) -> Iterator[GivenSetting]:
+def read_gradient_clip_algorithm(name: str, given: Any) -> Iterator[GivenSetting]:
     """Read Lightning's ``gradient_clip_algorithm``."""
     if given not in (None, "norm"):
         raise UsageError(f"{name}={given!r} is not supported: memfit clips gradients only by their norm.")
-    yield nothing(name, given)
+    yield ignored_setting(name, given)
 
 
-def checkpointing_kwargs(name: str, given: Any) -> Iterator[GivenSetting]:
+def read_checkpointing_kwargs(name: str, given: Any) -> Iterator[GivenSetting]:
     """Read HuggingFace's ``gradient_checkpointing_kwargs``, which alone switches no checkpointing on."""
-    fields = expect(name, {} if given is None else given, Mapping, "a dict")
+    fields = check_setting_type(name, {} if given is None else given, Mapping, "a dict")
     known = ("use_reentrant", "preserve_rng_state")
     for field, value in fields.items():
         if field not in known:
@@ -126,10 +126,10 @@ def checkpointing_kwargs(name: str, given: Any) -> Iterator[GivenSetting]:
         given_field = f"{name}.{field}={value!r}"
         yield GivenSetting(given_field, f"checkpointing.{field}", value, only_refines=True)
     if not fields:
-        yield nothing(name, given)
+        yield ignored_setting(name, given)
 
 
-def optim(name: str, given: Any) -> Iterator[GivenSetting]:
+def read_optim(name: str, given: Any) -> Iterator[GivenSetting]:
     """Read HuggingFace's ``optim``: whether the step is fused, and how many bits the state has."""
     if not isinstance(given, str) or given not in _OPTIMIZERS:
         known = ", ".join(_OPTIMIZERS)
@@ -141,48 +141,50 @@ def optim(name: str, given: Any) -> Iterator[GivenSetting]:
     yield GivenSetting(f"{name}={given!r}", target or None, value, "" if target else _OWN)
 
 
-def gradients_mean(name: str, given: Any) -> Iterator[GivenSetting]:
+def read_gradients_mean(name: str, given: Any) -> Iterator[GivenSetting]:
     """Read whether MindSpore averages gradients over devices, or sums them."""
-    if expect(name, given, bool | None, "true or false") is False:
+    if check_setting_type(name, given, bool | None, "true or false") is False:
         raise UsageError(
             f"{name}=False sums the gradients of all devices, and memfit averages them. Leave it out on one "
             "device; on several, multiply the loss by their number."
         )
-    yield nothing(name, given, "memfit.Sharding averages gradients over ranks" if given else NOTHING)
+    yield ignored_setting(name, given, "memfit.Sharding averages gradients over ranks" if given else NOTHING)
 
 
-def parallel_mode(name: str, given: Any) -> Iterator[GivenSetting]:
+def read_parallel_mode(name: str, given: Any) -> Iterator[GivenSetting]:
     """Read MindSpore's ``parallel_mode``, of which a single device has one, too."""
     if given not in (None, "stand_alone"):
         raise UsageError(
             f"{name}={given!r} is not read by memfit. Write sharding='ddp' for MindSpore's data_parallel, or "
             "'zero1' or 'fsdp2', which divide what each rank holds (memfit.Sharding)."
         )
-    yield nothing(name, given, denies="sharding")
+    yield ignored_setting(name, given, denies="sharding")
 
 
-def without_effect(why: str) -> Reader:
+def ignored_setting_reader(why: str) -> Reader:
     """Return the reader of a setting that needs nothing here."""
 
     def read(name: str, given: Any) -> Iterator[GivenSetting]:
-        yield nothing(name, given, why)
+        yield ignored_setting(name, given, why)
 
     return read
 
 
 TRAINER_READERS: Mapping[str, Reader] = {
-    "optim_wrapper": optim_wrapper,
-    "max_grad_norm": clip_norm,
-    "gradient_clip_val": clip_norm,
-    "mixed_precision": mixed_precision,
-    "gradient_clip_algorithm": gradient_clip_algorithm,
-    "gradient_checkpointing_kwargs": checkpointing_kwargs,
-    "optim": optim,
-    "torch_compile": without_effect("compile the model yourself, with torch.compile(model)"),
-    "gradients_mean": gradients_mean,
-    "parallel_mode": parallel_mode,
-    "distributed": distributed,
-    "_delete_": without_effect(WITHOUT_EFFECT["_delete_"]),
-    "fp16_enabled": flag("precision.dtype", "fp16"),  # memfit.Precision sets it where auto_fp16 looks for it
+    "optim_wrapper": read_optim_wrapper,
+    "max_grad_norm": read_clip_norm,
+    "gradient_clip_val": read_clip_norm,
+    "mixed_precision": read_mixed_precision,
+    "gradient_clip_algorithm": read_gradient_clip_algorithm,
+    "gradient_checkpointing_kwargs": read_checkpointing_kwargs,
+    "optim": read_optim,
+    "torch_compile": ignored_setting_reader("compile the model yourself, with torch.compile(model)"),
+    "gradients_mean": read_gradients_mean,
+    "parallel_mode": read_parallel_mode,
+    "distributed": read_distributed_optimizer,
+    "_delete_": ignored_setting_reader(WITHOUT_EFFECT["_delete_"]),
+    "fp16_enabled": switch_reader(
+        "precision.dtype", "fp16"
+    ),  # memfit.Precision sets it where auto_fp16 looks for it
 }
 """The name of a setting -> how it is read."""

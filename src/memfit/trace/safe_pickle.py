@@ -2,7 +2,8 @@
 
 A pickle is a program for a small stack machine, and Python's own unpickler can be made to call any function.
 This one only builds dicts, lists, tuples, strings, bytes, numbers, True, False and None: nothing here can
-reach a class or a function. An object is refused or, if the reader asks for it, described: ``PickledObject``.
+reach a class or a function. An object is refused or, if the reader asks for it, described:
+``UnconstructedObject``.
 
 Source: the opcodes are those of the standard library's ``pickletools``, protocols 2 to 5.
 """
@@ -21,7 +22,7 @@ class NotPlainDataError(ValueError):
 
 
 @dataclass(slots=True, eq=False)
-class PickledObject:
+class UnconstructedObject:
     """What a pickle says about an object, which is not constructed."""
 
     name: str
@@ -32,7 +33,7 @@ class PickledObject:
     """What the pickle would give to ``__setstate__`` or ``__dict__``."""
 
 
-def loads(data: bytes, *, objects: bool = False) -> object:
+def load_plain_pickle(data: bytes, *, objects: bool = False) -> object:
     """Decode a pickle.
 
     Args:
@@ -40,14 +41,14 @@ def loads(data: bytes, *, objects: bool = False) -> object:
         objects: whether to describe objects instead of refusing them, for pickles of protocol 4 or 5.
 
     Returns:
-        Plain data; with ``objects``, a ``PickledObject`` in place of each object. What the pickle shares is
-        shared in the result.
+        Plain data; with ``objects``, an ``UnconstructedObject`` for each object. What the pickle shares
+        is shared in the result.
 
     Raises:
         NotPlainDataError: it refers to a class or a function, is truncated, is not a pickle, or is too large.
 
     >>> import pickle
-    >>> loads(pickle.dumps({"sizes": [1, 2.5, None]}))
+    >>> load_plain_pickle(pickle.dumps({"sizes": [1, 2.5, None]}))
     {'sizes': [1, 2.5, None]}
     """
     if not data.startswith(_PROTO):
@@ -103,7 +104,7 @@ class _Decoder:
 
 
 _Operation = Callable[[_Decoder], None]
-_KEYS = {str, int, PickledObject}  # whose hash is its identity
+_KEYS = {str, int, UnconstructedObject}  # whose hash is its identity
 _U8, _U16, _U32, _U64 = map(struct.Struct, ("<B", "<H", "<I", "<Q"))
 _I32, _F64 = struct.Struct("<i"), struct.Struct(">d")
 _LONGEST_INTEGER = 9  # bytes: an unsigned 64-bit number and its sign
@@ -272,19 +273,23 @@ def _describe_global(decoder: _Decoder) -> None:
     name, module = decoder.stack.pop(), decoder.stack.pop()
     if type(name) is not str or type(module) is not str:
         raise TypeError
-    decoder.stack.append(PickledObject(f"{module}.{name}"))
+    decoder.stack.append(UnconstructedObject(f"{module}.{name}"))
 
 
 def _describe_call(decoder: _Decoder) -> None:
     arguments, called = decoder.stack.pop(), decoder.stack.pop()
-    if type(arguments) is not tuple or type(called) is not PickledObject or called.arguments is not None:
+    if (
+        type(arguments) is not tuple
+        or type(called) is not UnconstructedObject
+        or called.arguments is not None
+    ):
         raise TypeError
-    decoder.stack.append(PickledObject(called.name, arguments))
+    decoder.stack.append(UnconstructedObject(called.name, arguments))
 
 
 def _describe_state(decoder: _Decoder) -> None:
     state, built = decoder.stack.pop(), decoder.stack[-1]
-    if type(built) is not PickledObject:
+    if type(built) is not UnconstructedObject:
         raise TypeError
     built.state = state
 

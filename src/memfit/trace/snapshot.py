@@ -12,21 +12,21 @@ from typing import Any
 
 from memfit.atomic_files import write_atomically
 from memfit.errors import FileFormatError
-from memfit.input_files import read_input
+from memfit.input_files import read_input_file
 from memfit.records import (
     DEFAULT_POOL,
     Action,
     DeviceUse,
     Figure,
-    Machine,
+    MachineKind,
     Provenance,
     ScriptEnd,
     Segment,
     SnapshotBlock,
     Trace,
 )
-from memfit.trace.history_columns import ACTIONS, history_columns, pool_id, pool_ids, stream_numbers
-from memfit.trace.safe_pickle import NotPlainDataError, loads
+from memfit.trace.history_columns import ACTIONS, checked_pool_id, history_columns, pool_ids, stream_numbers
+from memfit.trace.safe_pickle import NotPlainDataError, load_plain_pickle
 from memfit.units import MIB
 
 MAX_BYTES = 1 << 29
@@ -58,7 +58,7 @@ def read_snapshot(path: Path, device: int = 0) -> Trace:
     """
     snapshot = _load(path)
     try:
-        return trace_of(snapshot, device)
+        return trace_of_snapshot(snapshot, device)
     except FileFormatError as error:
         raise FileFormatError(f"Cannot read {path}: {error}") from None
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
@@ -68,7 +68,7 @@ def read_snapshot(path: Path, device: int = 0) -> Trace:
         ) from None
 
 
-def trace_of(snapshot: Mapping[str, Any], device: int = 0) -> Trace:
+def trace_of_snapshot(snapshot: Mapping[str, Any], device: int = 0) -> Trace:
     """Convert a memory snapshot to a trace.
 
     Args:
@@ -99,7 +99,7 @@ def trace_of(snapshot: Mapping[str, Any], device: int = 0) -> Trace:
         frames=frames,
         marks=(),
         segments=at_end,
-        device=DeviceUse(f"device {device} of a snapshot", _UNKNOWN, _UNKNOWN, 0, Machine.UNKNOWN),
+        device=DeviceUse(f"device {device} of a snapshot", _UNKNOWN, _UNKNOWN, 0, MachineKind.UNKNOWN),
         end=ScriptEnd("end", 0),
         settings=allocator_settings(snapshot),
         statistics={
@@ -112,7 +112,7 @@ def trace_of(snapshot: Mapping[str, Any], device: int = 0) -> Trace:
     )
 
 
-def with_earlier(snapshot: Mapping[str, Any], device: int = 0) -> Mapping[str, Any]:
+def with_blocks_before_history(snapshot: Mapping[str, Any], device: int = 0) -> Mapping[str, Any]:
     """Return a snapshot whose history begins with the blocks allocated before it and still in use at its end.
 
     PyTorch keeps the stack of each block in use, however old, if its allocation was recorded.
@@ -189,7 +189,7 @@ def segments_at_end(snapshot: Mapping[str, Any], device: int = 0) -> tuple[Segme
             size=_number(segment["total_size"]),
             stream=stream_of.setdefault(segment["stream"], len(stream_of)),
             kind=str(segment["segment_type"]),
-            pool=pool_id(segment.get("segment_pool_id", DEFAULT_POOL)),
+            pool=checked_pool_id(segment.get("segment_pool_id", DEFAULT_POOL)),
             expandable=bool(segment.get("is_expandable")),
             blocks=_blocks(segment),
         )
@@ -210,7 +210,7 @@ def write_snapshot(trace: Trace, path: Path) -> None:
 
 
 def snapshot_of(trace: Trace) -> dict[str, Any]:
-    """Convert a trace to a memory snapshot: the inverse of ``trace_of``, for what a snapshot can hold."""
+    """Convert a trace to a memory snapshot: the inverse of ``trace_of_snapshot``, for what it can hold."""
     frames = [{"name": f.function, "filename": f.file, "line": f.line} for f in trace.frames]
     # One list per stack, shared by its events as PyTorch shares it: pickle writes it once.
     stacks = [[frames[index] for index in stack] for stack in trace.stacks]
@@ -232,7 +232,7 @@ def snapshot_of(trace: Trace) -> dict[str, Any]:
 def _load(path: Path) -> Mapping[str, Any]:
     fewer = "Record fewer events: pass max_entries to _record_memory_history."
     try:
-        snapshot = loads(read_input(path, MAX_BYTES, fewer))
+        snapshot = load_plain_pickle(read_input_file(path, MAX_BYTES, fewer))
     except NotPlainDataError as error:
         raise FileFormatError(
             f"Cannot read {path}: it {error}. A memory snapshot is a pickle of plain data: write one with "

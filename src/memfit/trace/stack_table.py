@@ -16,7 +16,7 @@ _NOT_PYTHON = re.compile(r"\?\?|<string>|.*\.(?:c|cc|cpp|cu|cuh|h|hpp|S)|<frozen
 _MEMFIT = str(Path(__file__).parents[1]) + "/"
 
 
-def is_omitted_file(file: str) -> bool:
+def is_omitted_from_stacks(file: str) -> bool:
     """Return whether a frame is left out of stacks: its file is memfit's own, or not Python."""
     return file.startswith(_MEMFIT) or _NOT_PYTHON.fullmatch(file) is not None
 
@@ -74,7 +74,7 @@ class StackTable:
 
     def _kept(self, file: str) -> bool:
         internal = file.startswith(self._torch) or _INSTALLED_TORCH_OR_MEMFIT.search(file)
-        return not internal and not is_omitted_file(file) and not GENERATED.fullmatch(file)
+        return not internal and not is_omitted_from_stacks(file) and not GENERATED.fullmatch(file)
 
 
 def torch_folder() -> str:

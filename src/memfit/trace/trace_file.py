@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from memfit.atomic_files import write_atomically
 from memfit.errors import FileFormatError, UsageError
-from memfit.input_files import open_input
+from memfit.input_files import open_input_file
 from memfit.records import (
     DEFAULT_POOL,
     Action,
@@ -44,8 +44,8 @@ from memfit.trace.trace_limits import (
     MAX_EVENTS,
     MAX_HEADER_BYTES,
     MAX_TEXT,
-    excess_rows,
-    longest_text,
+    longest_text_in_trace,
+    too_many_rows,
 )
 
 FORMAT = "memfit trace"
@@ -93,13 +93,13 @@ class _TraceError(Exception):
     """The file is not a valid trace; the message completes ``Cannot read X: it ...``."""
 
 
-def is_trace(path: Path) -> bool:
+def looks_like_trace_file(path: Path) -> bool:
     """Return whether a file looks like a trace rather than a pickle: it begins like a zip.
 
     Raises:
         FileFormatError: there is no such file, or it cannot be read.
     """
-    with open_input(path, None) as file:
+    with open_input_file(path, None) as file:
         try:
             return file.read(len(_ZIP_START)) == _ZIP_START
         except OSError as error:
@@ -117,11 +117,11 @@ def write_trace(trace: Trace, path: Path) -> None:
         OutputError: the file cannot be written.
         UsageError: the trace is too large to be read back, or the path names something other than a file.
     """
-    if too_many := excess_rows(trace):
+    if too_many := too_many_rows(trace):
         raise UsageError(f"Cannot write {path}: the run has {too_many}. Run fewer steps.")
     rest = {name: getattr(trace, name) for name in _rest_of_trace()}
     header = {"format": FORMAT, "version": VERSION, "events": len(trace.events), **rest}
-    members = {_HEADER: _encode(header, cut=longest_text(trace) > MAX_TEXT)}
+    members = {_HEADER: _encode(header, cut=longest_text_in_trace(trace) > MAX_TEXT)}
     if len(members[_HEADER]) > MAX_HEADER_BYTES:
         raise UsageError(
             f"Cannot write {path}: the tables of the trace take {len(members[_HEADER]):,} bytes, but a trace "
@@ -153,7 +153,7 @@ def read_trace(path: Path) -> Trace:
             that this memfit reads.
     """
     try:
-        with open_input(path, MAX_BYTES) as file:
+        with open_input_file(path, MAX_BYTES) as file:
             return _read(file)
     except OSError as error:
         raise FileFormatError(f"Cannot read {path}: {error.strerror or error}.") from None
@@ -187,9 +187,9 @@ def _read(file: BinaryIO) -> Trace:
         raise _TraceError(f"is damaged ({error}). Record the run again.") from None
     rest: dict[str, Any] = {name: getattr(header, name) for name in _rest_of_trace()}
     trace = Trace(events=Events(**columns), **rest)
-    if too_many := excess_rows(trace):
+    if too_many := too_many_rows(trace):
         raise _TraceError(f"has {too_many}.")
-    if (length := longest_text(trace)) > MAX_TEXT:
+    if (length := longest_text_in_trace(trace)) > MAX_TEXT:
         raise _TraceError(f"contains a text of {length:,} characters, but at most {MAX_TEXT:,} are allowed.")
     for fault in _faults(trace):
         raise _TraceError(f"is inconsistent ({fault}). The file was damaged or edited. Record the run again.")

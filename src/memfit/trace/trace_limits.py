@@ -38,7 +38,7 @@ _TABLES = (
 )
 
 
-def excess_rows(trace: Trace) -> str:
+def too_many_rows(trace: Trace) -> str:
     """Return what a trace has too many of; empty if nothing."""
     if len(trace.events) > MAX_EVENTS:
         return f"{len(trace.events):,} events, but a trace can have at most {MAX_EVENTS:,}"
@@ -50,7 +50,7 @@ def excess_rows(trace: Trace) -> str:
     return ""
 
 
-def longest_text(trace: Trace) -> int:
+def longest_text_in_trace(trace: Trace) -> int:
     """Return the number of characters of the longest text of a trace."""
     return max(map(len, _texts(trace)))
 

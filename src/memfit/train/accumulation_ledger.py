@@ -14,20 +14,19 @@ import torch
 from torch import nn
 
 from memfit.errors import RankFailedError, TornUpdateError, UsageError
-from memfit.train.accumulation_window import StepResult, Window
-from memfit.train.data.loader_position import Position
+from memfit.train.accumulation_window import AccumulationWindow, StepResult
+from memfit.train.data.loader_position import LoaderPosition
 from memfit.train.optimizer_update import INTERRUPTED, OptimizerUpdate
-from memfit.train.ranks.job_ranks import Facts
+from memfit.train.ranks.rank_agreement import Facts, learning_rates_as_text
 from memfit.train.ranks.rank_gradients import Phase, RankGradients
-from memfit.train.ranks.rank_settings import learning_rates
 from memfit.train.step_snapshots import StepSnapshot
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class WindowCopy:
+class AccumulationWindowCopy:
     """An open window as it was, with its gradients on the host."""
 
-    window: Window
+    window: AccumulationWindow
     micro_step: int
     gradients: list[tuple[nn.Parameter, torch.Tensor]]
 
@@ -49,9 +48,9 @@ class AccumulationLedger:
         """Of a window: what the other ranks read if this one fails."""
         self.lacking = 0
         """Micro-batches that another rank has more in the open window, if all must run equally many."""
-        self.position = Position(ranks=gradients.ranks)
-        self.window: Window | None = None
-        self.resumed_window: Window | None = None
+        self.position = LoaderPosition(ranks=gradients.ranks)
+        self.window: AccumulationWindow | None = None
+        self.resumed_window: AccumulationWindow | None = None
         """The window inside which a state was saved, until its data are read again."""
         self.micro_step = 0
         self.optimizer_step = 0
@@ -63,7 +62,7 @@ class AccumulationLedger:
         if self.window is None:
             self.phase = "preparation"
 
-    def open(self, window: Window, *, pads: bool = False) -> Window:
+    def open(self, window: AccumulationWindow, *, pads: bool = False) -> AccumulationWindow:
         """Open a window; ``pads`` if the engine can run micro-batches that this rank lacks."""
         if self.update.torn:
             raise TornUpdateError(INTERRUPTED)
@@ -79,7 +78,7 @@ class AccumulationLedger:
 
     def backward(
         self,
-        window: Window,
+        window: AccumulationWindow,
         loss: torch.Tensor,
         weight: float | None,
         *,
@@ -104,27 +103,27 @@ class AccumulationLedger:
         self.phase = "forward"
         self.count(window, loss)
 
-    def pad(self, window: Window, loss: torch.Tensor) -> None:
+    def pad(self, window: AccumulationWindow, loss: torch.Tensor) -> None:
         """Run a backward that changes nothing here, and that ranks with more micro-batches wait for."""
         self._make_room(window, 0.0)
         self.gradients.run_empty_backward(loss)
         window.interrupted = False
         self.lacking -= 1
 
-    def _make_room(self, window: Window, weight: float) -> None:
+    def _make_room(self, window: AccumulationWindow, weight: float) -> None:
         """Have a window's divisor be at least the weight of the micro-batch that goes backward next."""
         if self.gradients.reduces_in_backward:
             weight = self.gradients.agree_on_divisor(window, weight)
         if (factor := window.make_room(weight)) != 1.0:
             self.update.gradients.multiply(factor)
 
-    def count(self, window: Window, loss: torch.Tensor) -> None:
+    def count(self, window: AccumulationWindow, loss: torch.Tensor) -> None:
         """Count a completed backward."""
         window.interrupted = False
         self.micro_step += 1
         self.notify("on_micro_step_end", loss)
 
-    def close(self, window: Window) -> StepResult:
+    def close(self, window: AccumulationWindow) -> StepResult:
         """Update from a window's gradients, and call the callbacks."""
         with self.reporting():
             self._agree_to_close(self._closed + 1)
@@ -145,7 +144,7 @@ class AccumulationLedger:
                 if window is not None:
                     self.drop()
                 return result
-            result = self._close_agreed(window or self.open(Window(0, by_hand=True)))
+            result = self._close_agreed(window or self.open(AccumulationWindow(0, by_hand=True)))
 
     def _agree_to_close(self, closed: int) -> float:
         """Return the most windows that a rank will have closed."""
@@ -154,16 +153,18 @@ class AccumulationLedger:
 
     def progress(self) -> Facts:
         """Return what must be the same on all ranks before each update."""
-        return {"engine.optimizer_step": f"{self.optimizer_step}"} | learning_rates(self.update.optimizer)
+        return {"engine.optimizer_step": f"{self.optimizer_step}"} | learning_rates_as_text(
+            self.update.optimizer
+        )
 
-    def _close_agreed(self, window: Window) -> StepResult:
+    def _close_agreed(self, window: AccumulationWindow) -> StepResult:
         with self.reporting():
             result = self.make_update(window)
         self._closed += 1
         self.notify("on_window_end", result)
         return result
 
-    def make_update(self, window: Window, retried: int = 0) -> StepResult:
+    def make_update(self, window: AccumulationWindow, retried: int = 0) -> StepResult:
         """Update from a window's gradients, after all ranks agreed that none failed in it.
 
         ``on_window_end`` is left to the caller.
@@ -214,14 +215,16 @@ class AccumulationLedger:
         self.update.clear()
         self.window = None
 
-    def copy_window(self) -> "WindowCopy | None":
+    def copy_window(self) -> "AccumulationWindowCopy | None":
         """Copy the open window, as ``roll_back`` needs it; None if it has no gradients yet."""
         if self.window is None or not self.window.done:
             return None
         gradients = [(each, tensor.to("cpu", copy=True)) for each, tensor in self.update.gradients.items()]
-        return WindowCopy(_copy(self.window), self.micro_step, gradients)
+        return AccumulationWindowCopy(_copy(self.window), self.micro_step, gradients)
 
-    def roll_back(self, snapshot: StepSnapshot | None, before: "WindowCopy | None" = None) -> None:
+    def roll_back(
+        self, snapshot: StepSnapshot | None, before: "AccumulationWindowCopy | None" = None
+    ) -> None:
         """Undo the open window, or what was added to it since a copy; a window that is closed stays."""
         if self.window is None:
             return
@@ -254,5 +257,5 @@ class AccumulationLedger:
             )
 
 
-def _copy(window: Window) -> Window:
+def _copy(window: AccumulationWindow) -> AccumulationWindow:
     return replace(window, loss=None if window.loss is None else window.loss.clone())

@@ -17,7 +17,7 @@ from memfit.errors import UsageError
 
 
 @dataclass(slots=True)
-class Window:
+class AccumulationWindow:
     """The counts, weights and loss of one window."""
 
     planned: int

@@ -16,8 +16,8 @@ from torch import nn
 
 from memfit.errors import UsageError
 from memfit.strategies.arena_settings import ArenaSettings
-from memfit.strategies.mechanisms.tensors import tensors_in
-from memfit.strategies.precision import device_type
+from memfit.strategies.mechanisms.tensors_in_objects import tensors_in
+from memfit.strategies.precision import device_type_of_model
 from memfit.user_frame import warn_user
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class ArenaSteps:
         self._label: tuple[str, ...] = ()
         if settings is None:
             return
-        self._shared = _arena(settings, device_type(model))
+        self._shared = _arena(settings, device_type_of_model(model))
         self.arena = self._shared.arena
         self.arena.exclude_from(model)
         self._shared.engines += 1
@@ -85,9 +85,9 @@ _shared: WeakValueDictionary[str, _SharedArena] = WeakValueDictionary()  # by de
 
 def _arena(settings: ArenaSettings, device: str) -> _SharedArena:
     """Return the arena that is open on a device, or open one."""
-    from memfit.arenas.open_arena import arena, opened
+    from memfit.arenas.open_arena import arena, open_arena_on_device
 
-    found, shared = opened(device), _shared.get(device)
+    found, shared = open_arena_on_device(device), _shared.get(device)
     if shared is not None and shared.arena is not found:
         shared = None
     if found is not None and found.settings == settings:

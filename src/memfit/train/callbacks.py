@@ -33,7 +33,7 @@ Mode = Literal["min", "max"]
 """Whether lower or higher values are better."""
 
 
-class TrainingRun(Protocol):
+class EngineSeenByCallbacks(Protocol):
     """What memfit's own callbacks use of the engine that calls them; the argument is the ``Engine``."""
 
     epoch: int
@@ -68,37 +68,37 @@ class Callback:
     watched: str = ""
     """The name of the validated metric that it needs, if any: checked before the first epoch."""
 
-    def on_fit_begin(self, engine: TrainingRun) -> None:
+    def on_fit_begin(self, engine: EngineSeenByCallbacks) -> None:
         """Training begins or resumes."""
 
-    def on_epoch_begin(self, engine: TrainingRun) -> None:
+    def on_epoch_begin(self, engine: EngineSeenByCallbacks) -> None:
         """An epoch begins; ``engine.epoch`` counts those before it."""
 
-    def on_window_begin(self, engine: TrainingRun) -> None:
+    def on_window_begin(self, engine: EngineSeenByCallbacks) -> None:
         """A window opens: gradients are summed from here on."""
 
-    def on_micro_step_end(self, engine: TrainingRun, loss: torch.Tensor) -> None:
+    def on_micro_step_end(self, engine: EngineSeenByCallbacks, loss: torch.Tensor) -> None:
         """A backward completed; ``loss`` is the micro-batch's, detached."""
 
-    def on_retry(self, engine: TrainingRun, parts: int) -> None:
+    def on_retry(self, engine: EngineSeenByCallbacks, parts: int) -> None:
         """Memory ran out, and the window starts again in this many parts."""
 
-    def on_optimizer_step_begin(self, engine: TrainingRun) -> None:
+    def on_optimizer_step_begin(self, engine: EngineSeenByCallbacks) -> None:
         """Gradients are final: the optimizer will use them as they are."""
 
-    def on_optimizer_step_end(self, engine: TrainingRun) -> None:
+    def on_optimizer_step_end(self, engine: EngineSeenByCallbacks) -> None:
         """Parameters are updated."""
 
-    def on_window_end(self, engine: TrainingRun, result: "StepResult") -> None:
+    def on_window_end(self, engine: EngineSeenByCallbacks, result: "StepResult") -> None:
         """A window closed with this result."""
 
-    def on_validation_end(self, engine: TrainingRun, metrics: dict[str, float]) -> None:
+    def on_validation_end(self, engine: EngineSeenByCallbacks, metrics: dict[str, float]) -> None:
         """A validation ended with these means."""
 
-    def on_epoch_end(self, engine: TrainingRun) -> None:
+    def on_epoch_end(self, engine: EngineSeenByCallbacks) -> None:
         """An epoch ended; ``engine.epoch`` counts it."""
 
-    def on_fit_end(self, engine: TrainingRun) -> None:
+    def on_fit_end(self, engine: EngineSeenByCallbacks) -> None:
         """Training ended."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -138,18 +138,18 @@ class EarlyStopping(Callback):
         self._sum: torch.Tensor | None = None
         self._updates = 0
 
-    def on_fit_begin(self, engine: TrainingRun) -> None:
+    def on_fit_begin(self, engine: EngineSeenByCallbacks) -> None:
         """End at once if the resumed run had already ended."""
         if self.waited >= self._patience:
             engine.stop()
 
-    def on_window_end(self, engine: TrainingRun, result: "StepResult") -> None:  # noqa: ARG002
+    def on_window_end(self, engine: EngineSeenByCallbacks, result: "StepResult") -> None:  # noqa: ARG002
         """Add the loss on its device, if there was an update."""
         if self._metric is None and result.updated:
             self._sum = result.loss_tensor if self._sum is None else self._sum + result.loss_tensor
             self._updates += 1
 
-    def on_epoch_end(self, engine: TrainingRun) -> None:
+    def on_epoch_end(self, engine: EngineSeenByCallbacks) -> None:
         """Compare with the best value, and stop when patience runs out."""
         if self.watched:
             value = _validated("EarlyStopping", engine, self.watched)
@@ -199,7 +199,7 @@ class Saving(Callback):
         self.watched, self._mode, self._best = best, mode, _worst(mode)
         self._saved = True
 
-    def on_window_end(self, engine: TrainingRun, result: "StepResult") -> None:  # noqa: ARG002
+    def on_window_end(self, engine: EngineSeenByCallbacks, result: "StepResult") -> None:  # noqa: ARG002
         """Save every n-th window."""
         if self.watched:
             return
@@ -208,7 +208,7 @@ class Saving(Callback):
         if self._saved:
             engine.save(self._path)
 
-    def on_epoch_end(self, engine: TrainingRun) -> None:
+    def on_epoch_end(self, engine: EngineSeenByCallbacks) -> None:
         """Save at the end of the epoch."""
         if self.watched:
             value = _validated("Saving", engine, self.watched)
@@ -218,7 +218,7 @@ class Saving(Callback):
         engine.save(self._path)
         self._saved = True
 
-    def on_fit_end(self, engine: TrainingRun) -> None:
+    def on_fit_end(self, engine: EngineSeenByCallbacks) -> None:
         """Save what was trained since the last save."""
         if not self._saved and engine.is_whole:
             engine.save(self._path)
@@ -233,7 +233,7 @@ class Saving(Callback):
         self._best = state.get("best", self._best)
 
 
-def in_order(callbacks: "Iterable[Callback]") -> tuple[Callback, ...]:
+def callbacks_in_call_order(callbacks: "Iterable[Callback]") -> tuple[Callback, ...]:
     """Return callbacks in the order in which they are called.
 
     Raises:
@@ -255,7 +255,7 @@ def call_callbacks(reference: "ref[Any]", event: str, *arguments: Any) -> None:
             getattr(callback, event)(engine, *detached)
 
 
-def expect_watched(callbacks: "Iterable[Callback]", names: "Collection[str]") -> None:
+def check_watched_metrics(callbacks: "Iterable[Callback]", names: "Collection[str]") -> None:
     """Check that the metrics that callbacks watch are among those that ``fit`` validates.
 
     If it validates none, a callback may call ``engine.validate`` itself: only the end of the epoch shows.
@@ -268,7 +268,7 @@ def expect_watched(callbacks: "Iterable[Callback]", names: "Collection[str]") ->
             raise _not_validated(type(callback).__name__, callback.watched, names)
 
 
-def _validated(who: str, engine: TrainingRun, name: str) -> float:
+def _validated(who: str, engine: EngineSeenByCallbacks, name: str) -> float:
     if name not in engine.metrics:
         raise _not_validated(who, name, engine.metrics)
     return engine.metrics[name]

@@ -27,7 +27,7 @@ Capture = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
 """Captures a function without running it; returns a function that replays it, and its result tensor."""
 
 
-class CudaCapture:
+class CudaGraphCapture:
     """Captures into CUDA graphs that share a memory pool."""
 
     def __init__(self) -> None:
@@ -66,11 +66,11 @@ class _UpdateGraph:
     replay: Callable[[], None]
 
 
-class StepGraphs:
+class StepCudaGraphs:
     """The two graphs of an engine, captured after its warm-up.
 
     Args:
-        optimizer: one that can be captured, see ``make_step_graphs``.
+        optimizer: one that can be captured, see ``make_step_cuda_graphs``.
         capture: captures work into a graph.
         warming: the context in which warm-up steps run.
     """
@@ -165,7 +165,7 @@ class StepGraphs:
                 parameter.grad = torch.zeros_like(parameter)
 
 
-def make_step_graphs(optimizer: torch.optim.Optimizer) -> StepGraphs:
+def make_step_cuda_graphs(optimizer: torch.optim.Optimizer) -> StepCudaGraphs:
     """Return an engine's graphs, and make its optimizer capturable: its learning rates become tensors.
 
     Raises:
@@ -186,8 +186,8 @@ def make_step_graphs(optimizer: torch.optim.Optimizer) -> StepGraphs:
     for parameter, state in optimizer.state.items():
         if isinstance(state.get("step"), torch.Tensor):
             state["step"] = state["step"].to(parameter.device)
-    capture = CudaCapture()
-    return StepGraphs(optimizer, capture, capture.warming)
+    capture = CudaGraphCapture()
+    return StepCudaGraphs(optimizer, capture, capture.warming)
 
 
 def _kind(leaf: Any) -> Any:

@@ -22,23 +22,23 @@ from torch import nn
 from memfit.errors import UsageError
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.configuration import Configuration
-from memfit.strategies.precision import autocast_of
-from memfit.strategies.sharding import inside_replica
+from memfit.strategies.precision import autocast_of_model
+from memfit.strategies.sharding import module_inside_ddp
 from memfit.train.accumulation_ledger import AccumulationLedger
-from memfit.train.accumulation_window import StepResult, Window
+from memfit.train.accumulation_window import AccumulationWindow, StepResult
 from memfit.train.arena_steps import ArenaSteps
-from memfit.train.callbacks import Callback, call_callbacks, expect_watched, in_order
-from memfit.train.data.loader_position import batches_in, expect_batches_of
-from memfit.train.data.rank_samplers import begin_epoch
+from memfit.train.callbacks import Callback, call_callbacks, callbacks_in_call_order, check_watched_metrics
+from memfit.train.data.loader_order import set_sampler_epoch
+from memfit.train.data.loader_position import check_loader_batch_size, number_of_batches
 from memfit.train.data.split_batch import BatchSplitter
-from memfit.train.engine_setup import set_up
-from memfit.train.full_batch import FullBatchStepper, no_loss
-from memfit.train.gathered_batches import MicroBatches, gathered
-from memfit.train.job import Interval, Job, Loss, job_of
+from memfit.train.engine_setup import set_up_engine
+from memfit.train.full_batch_steps import FullBatchStepper, missing_loss_error
+from memfit.train.gathered_batches import MicroBatches, gather_batches_by_window
+from memfit.train.job import Interval, Job, Loss, as_job
 from memfit.train.optimizer_update import Protect
 from memfit.train.resume.engine_parts import EngineParts
 from memfit.train.resume.run_files import ResumableRun
-from memfit.train.validation import Metric, names_of, validated, warn_of_evaluation_mode
+from memfit.train.validation import Metric, validation_means, validation_metric_names, warn_of_evaluation_mode
 
 
 class Engine(ResumableRun):
@@ -93,18 +93,17 @@ class Engine(ResumableRun):
         retry: bool = True,
         protect: Protect = "auto",
     ) -> None:
-        job = job_of(job, optimizer, loss, scheduler, scheduler_interval, scheduler_metric, max_grad_norm)
+        job = as_job(job, optimizer, loss, scheduler, scheduler_interval, scheduler_metric, max_grad_norm)
         configuration = Configuration.of(plan)
-        norm = configuration.clipped_to(job.max_grad_norm)
+        norm, arena = configuration.clipped_to(job.max_grad_norm), configuration.arena is not None
         self._arena_steps = ArenaSteps(configuration.arena, job.model)
-        arena = configuration.arena is not None
-        prepared = set_up(
+        prepared = set_up_engine(
             job, configuration.plan, norm, cuda_graphs=cuda_graphs, retry=retry, protect=protect, arena=arena
         )
         update, self._ranks = prepared.update, prepared.gradients.ranks
         self.model, self.plan = prepared.model, configuration.plan
         self.optimizer, self.scheduler = update.optimizer, update.scheduler
-        self.callbacks = in_order(callbacks)
+        self.callbacks = callbacks_in_call_order(callbacks)
         self.arena = self._arena_steps.arena
         """The arena that the configuration asks for: ``arena.outputs``, ``arena.report()``."""
         self.epoch, self.epochs = 0, 0
@@ -115,7 +114,7 @@ class Engine(ResumableRun):
         """The means of the last validation, by name."""
         self._stopped = self._left_others = False
         self._ledger = AccumulationLedger(update, prepared.gradients, partial(call_callbacks, ref(self)))
-        self._loss, self._splitter = job.loss or no_loss, BatchSplitter(size, split)
+        self._loss, self._splitter = job.loss or missing_loss_error, BatchSplitter(size, split)
         self._full_batch = FullBatchStepper(
             self._ledger, self.model, self.plan, self._loss, self._splitter, self._arena_steps, retry=retry
         )
@@ -152,7 +151,7 @@ class Engine(ResumableRun):
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context for a forward and its loss; ``step`` enters it itself."""
-        return autocast_of(self.plan.precision, self.model)
+        return autocast_of_model(self.plan.precision, self.model)
 
     def __enter__(self) -> Self:
         """Enter a block whose end checks that no window was left open."""
@@ -189,9 +188,10 @@ class Engine(ResumableRun):
             The result of the last update; None if there was none.
         """
         result, notify, schedule = None, self._ledger.notify, self._ledger.update.schedule
-        schedule.expect_metric(names := names_of(metrics, validate))
-        expect_watched(self.callbacks, names)
-        self.epochs, self.batches, self._stopped, self._left_others = epochs, batches_in(loader), False, False
+        schedule.expect_metric(names := validation_metric_names(metrics, validate))
+        check_watched_metrics(self.callbacks, names)
+        self.epochs, self.batches = epochs, number_of_batches(loader)
+        self._stopped = self._left_others = False
         self._ranks.agree("engine.fit", same=lambda: {"epochs": f"{epochs}", "metrics": f"{[*names]}"})
         self._resume_inside_epoch(loader)
         notify("on_fit_begin")
@@ -199,7 +199,7 @@ class Engine(ResumableRun):
             while self.epoch < epochs and not self._stopped:
                 warn_of_evaluation_mode(self.model)
                 self._ledger.position.begin_epoch()
-                begin_epoch(loader, self.epoch, self._ranks)
+                set_sampler_epoch(loader, self.epoch, self._ranks)
                 notify("on_epoch_begin")
                 for result in self._updates(loader):
                     if self._agree_to_stop():
@@ -231,7 +231,7 @@ class Engine(ResumableRun):
                 yield self.step(*batches) if batches else self._full_batch.take_part()
             return
         ends = self.epoch + 1 == self.epochs or self._accumulation.remainder != "carry"
-        for group in gathered(self._ledger, self._accumulation, loader, self._batches_left):
+        for group in gather_batches_by_window(self._ledger, self._accumulation, loader, self._batches_left):
             result = self._full_batch.gather(group.window, group.left, closes=group.fills or ends)
             if result is not None:
                 yield result
@@ -253,9 +253,9 @@ class Engine(ResumableRun):
         """Return the means of metrics over a loader, in evaluation mode; arguments as for ``fit``."""
         wanted, test, size = metrics or {"loss": self._loss}, self._arena_steps.test, self._splitter.size
         # A replica's own forward is collective, but the ranks may validate different numbers of batches.
-        model = inside_replica(self.model)
+        model = module_inside_ddp(self.model)
         together = self._ledger.gradients.reduces_in_backward and self._ranks.size > 1
-        self.metrics = validated(
+        self.metrics = validation_means(
             model, loader, wanted, self.autocast, test, size, self._ranks, together=together
         )
         return self.metrics
@@ -282,7 +282,7 @@ class Engine(ResumableRun):
 
     def _groups_of_one(self, loader: Iterable[Any]) -> Iterator[list[Any]]:
         self._accumulation.expect_divided("engine.through")
-        expect_batches_of(self._accumulation, loader)
+        check_loader_batch_size(self._accumulation, loader)
         return self._ledger.position.groups(loader, 1, "step")
 
     @property
@@ -326,7 +326,7 @@ class Engine(ResumableRun):
         self._expect_no_graphs()
         self._accumulation.expect_gathered("engine.windows")
         ledger, carries = self._ledger, self._accumulation.remainder == "carry"
-        for group in gathered(ledger, self._accumulation, loader):
+        for group in gather_batches_by_window(ledger, self._accumulation, loader):
             window, closes = group.window, group.fills or not carries
             done = window.done + len(group.left)
             if ledger.window is None:
@@ -357,7 +357,7 @@ class Engine(ResumableRun):
         self._expect_no_graphs()
         if window is None:
             self._accumulation.expect_gathered("engine.backward")
-            window = ledger.open(Window(self._accumulation.steps, by_hand=True))
+            window = ledger.open(AccumulationWindow(self._accumulation.steps, by_hand=True))
         with ledger.reporting():
             ledger.backward(window, loss, weight)
         ledger.position.confirm()
@@ -387,7 +387,7 @@ class Engine(ResumableRun):
 
     def _parts(self) -> EngineParts:
         return EngineParts(
-            inside_replica(self.model),
+            module_inside_ddp(self.model),
             self.plan,
             self.optimizer,
             self.scheduler,

@@ -1,8 +1,9 @@
-"""Set up an engine: apply its plan in the order that the strategies need.
+"""Set up an engine, on one rank or several: apply its plan in the order that the strategies need.
 
 float32 copies -> model cast, checkpointed, ... -> sharded -> optimizer, given the copies -> sums -> scheduler
 """
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,6 +11,8 @@ from weakref import ref
 
 import torch
 from torch import nn
+from torch.distributed.utils import _sync_module_states
+from torch.nn.parallel import DistributedDataParallel
 
 from memfit.errors import UsageError
 from memfit.strategies import apply
@@ -17,35 +20,38 @@ from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.mechanisms.master_weights import (
     float32_copies,
     replace_parameters,
-    write_to_parameters,
+    round_copies_into_parameters,
 )
-from memfit.strategies.mechanisms.optimizer_info import local_optimizer
+from memfit.strategies.mechanisms.module_patterns import class_name, unwrapped
+from memfit.strategies.mechanisms.optimizer_info import local_optimizer, parameters_of
 from memfit.strategies.optimizer_state import OptimizerState
-from memfit.strategies.plan import Plan
-from memfit.strategies.precision import Precision, device_type
-from memfit.strategies.sharding import inside_replica
-from memfit.train.cuda_graphs import make_step_graphs
+from memfit.strategies.plan import Plan, sharding_conflict
+from memfit.strategies.precision import Precision, device_type_of_model
+from memfit.strategies.sharding import (
+    Sharding,
+    check_optimizer_holds_parameters_of,
+    module_inside_ddp,
+    sharding_of,
+)
+from memfit.train.cuda_graphs import make_step_cuda_graphs
 from memfit.train.data.split_batch import warn_of_batch_norms
-from memfit.train.job import Job, schedule_of
+from memfit.train.job import Job, learning_rate_schedule_of
 from memfit.train.loss_scaler import LossScaler
 from memfit.train.optimizer_update import OptimizerUpdate, Protect
-from memfit.train.ranks.job_ranks import OneRank, ranks_of_job
-from memfit.train.ranks.rank_gradients import RankGradients, ReplicaGradients, ShardGradients
-from memfit.train.ranks.rank_settings import optimizer_settings, settings_of
-from memfit.train.ranks.rank_setup import (
-    copy_from_first_rank,
-    expect_reduced,
-    expect_trainable_by_ranks,
-    rank_gradients,
-    sharded_optimizer,
+from memfit.train.ranks.rank_agreement import (
+    OneRank,
+    engine_settings_as_text,
+    optimizer_settings_as_text,
+    ranks_of_job,
 )
-from memfit.train.window_gradients import GradientSums, gradient_sums
+from memfit.train.ranks.rank_gradients import BUCKET_BYTES, RankGradients, ReplicaGradients, ShardGradients
+from memfit.train.window_gradients import GradientSums, gradient_sums_of_model
 
 _CALL = "memfit.Engine"  # as errors name it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
+class PreparedEngine:
     """What an engine trains with, when its plan is applied."""
 
     model: nn.Module
@@ -54,7 +60,7 @@ class Prepared:
     gradients: RankGradients
 
 
-def set_up(
+def set_up_engine(
     job: Job,
     plan: Plan,
     max_grad_norm: float | None,
@@ -63,13 +69,13 @@ def set_up(
     retry: bool,
     protect: Protect,
     arena: bool,
-) -> Prepared:
+) -> PreparedEngine:
     """Apply a plan to a job's model and optimizer; with several ranks, all of them call this.
 
     Raises:
         UsageError: the plan does not suit them, or the ranks have different settings.
     """
-    expect_trainable_by_ranks(job.model, plan, cuda_graphs=cuda_graphs, arena=arena)
+    check_trainable_by_ranks(job.model, plan, cuda_graphs=cuda_graphs, arena=arena)
     ranks = ranks_of_job()
     options = {
         "max_grad_norm": max_grad_norm,
@@ -78,7 +84,7 @@ def set_up(
         "retry": retry,
         "protect": protect,
     }
-    ranks.agree(_CALL, same=partial(settings_of, job.model, plan, options))
+    ranks.agree(_CALL, same=partial(engine_settings_as_text, job.model, plan, options))
     with ExitStack() as undo:
         undo.callback(apply.revert, job.model)
         try:
@@ -87,7 +93,7 @@ def set_up(
             ranks.report(error, _CALL, waiting=False)  # the others may be inside a broadcast
             raise
         optimizer, scheduler = prepared.update.optimizer, prepared.update.scheduler
-        ranks.agree(_CALL, same=partial(optimizer_settings, optimizer, scheduler))
+        ranks.agree(_CALL, same=partial(optimizer_settings_as_text, optimizer, scheduler))
         undo.pop_all()
     return prepared
 
@@ -100,44 +106,44 @@ def _set_up(
     *,
     cuda_graphs: bool,
     protect: Protect,
-) -> Prepared:
+) -> PreparedEngine:
     model, precision = job.model, plan.precision or Precision("fp32")
     accumulation = plan.accumulation or Accumulation()
     if plan.sharding is not None:
-        copy_from_first_rank(model, ranks)
+        broadcast_model_from_first_rank(model, ranks)
     masters = float32_copies(model.parameters()) if precision.master_weights else {}
-    plain = inside_replica(model)
+    plain = module_inside_ddp(model)
     applied = apply.apply_to_model(plain, replace(plan, sharding=None), in_engine=True)
     model = model if plan.sharding is None else plan.sharding.shard(model)
-    gradients = rank_gradients(model, ranks)
-    optimizer = sharded_optimizer(job, plan.sharding, model)
+    gradients = rank_gradients_of(model, ranks)
+    optimizer = optimizer_of_sharded_model(job, plan.sharding, model)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError(
             "LBFGS evaluates the loss several times per step, but memfit.Engine processes each "
             "batch only once. Use your own training loop; memfit.apply(model, plan) works there."
         )
-    expect_reduced(optimizer, plan.sharding, model, ranks)
+    check_gradients_are_reduced(optimizer, plan.sharding, model, ranks)
     state = applied.optimizer_state or OptimizerState()
     on_optimizer = apply.apply_to_optimizer(optimizer, [model], state, masters=masters, guarded=False)
     if on_optimizer.offloaded is not None or on_optimizer.in_backward is not None:
-        apply.on_revert(plain, on_optimizer.undo)
+        apply.add_step_to_revert(plain, on_optimizer.undo)
     if plan.sharding is not None and plan.sharding.mode == "zero1":  # without float32 copies
         optimizer = plan.sharding.optimizer(optimizer, model)
-    sums = gradient_sums(model, accumulation, masters)
+    sums = gradient_sums_of_model(model, accumulation, masters)
     if cuda_graphs:
         _expect_capturable(precision, sums, state)
     if accumulation.several:
         warn_of_batch_norms(model, "each micro-batch of a window")
     update = OptimizerUpdate(
         optimizer,
-        schedule_of(job, optimizer),
-        LossScaler(precision.loss_scale, device_type(model), ranks),
+        learning_rate_schedule_of(job, optimizer),
+        LossScaler(precision.loss_scale, device_type_of_model(model), ranks),
         sums,
         masters,
         model,
         max_grad_norm=max_grad_norm,
         protect=protect,
-        graphs=make_step_graphs(optimizer) if cuda_graphs else None,
+        graphs=make_step_cuda_graphs(optimizer) if cuda_graphs else None,
         on_optimizer=on_optimizer,
         ranks=ranks,
     )
@@ -146,19 +152,19 @@ def _set_up(
             gradients.agree_before_broadcast(optimizer)
         update.gradients.kept = gradients.allocate() if sums is None else None
     _undo_on_revert(plain, update, gradients)
-    return Prepared(model, update, gradients)
+    return PreparedEngine(model, update, gradients)
 
 
 def _undo_on_revert(plain: nn.Module, update: OptimizerUpdate, gradients: RankGradients) -> None:
     """Have ``revert`` undo what an engine changes beside its strategies."""
     if update.masters:
-        apply.on_revert(plain, partial(_restore_float32_parameters, ref(update)), last=True)
+        apply.add_step_to_revert(plain, partial(_restore_float32_parameters, ref(update)), last=True)
     if isinstance(gradients, ReplicaGradients):
-        apply.on_revert(plain, gradients.deactivate)
+        apply.add_step_to_revert(plain, gradients.deactivate)
     if isinstance(gradients, ShardGradients):
-        apply.on_revert(plain, gradients.hook.remove)
+        apply.add_step_to_revert(plain, gradients.hook.remove)
     for hook in update.hooks():
-        apply.on_revert(plain, hook.remove)
+        apply.add_step_to_revert(plain, hook.remove)
 
 
 def _expect_capturable(precision: Precision, sums: GradientSums | None, state: OptimizerState) -> None:
@@ -179,6 +185,164 @@ def _restore_float32_parameters(reference: "ref[OptimizerUpdate]") -> None:
     """Write the float32 copies to the model's parameters, and have the optimizer update those again."""
     update = reference()
     if update is not None:
-        write_to_parameters(update.masters)
+        round_copies_into_parameters(update.masters)
         originals = {master: parameter for parameter, master in update.masters.items()}
         replace_parameters(update.optimizer, originals)
+
+
+_ADD_SHARDING = (
+    "Add memfit.Sharding('ddp') to the plan: memfit.Engine(model, [memfit.Sharding('ddp'), ...], "
+    "optimizer=lambda parameters: torch.optim.AdamW(parameters)). 'zero1' and 'fsdp2' need less memory."
+)
+
+
+def check_trainable_by_ranks(model: nn.Module, plan: Plan, *, cuda_graphs: bool, arena: bool) -> None:
+    """Check that an engine can train a model on the ranks that there are.
+
+    Raises:
+        UsageError: it is not sharded, is sharded twice, or the plan has what several ranks cannot use.
+    """
+    found = sharding_of(model)
+    if found is not None and plan.sharding is not None:
+        raise UsageError(
+            f"{class_name(model)} is sharded already, but the plan has {plan.sharding}, too. Use one."
+        )
+    sharding = plan.sharding or found
+    if _world_size() > 1 and sharding is None:
+        raise UsageError(
+            f"This process group has {_world_size()} ranks, but nothing says how they share the training of "
+            f"{class_name(model)}. {_ADD_SHARDING}"
+        )
+    if sharding is None:
+        return
+    if (
+        found is not None
+        and found.mode == "ddp"
+        and not isinstance(unwrapped(model), DistributedDataParallel)
+    ):
+        raise UsageError(
+            f"A part of {class_name(model)} is in a DistributedDataParallel. The engine reduces the "
+            "gradients of a whole model: leave out the wrapper, and add memfit.Sharding('ddp') to the plan."
+        )
+    if conflict := sharding_conflict(plan, sharding):
+        raise UsageError(conflict)
+    state, precision = plan.optimizer_state, plan.precision
+    for conflicts, what in (
+        (
+            found is not None and precision is not None and not precision.autocast,
+            "Precision(autocast=False), which casts a model that is sharded already: have the plan shard it",
+        ),
+        (
+            sharding.mode == "fsdp2" and state is not None and state.backend is not None,
+            "OptimizerState(bits=...): torchao's optimizers fail on shards of different sizes",
+        ),
+        (arena, "an arena, which has not been tested with the buffers of collective operations"),
+        (sharding.static_graph, "static_graph: the engine reduces gradients after the last backward"),
+        (cuda_graphs, "cuda_graphs: the ranks must agree between the backwards and the update"),
+        (
+            state is not None and state.step_in_backward,
+            "step_in_backward: gradients are weighed by the data of all ranks when the last backward is done",
+        ),
+    ):
+        if conflicts:
+            raise UsageError(f"An engine cannot combine sharding with {what}. Leave out one of the two.")
+
+
+def broadcast_model_from_first_rank(model: nn.Module, ranks: OneRank) -> None:
+    """Give a model that is not sharded yet the parameters and buffers that it has on rank 0, on all ranks.
+
+    As DistributedDataParallel does. fully_shard does not: of different weights it would make a patchwork.
+    """
+    if ranks.size > 1:
+        named = [*model.named_parameters(), *model.named_buffers()]
+        empty = {name for name, each in named if each.is_meta}
+        group = torch.distributed.group.WORLD
+        _sync_module_states(model, group, BUCKET_BYTES, 0, empty)  # type: ignore[arg-type]
+
+
+def rank_gradients_of(model: nn.Module, ranks: OneRank) -> RankGradients:
+    """Return how the gradients of a model become one mean.
+
+    Raises:
+        UsageError: the model is sharded over a part of the ranks.
+    """
+    inside = unwrapped(model)
+    if isinstance(inside, DistributedDataParallel):
+        if (own := inside.process_group.size()) != _world_size():
+            raise UsageError(
+                f"The DistributedDataParallel has a group of {own} ranks, but the job has {_world_size()}. "
+                "An engine trains a model on all ranks of the job."
+            )
+        return ReplicaGradients(ranks, inside)
+    if sharding_of(model) is None:
+        return RankGradients(ranks)
+    for own in _mesh_sizes(model):
+        if own != _world_size():
+            raise UsageError(
+                f"fully_shard divides parameters among {own} ranks, but the job has {_world_size()}. An "
+                "engine trains a model on all ranks: tensor and pipeline parallelism are not supported."
+            )
+    return ShardGradients(ranks, model)
+
+
+def check_gradients_are_reduced(
+    optimizer: torch.optim.Optimizer, sharding: Sharding | None, model: nn.Module, ranks: OneRank
+) -> None:
+    """Check that the gradients of all parameters of an optimizer are reduced.
+
+    Raises:
+        UsageError: some are not the model's, such as a loss's temperature, or none is.
+    """
+    if sharding is not None:
+        check_optimizer_holds_parameters_of(model, optimizer)
+    ours = set(model.parameters())
+    others = [each for each in parameters_of(optimizer) if each not in ours]
+    if others and ranks.size > 1 and sharding_of(model) is not None:
+        raise UsageError(
+            f"The optimizer updates a parameter of shape {tuple(others[0].shape)} that {class_name(model)} "
+            "does not contain. Its gradient is not reduced, and would differ from rank to rank. Make it a "
+            "parameter of the model."
+        )
+
+
+def _mesh_sizes(model: nn.Module) -> Iterator[int]:
+    """Yield among how many ranks each fully sharded module divides the data.
+
+    Source: ``FSDPState`` in torch/distributed/fsdp/_fully_shard/_fsdp_state.py, PyTorch 2.14.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            group = getattr(module._get_fsdp_state(), "_fsdp_param_group", None)
+            if group is not None:
+                yield group.mesh_info.mesh.size()
+
+
+def optimizer_of_sharded_model(
+    job: Job, sharding: Sharding | None, model: nn.Module
+) -> torch.optim.Optimizer:
+    """Return a job's optimizer, made of the sharded model's parameters if the job has a function for it.
+
+    Raises:
+        UsageError: it, or the scheduler, was created from what the sharding replaces.
+    """
+    if not isinstance(job.optimizer, torch.optim.Optimizer):
+        return job.optimizer(model.parameters())
+    name = type(job.optimizer).__name__
+    if sharding is not None and sharding.mode == "fsdp2":
+        raise UsageError(
+            f"Sharding('fsdp2') replaces the model's parameters, and this {name} holds the former ones. Pass "
+            f"optimizer=lambda parameters: {name}(parameters, ...), which the engine calls afterwards."
+        )
+    if sharding is not None and sharding.mode == "zero1" and hasattr(job.scheduler, "step"):
+        raise UsageError(
+            f"Sharding('zero1') replaces this {name} by one that is sharded, but the scheduler holds the "
+            "former. Pass scheduler=lambda optimizer: ..., which the engine calls afterwards."
+        )
+    return job.optimizer
+
+
+def _world_size() -> int:
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 from memfit.errors import UsageError
 from memfit.strategies.accumulation import Accumulation
 from memfit.train.accumulation_ledger import AccumulationLedger
-from memfit.train.accumulation_window import Window
-from memfit.train.data.loader_position import expect_batches_of
+from memfit.train.accumulation_window import AccumulationWindow
+from memfit.train.data.loader_position import check_loader_batch_size
 
 if TYPE_CHECKING:
     from memfit.train.accumulation_window import StepResult
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BatchGroup:
+class WindowBatches:
     """The batches of one epoch that belong to one window."""
 
-    window: Window
+    window: AccumulationWindow
     """Not open yet, unless it has batches of an earlier epoch."""
     batches: list[Any]
     done: int
@@ -39,12 +39,12 @@ class BatchGroup:
         return self.window.done + len(self.left) == self.window.planned
 
 
-def gathered(
+def gather_batches_by_window(
     ledger: AccumulationLedger,
     settings: Accumulation,
     loader: Iterable[Any],
     batches_left: Callable[[], int | None] = lambda: None,
-) -> Iterator[BatchGroup]:
+) -> Iterator[WindowBatches]:
     """Yield one epoch's batches, by window.
 
     All batches of a group are fetched before it is yielded, so that the last window, which may be smaller, is
@@ -59,7 +59,7 @@ def gathered(
     Raises:
         UsageError: a window is open, or the loader's batches have another size than the settings.
     """
-    expect_batches_of(settings, loader)
+    check_loader_batch_size(settings, loader)
     carries = settings.remainder == "carry"
     if ledger.window is not None and (ledger.window.by_hand or not carries):
         ledger.expect_closed()
@@ -69,8 +69,8 @@ def gathered(
         window, ledger.resumed_window = ledger.resumed_window or ledger.window, None
         if window is None:
             left = batches_left() if carries else len(group)
-            window = Window(settings.steps if left is None else min(settings.steps, left))
-        yield BatchGroup(window, group, window.done - position.carried_into_group)
+            window = AccumulationWindow(settings.steps if left is None else min(settings.steps, left))
+        yield WindowBatches(window, group, window.done - position.carried_into_group)
 
 
 class MicroBatches:
@@ -84,7 +84,7 @@ class MicroBatches:
 
     def __init__(
         self,
-        group: BatchGroup,
+        group: WindowBatches,
         ledger: AccumulationLedger,
         *,
         closes: bool,

@@ -41,7 +41,7 @@ class Job:
     ``memfit plan job.py:make_job``. Random values do. An engine does not call it."""
 
 
-def job_of(job: Job | nn.Module, *parts: Any) -> Job:
+def as_job(job: Job | nn.Module, *parts: Any) -> Job:
     """Return the job, as given or made of its parts: the other fields of ``Job``, in their order.
 
     Raises:
@@ -79,7 +79,7 @@ def job_of(job: Job | nn.Module, *parts: Any) -> Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class LearningRateSchedule:
     """A scheduler, and when it steps."""
 
     scheduler: Any = None
@@ -128,7 +128,7 @@ class Schedule:
     def __str__(self) -> str:
         """Say when it steps.
 
-        >>> print(Schedule(None, "epoch"))
+        >>> print(LearningRateSchedule(None, "epoch"))
         after each epoch
         """
         if self.metric is not None:
@@ -158,14 +158,14 @@ def _check_schedule(job: Job) -> None:
         )
 
 
-def schedule_of(job: Job, optimizer: torch.optim.Optimizer) -> Schedule:
+def learning_rate_schedule_of(job: Job, optimizer: torch.optim.Optimizer) -> LearningRateSchedule:
     """Return a job's schedule; its scheduler is made if the job has a function for it.
 
     Raises:
         UsageError: the scheduler is none, or cannot step as the job says.
     """
     if job.scheduler is None:
-        return Schedule()
+        return LearningRateSchedule()
     made = job.scheduler(optimizer) if callable(job.scheduler) else job.scheduler
     if not (hasattr(made, "step") and hasattr(made, "state_dict")):
         raise UsageError(
@@ -184,4 +184,4 @@ def schedule_of(job: Job, optimizer: torch.optim.Optimizer) -> Schedule:
             f"{type(made).__name__} watches no metric: of PyTorch's schedulers, only ReduceLROnPlateau does. "
             "Pass scheduler_interval='update' or 'epoch' in place of scheduler_metric."
         )
-    return Schedule(made, job.scheduler_interval, job.scheduler_metric)
+    return LearningRateSchedule(made, job.scheduler_interval, job.scheduler_metric)

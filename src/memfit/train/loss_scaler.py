@@ -7,7 +7,7 @@ from msgspec import Meta
 
 from memfit.strategies.mechanisms.optimizer_info import parameters_of
 from memfit.strategies.precision import LossScale
-from memfit.train.ranks.job_ranks import OneRank
+from memfit.train.ranks.rank_agreement import OneRank
 from memfit.user_frame import warn_user
 
 _LOW = 2.0**-10

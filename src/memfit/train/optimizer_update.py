@@ -20,12 +20,12 @@ from torch.utils.hooks import RemovableHandle
 
 from memfit.errors import TornUpdateError, UsageError
 from memfit.strategies.apply import AppliedToOptimizer
-from memfit.strategies.mechanisms.master_weights import write_to_parameters
+from memfit.strategies.mechanisms.master_weights import round_copies_into_parameters
 from memfit.strategies.mechanisms.optimizer_info import parameters_of
-from memfit.train.cuda_graphs import StepGraphs
-from memfit.train.job import Schedule
+from memfit.train.cuda_graphs import StepCudaGraphs
+from memfit.train.job import LearningRateSchedule
 from memfit.train.loss_scaler import LossScaler
-from memfit.train.ranks.job_ranks import OneRank, is_out_of_memory
+from memfit.train.ranks.rank_agreement import OneRank, is_out_of_memory
 from memfit.train.step_snapshots import OptimizerBackup
 from memfit.train.window_gradients import GradientSums, WindowGradients
 
@@ -65,7 +65,7 @@ class OptimizerUpdate:
     def __init__(  # noqa: PLR0913 - the parts that meet here
         self,
         optimizer: torch.optim.Optimizer,
-        schedule: Schedule,
+        schedule: LearningRateSchedule,
         scaler: LossScaler,
         sums: GradientSums | None,
         masters: dict[nn.Parameter, nn.Parameter],
@@ -73,7 +73,7 @@ class OptimizerUpdate:
         *,
         max_grad_norm: float | None,
         protect: Protect,
-        graphs: StepGraphs | None = None,
+        graphs: StepCudaGraphs | None = None,
         on_optimizer: AppliedToOptimizer | None = None,
         ranks: OneRank | None = None,
     ) -> None:
@@ -156,7 +156,7 @@ class OptimizerUpdate:
         self._most_gradients = 0  # whatever failed may fail again: the next update is at risk too
         if self.torn and self._backup is not None:
             self._backup.restore()
-            write_to_parameters(self.values_of_masters())
+            round_copies_into_parameters(self.values_of_masters())
             self.finish()
         if self.offloaded is not None:
             self.offloaded.send_interrupted()
@@ -197,7 +197,7 @@ class OptimizerUpdate:
         self._stepping = True
         self._step()
         if self.offloaded is None:
-            write_to_parameters(self.masters)
+            round_copies_into_parameters(self.masters)
         try:
             self.schedule.after_update(loss)
         except Exception as error:

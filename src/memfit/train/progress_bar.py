@@ -23,7 +23,7 @@ with preserve_python_state():  # importing rich draws random numbers from the sc
     )
     from rich.table import Column
 
-from memfit.train.callbacks import Callback, TrainingRun
+from memfit.train.callbacks import Callback, EngineSeenByCallbacks
 
 if TYPE_CHECKING:
     from memfit.train.accumulation_window import StepResult
@@ -52,12 +52,12 @@ class ProgressBar(Callback):
         self._task: TaskID | None = None
         self._shown = 0.0
 
-    def on_fit_begin(self, engine: TrainingRun) -> None:
+    def on_fit_begin(self, engine: EngineSeenByCallbacks) -> None:
         """Start drawing."""
         if engine.rank == 0:
             self._progress.start()
 
-    def on_epoch_begin(self, engine: TrainingRun) -> None:
+    def on_epoch_begin(self, engine: EngineSeenByCallbacks) -> None:
         """Start a bar, at the position of a resumed epoch."""
         if engine.rank:
             return
@@ -71,7 +71,7 @@ class ProgressBar(Callback):
         )
         self._began, self._before = time.monotonic(), engine.batch
 
-    def on_window_end(self, engine: TrainingRun, result: "StepResult") -> None:
+    def on_window_end(self, engine: EngineSeenByCallbacks, result: "StepResult") -> None:
         """Advance the bar."""
         if self._task is None:
             return
@@ -82,13 +82,15 @@ class ProgressBar(Callback):
             rate = f" {(engine.batch - self._before) / max(now - self._began, 1e-9):.1f}/s "
             self._progress.update(self._task, rate=rate, loss=f"{result.loss:.4g}")
 
-    def on_fit_end(self, engine: TrainingRun) -> None:  # noqa: ARG002
+    def on_fit_end(self, engine: EngineSeenByCallbacks) -> None:  # noqa: ARG002
         """Stop drawing and restore the terminal."""
         self._progress.stop()
         self._task = None
 
 
-def show_rereading(items: Iterable[Any], total: int, console: Console | None = None) -> Iterator[Any]:
+def show_rereading_progress(
+    items: Iterable[Any], total: int, console: Console | None = None
+) -> Iterator[Any]:
     """Yield items, and show a progress bar if that takes more than two seconds."""
     began = time.monotonic()
     with ExitStack() as shown:

@@ -19,7 +19,7 @@ from torch.nn.modules.module import (
 
 from memfit.random_state import get_random_state, set_random_state
 from memfit.strategies.mechanisms.optimizer_info import local_optimizer, parameters_of
-from memfit.strategies.mechanisms.tensors import inner_tensors, version_of
+from memfit.strategies.mechanisms.tensors_in_objects import inner_tensors, tensor_version
 from memfit.user_frame import warn_user
 
 BufferSlot = tuple[nn.Module, str, torch.Tensor | None]
@@ -47,7 +47,7 @@ class StepSnapshot:
         written = [
             self.slots[place][1]
             for place in sorted(unknown)
-            if version_of(self.slots[place][2]) != self.versions[place]
+            if tensor_version(self.slots[place][2]) != self.versions[place]
         ]
         known = {(module, name) for module, name, _ in self.slots}
         added = [name for module, name, _ in _buffers(self.model) if (module, name) not in known]
@@ -97,7 +97,7 @@ class StepSnapshots:
             with torch.no_grad():
                 for copies, buffers in self._groups:
                     torch._foreach_copy_(copies, buffers)
-        versions = {place: version_of(self._slots[place][2]) for place in self._watched}
+        versions = {place: tensor_version(self._slots[place][2]) for place in self._watched}
         return StepSnapshot(self._model, get_random_state(), self._slots, self._copies, versions)
 
     def record_writes(self, snapshot: StepSnapshot) -> None:
@@ -107,7 +107,7 @@ class StepSnapshots:
             snapshot.slots[place][:2]
             for place, before in snapshot.versions.items()
             # Kernels may write without counting a version. Compared once only: it waits for the device.
-            if version_of(snapshot.slots[place][2]) != before
+            if tensor_version(snapshot.slots[place][2]) != before
             or (first and not _is_same(snapshot.slots[place][2], snapshot.contents.get(place)))
         }
         if first or written:

@@ -10,14 +10,14 @@ from torch import nn
 
 from memfit.errors import AmbiguousBatchError, UsageError
 from memfit.strategies.mechanisms.module_patterns import class_name
-from memfit.train.ranks.job_ranks import OneRank
+from memfit.train.ranks.rank_agreement import OneRank
 from memfit.user_frame import warn_user
 
 Metric = Callable[[nn.Module, Any], Any]
 """``metric(model, batch)`` returns, as a loss does, a mean or a pair: the sum and its divisor."""
 
 
-def names_of(metrics: Mapping[str, Metric] | None, loader: Iterable[Any] | None) -> list[str]:
+def validation_metric_names(metrics: Mapping[str, Metric] | None, loader: Iterable[Any] | None) -> list[str]:
     """Return the names of the metrics that ``fit`` validates.
 
     Raises:
@@ -30,7 +30,7 @@ def names_of(metrics: Mapping[str, Metric] | None, loader: Iterable[Any] | None)
     return []
 
 
-def validated(  # noqa: PLR0913 - what the engine knows about its validation
+def validation_means(  # noqa: PLR0913 - what the engine knows about its validation
     model: nn.Module,
     loader: Iterable[Any],
     metrics: Mapping[str, Metric],

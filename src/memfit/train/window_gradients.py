@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from memfit.errors import UsageError
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.mechanisms.optimizer_info import drop_gradients
-from memfit.train.cuda_graphs import StepGraphs
+from memfit.train.cuda_graphs import StepCudaGraphs
 
 
 class WindowGradients:
@@ -29,7 +29,7 @@ class WindowGradients:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, sums: "GradientSums | None", graphs: StepGraphs | None
+        self, optimizer: torch.optim.Optimizer, sums: "GradientSums | None", graphs: StepCudaGraphs | None
     ) -> None:
         self._optimizer, self.sums, self._graphs = optimizer, sums, graphs
         self.kept: KeptGradients | None = None
@@ -208,7 +208,7 @@ def _take(sums: "ref[GradientSums]", parameter: torch.Tensor) -> None:
         owner.take(parameter)
 
 
-def gradient_sums(
+def gradient_sums_of_model(
     model: nn.Module, accumulation: Accumulation, masters: Mapping[nn.Parameter, nn.Parameter]
 ) -> GradientSums | None:
     """Return sums for the parameters that need them; None if no parameter does.

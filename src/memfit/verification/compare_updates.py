@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.injection.injection_files import InjectionReport
-from memfit.planning.sample_independence import elements, other_rows
-from memfit.records import CountedOperations, Equality, FedTensor, GradientDifference
+from memfit.planning.sample_independence import count_elements, undivided_tensor
+from memfit.records import CountedOperations, Equality, GradientDifference, InputTensor
 from memfit.trials.trial_run import why_again
 from memfit.verification.first_update import FirstUpdate
 
@@ -74,7 +74,7 @@ def _most(values: npt.NDArray[np.float64]) -> float:
     return float(np.abs(values).max(initial=0.0))
 
 
-def bound_of(equality: Equality, arithmetic: str) -> float:
+def largest_allowed_difference(equality: Equality, arithmetic: str) -> float:
     """Return the largest difference that a plan may make.
 
     Args:
@@ -86,7 +86,7 @@ def bound_of(equality: Equality, arithmetic: str) -> float:
     return 0.0 if equality is Equality.BITWISE else BOUNDS.get(arithmetic, BOUNDS["bfloat16"])
 
 
-def keeps_promise(
+def gradients_keep_promise(
     plain: UpdateRun, planned: UpdateRun, apart: GradientDifference, bound: float, *, parts: int = 1
 ) -> bool:
     """Return whether two runs with the same inputs have gradients that differ by no more than a bound.
@@ -94,10 +94,10 @@ def keeps_promise(
     Gradients that are missing or not finite are never within it.
     """
     within = apart.largest <= bound and np.isfinite(apart.largest)
-    return bool(plain.update.gradients) and same_inputs(plain, planned, parts) and bool(within)
+    return bool(plain.update.gradients) and have_same_inputs(plain, planned, parts) and bool(within)
 
 
-def same_inputs(one: UpdateRun, other: UpdateRun, parts: int = 1) -> bool:
+def have_same_inputs(one: UpdateRun, other: UpdateRun, parts: int = 1) -> bool:
     """Return whether two runs passed their models the same rows, in the same order.
 
     Args:
@@ -106,10 +106,10 @@ def same_inputs(one: UpdateRun, other: UpdateRun, parts: int = 1) -> bool:
         parts: in how many the batches of the other run come.
     """
     mine, others = one.update.inputs, other.update.inputs
-    return not mine if not others else not isinstance(other_rows(mine, others, parts), FedTensor)
+    return not mine if not others else not isinstance(undivided_tensor(mine, others, parts), InputTensor)
 
 
-def why_not_comparable(
+def why_runs_not_comparable(
     plain: UpdateRun,
     again: UpdateRun,
     planned: UpdateRun,
@@ -130,13 +130,13 @@ def why_not_comparable(
     """
     if not plain.update.gradients:
         return "No parameter has a gradient when the optimizer makes its first update."
-    if not same_inputs(plain, again):
+    if not have_same_inputs(plain, again):
         return (
             "The script gives its model other inputs each time it runs, although memfit seeds Python's, "
             "NumPy's and PyTorch's global generators. Seed what draws them."
         )
-    if not same_inputs(plain, planned, parts):
-        before, after = elements(plain.update.inputs), elements(planned.update.inputs)
+    if not have_same_inputs(plain, planned, parts):
+        before, after = count_elements(plain.update.inputs), count_elements(planned.update.inputs)
         if before != after:
             padded = "the script pads smaller batches to another length, or " * (parts > 1)
             return (

@@ -14,7 +14,7 @@ import msgspec
 
 from memfit.patching.after_import import after_import
 from memfit.patching.patches import Patch
-from memfit.records import FedTensor
+from memfit.records import InputTensor
 from memfit.run.parent_pipe import end_with_parent
 from memfit.run.script import end_of, run_as_main
 
@@ -56,7 +56,7 @@ class FirstUpdate(msgspec.Struct, frozen=True):
     """What a script's first update showed."""
 
     gradients: tuple[SavedGradient, ...] = ()
-    inputs: tuple[FedTensor, ...] = ()
+    inputs: tuple[InputTensor, ...] = ()
     """What the models were passed, in order."""
     arithmetic: str = ""
     peak: int | None = None
@@ -66,7 +66,7 @@ class FirstUpdate(msgspec.Struct, frozen=True):
     """Why there was no update."""
 
 
-def read_update(folder: Path) -> FirstUpdate:
+def read_first_update(folder: Path) -> FirstUpdate:
     """Read what a script's process wrote; a failure if that is nothing."""
     try:
         content = (folder / _LISTING).read_bytes()
@@ -89,7 +89,7 @@ def main() -> None:
     after_import("torch", partial(_watch, settings))
     try:
         run_as_main(command, module=settings.module)
-    except UpdateReached:
+    except FirstUpdateReached:
         return
     except BaseException as error:
         end = end_of(error)
@@ -103,7 +103,7 @@ def main() -> None:
         _write(settings, FirstUpdate(failure="it ended before an optimizer made an update."))
 
 
-class UpdateReached(BaseException):
+class FirstUpdateReached(BaseException):
     """Ends the script."""
 
 
@@ -117,24 +117,26 @@ def _watch(settings: UpdateSettings) -> None:
 
     from memfit.patching.installed_hooks import InstalledHooks
     from memfit.random_state import seed_generators
-    from memfit.verification import plain_gradients
+    from memfit.verification.comparable_runs import (
+        install_cpu_stand_in,
+        switch_dropout_off,
+        switch_gradient_changes_off,
+    )
 
     hooks = InstalledHooks()
     seed_generators()
-    plain_gradients.leave_gradients_alone(hooks)
+    switch_gradient_changes_off(hooks)
     if not settings.dropout:
-        plain_gradients.switch_dropout_off(hooks)
+        switch_dropout_off(hooks)
     if settings.on_cpu:
-        from memfit.verification.cpu_stand_in import stand_in
-
-        stand_in(hooks)
-    watched = WatchedUpdate(settings)
+        install_cpu_stand_in(hooks)
+    watched = FirstUpdateWatcher(settings)
     hooks.wrap(_OPTIMIZER, "__init__", watched.created)
     hooks.wrap(_MODULE, "__call__", watched.called)
     register_optimizer_step_pre_hook(watched.steps)
 
 
-class WatchedUpdate:
+class FirstUpdateWatcher:
     """Collects the gradients of each optimizer's first update."""
 
     def __init__(self, settings: UpdateSettings) -> None:
@@ -145,7 +147,7 @@ class WatchedUpdate:
         self._names: dict[int, str] = {}
         self._models: list[Any] = []
         self._gradients: list[SavedGradient] = []
-        self._inputs: list[FedTensor] = []
+        self._inputs: list[InputTensor] = []
         self._arithmetic: set[str] = set()
         self._freed: dict[int, Any] = {}
         """By parameter: its gradient, if the plan frees gradients in the backward."""
@@ -271,7 +273,7 @@ class WatchedUpdate:
                 str(torch.__version__),
             ),
         )
-        raise UpdateReached
+        raise FirstUpdateReached
 
 
 def _coarseness(kind: str) -> int:

@@ -16,20 +16,20 @@ from pathlib import Path
 
 import torch
 
-from memfit.allocator.timeline import timeline
+from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import breakdown_at
 from memfit.analysis.run_stages import stage_at
 from memfit.analysis.summary import summarize_attributed
 from memfit.atomic_files import write_bytes
-from memfit.card.find import is_rehearsal
-from memfit.card.outside_allocator import BY_CARD, read_once
+from memfit.card.find import is_ghost_loaded
+from memfit.card.outside_allocator import BY_CARD, read_outside_memory
 from memfit.errors import UsageError
 from memfit.recording.allocator_history import UNCACHED
 from memfit.recording.recorder import Recorder
-from memfit.records import DeviceUse, Figure, GroupBy, Machine, Provenance, ScriptEnd, Trace
-from memfit.report.html import report_page
-from memfit.report.places import place_in_words, short_path
+from memfit.records import DeviceUse, Figure, GroupBy, MachineKind, Provenance, ScriptEnd, Trace
+from memfit.report.html import run_report_html
+from memfit.report.places import location_in_words, short_path
 from memfit.trace.trace_file import write_trace
 from memfit.units import format_bytes
 from memfit.user_frame import user_line
@@ -52,7 +52,7 @@ class AllocationFailure:
     """Free memory of the device."""
 
 
-def observe(observer: Observer) -> Callable[[], None]:
+def observe_allocation_failures(observer: Observer) -> Callable[[], None]:
     """Call a function at each failure from now on; return a function that ends that.
 
     Call it after CUDA is initialised; otherwise it initialises CUDA.
@@ -82,7 +82,7 @@ def _notify(device: int, requested: int, total: int, free: int) -> None:
         observer(AllocationFailure(device, requested, total, free))
 
 
-def write(recorder: Recorder, failure: AllocationFailure, folder: Path) -> Iterator[str]:
+def write_postmortem(recorder: Recorder, failure: AllocationFailure, folder: Path) -> Iterator[str]:
     """Write a trace and a report of the failure that is happening now; yield lines to print.
 
     The first lines come before anything is written, and the trace is written before the report.
@@ -108,20 +108,20 @@ def write(recorder: Recorder, failure: AllocationFailure, folder: Path) -> Itera
         index=failure.device,
         failed={"action": "oom", "device_free": failure.free, "size": failure.requested, "stream": 0},
     )
-    line = timeline(trace)
+    line = memory_timeline(trace)
     attribution = attribute(trace, line)
     found = breakdown_at(trace, line, attribution, len(trace.events) - 1)
     rows = [row for row in found.rows[GroupBy.CATEGORY] if row.bytes][:_ROWS]
     most = ", ".join(f"{row.name} {format_bytes(row.bytes)}" for row in rows)
     stage = stage_at(trace, len(trace.events) - 1)
     place = replace(found.place, line=found.place.line or where, stage=stage)
-    yield f"out of memory: {shortage}, in {place_in_words(place)}"
+    yield f"out of memory: {shortage}, in {location_in_words(place)}"
     yield f"{format_bytes(found.allocated)} allocated: {most}".removesuffix(": ")
     name = _write_trace(trace, folder)
     yield f"written: {short_path(str(name))} (memfit explain)"
     report = name.with_suffix(".html")
     try:
-        text = report_page(trace, line, attribution, summarize_attributed(trace, line, attribution))
+        text = run_report_html(trace, line, attribution, summarize_attributed(trace, line, attribution))
         write_bytes(report, text.encode(errors="replace"))
     except Exception as error:  # noqa: BLE001 - the trace, which holds the same, is written
         yield f"no report was written: {type(error).__name__}: {error}"
@@ -143,9 +143,9 @@ def _write_trace(trace: Trace, folder: Path) -> Path:
 
 
 def _device(index: int) -> DeviceUse:
-    seen = read_once(index)
+    seen = read_outside_memory(index)
     provenance, way = Provenance.MEASURED, f"{seen.way}, minus PyTorch's reserved bytes"
-    if is_rehearsal():
+    if is_ghost_loaded():
         provenance, way = Provenance.ASSUMED, "rehearsal: the ghost's"
     context = provenance if seen.way != BY_CARD else Provenance.ASSUMED
     return DeviceUse(
@@ -153,7 +153,7 @@ def _device(index: int) -> DeviceUse:
         total=Figure(torch.cuda.mem_get_info(index)[1], provenance, "cudaMemGetInfo"),
         context=Figure(seen.outside, context, way),
         in_use=seen.others,
-        machine=Machine.REHEARSAL if is_rehearsal() else Machine.CARD,
+        machine=MachineKind.REHEARSAL if is_ghost_loaded() else MachineKind.CARD,
     )
 
 

@@ -7,11 +7,11 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from memfit.allocator.timeline import timeline
+from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.location import least_certain
 from memfit.analysis.run_stages import StageSpan, stage_spans
 from memfit.errors import UsageError
-from memfit.records import Action, Machine, Mark, MarkKind, Provenance, Stage, Trace
+from memfit.records import Action, MachineKind, Mark, MarkKind, Provenance, Stage, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Prediction:
     stages: tuple[PredictedStage, ...]
     """Those that are compared, in order; none if the trace is of a run that was ended after a few steps."""
     provenance: Provenance
-    machine: Machine
+    machine: MachineKind
     """The machine that the prediction was made on."""
     torch: str
     """The PyTorch version that the prediction was made with."""
@@ -80,7 +80,7 @@ class Prediction:
                 "The trace passed as 'prediction' starts in the middle of a run, like the trace of a "
                 "post-mortem. Pass the trace of a dry run, made with memfit dry-run -o run.memfit SCRIPT.py."
             )
-        line = timeline(trace)
+        line = memory_timeline(trace)
         level = np.concatenate(
             (np.zeros(1, np.int64), line.allocated)
         )  # before each event, and after the last
@@ -96,7 +96,7 @@ class Prediction:
         stages = (_stage(span, level, steps) for span in spans)
         return cls(
             tuple(step for _, step in steps),
-            tuple(each for each in stages if is_compared(each.stage, len(each.steps))),
+            tuple(each for each in stages if is_stage_compared(each.stage, len(each.steps))),
             least_certain(note for note in trace.notes if note.sizes),
             trace.device.machine,
             trace.versions.get("torch", ""),
@@ -126,7 +126,7 @@ class Prediction:
         return times[min(time, len(times)) - 1] if times else None
 
 
-def is_compared(stage: Stage, steps: int) -> bool:
+def is_stage_compared(stage: Stage, steps: int) -> bool:
     """Return whether a time of a stage is compared: setup is not, nor training without a complete step."""
     return steps > 0 if stage is Stage.TRAINING else stage is not Stage.SETUP
 

@@ -21,11 +21,16 @@ from memfit.api.traces import read
 from memfit.errors import UsageError
 from memfit.records import Phase, Trace
 from memfit.report.escape import escaped
-from memfit.report.terminal.progress_line import Show, progress_line
+from memfit.report.terminal.progress_line import Show, show_progress_line
 from memfit.units import GIB
-from memfit.watching.comparison import Comparison, PeakComparison, progress_text, source_text
 from memfit.watching.measured_stages import MeasuredStages
 from memfit.watching.prediction import PlannedPeak, Prediction, StepMemory
+from memfit.watching.prediction_comparison import (
+    PeakComparison,
+    PredictionComparison,
+    prediction_source_text,
+    step_progress_text,
+)
 
 if TYPE_CHECKING:
     from memfit.recording.recorder import Recorder
@@ -138,7 +143,7 @@ class Watch:
         self._failed_step = -1  # the steps completed when memory last ran out
         self._step = 0
         self._last: tuple[int, StepMemory] | None = None
-        self._comparison: Comparison | PeakComparison | None = None
+        self._comparison: PredictionComparison | PeakComparison | None = None
         self._broken = False
 
     def __enter__(self) -> Self:
@@ -177,7 +182,7 @@ class Watch:
         # Not now: it would initialise CUDA, and a process with CUDA initialised cannot fork.
         torch.cuda._lazy_call(functools.partial(self._observe, recorder))  # type: ignore[no-untyped-call]
         if sys.stderr is not None and sys.stderr.isatty():
-            self._show = until_stop.enter_context(progress_line())
+            self._show = until_stop.enter_context(show_progress_line())
         atexit.register(self.stop)
         until_stop.callback(atexit.unregister, self.stop)
 
@@ -199,12 +204,12 @@ class Watch:
 
     def _observe(self, recorder: "Recorder") -> None:
         """Observe failures of the allocator, unless the watch has stopped. Runs once CUDA is initialised."""
-        from memfit.watching.postmortem import observe
+        from memfit.watching.postmortem import observe_allocation_failures
 
         if self._recorder is not recorder:
             return
         try:
-            self._until_stop.callback(observe(self._out_of_memory))
+            self._until_stop.callback(observe_allocation_failures(self._out_of_memory))
         except Exception as error:  # noqa: BLE001 - the script must continue
             _print_line(f"no post-mortem will be written: {error}")
 
@@ -224,18 +229,18 @@ class Watch:
 
     def _compare_with(
         self, prediction: Prediction | PlannedPeak, recorder: "Recorder"
-    ) -> Comparison | PeakComparison:
+    ) -> PredictionComparison | PeakComparison:
         """Return the comparison with a prediction, which follows the stages of the run if it has any."""
         import torch
 
         if isinstance(prediction, PlannedPeak):
             return PeakComparison(prediction)
         if not prediction.stages:
-            return Comparison(prediction, None)
+            return PredictionComparison(prediction, None)
         stages = MeasuredStages(_current_memory, torch.is_grad_enabled)
         recorder.stages.wanted = True
         recorder.book.listeners.append(functools.partial(self._safely, stages.add))
-        return Comparison(prediction, stages)
+        return PredictionComparison(prediction, stages)
 
     def _safely(self, action: Callable[..., None], *args: Any) -> None:
         """Do something that the script must not notice if it fails."""
@@ -257,7 +262,7 @@ class Watch:
             differences = list(self._comparison.step(step, measured))
             expected = self._comparison.expected
         if self._show is not None:
-            self._show(progress_text(step, measured, expected))
+            self._show(step_progress_text(step, measured, expected))
         self._print_differences(differences)
         if self._writer is not None:
             self._write_scalars(self._writer, step, {"measured": measured, "predicted": expected})
@@ -269,7 +274,7 @@ class Watch:
     def _source(self) -> str:
         import torch
 
-        return "" if self._prediction is None else source_text(self._prediction, torch.__version__)
+        return "" if self._prediction is None else prediction_source_text(self._prediction, torch.__version__)
 
     def _write_scalars(self, writer: ScalarWriter, step: int, found: dict[str, StepMemory | None]) -> None:
         for whose, held in found.items():
@@ -279,7 +284,7 @@ class Watch:
 
     def _out_of_memory(self, failure: "AllocationFailure") -> None:
         """Write a post-mortem. Called when an allocation has failed, before PyTorch raises."""
-        from memfit.watching.postmortem import write
+        from memfit.watching.postmortem import write_postmortem
 
         if self._recorder is None or self._is_forked or not self._writing.acquire(blocking=False):
             return  # another thread is writing one, for the same shortage
@@ -287,7 +292,7 @@ class Watch:
             self._failures += 1
             self._failed_step = self._step
             if self._failures <= self._files:
-                for line in write(self._recorder, failure, self._folder):
+                for line in write_postmortem(self._recorder, failure, self._folder):
                     _print_line(line)
             elif self._failures == self._files + 1:
                 again = " again" if self._files else ""
@@ -314,7 +319,7 @@ class Watch:
         step, measured = self._last
         # The peak may have risen since, also in a step that did not complete.
         most = StepMemory(max(measured.peak, now.peak), measured.allocated)
-        line = progress_text(step, most, self._comparison.expected if self._comparison else None)
+        line = step_progress_text(step, most, self._comparison.expected if self._comparison else None)
         if self._comparison is not None:
             line += f" ({self._source()})"
         _print_line(line.removeprefix("memfit: "))

@@ -5,9 +5,9 @@ import subprocess
 
 import pytest
 
-from memfit.ghost.build.imported_symbols import nvidia_imports
-from memfit.ghost.build.nvidia_names import nvidia_library
+from memfit.ghost.build.extension_stubs import nvidia_imports
 from memfit.ghost.build.runtime_library import build
+from memfit.ghost.build.torch_install import nvidia_library
 from memfit.native_build import find_compiler
 
 pytestmark = pytest.mark.process

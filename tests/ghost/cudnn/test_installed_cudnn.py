@@ -9,8 +9,7 @@ import pytest
 
 from memfit.devices import find_device
 from memfit.ghost.build.runtime_library import build
-from memfit.ghost.cudnn.client import NoAnswerError, installed_cudnn
-from memfit.ghost.cudnn.library_and_device import find_library
+from memfit.ghost.cudnn.client import NoAnswerError, find_library, installed_cudnn
 from memfit.ghost.cudnn.server import OLDEST
 from memfit.ghost.device import GhostDevice
 from memfit.native_build import find_compiler
@@ -101,7 +100,7 @@ def test_the_library_installed_with_torch_is_found_first(tmp_path, monkeypatch):
     for folder in (torch / "lib", beside, elsewhere):
         folder.mkdir(parents=True)
     monkeypatch.setattr("sys.path", [])
-    monkeypatch.setattr("memfit.ghost.cudnn.library_and_device._SYSTEM", ())
+    monkeypatch.setattr("memfit.ghost.cudnn.client._SYSTEM", ())
     monkeypatch.setenv("LD_LIBRARY_PATH", str(elsewhere))
     name = "libcudnn.so.9999"
     assert find_library(name, torch) is None

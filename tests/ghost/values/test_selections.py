@@ -7,8 +7,7 @@ import torch
 from torch.utils.weak import TensorWeakRef
 
 from memfit.ghost.values.known_values import Known, KnownValues, Selection
-from memfit.ghost.values.propagation_rules import RULES, KnownInputs
-from memfit.ghost.values.selections import union
+from memfit.ghost.values.propagation_rules import RULES, KnownInputs, union
 from support.scripts import check
 
 pytestmark = pytest.mark.warm

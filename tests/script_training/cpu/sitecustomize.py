@@ -20,9 +20,9 @@ def begin():
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     from memfit.patching.installed_hooks import InstalledHooks
-    from memfit.verification.cpu_stand_in import stand_in
+    from memfit.verification.comparable_runs import install_cpu_stand_in
 
-    stand_in(InstalledHooks())
+    install_cpu_stand_in(InstalledHooks())
     register_optimizer_step_post_hook(note)
     torch.manual_seed(0)
     torch.set_num_threads(1)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from memfit.allocator import compiled_allocator
 from memfit.allocator.compiled_allocator import COUNTERS, NAMES, CompiledAllocator
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.requests import RequestKind, Requests
+from memfit.allocator.requests import AllocatorRequests, RequestKind
 from support.allocator_comparison.model import (
     BY_STEPS,
     DifferenceError,
@@ -30,7 +30,7 @@ class CompiledModel:
 
     def do(self, operation: Operation, address: int, figures: Sequence[int]) -> None:
         """Repeat an operation, as ``Model.do`` does, but compare every statistic at once."""
-        requests, number = Requests(), operation.number
+        requests, number = AllocatorRequests(), operation.number
         stream = self._situation.streams[operation.stream]
         if operation.kind == Kind.ALLOCATE:
             requests.add(RequestKind.MALLOC, 0, number, operation.size, stream, operation.pool + 1)
@@ -44,7 +44,7 @@ class CompiledModel:
             requests.add(RequestKind.EMPTY_CACHE, 0)
         self._allocator.serve(requests)
         if not self._held:
-            completion = Requests()
+            completion = AllocatorRequests()
             completion.add(RequestKind.ALL_GONE_ON, 0)
             self._allocator.serve(completion)
         if operation.kind == Kind.ALLOCATE and self._allocator.address(number) != address:
@@ -84,7 +84,7 @@ def compiled_model(situation: Situation, numbers: int) -> Iterator[CompiledModel
     config = AllocatorConfig.of(situation.conf)
     if situation.fraction is not None:
         config = replace(config, per_process_memory_fraction=situation.fraction)
-    with compiled_allocator.opened(
+    with compiled_allocator.open_compiled_allocator(
         config,
         blocks=numbers,
         pools=[(0, 0), *situation.pools],

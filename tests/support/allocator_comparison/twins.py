@@ -4,9 +4,9 @@ import random
 from typing import Any
 
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.replay import replay
-from memfit.allocator.requests import RequestKind, Requests
-from memfit.records import Replay
+from memfit.allocator.replay import replay_requests
+from memfit.allocator.requests import AllocatorRequests, RequestKind
+from memfit.records import ReplayResult
 from support.allocator_comparison.model import DifferenceError
 from support.allocator_comparison.watched import CONFS, random_size
 from support.reference_allocator.replay import replay_in_python
@@ -35,7 +35,7 @@ class RandomRequests:
     """A generator of random requests of every kind."""
 
     def __init__(self, dice: random.Random) -> None:
-        self.requests = Requests(pools=POOLS)
+        self.requests = AllocatorRequests(pools=POOLS)
         self._dice = dice
         self._streams, self._many = dice.choice(STREAMS), dice.choice(MANY)
         self._live: list[int] = []
@@ -82,7 +82,7 @@ class RandomRequests:
             requests.add(ask, event)
 
 
-def random_requests(dice: random.Random, count: int) -> Requests:
+def random_requests(dice: random.Random, count: int) -> AllocatorRequests:
     """Return ``count`` random requests."""
     generator = RandomRequests(dice)
     for event in range(count):
@@ -90,9 +90,11 @@ def random_requests(dice: random.Random, count: int) -> Requests:
     return generator.requests
 
 
-def both(requests: Requests, config: AllocatorConfig, **options: Any) -> tuple[Replay, Replay]:
+def both(
+    requests: AllocatorRequests, config: AllocatorConfig, **options: Any
+) -> tuple[ReplayResult, ReplayResult]:
     """Replay requests with the compiled allocator and in Python."""
-    return replay(requests, config, **options), replay_in_python(requests, config, **options)
+    return replay_requests(requests, config, **options), replay_in_python(requests, config, **options)
 
 
 def compare(conf: str, seed: int, requests: int = 1200) -> None:
@@ -113,7 +115,7 @@ def compare(conf: str, seed: int, requests: int = 1200) -> None:
     if compiled != interpreted:
         differing = [
             name
-            for name in Replay.__dataclass_fields__
+            for name in ReplayResult.__dataclass_fields__
             if getattr(compiled, name) != getattr(interpreted, name)
         ]
         raise DifferenceError(f"{conf or 'default'}, seed {seed}: different {', '.join(differing)}")

@@ -27,7 +27,7 @@ from bisect import bisect_left, insort
 
 from memfit.allocator.compiled_allocator import NUMBERED
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.rounding import SMALL_SIZE, least_remainder, round_size, segment_size
+from memfit.allocator.rounding import SMALL_SIZE, least_split_remainder, round_size, segment_size
 from memfit.errors import UsageError
 from memfit.records import DEFAULT_POOL, Segment
 from support.reference_allocator import expandable_blocks
@@ -68,8 +68,8 @@ class CachingAllocator(Segments):
         self, memory: DeviceMemory, config: AllocatorConfig, version: tuple[int, int] = (2, 14)
     ) -> None:
         super().__init__(memory, config, numbered=version >= NUMBERED)
-        self.small = BlockPool(None, small=True, least=least_remainder(config, small=True))
-        self.large = BlockPool(None, small=False, least=least_remainder(config, small=False))
+        self.small = BlockPool(None, small=True, least=least_split_remainder(config, small=True))
+        self.large = BlockPool(None, small=False, least=least_split_remainder(config, small=False))
         self.pools: dict[PoolId, PrivatePool] = {}
         self.allocated = 0
         """Bytes in blocks in use."""

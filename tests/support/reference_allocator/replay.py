@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.requests import PoolId, RequestKind, Requests
-from memfit.records import DriverCalls, FailedMalloc, Replay
+from memfit.allocator.requests import AllocatorRequests, PoolId, RequestKind
+from memfit.records import DriverCalls, FailedMalloc, ReplayResult
 from support.reference_allocator.caching_allocator import CachingAllocator
 from support.reference_allocator.device_memory import DeviceMemory, SimulatedOutOfMemoryError
 from support.reference_allocator.memory_stats import memory_stats
@@ -35,15 +35,15 @@ _OTHERS = 1 << 40
 
 
 def replay_in_python(
-    asked: Requests,
+    asked: AllocatorRequests,
     config: AllocatorConfig,
     *,
     total: int,
     taken: int = 0,
     version: tuple[int, int] = (2, 14),
     empty_cache_each_step: bool = False,
-) -> Replay:
-    """Replay requests, as ``memfit.allocator.replay.replay`` does."""
+) -> ReplayResult:
+    """Replay requests, as ``memfit.allocator.replay.replay_requests`` does."""
     memory = DeviceMemory(total, used=taken)
     allocator, failure = CachingAllocator(memory, config, version), None
     run = _RequestServer(allocator, empty_cache_each_step=empty_cache_each_step)
@@ -52,7 +52,7 @@ def replay_in_python(
     except SimulatedOutOfMemoryError as error:
         failure = FailedMalloc(asked.event[run.position], error.size, error.free)
     statistics = memory_stats(allocator)
-    return Replay(
+    return ReplayResult(
         failure=failure,
         peak_allocated=statistics["allocated_bytes.all.peak"],
         peak_reserved=statistics["reserved_bytes.all.peak"],
@@ -78,7 +78,7 @@ class _RequestServer:
         self._pool = 0  # the pool to allocate from
         self._used: set[int] = set()  # private pools used so far
 
-    def serve_all(self, asked: Requests) -> None:
+    def serve_all(self, asked: AllocatorRequests) -> None:
         """Serve every request."""
         allocator = self.allocator
         malloc: Callable[[int, int], Any] = allocator.malloc

@@ -5,7 +5,7 @@ import torch
 
 from memfit import LossScale
 from memfit.train.loss_scaler import LossScaler
-from memfit.train.ranks.job_ranks import OneRank
+from memfit.train.ranks.rank_agreement import OneRank
 from support import rank_jobs
 
 CASES = "support.fit_rank_cases"

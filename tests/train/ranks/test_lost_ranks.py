@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from memfit.train.ranks import job_ranks, lost_ranks
+from memfit.train.ranks import lost_ranks, rank_agreement
 from memfit.train.ranks.lost_ranks import RankProcesses, is_broken_connection
 
 
@@ -54,10 +54,10 @@ def test_a_rank_of_another_machine_is_not_named(monkeypatch):
 def test_the_group_of_an_engine_is_released_at_exit_if_the_script_has_destroyed_it(monkeypatch):
     """A thread of Gloo that still runs when the interpreter ends may abort the process."""
     at_exit = []
-    monkeypatch.setattr(job_ranks.atexit, "register", lambda *call: at_exit.append(call))
+    monkeypatch.setattr(rank_agreement.atexit, "register", lambda *call: at_exit.append(call))
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        ours = job_ranks.Ranks()
+        ours = rank_agreement.Ranks()
         ((release, reference),) = at_exit
         release(reference)
         assert ours.control is not None

@@ -1,6 +1,6 @@
 """Stubs for NVIDIA functions that extensions import and the ghost does not implement.
 
-    import flash_attn  ──audit hook──>  which NVIDIA functions, from which SONAMEs (imported_symbols.py)
+    import flash_attn  ──audit hook──>  which NVIDIA functions, from which SONAMEs
                                         those that the ghost lacks ──cc──> stubs that return an error
     dlopen continues   <──────────────  stubs loaded with RTLD_GLOBAL: every symbol resolves
 
@@ -8,6 +8,12 @@ The ghost implements the functions that PyTorch imports. bitsandbytes, xformers 
 may import more; without stubs, the loader's "undefined symbol" would end the import because of functions that
 may never be called. A stub fails only when it is called: with its library's own "not supported" status. The
 report then names the function.
+
+Imports are read from the library's file before it is loaded, and from those of its dependencies:
+
+    flash_attn_2_cuda.so   NEEDED libcudart.so.13    imports cudaMalloc@libcudart.so.13
+                           NEEDED libcuda.so.1       imports cuTensorMapEncodeTiled (matched by name)
+                           NEEDED libfa.so, in its RUNPATH: read the same way
 
 A library that was built for another CUDA version than PyTorch is not loaded: it would find functions of the
 right names whose structures have another layout.
@@ -20,13 +26,14 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from memfit.errors import GhostError, MemfitError
-from memfit.ghost.build.imported_symbols import NvidiaImports, nvidia_imports
-from memfit.ghost.build.nvidia_names import NvidiaLibrary, nvidia_library
+from memfit.ghost.build.elf import ElfFile
 from memfit.ghost.build.runtime_library import INCLUDES, Build, make_empty_libraries
+from memfit.ghost.build.torch_install import NvidiaLibrary, is_nvidia_function, nvidia_library
 from memfit.native_build import COMPILE_FLAGS, cache_folder, find_compiler, run_compiler
 
 # The status "not supported" of each library, or the closest one it has. Sources: driver_types.h,
@@ -48,6 +55,17 @@ _NOT_SUPPORTED = {
     "nvrtc": 11,
 }
 _GIVES_TEXT = re.compile(r"(Error|Status|Result)_?(String|Name|Text)$")
+
+
+@dataclass(frozen=True, slots=True)
+class NvidiaImports:
+    """The NVIDIA libraries and functions that one library needs."""
+
+    path: Path
+    libraries: dict[NvidiaLibrary, frozenset[str]]
+    """The NVIDIA libraries it needs, with the symbol versions they must have."""
+    functions: dict[str, NvidiaLibrary | None]
+    """The functions it imports, and their libraries; None if the file names no library."""
 
 
 class ExtensionStubs:
@@ -170,3 +188,81 @@ def _stub_result(name: str, library: NvidiaLibrary | None) -> str:
     if _GIVES_TEXT.search(name):
         return '(long)"not supported by memfit\'s ghost"'
     return str(_NOT_SUPPORTED.get(library.family if library else "cuda", _NOT_SUPPORTED["cuda"]))
+
+
+_BUILT_ON_TORCH = ("libtorch", "libc10_cuda")
+
+
+def nvidia_imports(path: Path, seen: set[Path]) -> list[NvidiaImports]:
+    """Return the NVIDIA imports of a library and of the libraries in its own search paths.
+
+    Args:
+        path: the library's file. An unreadable file has no imports: the loader will report it.
+        seen: files to skip; the files read here are added.
+
+    Returns:
+        One entry for each library that has any.
+    """
+    files = list(_with_dependencies(path, seen))
+    found = [wanted for file in files if (wanted := _imports_of(file))]
+    defined = _defined(
+        files, {name for wanted in found for name, library in wanted.functions.items() if not library}
+    )
+    return [
+        replace(
+            wanted, functions={n: where for n, where in wanted.functions.items() if where or n not in defined}
+        )
+        for wanted in found
+    ]
+
+
+def _with_dependencies(path: Path, seen: set[Path]) -> Iterator[Path]:
+    """Yield a library and those it needs from its own search paths, as the loader would find them."""
+    if path in seen or _is_provided(path):
+        return
+    seen.add(path)
+    try:
+        with ElfFile(path) as library:
+            needed, named = library.needed(), library.search_paths()
+    except (OSError, ValueError):
+        return
+    yield path
+    folders = [Path(folder.replace("$ORIGIN", str(path.parent))) for folder in named]
+    for soname in needed:
+        found = next((folder / soname for folder in folders if (folder / soname).is_file()), None)
+        if found and not nvidia_library(soname):
+            yield from _with_dependencies(found.resolve(), seen)
+
+
+def _is_provided(path: Path) -> bool:
+    """Return whether a library is PyTorch's, which the ghost was built for, or replaced by the ghost."""
+    torch = path.parent.name == "lib" and path.parent.parent.name == "torch"
+    return torch or nvidia_library(path.name) is not None
+
+
+def _imports_of(path: Path) -> NvidiaImports | None:
+    with ElfFile(path) as file:
+        needed = file.needed()
+        libraries = {soname: library for soname in needed if (library := nvidia_library(soname))}
+        if not libraries and not any(soname.startswith(_BUILT_ON_TORCH) for soname in needed):
+            return None
+        imports = file.imports()
+    functions = {wanted.name: libraries[wanted.soname] for wanted in imports if wanted.soname in libraries}
+    unversioned = (wanted.name for wanted in imports if not wanted.soname)
+    return NvidiaImports(
+        path,
+        {
+            library: frozenset(wanted.version for wanted in imports if wanted.soname == soname)
+            for soname, library in libraries.items()
+        },
+        functions | dict.fromkeys(filter(is_nvidia_function, unversioned)),
+    )
+
+
+def _defined(files: list[Path], names: set[str]) -> set[str]:
+    """Return which of these names one of the files defines."""
+    found: set[str] = set()
+    for path in files if names else ():
+        with ElfFile(path) as library:
+            found |= library.defines(names)
+    return found

@@ -32,9 +32,9 @@ from memfit.native_build import (
     SHARED_C,
     cache_folder,
     find_compiler,
-    locked,
+    locked_file,
     run_compiler,
-    shared_headers,
+    shared_c_headers,
 )
 
 RUNTIME = Path(__file__).parents[1] / "runtime"
@@ -101,7 +101,7 @@ def build(torch_folder: Path | None = None, *, report: Callable[[str], None] | N
         return found
     compiler = find_compiler()
     try:
-        with locked(folder.with_name(f"{folder.name}.lock")):
+        with locked_file(folder.with_name(f"{folder.name}.lock")):
             found = _read(folder)
             if found:
                 return found
@@ -133,7 +133,7 @@ def _fingerprint(torch: TorchInstall, flags: Sequence[str]) -> str:
     ours = [Path(native_build.__file__), here, here.with_name("elf.py"), here.with_name("torch_install.py")]
     for source in (
         *ours,
-        *shared_headers(),
+        *shared_c_headers(),
         *sorted(RUNTIME.rglob("*.[ch]")),
         RUNTIME / "gaps.txt",
         NO_DEVICE,

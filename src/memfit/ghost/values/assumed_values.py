@@ -28,7 +28,7 @@ from memfit.ghost.values.known_values import (
 )
 from memfit.ghost.values.value_options import OPERATORS, Chosen, Kind, ValueOptions
 from memfit.records import Provenance
-from memfit.user_frame import innermost_line, lines_outwards, place_of
+from memfit.user_frame import innermost_line_of_place, lines_of_frames, user_place
 
 _MAX_READS = 100_000
 """Assumed values that one line may read without a training step, before its loop counts as endless."""
@@ -50,7 +50,7 @@ class GpuRead:
     """One read of an unknown GPU value, and the value the ghost returned."""
 
     where: str
-    """As of ``place_of``, or the module if Python has no frame."""
+    """As of ``user_place``, or the module if Python has no frame."""
     what: str
     """What was read: ``a float``, ``a copy of numbers``, ``the size of nonzero``."""
     key: str
@@ -131,7 +131,7 @@ class AssumedValues:
 
     def _lines(self) -> list[tuple[str, int]]:
         """Return the lines that led to the calling thread's read: in the backward, also the forward's."""
-        lines = list(lines_outwards())
+        lines = list(lines_of_frames())
         return [*lines, *self._forward_lines()] if _on_another_thread() else lines
 
     def remember_found(self, tensor: torch.Tensor, found: int) -> None:
@@ -143,7 +143,7 @@ class AssumedValues:
 
         None if it has not been searched. With Python frames of the user's, it is a search of its own.
         """
-        if not _on_another_thread() or place_of(lines_outwards()):
+        if not _on_another_thread() or user_place(lines_of_frames()):
             return None
         return self._found.get(_place_in_memory(tensor))
 
@@ -164,7 +164,7 @@ class AssumedValues:
             sizes: as in ``Note``.
             bound: as in ``Note``; such a note is made each time, because its moments are recorded.
         """
-        where = place_of(self._lines()) or self._fallback_where()
+        where = user_place(self._lines()) or self._fallback_where()
         self._last.pop(what, None)
         self._last[what] = GpuRead(where, what, key, answer)
         if bound or (where, text) not in self._noted:
@@ -300,7 +300,7 @@ def explained(chosen: Chosen, key: str, returned: str = "it returned") -> str:
 
 def _option_key(read: GpuRead) -> str:
     """Return the ``--values`` key that changes a read: its line, or else its kind; empty if none does."""
-    return read.key and (innermost_line(read.where) or read.key)
+    return read.key and (innermost_line_of_place(read.where) or read.key)
 
 
 def _described(read: GpuRead) -> str:

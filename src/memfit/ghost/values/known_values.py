@@ -70,7 +70,7 @@ class TensorState(NamedTuple):
 class Selection(NamedTuple):
     """Indices into a vector: all but ``others`` of them are those of elements that hold one value.
 
-    Rules: ``selections.py``.
+    Rules: ``propagation_rules.py``.
     """
 
     source: TensorState

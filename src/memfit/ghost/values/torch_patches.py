@@ -26,7 +26,7 @@ from memfit.ghost.ffi import Ghost
 from memfit.ghost.values.assumed_values import AssumedValues
 from memfit.ghost.values.exchanged_sizes import follow_exchanges
 from memfit.ghost.values.known_values import Elements, Known, is_plain, known_number
-from memfit.ghost.values.selections import union
+from memfit.ghost.values.propagation_rules import union
 from memfit.ghost.values.small_tensors import follow_small_tensors, is_small_integer, replace_function
 from memfit.patching.patches import Patch, before
 

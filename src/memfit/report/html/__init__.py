@@ -1,5 +1,5 @@
 """The report as one HTML file that loads nothing: see ``page.py``."""
 
-from memfit.report.html.page import report_page
+from memfit.report.html.page import run_report_html
 
-__all__ = ["report_page"]
+__all__ = ["run_report_html"]

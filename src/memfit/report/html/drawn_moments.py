@@ -32,7 +32,7 @@ class CombinedBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
+class DrawnTimeline:
     """What a page draws. A block is live at moment ``k`` if ``born <= k < freed``, counted in moments."""
 
     events: Numbers
@@ -46,14 +46,14 @@ class Drawing:
     """Number of blocks that are drawn together."""
 
 
-def draw_moments(
+def choose_drawn_blocks(
     trace: Trace,
     line: Timeline,
     blocks: BlockColumns,
     ranges: list[ReservedRange],
     also: Sequence[int] = (),
     most: int = MOST_BLOCKS,
-) -> Drawing:
+) -> DrawnTimeline:
     """Choose the blocks that are drawn individually, and the moments.
 
     Args:
@@ -67,7 +67,9 @@ def draw_moments(
     count = len(trace.events)
     if not count:
         nothing = np.zeros(0, np.int64)
-        return Drawing(nothing, blocks[nothing], 0, CombinedBlocks(nothing, nothing, nothing, nothing), 0)
+        return DrawnTimeline(
+            nothing, blocks[nothing], 0, CombinedBlocks(nothing, nothing, nothing, nothing), 0
+        )
     peak = overall_peak(trace, line)
     chosen = _chosen(blocks, peak, most)
     kept = blocks[chosen]
@@ -83,7 +85,7 @@ def draw_moments(
     # EARLIER events, one for each older block, come first: the first moment is after the last of them.
     begin = max(int((trace.events.action == Action.EARLIER).sum()) - 1, 0)
     events = np.unique(np.maximum(events[(events >= 0) & (events < count)], begin))
-    return Drawing(
+    return DrawnTimeline(
         events=events,
         blocks=_in_moments(kept, events),
         old=int((kept.born < 0).sum()),

@@ -6,8 +6,8 @@ from string import Template
 from memfit.analysis.reserved_ranges import has_segments
 from memfit.records import Attribution, DryRun, Timeline, Trace
 from memfit.report.html import static_html
-from memfit.report.html.payload import payload
-from memfit.report.html.safe_page import PageTexts, asset_text, content_policy
+from memfit.report.html.payload import page_payload
+from memfit.report.html.safe_page import PageTextTable, content_security_policy, read_page_asset
 
 _STYLES = ("common.css", "dark.css", "page.css")
 _SCRIPTS = (
@@ -17,7 +17,7 @@ _SCRIPTS = (
 """In order of dependency; joined into one script with its own scope."""
 
 
-def report_page(
+def run_report_html(
     trace: Trace, line: Timeline, attribution: Attribution, summary: DryRun, *, source: bool = True
 ) -> str:
     """Return the report of a run as one HTML file that works offline, opened at the peak.
@@ -35,36 +35,36 @@ def report_page(
     Raises:
         FileFormatError: the trace has addresses or sizes beyond what any device has.
     """
-    words = PageTexts(source=source)
+    words = PageTextTable(source=source)
     if not source:
         summary = _without_source(summary)
-    found = payload(trace, line, attribution, summary, words)
+    found = page_payload(trace, line, attribution, summary, words)
     missing = {"no-source": not source, "no-segments": not has_segments(trace)}
-    style = "".join(map(asset_text, _STYLES)) + static_html.colours(found.facts)
-    script = "(() => {\n'use strict';\n" + "\n".join(map(asset_text, _SCRIPTS)) + "})();\n"
-    return Template(asset_text("page.html")).substitute(
-        static_html.verdict_in_html(summary, words) | static_html.thinned(found.facts),
+    style = "".join(map(read_page_asset, _STYLES)) + static_html.layer_colours_css(found.facts)
+    script = "(() => {\n'use strict';\n" + "\n".join(map(read_page_asset, _SCRIPTS)) + "})();\n"
+    return Template(read_page_asset("page.html")).substitute(
+        static_html.verdict_html_parts(summary, words) | static_html.combined_blocks_html(found.facts),
         missing=" ".join(name for name, is_so in missing.items() if is_so),
-        policy=content_policy(style, script),
+        policy=content_security_policy(style, script),
         style=style,
         code=script,
-        ladder=static_html.ladder(summary),
-        ranks=static_html.ranks(summary, words),
-        stages=static_html.stages(summary, words),
-        longest=static_html.longest(summary, words),
-        advice=static_html.advice(summary, words),
-        terms=static_html.terms(summary),
-        notes=static_html.notes(summary, words),
-        versions=static_html.versions(summary, words),
-        sums=static_html.sums(found.facts),
-        shortcuts=static_html.shortcuts(found, words),
+        ladder=static_html.allocated_to_capacity_html(summary),
+        ranks=static_html.rank_table_html(summary, words),
+        stages=static_html.stage_table_html(summary, words),
+        longest=static_html.longest_batches_html(summary, words),
+        advice=static_html.advice_html(summary, words),
+        terms=static_html.peak_terms_html(summary),
+        notes=static_html.notes_html(summary, words),
+        versions=static_html.versions_html(summary, words),
+        sums=static_html.layer_sums_html(found.facts),
+        shortcuts=static_html.moment_buttons_html(found, words),
         last=max(0, found.facts.moments - 1),
         data=found.text,
     )
 
 
 def _without_source(summary: DryRun) -> DryRun:
-    """Clear the fields that hold file names; ``PageTexts`` removes file names within texts."""
+    """Clear the fields that hold file names; ``PageTextTable`` removes file names within texts."""
     failure = summary.out_of_memory
     return replace(
         summary,

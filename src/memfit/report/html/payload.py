@@ -36,10 +36,10 @@ from memfit.records import (
     Stage,
     Timeline,
     Trace,
-    worst,
+    worst_provenance,
 )
-from memfit.report.html.drawn_moments import MOST_BLOCKS, Drawing, draw_moments
-from memfit.report.html.safe_page import PageTexts
+from memfit.report.html.drawn_moments import MOST_BLOCKS, DrawnTimeline, choose_drawn_blocks
+from memfit.report.html.safe_page import PageTextTable
 
 _COLOURS = {
     Category.PARAMETER: ("#0072b2", False),
@@ -64,7 +64,7 @@ Source: Okabe and Ito, Color Universal Design (2008); categories that share a co
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class TimelineLayer:
     """A category of memory in the stacked timeline."""
 
     name: str
@@ -74,7 +74,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class DrawnFailure:
     """An allocation that failed."""
 
     at: int
@@ -89,12 +89,12 @@ class Failure:
 class PageFacts:
     """Facts about the whole run. Moments are indices into the drawn moments: see ``drawn_moments.py``."""
 
-    layers: tuple[Layer, ...]
+    layers: tuple[TimelineLayer, ...]
     """From the bottom of the stack; rounding comes last."""
     phases: tuple[Phase, ...]
     shortcuts: tuple[int, ...]
     """The moments to look at: see the function ``shortcuts``."""
-    failures: tuple[Failure, ...]
+    failures: tuple[DrawnFailure, ...]
     """Allocations that failed."""
     old: int
     """Number of blocks older than the history; they come first."""
@@ -107,7 +107,9 @@ class PageFacts:
     """Device memory available to PyTorch's allocator, in bytes; 0 if unknown."""
 
 
-def page_facts(trace: Trace, picture: Drawing, near: tuple[MemoryPeak, ...], summary: DryRun) -> PageFacts:
+def page_facts(
+    trace: Trace, picture: DrawnTimeline, near: tuple[MemoryPeak, ...], summary: DryRun
+) -> PageFacts:
     """Collect the facts for the page.
 
     Args:
@@ -128,7 +130,7 @@ def page_facts(trace: Trace, picture: Drawing, near: tuple[MemoryPeak, ...], sum
         shortcuts=moments([one.event for one in near]),
         failures=tuple(
             map(
-                Failure,
+                DrawnFailure,
                 moments(failed.tolist()),
                 *(column[failed].tolist() for column in (trace.events.size, trace.events.address)),
             )
@@ -141,20 +143,23 @@ def page_facts(trace: Trace, picture: Drawing, near: tuple[MemoryPeak, ...], sum
     )
 
 
-def _layers(trace: Trace, picture: Drawing) -> tuple[Layer, ...]:
+def _layers(trace: Trace, picture: DrawnTimeline) -> tuple[TimelineLayer, ...]:
     provenances = category_provenance(trace)
-    layers = [Layer(CATEGORY_NAMES[one], provenances[one], *paint) for one, paint in _COLOURS.items()]
+    layers = [TimelineLayer(CATEGORY_NAMES[one], provenances[one], *paint) for one, paint in _COLOURS.items()]
     if picture.old:
-        layers.append(Layer(EARLIER_NAME, Provenance.ASSUMED, "#4d4d4d", hatched=True))
-    return (*layers, Layer(ROUNDING, worst(*provenances.values()), "#8c8c8c", hatched=True))
+        layers.append(TimelineLayer(EARLIER_NAME, Provenance.ASSUMED, "#4d4d4d", hatched=True))
+    return (
+        *layers,
+        TimelineLayer(ROUNDING, worst_provenance(*provenances.values()), "#8c8c8c", hatched=True),
+    )
 
 
-def layers_of(categories: Numbers) -> Numbers:
+def layer_of_category(categories: Numbers) -> Numbers:
     """Return the layer index of each category in a column of blocks."""
     return np.argsort([*_COLOURS, EARLIER])[categories]
 
 
-def shortcut_moments(trace: Trace, line: Timeline) -> tuple[MemoryPeak, ...]:
+def moments_to_jump_to(trace: Trace, line: Timeline) -> tuple[MemoryPeak, ...]:
     """Return the moments to look at: the peak, those just below it, and the peak of each phase and stage.
 
     A phase or stage that already contains one of these moments gets none of its own.
@@ -191,7 +196,7 @@ Columns = dict[str, npt.NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Payload:
+class PagePayload:
     """The data of a page."""
 
     facts: PageFacts
@@ -200,15 +205,15 @@ class Payload:
     """All of the data, in base64."""
 
 
-def payload(
+def page_payload(
     trace: Trace,
     line: Timeline,
     attribution: Attribution,
     summary: DryRun,
-    words: PageTexts,
+    words: PageTextTable,
     *,
     most: int = MOST_BLOCKS,
-) -> Payload:
+) -> PagePayload:
     """Return the data that the page draws.
 
     Args:
@@ -224,8 +229,8 @@ def payload(
     """
     blocks = blocks_of(trace, attribution)
     ranges = ranges_of(trace)
-    near = shortcut_moments(trace, line)
-    picture = draw_moments(trace, line, blocks, ranges, [one.event for one in near], most)
+    near = moments_to_jump_to(trace, line)
+    picture = choose_drawn_blocks(trace, line, blocks, ranges, [one.event for one in near], most)
     columns = {
         **_moments(trace, line, attribution, picture, words),
         **_blocks(trace, attribution, picture, words),
@@ -236,11 +241,11 @@ def payload(
     found = page_facts(trace, picture, near, summary)
     table, rank = words.in_order()
     columns |= {name: rank[columns[name]] for name in _OF_WORDS}
-    return Payload(found, near, _packed(found, table, columns))
+    return PagePayload(found, near, _packed(found, table, columns))
 
 
 def _moments(
-    trace: Trace, line: Timeline, attribution: Attribution, picture: Drawing, words: PageTexts
+    trace: Trace, line: Timeline, attribution: Attribution, picture: DrawnTimeline, words: PageTextTable
 ) -> Columns:
     """Return where the script was at each moment, and the memory reserved."""
     events = picture.events
@@ -264,7 +269,7 @@ def _moments(
     }
 
 
-def _blocks(trace: Trace, attribution: Attribution, picture: Drawing, words: PageTexts) -> Columns:
+def _blocks(trace: Trace, attribution: Attribution, picture: DrawnTimeline, words: PageTextTable) -> Columns:
     blocks = picture.blocks
     tensors = trace.tensors
     shapes = [str(list(one.shape)) for one in tensors]
@@ -286,24 +291,24 @@ def _blocks(trace: Trace, attribution: Attribution, picture: Drawing, words: Pag
         "block.address": blocks.address,
         "block.requested": blocks.requested,
         "block.beyond": blocks.size - blocks.requested,
-        "block.layer": layers_of(blocks.category),
+        "block.layer": layer_of_category(blocks.category),
         "block.phase": blocks.phase,
         "block.stack": blocks.stack + 1,
         **{f"block.{name}": np.array(table, np.int64)[column] for name, (table, column) in texts.items()},
     }
 
 
-def _rest(picture: Drawing) -> Columns:
+def _rest(picture: DrawnTimeline) -> Columns:
     rest = picture.rest
     return {
         "rest.moment": rest.moment,
-        "rest.layer": layers_of(rest.category),
+        "rest.layer": layer_of_category(rest.category),
         "rest.requested": rest.requested,
         "rest.beyond": rest.size - rest.requested,
     }
 
 
-def _ranges(ranges: Iterable[ReservedRange], picture: Drawing) -> Columns:
+def _ranges(ranges: Iterable[ReservedRange], picture: DrawnTimeline) -> Columns:
     """Return the reserved ranges, sorted by address."""
     rows = np.array(
         [(one.start, one.stop - one.start, one.born, one.freed, one.small, one.expandable)
@@ -316,7 +321,7 @@ def _ranges(ranges: Iterable[ReservedRange], picture: Drawing) -> Columns:
     return columns
 
 
-def _stacks(trace: Trace, words: PageTexts) -> Columns:
+def _stacks(trace: Trace, words: PageTextTable) -> Columns:
     """Return each stack's frames, innermost first. Stack 0 is empty, for blocks without a stack."""
     frames = [
         words.line(f"{frame.file}:{frame.line}  {frame.function}") for frame in trace.frames

@@ -14,14 +14,14 @@ from pathlib import Path
 from string import Template
 
 from memfit.records import Provenance, ScriptPlan
-from memfit.records.job_target import typed
-from memfit.report.html.safe_page import PageTexts, asset_text, content_policy
-from memfit.report.terminal.plan_chart import DrawnPlan, PlanKind, drawn_plans, marked_last
-from memfit.report.terminal.script_plan import plan_details, plan_name, plan_verdict
-from memfit.units import format_gib, unit_for
+from memfit.records.job_target import command_as_typed
+from memfit.report.html.safe_page import PageTextTable, content_security_policy, read_page_asset
+from memfit.report.terminal.plan_chart import DrawnPlan, PlanKind, drawn_plans, in_drawing_order
+from memfit.report.terminal.script_plan import plan_changes_in_words, plan_detail_lines, plan_verdict
+from memfit.units import format_gib, unit_for_table
 
 
-def plan_page(result: ScriptPlan, file: Path | None = None) -> str:
+def plan_report_html(result: ScriptPlan, file: Path | None = None) -> str:
     """Return the page of a plan as one HTML file that works offline, in the light or dark of the system.
 
     Args:
@@ -31,16 +31,16 @@ def plan_page(result: ScriptPlan, file: Path | None = None) -> str:
     Returns:
         The text of the file.
     """
-    words = PageTexts(source=True)
-    dark = f"@media screen and (prefers-color-scheme: dark) {{\n{asset_text('dark.css')}}}\n"
-    style = asset_text("common.css") + dark + asset_text("plan.css")
+    words = PageTextTable(source=True)
+    dark = f"@media screen and (prefers-color-scheme: dark) {{\n{read_page_asset('dark.css')}}}\n"
+    style = read_page_asset("common.css") + dark + read_page_asset("plan.css")
     verdict = plan_verdict(result)
     kinds = dict.fromkeys(each.kind for each in drawn_plans(result))
-    return Template(asset_text("plan.html")).substitute(
-        policy=content_policy(style),
+    return Template(read_page_asset("plan.html")).substitute(
+        policy=content_security_policy(style),
         style=style,
-        script=_text(words, typed(result.command)[0]),
-        subject=_text(words, f"{' '.join(typed(result.command))} · {result.device.name}"),
+        script=_text(words, command_as_typed(result.command)[0]),
+        subject=_text(words, f"{' '.join(command_as_typed(result.command))} · {result.device.name}"),
         kind="bad" if result.chosen is None else "unsure" if result.is_tight else "good",
         verdict=escape(verdict.word.capitalize()),
         rest=escape(" ".join(verdict.figures)),
@@ -57,14 +57,14 @@ def plan_page(result: ScriptPlan, file: Path | None = None) -> str:
 
 
 def _lines(result: ScriptPlan, file: Path | None) -> list[str]:
-    return "\n".join(plan_details(result, file)).strip().splitlines() or ["Nothing."]
+    return "\n".join(plan_detail_lines(result, file)).strip().splitlines() or ["Nothing."]
 
 
 def _class(kind: PlanKind) -> str:
     return kind.name.lower().replace("_", "-")
 
 
-def _row(words: PageTexts, number: int, plan: DrawnPlan, budget: int) -> str:
+def _row(words: PageTextTable, number: int, plan: DrawnPlan, budget: int) -> str:
     run = plan.run
     needs, allocated = run.needs, run.allocated
     sure = (
@@ -75,7 +75,7 @@ def _row(words: PageTexts, number: int, plan: DrawnPlan, budget: int) -> str:
     place = " · ".join(part for part in (run.place.phase, run.place.module) if part)
     return (
         f'<tr id="plan-{number}" class="{_class(plan.kind)}"><td>{number}</td>'
-        f'<th scope="row">{_text(words, plan_name(run))}</th><td>{plan.kind}</td>'
+        f'<th scope="row">{_text(words, plan_changes_in_words(run))}</th><td>{plan.kind}</td>'
         f'<td data-bytes="{needs.bytes}">{format_gib(needs.bytes)}{_provenance(needs.provenance, title)}</td>'
         f"<td>{'fits' if needs.bytes <= budget else f'over by {format_gib(needs.bytes - budget)}'}</td>"
         f"<td>{held}</td><td>{run.time:.3f}x{_provenance(Provenance.ASSUMED)}</td>"
@@ -87,7 +87,7 @@ def _provenance(provenance: Provenance, title: str = "") -> str:
     return f' <span class="provenance"{title}>{provenance}</span>'
 
 
-def _text(words: PageTexts, text: str) -> str:
+def _text(words: PageTextTable, text: str) -> str:
     return escape(words.shown(text))
 
 
@@ -137,7 +137,7 @@ class _Axis:
 def plan_chart_svg(result: ScriptPlan) -> str:
     """Return the chart; its points have the numbers of ``drawn_plans``, counted from 0."""
     plans = drawn_plans(result)
-    unit = unit_for(max(result.budget, *(each.run.needs.bytes for each in plans)))
+    unit = unit_for_table(max(result.budget, *(each.run.needs.bytes for each in plans)))
     sizes = [result.budget / unit.bytes, *(each.run.needs.bytes / unit.bytes for each in plans)]
     memory = _Axis(sizes, 0.02 * max(sizes), _LEFT, _WIDTH - _RIGHT)
     time = _Axis([each.run.time for each in plans], 0.02, _HEIGHT - _BOTTOM, _TOP)
@@ -178,7 +178,8 @@ def _before(x: float) -> str:
 def _points(plans: list[DrawnPlan], memory: _Axis, time: _Axis, unit: int) -> Iterator[str]:
     numbers = {id(each): number for number, each in enumerate(plans)}
     spots = [
-        (each, memory.at(each.run.needs.bytes / unit), time.at(each.run.time)) for each in marked_last(plans)
+        (each, memory.at(each.run.needs.bytes / unit), time.at(each.run.time))
+        for each in in_drawing_order(plans)
     ]
     named: list[tuple[float, float]] = []
     for each, x, y in reversed(spots):
@@ -190,7 +191,8 @@ def _points(plans: list[DrawnPlan], memory: _Axis, time: _Axis, unit: int) -> It
             yield f"{numbers[id(each)]}{word}</text>"
     for each, x, y in spots:
         run, number = each.run, numbers[id(each)]
-        title = f"{plan_name(run)}: {format_gib(run.needs.bytes)} {run.needs.provenance}, {run.time:.3f}x"
+        figures = f"{format_gib(run.needs.bytes)} {run.needs.provenance}, {run.time:.3f}x"
+        title = f"{plan_changes_in_words(run)}: {figures}"
         yield (
             f'<a href="#plan-{number}"><circle class="{each.kind.name.lower().replace("_", "-")}" '
             f'cx="{x:.1f}" cy="{y:.1f}" r="{7 if each.kind is PlanKind.CHOSEN else 5}">'

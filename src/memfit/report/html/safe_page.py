@@ -28,7 +28,7 @@ NO_FILE = "(file)"
 """Replaces a file name."""
 
 
-class PageTexts:
+class PageTextTable:
     """A table of the texts that a page shows, each stored once.
 
     Args:
@@ -59,17 +59,17 @@ class PageTexts:
         return self.index(text if self.source else "")
 
 
-def asset_text(name: str) -> str:
+def read_page_asset(name: str) -> str:
     """Return the text of a file in ``assets``."""
     return files("memfit.report.html").joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def content_policy(style: str, script: str = "") -> str:
+def content_security_policy(style: str, script: str = "") -> str:
     """Return a security policy that allows only this style and this script, or no script.
 
     Source: W3C, Content Security Policy Level 3, hashes (2.3.1) and ``default-src`` (6.1.3).
 
-    >>> content_policy("p { margin: 0 }")[:59]
+    >>> content_security_policy("p { margin: 0 }")[:59]
     "default-src 'none'; script-src 'none'; style-src 'sha256-7I"
     """
     scripts = f"'{_hash(script)}'" if script else "'none'"

@@ -5,17 +5,23 @@ from html import escape
 
 from memfit.analysis.breakdown import CATEGORY_NAMES
 from memfit.records import Category, DryRun, Figure, Provenance
-from memfit.records.job_target import typed
+from memfit.records.job_target import command_as_typed
 from memfit.report.figure_table import FigureTable
-from memfit.report.html.payload import PageFacts, Payload
-from memfit.report.html.safe_page import PageTexts
-from memfit.report.places import place_in_words
-from memfit.report.terminal.advice import NO_ADVICE, advice_heading, advice_outcome, needs_verb
-from memfit.report.terminal.longest_batch import longest_lines
-from memfit.report.terminal.notes import outside_sources
-from memfit.report.terminal.ranks import range_line, rank_table
-from memfit.report.terminal.summary import MACHINES, growth_in_words, run_subject, stage_remarks, stage_table
-from memfit.report.terminal.verdict import untried, verdict_of_run
+from memfit.report.html.payload import PageFacts, PagePayload
+from memfit.report.html.safe_page import PageTextTable
+from memfit.report.places import location_in_words
+from memfit.report.terminal.advice import NO_ADVICE, advice_heading, advice_outcome, needs_or_needs_at_most
+from memfit.report.terminal.longest_batch import longest_batch_lines
+from memfit.report.terminal.notes import figures_outside_allocator
+from memfit.report.terminal.ranks import peak_range_line, rank_table
+from memfit.report.terminal.summary import (
+    MACHINES,
+    growth_in_words,
+    stage_remarks,
+    stage_table,
+    what_ran_on_what,
+)
+from memfit.report.terminal.verdict import verdict_of_run, why_no_more_advice
 from memfit.units import GIB, MIB, format_bytes, format_gib
 
 _WIDTH = 1000  # width of the bar in SVG units; the page scales it
@@ -24,7 +30,7 @@ _KINDS = {"fits": "good", "tight": "unsure", "may not fit": "unsure", "unknown":
 """The colour of a verdict; that of the others is ``bad``."""
 
 
-def verdict_in_html(result: DryRun, words: PageTexts) -> dict[str, str]:
+def verdict_html_parts(result: DryRun, words: PageTextTable) -> dict[str, str]:
     """Return the parts of the verdict: its word, what follows it, the subject and the peak."""
     found = verdict_of_run(result)
     lines = [part for part in (found.after, " · ".join(found.figures), *found.lines) if part]
@@ -32,14 +38,14 @@ def verdict_in_html(result: DryRun, words: PageTexts) -> dict[str, str]:
         "kind": _KINDS.get(result.verdict, "bad"),
         "verdict": _text(words, found.word.capitalize()),
         "needs": "<br>".join(_text(words, line) for line in lines),
-        "subject": _text(words, run_subject(result).plain),
-        "script": _text(words, typed(result.command)[0] if result.command else result.device.name),
-        "peak": _text(words, place_in_words(result.peak_place)),
+        "subject": _text(words, what_ran_on_what(result).plain),
+        "script": _text(words, command_as_typed(result.command)[0] if result.command else result.device.name),
+        "peak": _text(words, location_in_words(result.peak_place)),
         "growth": _text(words, growth_in_words(result).plain),
     }
 
 
-def ladder(result: DryRun) -> str:
+def allocated_to_capacity_html(result: DryRun) -> str:
     """Return the figures from allocated to the capacity, each with its bytes and their provenance."""
     figures = {term.name: term.figure for term in result.terms}
     device = result.device
@@ -121,7 +127,7 @@ def _bar(result: DryRun, figures: dict[str, Figure]) -> str:
     )
 
 
-def terms(result: DryRun) -> str:
+def peak_terms_html(result: DryRun) -> str:
     """Return the rows that sum to the peak of the process."""
     rows = []
     for term in result.terms:
@@ -134,7 +140,7 @@ def terms(result: DryRun) -> str:
     return "".join(rows)
 
 
-def ranks(result: DryRun, words: PageTexts) -> str:
+def rank_table_html(result: DryRun, words: PageTextTable) -> str:
     """Return the table of a job's ranks, as the terminal shows it; empty if memfit ran one rank."""
     if not result.ranks:
         return ""
@@ -142,7 +148,7 @@ def ranks(result: DryRun, words: PageTexts) -> str:
     return _ledger("ranks", caption, rank_table(result.ranks), words)
 
 
-def stages(result: DryRun, words: PageTexts) -> str:
+def stage_table_html(result: DryRun, words: PageTextTable) -> str:
     """Return the table of a run's stages, as the terminal shows it; empty if memfit knows no stages of it."""
     if not result.stages:
         return ""
@@ -150,7 +156,7 @@ def stages(result: DryRun, words: PageTexts) -> str:
     return _ledger("stages", "Stages of the run", stage_table(result), words) + below
 
 
-def _ledger(kind: str, caption: str, table: FigureTable, words: PageTexts) -> str:
+def _ledger(kind: str, caption: str, table: FigureTable, words: PageTextTable) -> str:
     """Return a table of figures whose rows are named by their first cell and end with a place."""
     heads = "".join(f'<th scope="col">{heading}</th>' for heading in table.headings)
     rows = []
@@ -168,12 +174,12 @@ def _ledger(kind: str, caption: str, table: FigureTable, words: PageTexts) -> st
     )
 
 
-def longest(result: DryRun, words: PageTexts) -> str:
+def longest_batches_html(result: DryRun, words: PageTextTable) -> str:
     """Return what the terminal says about the batches that memfit looked through."""
-    return "".join(f"<p>{_text(words, text.plain.strip())}</p>" for text in longest_lines(result))
+    return "".join(f"<p>{_text(words, text.plain.strip())}</p>" for text in longest_batch_lines(result))
 
 
-def shortcuts(found: Payload, words: PageTexts) -> str:
+def moment_buttons_html(found: PagePayload, words: PageTextTable) -> str:
     """Return a button for each of the shortcuts."""
     buttons: list[str] = []
     for moment, one in zip(found.facts.shortcuts, found.shortcuts, strict=True):
@@ -184,17 +190,17 @@ def shortcuts(found: Payload, words: PageTexts) -> str:
         place = one.place if words.source else replace(one.place, line="")
         buttons.append(
             f'<button type="button" data-moment="{moment}" '
-            f'title="{_amount(one.allocated)} · {_text(words, place_in_words(place))}">'
+            f'title="{_amount(one.allocated)} · {_text(words, location_in_words(place))}">'
             f"{name} {one.place.phase}{step}</button>"
         )
     return "".join(buttons)
 
 
-def advice(result: DryRun, words: PageTexts) -> str:
+def advice_html(result: DryRun, words: PageTextTable) -> str:
     """Return the advice, as the terminal shows it; empty if it was not requested."""
     if result.advice is None:
         return ""
-    rest = _text(words, untried(result)) or NO_ADVICE * (not result.advice)
+    rest = _text(words, why_no_more_advice(result)) or NO_ADVICE * (not result.advice)
     rest = "".join(
         f'<p class="peak">{line}</p>'
         for line in (*(_text(words, remark) for remark in result.advice_remarks), rest)
@@ -205,7 +211,7 @@ def advice(result: DryRun, words: PageTexts) -> str:
     items = [
         f"<li><b>{_text(words, ' + '.join(one.changes))}</b> saves {format_bytes(one.saves.bytes)} "
         f'<span class="provenance">{one.saves.provenance}</span> · '
-        f"{needs_verb(result)} {format_bytes(one.needs.bytes)}"
+        f"{needs_or_needs_at_most(result)} {format_bytes(one.needs.bytes)}"
         f"{' · ' * (one.fits is not None)}{advice_outcome(result, one)} "
         + "".join(
             f'<code class="long">{_text(words, line)}</code> ' for line in (*one.how, one.where) if line
@@ -217,7 +223,7 @@ def advice(result: DryRun, words: PageTexts) -> str:
     return f'{title}<ol class="advice">{"".join(items)}</ol>{rest}'
 
 
-def sums(facts: PageFacts) -> str:
+def layer_sums_html(facts: PageFacts) -> str:
     """Return a row for each layer of the stack, and for their sums; the page's script fills them in."""
     kinds = [
         (layer.name, layer.provenance, f"<i {_SWATCH.format(layer.name)}></i>")
@@ -240,7 +246,7 @@ def _unless_exact(provenance: Provenance) -> str:
     return f' <span class="provenance">{provenance}</span>' if provenance is not Provenance.EXACT else ""
 
 
-def colours(facts: PageFacts) -> str:
+def layer_colours_css(facts: PageFacts) -> str:
     """Return the styles of the layers; on hatching, text gets a plain background."""
     return "".join(
         f'[data-layer="{one.name}"] {{ --fill: {_HATCH * one.hatched}{one.colour}; '
@@ -250,7 +256,7 @@ def colours(facts: PageFacts) -> str:
     )
 
 
-def thinned(facts: PageFacts) -> dict[str, str]:
+def combined_blocks_html(facts: PageFacts) -> dict[str, str]:
     """Return the texts about blocks that are drawn together, if there are any."""
     hole = "hole, or small blocks drawn together" if facts.together else "hole"
     thinned_text = (
@@ -261,7 +267,7 @@ def thinned(facts: PageFacts) -> dict[str, str]:
     return {"hole": hole, "thinned": thinned_text if facts.together else ""}
 
 
-def notes(result: DryRun, words: PageTexts) -> str:
+def notes_html(result: DryRun, words: PageTextTable) -> str:
     """Return the sources of what is outside PyTorch's allocator, and each note once, with all its places."""
     places: dict[tuple[str, str], list[str]] = {}
     for note in result.notes:
@@ -271,7 +277,7 @@ def notes(result: DryRun, words: PageTexts) -> str:
     items = [
         f'<li class="long"><span class="provenance">{escape(figure.provenance)}</span> '
         f"{escape(name)}: {_text(words, figure.source)}</li>"
-        for name, figure in outside_sources(result).items()
+        for name, figure in figures_outside_allocator(result).items()
     ]
     items += [
         f'<li class="long"><span class="provenance">{escape(provenance)}</span> {_text(words, text)} '
@@ -280,14 +286,14 @@ def notes(result: DryRun, words: PageTexts) -> str:
         for (provenance, text), where in places.items()
     ]
     if result.range is not None:
-        items.insert(0, f'<li class="long">{escape(range_line(result.range))}</li>')
+        items.insert(0, f'<li class="long">{escape(peak_range_line(result.range))}</li>')
     machine = MACHINES.get(result.device.machine)
     if machine is not None:
         items.append(f"<li>{escape(machine)}</li>")
     return "".join(items)
 
 
-def versions(result: DryRun, words: PageTexts) -> str:
+def versions_html(result: DryRun, words: PageTextTable) -> str:
     """Return the versions, the device and the command that produced the figures."""
     rows = {**result.versions, "device": result.device.name, "command": " ".join(result.command)}
     return "".join(
@@ -298,5 +304,5 @@ def versions(result: DryRun, words: PageTexts) -> str:
     )
 
 
-def _text(words: PageTexts, text: str) -> str:
+def _text(words: PageTextTable, text: str) -> str:
     return escape(words.shown(text))

@@ -16,7 +16,7 @@ def advice_heading(result: DryRun) -> str:
     """Describe what the advice achieves, and the total it starts from if the summary does not show that."""
     total = ""
     if result.needs is not None and result.caught:
-        needs = f"{needs_verb(result)} {format_bytes(result.needs.bytes)}"
+        needs = f"{needs_or_needs_at_most(result)} {format_bytes(result.needs.bytes)}"
         total = f"The script handles its out-of-memory errors. To run without one, it {needs}. "
     return f"{total}{_achieved(result)}"
 
@@ -25,7 +25,7 @@ def _achieved(result: DryRun) -> str:
     found = result.advice or ()
     several = len(found) > 1
     if result.verdict in ("fits", "unknown") and not result.caught:
-        peak = "the peak" if not result.end.stopped else f"the peak of the {steps_in_words(result)}"
+        peak = "the peak" if not result.end.stopped else f"the peak of the {steps_run_in_words(result)}"
         return f"Each of these lowers {peak} on its own." if several else f"This lowers {peak}."
     if any(advice_outcome(result, one) == "tight" for one in found):
         return "No change is certain to be enough, because the CUDA context is assumed. These save the most:"
@@ -37,7 +37,7 @@ def _achieved(result: DryRun) -> str:
     return "Each of these is enough on its own:" if several else "This is enough:"
 
 
-def steps_in_words(result: DryRun) -> str:
+def steps_run_in_words(result: DryRun) -> str:
     """Return how many training steps were run."""
     return f"{result.steps} training step{'s' * (result.steps != 1)}"
 
@@ -52,7 +52,7 @@ def advice_outcome(result: DryRun, one: Advice) -> str:
     return "tight" if left >= 0 else "does not fit"
 
 
-def needs_verb(result: DryRun) -> str:
+def needs_or_needs_at_most(result: DryRun) -> str:
     """Return the verb before what a script needs, which says so if that is an upper bound."""
     return "needs at most" if result.bound else "needs"
 
@@ -74,7 +74,7 @@ def advice_lines(result: DryRun, untried: str) -> Iterator[Text]:
             f"  {number} {escaped(one.changes[0]):<{width}}  saves {format_bytes(one.saves.bytes):>10}"
         )
         line.append(f" {one.saves.provenance:<9}", style="dim")
-        line.append(f"  {needs_verb(result)} {format_bytes(one.needs.bytes):>10}")
+        line.append(f"  {needs_or_needs_at_most(result)} {format_bytes(one.needs.bytes):>10}")
         line.append(f"  {advice_outcome(result, one)}", style="bold green" if one.fits else "")
         yield line
         for change in one.changes[1:]:

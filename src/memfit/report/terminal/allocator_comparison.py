@@ -16,7 +16,7 @@ _BETWEEN_SETTINGS = re.compile(r",(?![^\[]*\])")
 _CALLS = {"malloc": "malloc", "free": "free", "map": "map", "unmap": "unmap", "synchronize": "wait"}
 
 
-def print_comparison(result: AllocatorComparison, console: Console) -> None:
+def print_allocator_comparison(result: AllocatorComparison, console: Console) -> None:
     """Print one row per setting, where each failure occurs, and the recommended setting."""
     sized = any(row.smallest is not None for row in result.outcomes)
     table = Table(box=None, pad_edge=False)

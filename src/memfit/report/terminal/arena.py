@@ -51,7 +51,7 @@ class ArenaReport(PrintedResult):
         return max((step.planned for step in self.steps), default=0)
 
 
-def print_arena(report: ArenaReport, console: Console) -> None:
+def print_arena_report(report: ArenaReport, console: Console) -> None:
     """Print where the steps of an arena placed their allocations, and what that takes."""
     console.print(Text("ARENA", style="bold").append(f"   {format_bytes(report.planned)}", style="not bold"))
     for step in report.steps:

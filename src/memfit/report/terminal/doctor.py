@@ -8,15 +8,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memfit.patching.patch_list import ReplacedName
-from memfit.records import ContextReport, ContextStage, Machine, NcclMeasurement
+from memfit.patching.patches import ReplacedName
+from memfit.records import ContextReport, ContextStage, MachineKind, NcclMeasurement
 from memfit.report.escape import escaped
 from memfit.units import MIB
 
 _CANNOT_RUN = 3
 
 
-class Finding(Protocol):
+class DoctorFinding(Protocol):
     """The result of one check."""
 
     @property
@@ -36,7 +36,7 @@ class Finding(Protocol):
         """Lines that ``--gaps`` prints."""
 
 
-def print_diagnosis(findings: Sequence[Finding], console: Console, *, details: bool) -> int:
+def print_diagnosis(findings: Sequence[DoctorFinding], console: Console, *, details: bool) -> int:
     """Print one line per finding; return the command's exit code."""
     for finding in findings:
         mark = Text("ok   ", style="green") if finding.serves else Text("FAILS", style="bold red")
@@ -47,7 +47,7 @@ def print_diagnosis(findings: Sequence[Finding], console: Console, *, details: b
     return 0 if all(finding.serves for finding in findings) else _CANNOT_RUN
 
 
-def print_replaced_names(names: Sequence[ReplacedName], console: Console) -> int:
+def print_patched_names(names: Sequence[ReplacedName], console: Console) -> int:
     """Print one line per name and purpose; return the command's exit code: an error if a name is missing."""
     width = max(len(each.state) for each in names)
     missing = [each for each in names if each.state == "absent" and not each.optional]
@@ -60,7 +60,7 @@ def print_replaced_names(names: Sequence[ReplacedName], console: Console) -> int
     return _CANNOT_RUN if missing else 0
 
 
-def print_context(report: ContextReport, console: Console) -> None:
+def print_context_stages(report: ContextReport, console: Console) -> None:
     """Print what the process held after each stage, and what it held at the end with each change."""
     versions = f"driver {report.driver or 'unknown'} (CUDA {report.cuda}) · torch {report.torch}"
     console.print(Text(f"{escaped(report.card)} · {escaped(versions)}", style="bold"))
@@ -73,7 +73,7 @@ def print_context(report: ContextReport, console: Console) -> None:
         console.print()
         console.print(_nccl(report.nccl))
     console.print(Text(f"All figures are in MiB. The column 'process' shows {report.way}.", style="dim"))
-    if report.machine is Machine.REHEARSAL:
+    if report.machine is MachineKind.REHEARSAL:
         console.print(
             Text(
                 "REHEARSAL: memfit's ghost stood in for the GPU. Nothing was measured, and nothing is saved."
@@ -81,7 +81,7 @@ def print_context(report: ContextReport, console: Console) -> None:
         )
 
 
-def contribution(report: ContextReport) -> str:
+def context_toml_lines(report: ContextReport) -> str:
     """Return a card's measurement as lines for ``devices.toml``; they name no person and no machine."""
     source = f"memfit doctor --context, {report.day}"
     facts = {

@@ -19,10 +19,10 @@ from memfit.records import (
     ReservedBytes,
 )
 from memfit.report.escape import escaped
-from memfit.report.places import place_in_words, short_path
+from memfit.report.places import location_in_words, short_path
 from memfit.report.terminal.notes import note_lines
 from memfit.report.terminal.summary import print_summary
-from memfit.units import Unit, format_bytes, unit_for
+from memfit.units import Unit, format_bytes, unit_for_table
 
 _ROWS = 15
 _LARGEST = 5
@@ -43,14 +43,14 @@ def print_explanation(
         notes: whether to list every note.
     """
     summary, held = explanation.summary, explanation.held
-    unit = unit_for(summary.peak_reserved)
+    unit = unit_for_table(summary.peak_reserved)
     if by is None and explanation.at == "peak":
         print_summary(summary, console, notes=notes)
-        print_below_peak(explanation, unit, console)
+        print_moments_below_peak(explanation, unit, console)
     else:
-        print_held(held, by or GroupBy.CATEGORY, unit, console)
-    print_largest(held, console)
-    print_ledger(explanation.ledger, unit, console)
+        print_breakdown(held, by or GroupBy.CATEGORY, unit, console)
+    print_largest_allocations(held, console)
+    print_phase_changes(explanation.ledger, unit, console)
     if explanation.fragmentation is not None:
         print_fragmentation(explanation.fragmentation, console)
     if notes and (by is not None or explanation.at != "peak"):
@@ -58,19 +58,19 @@ def print_explanation(
             console.print(line)
 
 
-def print_below_peak(explanation: Explanation, unit: Unit, console: Console) -> None:
+def print_moments_below_peak(explanation: Explanation, unit: Unit, console: Console) -> None:
     """Print the moments just below the peak."""
     if explanation.below_peak:
         console.print(Text("\nJust below the peak:"))
     for moment in explanation.below_peak:
         less = 100 * (1 - moment.allocated / explanation.summary.peak_allocated)
         size = f"{unit.format(moment.allocated):>10}"
-        console.print(Text(f"  -{less:.1f} %  {size}  {place_in_words(moment.place)}"))
+        console.print(Text(f"  -{less:.1f} %  {size}  {location_in_words(moment.place)}"))
 
 
-def print_held(held: Breakdown, by: GroupBy, unit: Unit, console: Console) -> None:
+def print_breakdown(held: Breakdown, by: GroupBy, unit: Unit, console: Console) -> None:
     """Print what holds memory at a moment; the rows sum to what is allocated."""
-    console.print(Text(f"Allocated, by {by}: {place_in_words(held.place)}"))
+    console.print(Text(f"Allocated, by {by}: {location_in_words(held.place)}"))
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     for _ in range(3):
         table.add_column(justify="right", no_wrap=True)
@@ -81,7 +81,7 @@ def print_held(held: Breakdown, by: GroupBy, unit: Unit, console: Console) -> No
     for row in shown:
         blocks = f"{row.blocks:,} blocks" if row.blocks != 1 else "1 block"
         share = f"{100 * row.bytes / total:.1f} %"
-        table.add_row(unit.format(row.bytes), share, blocks, Text(row_name(row.name, by)))
+        table.add_row(unit.format(row.bytes), share, blocks, Text(breakdown_row_name(row.name, by)))
     left = sum(row.bytes for row in rest)
     if not unit.rounds_to_zero(left):
         table.add_row(unit.format(left), f"{100 * left / total:.1f} %", "", f"{len(rest)} more: --json -")
@@ -89,19 +89,19 @@ def print_held(held: Breakdown, by: GroupBy, unit: Unit, console: Console) -> No
     console.print(table)
 
 
-def row_name(name: str, by: GroupBy) -> str:
+def breakdown_row_name(name: str, by: GroupBy) -> str:
     """Return the name of a row on the terminal."""
     return escaped((short_path(name) if by is GroupBy.LINE else name) or _UNNAMED.get(by, ""))
 
 
-def print_largest(held: Breakdown, console: Console) -> None:
+def print_largest_allocations(held: Breakdown, console: Console) -> None:
     """Print the largest allocations."""
     console.print(Text("\nLargest:"))
     for live in held.largest[:_LARGEST]:
         console.print(Text(f"  {_described(live)}"))
 
 
-def print_ledger(changes: tuple[PhaseChange, ...], unit: Unit, console: Console) -> None:
+def print_phase_changes(changes: tuple[PhaseChange, ...], unit: Unit, console: Console) -> None:
     """Print what each phase changed, in blocks; a phase's categories add up to its total."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     table.add_column("", no_wrap=True)
@@ -111,7 +111,7 @@ def print_ledger(changes: tuple[PhaseChange, ...], unit: Unit, console: Console)
     def signed(size: int) -> str:
         return "" if unit.rounds_to_zero(size) else unit.number(size, "+")
 
-    for change, times in folded(changes):
+    for change, times in fold_repeated_changes(changes):
         above = signed(max(0, change.peak - max(change.after, change.after - change.change)))
         parts = [(name, signed(size)) for name, size in change.by_category if signed(size)]
         if not signed(change.change) and not above and not parts:
@@ -127,7 +127,7 @@ def print_ledger(changes: tuple[PhaseChange, ...], unit: Unit, console: Console)
         console.print(table)
 
 
-def folded(changes: tuple[PhaseChange, ...]) -> list[tuple[PhaseChange, int]]:
+def fold_repeated_changes(changes: tuple[PhaseChange, ...]) -> list[tuple[PhaseChange, int]]:
     """Return each change with the number of times that it occurs in a row, alone or in turn with others.
 
     The micro-batches of a step repeat forward and backward; those that change the same are folded.
@@ -198,7 +198,7 @@ def print_fragmentation(found: Fragmentation, console: Console) -> None:
 
 def _table(found: Fragmentation) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="")
-    unit = unit_for(max(moment.all.reserved for moment in found.moments))
+    unit = unit_for_table(max(moment.all.reserved for moment in found.moments))
     table.add_column(f"Fragmentation, {unit.name} ({found.provenance})", no_wrap=True)
     for moment in found.moments:
         table.add_column(moment.name, justify="right", no_wrap=True)
@@ -234,7 +234,7 @@ def _hole(hole: Hole, names: list[str]) -> list[Text]:
 def _pin(pin: PinningBlock, hole: Hole) -> Text:
     side = "before" if pin.address < hole.address else "after "
     what = "" if pin.category == "rest" else f"{pin.category.replace('_', ' ')} · "
-    born = "allocated before the allocator history" if pin.born is None else place_in_words(pin.born)
+    born = "allocated before the allocator history" if pin.born is None else location_in_words(pin.born)
     return Text(f"    {side} {format_bytes(pin.size):>9}  {what}{born}; {_end(pin)}")
 
 
@@ -243,4 +243,4 @@ def _end(pin: PinningBlock) -> str:
         return "freed, but another stream still uses it"
     if pin.freed is None:
         return "held to the end"
-    return f"freed in {place_in_words(replace(pin.freed, op='', line=''))}"
+    return f"freed in {location_in_words(replace(pin.freed, op='', line=''))}"

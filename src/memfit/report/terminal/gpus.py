@@ -8,9 +8,9 @@ from rich.text import Text
 
 from memfit.devices import Device
 from memfit.records import GpusFor, ScriptPlan
-from memfit.records.job_target import typed
+from memfit.records.job_target import command_as_typed
 from memfit.report.escape import escaped
-from memfit.report.terminal.script_plan import plan_name
+from memfit.report.terminal.script_plan import plan_changes_in_words
 from memfit.units import format_gib
 
 
@@ -47,7 +47,10 @@ def print_gpus_for(result: GpusFor, console: Console) -> None:
     written = sum(_as_written(plan) for plan in result.plans)
     planned = sum(plan.chosen is not None for plan in result.plans) - written
     verdict = f"RUNS ON {written} OF {len(result.plans) + len(result.failed)} GPUS as written"
-    parts = [escaped(typed(result.command)[0]), f"torch {escaped(result.versions.get('torch', '?'))}"]
+    parts = [
+        escaped(command_as_typed(result.command)[0]),
+        f"torch {escaped(result.versions.get('torch', '?'))}",
+    ]
     console.print(Text(verdict + f", and on {planned} more with a plan" * bool(planned), style="bold"))
     console.print(Text(" · ".join(parts), style="dim"))
     console.print()
@@ -61,9 +64,10 @@ def print_gpus_for(result: GpusFor, console: Console) -> None:
                 "takes engines with smaller workspaces for convolutions. memfit dry-run --gpu NAME tells."
             )
         )
+    command = escaped(" ".join(command_as_typed(result.command)))
     for line in (
         "The CUDA context, which is assumed, is included. ~ What is left is less than its uncertainty.",
-        f"The plan for one of them: memfit plan --gpu NAME {escaped(' '.join(typed(result.command)))}",
+        f"The plan for one of them: memfit plan --gpu NAME {command}",
     ):
         console.print(Text(line, style="dim"))
 
@@ -105,7 +109,7 @@ def _cells(plan: ScriptPlan) -> tuple[str, str, str, str]:
     if not chosen.changes:
         return written, "", "", "fits as written"
     needs = f"{_tight(plan, chosen.needs.bytes)}{format_gib(chosen.needs.bytes)}"
-    return written, needs, f"{chosen.time:.2f}x", plan_name(chosen)
+    return written, needs, f"{chosen.time:.2f}x", plan_changes_in_words(chosen)
 
 
 def _tight(plan: ScriptPlan, needs: int) -> str:

@@ -16,7 +16,7 @@ _FAR = 4
 """Times the largest batch beyond which no line through smaller ones says how much would fit."""
 
 
-def longest_lines(result: DryRun) -> Iterator[Text]:
+def longest_batch_lines(result: DryRun) -> Iterator[Text]:
     """Yield, for each loader that memfit looked through, what it saw and how the peak follows the size."""
     for found in result.longest:
         yield Text(f"Batches of {_loader(found.scan)}: {_sizes(found.scan)}{_seen(found.scan)}")

@@ -7,16 +7,16 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.records import BatchLimit, BatchRun, MaxBatch
-from memfit.records.job_target import typed
+from memfit.records.job_target import command_as_typed
 from memfit.report.escape import escaped
-from memfit.report.places import short_path, short_place
-from memfit.units import format_bytes, format_gib, unit_for
+from memfit.report.places import location_in_cell, short_path
+from memfit.units import format_bytes, format_gib, unit_for_table
 
 
 def print_max_batch(result: MaxBatch, console: Console) -> None:
     """Print the largest batch size, a row for each run, and what to write."""
     parts = [
-        escaped(typed(result.command)[0]),
+        escaped(command_as_typed(result.command)[0]),
         escaped(result.device.name),
         f"torch {escaped(result.versions.get('torch', '?'))}",
         f"budget {format_gib(result.budget)}",
@@ -52,7 +52,7 @@ def _beyond(result: MaxBatch, largest: int) -> str:
 
 
 def _table(result: MaxBatch) -> Table:
-    unit = unit_for(max(run.needs.bytes for run in result.runs))
+    unit = unit_for_table(max(run.needs.bytes for run in result.runs))
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for heading in ("batch size", "needs", "allocated"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -64,7 +64,7 @@ def _table(result: MaxBatch) -> Table:
             f"{unit.format(run.needs.bytes)} {run.needs.provenance:<9}",
             f"{unit.format(run.allocated.bytes)} {run.allocated.provenance:<9}",
             Text(_outcome(result, run), style="" if run.fits else "yellow"),
-            short_place(run.place),
+            location_in_cell(run.place),
         )
     return table
 

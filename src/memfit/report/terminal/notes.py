@@ -117,7 +117,7 @@ def _all_lines(result: DryRun) -> Iterator[Text]:
             yield Text(f"  {note.provenance:<{_WIDTH}}  {_escaped(note.text)}{_in_places(notes[note])}")
 
 
-def outside_sources(result: DryRun) -> dict[str, Figure]:
+def figures_outside_allocator(result: DryRun) -> dict[str, Figure]:
     """Return what is outside PyTorch's allocator, as far as its source is given."""
     figures = {term.name: term.figure for term in result.terms if not term.is_total}
     if (driver := result.device.driver) is not None:
@@ -127,7 +127,7 @@ def outside_sources(result: DryRun) -> dict[str, Figure]:
 
 
 def _outside_lines(result: DryRun) -> Iterator[Text]:
-    sourced = outside_sources(result)
+    sourced = figures_outside_allocator(result)
     if sourced:
         yield Text("Outside PyTorch's allocator:")
     for name, figure in sourced.items():

@@ -11,7 +11,7 @@ from rich.text import Text
 from memfit.packing.best_packing import Packing
 from memfit.packing.graph_packing import GraphPacking
 from memfit.packing.run_packing import PoolPacking, RunPacking
-from memfit.records import DEFAULT_POOL, Provenance, worst
+from memfit.records import DEFAULT_POOL, Provenance, worst_provenance
 from memfit.units import format_bytes, format_gib
 
 
@@ -76,7 +76,7 @@ class PackingSizes:
         run = found if isinstance(found, RunPacking) else None
         arenas = (PoolPacking(0, DEFAULT_POOL, found),) if isinstance(found, Packing) else found.arenas
         provenance = run.sure if run else Provenance.EXACT
-        planned = worst(Provenance.SIMULATED, provenance)
+        planned = worst_provenance(Provenance.SIMULATED, provenance)
         return cls(
             capacity=capacity,
             fits=None if capacity is None else found.height <= capacity,

@@ -41,7 +41,7 @@ def drawn_plans(result: ScriptPlan) -> list[DrawnPlan]:
     return [each for each in found if isfinite(each.run.time)]
 
 
-def marked_last(plans: list[DrawnPlan]) -> list[DrawnPlan]:
+def in_drawing_order(plans: list[DrawnPlan]) -> list[DrawnPlan]:
     """Return plans in the order in which they are drawn, so that none hides what the answer is about."""
     return sorted(plans, key=lambda each: each.kind in (PlanKind.TOO_SLOW, PlanKind.CHOSEN))
 
@@ -58,10 +58,10 @@ _LETTERS = "abcdefghij"
 _MARGIN = 8
 
 
-def chart_lines(result: ScriptPlan) -> Iterator[str]:
+def plan_chart_lines(result: ScriptPlan) -> Iterator[str]:
     """Yield the lines of a chart of everything that ran, and what its letters stand for."""
     letters, plans = iter(_LETTERS), drawn_plans(result)
-    marks = [(_MARKS.get(each.kind) or next(letters), each.run) for each in marked_last(plans)]
+    marks = [(_MARKS.get(each.kind) or next(letters), each.run) for each in in_drawing_order(plans)]
     sizes = [*(run.needs.bytes for _, run in marks), result.budget]
     times = [run.time for _, run in marks]
     low, high, slowest, fastest = min(sizes), max(sizes), max(times), min(times)
@@ -84,16 +84,16 @@ def chart_lines(result: ScriptPlan) -> Iterator[str]:
 
 def _legend(policies: Sequence[PlanRun]) -> Iterator[str]:
     for letter, run in zip(_LETTERS, policies, strict=False):
-        yield f"{letter} {policy_name(run)}: {format_gib(run.needs.bytes)}, {run.time:.3f}x"
+        yield f"{letter} {policy_name_of_run(run)}: {format_gib(run.needs.bytes)}, {run.time:.3f}x"
 
 
-def policy_name(run: PlanRun) -> str:
+def policy_name_of_run(run: PlanRun) -> str:
     """Return the name of a policy that people use.
 
     >>> from memfit.records import Change, Figure, Phase, Provenance, ScriptLocation
     >>> place = ScriptLocation(1, Phase.BACKWARD, "", "", "", "")
     >>> one = Figure(1, Provenance.EXACT)
-    >>> policy_name(PlanRun(Change({"checkpointing": {"every": 2}}), one, one, 1.1, place))
+    >>> policy_name_of_run(PlanRun(Change({"checkpointing": {"every": 2}}), one, one, 1.1, place))
     'checkpoint every 2nd block'
     """
     settings = run.change.plan["checkpointing"]

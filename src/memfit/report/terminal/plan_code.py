@@ -16,18 +16,18 @@ def sharding_name(settings: Mapping[str, Any]) -> str:
     return f"{name} with offload" if settings.get("offload") else name
 
 
-def before_sharding() -> Iterator[str]:
+def code_before_sharding() -> Iterator[str]:
     """Yield the lines to write before a model is sharded."""
     yield "    torch.distributed.init_process_group()"
     yield '    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))'
 
 
-def sharded_optimizer(when: str) -> str:
+def sharded_optimizer_code(when: str) -> str:
     """Return the line that shards the optimizer with ZeRO-1."""
     return f'    optimizer = memfit.Sharding("zero1").optimizer(optimizer, model){when}'
 
 
-def how_to_start(nproc: int) -> str:
+def launch_instruction(nproc: int) -> str:
     """Return how to start a script so that its ranks train on different samples."""
     return (
         "Give each rank its own part of the data (DistributedSampler), and start the script with "
@@ -52,16 +52,16 @@ _WORDS = {
 """By setting: in a few words, and in a sentence."""
 
 
-def optimizer_state(settings: Mapping[str, Any]) -> Iterator[str]:
+def optimizer_settings_in_words(settings: Mapping[str, Any]) -> Iterator[str]:
     """Name the settings, in a few words each.
 
-    >>> list(optimizer_state({"bits": 8, "step_in_backward": True}))
+    >>> list(optimizer_settings_in_words({"bits": 8, "step_in_backward": True}))
     ['8-bit optimizer state', 'step in backward']
     """
     return (words for words, _ in _filled(settings))
 
 
-def optimizer_changes(settings: Mapping[str, Any]) -> Iterator[str]:
+def optimizer_change_sentences(settings: Mapping[str, Any]) -> Iterator[str]:
     """Say what a plan changes about the optimizer, in a sentence for each setting."""
     return (sentence for _, sentence in _filled(settings))
 

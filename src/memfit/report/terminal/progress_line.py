@@ -20,13 +20,13 @@ Show = Callable[[str], None]
 
 
 @contextmanager
-def progress_line(stream: TextIO | None = None) -> Iterator[Show]:
+def show_progress_line(stream: TextIO | None = None) -> Iterator[Show]:
     """Yield a function that shows a text as the progress; it limits how often it draws.
 
     Args:
         stream: where to show it; the standard error stream by default.
 
-    >>> with progress_line(sys.stdout) as show:
+    >>> with show_progress_line(sys.stdout) as show:
     ...     show("step 1/3")
     """
     stream = stream or sys.stderr
@@ -37,7 +37,7 @@ def progress_line(stream: TextIO | None = None) -> Iterator[Show]:
         yield _at_most_every(_INTERVAL, lambda text: print(text, file=stream, flush=True), first=_INTERVAL)
 
 
-def begin_line(stream: TextIO) -> None:
+def move_to_line_start(stream: TextIO) -> None:
     """Move a terminal's cursor to the beginning of a line, unless it is there; else write nothing.
 
     The script shares the terminal, and may have left a progress bar without a newline. As many spaces as a

@@ -4,37 +4,37 @@ from itertools import groupby
 
 from memfit.records import ByteRange, PeakRange, RangeCause, RankRole
 from memfit.report.figure_table import FigureCell, FigureRow, FigureTable
-from memfit.report.places import short_place
-from memfit.units import Unit, unit_for
+from memfit.report.places import location_in_cell
+from memfit.units import Unit, unit_for_table
 
 
 def rank_table(roles: tuple[RankRole, ...]) -> FigureTable:
     """Return a row for each role, the one that needs most first."""
-    unit = unit_for(roles[0].peak.reserved.most)
+    unit = unit_for_table(roles[0].peak.reserved.most)
     numbers = ("allocated", "reserved", "process")
     rows = []
     for role in roles:
         sizes = (role.peak.allocated, role.peak.reserved, role.peak.process)
         cells = (
-            FigureCell(listed_ranks((role.rank, *role.also))),
+            FigureCell(format_ranks((role.rank, *role.also))),
             FigureCell(role.verdict, warns=role.verdict != "fits"),
-            *(FigureCell(byte_range(size, unit), size.most) for size in sizes),
-            FigureCell(short_place(role.place)),
+            *(FigureCell(format_byte_range(size, unit), size.most) for size in sizes),
+            FigureCell(location_in_cell(role.place)),
         )
         rows.append(FigureRow(cells))
     return FigureTable(("ranks", "verdict", *numbers, "peak in"), numbers, rows)
 
 
-def byte_range(size: ByteRange, unit: Unit) -> str:
+def format_byte_range(size: ByteRange, unit: Unit) -> str:
     """Return bytes on the scale of a table."""
     least, most = unit.format(size.least), unit.format(size.most)
     return most if least == most else f"{least.split()[0]}-{most}"
 
 
-def range_line(peak: PeakRange) -> str:
+def peak_range_line(peak: PeakRange) -> str:
     """Return between which figures the peaks lie."""
-    unit = unit_for(peak.reserved.most)
-    allocated, reserved = (byte_range(size, unit) for size in (peak.allocated, peak.reserved))
+    unit = unit_for_table(peak.reserved.most)
+    allocated, reserved = (format_byte_range(size, unit) for size in (peak.allocated, peak.reserved))
     peaks = f"allocated {allocated}, reserved {reserved}"
     if RangeCause.WORKSPACES not in peak.causes:
         return f"Streams race: {peaks}, as the GPU orders its work."
@@ -42,10 +42,10 @@ def range_line(peak: PeakRange) -> str:
     return f"A range: {peaks}, depending on {races}the workspaces that cuDNN uses on the card, or none."
 
 
-def listed_ranks(ranks: tuple[int, ...]) -> str:
+def format_ranks(ranks: tuple[int, ...]) -> str:
     """Return ranks as people write them; runs of neighbours as first and last.
 
-    >>> listed_ranks((0, 2, 3, 4, 8))
+    >>> format_ranks((0, 2, 3, 4, 8))
     '0, 2-4, 8'
     """
     parts = []

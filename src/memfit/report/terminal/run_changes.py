@@ -9,20 +9,20 @@ from rich.text import Text
 
 from memfit.analysis.fold_module_paths import fold_module_paths
 from memfit.records import CheckedFigure, CheckVerdict, GroupBy, MemoryCheck, RunDifference
-from memfit.records.job_target import typed
+from memfit.records.job_target import command_as_typed
 from memfit.report.escape import escaped
-from memfit.report.places import place_in_words
-from memfit.report.terminal.explanation import row_name
+from memfit.report.places import location_in_words
+from memfit.report.terminal.explanation import breakdown_row_name
 from memfit.units import format_gib
 
 _ROWS = 20
 
 
-def print_difference(found: RunDifference, console: Console) -> None:
+def print_run_difference(found: RunDifference, console: Console) -> None:
     """Print what changed, in bytes; the rows sum to what is allocated."""
     width = max(map(len, found.names))
     for name, place in zip(found.names, found.places, strict=True):
-        console.print(Text(f"{name:<{width}}  {found.at} in: {place_in_words(place)}"))
+        console.print(Text(f"{name:<{width}}  {found.at} in: {location_in_words(place)}"))
     console.print()
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for name in (*found.names, "change"):
@@ -31,7 +31,9 @@ def print_difference(found: RunDifference, console: Console) -> None:
     changed = [row for row in found.rows if row.before != row.after]
     for row in changed[:_ROWS]:
         change = f"{row.after - row.before:+,}"
-        table.add_row(f"{row.before:,}", f"{row.after:,}", change, Text(row_name(row.name, found.by)))
+        table.add_row(
+            f"{row.before:,}", f"{row.after:,}", change, Text(breakdown_row_name(row.name, found.by))
+        )
     others = changed[_ROWS:]
     if others:
         more = sum(row.after - row.before for row in others)
@@ -48,12 +50,12 @@ def print_difference(found: RunDifference, console: Console) -> None:
     console.print(table)
 
 
-def print_check(check: MemoryCheck, console: Console) -> None:
+def print_memory_check(check: MemoryCheck, console: Console) -> None:
     """Print the verdict, the peaks, and what grew or fell by more than the tolerance."""
     console.print(Text(_verdict(check), style="bold"))
     run = check.run
     parts = [
-        escaped(typed(run.command)[0]),
+        escaped(command_as_typed(run.command)[0]),
         escaped(run.gpu),
         f"torch {escaped(run.versions.get('torch', '?'))}",
     ]
@@ -110,7 +112,9 @@ def _table(figures: Sequence[CheckedFigure], heading: str) -> Table:
 
 
 def _name(one: CheckedFigure) -> str:
-    return one.name if one.module is None else f"{row_name(one.module, GroupBy.MODULE)} · {one.name}"
+    return (
+        one.name if one.module is None else f"{breakdown_row_name(one.module, GroupBy.MODULE)} · {one.name}"
+    )
 
 
 def _folded(figures: Sequence[CheckedFigure]) -> list[CheckedFigure]:

@@ -12,18 +12,18 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.records import Equality, PlanRun, ScriptPlan
-from memfit.records.job_target import is_job, typed
+from memfit.records.job_target import command_as_typed, is_job_command
 from memfit.report.escape import escaped
-from memfit.report.terminal.plan_chart import chart_lines, policy_name
+from memfit.report.terminal.plan_chart import plan_chart_lines, policy_name_of_run
 from memfit.report.terminal.plan_code import (
-    before_sharding,
-    how_to_start,
-    optimizer_changes,
-    optimizer_state,
-    sharded_optimizer,
+    code_before_sharding,
+    launch_instruction,
+    optimizer_change_sentences,
+    optimizer_settings_in_words,
+    sharded_optimizer_code,
     sharding_name,
 )
-from memfit.report.terminal.verdict import Verdict
+from memfit.report.terminal.verdict import VerdictLines
 from memfit.units import format_bytes, format_gib
 
 _MUCH = 0.05
@@ -51,7 +51,7 @@ def print_plan(result: ScriptPlan, console: Console, file: Path | None = None) -
         file: where the plan is written, if it is.
     """
     parts = [
-        escaped(typed(result.command)[0]),
+        escaped(command_as_typed(result.command)[0]),
         escaped(result.device.name),
         f"torch {escaped(result.versions.get('torch', '?'))}",
     ]
@@ -61,7 +61,7 @@ def print_plan(result: ScriptPlan, console: Console, file: Path | None = None) -
     console.print(_table(result))
     if result.policies:
         console.print()
-    for line in [*(chart_lines(result) if result.policies else ()), *plan_details(result, file)]:
+    for line in [*(plan_chart_lines(result) if result.policies else ()), *plan_detail_lines(result, file)]:
         console.print(Text(line))
 
 
@@ -92,7 +92,7 @@ def _micro_batches(chosen: PlanRun) -> Iterator[str]:
         yield "    Random numbers, such as those of dropout, are others than for the whole batch."
 
 
-def plan_verdict(result: ScriptPlan) -> Verdict:
+def plan_verdict(result: ScriptPlan) -> VerdictLines:
     """Return the answer."""
     written = format_gib(result.as_written.needs.bytes)
     budget = format_gib(result.budget)
@@ -103,16 +103,16 @@ def plan_verdict(result: ScriptPlan) -> Verdict:
     if result.chosen is not None and not result.chosen.changes:
         may_fail = ": it may not fit" * result.is_tight
         needs = f"as written, the script needs {written} of {budget}{may_fail}"
-        return Verdict(f"NO PLAN NEEDED{tight}", (needs,))
+        return VerdictLines(f"NO PLAN NEEDED{tight}", (needs,))
     if result.chosen is result.as_written:
-        return Verdict(f"PLAN FOUND{tight}", (f"needs {written} of {budget}, {before}",))
+        return VerdictLines(f"PLAN FOUND{tight}", (f"needs {written} of {budget}, {before}",))
     if result.chosen is not None:
         needs = f"needs {format_gib(result.chosen.needs.bytes)} of {budget} instead of {written}"
-        return Verdict(
+        return VerdictLines(
             f"PLAN FOUND{tight}", (f"{needs}; a step takes {result.chosen.time:.2f} times as long",)
         )
     word, why = _no_plan(result, written, budget, before)
-    return Verdict(word, (why,))
+    return VerdictLines(word, (why,))
 
 
 def _no_plan(result: ScriptPlan, written: str, budget: str, before: str) -> tuple[str, str]:
@@ -150,7 +150,7 @@ def _table(result: ScriptPlan) -> Table:
         mark = "  <- too slow" if run is result.too_slow else mark
         place = (run.place.phase, escaped(run.place.module))
         table.add_row(
-            f"{plan_name(run)}{mark}",
+            f"{plan_changes_in_words(run)}{mark}",
             f"{format_gib(run.needs.bytes)} {run.needs.provenance}",
             f"{run.time:.3f}x",
             *[f"{run.rank}"] * (result.world_size > 1),
@@ -159,7 +159,7 @@ def _table(result: ScriptPlan) -> Table:
     return table
 
 
-def plan_name(run: PlanRun) -> str:
+def plan_changes_in_words(run: PlanRun) -> str:
     """Return what a plan changes, in a few words."""
     divided = run.change.micro_batches
     named = [sharding_name(run.change.plan["sharding"])] if "sharding" in run.change.plan else []
@@ -176,17 +176,17 @@ def plan_name(run: PlanRun) -> str:
     named += [f"{full} module{'s' * (full != 1)} recomputed"] * bool(full) + [f"{part} in part"] * bool(part)
     named += [f"{split} split"] * bool(split)
     if "checkpointing" in run.change.plan and not regions:
-        named.append(policy_name(run))
+        named.append(policy_name_of_run(run))
     named += [_kept_share(run)] if "compilation" in run.change.plan else []
     named += ["inputs offloaded"] * ("offload" in run.change.plan)
     named += [_precision(run)] if "precision" in run.change.plan else []
-    named += optimizer_state(run.change.plan.get("optimizer_state", {}))
+    named += optimizer_settings_in_words(run.change.plan.get("optimizer_state", {}))
     named += ["fused optimizer"] * run.change.fused
     named += ["expandable segments"] * bool(run.change.allocator)
     return ", ".join(named) or "as written"
 
 
-def plan_details(result: ScriptPlan, file: Path | None = None) -> Iterator[str]:
+def plan_detail_lines(result: ScriptPlan, file: Path | None = None) -> Iterator[str]:
     """Yield what to change in the script, and what else there is to say about the answer.
 
     Args:
@@ -299,7 +299,7 @@ def _how_to_train(result: ScriptPlan, chosen: PlanRun, file: Path | None) -> Ite
         saved = ""
         launcher = f"torchrun --nproc-per-node {result.nproc} -m " * (result.world_size > 1)
         yield f"    {launcher}memfit train --plan {escaped(shlex.join([name, *result.command]))}"
-    if is_job(result.command):
+    if is_job_command(result.command):
         function = escaped(result.command[1].rpartition(":")[2])
         how = f"engine = memfit.Engine({function}(), {quoted})  # engine.fit(loader), engine.step(batch)"
     elif result.models:
@@ -313,17 +313,17 @@ def _how_to_train(result: ScriptPlan, chosen: PlanRun, file: Path | None) -> Ite
         return
     yield f"To train with it in the script{saved}, write:"
     if result.sharded:
-        yield from before_sharding()
+        yield from code_before_sharding()
     yield f"    {how}"
     if result.sharded and chosen.change.plan["sharding"]["mode"] == "zero1":
-        yield sharded_optimizer("")
+        yield sharded_optimizer_code("")
     if result.sharded:
-        yield how_to_start(result.nproc)
+        yield launch_instruction(result.nproc)
 
 
 def _trains(result: ScriptPlan, chosen: PlanRun) -> bool:
     """Return whether ``memfit train`` carries out any of a plan."""
-    if result.sharded or is_job(result.command):
+    if result.sharded or is_job_command(result.command):
         return False
     by_option = chosen.change.micro_batches is not None and chosen.change.micro_batches.by_option
     own = chosen.change.plan.keys() - {"accumulation"}
@@ -353,7 +353,7 @@ def _changes(chosen: PlanRun) -> Iterator[str]:
     if "precision" in chosen.change.plan:
         yield f"Precision: {_precision(chosen)}."
     yield from _micro_batches(chosen)
-    yield from optimizer_changes(chosen.change.plan.get("optimizer_state", {}))
+    yield from optimizer_change_sentences(chosen.change.plan.get("optimizer_state", {}))
     if chosen.change.fused:
         yield "Write fused=True where the optimizer is created."
     if chosen.change.allocator:

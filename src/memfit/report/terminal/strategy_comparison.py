@@ -7,22 +7,22 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.records import ComparedRun, StrategyComparison
-from memfit.records.job_target import typed
+from memfit.records.job_target import command_as_typed
 from memfit.report.escape import escaped
-from memfit.report.places import short_place
-from memfit.report.terminal.plan_code import before_sharding, how_to_start, sharded_optimizer
-from memfit.report.terminal.ranks import byte_range
-from memfit.units import format_gib, unit_for
+from memfit.report.places import location_in_cell
+from memfit.report.terminal.plan_code import code_before_sharding, launch_instruction, sharded_optimizer_code
+from memfit.report.terminal.ranks import format_byte_range
+from memfit.units import format_gib, unit_for_table
 
 _HEADINGS = ("allocated", "process", "change")
 _SHARDED = "memfit.Sharding("
 
 
-def print_strategies(result: StrategyComparison, console: Console) -> None:
+def print_strategy_comparison(result: StrategyComparison, console: Console) -> None:
     """Print a row for each set of strategies, why some have no figures, and what to write."""
     device = result.device
     parts = [
-        escaped(typed(result.command)[0]),
+        escaped(command_as_typed(result.command)[0]),
         escaped(device.name),
         f"torch {escaped(result.versions.get('torch', '?'))}",
     ]
@@ -57,7 +57,7 @@ def _covers(result: StrategyComparison) -> str:
 
 
 def _table(result: StrategyComparison) -> Table:
-    unit = unit_for(max(run.peak.reserved.most for run in result.runs if run.peak is not None))
+    unit = unit_for_table(max(run.peak.reserved.most for run in result.runs if run.peak is not None))
     several = result.world_size > 1
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     table.add_column("strategies", no_wrap=True)
@@ -72,12 +72,12 @@ def _table(result: StrategyComparison) -> Table:
             continue
         table.add_row(
             run.name,
-            f"{byte_range(run.peak.allocated, unit)} {run.provenance:<9}",
-            byte_range(run.peak.process, unit),
+            f"{format_byte_range(run.peak.allocated, unit)} {run.provenance:<9}",
+            format_byte_range(run.peak.process, unit),
             "" if not run.change else unit.number(run.change, "+"),
             *rank,
             Text(run.verdict, style="" if run.verdict == "fits" else "bold yellow"),
-            short_place(run.place),
+            location_in_cell(run.place),
         )
     return table
 
@@ -91,12 +91,12 @@ def _to_write(result: StrategyComparison) -> Iterator[str]:
     sharded = any(code.startswith(_SHARDED) for run in result.runs if run.models for code in run.plan)
     yield "\nTo train with the plan of a row, write:"
     if sharded and not result.distributed:
-        yield from before_sharding()
+        yield from code_before_sharding()
     yield f"    model = memfit.apply(model, PLAN)  # before the optimizer is created: {models}"
     if sharded and any("zero1" in code for run in result.runs for code in run.plan):
-        yield sharded_optimizer("  # for ZeRO-1 only")
+        yield sharded_optimizer_code("  # for ZeRO-1 only")
     if sharded and not result.distributed:
-        yield how_to_start(result.nproc)
+        yield launch_instruction(result.nproc)
     yield "PLAN is:"
     width = max(map(len, plans))
     for name, plan in plans.items():

@@ -12,30 +12,32 @@ from rich.text import Text
 
 from memfit.records import (
     DryRun,
-    Machine,
+    MachineKind,
     Provenance,
     Shortened,
     Stage,
     StageUse,
-    worst,
+    worst_provenance,
 )
-from memfit.records.job_target import typed
+from memfit.records.job_target import command_as_typed
 from memfit.report.escape import escaped
 from memfit.report.figure_table import FigureCell, FigureRow, FigureTable
-from memfit.report.places import place_in_words, short_path
-from memfit.report.terminal.advice import advice_lines, steps_in_words
-from memfit.report.terminal.longest_batch import longest_lines
+from memfit.report.places import location_in_words, short_path
+from memfit.report.terminal.advice import advice_lines, steps_run_in_words
+from memfit.report.terminal.longest_batch import longest_batch_lines
 from memfit.report.terminal.notes import note_lines
-from memfit.report.terminal.ranks import range_line, rank_table
-from memfit.report.terminal.verdict import is_snapshot, untried, verdict_of_run
-from memfit.units import MIB, format_bytes, format_gib, unit_for
+from memfit.report.terminal.ranks import peak_range_line, rank_table
+from memfit.report.terminal.verdict import is_pytorch_snapshot, verdict_of_run, why_no_more_advice
+from memfit.units import MIB, format_bytes, format_gib, unit_for_table
 
 MACHINES = {
-    Machine.GHOST: "ghost: a stand-in CUDA runtime. PyTorch's allocations are real; nothing is computed, "
+    MachineKind.GHOST: "ghost: a stand-in CUDA runtime. PyTorch's allocations are real; nothing is computed, "
     "no GPU is used.",
-    Machine.CARD: "recorded on this GPU. Memory outside PyTorch's allocator was read while the script ran.",
-    Machine.REHEARSAL: "REHEARSAL: memfit's ghost stood in for the GPU. Nothing was measured on a GPU.",
-    Machine.CPU: "CPU tensors that were allocated after memfit.arena() was called, as the arena logged them.",
+    MachineKind.CARD: "recorded on this GPU. Memory outside PyTorch's allocator was read while "
+    "the script ran.",
+    MachineKind.REHEARSAL: "REHEARSAL: memfit's ghost stood in for the GPU. Nothing was measured on a GPU.",
+    MachineKind.CPU: "CPU tensors that were allocated after memfit.arena() was called, as the arena "
+    "logged them.",
 }
 
 
@@ -49,37 +51,37 @@ def print_summary(result: DryRun, console: Console, *, hints: bool = True, notes
         notes: whether it lists every note.
     """
     console.print(verdict_of_run(result, hints=hints).text)
-    console.print(run_subject(result), style="dim")
+    console.print(what_ran_on_what(result), style="dim")
     console.print()
     if result.ranks:
         console.print(rank_table(result.ranks).in_terminal())
         console.print()
         console.print(f"Rank {result.ranks[0].rank}:")
-    for part in stage_parts(result):
+    for part in stage_table_and_remarks(result):
         console.print(part)
     console.print(_peak(result))
-    console.print(term_table(result, console.width))
+    console.print(peak_term_table(result, console.width))
     for line in _below_table(result):
         console.print(line)
     for line in note_lines(result, full=notes, hints=hints):
         console.print(line)
     if result.advice is not None:
-        for line in advice_lines(result, untried(result)):
+        for line in advice_lines(result, why_no_more_advice(result)):
             console.print(line)
     if result.device.machine in MACHINES:
         console.print(MACHINES[result.device.machine], style="dim")
 
 
-def run_subject(result: DryRun) -> Text:
+def what_ran_on_what(result: DryRun) -> Text:
     """Return what ran, and on what."""
-    if is_snapshot(result):
+    if is_pytorch_snapshot(result):
         return Text("a memory snapshot written by PyTorch: without device, phases and categories")
     parts = [
-        escaped(" ".join(typed(result.command)[:1])),
+        escaped(" ".join(command_as_typed(result.command)[:1])),
         escaped(result.device.name),
         f"torch {escaped(result.versions.get('torch', '?'))}",
         str(result.rank or ""),
-        f"{result.device.machine}, {steps_in_words(result)}",
+        f"{result.device.machine}, {steps_run_in_words(result)}",
     ]
     if result.device.in_use:
         parts.append(f"{format_gib(result.device.in_use)} in use by others")
@@ -87,19 +89,19 @@ def run_subject(result: DryRun) -> Text:
 
 
 def _peak(result: DryRun) -> Text:
-    return Text(f"Peak in: {place_in_words(result.peak_place)}")
+    return Text(f"Peak in: {location_in_words(result.peak_place)}")
 
 
 def _below_table(result: DryRun) -> Iterator[Text | str]:
     """Yield what the table's rows do not add up to: ranges, memory of the host, growth and batches."""
     if result.range is not None:
-        yield range_line(result.range)
+        yield peak_range_line(result.range)
     if (pinned := result.pinned) is not None and pinned.bytes >= MIB:  # item() pins a number of 4 bytes
         why = f", {pinned.source}" * (pinned.provenance is not Provenance.MEASURED)
         yield Text(f"Pinned host memory: {format_bytes(pinned.bytes)} ({pinned.provenance}{why}).")
     if (grown := growth_in_words(result)).plain:
         yield grown
-    yield from longest_lines(result)
+    yield from longest_batch_lines(result)
 
 
 def growth_in_words(result: DryRun) -> Text:
@@ -136,7 +138,7 @@ _LEFT = MIB
 _SHORTENED = "Shortened:"
 
 
-def stage_parts(result: DryRun) -> Iterator[Table | Text]:
+def stage_table_and_remarks(result: DryRun) -> Iterator[Table | Text]:
     """Yield the table of stages, what is amiss in them, what was shortened, and an empty line."""
     if result.stages:
         yield stage_table(result).in_terminal()
@@ -146,7 +148,7 @@ def stage_parts(result: DryRun) -> Iterator[Table | Text]:
 
 def stage_table(result: DryRun) -> FigureTable:
     """Return a row for each stage, the worst one marked; file names are as in the trace."""
-    unit = unit_for(result.peak_reserved)
+    unit = unit_for_table(result.peak_reserved)
     numbers = ("times", "allocated", "process")
     rows = []
     for use in result.stages:
@@ -228,7 +230,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 _WITH_BARS, _WITH_SHARES = 80, 56  # terminal columns from which on they are shown
 
 
-def term_table(result: DryRun, width: int) -> Table:
+def peak_term_table(result: DryRun, width: int) -> Table:
     """Return the terms of the peak; below them, what two tools would show of it.
 
     nvidia-smi lists a process. The first version of ``nvmlDeviceGetMemoryInfo`` counts all that is used on
@@ -239,7 +241,7 @@ def term_table(result: DryRun, width: int) -> Table:
         width: columns of the terminal.
     """
     total = max(result.peak_process.bytes, 1)
-    unit = unit_for(result.peak_reserved)
+    unit = unit_for_table(result.peak_reserved)
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column()
     for justify in ("right", "right", "left"):
@@ -258,14 +260,14 @@ def term_table(result: DryRun, width: int) -> Table:
             "" if total_row or width < _WITH_BARS else _bar(share),
             term.figure.provenance,
         )
-    if result.device.machine is Machine.CPU:
+    if result.device.machine is MachineKind.CPU:
         return table
     shown = f"{-(-result.peak_process.bytes // MIB):,} MiB"
     table.add_row(Text("   in nvidia-smi"), shown, "", "", result.peak_process.provenance)
     if (driver := result.device.driver) is not None:
         whole_card = result.peak_process.bytes + driver.bytes + result.device.in_use
         shown = f"{-(-whole_card // MIB):,} MiB"
-        sure = worst(result.peak_process.provenance, driver.provenance)
+        sure = worst_provenance(result.peak_process.provenance, driver.provenance)
         table.add_row(Text("   in NVML's v1"), shown, "", "", sure)
     return table
 

@@ -5,16 +5,16 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from memfit.records import ChildProcess, DryRun, Machine, OutOfMemory, ScriptEnd
+from memfit.records import ChildProcess, DryRun, MachineKind, OutOfMemory, ScriptEnd
 from memfit.report.escape import escaped
-from memfit.report.places import place_in_words, short_path
-from memfit.report.terminal.advice import steps_in_words
+from memfit.report.places import location_in_words, short_path
+from memfit.report.terminal.advice import steps_run_in_words
 from memfit.units import MIB, format_bytes, format_gib
-from memfit.user_frame import innermost_line
+from memfit.user_frame import innermost_line_of_place
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class VerdictLines:
     """The answer of a command: a line with its figures, and what is said below."""
 
     word: str
@@ -37,19 +37,19 @@ class Verdict:
         return text.append("".join(f"\n{line}" for line in self.lines), style="not bold default")
 
 
-def verdict_of_run(result: DryRun, *, hints: bool = True) -> Verdict:
+def verdict_of_run(result: DryRun, *, hints: bool = True) -> VerdictLines:
     """Return whether a run fits, and what it needs or where memory ran out.
 
     Args:
         result: the run.
         hints: whether to name options of the command line that answer what it leaves open.
     """
-    if is_snapshot(result):
-        return Verdict("SNAPSHOT", (f"{format_gib(result.peak_reserved)} reserved at most",))
+    if is_pytorch_snapshot(result):
+        return VerdictLines("SNAPSHOT", (f"{format_gib(result.peak_reserved)} reserved at most",))
     if result.verdict in ("fits", "tight"):
-        return Verdict(
+        return VerdictLines(
             result.verdict.upper() + " SO FAR" * result.is_partial,
-            needs_and_takes(result),
+            memory_needed_and_taken(result),
             "green" if result.verdict == "fits" else "yellow",
             _after_caught(result),
             (*_uncertain(result), *_bound(result, hints=hints), _covers(result, hints=hints)),
@@ -57,9 +57,9 @@ def verdict_of_run(result: DryRun, *, hints: bool = True) -> Verdict:
     if result.verdict != "unknown":
         return _failure(result, hints=hints)
     failed = result.end.reason in ("exception", "interrupted") or result.end.gave_up
-    *before, last = needs_and_takes(result) if failed else (needed(result),)
+    *before, last = memory_needed_and_taken(result) if failed else (memory_needed(result),)
     ended = [f"The {'resumed ' * result.resumed}script ended with {_ended(result.end)}"] if failed else []
-    return Verdict(
+    return VerdictLines(
         "INCOMPLETE",
         (*before, f"{last} {'up to where it ended' if failed else 'without children'}"),
         "yellow",
@@ -97,16 +97,17 @@ def _after_caught(result: DryRun) -> str:
 def _covers(result: DryRun, *, hints: bool) -> str:
     """Return which part of the script the answer covers."""
     if not result.end.stopped:
-        steps = f": {steps_in_words(result)}" * bool(result.steps)
+        steps = f": {steps_run_in_words(result)}" * bool(result.steps)
         return f"This result covers the whole run{', shortened' * bool(result.shortened)}{steps}."
     if result.end.reason == "time":
-        text = f"This result covers {steps_in_words(result)}: memfit stopped the script when its time was up."
+        steps = steps_run_in_words(result)
+        text = f"This result covers {steps}: memfit stopped the script when its time was up."
         return f"{text} To run more, pass --seconds N." if hints else text
     later = f"later parts, such as evaluation{' or larger batches' * (not result.longest)}"
     if result.end.evaluation:
         where = escaped(short_path(result.end.evaluation))
         later = f"the eval() in {where}, perhaps an evaluation, and other later parts"
-    text = f"This result covers {steps_in_words(result)}. Not run: {later}; they may need more."
+    text = f"This result covers {steps_run_in_words(result)}. Not run: {later}; they may need more."
     return f"{text} To run more, pass --to-end or --steps N." if hints else text
 
 
@@ -121,7 +122,7 @@ def _uncertain(result: DryRun) -> Iterator[str]:
     )
 
 
-def untried(result: DryRun) -> str:
+def why_no_more_advice(result: DryRun) -> str:
     """Return why there is no more advice; empty if everything was tried."""
     end = result.untried
     if end is None:
@@ -161,32 +162,34 @@ def _bound(result: DryRun, *, hints: bool) -> Iterator[str]:
         f"At most: the size of {escaped(result.bound.operator)} depends on GPU values, and is assumed to "
         f"be the largest possible{follows} ({escaped(short_path(where))})."
     )
-    key = innermost_line(where) or result.bound.operator
+    key = innermost_line_of_place(where) or result.bound.operator
     options = f" --values {escaped(key)}=… sets it; --values count=1 gives the least of all such sizes."
     yield text + options * hints
 
 
-def _failure(result: DryRun, *, hints: bool) -> Verdict:
+def _failure(result: DryRun, *, hints: bool) -> VerdictLines:
     """Return how memory ran out."""
     word, colour = result.verdict.upper(), "yellow" if result.verdict == "may not fit" else "red"
     failure = result.out_of_memory
     if failure is None and result.range is not None:
         has = format_gib(result.device.total.bytes - result.device.in_use)
-        return Verdict(word, (f"needs {span(*taken(result))}; this GPU has {has}",), colour)
+        return VerdictLines(
+            word, (f"needs {format_gib_range(*process_bytes_range(result))}; this GPU has {has}",), colour
+        )
     if failure is None and result.end.reason != "out of memory":
         why = "NCCL takes the memory that is missing after PyTorch has reserved its own."
-        return Verdict(word, (needed(result),), colour, lines=(why,))
+        return VerdictLines(word, (memory_needed(result),), colour, lines=(why,))
     if failure is None:  # the script raised the error itself
         where = f"  {escaped(short_path(result.end.where))}" if result.end.where else ""
-        return Verdict(word, (f"{escaped(_first_line(result.end.exception))}{where}",), colour)
+        return VerdictLines(word, (f"{escaped(_first_line(result.end.exception))}{where}",), colour)
     asked = f"{format_bytes(failure.requested)} requested, {format_bytes(failure.free)} free"
     lines = (
-        f"Ran out in: {place_in_words(failure.place)}",
+        f"Ran out in: {location_in_words(failure.place)}",
         f"{asked}{_fragmented(result, failure)}.",
         *_bound(result, hints=hints),
         " ".join(_remarks(result, failure, hints=hints)),
     )
-    return Verdict(word, (shortage(result),), colour, lines=tuple(filter(None, lines)))
+    return VerdictLines(word, (memory_shortage(result),), colour, lines=tuple(filter(None, lines)))
 
 
 def _fragmented(result: DryRun, failure: OutOfMemory) -> str:
@@ -219,11 +222,11 @@ def _remarks(result: DryRun, failure: OutOfMemory, *, hints: bool) -> Iterator[s
         why = escaped(_first_line(end.exception)) if end.reason == "refused" else why
         yield f"How much memory the script needs in total is unknown: {why}"
     if hints and result.advice is None and not result.stages:
-        run = "run again" if result.device.machine is Machine.GHOST else "use memfit dry-run"
+        run = "run again" if result.device.machine is MachineKind.GHOST else "use memfit dry-run"
         yield f"To find changes that make the script fit, {run} with --advise."
 
 
-def is_snapshot(result: DryRun) -> bool:
+def is_pytorch_snapshot(result: DryRun) -> bool:
     """Return whether this is a memory snapshot written by PyTorch, which names no device."""
     return not result.device.total.bytes
 
@@ -231,23 +234,25 @@ def is_snapshot(result: DryRun) -> bool:
 # ---- figures ----------------------------------------------------------------------------------------------
 
 
-def needs_and_takes(result: DryRun) -> tuple[str, ...]:
+def memory_needed_and_taken(result: DryRun) -> tuple[str, ...]:
     """Return what the run needs, what it takes on this GPU if that is more, and what it leaves."""
     room = result.device.total.bytes - result.device.in_use
-    least, most = taken(result)
+    least, most = process_bytes_range(result)
     if result.caught:  # its attempts fill the GPU, whatever its size
         cached = result.peak_reserved - result.peak_allocated
         return f"takes {_of_gpu(result, least, most)}", f"{format_gib(cached)} of it only cached"
-    left = f"at least {format_gib(room - most)}" if result.bound else span(room - most, room - least)
-    as_much = needed(result) == f"needs {_of_gpu(result, least, most)}"
+    left = (
+        f"at least {format_gib(room - most)}" if result.bound else format_gib_range(room - most, room - least)
+    )
+    as_much = memory_needed(result) == f"needs {_of_gpu(result, least, most)}"
     takes = "" if as_much else f", takes {_amount(result, least, most)}"
-    return f"{needed(result)}{takes}", f"leaves {left}"
+    return f"{memory_needed(result)}{takes}", f"leaves {left}"
 
 
-def needed(result: DryRun) -> str:
+def memory_needed(result: DryRun) -> str:
     """Return what the run needs, of what this GPU has."""
     if result.needs is None:
-        return f"needs {_of_gpu(result, *taken(result))}"
+        return f"needs {_of_gpu(result, *process_bytes_range(result))}"
     ends = [each.bytes for each in (result.needs, result.needs_without_workspaces) if each is not None]
     return f"needs {_of_gpu(result, min(ends), max(ends))}"
 
@@ -259,10 +264,10 @@ def _of_gpu(result: DryRun, least: int, most: int) -> str:
 def _amount(result: DryRun, least: int, most: int) -> str:
     """Return between which figures the process and others are."""
     least, most = (end + result.device.in_use for end in (least, most))
-    return f"at most {format_gib(most)}" if result.bound else span(least, most)
+    return f"at most {format_gib(most)}" if result.bound else format_gib_range(least, most)
 
 
-def taken(result: DryRun) -> tuple[int, int]:
+def process_bytes_range(result: DryRun) -> tuple[int, int]:
     """Return the process's bytes on this GPU, least and most: the same if they are no range."""
     process = result.peak_process.bytes
     return (
@@ -276,13 +281,13 @@ def _in_mib(amount: int) -> str:
     return f"{amount / MIB:,.0f} MiB"
 
 
-def span(least: int, most: int, shown: Callable[[int], str] = format_gib) -> str:
+def format_gib_range(least: int, most: int, shown: Callable[[int], str] = format_gib) -> str:
     """Return "1.50 to 1.75 GiB"; one figure where both read alike."""
     low, high = shown(least), shown(most)
     return high if low == high else f"{low.split()[0]} to {high}"
 
 
-def shortage(result: DryRun) -> str:
+def memory_shortage(result: DryRun) -> str:
     """Return what the run needs in all, if that is known, beside what the GPU has."""
     has, others, bare = result.device.total.bytes, result.device.in_use, result.needs_without_workspaces
     if result.needs is None:
@@ -296,5 +301,5 @@ def shortage(result: DryRun) -> str:
     elif shown(bare.bytes + others) == shown(has):  # the GPU on which it failed is the lower end
         amount = f"up to {shown(most)}"
     else:
-        amount = span(bare.bytes + others, most, shown)
+        amount = format_gib_range(bare.bytes + others, most, shown)
     return f"needs {amount}; this GPU has {shown(has)}"

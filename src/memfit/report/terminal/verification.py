@@ -15,7 +15,7 @@ from memfit.records import (
     Verification,
     VerificationVerdict,
 )
-from memfit.records.job_target import typed
+from memfit.records.job_target import command_as_typed
 from memfit.report.escape import escaped
 from memfit.units import format_gib
 
@@ -30,7 +30,7 @@ _VERDICTS = {
 def print_verification(result: Verification, console: Console) -> None:
     """Print whether a plan's gradients are those that it promises."""
     parts = [
-        escaped(typed(result.command)[0]),
+        escaped(command_as_typed(result.command)[0]),
         escaped(result.device),
         f"torch {escaped(result.versions.get('torch', '?'))}",
     ]

@@ -28,7 +28,9 @@ class WholeWordsConsole(Console):
             return _WholeTable(found)
         if isinstance(found, str):
             found = Text(found)
-        return found if self.soft_wrap or not isinstance(found, Text) else wrapped(found, self.width)
+        return (
+            found if self.soft_wrap or not isinstance(found, Text) else wrap_between_words(found, self.width)
+        )
 
 
 class _WholeTable:
@@ -41,10 +43,10 @@ class _WholeTable:
         yield from console.render(self._table, unlimited.update(width=width))
 
 
-def wrapped(text: Text, width: int) -> Text:
+def wrap_between_words(text: Text, width: int) -> Text:
     r"""Return a text whose lines have at most ``width`` columns, except those of a single longer word.
 
-    >>> wrapped(Text("at /a/long/path:3 it ran out"), 10).plain
+    >>> wrap_between_words(Text("at /a/long/path:3 it ran out"), 10).plain
     'at\n/a/long/path:3\nit ran out'
     """
     lines = (

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from memfit.dispatch_modes import without_dispatch_modes
-from memfit.strategies.mechanisms.tensors import version_of
+from memfit.strategies.mechanisms.tensors_in_objects import tensor_version
 from memfit.user_frame import warn_user
 
 Slot = tuple[int, str]
@@ -62,7 +62,7 @@ class BufferTracker:
             for name, buffer in part._buffers.items()
             if buffer is None
         ]
-        versions = {slot: version_of(buffer) for slot, buffer in found.items()}
+        versions = {slot: tensor_version(buffer) for slot, buffer in found.items()}
         return BufferSnapshot(parts, kind, known is None, found, versions, copied, absent)
 
     def record_changes(self, snapshot: "BufferSnapshot") -> None:
@@ -76,7 +76,7 @@ class BufferTracker:
             return
         late = {slot for slot in snapshot.found if slot not in snapshot.copies and snapshot.replaced(slot)}
         known |= late
-        lost = {slot for slot in late if version_of(snapshot.found[slot]) != snapshot.versions[slot]}
+        lost = {slot for slot in late if tensor_version(snapshot.found[slot]) != snapshot.versions[slot]}
         # A buffer that was replaced and not written to still has its values.
         snapshot.copies |= {slot: snapshot.found[slot] for slot in late - lost}
         if lost:
@@ -108,7 +108,7 @@ class BufferSnapshot:
         """Return whether a buffer is another tensor now, or was written to."""
         index, name = slot
         now = self.parts[index]._buffers.get(name)
-        return now is not self.found[slot] or version_of(now) != self.versions[slot]
+        return now is not self.found[slot] or tensor_version(now) != self.versions[slot]
 
     def overwritten(self, slot: Slot) -> bool:
         """Return whether a buffer's values changed: kernels may write without counting a version.

@@ -33,25 +33,25 @@ def replace_parameters(
 
 
 @torch.no_grad()
-def write_to_parameters(masters: Mapping[nn.Parameter, torch.Tensor]) -> None:
+def round_copies_into_parameters(masters: Mapping[nn.Parameter, torch.Tensor]) -> None:
     """Round every float32 copy into its parameter."""
     if masters:
         torch._foreach_copy_(list(masters), list(masters.values()))
 
 
-def rounding_into_parameters(
+def function_to_round_into_parameters(
     masters: Mapping[nn.Parameter, nn.Parameter],
 ) -> Callable[[list[nn.Parameter]], None]:
     """Return a function that rounds some of the copies into their parameters."""
     parameter_of = {master: parameter for parameter, master in masters.items()}
-    return lambda updated: write_to_parameters({parameter_of[each]: each for each in updated})
+    return lambda updated: round_copies_into_parameters({parameter_of[each]: each for each in updated})
 
 
 @torch.no_grad()
-def load_masters(
+def load_float32_copies(
     masters: Mapping[nn.Parameter, torch.Tensor], values: dict[nn.Parameter, torch.Tensor]
 ) -> None:
     """Set float32 copies and their parameters."""
     for parameter, master in masters.items():
         master.copy_(values[parameter])
-    write_to_parameters(masters)
+    round_copies_into_parameters(masters)

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.recording.compiled_step import before_compilations
 from memfit.recording.dispatched_operations import OperationsBesideGraphs, never_compile
-from memfit.records import OperationCounts, is_counted
+from memfit.records import OperationCounts, is_counted_operation
 from memfit.strategies.mechanisms.optimizer_info import parameters_of
 
 
@@ -35,7 +35,7 @@ _running = _Running()
 
 
 @contextmanager
-def recomputing(others: Callable[[], Mapping[Any, int]] = dict) -> Iterator[None]:
+def mark_as_recomputed(others: Callable[[], Mapping[Any, int]] = dict) -> Iterator[None]:
     """Mark what runs in this context, in this thread, as recomputed for a backward.
 
     Args:
@@ -53,7 +53,7 @@ def recomputing(others: Callable[[], Mapping[Any, int]] = dict) -> Iterator[None
             counter.end(ran, others())
 
 
-def counting() -> "OperationCounter | None":
+def active_operation_counter() -> "OperationCounter | None":
     """Return what counts at this moment."""
     return _counting
 
@@ -133,7 +133,7 @@ class OperationCounter:
 
     def _run(self, operation: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation, and count it."""
-        if is_counted(str(operation)):
+        if is_counted_operation(str(operation)):
             if _running.recomputations:
                 self._recomputed += 1
                 for each in _running.recomputations:

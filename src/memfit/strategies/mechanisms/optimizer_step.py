@@ -18,19 +18,19 @@ from memfit.strategies.mechanisms.optimizer_info import optimizer_name
 _OWN = "_memfit_own_step"
 
 
-def own_step(optimizer: Optimizer) -> Callable[..., Any]:
+def unwrapped_optimizer_step(optimizer: Optimizer) -> Callable[..., Any]:
     """Return what makes an optimizer's update, hooks included."""
     replaced: Callable[..., Any] | None = vars(optimizer).get(_OWN)
     return functools.partial(type(optimizer).step, optimizer) if replaced is None else replaced
 
 
-def calling_own_step(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a function that stands for an optimizer's ``step``: it calls ``own_step`` to make an update."""
+def mark_as_step_wrapper(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a function that stands for an optimizer's ``step`` and calls ``unwrapped_optimizer_step``."""
     step.calls_own_step = True  # type: ignore[attr-defined]
     return step
 
 
-def expect_own_step(optimizer: Optimizer) -> None:
+def check_step_is_not_replaced(optimizer: Optimizer) -> None:
     """Check that an optimizer's ``step`` calls its own step, or was replaced by a scheduler alone.
 
     Raises:
@@ -44,11 +44,11 @@ def expect_own_step(optimizer: Optimizer) -> None:
         )
 
 
-def replace_own_step(optimizer: Optimizer, own: Callable[..., Any]) -> Callable[[], None]:
-    """Give an optimizer that ``expect_own_step`` accepts another step of its own; return what undoes that."""
+def replace_optimizer_step(optimizer: Optimizer, own: Callable[..., Any]) -> Callable[[], None]:
+    """Give an optimizer another own step, after ``check_step_is_not_replaced``; return what undoes that."""
     vars(optimizer)[_OWN] = own
     if not hasattr(vars(optimizer).get("step"), "calls_own_step"):
-        vars(optimizer)["step"] = tracked_step(optimizer)
+        vars(optimizer)["step"] = step_tracked_by_schedulers(optimizer)
     reference = weakref.ref(optimizer)
 
     def undo() -> None:
@@ -59,7 +59,7 @@ def replace_own_step(optimizer: Optimizer, own: Callable[..., Any]) -> Callable[
     return undo
 
 
-def tracked_step(optimizer: Optimizer) -> Callable[..., Any]:
+def step_tracked_by_schedulers(optimizer: Optimizer) -> Callable[..., Any]:
     """Return a step that records for schedulers that it was called.
 
     Source: ``patch_track_step_called`` in torch/optim/lr_scheduler.py, 2.14.
@@ -72,13 +72,13 @@ def tracked_step(optimizer: Optimizer) -> Callable[..., Any]:
         if held is None:
             raise ReferenceError("the optimizer no longer exists")
         held._opt_called = True  # type: ignore[attr-defined]
-        return own_step(held)(*args, **kwargs)
+        return unwrapped_optimizer_step(held)(*args, **kwargs)
 
     tracked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    return calling_own_step(tracked)
+    return mark_as_step_wrapper(tracked)
 
 
-def expect_independent(optimizer: Optimizer, setting: str) -> None:
+def check_updates_are_independent(optimizer: Optimizer, setting: str) -> None:
     """Check that an optimizer updates each parameter independently of the others.
 
     Raises:
@@ -95,7 +95,7 @@ def expect_independent(optimizer: Optimizer, setting: str) -> None:
         )
 
 
-def step_only(optimizer: Optimizer, index: int, parameters: Iterable[nn.Parameter]) -> None:
+def step_some_parameters(optimizer: Optimizer, index: int, parameters: Iterable[nn.Parameter]) -> None:
     """Update some parameters of one group, without calling step hooks, which are for whole steps.
 
     The optimizer's own groups stay as they are: backward, which may call this, runs in one thread per device.

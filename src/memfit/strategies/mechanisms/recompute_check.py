@@ -24,7 +24,7 @@ _EMPTY = ("aten.empty", "aten.new_empty", "aten.resize")
 
 
 @dataclass(frozen=True, slots=True)
-class Fingerprint:
+class OperationFingerprint:
     """One operation's first result: shape, dtype and the checksum of its bits."""
 
     operation: str
@@ -38,12 +38,12 @@ class Fingerprint:
         return f"{self.operation} -> {list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
 
 
-class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class FingerprintRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Takes the fingerprints of all operations inside the context."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.fingerprints: list[Fingerprint] = []
+        self.fingerprints: list[OperationFingerprint] = []
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -61,12 +61,12 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.take(_fingerprint(name, result))
         return result
 
-    def take(self, fingerprint: Fingerprint) -> None:
+    def take(self, fingerprint: OperationFingerprint) -> None:
         """Keep a fingerprint."""
         self.fingerprints.append(fingerprint)
 
 
-class OperationComparer(OperationRecorder):  # type: ignore[no-untyped-call]
+class FingerprintComparer(FingerprintRecorder):  # type: ignore[no-untyped-call]
     """Compares operations with the recorded ones, and stops at the first that differs.
 
     A recomputation may end early: fewer operations are not a difference; additional or other ones are.
@@ -79,11 +79,11 @@ class OperationComparer(OperationRecorder):  # type: ignore[no-untyped-call]
         DivergenceError: an operation differs; raised from inside it.
     """
 
-    def __init__(self, region: str, recorded: Sequence[Fingerprint]) -> None:
+    def __init__(self, region: str, recorded: Sequence[OperationFingerprint]) -> None:
         super().__init__()
         self._region, self._recorded = region, recorded
 
-    def take(self, fingerprint: Fingerprint) -> None:
+    def take(self, fingerprint: OperationFingerprint) -> None:
         """Compare a fingerprint with the forward's of the same index."""
         index = len(self.fingerprints)
         self.fingerprints.append(fingerprint)
@@ -109,15 +109,15 @@ class OperationComparer(OperationRecorder):  # type: ignore[no-untyped-call]
         )
 
 
-def _fingerprint(operation: str, result: Any) -> Fingerprint:
+def _fingerprint(operation: str, result: Any) -> OperationFingerprint:
     # Only the first result: others may be workspace, or padded with whatever the memory held.
     first = result[0] if isinstance(result, tuple | list) and result else result
     if not isinstance(first, torch.Tensor):
-        return Fingerprint(operation, (), None, None)
+        return OperationFingerprint(operation, (), None, None)
     readable = type(first) in {torch.Tensor, torch.nn.Parameter} and first.layout is torch.strided
     if operation.startswith(_EMPTY) or first.is_meta or first.is_quantized or not readable:
-        return Fingerprint(operation, tuple(first.shape), first.dtype, None)
-    return Fingerprint(operation, tuple(first.shape), first.dtype, _checksum(first))
+        return OperationFingerprint(operation, tuple(first.shape), first.dtype, None)
+    return OperationFingerprint(operation, tuple(first.shape), first.dtype, _checksum(first))
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointError
 _SAME_EACH_TIME = "The module must compute the same each time it is called with the same arguments."
 
 
-def run_in_parts(run: Callable[..., Any], inputs: Sequence[Any], starts: Sequence[nn.Module]) -> Any:
+def recompute_in_parts(run: Callable[..., Any], inputs: Sequence[Any], starts: Sequence[nn.Module]) -> Any:
     """Run a function so that backward recomputes it in parts.
 
     Args:

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from memfit.dispatch_modes import without_dispatch_modes
 from memfit.recording.tensor_storage import storage_of
 from memfit.strategies.mechanisms.host_copies import HostCopies
-from memfit.strategies.mechanisms.tensors import version_of
+from memfit.strategies.mechanisms.tensors_in_objects import tensor_version
 
 
 class KeptTensor:
@@ -33,7 +33,7 @@ class KeptTensor:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor.detach()
-        self._version = version_of(tensor)
+        self._version = tensor_version(tensor)
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor.
@@ -41,7 +41,7 @@ class KeptTensor:
         Raises:
             RuntimeError: it was changed in place; autograd raises the same without hooks.
         """
-        if version_of(self._tensor) != self._version:
+        if tensor_version(self._tensor) != self._version:
             raise _modified(self._tensor.shape)
         return self._tensor
 

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (
 
 from memfit.errors import UsageError
 from memfit.recording.dispatched_operations import OperationsBesideGraphs
-from memfit.strategies.mechanisms.noted_operations import Kept
+from memfit.strategies.mechanisms.replayable_operations import NotedTensor
 
 _Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
@@ -43,7 +43,7 @@ class KeptResults:
         self.seen: Counter[Any] = Counter()
         """How often the forward ran each operation."""
         self._operations = operations
-        self._is_kept = keeper(operations, self.seen)
+        self._is_kept = make_keep_decision(operations, self.seen)
         self._results: dict[tuple[Any, int], Any] = {}
         # Read before the checkpoint adds its own: offloading sees kept results as it sees saved tensors.
         self._hooks = _hooks_of_the_script()
@@ -82,7 +82,7 @@ class _Held:
 
     def __init__(self, tensor: torch.Tensor, hooks: "_Hooks | None") -> None:
         self._unpack: Callable[[Any], torch.Tensor]
-        pack, self._unpack = (Kept, Kept.tensor) if hooks is None else hooks
+        pack, self._unpack = (NotedTensor, NotedTensor.tensor) if hooks is None else hooks
         self._packed = pack(tensor)
 
     def tensor(self) -> torch.Tensor:
@@ -106,7 +106,7 @@ class _Recomputation:
         return _map(_Held, _Held.tensor, held)
 
 
-def compiled_contexts(operations: Sequence[str]) -> tuple[Any, Any]:
+def selective_contexts_for_compile(operations: Sequence[str]) -> tuple[Any, Any]:
     """Return PyTorch's contexts for a region that torch.compile traces: it reads them as marks in its graph.
 
     A module-level function of plain strings: torch.compile calls it by name.
@@ -114,7 +114,7 @@ def compiled_contexts(operations: Sequence[str]) -> tuple[Any, Any]:
     Args:
         operations: whose results are kept.
     """
-    is_kept = keeper(operations, Counter())
+    is_kept = make_keep_decision(operations, Counter())
 
     def decide(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if is_kept(operation) else CheckpointPolicy.PREFER_RECOMPUTE
@@ -123,7 +123,7 @@ def compiled_contexts(operations: Sequence[str]) -> tuple[Any, Any]:
     return contexts
 
 
-def not_run(operations: Sequence[str], seen: "Counter[Any]") -> list[str]:
+def operations_not_run(operations: Sequence[str], seen: "Counter[Any]") -> list[str]:
     """Return the names of calls, such as ``aten.mm.default:2``, that a forward did not make.
 
     Args:
@@ -138,15 +138,15 @@ def not_run(operations: Sequence[str], seen: "Counter[Any]") -> list[str]:
     ]
 
 
-def called_less_often(missing: Sequence[str], seen: "Counter[Any]") -> list[str]:
-    """Return those of the calls that ``not_run`` names whose operation was called, but less often.
+def operations_called_less_often(missing: Sequence[str], seen: "Counter[Any]") -> list[str]:
+    """Return those of the calls that ``operations_not_run`` names whose operation was called, but less often.
 
     Another device may have another operation in place of one that was not called at all.
     """
     return [name for name in missing if any(seen[each] for each in operation_overloads(name))]
 
 
-def keeper(operations: Sequence[str], seen: "Counter[Any]") -> Callable[[Any], bool]:
+def make_keep_decision(operations: Sequence[str], seen: "Counter[Any]") -> Callable[[Any], bool]:
     """Return the function that is asked, for each call of an operation, whether its results are kept.
 
     Args:

@@ -20,9 +20,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memfit.errors import UsageError
-from memfit.random_state import GlobalDraws
+from memfit.random_state import DrawnRandomNumbers
 from memfit.strategies.mechanisms.parameter_gradient_sums import ParameterGradientSums, autocast_dtype
-from memfit.strategies.mechanisms.tensors import version_of
+from memfit.strategies.mechanisms.tensors_in_objects import tensor_version
 
 Loss = Callable[[Any, tuple[torch.Tensor, ...]], Any]
 """Takes the module's result and the targets of a slice; returns a sum, or a pair of a sum and its divisor."""
@@ -144,7 +144,7 @@ class SlicedLoss:
         return loss
 
     def _buffers(self) -> dict[str, tuple[int, int]]:
-        return {name: (id(each), version_of(each)) for name, each in self.head.named_buffers()}
+        return {name: (id(each), tensor_version(each)) for name, each in self.head.named_buffers()}
 
     def _dtype_of_sums(self, parameters: tuple[torch.Tensor, ...], rows: int) -> torch.dtype | None:
         several = min(self.chunks, rows) > 1
@@ -202,7 +202,7 @@ class _Sliced(torch.autograd.Function):
         if not work.needs_scaled_loss(inputs):
             ctx.save_for_backward(*work.differentiate(inputs, targets, parameters, totals))
             return totals.loss
-        draws = GlobalDraws.start((torch.default_generator,))
+        draws = DrawnRandomNumbers.start((torch.default_generator,))
         work.evaluate(inputs, targets, totals)
         draws.keep_drawn()
         ctx.again = functools.partial(_again, work, draws, autocast_dtype(inputs.device.type), parameters)
@@ -231,7 +231,7 @@ class _Sliced(torch.autograd.Function):
 
 def _again(
     work: SlicedLoss,
-    draws: GlobalDraws,
+    draws: DrawnRandomNumbers,
     lower: torch.dtype | None,
     parameters: tuple[torch.Tensor, ...],
     upstream: torch.Tensor,

@@ -26,13 +26,13 @@ from torch.utils.hooks import RemovableHandle
 from memfit.dispatch_modes import without_dispatch_modes
 from memfit.errors import UsageError
 from memfit.patching.patches import Patch
-from memfit.strategies.mechanisms.offloaded_state import OffloadedState
+from memfit.strategies.mechanisms.offloaded_optimizer_state import OffloadedOptimizerState
 from memfit.strategies.mechanisms.optimizer_info import optimizer_name, parameters_of
-from memfit.strategies.mechanisms.optimizer_step import expect_independent, step_only
-from memfit.user_frame import innermost_line, is_user_file, user_line
+from memfit.strategies.mechanisms.optimizer_step import check_updates_are_independent, step_some_parameters
+from memfit.user_frame import innermost_line_of_place, is_user_file, user_line
 
 
-def raise_usage_error(why: str) -> None:
+def raise_loop_unsuitable_error(why: str) -> None:
     """Raise an error for a loop in which backward cannot make the updates."""
     raise UsageError(why)
 
@@ -55,10 +55,10 @@ class StepInBackward:
     def __init__(
         self,
         optimizer: Optimizer,
-        offloaded: OffloadedState | None = None,
-        refuse: Callable[[str], None] = raise_usage_error,
+        offloaded: OffloadedOptimizerState | None = None,
+        refuse: Callable[[str], None] = raise_loop_unsuitable_error,
     ) -> None:
-        expect_independent(optimizer, "step_in_backward")
+        check_updates_are_independent(optimizer, "step_in_backward")
         if optimizer._optimizer_step_pre_hooks:
             raise UsageError(
                 "step_in_backward: the optimizer has hooks from register_step_pre_hook. These hooks would "
@@ -104,7 +104,7 @@ class StepInBackward:
         self.updating = True
         with without_dispatch_modes():  # an update is no part of the backward, for what counts operations
             if offloaded is None:
-                step_only(optimizer, index, [parameter])
+                step_some_parameters(optimizer, index, [parameter])
             else:
                 offloaded.update(index, [parameter])
         self.updating = False
@@ -135,7 +135,7 @@ class GradientGuard:
         self,
         optimizer: Optimizer,
         in_backward: StepInBackward,
-        refuse: Callable[[str], None] = raise_usage_error,
+        refuse: Callable[[str], None] = raise_loop_unsuitable_error,
     ) -> None:
         if not all(isinstance(each, nn.Parameter) for each in parameters_of(optimizer)):
             raise UsageError(
@@ -206,7 +206,7 @@ _WATCHED: Any = property(_read, _write, _PLAIN.__delete__)
 def _name(reader: FrameType) -> str:
     """Return the innermost function of a library that reads, and the user's line that calls it."""
     frame: FrameType | None = reader
-    line = innermost_line(user_line(reader))
+    line = innermost_line_of_place(user_line(reader))
     while frame is not None and not is_user_file(frame.f_code.co_filename):
         if not frame.f_code.co_name.startswith(("_", "<")):
             return f"{frame.f_code.co_name} ({line})" if line else frame.f_code.co_name

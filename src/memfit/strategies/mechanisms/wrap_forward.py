@@ -85,7 +85,7 @@ def wrap_forward(
     return unwrap
 
 
-def wrappers(module: nn.Module) -> Iterator[WrappedForward]:
+def forward_wrappers(module: nn.Module) -> Iterator[WrappedForward]:
     """Yield the wrappers of a module's forward, outermost first."""
     forward = module.__dict__.get("forward")
     while isinstance(forward, WrappedForward):

@@ -46,7 +46,7 @@ class SequenceLayout:
             value: a tuple or a list.
             outer: whether it is the batch itself. A tuple then is a function's result: columns.
         """
-        kinds: frozenset[Any] = _TENSORS if all(map(has_rows, value)) and value else _kinds(value)
+        kinds: frozenset[Any] = _TENSORS if all(map(has_batch_dimension, value)) and value else _kinds(value)
         if kinds == _PLAIN:
             return cls(False, isinstance(value, list) or _is_text(value))
         if len(kinds) != 1 or (outer and isinstance(value, tuple)) or hasattr(value, "_fields"):
@@ -54,48 +54,50 @@ class SequenceLayout:
         return cls(kinds == _TENSORS or not any(_is_bare(entry) for entry in value), True)
 
 
-def has_rows(value: object) -> TypeGuard[Any]:
+def has_batch_dimension(value: object) -> TypeGuard[Any]:
     """Return whether a value is a tensor or an array with at least one dimension."""
     return isinstance(value, _ARRAYS) and value.ndim > 0
 
 
-def sizes_of(value: object, roles: Roles, path: Path = (), *, outer: bool = False) -> set[int] | None:
+def possible_batch_sizes(
+    value: object, roles: Roles, path: Path = (), *, outer: bool = False
+) -> set[int] | None:
     """Return the possible numbers of samples of a batch or a part; None if it does not determine any."""
     role = roles.get(path)
     if role == "shared":
         return None
-    if has_rows(value):
+    if has_batch_dimension(value):
         return {value.shape[0]}
     if isinstance(value, Mapping):
-        return common_sizes(value.items(), roles, path)
+        return common_batch_sizes(value.items(), roles, path)
     if not isinstance(value, tuple | list):
         return None
     if role == "samples":
         return {len(value)}
     layout = SequenceLayout.of(value, outer=outer)
-    sizes = common_sizes(enumerate(value), roles, path) if layout.columns else None
+    sizes = common_batch_sizes(enumerate(value), roles, path) if layout.columns else None
     return (sizes or set()) | {len(value)} if layout.samples and role != "columns" else sizes
 
 
-def common_sizes(entries: Iterable[tuple[Any, object]], roles: Roles, path: Path) -> set[int] | None:
+def common_batch_sizes(entries: Iterable[tuple[Any, object]], roles: Roles, path: Path) -> set[int] | None:
     """Return the numbers of samples that are possible for all entries, each with its name or index."""
-    found = (sizes_of(value, roles, (*path, name)) for name, value in entries)
+    found = (possible_batch_sizes(value, roles, (*path, name)) for name, value in entries)
     sizes = [each for each in found if each is not None]
     return set.intersection(*sizes) if sizes else None
 
 
-def lengths(value: object, *, outer: bool = False) -> Iterator[int]:
+def lengths_of_batch_parts(value: object, *, outer: bool = False) -> Iterator[int]:
     """Yield the length of each part, reading sequences that may be columns as columns."""
-    if has_rows(value):
+    if has_batch_dimension(value):
         yield value.shape[0]
     elif isinstance(value, Mapping):
         for entry in value.values():
-            yield from lengths(entry)
+            yield from lengths_of_batch_parts(entry)
     elif isinstance(value, tuple | list):
         layout = SequenceLayout.of(value, outer=outer)
         if layout.columns:
             for entry in value:
-                yield from lengths(entry)
+                yield from lengths_of_batch_parts(entry)
         elif layout.samples:
             yield len(value)
 
@@ -112,7 +114,7 @@ def looks_like_samples(value: Sequence[Any], *, alike: bool) -> bool:
     nested = [entry for entry in value if isinstance(entry, tuple | list)]
     if nested:  # an image with its boxes, or the images of a batch
         return any(looks_like_samples(entry, alike=alike) or any(map(_is_image, entry)) for entry in nested)
-    tensors = [entry for entry in value if has_rows(entry)]
+    tensors = [entry for entry in value if has_batch_dimension(entry)]
     if alike:
         return len({each.shape for each in tensors}) == 1 and tensors[0].ndim > 1
     return all(map(_is_image, tensors)) and bool(tensors)
@@ -120,7 +122,7 @@ def looks_like_samples(value: Sequence[Any], *, alike: bool) -> bool:
 
 def _is_image(value: object) -> bool:
     """Return whether a value can be one colour image."""
-    return has_rows(value) and value.ndim == _IMAGE and value.shape[0] == _CHANNELS
+    return has_batch_dimension(value) and value.ndim == _IMAGE and value.shape[0] == _CHANNELS
 
 
 def _kinds(values: Iterable[object]) -> frozenset[Any]:
@@ -130,7 +132,7 @@ def _kinds(values: Iterable[object]) -> frozenset[Any]:
 
 
 def _kind(value: object) -> Any:
-    if has_rows(value):
+    if has_batch_dimension(value):
         return "rows"
     if isinstance(value, Mapping):
         return "mapping"
@@ -147,4 +149,4 @@ def _is_bare(value: object) -> bool:
         return any(_is_bare(entry) for entry in value.values())
     if isinstance(value, tuple | list):
         return not _is_text(value) and any(_is_bare(entry) for entry in value)
-    return not has_rows(value)
+    return not has_batch_dimension(value)

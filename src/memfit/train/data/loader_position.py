@@ -21,16 +21,16 @@ import torch
 from memfit.errors import UsageError
 from memfit.random_state import generator_states, get_random_state, set_generator_states, set_random_state
 from memfit.strategies.accumulation import Accumulation, Remainder
-from memfit.train.data.loader_order import batches_done, order_of
-from memfit.train.progress_bar import show_rereading
-from memfit.train.ranks.job_ranks import OneRank
+from memfit.train.data.loader_order import batches_already_read, loader_order_of
+from memfit.train.progress_bar import show_rereading_progress
+from memfit.train.ranks.rank_agreement import OneRank
 from memfit.user_frame import warn_user
 
 _LOADER_PARTS = ("sampler", "batch_sampler", "dataset")
 
 
 @dataclass(slots=True)
-class Position:
+class LoaderPosition:
     """A position in an epoch.
 
     Fields:
@@ -135,11 +135,11 @@ class Position:
         """
         self._own = _generators_of(loader)
         saved, random = self._resumed or ({}, {})
-        self.loader, self.batch_size = loader, batch_size_of(loader)
+        self.loader, self.batch_size = loader, loader_batch_size(loader)
         consumed, order = saved.get("consumed", 0), saved.get("order", {"ranks": 1})
         sizes = {saved["batch_size"], self.batch_size} - {None} if consumed else set()
         if consumed and order["ranks"] != self.ranks.size:
-            consumed, sizes = batches_done(consumed, order, loader, self.ranks.size), set()
+            consumed, sizes = batches_already_read(consumed, order, loader, self.ranks.size), set()
         if len(sizes) > 1:
             raise UsageError(
                 f"Cannot resume inside an epoch: the loader's batch_size was {saved['batch_size']} "
@@ -192,7 +192,7 @@ class Position:
         self._open, self.before = 0, None
 
     def _skip(self, items: Iterator[Any], consumed: int) -> None:
-        self.consumed = sum(1 for _ in show_rereading(islice(items, consumed), consumed))
+        self.consumed = sum(1 for _ in show_rereading_progress(islice(items, consumed), consumed))
         if self.consumed < consumed:
             raise UsageError(
                 f"Cannot resume: the state was saved after {consumed} batches of an epoch, but this "
@@ -222,7 +222,7 @@ class Position:
             "began": self.began,
             "before": self.before,
             "batch_size": self.batch_size,
-            "order": order_of(self.loader, self.ranks.size),
+            "order": loader_order_of(self.loader, self.ranks.size),
         }
 
     def load_state_dict(self, state: dict[str, Any], random: dict[str, Any]) -> None:
@@ -256,18 +256,18 @@ def _warn_of_persistent_workers(loader: Any) -> None:
         )
 
 
-def batch_size_of(loader: Any) -> int | None:
+def loader_batch_size(loader: Any) -> int | None:
     """Return a loader's ``batch_size``; None if it has no such attribute.
 
     >>> from torch.utils.data import DataLoader
-    >>> batch_size_of(DataLoader(range(8), batch_size=4)), batch_size_of([])
+    >>> loader_batch_size(DataLoader(range(8), batch_size=4)), loader_batch_size([])
     (4, None)
     """
     given = getattr(loader, "batch_size", None)
     return given if isinstance(given, int) else None
 
 
-def batches_in(loader: Any) -> int | None:
+def number_of_batches(loader: Any) -> int | None:
     """Return the number of a loader's batches; None if it does not know."""
     try:
         return len(loader) if isinstance(loader, Sized) else None
@@ -275,7 +275,7 @@ def batches_in(loader: Any) -> int | None:
         return None
 
 
-def expect_batches_of(settings: Accumulation, loader: Any) -> None:
+def check_loader_batch_size(settings: Accumulation, loader: Any) -> None:
     """Check the loader's batch size, if both it and the settings have one.
 
     Args:
@@ -286,7 +286,7 @@ def expect_batches_of(settings: Accumulation, loader: Any) -> None:
         UsageError: the sizes differ.
     """
     name = "micro_batch_size" if settings.gathers else "global_batch_size"
-    given, expected = batch_size_of(loader), getattr(settings, name)
+    given, expected = loader_batch_size(loader), getattr(settings, name)
     if None in (given, expected) or given == expected:
         return
     why = (

@@ -17,17 +17,17 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from memfit.errors import AmbiguousBatchError, UsageError
-from memfit.strategies.mechanisms.tensors import tensors_in
+from memfit.strategies.mechanisms.tensors_in_objects import tensors_in
 from memfit.train.data.batch_layout import (
     Path,
     Role,
     Roles,
     SequenceLayout,
-    common_sizes,
-    has_rows,
-    lengths,
+    common_batch_sizes,
+    has_batch_dimension,
+    lengths_of_batch_parts,
     looks_like_samples,
-    sizes_of,
+    possible_batch_sizes,
 )
 from memfit.user_frame import warn_user
 
@@ -76,13 +76,15 @@ class BatchSplitter:
         """
         if self._size_of is not None:
             return self._size_of(batch)
-        sizes = sizes_of(batch, self._roles, outer=True) or set()
+        sizes = possible_batch_sizes(batch, self._roles, outer=True) or set()
         if len(sizes) == 1:
             return sizes.pop()
-        found = set(lengths(batch, outer=True))
+        found = set(lengths_of_batch_parts(batch, outer=True))
         if len(found) == 1 and found <= sizes:
             (size,) = found
-            collated = isinstance(batch, tuple | list) and all(map(has_rows, batch))  # tensors: columns
+            collated = isinstance(batch, tuple | list) and all(
+                map(has_batch_dimension, batch)
+            )  # tensors: columns
             if not collated:
                 _Splitter(batch, [size], self._roles).learn(batch)
             return size
@@ -157,7 +159,7 @@ class _Splitter:
     @cached_property
     def _doubtful(self) -> bool:
         """Whether the whole batch may have another size."""
-        return len(sizes_of(self._batch, self.roles, outer=True) or ()) > 1
+        return len(possible_batch_sizes(self._batch, self.roles, outer=True) or ()) > 1
 
     @cached_property
     def _of_samples(self) -> bool:
@@ -176,7 +178,7 @@ class _Splitter:
 
     def learn(self, value: Any, path: Path = ()) -> None:
         """Find out what a value and what it contains are, unless earlier batches have shown that."""
-        if has_rows(value) or isinstance(value, tuple | list):
+        if has_batch_dimension(value) or isinstance(value, tuple | list):
             if path not in self.roles:
                 self.roles[path] = self._role(value, path)
             if self.roles[path] == "columns":
@@ -189,7 +191,7 @@ class _Splitter:
     def parts(self, value: Any, path: Path = ()) -> list[Any]:
         """Return the parts of a value that ``learn`` has seen."""
         rows = range(len(self._sizes))
-        is_sequence = has_rows(value) or isinstance(value, tuple | list)
+        is_sequence = has_batch_dimension(value) or isinstance(value, tuple | list)
         if not is_sequence and isinstance(value, Mapping):
             columns = {name: self.parts(entry, (*path, name)) for name, entry in value.items()}
             return [_like(value, {name: parts[row] for name, parts in columns.items()}) for row in rows]
@@ -219,7 +221,7 @@ class _Splitter:
         Raises:
             AmbiguousBatchError: that cannot be seen.
         """
-        if has_rows(value):
+        if has_batch_dimension(value):
             if value.shape[0] != self._size:
                 return "shared"
             if self._has_squares and value.shape == (self._size, self._size) and not _is_of_integers(value):
@@ -238,11 +240,13 @@ class _Splitter:
         layout = SequenceLayout.of(value, outer=not path)
         if not layout.samples or len(value) != self._size:
             return False
-        nested = any(has_rows(entry) or isinstance(entry, Mapping | tuple | list) for entry in value)
+        nested = any(
+            has_batch_dimension(entry) or isinstance(entry, Mapping | tuple | list) for entry in value
+        )
         return nested and not (layout.columns and self._size in self._column_sizes(value, path))
 
     def _column_sizes(self, value: Sequence[Any], path: Path) -> set[int]:
-        return common_sizes(enumerate(value), self.roles, path) or set()
+        return common_batch_sizes(enumerate(value), self.roles, path) or set()
 
     def _is_samples(self, value: Sequence[Any], path: Path) -> bool:
         """Return whether a sequence holds samples.

@@ -19,9 +19,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit.errors import UsageError
-from memfit.strategies.mechanisms.tensors import tensors_in
-from memfit.train.accumulation_window import Window
-from memfit.train.ranks.job_ranks import OneRank
+from memfit.strategies.mechanisms.tensors_in_objects import tensors_in
+from memfit.train.accumulation_window import AccumulationWindow
+from memfit.train.ranks.rank_agreement import OneRank
 from memfit.train.window_gradients import KeptGradients, WindowGradients
 
 Phase = Literal["preparation", "forward", "backward", "update"]
@@ -40,18 +40,18 @@ class RankGradients:
     def __init__(self, ranks: OneRank) -> None:
         self.ranks = ranks
 
-    def open(self, window: Window, *, pads: bool) -> int:  # noqa: ARG002 - as below
+    def open(self, window: AccumulationWindow, *, pads: bool) -> int:  # noqa: ARG002 - as below
         """Agree on a window before its first forward; return how many micro-batches this rank lacks."""
         return 0
 
-    def agree_on_divisor(self, window: Window, weight: float) -> float:  # noqa: ARG002 - as below
+    def agree_on_divisor(self, window: AccumulationWindow, weight: float) -> float:  # noqa: ARG002 - as below
         """Agree on the divisor of a micro-batch, if its backward reduces; return the largest weight."""
         return weight
 
     def run_empty_backward(self, loss: torch.Tensor) -> None:
         """Run a backward that changes nothing on any rank, if the other ranks wait for one."""
 
-    def close(self, window: Window, gradients: WindowGradients) -> None:
+    def close(self, window: AccumulationWindow, gradients: WindowGradients) -> None:
         """Reduce a window's gradients, weight and loss, after all ranks agreed that none failed."""
 
     def are_apart(self, phase: Phase) -> bool:  # noqa: ARG002 - as below
@@ -76,7 +76,7 @@ class ReplicaGradients(RankGradients):
         self._parameters = [each for each in replica.module.parameters() if each.requires_grad]
         self.activate()
 
-    def open(self, window: Window, *, pads: bool) -> int:  # noqa: ARG002 - no rank needs to have as many
+    def open(self, window: AccumulationWindow, *, pads: bool) -> int:  # noqa: ARG002 - no rank needs to have as many
         """Check that DistributedDataParallel still reduces the gradients of all trainable parameters."""
         trainable = [each for each in self._replica.module.parameters() if each.requires_grad]
         if len(trainable) != len(self._parameters) or not all(map(operator.is_, trainable, self._parameters)):
@@ -113,7 +113,7 @@ class ReplicaGradients(RankGradients):
             parameter.grad = None
         return None
 
-    def close(self, window: Window, gradients: WindowGradients) -> None:
+    def close(self, window: AccumulationWindow, gradients: WindowGradients) -> None:
         """Weigh this rank's gradients by the weight of all ranks, and reduce them to their mean."""
         window.interrupted, self._broadcasts = True, False
         held = dict(gradients.items())
@@ -126,7 +126,7 @@ class ReplicaGradients(RankGradients):
             gradients.multiply(factor)
             window.loss = None if window.loss is None else window.loss * factor
         window.total, window.weight = mean or None, mean
-        share_loss(window, self.ranks, self._replica)
+        average_loss_over_ranks(window, self.ranks, self._replica)
         unused = self._unused(held) if lacking_anywhere else []
         if gradients.sums is None:
             self._reduce()
@@ -218,7 +218,7 @@ class ShardGradients(RankGradients):
         self._empty = False
         self.hook = model.register_forward_hook(partial(_watch_results, ref(self)))
 
-    def open(self, window: Window, *, pads: bool) -> int:
+    def open(self, window: AccumulationWindow, *, pads: bool) -> int:
         """Return how many micro-batches the rank with the most has more than this one."""
         self._agreed = False
         (most, least) = self.ranks.agree("the start of a window", window.planned, -window.planned)
@@ -230,7 +230,7 @@ class ShardGradients(RankGradients):
             )
         return int(most) - window.planned
 
-    def agree_on_divisor(self, window: Window, weight: float) -> float:
+    def agree_on_divisor(self, window: AccumulationWindow, weight: float) -> float:
         """Return the largest weight of the ranks' micro-batches; agree on the divisor before the first."""
         total = weight * window.planned if window.total is None else window.total
         total, largest = self.ranks.agree("a backward", total, weight)
@@ -254,7 +254,7 @@ class ShardGradients(RankGradients):
         """Return the gradient with which a result of the model goes backward."""
         return torch.zeros_like(gradient) if self._empty else gradient
 
-    def close(self, window: Window, gradients: WindowGradients) -> None:  # noqa: ARG002 - as above
+    def close(self, window: AccumulationWindow, gradients: WindowGradients) -> None:  # noqa: ARG002 - as above
         """Share weight and loss; the gradients are reduced, and corrected by these when they are final."""
         window.interrupted = True
         weights, *ways = self.ranks.total(window.weight, *_ways_of(window))
@@ -263,7 +263,7 @@ class ShardGradients(RankGradients):
         if not weights:
             window.total = None
             return
-        share_loss(window, self.ranks, self._model)
+        average_loss_over_ranks(window, self.ranks, self._model)
 
     def are_apart(self, phase: Phase) -> bool:
         """Return whether the ranks run a phase without collective operations: only before a window."""
@@ -278,12 +278,12 @@ def _watch_results(reference: "ref[ShardGradients]", _module: nn.Module, _inputs
                 each.register_hook(gradients.of_result)  # type: ignore[no-untyped-call]
 
 
-def _ways_of(window: Window) -> tuple[float, float]:
+def _ways_of(window: AccumulationWindow) -> tuple[float, float]:
     """Return 1 for how a rank weighs its micro-batches: with weights or without; (0, 0) if it has none."""
     return float(window.weighted and window.done > 0), float(not window.weighted and window.done > 0)
 
 
-def _expect_weighed_alike(window: Window, given: float, others: float) -> None:
+def _expect_weighed_alike(window: AccumulationWindow, given: float, others: float) -> None:
     """Check that all ranks weigh their micro-batches in the same way.
 
     Args:
@@ -303,7 +303,7 @@ def _expect_weighed_alike(window: Window, given: float, others: float) -> None:
         )
 
 
-def share_loss(window: Window, ranks: OneRank, model: nn.Module) -> None:
+def average_loss_over_ranks(window: AccumulationWindow, ranks: OneRank, model: nn.Module) -> None:
     """Replace a window's loss by the mean over the ranks; a rank without data has none of its own."""
     if ranks.size == 1 or not window.weight:
         return

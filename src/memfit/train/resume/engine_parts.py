@@ -26,8 +26,8 @@ from memfit.strategies.mechanisms.optimizer_info import local_optimizer, paramet
 from memfit.strategies.plan import Plan
 from memfit.train.accumulation_ledger import AccumulationLedger
 from memfit.train.callbacks import Callback
-from memfit.train.full_batch import FullBatchStepper
-from memfit.train.ranks.job_ranks import OneRank
+from memfit.train.full_batch_steps import FullBatchStepper
+from memfit.train.ranks.rank_agreement import OneRank
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +86,7 @@ def tensors_outside_state_dict(parts: EngineParts) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in found if name not in known}
 
 
-def parameter_groups(parts: EngineParts) -> list[list[str]]:
+def parameter_names_by_group(parts: EngineParts) -> list[list[str]]:
     """Return the names of the parameters in each group; float32 copies have their parameters' names."""
     masters = parts.ledger.update.masters
     names = {
@@ -95,7 +95,7 @@ def parameter_groups(parts: EngineParts) -> list[list[str]]:
     return [[names[id(each)] for each in group["params"]] for group in parts.optimizer.param_groups]
 
 
-def precision_of(parts: EngineParts) -> dict[str, Any]:
+def gradient_precision_of(parts: EngineParts) -> dict[str, Any]:
     """Return what a window's gradients depend on besides the loss scale, as plain values."""
     precision = parts.plan.precision
     low = precision is not None and precision.autocast and precision.dtype != "fp32"
@@ -115,7 +115,7 @@ def class_path(value: object) -> str:
 # ---- The state of an optimizer on this rank, with the indices of all parameters ---------------------------
 
 
-def own_indices(optimizer: Optimizer) -> list[int]:
+def own_parameter_indices(optimizer: Optimizer) -> list[int]:
     """Return the indices, among all parameters, of those that this rank updates, in its own order."""
     index = {id(parameter): number for number, parameter in enumerate(parameters_of(optimizer))}
     return [index[id(parameter)] for parameter in parameters_of(local_optimizer(optimizer))]
@@ -126,14 +126,14 @@ def get_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
     local = local_optimizer(optimizer)
     if local is optimizer:
         return optimizer.state_dict()
-    own, state = own_indices(optimizer), local.state_dict()["state"]
+    own, state = own_parameter_indices(optimizer), local.state_dict()["state"]
     return {
         "state": {own[number]: each for number, each in state.items()},
         "param_groups": Optimizer.state_dict(optimizer)["param_groups"],
     }
 
 
-def localised(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+def localised_optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a saved ``state_dict`` that this rank's optimizer loads, with its own indices."""
     local = local_optimizer(optimizer)
     if local is optimizer:
@@ -142,7 +142,7 @@ def localised(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     return {
         "state": {
             number: saved["state"][index]
-            for number, index in enumerate(own_indices(optimizer))
+            for number, index in enumerate(own_parameter_indices(optimizer))
             if index in saved["state"]
         },
         "param_groups": [
@@ -152,7 +152,7 @@ def localised(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def adopt_groups(optimizer: Optimizer) -> None:
+def adopt_zero1_groups(optimizer: Optimizer) -> None:
     """Give ZeRO-1's groups, as new ones, the hyperparameters that its inner optimizer has loaded."""
     local = local_optimizer(optimizer)
     if local is not optimizer:

@@ -13,29 +13,29 @@ import torch
 
 from memfit.errors import TornUpdateError, UsageError
 from memfit.random_state import set_random_state
-from memfit.strategies.mechanisms.master_weights import load_masters
+from memfit.strategies.mechanisms.master_weights import load_float32_copies
 from memfit.strategies.mechanisms.optimizer_info import local_optimizer, parameters_of
-from memfit.strategies.mechanisms.tensors import independent_copy, inner_tensors
+from memfit.strategies.mechanisms.tensors_in_objects import independent_copy, inner_tensors
 from memfit.train.callbacks import Callback
 from memfit.train.optimizer_update import INTERRUPTED
-from memfit.train.resume.compatibility import check_compatible
 from memfit.train.resume.engine_parts import (
     EngineParts,
-    adopt_groups,
+    adopt_zero1_groups,
     bare_model,
     class_path,
     get_optimizer_state,
-    localised,
+    gradient_precision_of,
+    localised_optimizer_state,
     named_parameters,
-    own_indices,
-    parameter_groups,
-    precision_of,
+    own_parameter_indices,
+    parameter_names_by_group,
     tensors_outside_state_dict,
 )
-from memfit.train.resume.saved_run import VERSION, SavedRun, validate
+from memfit.train.resume.saved_run_compatibility import check_run_suits_engine
+from memfit.train.resume.saved_run_format import VERSION, SavedRun, check_saved_run
 
 
-def get_state(parts: EngineParts) -> dict[str, Any]:
+def get_engine_state(parts: EngineParts) -> dict[str, Any]:
     """Return an engine's state as plain values and tensors; the tensors are the engine's own."""
     ledger = parts.ledger
     if ledger.update.torn:
@@ -58,13 +58,13 @@ def get_state(parts: EngineParts) -> dict[str, Any]:
         "finer": parts.full_batch.finer,
         "model": model | _master_weights(parts),
         "others": {name: tensor.detach() for name, tensor in tensors_outside_state_dict(parts).items()},
-        "groups": parameter_groups(parts),
+        "groups": parameter_names_by_group(parts),
         "optimizer": get_optimizer_state(parts.optimizer),
         "optimizer_class": class_path(local_optimizer(parts.optimizer)),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "scheduler_class": None if scheduler is None else class_path(scheduler),
         "schedule": str(ledger.update.schedule),
-        "precision": precision_of(parts),
+        "precision": gradient_precision_of(parts),
         "scaler": ledger.update.scaler.state_dict(),
         "position": ledger.position.state_dict(),
         "random": ledger.position.random_state(),
@@ -74,7 +74,7 @@ def get_state(parts: EngineParts) -> dict[str, Any]:
     }
 
 
-def load_state(
+def load_engine_state(
     parts: EngineParts,
     saved: dict[str, Any],
     together: Callable[[], AbstractContextManager[Any]] = nullcontext,
@@ -86,14 +86,14 @@ def load_state(
 
     Args:
         parts: of the engine.
-        saved: what ``get_state`` returned.
+        saved: what ``get_engine_state`` returned.
         together: returns a context that all ranks leave without an error, or none.
     """
     ledger = parts.ledger
     with ExitStack() as undo:
         with together():
-            state = validate(saved)
-            check_compatible(parts, state)
+            state = check_saved_run(saved)
+            check_run_suits_engine(parts, state)
             part = "a callback"
             try:
                 _load_callbacks(parts.callbacks, state["callbacks"], undo)
@@ -112,7 +112,7 @@ def load_state(
         for name, tensor in tensors_outside_state_dict(parts).items():
             tensor.copy_(state["others"][name])
     values = {each: state["model"][name] for name, each in parameters.items() if name in state["model"]}
-    load_masters(ledger.update.values_of_masters(), values)
+    load_float32_copies(ledger.update.values_of_masters(), values)
     ledger.drop()
     if ledger.update.graphs is not None:
         ledger.update.graphs.reset()
@@ -160,12 +160,15 @@ def _load_optimizer(parts: EngineParts, run: SavedRun, undo: ExitStack) -> None:
     It casts the others to the parameters' dtype. If a parameter has its former dtype, its state keeps the
     saved dtype too: an optimizer may keep float32 for it.
     """
-    optimizer, saved = local_optimizer(parts.optimizer), localised(parts.optimizer, run["optimizer"])
+    optimizer, saved = (
+        local_optimizer(parts.optimizer),
+        localised_optimizer_state(parts.optimizer, run["optimizer"]),
+    )
     saved_tensors = {id(part) for state in saved["state"].values() for part in _tensors(state)}
     for each in (optimizer, parts.optimizer):  # load_state_dict replaces these, and does not change them
         undo.callback(vars(each).update, state=each.state, param_groups=each.param_groups)
     optimizer.load_state_dict(saved)
-    adopt_groups(parts.optimizer)
+    adopt_zero1_groups(parts.optimizer)
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and any(
@@ -174,7 +177,7 @@ def _load_optimizer(parts: EngineParts, run: SavedRun, undo: ExitStack) -> None:
                 state[name] = independent_copy(value)
     values = run["model"] | run["others"]
     names = [name for group in run["groups"] for name in group]
-    own = [names[index] for index in own_indices(parts.optimizer)]
+    own = [names[index] for index in own_parameter_indices(parts.optimizer)]
     for index, (name, parameter) in enumerate(zip(own, parameters_of(optimizer), strict=True)):
         if values[name].dtype == parameter.dtype:
             _keep_dtypes(optimizer.state[parameter], saved["state"].get(index, {}))

@@ -29,33 +29,42 @@ import torch
 
 from memfit.errors import UsageError
 from memfit.strategies.mechanisms.optimizer_info import local_optimizer
-from memfit.train.ranks.job_ranks import OneRank
+from memfit.train.ranks.rank_agreement import OneRank
 from memfit.train.resume import state_file
-from memfit.train.resume.compatibility import check_compatible, check_groups, expect_no_window
-from memfit.train.resume.engine_parts import EngineParts, bare_model, own_indices, parameter_groups
-from memfit.train.resume.engine_state import get_state, load_state
-from memfit.train.resume.rank_split import (
-    change_random,
-    empty_tensors,
-    from_one_process,
-    is_sharded,
-    join,
-    seeded,
-    split,
-    with_all_gpus,
-    with_own_gpu,
+from memfit.train.resume.engine_parts import (
+    EngineParts,
+    bare_model,
+    own_parameter_indices,
+    parameter_names_by_group,
 )
-from memfit.train.resume.saved_run import (
+from memfit.train.resume.engine_state import get_engine_state, load_engine_state
+from memfit.train.resume.saved_run_compatibility import (
+    check_no_open_window,
+    check_parameter_groups,
+    check_run_suits_engine,
+)
+from memfit.train.resume.saved_run_format import (
     FOLDER_NAME,
     VERSION,
-    Entries,
-    RankFile,
-    SharedFile,
-    validate,
-    validated_rank,
-    validated_shared,
+    RankRunFile,
+    SavedParameterState,
+    SharedRunFile,
+    check_rank_run_file,
+    check_saved_run,
+    check_shared_run_file,
 )
-from memfit.train.resume.tensor_files import load_tensors, read_index, save_tensors
+from memfit.train.resume.split_run_state import (
+    change_random_states,
+    empty_tensors_of_rank,
+    is_sharded,
+    join_run_state,
+    random_state_of_new_rank,
+    random_state_with_all_gpus,
+    random_state_with_own_gpu,
+    rank_part_of_single_process_run,
+    split_run_state,
+)
+from memfit.train.resume.tensor_files import load_tensors, read_tensor_index, save_tensors
 
 
 class ResumableRun(ABC):
@@ -78,7 +87,7 @@ class ResumableRun(ABC):
             TornUpdateError: the last update was interrupted.
             UsageError: a backward was interrupted, or micro-batches are carried over to the next epoch.
         """
-        return get_state(self._parts())
+        return get_engine_state(self._parts())
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Resume from a state, which stays unchanged; the next epoch continues at its position.
@@ -88,7 +97,7 @@ class ResumableRun(ABC):
             FileFormatError: the state is damaged; nothing was loaded.
         """
         parts = self._parts()
-        load_state(parts, saved)
+        load_engine_state(parts, saved)
         self.epoch = parts.epoch
 
     def save(self, path: str | Path) -> None:
@@ -119,12 +128,12 @@ def save_run(parts: EngineParts, path: Path) -> None:
         RankFailedError: another rank could not save, or is gone.
     """
     if not _is_divided(parts):
-        state_file.save(get_state(parts), path)
+        state_file.save_state_file(get_engine_state(parts), path)
         return
     ranks, folders = parts.ranks, _folders(path)
     with _all_or_none(ranks, "engine.save"):
-        run = split(parts, get_state(parts))
-        own = change_random(run.own, with_own_gpu)
+        run = split_run_state(parts, get_engine_state(parts))
+        own = change_random_states(run.own, random_state_with_own_gpu)
         owners = _owners(parts)
     # A number that rank 0 draws: the folder must be new even if the run was here before.
     (token,) = ranks.agree("engine.save", secrets.randbits(48) if ranks.rank == 0 else 0)
@@ -133,13 +142,13 @@ def save_run(parts: EngineParts, path: Path) -> None:
     with _all_or_none(ranks, "engine.save"):
         folder.mkdir(parents=True, exist_ok=True)
         kept = {index: each for index, each in run.entries.items() if owners[index] == ranks.rank}
-        rank_file: RankFile = {"version": VERSION, "rank": ranks.rank, "entries": kept, "run": own}
-        state_file.save({**rank_file}, folder / _file_of(ranks.rank))
+        rank_file: RankRunFile = {"version": VERSION, "rank": ranks.rank, "entries": kept, "run": own}
+        state_file.save_state_file({**rank_file}, folder / _file_of(ranks.rank))
     ranks.guarded(lambda: save_tensors(run.tensors, folder, ranks.control))
     with _all_or_none(ranks, "engine.save"):
         if ranks.rank == 0:
             _expect_shared_folder(folder, ranks.size)
-            shared: SharedFile = {
+            shared: SharedRunFile = {
                 "version": VERSION,
                 "ranks": ranks.size,
                 "folder": name,
@@ -148,7 +157,7 @@ def save_run(parts: EngineParts, path: Path) -> None:
             }
             for each in (folder, folders, folders.parent):
                 _flush(each)
-            state_file.save({**shared}, path)
+            state_file.save_state_file({**shared}, path)
             _remove_others(folders, name)
 
 
@@ -162,20 +171,20 @@ def load_run(parts: EngineParts, path: Path) -> None:
     """
     ranks = parts.ranks
     with _all_or_none(ranks, "engine.load"):
-        saved = state_file.load(path)
+        saved = state_file.load_state_file(path)
         reads_folder = "folder" in saved
         if reads_folder:
-            shared = validated_shared(saved)
+            shared = check_shared_run_file(saved)
             folder = _folders(path) / shared["folder"]
             own, entries = _read_rank_files(parts, shared, folder)
-            stored = read_index(folder)
-            tensors = empty_tensors(parts, shared["run"], entries, stored)
+            stored = read_tensor_index(folder)
+            tensors = empty_tensors_of_rank(parts, shared["run"], entries, stored)
         elif _is_divided(parts):
             saved = _divide(parts, saved)
     if reads_folder:
         ranks.guarded(lambda: load_tensors(tensors, stored, folder, ranks.control))
-        saved = join(parts, shared["run"], own, entries, tensors)
-    load_state(parts, saved, lambda: _all_or_none(ranks, "engine.load"))
+        saved = join_run_state(parts, shared["run"], own, entries, tensors)
+    load_engine_state(parts, saved, lambda: _all_or_none(ranks, "engine.load"))
 
 
 @contextmanager
@@ -211,7 +220,9 @@ def _owners(parts: EngineParts) -> list[int]:
     if local_optimizer(parts.optimizer) is parts.optimizer:
         return [0] * count
     own: list[list[int]] = [[]] * parts.ranks.size
-    torch.distributed.all_gather_object(own, own_indices(parts.optimizer), group=parts.ranks.control)
+    torch.distributed.all_gather_object(
+        own, own_parameter_indices(parts.optimizer), group=parts.ranks.control
+    )
     rank_of = {index: rank for rank, indices in enumerate(own) for index in indices}
     return [rank_of[index] for index in range(count)]
 
@@ -241,36 +252,36 @@ def _remove_others(folders: Path, name: str) -> None:
 
 
 def _read_rank_files(
-    parts: EngineParts, shared: SharedFile, folder: Path
-) -> tuple[dict[str, Any], dict[int, Entries]]:
+    parts: EngineParts, shared: SharedRunFile, folder: Path
+) -> tuple[dict[str, Any], dict[int, SavedParameterState]]:
     """Return this rank's part of the state, and the entries of the parameters that it updates."""
     rank, ranks = parts.ranks.rank, parts.ranks.size
-    check_groups(parameter_groups(parts), shared["run"]["groups"])
+    check_parameter_groups(parameter_names_by_group(parts), shared["run"]["groups"])
     known = rank if rank < shared["ranks"] else 0
-    owner_of = {index: shared["owners"][index] for index in own_indices(parts.optimizer)}
+    owner_of = {index: shared["owners"][index] for index in own_parameter_indices(parts.optimizer)}
     files = {
-        each: validated_rank(state_file.load(folder / _file_of(each)), each)
+        each: check_rank_run_file(state_file.load_state_file(folder / _file_of(each)), each)
         for each in sorted({known, *owner_of.values()})
     }
     own = files[known]["run"]
     if shared["ranks"] != ranks:
-        expect_no_window(own, shared["ranks"], ranks)
+        check_no_open_window(own, shared["ranks"], ranks)
     if known != rank:
-        own = change_random(own, lambda state: seeded(state, rank))
+        own = change_random_states(own, lambda state: random_state_of_new_rank(state, rank))
     entries = {
         index: files[owner]["entries"][index]
         for index, owner in owner_of.items()
         if index in files[owner]["entries"]
     }
-    return change_random(own, with_all_gpus), entries
+    return change_random_states(own, random_state_with_all_gpus), entries
 
 
 def _divide(parts: EngineParts, saved: dict[str, Any]) -> dict[str, Any]:
     """Return this rank's part of a run that a single process saved."""
-    state, rank, ranks = validate(saved), parts.ranks.rank, parts.ranks.size
-    check_compatible(parts, state)
+    state, rank, ranks = check_saved_run(saved), parts.ranks.rank, parts.ranks.size
+    check_run_suits_engine(parts, state)
     if ranks > 1:
-        expect_no_window(saved, 1, ranks)
+        check_no_open_window(saved, 1, ranks)
     if rank:
-        saved = change_random(saved, lambda state: seeded(state, rank))
-    return from_one_process(parts, saved)
+        saved = change_random_states(saved, lambda state: random_state_of_new_rank(state, rank))
+    return rank_part_of_single_process_run(parts, saved)

@@ -13,16 +13,16 @@ import numpy as np
 import torch
 
 from memfit.errors import FileFormatError, UsageError
-from memfit.input_files import check_ordinary
+from memfit.input_files import check_ordinary_file
 
 
-def save(state: dict[str, Any], path: Path) -> None:
+def save_state_file(state: dict[str, Any], path: Path) -> None:
     """Write a state to a file atomically: a partial file never has that name.
 
     It is written to a file beside it, and renamed once it is on the disk. The other file has a fixed name, so
     that a run that is killed while saving leaves at most one behind, which its next save reuses.
 
-    NumPy's scalars become Python's; values that ``load`` would not read are refused.
+    NumPy's scalars become Python's; values that ``load_state_file`` would not read are refused.
 
     Raises:
         UsageError: another process is writing the file, or the state has a value that is not plain.
@@ -93,14 +93,14 @@ UNREADABLE = (
 )
 
 
-def load(path: Path) -> dict[str, Any]:
-    """Read a file that ``save`` wrote: tensors and plain values only.
+def load_state_file(path: Path) -> dict[str, Any]:
+    """Read a file that ``save_state_file`` wrote: tensors and plain values only.
 
     Raises:
         FileFormatError: the file is something else, or damaged.
         FileNotFoundError: there is no such file.
     """
-    check_ordinary(path)
+    check_ordinary_file(path)
     try:
         with zipfile.ZipFile(path) as file:
             damaged = file.testzip()  # torch.save writes checksums, which torch.load does not check

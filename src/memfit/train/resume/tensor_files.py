@@ -40,8 +40,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from memfit.errors import FileFormatError, OutputError
-from memfit.input_files import check_ordinary, read_input
-from memfit.trace.safe_pickle import NotPlainDataError, PickledObject, loads
+from memfit.input_files import check_ordinary_file, read_input_file
+from memfit.trace.safe_pickle import NotPlainDataError, UnconstructedObject, load_plain_pickle
 from memfit.train.resume.state_file import UNREADABLE
 
 _MOST_INDEX_BYTES = 1 << 32
@@ -191,16 +191,16 @@ def _read_chunk(folder: Path, chunk: StoredChunk, name: str) -> torch.Tensor:
 # ---- The index -----------------------------------------------------------------------------------------
 
 
-def read_index(folder: Path) -> dict[str, StoredTensor]:
+def read_tensor_index(folder: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a folder, by name.
 
     Raises:
         FileFormatError: the folder is incomplete, damaged, or was written by another program.
     """
     path = folder / ".metadata"
-    content = read_input(path, _MOST_INDEX_BYTES)
+    content = read_input_file(path, _MOST_INDEX_BYTES)
     try:
-        index = _state(loads(content, objects=True), "Metadata")
+        index = _state(load_plain_pickle(content, objects=True), "Metadata")
         places = {_name_and_offsets(key): _place(value) for key, value in index["storage_data"].items()}
         found = {
             name: _stored_tensor(name, _state(value, "TensorStorageMetadata"), places)
@@ -218,18 +218,22 @@ def read_index(folder: Path) -> dict[str, StoredTensor]:
 
 def _state(value: Any, name: str, module: str = _OF_METADATA) -> Any:
     """Return the state of an object of this class, which PyTorch gives to every instance."""
-    if not isinstance(value, PickledObject) or value.name != f"{module}.{name}" or value.arguments != ():
+    if (
+        not isinstance(value, UnconstructedObject)
+        or value.name != f"{module}.{name}"
+        or value.arguments != ()
+    ):
         raise ValueError(f"{_named(value)} in place of a {name}")
     return value.state
 
 
 def _named(value: Any) -> str:
-    return value.name if isinstance(value, PickledObject) else type(value).__name__
+    return value.name if isinstance(value, UnconstructedObject) else type(value).__name__
 
 
 def _numbers(value: Any) -> tuple[int, ...]:
     """Return the numbers of a ``torch.Size``."""
-    if not isinstance(value, PickledObject) or value.name != "torch.Size" or not value.arguments:
+    if not isinstance(value, UnconstructedObject) or value.name != "torch.Size" or not value.arguments:
         raise ValueError(f"{_named(value)} in place of a torch.Size")
     (numbers,) = value.arguments
     if type(numbers) is not tuple or not all(type(each) is int and each >= 0 for each in numbers):
@@ -291,6 +295,6 @@ def _expect_present(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
         path = folder / file
         if not path.exists():
             raise ValueError(f"{file} is missing")
-        check_ordinary(path)
+        check_ordinary_file(path)
         if path.stat().st_size < end:
             raise ValueError(f"{file} is truncated")

@@ -15,17 +15,17 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from memfit.recording.tensor_storage import storage_of
-from memfit.strategies.mechanisms.operation_counter import recomputing
-from memfit.strategies.mechanisms.tensors import version_of
+from memfit.strategies.mechanisms.operation_counter import mark_as_recomputed
+from memfit.strategies.mechanisms.tensors_in_objects import tensor_version
 
 
-class Kept:
+class NotedTensor:
     """A tensor that is kept, as it is now."""
 
     __slots__ = ("_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._version = tensor, version_of(tensor)
+        self._tensor, self._version = tensor, tensor_version(tensor)
 
     def tensor(self) -> torch.Tensor:
         """Return the tensor.
@@ -33,7 +33,7 @@ class Kept:
         Raises:
             RuntimeError: it has been changed in place, or its memory was freed.
         """
-        tensor, version = self._tensor, version_of(self._tensor)
+        tensor, version = self._tensor, tensor_version(self._tensor)
         if version != self._version:
             raise RuntimeError(
                 f"memfit: the backward needs a tensor of shape {list(tensor.shape)} that was changed "
@@ -48,12 +48,14 @@ class Kept:
         return tensor
 
 
-class Content:
+class NotedContent:
     """What a storage holds between two writes: kept, copied, or made by a step."""
 
     __slots__ = ("__weakref__", "_held", "step")
 
-    def __init__(self, held: Kept | torch.UntypedStorage | None, step: "Step | None" = None) -> None:
+    def __init__(
+        self, held: NotedTensor | torch.UntypedStorage | None, step: "NotedOperation | None" = None
+    ) -> None:
         self._held, self.step = held, step
 
     def hold(self, storage: torch.UntypedStorage) -> None:
@@ -62,7 +64,7 @@ class Content:
 
     def storage(self) -> torch.UntypedStorage:
         """Return the storage; if a step makes the content, it must have run."""
-        if isinstance(self._held, Kept):
+        if isinstance(self._held, NotedTensor):
             return self._held.tensor().untyped_storage()
         if self._held is None:
             raise AssertionError("this content has not been made")
@@ -81,7 +83,7 @@ class Content:
                     step.run()
 
 
-class Place(NamedTuple):
+class PlaceInStorage(NamedTuple):
     """Where in a storage a tensor is."""
 
     dtype: torch.dtype
@@ -90,7 +92,7 @@ class Place(NamedTuple):
     stride: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> "Place":
+    def of(cls, tensor: torch.Tensor) -> "PlaceInStorage":
         """Return a tensor's place."""
         return cls(tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
 
@@ -101,18 +103,18 @@ class Place(NamedTuple):
             return empty.set_(storage, self.offset, self.size, self.stride)
 
 
-class View(NamedTuple):
+class NotedView(NamedTuple):
     """A tensor as a part of a content."""
 
-    content: Content
-    place: Place
+    content: NotedContent
+    place: PlaceInStorage
 
     def tensor(self) -> torch.Tensor:
         """Return the tensor, whose content is kept or has been made."""
         return self.place.tensor(self.content.storage())
 
 
-class Layout(NamedTuple):
+class ArgumentLayout(NamedTuple):
     """How the arguments of an operation become a list, and the list arguments again.
 
     PyTorch's own trees take a third of the time of a note. Only lists of tensors need them.
@@ -126,7 +128,7 @@ class Layout(NamedTuple):
     """Of PyTorch's tree, if there are lists of tensors."""
 
     @classmethod
-    def flatten(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "tuple[list[Any], Layout]":
+    def flatten(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "tuple[list[Any], ArgumentLayout]":
         """Return arguments as a list, and how."""
         leaves = [*args, *kwargs.values()]
         if any(_has_tensors(each) for each in leaves):
@@ -155,12 +157,12 @@ def _has_tensors(argument: Any) -> bool:
     return type(argument) in (list, tuple) and any(isinstance(each, torch.Tensor) for each in argument)
 
 
-class Step:
+class NotedOperation:
     """An operation that can run again.
 
     Args:
         operation: as PyTorch dispatched it.
-        arguments: flattened; a ``View`` in place of each tensor.
+        arguments: flattened; a ``NotedView`` in place of each tensor.
         layout: what puts them together.
         written: by number, the arguments that it changes in place.
     """
@@ -168,32 +170,32 @@ class Step:
     __slots__ = ("_arguments", "_layout", "_operation", "_written", "changes", "creates")
 
     def __init__(
-        self, operation: Any, arguments: list[Any], layout: "Layout", written: tuple[int, ...]
+        self, operation: Any, arguments: list[Any], layout: "ArgumentLayout", written: tuple[int, ...]
     ) -> None:
         self._operation, self._arguments, self._layout = operation, arguments, layout
         self._written = written
-        self.creates: dict[int, weakref.ref[Content]] = {}
+        self.creates: dict[int, weakref.ref[NotedContent]] = {}
         """By the number of a result: what it makes in a new storage."""
-        self.changes: dict[int, weakref.ref[Content]] = {}
+        self.changes: dict[int, weakref.ref[NotedContent]] = {}
         """By the number of an argument: what it makes in that storage."""
 
-    def missing(self) -> list[Content]:
+    def missing(self) -> list[NotedContent]:
         """Return what must be made before it can run."""
-        contents = (each.content for each in self._arguments if isinstance(each, View))
+        contents = (each.content for each in self._arguments if isinstance(each, NotedView))
         return [each for each in contents if each.step is not None]
 
     def run(self) -> None:
         """Run the operation, and let go of its arguments."""
         noted, self._arguments = self._arguments, []
-        arguments = [each.tensor() if isinstance(each, View) else each for each in noted]
+        arguments = [each.tensor() if isinstance(each, NotedView) else each for each in noted]
         before = {index: (weakref.ref(noted[index].content), noted[index].place) for index in self._written}
         del noted
         for index, (content, place) in before.items():
             if content() is not None:  # something else needs it unchanged
-                arguments[index] = place.tensor(copied(arguments[index]))
+                arguments[index] = place.tensor(copy_of_storage(arguments[index]))
         args, kwargs = self._layout.put_together(arguments)
         # With gradients, as in the forward: oneDNN's LSTM makes its workspace only then.
-        with recomputing(), torch.enable_grad():
+        with mark_as_recomputed(), torch.enable_grad():
             results = flat_values(self._operation(*args, **kwargs))
         for made, tensors in ((self.creates, results), (self.changes, arguments)):
             for index, reference in made.items():
@@ -201,7 +203,7 @@ class Step:
                     still.hold(tensors[index].untyped_storage())
 
 
-def copied(tensor: torch.Tensor) -> torch.UntypedStorage:
+def copy_of_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
     """Return a copy of a tensor's storage."""
     with _unseen():
         copy: torch.UntypedStorage = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]

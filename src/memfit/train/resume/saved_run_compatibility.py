@@ -10,16 +10,16 @@ from memfit.train.resume.engine_parts import (
     EngineParts,
     bare_model,
     class_path,
+    gradient_precision_of,
     named_parameters,
-    parameter_groups,
-    precision_of,
+    parameter_names_by_group,
     tensors_outside_state_dict,
 )
-from memfit.train.resume.saved_run import SavedRun
+from memfit.train.resume.saved_run_format import SavedRun
 from memfit.user_frame import warn_user
 
 
-def check_compatible(parts: EngineParts, state: SavedRun) -> None:
+def check_run_suits_engine(parts: EngineParts, state: SavedRun) -> None:
     """Refuse a saved run that cannot resume in an engine.
 
     Raises:
@@ -27,7 +27,7 @@ def check_compatible(parts: EngineParts, state: SavedRun) -> None:
             window, which another precision or accumulation cannot complete.
     """
     model = bare_model(parts).state_dict()
-    check_shapes(model, state["model"])
+    check_saved_shapes(model, state["model"])
     _expect_values(state["model"])
     for what, here, there in (
         ("optimizer", class_path(local_optimizer(parts.optimizer)), state["optimizer_class"]),
@@ -39,8 +39,8 @@ def check_compatible(parts: EngineParts, state: SavedRun) -> None:
                 f"{here or f'no {what}'}. Use the same {what} as in the saved run, or load only the model's "
                 "state."
             )
-    check_groups(parameter_groups(parts), state["groups"])
-    check_shapes(tensors_outside_state_dict(parts), state["others"])
+    check_parameter_groups(parameter_names_by_group(parts), state["groups"])
+    check_saved_shapes(tensors_outside_state_dict(parts), state["others"])
     _expect_values(state["others"])
     _check_callbacks(parts, state)
     _check_scheduler(parts, state)
@@ -54,7 +54,7 @@ def check_compatible(parts: EngineParts, state: SavedRun) -> None:
         _check_inside(parts, state)
 
 
-def expect_no_window(saved: dict[str, Any], there: int, here: int) -> None:
+def check_no_open_window(saved: dict[str, Any], there: int, here: int) -> None:
     """Refuse to continue a window on another number of ranks, whose batches and gradients are others.
 
     Raises:
@@ -68,7 +68,7 @@ def expect_no_window(saved: dict[str, Any], there: int, here: int) -> None:
         )
 
 
-def check_shapes(here: dict[str, Any], there: dict[str, Any]) -> None:
+def check_saved_shapes(here: dict[str, Any], there: dict[str, Any]) -> None:
     """Refuse saved tensors and values that are not those of a model, by name, kind and shape.
 
     Raises:
@@ -109,7 +109,7 @@ def _described(value: Any) -> str:
     return f"{kind}{layout}"
 
 
-def check_groups(here: list[list[str]], there: list[list[str]]) -> None:
+def check_parameter_groups(here: list[list[str]], there: list[list[str]]) -> None:
     """Refuse other parameter groups.
 
     Their order counts too: an optimizer's state refers to parameters by index, not by name.
@@ -168,7 +168,7 @@ def _check_inside(parts: EngineParts, state: SavedRun) -> None:
             f"micro-batches, but this engine's windows have {steps} micro-batch{'es' * (steps != 1)}. Set "
             f"batches_per_update={state['steps']}, or resume from a state saved between windows."
         )
-    here = precision_of(parts)
+    here = gradient_precision_of(parts)
     other = [
         f"{name}={there!r}, here {here.get(name)!r}"
         for name, there in state["precision"].items()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from memfit.recording.short_loaders import ShortLoaders
+from memfit.recording.data_loaders import ScriptLoaders, ShortLoaders
 from memfit.records import Shortened
 
 NUMBERS = TensorDataset(torch.arange(40))
@@ -35,9 +35,12 @@ class Recording(Dataset):
 
 @pytest.fixture
 def short():
-    loaders = ShortLoaders(3)
+    followed = ScriptLoaders()
+    loaders = ShortLoaders(3, followed)
     loaders.install()
+    followed.install()
     yield loaders
+    followed._hooks.remove()
     loaders._hooks.remove()
 
 

@@ -1,4 +1,4 @@
-"""Run a script until its first update, as written and under a plan.
+"""Run a script under a plan: until its first update, also as written, and a few steps on a GPU for its peak.
 
 If the gradients are not those that the plan promises, the script runs once more as written: it may not
 compute the same twice.
@@ -7,30 +7,33 @@ compute the same twice.
 import os
 import subprocess
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
+from memfit.analysis.summary import summarize
+from memfit.analysis.trial_result import ran_to_completion, why_it_failed
 from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import TargetError, UsageError
 from memfit.planning.plan_file import PlanFile
 from memfit.python_command import python_command
-from memfit.records import Change, CountedOperations, Verification, VerificationVerdict
-from memfit.records.job_target import typed
+from memfit.records import Change, CountedOperations, MeasuredPeak, Verification, VerificationVerdict
+from memfit.records.job_target import command_as_typed
 from memfit.run.options import RunOptions
-from memfit.run.parent import Progress
+from memfit.run.parent import Progress, run_script
 from memfit.run.process_tree import kill_descendants
 from memfit.temporary_folders import TemporaryFolder
 from memfit.trials.trial_run import injected
 from memfit.verification.compare_updates import (
     UpdateRun,
-    bound_of,
     gradient_difference,
-    keeps_promise,
-    why_not_comparable,
+    gradients_keep_promise,
+    largest_allowed_difference,
     why_other_operations,
+    why_runs_not_comparable,
 )
-from memfit.verification.first_update import UpdateSettings, read_update
+from memfit.verification.first_update import UpdateSettings, read_first_update
 
 _ON_CPU = "\nTo compute on the CPU instead, write: CUDA_VISIBLE_DEVICES= memfit verify ..."
 
@@ -69,12 +72,12 @@ def verify_plan(
         plain, planned = run("as written", Change()), run("under the plan", change)
         apart = gradient_difference(plain, planned, parts=change.updates_held_back)
         parts = change.parts
-        bound = bound_of(plan.equality, plain.update.arithmetic)
+        bound = largest_allowed_difference(plan.equality, plain.update.arithmetic)
         verdict, reason, repeated = VerificationVerdict.VERIFIED, "", None
-        if not keeps_promise(plain, planned, apart, bound, parts=parts):
+        if not gradients_keep_promise(plain, planned, apart, bound, parts=parts):
             again = run("as written, again", Change())
             repeated = gradient_difference(plain, again)
-            reason = why_not_comparable(plain, again, planned, repeated, bound, parts=parts)
+            reason = why_runs_not_comparable(plain, again, planned, repeated, bound, parts=parts)
             verdict = VerificationVerdict.NOT_COMPARABLE if reason else VerificationVerdict.DIFFERS
         under = planned.report.operations
         operations = (
@@ -133,7 +136,7 @@ def _run(command: tuple[str, ...], settings: UpdateSettings, change: Change, wha
         finally:
             os.close(read)
             os.close(write)
-        update, report = read_update(folder), injection.report()
+        update, report = read_first_update(folder), injection.report()
         why = injection.why_unfit()
     if why:
         raise UsageError(f"The plan does not suit {command[0]}: {why}")
@@ -141,7 +144,7 @@ def _run(command: tuple[str, ...], settings: UpdateSettings, change: Change, wha
         stands_in = " on the CPU, because this machine has no GPU that PyTorch can use"
         on = stands_in if settings.on_cpu else ""
         raise TargetError(
-            f"memfit ran {typed(command)[0]} {what}{on}: {update.failure}{'' if on else _ON_CPU}"
+            f"memfit ran {command_as_typed(command)[0]} {what}{on}: {update.failure}{'' if on else _ON_CPU}"
         )
     return UpdateRun(folder, update, report)
 
@@ -167,3 +170,38 @@ def _start(command: Sequence[str], conf: str, pipe: int) -> None:
             kill_descendants(process.pid)
             process.kill()
             process.wait()
+
+
+def measured_peak(
+    command: tuple[str, ...], plan: PlanFile, *, module: bool, on_progress: Callable[[Progress], None]
+) -> MeasuredPeak:
+    """Return the peak of a script under a plan over its first steps, as ``memfit record`` measures it.
+
+    Args:
+        command: the script's ``sys.argv``.
+        plan: the plan. Its prediction is for the command that it was made for.
+        module: as in ``RunOptions``.
+        on_progress: called about ten times a second.
+
+    Raises:
+        TargetError: the script never used the GPU, or failed, or its process died.
+    """
+    change = plan.change
+
+    def show(progress: Progress) -> None:
+        on_progress(replace(progress, trying="under the plan, for its peak"))
+
+    options = RunOptions(module=module, labels=False, allocator=change.allocator)
+    with injected(change, options) as injection:
+        trace = run_script(command + change.arguments, injection.options, None, None, show).trace
+    if not ran_to_completion(trace.end):
+        raise TargetError(
+            f"memfit trained {command_as_typed(command)[0]} under the plan, but {why_it_failed(trace.end)}"
+        )
+    found = summarize(trace)
+    return MeasuredPeak(
+        found.peak_allocated,
+        found.peak_reserved,
+        found.peak_process,
+        plan.allocated_for(command),
+    )

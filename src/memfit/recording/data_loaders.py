@@ -1,29 +1,79 @@
-"""Let each pass over a ``DataLoader`` end after a few batches, as if its data set had no more.
+"""The loaders that the script creates and reads; on request, each pass over one ends after a few batches.
 
-``len`` of the loader is the number of batches that come, so that schedulers, progress bars and trainers agree
-with it. Its data set, its sampler and their lengths are the script's own.
+``len`` of a shortened loader is the number of batches that come, so that schedulers, progress bars and
+trainers agree with it. Its data set, its sampler and their lengths are the script's own.
 """
 
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from memfit.patching.after_import import after_import
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
-from memfit.recording.loader_batch_size import creator, known_length
-from memfit.records import Shortened
+from memfit.records import LoaderBatchSize, Shortened
+from memfit.user_frame import is_user_file, user_line
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 _LOADERS, _ACCELERATE = "torch.utils.data.dataloader", "accelerate.data_loader"
+_CREATED = Patch(
+    f"{_LOADERS}:DataLoader", "__init__", why="learn where a loader is created, and its batch size"
+)
+_SAMPLER = Patch("torch.utils.data.sampler:BatchSampler", "__iter__", why="learn which loader is read")
 _LOADER = Patch(
     f"{_LOADERS}:DataLoader",
-    *("__init__", "__len__", "_get_iterator", "_index_sampler"),
+    *("__len__", "_get_iterator", "_index_sampler"),
     why="end each pass after a few batches",
 )
 _PREPARED = Patch(f"{_ACCELERATE}:DataLoaderStateMixin", "begin", why="keep the last batch of a shorter pass")
+
+
+class ScriptLoaders:
+    """The loaders that the script has created since ``install``, and the one that it reads."""
+
+    def __init__(self) -> None:
+        self._hooks = InstalledHooks()
+        self._creators: MutableMapping[Any, tuple[str, str]] = {}
+        self._sizes: weakref.WeakKeyDictionary[Any, LoaderBatchSize] = weakref.WeakKeyDictionary()
+        """By batch sampler: libraries such as accelerate wrap the loader in another that has the same one."""
+        self.on_creation: list[Callable[[Any], None]] = []
+        """Called with each new loader before PyTorch initialises it."""
+        self.last: LoaderBatchSize | None = None
+        """Of the loader that the script last began to read."""
+
+    def install(self) -> None:
+        """Follow loaders as soon as PyTorch has them."""
+        after_import(_LOADERS, self._follow)
+
+    def line_of(self, loader: Any) -> str:
+        """Return the script's ``file:line`` that created a loader; empty if that was before ``install``."""
+        return self._creators.get(loader, ("", ""))[0]
+
+    def _follow(self) -> None:
+        from torch.utils.weak import WeakIdKeyDictionary  # a class of the script's may have no hash
+
+        self._creators = WeakIdKeyDictionary()
+        self._hooks.wrap(_CREATED, "__init__", self._create)
+        self._hooks.wrap(_SAMPLER, "__iter__", self._read)
+
+    def _create(self, original: Callable[..., None], loader: Any, *args: Any, **kwargs: Any) -> None:
+        created_by = self._creators[loader] = creator(sys._getframe(2))
+        for action in self.on_creation:
+            action(loader)
+        original(loader, *args, **kwargs)
+        if isinstance(loader.batch_size, int):
+            self._sizes[loader.batch_sampler] = LoaderBatchSize(loader.batch_size, *created_by)
+
+    def _read(self, original: Callable[..., Any], sampler: Any) -> Any:
+        if (size := self._sizes.get(sampler)) is not None:
+            self.last = replace(size, samples=known_length(sampler.sampler))
+        return original(sampler)
 
 
 class ShortLoaders:
@@ -31,14 +81,15 @@ class ShortLoaders:
 
     Args:
         batches: of each pass, at most.
+        loaders: knows the script's.
     """
 
-    def __init__(self, batches: int) -> None:
+    def __init__(self, batches: int, loaders: ScriptLoaders) -> None:
         self.batches = batches
         """Of each pass, at most."""
         self._whole = False
         self._hooks = InstalledHooks()
-        self._created: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._loaders = loaders
         self._measured: set[type] = set()  # classes whose lengths are shortened
         self._found: dict[Shortened, None] = {}  # each once: a script may create a loader for each pass
 
@@ -49,6 +100,7 @@ class ShortLoaders:
 
     def install(self) -> None:
         """Shorten loaders as soon as PyTorch has them."""
+        self._loaders.on_creation.append(self._shorten_length)
         after_import(_LOADERS, self._shorten)
         after_import(_ACCELERATE, self._hook_accelerate)
 
@@ -62,7 +114,6 @@ class ShortLoaders:
 
             return property(index_sampler)
 
-        self._hooks.wrap(_LOADER, "__init__", self._create)
         self._hooks.wrap(_LOADER, "__len__", self._length)
         self._hooks.wrap(_LOADER, "_get_iterator", self._begin)
         self._hooks.replace(_LOADER, "_index_sampler", shorter)
@@ -77,15 +128,14 @@ class ShortLoaders:
         finally:
             self._whole = False
 
-    def _create(self, original: Callable[..., None], loader: Any, *args: Any, **kwargs: Any) -> None:
-        self._created[loader] = creator(sys._getframe(2))[0]
+    def _shorten_length(self, loader: Any) -> None:
+        """Shorten the lengths that the classes of a new loader return themselves."""
         for kind in type(loader).__mro__:
             if "__len__" in vars(kind) and kind not in self._measured:
                 self._measured.add(kind)
                 self._hooks.wrap(_LOADER, "__len__", self._length, on=kind)
             if kind is sys.modules[_LOADERS].DataLoader:
                 break
-        original(loader, *args, **kwargs)
 
     def _length(self, original: Callable[..., int], loader: Any) -> int:
         # Of an IterableDataset, no sampler decides, and of a loader that counts batches, its own length.
@@ -122,7 +172,7 @@ class ShortLoaders:
                 prepared.remainder = 0
 
     def _note(self, loader: Any, full: int | None) -> None:
-        self._found[Shortened(self._created.get(loader, ""), self.batches, full)] = None
+        self._found[Shortened(self._loaders.line_of(loader), self.batches, full)] = None
 
 
 def counts_batches(loader: Any, sampler: Any) -> bool:
@@ -157,3 +207,24 @@ class _First:
     def all(self) -> Any:
         """The sampler."""
         return self._sampler
+
+
+def known_length(sampler: Any) -> int | None:
+    """Return how many samples, or batches, a sampler has; None if it does not know."""
+    try:
+        return len(sampler)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def creator(frame: "FrameType") -> tuple[str, str]:
+    """Return the script's line that created an object, and the library that did so for it.
+
+    Args:
+        frame: the frame that called the object's class.
+
+    Returns:
+        ``file:line``, and the name of a package; empty if the script itself created the object.
+    """
+    library = "" if is_user_file(frame.f_code.co_filename) else frame.f_globals.get("__name__", "")
+    return user_line(frame), library.partition(".")[0]

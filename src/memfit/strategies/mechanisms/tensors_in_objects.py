@@ -21,7 +21,7 @@ def tensors_in(value: object, depth: int = 4) -> list[torch.Tensor]:
     return [tensor for each in held for tensor in tensors_in(each, depth - 1)]
 
 
-def version_of(value: object) -> int:
+def tensor_version(value: object) -> int:
     """Return autograd's count of writes to a tensor; 0 for anything that has no count."""
     return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
 

@@ -17,16 +17,16 @@ from torch import nn
 from memfit.errors import AmbiguousBatchError, UsageError
 from memfit.random_state import get_random_state, set_random_state
 from memfit.strategies.accumulation import Accumulation
-from memfit.strategies.mechanisms.tensors import tensors_in, version_of
+from memfit.strategies.mechanisms.tensors_in_objects import tensor_version, tensors_in
 from memfit.strategies.plan import Plan
-from memfit.strategies.precision import autocast_of
-from memfit.train.accumulation_ledger import AccumulationLedger, WindowCopy
-from memfit.train.accumulation_window import StepResult, Window
+from memfit.strategies.precision import autocast_of_model
+from memfit.train.accumulation_ledger import AccumulationLedger, AccumulationWindowCopy
+from memfit.train.accumulation_window import AccumulationWindow, StepResult
 from memfit.train.arena_steps import ArenaSteps
-from memfit.train.cuda_graphs import StepGraphs
+from memfit.train.cuda_graphs import StepCudaGraphs
 from memfit.train.data.split_batch import BatchSplitter, warn_of_batch_norms
 from memfit.train.job import Loss
-from memfit.train.ranks.job_ranks import RAN_OUT, PeerOutOfMemoryError, is_out_of_memory
+from memfit.train.ranks.rank_agreement import RAN_OUT, PeerOutOfMemoryError, is_out_of_memory
 from memfit.train.step_snapshots import StepSnapshot, StepSnapshots
 
 _NO_CONTEXT: AbstractContextManager[None] = nullcontext()
@@ -79,16 +79,20 @@ class FullBatchStepper:
             raise AssertionError  # a window that closes has a result
         return result
 
-    def gather(self, window: Window, batches: list[Any], *, closes: bool) -> StepResult | None:
+    def gather(self, window: AccumulationWindow, batches: list[Any], *, closes: bool) -> StepResult | None:
         """Add whole batches to a window, and update from it if that closes it."""
         return self._train(batches, window, closes=closes)
 
-    def _train(self, batches: list[Any], gathered: Window | None, *, closes: bool) -> StepResult | None:
+    def _train(
+        self, batches: list[Any], gathered: AccumulationWindow | None, *, closes: bool
+    ) -> StepResult | None:
         """Process a batch in a window of its parts, or several in the window that gathers them."""
         with self._ledger.reporting():
             return self._train_alike(batches, gathered, closes=closes)
 
-    def _train_alike(self, batches: list[Any], gathered: Window | None, *, closes: bool) -> StepResult | None:
+    def _train_alike(
+        self, batches: list[Any], gathered: AccumulationWindow | None, *, closes: bool
+    ) -> StepResult | None:
         """Train with the other ranks, which do the same: ``_train`` tells them if this one fails."""
         ledger, retried = self._ledger, 0
         ledger.prepare()
@@ -128,7 +132,7 @@ class FullBatchStepper:
             ledger.notify("on_window_end", result)
         return result
 
-    def _samples(self, batches: list[Any], gathered: Window | None) -> list[int] | None:
+    def _samples(self, batches: list[Any], gathered: AccumulationWindow | None) -> list[int] | None:
         """Return the sizes of batches if they are needed: to divide them, or as weights among the ranks'.
 
         The size of a batch that is not divided may not be known; its weight is then 1.
@@ -141,7 +145,7 @@ class FullBatchStepper:
                 self._splitter.observe(batch)
         return None
 
-    def _differences(self, gathered: Window | None, *, closes: bool) -> Iterator[str]:
+    def _differences(self, gathered: AccumulationWindow | None, *, closes: bool) -> Iterator[str]:
         """Yield how an update differs from others of batches of the same shapes."""
         if self.finer > 1:
             yield f"{self.finer} times the parts"
@@ -157,12 +161,12 @@ class FullBatchStepper:
     def _process(
         self,
         batches: list[Any],
-        gathered: Window | None,
+        gathered: AccumulationWindow | None,
         samples: list[int] | None,
         finer: int,
         snapshot: StepSnapshot | None,
-        before: WindowCopy | None,
-    ) -> Window | None:
+        before: AccumulationWindowCopy | None,
+    ) -> AccumulationWindow | None:
         """Run forward and backward on the parts of batches; on whole batches if ``samples`` is None.
 
         Returns:
@@ -249,7 +253,7 @@ class FullBatchStepper:
             )
         return not snapshot.lost
 
-    def _pad(self, window: Window) -> None:
+    def _pad(self, window: AccumulationWindow) -> None:
         """Run as many forwards and backwards as the rank with the most, where these are collective.
 
         They repeat the last part, count for nothing, and leave buffers and random numbers as they were.
@@ -271,10 +275,10 @@ class FullBatchStepper:
             for buffer, before in buffers:
                 buffer.copy_(before)
 
-    def _window(self, gathered: Window | None, parts: int) -> Window:
+    def _window(self, gathered: AccumulationWindow | None, parts: int) -> AccumulationWindow:
         """Return the open window for an attempt: of a batch's parts, or one that gathers batches."""
         if gathered is None:
-            return self._ledger.open(Window(parts, holds_parts=True), pads=True)
+            return self._ledger.open(AccumulationWindow(parts, holds_parts=True), pads=True)
         return self._ledger.window or self._ledger.open(replace(gathered), pads=True)
 
     def _know_sizes(self, batches: list[Any], error: Exception | None = None) -> bool:
@@ -291,7 +295,7 @@ class FullBatchStepper:
         return True
 
     def _micro_step(
-        self, window: Window, part: Any, total: int, size: float, *, completes: bool = True
+        self, window: AccumulationWindow, part: Any, total: int, size: float, *, completes: bool = True
     ) -> None:
         """Run forward and backward on a part, whose mean loss counts for ``size`` of ``total``."""
         graphs = self._ledger.update.graphs
@@ -319,10 +323,10 @@ class FullBatchStepper:
             self._ledger.backward(window, loss, None, share=float(size), completes=completes)
 
     def _loss(self, part: Any) -> torch.Tensor | tuple[torch.Tensor, float | torch.Tensor]:
-        with autocast_of(self._precision, self._model):
+        with autocast_of_model(self._precision, self._model):
             return self._loss_of(self._model, part)
 
-    def _replay_graph(self, graphs: StepGraphs, part: Any, divisor: float) -> torch.Tensor | None:
+    def _replay_graph(self, graphs: StepCudaGraphs, part: Any, divisor: float) -> torch.Tensor | None:
         """Run forward and backward as a CUDA graph; return None if they must run without one."""
 
         def backward(part: Any) -> torch.Tensor:
@@ -344,7 +348,7 @@ def _shallow_copy(batch: Any) -> Any:
 
 
 def _versions(batches: list[Any]) -> list[tuple[torch.Tensor, int]]:
-    return [(tensor, version_of(tensor)) for batch in batches for tensor in tensors_in(batch)]
+    return [(tensor, tensor_version(tensor)) for batch in batches for tensor in tensors_in(batch)]
 
 
 def _expect_unchanged(batches: list[Any], seen: list[tuple[torch.Tensor, int]]) -> None:
@@ -359,6 +363,6 @@ def _expect_unchanged(batches: list[Any], seen: list[tuple[torch.Tensor, int]]) 
         )
 
 
-def no_loss(model: nn.Module, batch: Any) -> torch.Tensor:  # noqa: ARG001 - stands for a loss
+def missing_loss_error(model: nn.Module, batch: Any) -> torch.Tensor:  # noqa: ARG001 - stands for a loss
     """Refuse to train without a loss."""
     raise UsageError("engine.step and engine.fit need a loss function: pass it as Engine(..., loss=...).")

@@ -4,7 +4,7 @@ import pytest
 
 INSTALL = """
 import resource
-from memfit.ghost.host_memory.skip_random_fills import RandomFillSkipper
+from memfit.ghost.skip_random_fills import RandomFillSkipper
 host = RandomFillSkipper(lambda *_: None)
 
 def resident():
@@ -184,7 +184,7 @@ def test_a_large_model_built_on_the_cpu_does_not_fill_host_memory(printed):
 
 def test_new_random_tensors_are_real_and_a_skipped_fill_is_noted(printed):
     script = """
-from memfit.ghost.host_memory.skip_random_fills import RandomFillSkipper
+from memfit.ghost.skip_random_fills import RandomFillSkipper
 notes = []
 host = RandomFillSkipper(lambda provenance, text, where: notes.append((provenance, text)))
 print((torch.rand(2_000_000) < 0.1).float().mean().item() < 0.2, (torch.randn(2_000_000) > 0).any().item())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from memfit.patching.patches import Patch
-from memfit.user_frame import innermost_line, user_line
+from memfit.user_frame import innermost_line_of_place, user_line
 
 if TYPE_CHECKING:
     from memfit.patching.installed_hooks import InstalledHooks
@@ -71,9 +71,9 @@ class OptimizedModels:
     def _optimized(
         self, original: Callable[..., None], optimizer: Any, params: Any, *args: Any, **kwargs: Any
     ) -> None:
-        entries = listed(params)
-        line = innermost_line(user_line(sys._getframe(2)))
-        models = self.taken_by(parameters_in(entries))
+        entries = listed_optimizer_parameters(params)
+        line = innermost_line_of_place(user_line(sys._getframe(2)))
+        models = self.taken_by(parameters_in_listed(entries))
         self.found += [OptimizedModel(len(self.all), weakref.ref(model), line) for model in models]
         for model in models:
             self.on_found(model)
@@ -82,21 +82,21 @@ class OptimizedModels:
         original(optimizer, entries, *args, **kwargs)
 
 
-def listed(parameters: Any) -> list[Any]:
+def listed_optimizer_parameters(parameters: Any) -> list[Any]:
     """Return what an optimizer is given as lists: of parameters, of named ones, or of groups of them."""
     import torch
 
     entries = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     for entry in entries:
         if isinstance(entry, dict):
-            entry["params"] = listed(entry["params"])
+            entry["params"] = listed_optimizer_parameters(entry["params"])
     return entries
 
 
-def parameters_in(entries: Iterable[Any]) -> Iterator[Any]:
-    """Yield the parameters in what ``listed`` returned."""
+def parameters_in_listed(entries: Iterable[Any]) -> Iterator[Any]:
+    """Yield the parameters in what ``listed_optimizer_parameters`` returned."""
     for entry in entries:
         if isinstance(entry, dict):
-            yield from parameters_in(entry["params"])
+            yield from parameters_in_listed(entry["params"])
         else:
             yield entry[1] if isinstance(entry, tuple) else entry

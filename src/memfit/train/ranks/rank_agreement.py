@@ -15,17 +15,20 @@ The numbers go between the hosts (Gloo): this needs no memory of a GPU, and does
 import atexit
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from hashlib import blake2b
 from typing import Any
 from weakref import ref
 
 import torch
+from torch import nn
 
 from memfit.errors import RankFailedError, UsageError
-from memfit.report.terminal.ranks import listed_ranks
+from memfit.report.terminal.ranks import format_ranks
+from memfit.strategies.plan import Plan
 from memfit.train.ranks.lost_ranks import RankProcesses, is_broken_connection
-from memfit.user_frame import innermost_line, place_of
+from memfit.user_frame import innermost_line_of_place, user_place
 
 Facts = Mapping[str, str]
 """Values by name, each as it is written in an error."""
@@ -111,7 +114,7 @@ class Ranks(OneRank):
             UsageError: the ranks are in different calls, or the facts differ.
         """
         self._call, facts = call, {} if failure else same()
-        mark = -math.inf if failure else digest_of(call, facts)
+        mark = -math.inf if failure else digest_of_rank_facts(call, facts)
         own = failure, self.rank + 1 if failure else 0, mark, -abs(mark), *numbers
         key = self._key()
         worst, who, most, least, *maxima = self._exchange([*map(float, own)], torch.distributed.ReduceOp.MAX)
@@ -173,7 +176,7 @@ class Ranks(OneRank):
         self.guarded(
             lambda: torch.distributed.all_gather_object(own, (call, dict(facts)), group=self.control)
         )
-        error = UsageError(first_difference(own))
+        error = UsageError(first_difference_between_ranks(own))
         error.is_reported = True  # type: ignore[attr-defined]
         return error
 
@@ -261,7 +264,7 @@ def _line_of(error: BaseException) -> str:
     while trace is not None:
         lines.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
         trace = trace.tb_next
-    line = innermost_line(place_of(reversed(lines)))
+    line = innermost_line_of_place(user_place(reversed(lines)))
     return f" ({line})" if line else ""
 
 
@@ -279,19 +282,21 @@ def is_out_of_memory(error: BaseException) -> bool:
     return error.__cause__ is not None and is_out_of_memory(error.__cause__)
 
 
-def digest_of(call: str, facts: Facts) -> float:
+def digest_of_rank_facts(call: str, facts: Facts) -> float:
     """Return a number that is the same for the same call and facts, and almost surely another for others."""
     text = "\0".join([call, *(f"{name}\0{value}" for name, value in facts.items())])
     return float(int.from_bytes(blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()))
 
 
-def first_difference(ranks: Sequence[tuple[str, Facts]]) -> str:
+def first_difference_between_ranks(ranks: Sequence[tuple[str, Facts]]) -> str:
     """Return a message about the first difference between ranks.
 
     Args:
         ranks: of each rank, the call that it is in, and its facts.
 
-    >>> print(first_difference([("engine.step", {"lr": "0.1"}), ("engine.step", {"lr": "0.2"})]))
+    >>> print(
+    ...     first_difference_between_ranks([("engine.step", {"lr": "0.1"}), ("engine.step", {"lr": "0.2"})])
+    ... )
     The ranks have different settings: lr is 0.1 on rank 0, and 0.2 on rank 1. Pass the same on all ranks.
     """
     calls = [call for call, _ in ranks]
@@ -319,9 +324,60 @@ def _by_value(values: Sequence[str]) -> str:
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
     written = [
-        f"{value} on rank{'s' * (len(own) > 1)} {listed_ranks(tuple(own))}"
+        f"{value} on rank{'s' * (len(own) > 1)} {format_ranks(tuple(own))}"
         for value, own in list(ranks.items())[:_FACTS_SHOWN]
     ]
     if len(ranks) > _FACTS_SHOWN:
         written.append("others on other ranks")
     return f"{', '.join(written[:-1])}, and {written[-1]}"
+
+
+def engine_settings_as_text(model: nn.Module, plan: Plan, options: dict[str, Any]) -> dict[str, str]:
+    """Return the options of an engine, the settings of its plan, and the parameters of its model."""
+    found = {name: _written(value) for name, value in options.items()}
+    for strategy in plan.strategies():
+        for field in fields(strategy):
+            value = getattr(strategy, field.name)
+            if value is not None:
+                found[f"{type(strategy).__name__}.{field.name}"] = _written(value)
+    for name, parameter in model.named_parameters():
+        trains = "trainable" if parameter.requires_grad else "frozen"
+        found[f"the parameter {name!r}"] = f"{tuple(parameter.shape)}, {parameter.dtype}, {trains}"
+    return found
+
+
+def optimizer_settings_as_text(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, str]:
+    """Return the class of an optimizer, the settings of its groups, and the class of its scheduler."""
+    found = {"the optimizer": type(optimizer).__name__, "the scheduler": type(scheduler).__name__}
+    for number, group in enumerate(optimizer.param_groups):
+        elements = sum(each.numel() for each in group["params"])
+        found[f"optimizer.param_groups[{number}]"] = (
+            f"{len(group['params'])} parameters of {elements} elements"
+        )
+        found |= {_entry(number, name): _written(value) for name, value in group.items() if name != "params"}
+    return found
+
+
+def learning_rates_as_text(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Return the learning rates of the groups that have one."""
+    return {
+        _entry(number, "lr"): _written(group["lr"])
+        for number, group in enumerate(optimizer.param_groups)
+        if "lr" in group
+    }
+
+
+def _entry(number: int, name: str) -> str:
+    return f"optimizer.param_groups[{number}][{name!r}]"
+
+
+def _written(value: Any) -> str:
+    """Return a value as text; of objects only the class, because a ``repr`` may differ between processes."""
+    if isinstance(value, torch.Tensor):
+        # Reading a value on a GPU would wait for it.
+        return repr(value.tolist()) if value.is_cpu else f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_written, value))})"
+    if isinstance(value, bool | int | float | str | None) or is_dataclass(value):
+        return repr(value)
+    return type(value).__name__

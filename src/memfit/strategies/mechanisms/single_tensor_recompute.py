@@ -27,15 +27,15 @@ from memfit.patching.patches import Patch
 from memfit.random_state import generator_positions
 from memfit.recording.dispatched_operations import DispatchedOperations
 from memfit.recording.tensor_storage import storage_of
-from memfit.records import LEAST_RECOMPUTED, can_run_again
-from memfit.strategies.mechanisms.noted_operations import (
-    Content,
-    Kept,
-    Layout,
-    Place,
-    Step,
-    View,
-    copied,
+from memfit.records import LEAST_RECOMPUTED, is_recomputable_operation
+from memfit.strategies.mechanisms.replayable_operations import (
+    ArgumentLayout,
+    NotedContent,
+    NotedOperation,
+    NotedTensor,
+    NotedView,
+    PlaceInStorage,
+    copy_of_storage,
     flat_values,
 )
 
@@ -50,7 +50,7 @@ _STATISTICS = {
 """Operations that write to ``running_mean`` and ``running_var``; their schemas do not say so."""
 
 
-def run_on_tape(is_kept: Callable[[Any], bool], forward: Callable[[], Any]) -> Any:
+def recompute_single_tensors(is_kept: Callable[[Any], bool], forward: Callable[[], Any]) -> Any:
     """Run a region so that the backward makes again, one by one, the tensors that are not kept.
 
     Args:
@@ -58,7 +58,9 @@ def run_on_tape(is_kept: Callable[[Any], bool], forward: Callable[[], Any]) -> A
         forward: the region's.
 
     >>> x = torch.ones(4096, requires_grad=True)
-    >>> y = run_on_tape(lambda operation: "exp" in str(operation), lambda: (x * 2).exp().sigmoid())
+    >>> y = recompute_single_tensors(
+    ...     lambda operation: "exp" in str(operation), lambda: (x * 2).exp().sigmoid()
+    ... )
     >>> y.sum().backward()  # sigmoid runs again, on the result of exp
     """
     tape = _Tape(is_kept)
@@ -66,7 +68,7 @@ def run_on_tape(is_kept: Callable[[Any], bool], forward: Callable[[], Any]) -> A
         with (
             saved_tensors_hooks(tape.save, _read),
             DispatchedOperations(tape.run),
-            triton_launches(tape.may_write),
+            observe_triton_launches(tape.may_write),
         ):
             return forward()
     finally:
@@ -78,13 +80,13 @@ class _Tape:
         self._is_kept = is_kept
         self._stored: dict[int, _Stored] = {}  # by the storage's address
 
-    def save(self, tensor: torch.Tensor) -> View | Kept:
+    def save(self, tensor: torch.Tensor) -> NotedView | NotedTensor:
         """Return what autograd is to keep in place of a tensor."""
         noted = self._noted(tensor) if _is_plain(tensor) else None
         if noted is not None:
-            return View(noted, Place.of(tensor))
+            return NotedView(noted, PlaceInStorage.of(tensor))
         # A result refers to the node that is to keep it: without a backward, neither would ever be freed.
-        return Kept(tensor if tensor.is_leaf else tensor.detach())
+        return NotedTensor(tensor if tensor.is_leaf else tensor.detach())
 
     def forget(self) -> None:
         """Forget all storages."""
@@ -93,7 +95,7 @@ class _Tape:
     def run(self, operation: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation of the forward, and note it unless its results are kept."""
         is_kept, kind = self._is_kept(operation), _kind(operation)
-        leaves, layout = Layout.flatten(args, kwargs)
+        leaves, layout = ArgumentLayout.flatten(args, kwargs)
         tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
         if kind.is_view or not all(map(_is_plain, tensors)):
             return operation(*args, **kwargs)
@@ -117,16 +119,16 @@ class _Tape:
                 self._of(each).noted = None
         elif created or changed:
             arguments = [
-                View(before.get(id(each)) or self._content(each), Place.of(each))
+                NotedView(before.get(id(each)) or self._content(each), PlaceInStorage.of(each))
                 if isinstance(each, torch.Tensor)
                 else each
                 for each in leaves
             ]
             written = tuple(index for index, each in enumerate(leaves) if id(each) in before)
-            step = Step(operation, arguments, layout, written)
+            step = NotedOperation(operation, arguments, layout, written)
             for contents, some in ((step.creates, created), (step.changes, changed)):
                 for index, each in some.items():
-                    content = self._of(each).noted = Content(None, step)
+                    content = self._of(each).noted = NotedContent(None, step)
                     contents[index] = weakref.ref(content)
         return result
 
@@ -150,7 +152,7 @@ class _Tape:
             and storage_of(each)._cdata not in self._stored
         }
 
-    def _noted(self, tensor: torch.Tensor) -> Content | None:
+    def _noted(self, tensor: torch.Tensor) -> NotedContent | None:
         stored = self._stored.get(storage_of(tensor)._cdata)
         return stored.noted if stored is not None else None
 
@@ -162,16 +164,16 @@ class _Tape:
             self._stored[address] = _Stored(weakref.ref(storage, partial(_forget, self._stored, address)))
         return self._stored[address]
 
-    def _content(self, tensor: torch.Tensor) -> Content:
+    def _content(self, tensor: torch.Tensor) -> NotedContent:
         """Return what a tensor's storage holds now."""
         stored = self._of(tensor)
         content = stored.noted or (stored.kept() if stored.kept is not None else None)
         if content is None:
-            content = Content(Kept(tensor.detach()))
+            content = NotedContent(NotedTensor(tensor.detach()))
             stored.kept = weakref.ref(content)
         return content
 
-    def _before_write(self, tensor: torch.Tensor, *, is_read: bool = False) -> Content | None:
+    def _before_write(self, tensor: torch.Tensor, *, is_read: bool = False) -> NotedContent | None:
         """Return what a tensor's storage holds before an operation writes to it: a copy of what is kept.
 
         Args:
@@ -183,9 +185,9 @@ class _Tape:
             return stored.noted
         content = stored.kept() if stored.kept is not None else None
         if content is None and is_read:
-            content = Content(None)
+            content = NotedContent(None)
         if content is not None:  # noted operations need it, or this one will
-            content.hold(copied(tensor))
+            content.hold(copy_of_storage(tensor))
             stored.kept = None
         return content
 
@@ -197,14 +199,14 @@ class _Stored:
 
     def __init__(self, end: "weakref.ref[torch.UntypedStorage]") -> None:
         self._end = end  # forgets it
-        self.noted: Content | None = None
+        self.noted: NotedContent | None = None
         """What it holds, if that is not kept."""
-        self.kept: weakref.ref[Content] | None = None
+        self.kept: weakref.ref[NotedContent] | None = None
         """What it holds, if that is kept and noted operations read it."""
 
 
-def _read(saved: View | Kept) -> torch.Tensor:
-    if isinstance(saved, View):
+def _read(saved: NotedView | NotedTensor) -> torch.Tensor:
+    if isinstance(saved, NotedView):
         saved.content.make()
     return saved.tensor()
 
@@ -242,7 +244,7 @@ def _kind(operation: Any) -> _OperationKind:
     return _OperationKind(
         is_view=operation.is_view,
         may_draw=torch.Tag.nondeterministic_seeded in operation.tags,
-        can_run_again=can_run_again(str(operation)),
+        can_run_again=is_recomputable_operation(str(operation)),
         creates=any(each.alias_info is None for each in operation._schema.returns),
         written=tuple(
             (place, each.name)
@@ -261,7 +263,7 @@ _KERNEL = Patch("triton.runtime.jit:JITFunction", "run", why="see the arguments 
 
 
 @contextmanager
-def triton_launches(about_to_run: Callable[[Any], None]) -> Iterator[None]:
+def observe_triton_launches(about_to_run: Callable[[Any], None]) -> Iterator[None]:
     """Within the block, call a function with the arguments of each Triton kernel before it runs."""
     hooks = InstalledHooks()
 

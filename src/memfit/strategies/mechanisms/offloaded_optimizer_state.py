@@ -21,15 +21,15 @@ from torch.optim import Optimizer
 
 from memfit.errors import UsageError
 from memfit.strategies.mechanisms.host_copies import HostCopies, SideStreamCopies
-from memfit.strategies.mechanisms.optimizer_step import expect_independent, step_only
-from memfit.strategies.mechanisms.tensors import inner_tensors
+from memfit.strategies.mechanisms.optimizer_step import check_updates_are_independent, step_some_parameters
+from memfit.strategies.mechanisms.tensors_in_objects import inner_tensors
 from memfit.user_frame import warn_user
 
 BLOCK_BYTES = 16 * 2**20
 """Bytes of neighbouring parameters that share a block: copying their state takes longer than its launch."""
 
 
-def side_stream_copies(device: torch.device) -> HostCopies | None:
+def host_copies_for(device: torch.device) -> HostCopies | None:
     """Return what copies between a device and the host; None for the host."""
     return SideStreamCopies(device) if device.type == "cuda" else None
 
@@ -39,7 +39,7 @@ Memory = dict[torch.dtype, torch.Tensor]
 _ALIGNMENT = 512  # bytes, as PyTorch's allocator aligns: kernels load vectors as they do without offload
 
 
-class StateBlock:
+class OptimizerStateBlock:
     """The state of some parameters: tensors whose memory moves together.
 
     The tensors stay the same objects. Their ``data`` is memory of the host or, while in use, of the device.
@@ -175,7 +175,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
-class OffloadedState:
+class OffloadedOptimizerState:
     """Steps in an optimizer's place, and keeps the optimizer's state on the host between updates.
 
     Args:
@@ -194,15 +194,17 @@ class OffloadedState:
         block_bytes: int = BLOCK_BYTES,
         updated: Callable[[list[nn.Parameter]], None] | None = None,
     ) -> None:
-        expect_independent(optimizer, "optimizer_state.offload")
+        check_updates_are_independent(optimizer, "optimizer_state.offload")
         self._reference = weakref.ref(optimizer)  # which may hold this object, as its step
         self._block_bytes, self._updated = block_bytes, updated
-        self._blocks: dict[nn.Parameter, StateBlock | None] = {}  # None: the parameter is on the host
+        self._blocks: dict[
+            nn.Parameter, OptimizerStateBlock | None
+        ] = {}  # None: the parameter is on the host
         self._copies: dict[torch.device, list[HostCopies]] = {}
-        self._following: dict[StateBlock, StateBlock] = {}
-        self._last: StateBlock | None = None
-        self._current: tuple[StateBlock, list[nn.Parameter]] | None = None
-        self._fetched: set[StateBlock] = set()
+        self._following: dict[OptimizerStateBlock, OptimizerStateBlock] = {}
+        self._last: OptimizerStateBlock | None = None
+        self._current: tuple[OptimizerStateBlock, list[nn.Parameter]] | None = None
+        self._fetched: set[OptimizerStateBlock] = set()
         self._release: Callable[[], None] = lambda: None
         self._warned = False
 
@@ -284,7 +286,7 @@ class OffloadedState:
         return parameter if block is None else block.value_of(parameter)
 
     def _step_only(self, index: int, parameters: list[nn.Parameter]) -> None:
-        step_only(self._optimizer, index, parameters)
+        step_some_parameters(self._optimizer, index, parameters)
         if self._updated is not None:
             self._updated(parameters)
 
@@ -303,7 +305,7 @@ class OffloadedState:
         self._warned = True
         return loss
 
-    def _entered(self) -> Iterator[tuple[StateBlock, list[nn.Parameter]]]:
+    def _entered(self) -> Iterator[tuple[OptimizerStateBlock, list[nn.Parameter]]]:
         """Move one block after the other to the device, and yield it with its parameters."""
         for _, parameters in self._parts():
             block = self._block_of(parameters)
@@ -311,12 +313,12 @@ class OffloadedState:
                 self._enter(block, parameters)
                 yield block, parameters
 
-    def _enter(self, block: StateBlock, parameters: list[nn.Parameter]) -> None:
+    def _enter(self, block: OptimizerStateBlock, parameters: list[nn.Parameter]) -> None:
         self._current = block, parameters
         block.enter(self._state_of(parameters))
         self._fetched.discard(block)
 
-    def _leave(self, block: StateBlock, parameters: Iterable[nn.Parameter]) -> None:
+    def _leave(self, block: OptimizerStateBlock, parameters: Iterable[nn.Parameter]) -> None:
         self._release()  # the block before, whose copy ran beside this block's update
         self._release = block.leave(self._state_of(parameters))
         self._current = None
@@ -328,7 +330,7 @@ class OffloadedState:
             for _, parameters in itertools.groupby(group["params"], self._blocks.get):
                 yield index, list(parameters)
 
-    def _block_of(self, parameters: list[nn.Parameter]) -> StateBlock | None:
+    def _block_of(self, parameters: list[nn.Parameter]) -> OptimizerStateBlock | None:
         if self._blocks.get(parameters[0]) is None:
             self._assign(parameters)
         return self._blocks[parameters[0]]
@@ -345,14 +347,14 @@ class OffloadedState:
             if not copies:
                 block = None
             elif block is None or block.device != parameter.device or size > room:
-                block, room = StateBlock(parameter.device, *copies), self._block_bytes
+                block, room = OptimizerStateBlock(parameter.device, *copies), self._block_bytes
             self._blocks[parameter] = block
             room -= size
 
     def _copies_for(self, device: torch.device) -> list[HostCopies]:
         """Return the copies to and from a device, each with a stream of its own; none for the host."""
         if device not in self._copies:
-            both = (side_stream_copies(device), side_stream_copies(device))
+            both = (host_copies_for(device), host_copies_for(device))
             self._copies[device] = [copies for copies in both if copies is not None]
         return self._copies[device]
 

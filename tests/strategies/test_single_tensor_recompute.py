@@ -13,8 +13,8 @@ import memfit
 from memfit.errors import UsageError
 from memfit.recording.step_operations import StepOperationRecorder
 from memfit.strategies.checkpointing import Checkpointing
-from memfit.strategies.mechanisms import tensor_tape
-from memfit.strategies.mechanisms.tensor_tape import run_on_tape
+from memfit.strategies.mechanisms import single_tensor_recompute
+from memfit.strategies.mechanisms.single_tensor_recompute import recompute_single_tensors
 from support.checkpointed_blocks import NORMS, Shared, assert_same, compare, differentiated_twice, net, train
 
 BIG = 1 << 14
@@ -23,7 +23,7 @@ BIG = 1 << 14
 
 @pytest.fixture(autouse=True)
 def _nothing_is_small(monkeypatch):
-    monkeypatch.setattr(tensor_tape, "LEAST_RECOMPUTED", 1)
+    monkeypatch.setattr(single_tensor_recompute, "LEAST_RECOMPUTED", 1)
 
 
 def tensors(modules="layers.*", **settings):
@@ -122,7 +122,7 @@ class Counting(torch.utils._python_dispatch.TorchDispatchMode):
 
 def test_an_operation_runs_again_once_and_only_if_needed():
     x = torch.ones(BIG, requires_grad=True)
-    y = run_on_tape(
+    y = recompute_single_tensors(
         lambda operation: "exp" in str(operation), lambda: (x.sin().exp() * x.cos()).sigmoid().tanh()
     )
     with Counting() as seen:
@@ -173,7 +173,7 @@ def test_nothing_that_the_backward_does_not_need_stays_after_the_forward():
             ends.append(torch.multiprocessing.reductions.StorageWeakRef(middle.untyped_storage()))
             return middle + 1.0
 
-        result = run_on_tape(lambda operation: "mul" in str(operation), forward)
+        result = recompute_single_tensors(lambda operation: "mul" in str(operation), forward)
         assert ends[0].expired()
         del result
     finally:
@@ -186,7 +186,7 @@ def test_a_forward_without_a_backward_is_freed(is_kept):
     x = torch.ones(BIG, requires_grad=True)
     gc.disable()
     try:
-        result = run_on_tape(lambda _: is_kept, lambda: (x * 2.0).relu().tanh())
+        result = recompute_single_tensors(lambda _: is_kept, lambda: (x * 2.0).relu().tanh())
         end = torch.multiprocessing.reductions.StorageWeakRef(result.untyped_storage())
         del result
         assert end.expired()
@@ -203,7 +203,7 @@ def test_results_that_may_not_be_the_same_again_are_kept():
         return functional.dropout(drawn * noise, 0.25).sin()
 
     results = []
-    for run in (forward, lambda: run_on_tape(lambda _: False, forward)):
+    for run in (forward, lambda: recompute_single_tensors(lambda _: False, forward)):
         torch.manual_seed(4)
         x.grad = None
         run().sum().backward()
@@ -218,7 +218,7 @@ def test_what_is_filled_past_the_dispatcher_is_kept():
         return x * filled
 
     x = torch.ones(BIG, requires_grad=True)
-    run_on_tape(lambda _: False, forward).sum().backward()
+    recompute_single_tensors(lambda _: False, forward).sum().backward()
     assert torch.equal(x.grad, torch.full_like(x, 3.0))
 
 
@@ -244,7 +244,11 @@ def test_what_a_triton_kernel_may_have_written_to_is_kept(monkeypatch):
         return (y + 1.0).sin().sum() + Doubled.apply(y)  # the sine needs what y held before
 
     made = []
-    for run in (forward, lambda: run_on_tape(lambda _: False, forward), lambda: run_on_tape(kept, forward)):
+    for run in (
+        forward,
+        lambda: recompute_single_tensors(lambda _: False, forward),
+        lambda: recompute_single_tensors(kept, forward),
+    ):
         x = torch.ones(BIG, requires_grad=True)
         run().backward()
         made.append(x.grad)
@@ -264,7 +268,7 @@ def test_what_is_written_to_in_place_is_not_lost_for_others():
         return y.sin() + before  # the backward of the second sine begins
 
     x = torch.ones(BIG, requires_grad=True)
-    run_on_tape(lambda _: False, forward).sum().backward()
+    recompute_single_tensors(lambda _: False, forward).sum().backward()
     made, x.grad = x.grad, None
     forward().sum().backward()
     assert torch.equal(made, x.grad)
@@ -274,7 +278,7 @@ def test_a_kept_tensor_that_changes_after_the_forward_is_noticed():
     x = torch.ones(BIG, requires_grad=True)
     for use in (torch.sin, lambda y: (y * y).sigmoid()):  # saved itself; read by what is made again
         y = x * 1.0
-        result = run_on_tape(lambda _: False, lambda use=use, y=y: use(y))
+        result = recompute_single_tensors(lambda _: False, lambda use=use, y=y: use(y))
         with torch.no_grad():
             y.add_(1.0)
         with pytest.raises(RuntimeError, match="was changed in place after the forward used it"):
@@ -283,7 +287,7 @@ def test_a_kept_tensor_that_changes_after_the_forward_is_noticed():
 
 def test_a_parameter_whose_memory_was_freed_is_noticed():
     weight = torch.ones(BIG, requires_grad=True)
-    result = run_on_tape(lambda _: False, lambda: (weight * 2.0).sigmoid().sin())
+    result = recompute_single_tensors(lambda _: False, lambda: (weight * 2.0).sigmoid().sin())
     weight.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="as FSDP frees parameters"):
         result.sum().backward()
@@ -298,16 +302,16 @@ def test_many_operations_in_a_row():
             y = y + 0.0
         return y.sin()
 
-    run_on_tape(lambda _: False, forward).sum().backward()
+    recompute_single_tensors(lambda _: False, forward).sum().backward()
     assert torch.equal(x.grad, x.detach().cos())
 
 
 def test_small_results_are_kept(monkeypatch):
-    monkeypatch.setattr(tensor_tape, "LEAST_RECOMPUTED", 1 << 14)
+    monkeypatch.setattr(single_tensor_recompute, "LEAST_RECOMPUTED", 1 << 14)
     again = {}
     for elements in (1 << 12, 1 << 11):
         x = torch.ones(elements, requires_grad=True)
-        result = run_on_tape(lambda _: False, lambda x=x: x.sigmoid())
+        result = recompute_single_tensors(lambda _: False, lambda x=x: x.sigmoid())
         with Counting() as seen:
             result.sum().backward()
         again[elements] = "sigmoid" in seen.names

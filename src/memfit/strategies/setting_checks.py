@@ -19,7 +19,7 @@ _WORDS = {
 }
 
 
-def check_types(settings: Any, strategy: str) -> None:
+def check_setting_types(settings: Any, strategy: str) -> None:
     """Check every field of a strategy's settings: numbers do not pass as booleans, nor strings as numbers.
 
     As in JSON, integers are converted to floats where the field is a float, and lists to tuples.
@@ -28,7 +28,7 @@ def check_types(settings: Any, strategy: str) -> None:
         UsageError: a value has another type, or is not one of the field's values.
 
     >>> from memfit.strategies.precision import LossScale
-    >>> check_types(LossScale(), "loss_scale")
+    >>> check_setting_types(LossScale(), "loss_scale")
     """
     kinds = get_type_hints(type(settings))
     for name, kind in ((field.name, kinds[field.name]) for field in fields(settings)):
@@ -52,26 +52,28 @@ def _converted(value: Any, kind: Any, what: str) -> Any:
     for each in value:
         if isinstance(each, dict) and (unknown := sorted(each.keys() - set(known))):
             raise UsageError(f"{what}: there is no setting {unknown[0]!r}. There are {', '.join(known)}.")
-        if isinstance(each, dict) and (missing := [one for one in required(parts[0]) if one not in each]):
+        if isinstance(each, dict) and (
+            missing := [one for one in required_settings(parts[0]) if one not in each]
+        ):
             raise UsageError(f"{what}: {missing[0]!r} is missing in {each!r}.")
     made: Any = parts[0]
     return tuple(made(**each) if isinstance(each, dict) else each for each in value)
 
 
-def required(kind: Any) -> list[str]:
+def required_settings(kind: Any) -> list[str]:
     """Return the names of the settings that have no default."""
     return [
         field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING
     ]
 
 
-def check_dtype(name: str | None, setting: str) -> None:
+def check_dtype_name(name: str | None, setting: str) -> None:
     """Check that a setting is None or the name of a floating-point dtype of PyTorch's.
 
     Raises:
         UsageError: it is not.
 
-    >>> check_dtype("float32", "gradient_dtype")
+    >>> check_dtype_name("float32", "gradient_dtype")
     """
     import torch  # not above: commands that run no script read names of settings, too
 

@@ -1,4 +1,10 @@
-"""Say what becomes of a plan in a script that trains, and end the script if it would train without it.
+"""The process of a script under a plan: ``main()`` with ``SETTINGS SCRIPT.py ARGS...`` as arguments.
+
+allocator's settings    in the environment, before the script imports torch
+the other strategies    when the script creates its optimizer, as under ``memfit dry-run --plan``
+the watch               from the import of torch to the end of the process
+
+It says what becomes of the plan, and ends the script if it would train without it:
 
 known from the file              before the script starts
 known when a model is planned    when its optimizer is created
@@ -13,15 +19,26 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
+
+from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import TargetError
-from memfit.injection.injection_files import InjectionReport
-from memfit.planning.plan_file import PlanFile
+from memfit.ghost.build.torch_install import installed_version
+from memfit.injection.inject_plan import inject_change
+from memfit.injection.injection_files import InjectionReport, InjectionSettings
+from memfit.patching.after_import import after_import
+from memfit.planning.plan_file import PlanFile, read_plan
 from memfit.records import Change
-from memfit.records.job_target import typed
+from memfit.records.job_target import command_as_typed
 from memfit.report.escape import escaped
+from memfit.run.script import print_as_python_does, run_as_main
 from memfit.trials.trial_run import why_again
+from memfit.versions import __version__
+from memfit.watching.prediction import PlannedPeak
+from memfit.watching.watch import Watch, watch
 
 CONF = "PYTORCH_ALLOC_CONF"
 FLAG = "--as-far-as-it-goes"
@@ -47,9 +64,9 @@ class PlanOutcome:
         as_far_as_it_goes: bool,
     ) -> None:
         self._file, self._plan = file, plan
-        self.carried_out = carried_out(plan.change)
+        self.carried_out = changes_made_in_training(plan.change)
         """What of the plan needs no change of the script."""
-        self.left_out = left_out(plan.change)
+        self.left_out = changes_left_out(plan.change)
         """What does, and how to carry it out."""
         self._command = command
         self._as_far = as_far_as_it_goes
@@ -165,7 +182,7 @@ class PlanOutcome:
         """
         self._say(text)
         if not self._as_far and not self._has_stepped:
-            again = f"memfit plan -o {self._file} {shlex.join(typed(self._command))}"
+            again = f"memfit plan -o {self._file} {shlex.join(command_as_typed(self._command))}"
             self._stop(
                 f"before the first step. Make a plan for this command ({again}), or train with {FLAG}, which "
                 "leaves out what cannot be applied"
@@ -187,7 +204,7 @@ def _called_less_often(
 ) -> Iterator[str]:
     """Yield what else than this run a plan was made for, as far as its file says."""
     if plan.command and plan.command != command:
-        yield f"for another command: {shlex.join(typed(plan.command))}"
+        yield f"for another command: {shlex.join(command_as_typed(plan.command))}"
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if plan.command and plan.world_size != ranks:
         yield f"for {plan.world_size} rank{'s' * (plan.world_size > 1)}; this job has {ranks}"
@@ -201,7 +218,7 @@ _IN_THE_LOOP = ("accumulation", "sharding")
 """Strategies that a plan's settings may have, and that take a change of the script."""
 
 
-def carried_out(change: Change) -> Change:
+def changes_made_in_training(change: Change) -> Change:
     """Return the part of a change that memfit makes while the script trains."""
     plan = {name: given for name, given in change.plan.items() if name not in _IN_THE_LOOP}
     divided = change.micro_batches
@@ -209,10 +226,10 @@ def carried_out(change: Change) -> Change:
     return replace(change, plan=plan, micro_batches=None, arguments=arguments, loader=None)
 
 
-def left_out(change: Change) -> tuple[str, ...]:
+def changes_left_out(change: Change) -> tuple[str, ...]:
     """Return what else is in a change, and how to carry it out.
 
-    >>> left_out(Change({"checkpointing": {}, "sharding": {"mode": "fsdp2"}}))
+    >>> changes_left_out(Change({"checkpointing": {}, "sharding": {"mode": "fsdp2"}}))
     ('sharding: write model = memfit.apply(model, PLAN) before the optimizer is created.',)
     """
     return tuple(_left_out(change))
@@ -229,3 +246,56 @@ def _left_out(change: Change) -> Iterator[str]:
         yield "accumulation: accumulate gradients in the script's loop, or use memfit.Engine."
     if "sharding" in change.plan:
         yield "sharding: write model = memfit.apply(model, PLAN) before the optimizer is created."
+
+
+class TrainSettings(msgspec.Struct, frozen=True):
+    """How to train a script: passed as JSON."""
+
+    plan: str
+    """The file that ``memfit plan -o`` wrote."""
+    module: bool = False
+    """As in ``RunOptions``."""
+    prediction: str = ""
+    """The trace of a dry run under the plan; empty for the peak that the plan predicts."""
+    as_far_as_it_goes: bool = False
+    """Whether the script trains even if a part of the plan is not applied."""
+
+    def to_json(self) -> str:
+        """Return the settings as JSON."""
+        return msgspec.json.encode(self).decode()
+
+
+def main() -> None:
+    """Train the script on the command line."""
+    settings = msgspec.json.decode(sys.argv[1], type=TrainSettings)
+    command = tuple(sys.argv[2:])
+    plan = read_plan(Path(settings.plan))
+    outcome = PlanOutcome(settings.plan, plan, command, as_far_as_it_goes=settings.as_far_as_it_goes)
+    outcome.begin({"memfit": __version__, "torch": installed_version()})
+    change = outcome.carried_out
+    if change.allocator:
+        os.environ[CONF] = change.allocator
+    inject_change(InjectionSettings(change, silent=False, strict=True), outcome.report)
+    after_import("torch", outcome.watch_steps)
+    after_import("torch", _watch(settings, plan, command, whole=not outcome.left_out).start)
+    try:
+        run_as_main(command + change.arguments, module=settings.module)
+    except SystemExit as end:
+        if end.code:
+            raise
+    except BaseException as error:  # noqa: BLE001 - as Python does
+        print_as_python_does(error, __file__)
+        sys.exit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
+    finally:
+        ends_well = outcome.end()
+    if not ends_well:
+        sys.exit(TargetError.exit_code)
+
+
+def _watch(settings: TrainSettings, plan: PlanFile, command: tuple[str, ...], *, whole: bool) -> Watch:
+    """Return the watch of the run: beside a dry run, or beside the peak that was planned for this command."""
+    if settings.prediction:
+        return watch(settings.prediction)
+    allocated = plan.allocated_for(command) if whole else None
+    planned = None if allocated is None else PlannedPeak(allocated)
+    return Watch(planned, None, Path.cwd(), labels=False, files=3)

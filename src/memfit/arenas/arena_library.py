@@ -50,21 +50,21 @@ LIBRARY = NativeLibrary(
 load = LIBRARY.load
 
 
-def tally(arena: int) -> dict[str, int]:
+def step_tally(arena: int) -> dict[str, int]:
     """Return how the last step's allocations were served: ``TALLY``."""
     counts = np.zeros(len(TALLY), np.int64)
     load().arena_tally(arena, counts.ctypes.data)
     return dict(zip(TALLY, counts.tolist(), strict=True))
 
 
-def counted(device: int) -> dict[str, int]:
+def gpu_bytes_by_use(device: int) -> dict[str, int]:
     """Return the bytes of a GPU by use: ``CUDA_COUNTS``, as ``c/cuda_heaps.h`` describes them."""
     counts = np.zeros(len(CUDA_COUNTS), np.int64)
     load().cuda_count(device, counts.ctypes.data)
     return dict(zip(CUDA_COUNTS, counts.tolist(), strict=True))
 
 
-def recorded(arena: int, *, before: bool) -> Column:
+def recorded_allocations(arena: int, *, before: bool) -> Column:
     """Return the allocations of the last step, or of the one before it: rows of size, until and next.
 
     Raises:
@@ -78,7 +78,7 @@ def recorded(arena: int, *, before: bool) -> Column:
     return rows
 
 
-def logged(arena: int) -> Column:
+def logged_requests(arena: int) -> Column:
     """Return the logged requests: rows of address, size (or ``FREED``), time and lane."""
     rows = np.zeros((load().arena_logged_count(arena), 4), np.int64)
     return rows[: load().arena_logged(arena, rows.ctypes.data, len(rows))]

@@ -21,20 +21,20 @@ from torch.utils.checkpoint import checkpoint
 
 from memfit.dispatch_modes import without_dispatch_modes
 from memfit.errors import UsageError
-from memfit.random_state import GlobalDraws
+from memfit.random_state import DrawnRandomNumbers
 from memfit.strategies.mechanisms.buffer_snapshots import BufferTracker
-from memfit.strategies.mechanisms.operation_counter import counting, recomputing
-from memfit.strategies.mechanisms.recompute_check import OperationComparer, OperationRecorder
-from memfit.strategies.mechanisms.recompute_in_parts import run_in_parts
+from memfit.strategies.mechanisms.operation_counter import active_operation_counter, mark_as_recomputed
+from memfit.strategies.mechanisms.recompute_check import FingerprintComparer, FingerprintRecorder
+from memfit.strategies.mechanisms.recompute_in_parts import recompute_in_parts
 from memfit.strategies.mechanisms.selective_checkpointing import (
     KeptResults,
-    called_less_often,
-    compiled_contexts,
-    keeper,
-    not_run,
+    make_keep_decision,
+    operations_called_less_often,
+    operations_not_run,
+    selective_contexts_for_compile,
 )
-from memfit.strategies.mechanisms.tensor_tape import run_on_tape
-from memfit.strategies.mechanisms.tensors import tensors_in, version_of
+from memfit.strategies.mechanisms.single_tensor_recompute import recompute_single_tensors
+from memfit.strategies.mechanisms.tensors_in_objects import tensor_version, tensors_in
 from memfit.strategies.mechanisms.wrap_forward import Forward, WrappedForward
 from memfit.user_frame import warn_user
 
@@ -77,7 +77,7 @@ class CheckpointedForward(WrappedForward):
             # once.
             contexts: dict[str, Any] = {}
             if settings.save_ops:
-                contexts["context_fn"] = partial(compiled_contexts, settings.save_ops)
+                contexts["context_fn"] = partial(selective_contexts_for_compile, settings.save_ops)
             return checkpoint(
                 forward,
                 *args,
@@ -92,7 +92,7 @@ class CheckpointedForward(WrappedForward):
 
     def _run_on_tape(self, forward: Forward) -> Any:
         seen: Counter[Any] = Counter()
-        result = run_on_tape(keeper(self.settings.save_ops, seen), forward)
+        result = recompute_single_tensors(make_keep_decision(self.settings.save_ops, seen), forward)
         self.expect_run(seen)
         return result
 
@@ -111,7 +111,9 @@ class CheckpointedForward(WrappedForward):
             )
             differentiable_dummy = torch.empty(0, requires_grad=True)
         if settings.split_at:
-            return run_in_parts(call, once, [self.module.get_submodule(name) for name in settings.split_at])
+            return recompute_in_parts(
+                call, once, [self.module.get_submodule(name) for name in settings.split_at]
+            )
         if not settings.use_reentrant:
             return checkpoint(
                 call, *once, use_reentrant=False, preserve_rng_state=settings.preserve_rng_state
@@ -136,9 +138,9 @@ class CheckpointedForward(WrappedForward):
         if self._is_known:
             return
         self._is_known = True
-        if missing := not_run(self.settings.save_ops, seen):
-            if (counter := counting()) is not None:
-                counter.miss(missing if self._is_on_gpu else called_less_often(missing, seen))
+        if missing := operations_not_run(self.settings.save_ops, seen):
+            if (counter := active_operation_counter()) is not None:
+                counter.miss(missing if self._is_on_gpu else operations_called_less_often(missing, seen))
             # By class: Python shows equal warnings once, and a network has many equal blocks.
             warn_user(
                 f"checkpointing: {type(self.module).__name__} did not run {len(missing)} of the "
@@ -172,9 +174,9 @@ class CheckpointedCall:
         self._buffers = region.buffer_tracker.snapshot(region.module)
         # torch's checkpoint restores the CPU's generator itself.
         others = (*region.generators, torch.default_generator) if settings.split_at else region.generators
-        self._draws = GlobalDraws.start(others) if settings.preserve_rng_state else None
+        self._draws = DrawnRandomNumbers.start(others) if settings.preserve_rng_state else None
         self._kept = KeptResults(settings.save_ops) if settings.save_ops else None
-        self._recorder = OperationRecorder() if settings.check else None
+        self._recorder = FingerprintRecorder() if settings.check else None
         self._parameters: tuple[tuple[str, nn.Parameter, int], ...] = ()
         """The region's, with their versions after its forward."""
 
@@ -209,7 +211,7 @@ class CheckpointedCall:
         """
         parameters, self._parameters = self._parameters, ()
         for name, parameter, version in parameters:
-            if version_of(parameter) != version:
+            if tensor_version(parameter) != version:
                 raise UsageError(
                     f"{self._name} cannot be checkpointed: after its forward, and before its backward, the "
                     f"script changes its parameter {name} in place. The recomputation would use the changed "
@@ -257,10 +259,10 @@ class CheckpointedCall:
             )
 
     def _first(self, leaves: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        versions = [version_of(each) for each in leaves]
+        versions = [tensor_version(each) for each in leaves]
         holders = [(each, tensors_in(each)) for each in leaves if not isinstance(each, torch.Tensor)]
         unpreserved = (
-            (torch.get_rng_state(), GlobalDraws.start(self._region.generators))
+            (torch.get_rng_state(), DrawnRandomNumbers.start(self._region.generators))
             if self._buffers.first and self._draws is None
             else None
         )
@@ -280,7 +282,7 @@ class CheckpointedCall:
                     f"{type(each).__name__}. The recomputation would start from the changed object. Do not "
                     "pass such an argument. In transformers, set model.config.use_cache = False."
                 )
-        changed = [index for index, each in enumerate(leaves) if version_of(each) != versions[index]]
+        changed = [index for index, each in enumerate(leaves) if tensor_version(each) != versions[index]]
         if changed:
             raise UsageError(
                 f"{self._name} cannot be checkpointed: its forward changes argument {changed[0]} (counting "
@@ -288,7 +290,7 @@ class CheckpointedCall:
                 "out-of-place operation, or checkpoint a larger module that creates this tensor itself."
             )
         self._parameters = tuple(
-            (name, each, version_of(each)) for name, each in self._region.module.named_parameters()
+            (name, each, tensor_version(each)) for name, each in self._region.module.named_parameters()
         )
         with without_dispatch_modes():
             self._region.buffer_tracker.record_changes(self._buffers)
@@ -298,7 +300,7 @@ class CheckpointedCall:
                 self._warn_if_drawn(*unpreserved)
         return result
 
-    def _warn_if_drawn(self, cpu: torch.Tensor, draws: GlobalDraws) -> None:
+    def _warn_if_drawn(self, cpu: torch.Tensor, draws: DrawnRandomNumbers) -> None:
         draws.keep_drawn()
         if not draws.before and torch.equal(cpu, torch.get_rng_state()):
             return
@@ -313,13 +315,13 @@ class CheckpointedCall:
 
     def _recompute_contexts(self) -> list[Context]:
         others = dict if self._kept is None else self._kept.others
-        contexts: list[Context] = [self._buffers.restored(), recomputing(others)]
+        contexts: list[Context] = [self._buffers.restored(), mark_as_recomputed(others)]
         if self._draws is not None:
             contexts.append(self._draws.replay())
         if self._kept is not None:
             contexts.append(self._kept.recomputation())
         if self._recorder is not None:
-            contexts.append(OperationComparer(self._name, self._recorder.fingerprints))
+            contexts.append(FingerprintComparer(self._name, self._recorder.fingerprints))
         return contexts
 
 

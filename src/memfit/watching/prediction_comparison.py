@@ -5,16 +5,16 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from memfit.records import Machine, Stage
+from memfit.records import MachineKind, Stage
 from memfit.units import format_bytes
 from memfit.watching.measured_stages import MeasuredStage, MeasuredStages, PeakBounds
-from memfit.watching.prediction import PlannedPeak, PredictedStep, Prediction, StepMemory, is_compared
+from memfit.watching.prediction import PlannedPeak, PredictedStep, Prediction, StepMemory, is_stage_compared
 
 TOLERANCE = 1.0
 """Percentage by which a step or a stage may differ from its prediction before memfit reports it."""
 
 
-class Comparison:
+class PredictionComparison:
     """Compares one run with its prediction.
 
     Args:
@@ -47,7 +47,7 @@ class Comparison:
         self.expected = predicted.memory
         most = predicted.memory.peak if self._stages is None else predicted.so_far
         expected = most, predicted.memory.allocated
-        found = differences(peak, measured.allocated, expected, TOLERANCE, "step")
+        found = describe_differences(peak, measured.allocated, expected, TOLERANCE, "step")
         yield from self._report("step", f"step {step:,}", found)
 
     def finish(self, now: StepMemory, *, ran_out: bool) -> Iterator[str]:
@@ -72,7 +72,7 @@ class Comparison:
         for each in self._prediction.stages:
             times[each.stage] += 1
             rows.setdefault(_name(each.stage, times[each.stage]), (None, each.peak))
-        return stage_table(rows)
+        return stage_table_lines(rows)
 
     def _expected(self, step: int) -> PredictedStep:
         """Return the prediction for a step that has just ended: by its number in its stage, if it has one."""
@@ -92,7 +92,7 @@ class Comparison:
             is_over: whether it ended with the run, in which the script frees everything.
         """
         stage = measured.stage
-        if not is_compared(stage, measured.steps):
+        if not is_stage_compared(stage, measured.steps):
             return
         self._times[stage] += 1
         name = _name(stage, self._times[stage])
@@ -111,7 +111,7 @@ class Comparison:
             if at_end and self.expected is not None:
                 self.expected = replace(self.expected, peak=max(self.expected.peak, predicted.peak))
             expected = predicted.peak, None if is_over else predicted.allocated
-            found = differences(measured.peak, measured.allocated, expected, TOLERANCE, "stage")
+            found = describe_differences(measured.peak, measured.allocated, expected, TOLERANCE, "stage")
             yield from self._report(stage, f"{stage} {self._times[stage]:,}", found)
 
     def _report(self, kind: str, name: str, found: list[tuple[float, str]]) -> Iterator[str]:
@@ -138,11 +138,11 @@ class PeakComparison:
     def step(self, step: int, measured: StepMemory) -> Iterator[str]:
         """Yield what differs: the first step whose peak is more than predicted."""
         self.expected = StepMemory(self._planned.allocated, measured.allocated)
-        if not self._reported and excess(measured.peak, self._planned.allocated) > TOLERANCE:
+        if not self._reported and excess_percent(measured.peak, self._planned.allocated) > TOLERANCE:
             self._reported = True
             peak = PeakBounds(measured.peak, measured.peak)
             predicted = self._planned.allocated, None
-            found = differences(peak, measured.allocated, predicted, TOLERANCE, "step")
+            found = describe_differences(peak, measured.allocated, predicted, TOLERANCE, "step")
             yield f"step {step:,}: {'; '.join(text for _, text in found)}"
 
     def finish(self, _now: StepMemory, *, ran_out: bool) -> Iterator[str]:  # noqa: ARG002 - as Comparison
@@ -160,24 +160,24 @@ def _name(stage: Stage, time: int) -> str:
 
 
 _ORIGINS = {
-    Machine.GHOST: "on the ghost",
-    Machine.CARD: "recorded on a GPU",
-    Machine.REHEARSAL: "in a rehearsal",
-    Machine.UNKNOWN: "",
+    MachineKind.GHOST: "on the ghost",
+    MachineKind.CARD: "recorded on a GPU",
+    MachineKind.REHEARSAL: "in a rehearsal",
+    MachineKind.UNKNOWN: "",
 }
 
 
-def excess(measured: int, predicted: int) -> float:
+def excess_percent(measured: int, predicted: int) -> float:
     """Return the percentage by which measured bytes exceed the predicted ones; inf if the prediction is 0."""
     if predicted:
         return 100 * (measured - predicted) / predicted
     return math.inf if measured else 0.0
 
 
-def progress_text(step: int, measured: StepMemory, predicted: StepMemory | None) -> str:
+def step_progress_text(step: int, measured: StepMemory, predicted: StepMemory | None) -> str:
     """Return the progress of a run and its peak, in one line.
 
-    >>> progress_text(
+    >>> step_progress_text(
     ...     7, StepMemory(peak=3 << 30, allocated=1 << 30), StepMemory(peak=2 << 30, allocated=1 << 30)
     ... )
     'memfit: step 7 · peak 3.0 GiB measured · 2.0 GiB predicted · +50.00 %'
@@ -185,11 +185,11 @@ def progress_text(step: int, measured: StepMemory, predicted: StepMemory | None)
     line = f"memfit: step {step:,} · peak {format_bytes(measured.peak)} measured"
     if predicted is None:
         return f"{line} · {format_bytes(measured.allocated)} at the end of the step"
-    more = excess(measured.peak, predicted.peak)
+    more = excess_percent(measured.peak, predicted.peak)
     return f"{line} · {format_bytes(predicted.peak)} predicted" + _percent(" · ", more)
 
 
-def differences(
+def describe_differences(
     peak: PeakBounds, allocated: int, predicted: tuple[int, int | None], tolerance: float, of: str
 ) -> list[tuple[float, str]]:
     """Describe what differs from its prediction by more than a tolerance, each after the excess in percent.
@@ -201,9 +201,9 @@ def differences(
         tolerance: in percent.
         of: ``step`` or ``stage``.
 
-    >>> differences(PeakBounds(3 << 30, 3 << 30), 1 << 30, (2 << 30, 1 << 30), 1.0, "step")
+    >>> describe_differences(PeakBounds(3 << 30, 3 << 30), 1 << 30, (2 << 30, 1 << 30), 1.0, "step")
     [(50.0, 'peak 3.0 GiB measured, 2.0 GiB predicted, +50.00 %')]
-    >>> differences(PeakBounds(1 << 30, 3 << 30), 1 << 30, (2 << 30, 0), 1.0, "step")
+    >>> describe_differences(PeakBounds(1 << 30, 3 << 30), 1 << 30, (2 << 30, 0), 1.0, "step")
     [(inf, 'allocated at the end of the step 1.0 GiB measured, 0 B predicted')]
     """
     pairs = [("peak", peak, predicted[0])]
@@ -211,19 +211,22 @@ def differences(
         pairs.append((f"allocated at the end of the {of}", PeakBounds(allocated, allocated), predicted[1]))
     found = []
     for what, measured, expected in pairs:
-        more = excess(measured.nearest(expected), expected)
+        more = excess_percent(measured.nearest(expected), expected)
         if abs(more) > tolerance:
-            shown = f"{bounds_text(measured, expected)} measured, {format_bytes(expected)} predicted"
+            shown = f"{peak_bounds_text(measured, expected)} measured, {format_bytes(expected)} predicted"
             found.append((more, f"{what} {shown}{_percent(', ', more)}"))
     return found
 
 
-def bounds_text(peak: PeakBounds, predicted: int | None) -> str:
+def peak_bounds_text(peak: PeakBounds, predicted: int | None) -> str:
     """Return what is known of a peak; of one that is higher than predicted, how high it is at least.
 
-    >>> bounds_text(PeakBounds(1 << 30, 1 << 30), 0), bounds_text(PeakBounds(1 << 20, 1 << 30), 1 << 21)
+    >>> (
+    ...     peak_bounds_text(PeakBounds(1 << 30, 1 << 30), 0),
+    ...     peak_bounds_text(PeakBounds(1 << 20, 1 << 30), 1 << 21),
+    ... )
     ('1.0 GiB', 'at most 1.0 GiB')
-    >>> bounds_text(PeakBounds(1 << 20, 1 << 30), 1 << 10)
+    >>> peak_bounds_text(PeakBounds(1 << 20, 1 << 30), 1 << 10)
     'at least 1.0 MiB'
     """
     if peak.low == peak.high:
@@ -233,13 +236,15 @@ def bounds_text(peak: PeakBounds, predicted: int | None) -> str:
     return f"at most {format_bytes(peak.high)}"
 
 
-def stage_table(rows: Mapping[str, tuple[PeakBounds | None, int | None]]) -> list[str]:
+def stage_table_lines(rows: Mapping[str, tuple[PeakBounds | None, int | None]]) -> list[str]:
     """Return a line for each stage, below headings.
 
     Args:
         rows: by name, the measured peak and the predicted one; None where the stage does not occur.
 
-    >>> for line in stage_table({"saving": (PeakBounds(3 << 30, 3 << 30), 2 << 30), "loading": (None, 0)}):
+    >>> for line in stage_table_lines(
+    ...     {"saving": (PeakBounds(3 << 30, 3 << 30), 2 << 30), "loading": (None, 0)}
+    ... ):
     ...     print(line)
     stage    predicted  measured
     saving     2.0 GiB   3.0 GiB  +50.00 %
@@ -251,9 +256,9 @@ def stage_table(rows: Mapping[str, tuple[PeakBounds | None, int | None]]) -> lis
         if measured is not None and predicted is not None:
             nearest = measured.nearest(predicted)
             if measured.low == measured.high or nearest != predicted:
-                more = _percent("", excess(nearest, predicted))
+                more = _percent("", excess_percent(nearest, predicted))
         shown = "-" if predicted is None else format_bytes(predicted)
-        cells.append((name, shown, "-" if measured is None else bounds_text(measured, predicted), more))
+        cells.append((name, shown, "-" if measured is None else peak_bounds_text(measured, predicted), more))
     widths = [max(len(row[column]) for row in cells) for column in range(3)]
     return [
         f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip()
@@ -265,11 +270,11 @@ def _percent(separator: str, more: float) -> str:
     return f"{separator}{more:+.2f} %" if math.isfinite(more) else ""
 
 
-def source_text(prediction: Prediction | PlannedPeak, torch: str) -> str:
+def prediction_source_text(prediction: Prediction | PlannedPeak, torch: str) -> str:
     """Describe where a prediction comes from, and how its torch version differs from this run's.
 
     >>> from memfit.records import Provenance
-    >>> source_text(Prediction((), (), Provenance.EXACT, Machine.GHOST, "2.14.1"), "2.14.1")
+    >>> prediction_source_text(Prediction((), (), Provenance.EXACT, MachineKind.GHOST, "2.14.1"), "2.14.1")
     'predicted: exact on the ghost'
     """
     if isinstance(prediction, PlannedPeak):

@@ -25,9 +25,9 @@ import torch
 
 from memfit.errors import UsageError
 from memfit.random_state import arrays_to_tensors
-from memfit.train.resume.compatibility import check_shapes
-from memfit.train.resume.engine_parts import EngineParts, bare_model, named_parameters, own_indices
-from memfit.train.resume.saved_run import Entries
+from memfit.train.resume.engine_parts import EngineParts, bare_model, named_parameters, own_parameter_indices
+from memfit.train.resume.saved_run_compatibility import check_saved_shapes
+from memfit.train.resume.saved_run_format import SavedParameterState
 from memfit.train.resume.tensor_files import StoredTensor
 
 _OWN = ("others", "position", "random", "window", "callbacks")
@@ -41,11 +41,11 @@ class SplitRun:
     shared: dict[str, Any]
     own: dict[str, Any]
     """This rank's part of the state; of ``model``, only buffers and extra state."""
-    entries: dict[int, Entries]
+    entries: dict[int, SavedParameterState]
     """The optimizer's state of the parameters that this rank updates, by index."""
 
 
-def split(parts: EngineParts, state: dict[str, Any]) -> SplitRun:
+def split_run_state(parts: EngineParts, state: dict[str, Any]) -> SplitRun:
     """Split a rank's state.
 
     Raises:
@@ -59,7 +59,7 @@ def split(parts: EngineParts, state: dict[str, Any]) -> SplitRun:
         else:
             model[name] = value
     names, of_name = _names(state), named_parameters(parts)
-    entries: dict[int, Entries] = {}
+    entries: dict[int, SavedParameterState] = {}
     for index, entry in state["optimizer"]["state"].items():
         name = names[index]
         kept = {key: value for key, value in entry.items() if _is_plain(value)}
@@ -74,10 +74,10 @@ def split(parts: EngineParts, state: dict[str, Any]) -> SplitRun:
     return SplitRun(tensors, shared | {"optimizer": state["optimizer"]["param_groups"]}, own, entries)
 
 
-def empty_tensors(
+def empty_tensors_of_rank(
     parts: EngineParts,
     shared: dict[str, Any],
-    entries: dict[int, Entries],
+    entries: dict[int, SavedParameterState],
     stored: Mapping[str, StoredTensor],
 ) -> dict[str, torch.Tensor]:
     """Return empty tensors for this rank's share of the saved ones, divided as this engine divides them.
@@ -100,20 +100,20 @@ def empty_tensors(
         for name, each in stored.items()
         if name.startswith("model.")
     }
-    check_shapes(here, there)
+    check_saved_shapes(here, there)
     likes = {f"model.{name}": each for name, each in here.items()}
     of_name, names = named_parameters(parts), _names(shared)
-    for index in own_indices(parts.optimizer):
+    for index in own_parameter_indices(parts.optimizer):
         for key in entries[index]["tensors"] if index in entries else ():
             likes[_entry(names[index], key)] = of_name[names[index]]
     return {name: _empty(like, stored[name]) for name, like in likes.items()}
 
 
-def join(
+def join_run_state(
     parts: EngineParts,
     shared: dict[str, Any],
     own: dict[str, Any],
-    entries: dict[int, Entries],
+    entries: dict[int, SavedParameterState],
     tensors: Mapping[str, torch.Tensor],
 ) -> dict[str, Any]:
     """Return the whole state of a rank."""
@@ -122,11 +122,11 @@ def join(
     state = {
         index: {key: tensors[_entry(names[index], key)] for key in entries[index]["tensors"]}
         | entries[index]["values"]
-        for index in own_indices(parts.optimizer)
+        for index in own_parameter_indices(parts.optimizer)
         if index in entries
     }
     gradients = {
-        name: from_part(each, of_name[name]) if name in of_name else each
+        name: sharded_like_from_part(each, of_name[name]) if name in of_name else each
         for name, each in own["gradients"].items()
     }
     return {
@@ -138,7 +138,7 @@ def join(
     }
 
 
-def from_one_process(parts: EngineParts, saved: dict[str, Any]) -> dict[str, Any]:
+def rank_part_of_single_process_run(parts: EngineParts, saved: dict[str, Any]) -> dict[str, Any]:
     """Return a rank's part of a state that a single process saved, and that suits the engine."""
     likes, names, of_name = bare_model(parts).state_dict(), _names(saved), named_parameters(parts)
     model = {name: _divided(value, likes[name]) for name, value in saved["model"].items()}
@@ -154,7 +154,7 @@ def from_one_process(parts: EngineParts, saved: dict[str, Any]) -> dict[str, Any
 def _divided(value: Any, like: Any) -> Any:
     """Return this rank's part of a tensor, if it has the shape of one that is divided."""
     divides = is_sharded(like) and isinstance(value, torch.Tensor) and value.shape == like.shape
-    return from_whole(value, like) if divides else value
+    return sharded_like_from_whole(value, like) if divides else value
 
 
 def _names(state: dict[str, Any]) -> list[str]:
@@ -211,7 +211,7 @@ def empty_like_on_host(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_like(like.detach(), device="cpu", dtype=dtype, requires_grad=False)
 
 
-def from_part(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def sharded_like_from_part(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return a tensor that is divided like another, from this rank's part of it."""
     if not is_sharded(like):
         return part
@@ -220,7 +220,7 @@ def from_part(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return whole
 
 
-def from_whole(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def sharded_like_from_whole(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return a tensor that is divided like another, from all of it."""
     if not is_sharded(like) or is_sharded(whole):
         return whole
@@ -229,13 +229,15 @@ def from_whole(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
     # Every rank has all of it (src_data_rank=None): nothing is sent.
     divided = distribute_tensor(whole.to(mesh.device_type), mesh, placements, src_data_rank=None)
-    return from_part(local_part(divided), like)
+    return sharded_like_from_part(local_part(divided), like)
 
 
 # ---- Random numbers of the ranks -------------------------------------------------------------------------
 
 
-def change_random(run: dict[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+def change_random_states(
+    run: dict[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]
+) -> dict[str, Any]:
     """Return a saved run with each of its random states changed."""
     position = dict(run["position"])
     for name in ("began", "before"):
@@ -244,15 +246,15 @@ def change_random(run: dict[str, Any], change: Callable[[dict[str, Any]], dict[s
     return run | {"position": position, "random": change(run["random"])}
 
 
-def with_own_gpu(state: dict[str, Any]) -> dict[str, Any]:
+def random_state_with_own_gpu(state: dict[str, Any]) -> dict[str, Any]:
     """Return a random state with that of the GPU that this rank uses, and no other GPU's."""
     if "cuda" not in state:
         return state
     return state | {"cuda": [state["cuda"][torch.cuda.current_device()]]}
 
 
-def with_all_gpus(state: dict[str, Any]) -> dict[str, Any]:
-    """Undo ``with_own_gpu``; the other GPUs of this machine keep their current states."""
+def random_state_with_all_gpus(state: dict[str, Any]) -> dict[str, Any]:
+    """Undo ``random_state_with_own_gpu``; the other GPUs of this machine keep their current states."""
     if "cuda" not in state or not torch.cuda.is_available():
         return state
     states = torch.cuda.get_rng_state_all()
@@ -260,7 +262,7 @@ def with_all_gpus(state: dict[str, Any]) -> dict[str, Any]:
     return state | {"cuda": states}
 
 
-def seeded(state: dict[str, Any], rank: int) -> dict[str, Any]:
+def random_state_of_new_rank(state: dict[str, Any], rank: int) -> dict[str, Any]:
     """Return the random state of a new rank: seeds drawn from rank 0's state and the rank's number.
 
     The loader's own generators keep rank 0's state: ranks that shuffle must draw the same order.

@@ -13,8 +13,8 @@ from msgspec import Meta
 
 from memfit.errors import FileFormatError
 from memfit.random_state import get_random_state, set_random_state
-from memfit.train.accumulation_window import Window
-from memfit.train.data.loader_order import SavedOrder
+from memfit.train.accumulation_window import AccumulationWindow
+from memfit.train.data.loader_order import SavedLoaderOrder
 from memfit.train.loss_scaler import LossScaleState
 
 VERSION = 1
@@ -36,14 +36,14 @@ class SavedRandomState(TypedDict):
 
 
 class SavedPosition(TypedDict):
-    """The position in the data: see ``Position``."""
+    """The position in the data: see ``LoaderPosition``."""
 
     consumed: Count
     carried: Count
     began: SavedRandomState | None
     before: SavedRandomState | None
     batch_size: PositiveCount | None
-    order: NotRequired[SavedOrder]
+    order: NotRequired[SavedLoaderOrder]
 
 
 class SavedRun(TypedDict):
@@ -71,12 +71,12 @@ class SavedRun(TypedDict):
     scaler: LossScaleState | None
     position: SavedPosition
     random: SavedRandomState
-    window: Window | None
+    window: AccumulationWindow | None
     gradients: dict[str, torch.Tensor]
     callbacks: list[tuple[str, Any]]
 
 
-class Entries(TypedDict):
+class SavedParameterState(TypedDict):
     """The optimizer's state of one parameter."""
 
     tensors: list[str]
@@ -85,7 +85,7 @@ class Entries(TypedDict):
     """All else."""
 
 
-class SharedFile(TypedDict):
+class SharedRunFile(TypedDict):
     """The file that all ranks share."""
 
     version: int
@@ -93,16 +93,16 @@ class SharedFile(TypedDict):
     """The number of ranks that saved."""
     folder: Annotated[str, Meta(pattern=FOLDER_NAME.pattern)]
     owners: list[Count]
-    """For each parameter of the optimizer, the rank whose file has its ``Entries``."""
+    """For each parameter of the optimizer, the rank whose file has its ``SavedParameterState``."""
     run: dict[str, Any]
 
 
-class RankFile(TypedDict):
+class RankRunFile(TypedDict):
     """The file of one rank: all that differs between ranks."""
 
     version: int
     rank: Count
-    entries: dict[int, Entries]
+    entries: dict[int, SavedParameterState]
     run: dict[str, Any]
 
 
@@ -118,7 +118,7 @@ class _OwnRun(TypedDict):
     random: SavedRandomState
 
 
-def validate(saved: dict[str, Any]) -> SavedRun:
+def check_saved_run(saved: dict[str, Any]) -> SavedRun:
     """Return a state if its format is valid.
 
     Raises:
@@ -139,13 +139,13 @@ def validate(saved: dict[str, Any]) -> SavedRun:
     return read
 
 
-def validated_shared(saved: dict[str, Any]) -> SharedFile:
+def check_shared_run_file(saved: dict[str, Any]) -> SharedRunFile:
     """Return a common file's content if its format is valid.
 
     Raises:
         FileFormatError: it is invalid, or has another version.
     """
-    file = _converted(saved, SharedFile, _SharedRun)
+    file = _converted(saved, SharedRunFile, _SharedRun)
     names = sum(map(len, file["run"]["groups"]))
     if len(file["owners"]) != names or any(owner >= file["ranks"] for owner in file["owners"]):
         raise FileFormatError(
@@ -155,13 +155,13 @@ def validated_shared(saved: dict[str, Any]) -> SharedFile:
     return file
 
 
-def validated_rank(saved: dict[str, Any], rank: int) -> RankFile:
+def check_rank_run_file(saved: dict[str, Any], rank: int) -> RankRunFile:
     """Return the content of a rank's file if its format is valid.
 
     Raises:
         FileFormatError: it is invalid, has another version, or is another rank's.
     """
-    file = _converted(saved, RankFile, _OwnRun)
+    file = _converted(saved, RankRunFile, _OwnRun)
     if file["rank"] != rank:
         raise FileFormatError(
             f"Cannot resume: the state is damaged. The file of rank {rank} is that of rank {file['rank']}."
@@ -187,7 +187,7 @@ def _converted(saved: dict[str, Any], kind: type[_File], run: type | None = None
     return file
 
 
-def _is_possible(window: Window) -> bool:
+def _is_possible(window: AccumulationWindow) -> bool:
     weighted = window.weight > 0 and window.total is not None and window.total > 0 and window.loss is not None
     empty = window.weight == 0 and window.total is None and window.loss is None
     return 0 <= window.done <= window.planned and (weighted or empty) and not window.interrupted

@@ -1,1 +1,0 @@
-"""Keep models that are built on the CPU from using host memory."""
