@@ -1,6 +1,7 @@
 """Which modules may import torch, and what the package exports."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,39 @@ def test_modules_outside_these_folders_do_not_import_torch():
         "    if 'torch' in sys.modules: sys.exit(print(name))\n"
     )
     assert culprits == ""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "files", ["arenas/*.py", "report/**/*.py", "train/progress_bar.py", "train/**/*.py", "watching/*.py"]
+)
+def test_imports_leave_the_generator_of_python_to_the_script(files):
+    """Importing rich draws from it. A script that seeds before its first engine would read other samples."""
+    modules = [
+        ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+        for file in sorted(PACKAGE.glob(files))
+    ]
+    culprits = run_python(
+        "import importlib, random, torch\n"
+        f"for name in {modules}:\n"
+        "    before = random.getstate()\n"
+        "    importlib.import_module(name)\n"
+        "    if random.getstate() != before: print(name)\n"
+    )
+    assert culprits == ""
+
+
+def test_rich_is_imported_where_the_generator_of_python_is_restored():
+    importers = {
+        file.relative_to(PACKAGE).parts[0]
+        for file in PACKAGE.rglob("*.py")
+        if re.search(r"^\s*(from|import) rich\b", file.read_text(), re.MULTILINE)
+    }
+    assert importers == {
+        "cli",
+        "report",
+        "train",
+    }  # train's progress bar restores it itself
 
 
 @pytest.mark.process

@@ -36,7 +36,6 @@ from memfit.arenas.step_plan import (
 )
 from memfit.devices import NO_LIMIT
 from memfit.errors import UsageError
-from memfit.random_state import preserve_python_state
 from memfit.records import Figure, Provenance, Term, Trace
 from memfit.strategies.arena_settings import ArenaSettings
 from memfit.trace.trace_file import write_trace
@@ -161,8 +160,7 @@ class Arena:
 
         On a GPU and with a history, it also has what PyTorch's own allocator would have reserved.
         """
-        with preserve_python_state():  # importing rich draws random numbers from the script's generator
-            from memfit.report.terminal.arena import ArenaReport
+        from memfit.report.terminal.arena import ArenaReport
 
         steps = tuple(kind.summary() for kind in self._kinds.values())
         used = () if self._memory is None else self._memory.used()

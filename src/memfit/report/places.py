@@ -1,6 +1,7 @@
-"""Places of a run in words: where the script was, and paths as a reader in the working folder writes them."""
+"""Places of a run in words: ranks, locations in the script, and paths as seen from the working folder."""
 
 import os
+from itertools import groupby
 from pathlib import Path
 
 from memfit.records import ScriptLocation, Stage
@@ -40,3 +41,16 @@ def location_in_cell(place: ScriptLocation) -> str:
     """Return the phase, the module and the line of a place, for a cell of a table."""
     parts = (place.phase, escaped(place.module), escaped(short_path(place.line)))
     return " · ".join(part for part in parts if part)
+
+
+def format_ranks(ranks: tuple[int, ...]) -> str:
+    """Return ranks as people write them; runs of neighbours as first and last.
+
+    >>> format_ranks((0, 2, 3, 4, 8))
+    '0, 2-4, 8'
+    """
+    parts = []
+    for _, group in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
+        run = [rank for _, rank in group]
+        parts.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
+    return ", ".join(parts)

@@ -1,10 +1,8 @@
 """The table of a job's ranks, what each role holds at its peak and where; and peaks that lie in a range."""
 
-from itertools import groupby
-
 from memfit.records import ByteRange, PeakRange, RangeCause, RankRole
 from memfit.report.figure_table import FigureCell, FigureRow, FigureTable
-from memfit.report.places import location_in_cell
+from memfit.report.places import format_ranks, location_in_cell
 from memfit.units import Unit, unit_for_table
 
 
@@ -40,16 +38,3 @@ def peak_range_line(peak: PeakRange) -> str:
         return f"Streams race: {peaks}, as the GPU orders its work."
     races = "the GPU's order of work, and on " * (RangeCause.STREAMS in peak.causes)
     return f"A range: {peaks}, depending on {races}the workspaces that cuDNN uses on the card, or none."
-
-
-def format_ranks(ranks: tuple[int, ...]) -> str:
-    """Return ranks as people write them; runs of neighbours as first and last.
-
-    >>> format_ranks((0, 2, 3, 4, 8))
-    '0, 2-4, 8'
-    """
-    parts = []
-    for _, group in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
-        run = [rank for _, rank in group]
-        parts.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
-    return ", ".join(parts)
