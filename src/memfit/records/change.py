@@ -90,6 +90,8 @@ class Change:
     """Whether ``torch.compile`` does nothing: the script runs as if it did not call it."""
     operations: bool = False
     """Whether the operations of a training step are recorded, which changes nothing for the script."""
+    late: bool = False
+    """Whether GPU work on side streams finishes as late as its order allows."""
     batch_size: int = field(default=0, compare=False)
     """Samples in a batch, if that changes."""
     words: tuple[str, ...] = field(default=(), compare=False)
@@ -117,6 +119,7 @@ class Change:
             loader=other.loader or self.loader,
             eager=self.eager or other.eager,
             operations=self.operations or other.operations,
+            late=self.late or other.late,
             batch_size=other.batch_size or self.batch_size,
             words=self.words + other.words,
             how=self.how + other.how,
