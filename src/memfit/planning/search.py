@@ -29,7 +29,7 @@ from memfit.planning.choose import CheckpointChoice
 from memfit.planning.compiled_search import CompiledSearch
 from memfit.planning.divisions import DivisionsToTry
 from memfit.planning.mixed_integer_program import INFINITY
-from memfit.planning.plan_runs import PlannedScript, PlanRuns
+from memfit.planning.plan_runs import PlannedScript, PlanRuns, replayable_runs_of_ranks
 from memfit.planning.plan_search import (
     TOO_LATE,
     OnFound,
@@ -42,7 +42,7 @@ from memfit.planning.shardings import (
     UNSHARDED,
     bytes_sent_per_step,
     shard_copy_seconds,
-    try_shardings,
+    shardings_to_try,
 )
 from memfit.records import Change, PlanRun, ScriptEnd, ScriptPlan
 
@@ -136,17 +136,34 @@ class _OperationSearch(PlanSearch):
 
     def _plan_shardings(self) -> ScriptPlan:
         """Train a script for one GPU on several: with what moves least, if that is enough."""
-        found = try_shardings(self._runs, rounding=self._allowed.rounding)
-        if found.as_written is None:
+        as_written: PlanRun | None = None  # with what moves least: DDP, unless it does not suit the script
+        least: tuple[Change, TrialResult, PlanRun] | None = None
+        for sharding in shardings_to_try(rounding=self._allowed.rounding):
+            made = self._runs.make(sharding, 1.0, operations=True)
+            if isinstance(made, ScriptEnd):
+                self._runs.drop(sharding, why_it_failed(made))
+                continue
+            result, run = made
+            self._runs.models = result.models
+            if as_written is None:
+                ranks = replayable_runs_of_ranks(result)
+                as_written = self._runs.needs(ranks, sharding, 1.0, tune=False)
+                if run == as_written:
+                    run = as_written
+                    self._runs.tried.pop()
+            if self._runs.fits(run):
+                self._as_written = as_written
+                return self._answer(chosen=run)
+            if least is None or run.needs.bytes < least[2].needs.bytes:
+                least = sharding, result, run
+        if as_written is None or least is None:
             raise TargetError(f"memfit cannot plan for {self._script.ranks} GPUs. {self._runs.dropped[0]}")
-        self._as_written = found.as_written
-        if found.chosen is not None or found.least is None:
-            return self._answer(chosen=found.chosen)
-        least, result, run = found.least
+        self._as_written = as_written
+        change, result, run = least
         if result.operations is None or self._plain.operations is None:
             return self._unplanned(run)
-        start = self._bases.base(least, result, run)
-        offloaded = self._offloaded_shards(found.as_written) if self._allowed.rounding else ()
+        start = self._bases.base(change, result, run)
+        offloaded = self._offloaded_shards(as_written) if self._allowed.rounding else ()
         return self._combine(chain([start], offloaded))
 
     def _offloaded_shards(self, as_written: PlanRun) -> Iterator[PlanBase]:
