@@ -17,7 +17,14 @@ from memfit.records.allocator_comparison import (
 )
 from memfit.records.attribution import Attribution
 from memfit.records.card_context import ContextReport, ContextStage, ContextTrial, NcclMeasurement, NcclStage
-from memfit.records.change import Change, DividedBatches, Equality, equality_of
+from memfit.records.change import (
+    STRATEGY_TRAITS,
+    Change,
+    DividedBatches,
+    Equality,
+    equality_of,
+    traits_of_strategy,
+)
 from memfit.records.dataflow import Dataflow, GraphValue
 from memfit.records.dry_run import (
     Advice,
@@ -100,6 +107,7 @@ __all__ = [
     "DEFAULT_POOL",
     "LEAST_RECOMPUTED",
     "SCHEMA_VERSION",
+    "STRATEGY_TRAITS",
     "Action",
     "Advice",
     "AllocatorComparison",
@@ -202,5 +210,6 @@ __all__ = [
     "equality_of",
     "is_counted_operation",
     "is_recomputable_operation",
+    "traits_of_strategy",
     "worst_provenance",
 ]
