@@ -11,6 +11,7 @@ from rich.console import Console
 
 from memfit.analysis.trial_result import TrialResult
 from memfit.errors import TargetError
+from memfit.planning.common_plan_search import PlanSearch
 from memfit.planning.find_plan import find_plan
 from memfit.planning.run_changes_on_ghost import PlannedScript
 from memfit.planning.script_changes import AllowedChanges
@@ -258,6 +259,25 @@ def test_what_to_run_and_write_names_the_file_of_the_plan_quoted():
     assert """memfit train --plan 'my "8GiB".json' train.py --name 'a b'""" in text.getvalue()
     assert r"""memfit.apply(model, "my \"8GiB\".json")""" in text.getvalue()
     assert "-o plan.json" not in text.getvalue()
+
+
+class OffloadingSearch(PlanSearch):
+    """Chooses to offload activations, and nothing else."""
+
+    policies, _undivided = tuple, ""
+
+    def _search_from(self, tuned):
+        self._runs.models = ("Net",)
+        return self._answer(chosen=replace(tuned, change=Change({"offload": {}})))
+
+
+def test_a_plan_of_offload_alone_is_printed_with_the_call_that_applies_it():
+    plain = TrialResult(needing(200), operations=Script().step)
+    script = PlannedScript(lambda *_: plain, lambda *_: plain, work, copy, "a rule")
+    found = OffloadingSearch(script, plain, 100 * MIB + OUTSIDE, AllowedChanges(), lambda _: None).plan()
+    text = io.StringIO()
+    print_plan(found, Console(file=text, width=200, highlight=False, markup=False))
+    assert 'memfit.apply(model, "plan.json")' in text.getvalue()
 
 
 def test_log_probabilities_are_named_with_a_plan_if_they_are_much():

@@ -13,11 +13,9 @@ from memfit.planning.memory_floor import MemoryFloor
 from memfit.planning.module_checkpoint_options import bytes_of_storages
 from memfit.planning.run_changes_on_ghost import PlannedScript, PlanRuns, replayable_runs_of_ranks
 from memfit.planning.script_changes import AllowedChanges
-from memfit.records import Change, PlanRun, ScriptPlan, StepOperations
+from memfit.records import Change, PlanRun, ScriptPlan, StepOperations, traits_of_strategy
 from memfit.units import format_gib
 
-_IN_MODEL = {"precision", "checkpointing", "compilation", "optimizer_state", "sharding"}
-"""Settings that ``memfit.apply`` carries out."""
 _NOT_YET = "The time for the search was over before a plan fitted. Those that memfit has not run yet may fit."
 TOO_LATE = "The time for the search was over before the script had run once, as written. Allow more time."
 OnFound = Callable[[ScriptPlan], None]
@@ -134,7 +132,7 @@ class PlanSearch(ABC):
             bare = needed_without_workspaces(trace, found, trace.device, needs)
         too_slow = chosen if chosen is not None and chosen.time > slowdown else None
         chosen = None if too_slow is not None else chosen
-        in_model = chosen is None or _IN_MODEL & chosen.change.plan.keys()
+        in_model = chosen is None or any(traits_of_strategy(name).is_in_model for name in chosen.change.plan)
         return ScriptPlan(
             device=trace.device,
             budget=self._budget,

@@ -50,7 +50,14 @@ from memfit.records.max_batch import BatchLimit, BatchRun, MaxBatch
 from memfit.records.peak_by_batch_size import BatchSize, LoaderScan, LongestBatch, MeasuredBatch
 from memfit.records.printed_result import SCHEMA_VERSION
 from memfit.records.provenance import Figure, Note, Provenance, worst_provenance
-from memfit.records.script_change import Change, DividedBatches, Equality, equality_of
+from memfit.records.script_change import (
+    STRATEGY_TRAITS,
+    Change,
+    DividedBatches,
+    Equality,
+    equality_of,
+    traits_of_strategy,
+)
 from memfit.records.script_options import LoaderBatchSize, ScriptOption, ScriptOptionPurpose
 from memfit.records.script_plan import GpusFor, PlanRun, ScriptPlan
 from memfit.records.step_operations import (
@@ -100,6 +107,7 @@ __all__ = [
     "DEFAULT_POOL",
     "LEAST_RECOMPUTED",
     "SCHEMA_VERSION",
+    "STRATEGY_TRAITS",
     "Action",
     "Advice",
     "AllocatorComparison",
@@ -202,5 +210,6 @@ __all__ = [
     "equality_of",
     "is_counted_operation",
     "is_recomputable_operation",
+    "traits_of_strategy",
     "worst_provenance",
 ]

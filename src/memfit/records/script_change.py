@@ -159,10 +159,38 @@ class Change:
         )
 
 
-_BITWISE = {"checkpointing", "offload", "optimizer_state", "sharding"}
-"""Settings of a ``memfit.Plan`` under which results are the same, bit for bit, but for what follows."""
+@dataclass(frozen=True, slots=True)
+class StrategyTraits:
+    """What holds of a strategy whatever its settings are, but for what ``equality_of`` says."""
+
+    equality: Equality
+    """How near the results under it are to those of the script as written."""
+    is_late: bool
+    """Whether it changes nothing before a model is called."""
+    is_in_model: bool
+    """Whether ``memfit.apply`` carries it out."""
+
+
+STRATEGY_TRAITS: Mapping[str, StrategyTraits] = {
+    "precision": StrategyTraits(Equality.OTHER, is_late=False, is_in_model=True),
+    "optimizer_state": StrategyTraits(Equality.BITWISE, is_late=True, is_in_model=True),
+    "checkpointing": StrategyTraits(Equality.BITWISE, is_late=True, is_in_model=True),
+    "offload": StrategyTraits(Equality.BITWISE, is_late=True, is_in_model=True),
+    "sharding": StrategyTraits(Equality.BITWISE, is_late=False, is_in_model=True),
+    "accumulation": StrategyTraits(Equality.ROUNDING, is_late=False, is_in_model=False),
+    "compilation": StrategyTraits(Equality.ROUNDING, is_late=True, is_in_model=True),
+}
+"""The fields of a ``memfit.Plan``."""
+_UNKNOWN = StrategyTraits(Equality.OTHER, is_late=False, is_in_model=False)
+
+
+def traits_of_strategy(name: str) -> StrategyTraits:
+    """Return what holds of a field of a plan; of one that memfit does not know, nothing is promised."""
+    return STRATEGY_TRAITS.get(name, _UNKNOWN)
+
+
 _OF_OPTIMIZER = {"offload", "step_in_backward"}
-"""Fields of ``optimizer_state`` under which they are."""
+"""Fields of ``optimizer_state`` under which results are the same, bit for bit."""
 
 
 def equality_of(change: Change, *, compiled: bool = False) -> Equality:
@@ -178,9 +206,10 @@ def equality_of(change: Change, *, compiled: bool = False) -> Equality:
     """
     plan = change.plan
     optimizer = plan.get("optimizer_state", {}).keys()
-    if "precision" in plan or "bits" in optimizer:
+    equalities = {traits_of_strategy(name).equality for name in plan}
+    if Equality.OTHER in equalities or "bits" in optimizer:
         return Equality.OTHER
-    in_parts = plan.get("sharding", {}).get("mode") == "fsdp2"  # gradients are summed so
-    exact = plan.keys() <= _BITWISE and optimizer <= _OF_OPTIMIZER and not in_parts
+    in_parts = plan.get("sharding", {}).get("mode") == "fsdp2"  # its ranks sum gradients in parts
+    exact = Equality.ROUNDING not in equalities and optimizer <= _OF_OPTIMIZER and not in_parts
     rounds = change.micro_batches is not None or change.fused or (compiled and bool(plan))
     return Equality.BITWISE if exact and not rounds else Equality.ROUNDING
