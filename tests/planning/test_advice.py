@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from memfit.analysis.allocator_comparison import compare_settings
+from memfit.analysis.rerun_with_unlimited_memory import find_total
 from memfit.analysis.summary import summarize
-from memfit.analysis.total_needs import find_total
 from memfit.analysis.trial_result import TrialResult
 from memfit.cli.console import exit_code
 from memfit.planning.advice import find_advice

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from memfit.packing.buffers import Buffers, Column, LifetimeSections
-from memfit.packing.native import FOUND, INFEASIBLE, NODE_LIMIT, search_packing_nodes
+from memfit.packing.c_packers import FOUND, INFEASIBLE, NODE_LIMIT, search_packing_nodes
 
 PREFERENCES = ("LAT", "TAL", "TLA")
 """Orders of the attempts. Sort keys, largest first: L(ifetime), A(rea), T(otal of the buffer's fullest

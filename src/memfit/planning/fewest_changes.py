@@ -16,7 +16,7 @@ from operator import or_
 
 from memfit.analysis.needed_memory import ReplayedRun
 from memfit.analysis.trial_result import RunTrial
-from memfit.planning.batches import (
+from memfit.planning.batch_size_changes import (
     BatchSizeRun,
     batch_divisions,
     batch_setting,
@@ -26,15 +26,15 @@ from memfit.planning.batches import (
     smaller_batches,
     smaller_batches_without_accumulation,
 )
-from memfit.planning.changes import (
+from memfit.planning.run_changes_on_ghost import PlanRuns
+from memfit.planning.sample_independence import compare_steps_of_parts
+from memfit.planning.script_changes import (
     FUSED_OPTIMIZER,
     OFFLOADED_ACTIVATIONS,
     checkpointing_ways,
     expandable_segments_change,
     low_precision_options,
 )
-from memfit.planning.plan_runs import PlanRuns
-from memfit.planning.sample_independence import compare_steps_of_parts
 from memfit.records import (
     CallRates,
     Change,
