@@ -46,8 +46,8 @@ def compare(monkeypatch):
         def trial_runner(_command, options, _on_progress, **_standby):
             def run(change, what):
                 name = what.partition(" (")[0]
-                made.append((name, options.rank.rank, change.late))
-                result = results(name, options.rank, change.late)
+                made.append((name, options.rank.rank, change.finish_late))
+                result = results(name, options.rank, change.finish_late)
                 if result is KeyboardInterrupt:
                     raise result
                 return result

@@ -99,8 +99,8 @@ def test_offloading_is_tried_with_copies_that_finish_late():
     late = []
 
     def run(change, _what):
-        late.extend([in_words(change)] * change.late)
-        return TrialResult(trace(250 if change.late else 300), ("Net",))
+        late.extend([in_words(change)] * change.finish_late)
+        return TrialResult(trace(250 if change.finish_late else 300), ("Net",))
 
     answer = find_advice(trace(400), summarize(trace(400)), run)
     assert rows(answer) == [(CHECKPOINT, 100, 400, True), (OFFLOAD, 150, 350, True)]

@@ -69,7 +69,7 @@ class Script:
 
     def find(self, late=None, **settings):
         def run(change, _what, *, limited):
-            return (late if late and change.late else self).run(change, limited=limited)
+            return (late if late and change.finish_late else self).run(change, limited=limited)
 
         limited, unlimited = (partial(run, limited=limited) for limited in (True, False))
         script = BudgetedScript(limited, unlimited, self.arguments, self.device)

@@ -32,7 +32,7 @@ def job(monkeypatch):
     def make(results, nproc=4, nnodes=1):
         def trial_runner(_command, options, *_, **__):
             def run(change, _what):
-                ran.append((options.rank.rank, change.late))
+                ran.append((options.rank.rank, change.finish_late))
                 return results(options.rank.rank)
 
             return run
@@ -84,7 +84,7 @@ def test_where_streams_race_a_second_run_finishes_late(job):
     with job(lambda _: result(200, races=True), nproc=1) as runs:
         (run,) = runs.as_written(Change(), "as written")
         assert [each.late for each in run.results] == [False, True]
-        (run,) = runs.under(replace(CHECKPOINTED, late=True), "checkpointing")
+        (run,) = runs.under(replace(CHECKPOINTED, finish_late=True), "checkpointing")
         assert [each.late for each in run.results] == [True]
     assert job.ran == [(0, False), (0, True), (0, True)]
 

@@ -206,7 +206,7 @@ class _GhostJob:
             result = beside_even_routing(result, trial_runner(command, even, self.on_progress, self.change))
         found = FinishedRun(recorded.trace, result, recorded.unsaved)
         if result.verdict in ("fits", "tight") and may_race(recorded.trace):
-            late = run_trial(Change(late=True), LATE)
+            late = run_trial(Change(finish_late=True), LATE)
             if isinstance(late, TrialResult):
                 most = larger_with_late_work(found, late.trace)
                 return found if most is found else replace(most, unsaved=save_trace(most.trace, output))

@@ -73,7 +73,7 @@ def run_beside_ranks(
         late = SharedTraces(options.rank, environment, "late")
         path = late.prepare()
         unlimited = replace(options, unlimited=True)
-        trial = trial_runner(command, unlimited, on_progress)(Change(late=True), LATE)
+        trial = trial_runner(command, unlimited, on_progress)(Change(finish_late=True), LATE)
         if isinstance(trial, TrialResult):
             write_trace(trial.trace, path)
         if not all(late.exchange(_RAN * isinstance(trial, TrialResult)).values()):

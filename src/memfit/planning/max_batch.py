@@ -126,7 +126,7 @@ def _measured(script: BudgetedScript, change: Change, size: int) -> tuple[Trace,
     """
     what = f"batch size {size}" if size else "as written"
     for late in (False, True):
-        run = replace(change, late=late)
+        run = replace(change, finish_late=late)
         result = script.limited(run, what)
         fits = isinstance(result, TrialResult) and not len(failed_allocations(result.trace))
         if not fits:

@@ -102,7 +102,7 @@ class PlanRuns:
             after: how many others run before it.
             operations: whether the operations of a step are recorded.
         """
-        change = replace(plan, allocator="", operations=operations, late=plan.is_late)
+        change = replace(plan, allocator="", operations=operations, finish_late=plan.uses_side_streams)
         return change, f"{', '.join(plan.words)} (plan {self.count + after + 1})"
 
     def make(

@@ -174,8 +174,8 @@ class RankRuns:
         first, again = self._once(change, what, rank), None
         if isinstance(first, ScriptEnd):
             return first
-        if not change.late and may_race(first.trace):
-            again = self._once(replace(change, late=True), what, rank)
+        if not change.finish_late and may_race(first.trace):
+            again = self._once(replace(change, finish_late=True), what, rank)
         return RankRun(rank, first, again if isinstance(again, TrialResult) else None)
 
     def _once(self, change: Change, what: str, rank: Rank) -> TrialResult | ScriptEnd:
@@ -189,7 +189,7 @@ class RankRuns:
 
         standbys = self._standbys[rank.rank]
         found = trial_runner(self._command, options, show, standbys=standbys)(change, what)
-        return replace(found, late=change.late) if isinstance(found, TrialResult) else found
+        return replace(found, late=change.finish_late) if isinstance(found, TrialResult) else found
 
     def __enter__(self) -> Self:
         return self

@@ -40,8 +40,8 @@ def trial_runner(
         def show(progress: Progress) -> None:
             on_progress(replace(progress, trying=what))
 
-        own = replace(options, finish_late=change.late)
-        made = always | replace(change, late=False)
+        own = replace(options, finish_late=change.finish_late)
+        made = always | replace(change, finish_late=False)
         return run_trial(ScriptRun(command, own, ghost, made), show, standbys)
 
     return run
