@@ -126,11 +126,11 @@ def _measured(script: BudgetedScript, change: Change, size: int) -> tuple[Trace,
     """
     what = f"batch size {size}" if size else "as written"
     for late in (False, True):
-        run = replace(change, finish_late=late)
-        result = script.limited(run, what)
+        tried = replace(change, finish_late=late)
+        result = script.limited(tried, what)
         fits = isinstance(result, TrialResult) and not len(failed_allocations(result.trace))
         if not fits:
-            result = script.unlimited(run, f"{what}, with unlimited memory")
+            result = script.unlimited(tried, f"{what}, with unlimited memory")
         if isinstance(result, ScriptEnd):
             raise TargetError(_failure(what, result, change))
         trace = result.trace
