@@ -2,7 +2,7 @@
 
 import sys
 
-from memfit.cli.console import stdout
+from memfit.cli.command_output import stdout
 
 
 def doctor(
@@ -25,7 +25,7 @@ def doctor(
         return _measure_context()
     if patches:
         return _list_patches()
-    from memfit.ghost.doctor import diagnose
+    from memfit.ghost.environment_checks import diagnose
     from memfit.report.terminal.doctor import print_diagnosis
 
     findings = diagnose()

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from memfit.errors import UsageError
 from memfit.strategies.accumulation import Accumulation
 from memfit.train.engine import Engine
-from memfit.train.job import Job
+from memfit.train.training_job import Job
 
 _EXAMPLE = "memfit.Job(model, optimizer, loss, batch=lambda size: torch.randn(size, 512))"
 

@@ -9,7 +9,7 @@ from rich.text import Text
 from memfit.records import BatchLimit, BatchRun, MaxBatch
 from memfit.records.job_command import command_as_typed
 from memfit.report.escape import escaped
-from memfit.report.places import location_in_cell, short_path
+from memfit.report.places_in_words import location_in_cell, short_path
 from memfit.units import format_bytes, format_gib, unit_for_table
 
 

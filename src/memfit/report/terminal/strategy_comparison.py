@@ -9,9 +9,9 @@ from rich.text import Text
 from memfit.records import ComparedRun, StrategyComparison
 from memfit.records.job_command import command_as_typed
 from memfit.report.escape import escaped
-from memfit.report.places import location_in_cell
+from memfit.report.places_in_words import location_in_cell
 from memfit.report.terminal.plan_code import code_before_sharding, launch_instruction, sharded_optimizer_code
-from memfit.report.terminal.ranks import format_byte_range
+from memfit.report.terminal.rank_table import format_byte_range
 from memfit.units import format_gib, unit_for_table
 
 _HEADINGS = ("allocated", "process", "change")

@@ -28,16 +28,16 @@ from typing import Any
 import torch
 
 from memfit.errors import UsageError
-from memfit.strategies.mechanisms.optimizer_info import local_optimizer
+from memfit.strategies.mechanisms.optimizer_accessors import local_optimizer
 from memfit.train.ranks.rank_agreement import OneRank
 from memfit.train.resume import state_file
-from memfit.train.resume.engine_parts import (
+from memfit.train.resume.engine_state import get_engine_state, load_engine_state
+from memfit.train.resume.saved_engine_parts import (
     EngineParts,
     bare_model,
     own_parameter_indices,
     parameter_names_by_group,
 )
-from memfit.train.resume.engine_state import get_engine_state, load_engine_state
 from memfit.train.resume.saved_run_compatibility import (
     check_no_open_window,
     check_parameter_groups,

@@ -23,7 +23,7 @@ from memfit.ghost.values.known_values import storage_start
 from memfit.patching.after_import import after_import
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
-from memfit.recording.module_hooks import tensors_in
+from memfit.recording.label_running_modules import tensors_in
 from memfit.recording.saved_tensors import Checkpoints, SavedTensorInfo, leaves_of, nodes_of, saved_by
 from memfit.recording.tensor_names import NamedTensor, TensorName, TensorNames, describe, local_piece, parts
 from memfit.records import Category, TensorInfo

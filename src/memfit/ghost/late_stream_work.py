@@ -4,7 +4,7 @@ import functools
 from functools import partial
 from typing import Any
 
-from memfit.ghost.ffi import Ghost
+from memfit.ghost.runtime_bindings import Ghost
 from memfit.patching.after_import import after_import
 from memfit.patching.patches import Patch, before
 

@@ -2,7 +2,7 @@
 
 from memfit.records import ByteRange, PeakRange, RangeCause, RankRole
 from memfit.report.figure_table import FigureCell, FigureRow, FigureTable
-from memfit.report.places import format_ranks, location_in_cell
+from memfit.report.places_in_words import format_ranks, location_in_cell
 from memfit.units import Unit, unit_for_table
 
 

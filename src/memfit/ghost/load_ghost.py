@@ -20,7 +20,7 @@ from pathlib import Path
 from memfit.errors import GhostError
 from memfit.ghost.build.extension_stubs import ExtensionStubs
 from memfit.ghost.build.runtime_library import Build
-from memfit.ghost.ffi import Ghost
+from memfit.ghost.runtime_bindings import Ghost
 
 
 def load(build: Build) -> Ghost:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from memfit.errors import TargetError
-from memfit.estimating.serialise import PackedModel
+from memfit.estimating.serialise_model import PackedModel
 from memfit.records import DeviceUse, DryRun, Note, Provenance
 from memfit.temporary_folders import TemporaryFolder
 

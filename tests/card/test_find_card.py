@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from memfit.card.find import find_card
+from memfit.card.find_card import find_card
 from memfit.errors import UnsuitableEnvironmentError
 
 NO_DEVICE, DRIVER_MISMATCH = 100, 803

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.recording.compiled_step import CompiledStepRecorder
-from memfit.recording.fed_samples import FedSampleRecorder
+from memfit.recording.model_input_digests import FedSampleRecorder
 from memfit.recording.module_names import ModuleNames
 from memfit.recording.step_operations import LeftStorages, StepOperationRecorder
 from memfit.records import StepOperations

@@ -2,7 +2,7 @@
 
 import pytest
 
-from memfit.ghost.ranks.exchanged_objects import ExchangedObjects
+from memfit.ghost.ranks.object_exchange_files import ExchangedObjects
 
 
 def ranks(folder):

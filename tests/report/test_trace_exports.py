@@ -25,9 +25,9 @@ from memfit.records import (
     TensorInfo,
 )
 from memfit.report.escape import escaped
-from memfit.report.export import COLUMNS
 from memfit.report.public_json import result_to_json
-from memfit.report.terminal.run_changes import print_run_difference
+from memfit.report.terminal.run_differences import print_run_difference
+from memfit.report.trace_exports import COLUMNS
 from support.traces import BASE, Event, freed, segment, trace_of
 
 MIB = 1 << 20

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Iterable
 
 from memfit.devices import Device
-from memfit.ghost.ffi import CommunicatorUse, Ghost
 from memfit.ghost.ranks.nccl_memory import KERNELS, Communicator, nccl_memory
+from memfit.ghost.runtime_bindings import CommunicatorUse, Ghost
 from memfit.records import Figure, Provenance
 from memfit.units import format_bytes
 

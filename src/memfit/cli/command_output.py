@@ -54,8 +54,8 @@ def write_result(result: object, json: str | None, *files: Output, **shown: obje
         BrokenPipeError: the reader of standard output has gone; the files were written.
         KeyboardInterrupt: the user interrupted the writing; its message says so.
     """
-    from memfit.report.printers import print_result
     from memfit.report.public_json import result_to_json
+    from memfit.report.result_printers import print_result
 
     def write_output() -> None:
         with stdout() as console:
@@ -166,7 +166,7 @@ def stdout() -> "Iterator[Console]":
         OutputError: standard output cannot be written; its disk may be full.
         BrokenPipeError: the reader of standard output has gone.
     """
-    from memfit.report.terminal.whole_words import WholeWordsConsole
+    from memfit.report.terminal.whole_words_console import WholeWordsConsole
 
     class Printer(WholeWordsConsole):
         def on_broken_pipe(self) -> None:

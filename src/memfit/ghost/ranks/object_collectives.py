@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from memfit.ghost.ranks.exchanged_objects import ExchangedObjects
+from memfit.ghost.ranks.object_exchange_files import ExchangedObjects
 
 
 def exchanging_functions(

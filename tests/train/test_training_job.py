@@ -91,7 +91,7 @@ def test_warnings_name_the_users_line():
     with pytest.warns(UserWarning, match="saves no memory") as then:
         memfit.apply(nn.Sequential(nn.Linear(2, 2)), memfit.Checkpointing("0"))
     places = [(Path(one.filename).name, one.lineno - here) for one in (*found, *then)]
-    assert places == [("test_job.py", 4), ("test_job.py", 6)]
+    assert places == [("test_training_job.py", 4), ("test_training_job.py", 6)]
 
 
 @JOB_OR_PARTS

@@ -14,7 +14,7 @@ the cache.
 Lines. Inductor stores the script's lines with a graph, but looks graphs up regardless of their file and line.
 It would report lines of other scripts, or of an older version of this one, so memfit discards its lines.
 
-Work. A graph keeps how much work its kernels do (``kernel_work.py``), for estimates of time.
+Work. A graph keeps how much work its kernels do (``compiled_kernel_work.py``), for estimates of time.
 
 Time. Compilation runs in this process: a worker process would import PyTorch without the ghost.
 Machine code is generated only once, because no GPU runs it (``skip_triton_codegen.py``).
@@ -30,9 +30,9 @@ from typing import Any
 
 from torch._guards import TracingContext
 
-from memfit.ghost.compile import kernel_work, skip_triton_codegen
-from memfit.ghost.ffi import Ghost
+from memfit.ghost.compile import compiled_kernel_work, skip_triton_codegen
 from memfit.ghost.note_callback import NoteCallback
+from memfit.ghost.runtime_bindings import Ghost
 from memfit.patching.after_import import after_import
 from memfit.patching.patches import Patch, before
 from memfit.records import Provenance
@@ -134,7 +134,7 @@ class CompilerPatches:
         ):
             after_import(module, action)
         skip_triton_codegen.install()
-        kernel_work.install()
+        compiled_kernel_work.install()
 
     def _set_environment(self, *_args: object, **_options: object) -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self._folder / "inductor")

@@ -10,7 +10,7 @@ from memfit.errors import MemfitError
 from memfit.ghost.build.runtime_library import Build, build
 from memfit.ghost.build.torch_install import find_torch
 from memfit.ghost.cudnn.client import NoAnswerError, installed_cudnn
-from memfit.ghost.device import GhostDevice
+from memfit.ghost.ghost_device import GhostDevice
 from memfit.native_build import find_compiler
 
 _DRIVER = Path("/proc/driver/nvidia/gpus")

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from memfit.patching.installed_hooks import InstalledHooks
-from memfit.recording.script_operations import ScriptOperations
+from memfit.recording.second_step_operations import ScriptOperations
 from memfit.records import StepOperations
 
 

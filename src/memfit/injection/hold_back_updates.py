@@ -15,7 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
-from memfit.ghost.ranks.early_collectives import settle_collectives
+from memfit.ghost.ranks.collective_release_times import settle_collectives
 from memfit.patching.patches import Patch
 from memfit.strategies.mechanisms.optimizer_step import mark_as_step_wrapper, unwrapped_optimizer_step
 

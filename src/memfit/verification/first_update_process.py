@@ -16,7 +16,7 @@ from memfit.patching.after_import import after_import
 from memfit.patching.patches import Patch
 from memfit.records import InputTensor
 from memfit.run.parent_pipe import end_with_parent
-from memfit.run.script import end_of, run_as_main
+from memfit.run.run_script_as_python import end_of, run_as_main
 
 _OPTIMIZER = Patch("torch.optim.optimizer:Optimizer", "__init__", why="verify its first update")
 _MODULE = Patch("torch.nn.modules.module:Module", "__call__", why="see what a model is passed")
@@ -196,7 +196,7 @@ class FirstUpdateWatcher:
         import torch
         from torch.utils._pytree import tree_leaves
 
-        from memfit.recording.fed_samples import fed_tensor
+        from memfit.recording.model_input_digests import fed_tensor
 
         tensors = [each for each in tree_leaves(passed) if isinstance(each, torch.Tensor) and each.ndim]
         self._inputs += map(fed_tensor, tensors)

@@ -12,7 +12,6 @@ from memfit.ghost.build.extension_stubs import ExtensionStubs
 from memfit.ghost.build.runtime_library import Build
 from memfit.ghost.cudnn.cache import EngineConfig
 from memfit.ghost.cudnn.client import installed_cudnn
-from memfit.ghost.device import GhostDevice
 from memfit.ghost.exchange_callback import (
     EXCHANGE_CALLBACK,
     MESSAGE_CALLBACK,
@@ -23,6 +22,7 @@ from memfit.ghost.exchange_callback import (
     receive_callback,
     send_callback,
 )
+from memfit.ghost.ghost_device import GhostDevice
 from memfit.ghost.workspaces import Workspaces, WorkspaceSource
 
 _HOLD_UNTIL_AWAITED = 2  # core/ghost.h

@@ -6,8 +6,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memfit.patching.installed_hooks import InstalledHooks
-from memfit.verification import first_update
-from memfit.verification.first_update import (
+from memfit.verification import first_update_process
+from memfit.verification.first_update_process import (
     FirstUpdateReached,
     FirstUpdateWatcher,
     UpdateSettings,
@@ -19,8 +19,8 @@ from memfit.verification.first_update import (
 def watched(tmp_path):
     """Watch this process as that of a script."""
     hooks, update = InstalledHooks(), FirstUpdateWatcher(UpdateSettings(str(tmp_path), False, "", True, True))
-    hooks.wrap(first_update._OPTIMIZER, "__init__", update.created)
-    hooks.wrap(first_update._MODULE, "__call__", update.called)
+    hooks.wrap(first_update_process._OPTIMIZER, "__init__", update.created)
+    hooks.wrap(first_update_process._MODULE, "__call__", update.called)
     hooks.add(register_optimizer_step_pre_hook(update.steps))
     yield lambda: read_first_update(tmp_path)
     hooks.remove()

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from memfit.injection import inject_accumulation
-from memfit.injection.inject_accumulation import HeldBackUpdates
+from memfit.injection import hold_back_updates
+from memfit.injection.hold_back_updates import HeldBackUpdates
 from memfit.patching.installed_hooks import InstalledHooks
 
 
@@ -84,7 +84,7 @@ def test_collectives_settle_where_an_update_is_held_back_unless_work_finishes_la
 ):
     settled, hooks = [], InstalledHooks()
     HeldBackUpdates(3, pytest.fail, settles=settles).install(hooks)
-    monkeypatch.setattr(inject_accumulation, "settle_collectives", lambda: settled.append(True))
+    monkeypatch.setattr(hold_back_updates, "settle_collectives", lambda: settled.append(True))
     model, inputs, labels = model_and_data()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for x, y in zip(inputs[:6], labels[:6], strict=True):

@@ -20,14 +20,14 @@ from memfit.records import (
     StrategyComparison,
     Verification,
 )
-from memfit.report.estimate import Estimate, print_estimate
+from memfit.report.estimate_result import Estimate, print_estimate
 from memfit.report.terminal.allocator_comparison import print_allocator_comparison
-from memfit.report.terminal.arena import ArenaReport, print_arena_report
+from memfit.report.terminal.arena_report import ArenaReport, print_arena_report
 from memfit.report.terminal.explanation import print_explanation
 from memfit.report.terminal.gpus import print_gpus_for
 from memfit.report.terminal.max_batch import print_max_batch
 from memfit.report.terminal.packing import PackingSizes, print_graph_packing, print_packing, print_run_packing
-from memfit.report.terminal.run_changes import print_memory_check, print_run_difference
+from memfit.report.terminal.run_differences import print_memory_check, print_run_difference
 from memfit.report.terminal.script_plan import print_plan
 from memfit.report.terminal.strategy_comparison import print_strategy_comparison
 from memfit.report.terminal.summary import print_summary

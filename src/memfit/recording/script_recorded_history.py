@@ -23,7 +23,7 @@ from memfit.recording.event_labels import PREFIX
 from memfit.user_frame import is_memfit_file
 
 FREES = ("free_requested", "free_completed")
-_RUNS_SCRIPT = str(Path(__file__).parents[1] / "run" / "script.py")
+_RUNS_SCRIPT = str(Path(__file__).parents[1] / "run" / "run_script_as_python.py")
 _Entry = Mapping[str, Any]
 """A snapshot, or an event, segment or block in it."""
 _Stack = Sequence[Mapping[str, Any]]

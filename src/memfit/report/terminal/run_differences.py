@@ -11,7 +11,7 @@ from memfit.analysis.fold_module_paths import fold_module_paths
 from memfit.records import CheckedFigure, CheckVerdict, GroupBy, MemoryCheck, RunDifference
 from memfit.records.job_command import command_as_typed
 from memfit.report.escape import escaped
-from memfit.report.places import location_in_words
+from memfit.report.places_in_words import location_in_words
 from memfit.report.terminal.explanation import breakdown_row_name
 from memfit.units import format_gib
 

@@ -5,8 +5,8 @@ from string import Template
 
 from memfit.analysis.reserved_ranges import has_segments
 from memfit.records import Attribution, DryRun, Timeline, Trace
-from memfit.report.html import static_html
-from memfit.report.html.payload import page_payload
+from memfit.report.html import static_page_parts
+from memfit.report.html.page_payload import page_payload
 from memfit.report.html.safe_page import PageTextTable, content_security_policy, read_page_asset
 
 _STYLES = ("common.css", "dark.css", "page.css")
@@ -40,24 +40,25 @@ def run_report_html(
         summary = _without_source(summary)
     found = page_payload(trace, line, attribution, summary, words)
     missing = {"no-source": not source, "no-segments": not has_segments(trace)}
-    style = "".join(map(read_page_asset, _STYLES)) + static_html.layer_colours_css(found.facts)
+    style = "".join(map(read_page_asset, _STYLES)) + static_page_parts.layer_colours_css(found.facts)
     script = "(() => {\n'use strict';\n" + "\n".join(map(read_page_asset, _SCRIPTS)) + "})();\n"
     return Template(read_page_asset("page.html")).substitute(
-        static_html.verdict_html_parts(summary, words) | static_html.combined_blocks_html(found.facts),
+        static_page_parts.verdict_html_parts(summary, words)
+        | static_page_parts.combined_blocks_html(found.facts),
         missing=" ".join(name for name, is_so in missing.items() if is_so),
         policy=content_security_policy(style, script),
         style=style,
         code=script,
-        ladder=static_html.allocated_to_capacity_html(summary),
-        ranks=static_html.rank_table_html(summary, words),
-        stages=static_html.stage_table_html(summary, words),
-        longest=static_html.longest_batches_html(summary, words),
-        advice=static_html.advice_html(summary, words),
-        terms=static_html.peak_terms_html(summary),
-        notes=static_html.notes_html(summary, words),
-        versions=static_html.versions_html(summary, words),
-        sums=static_html.layer_sums_html(found.facts),
-        shortcuts=static_html.moment_buttons_html(found, words),
+        ladder=static_page_parts.allocated_to_capacity_html(summary),
+        ranks=static_page_parts.rank_table_html(summary, words),
+        stages=static_page_parts.stage_table_html(summary, words),
+        longest=static_page_parts.longest_batches_html(summary, words),
+        advice=static_page_parts.advice_html(summary, words),
+        terms=static_page_parts.peak_terms_html(summary),
+        notes=static_page_parts.notes_html(summary, words),
+        versions=static_page_parts.versions_html(summary, words),
+        sums=static_page_parts.layer_sums_html(found.facts),
+        shortcuts=static_page_parts.moment_buttons_html(found, words),
         last=max(0, found.facts.moments - 1),
         data=found.text,
     )
