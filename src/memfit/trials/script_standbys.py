@@ -16,7 +16,7 @@ from typing import Self
 
 import msgspec
 
-from memfit.records import Change
+from memfit.records import Change, traits_of_strategy
 from memfit.run.child_start import (
     ChildSettings,
     GhostSettings,
@@ -158,10 +158,6 @@ class ForkedScript:
                 os.kill(self.pid, signal.SIGKILL)
 
 
-_LATE_STRATEGIES = {"checkpointing", "compilation", "offload", "optimizer_state"}
-"""Strategies that change nothing before a model is called."""
-
-
 @dataclass(frozen=True, slots=True)
 class ScriptRun:
     """A run of a script, as far as its beginning may depend on it."""
@@ -189,7 +185,7 @@ class ScriptRun:
         added = replace(self.change, plan=other.plan, optimizer=other.optimizer)
         can_be_added = (
             not self.change.strategies
-            and other.strategies.keys() <= _LATE_STRATEGIES
+            and all(traits_of_strategy(name).is_late for name in other.strategies)
             and replace(added, operations=other.operations) == other
         )
         return (same or can_be_added) and other.operations <= self.change.operations

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.records import BatchLimit, BatchRun, MaxBatch
-from memfit.records.job_target import command_as_typed
+from memfit.records.job_command import command_as_typed
 from memfit.report.escape import escaped
 from memfit.report.places import location_in_cell, short_path
 from memfit.units import format_bytes, format_gib, unit_for_table

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from memfit.analysis.fold_module_paths import fold_module_paths
 from memfit.records import CheckedFigure, CheckVerdict, GroupBy, MemoryCheck, RunDifference
-from memfit.records.job_target import command_as_typed
+from memfit.records.job_command import command_as_typed
 from memfit.report.escape import escaped
 from memfit.report.places import location_in_words
 from memfit.report.terminal.explanation import breakdown_row_name

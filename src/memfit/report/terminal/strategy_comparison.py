@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.records import ComparedRun, StrategyComparison
-from memfit.records.job_target import command_as_typed
+from memfit.records.job_command import command_as_typed
 from memfit.report.escape import escaped
 from memfit.report.places import location_in_cell
 from memfit.report.terminal.plan_code import code_before_sharding, launch_instruction, sharded_optimizer_code

@@ -15,7 +15,7 @@ from memfit.records import (
     Verification,
     VerificationVerdict,
 )
-from memfit.records.job_target import command_as_typed
+from memfit.records.job_command import command_as_typed
 from memfit.report.escape import escaped
 from memfit.units import format_gib
 
