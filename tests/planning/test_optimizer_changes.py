@@ -4,7 +4,6 @@ from dataclasses import fields, replace
 
 import pytest
 
-from memfit.planning.changes import AllowedChanges
 from memfit.planning.optimizer_changes import (
     OptimizerChangesToTry,
     has_8_bit_state,
@@ -12,6 +11,7 @@ from memfit.planning.optimizer_changes import (
     optimizer_changes,
     updates_in_backward,
 )
+from memfit.planning.script_changes import AllowedChanges
 from memfit.records import (
     STRATEGY_TRAITS,
     Change,

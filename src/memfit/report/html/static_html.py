@@ -5,7 +5,7 @@ from html import escape
 
 from memfit.analysis.breakdown import CATEGORY_NAMES
 from memfit.records import Category, DryRun, Figure, Provenance
-from memfit.records.job_target import command_as_typed
+from memfit.records.job_command import command_as_typed
 from memfit.report.html.payload import PageFacts, PagePayload
 from memfit.report.html.safe_page import PageTextTable
 from memfit.report.places import location_in_words

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.records import Figure, Provenance, Term
-from memfit.records.result import PrintedResult
+from memfit.records.printed_result import PrintedResult
 from memfit.report.escape import escaped
 from memfit.report.terminal.layout import plain_table
 from memfit.units import format_bytes

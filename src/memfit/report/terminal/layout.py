@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memfit.records.job_target import command_as_typed
+from memfit.records.job_command import command_as_typed
 from memfit.report.escape import escaped
 
 
