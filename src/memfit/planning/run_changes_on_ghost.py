@@ -64,6 +64,8 @@ class PlanRuns:
         self.count = 0
         """How many runs were begun."""
         self.tried: list[PlanRun] = []
+        self.chosen: PlanRun | None = None
+        """The fastest so far that fits; a search sets it."""
         self.models: tuple[str, ...] = ()
         """Models that got the last plan that a search went on with."""
         self.dropped: list[str] = []
