@@ -26,7 +26,7 @@ from memfit.planning.optimizer_changes import (
     optimizer_changes,
 )
 from memfit.planning.run_changes_on_ghost import PlannedScript, PlanRuns, step_seconds
-from memfit.planning.script_changes import FUSED_OPTIMIZER, PRECISIONS, AllowedChanges, precision_change
+from memfit.planning.script_changes import FUSED_OPTIMIZER, PRECISIONS, AllowedChanges
 from memfit.planning.shardings import with_unsharded_names
 from memfit.records import Category, Change, Phase, PlanRun, ScriptEnd, StepOperations
 
@@ -117,11 +117,7 @@ class PlanBases:
             for change in self.optimizer_changes
             if not any(has_all_settings_of(change, each) for each in self._refused)
         ]
-        plans += [
-            precision_change(name, PRECISIONS[name]) | plan
-            for name in self._allowed.precisions
-            for plan in plans
-        ]
+        plans += [PRECISIONS[name] | plan for name in self._allowed.precisions for plan in plans]
         found, needs = [], attrgetter("needs.bytes")
         for plan in plans:
             updates = [base.update for base in self._made if _kind(base.change) == _kind(plan)]
@@ -137,7 +133,7 @@ class PlanBases:
         self._starts.append(start.run)
         roots = [start]
         for name in self._allowed.precisions:
-            plan = start.change | precision_change(name, PRECISIONS[name])
+            plan = start.change | PRECISIONS[name]
             lower = self._lower(start, plan) if self.can_fit(plan) else None
             roots += [lower] if isinstance(lower, PlanBase) else []
         roots.sort(key=lambda base: base.run.needs.bytes)
