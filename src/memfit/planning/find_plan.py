@@ -11,8 +11,8 @@
 A model predicts allocated bytes of one step; what counts is what the process needs. Each run shows by how
 much they differ, and the next choice is made with that. No plan is returned that has not run.
 
-Where the CUDA context is assumed, plans are looked for that leave free what it may be larger by. If none is
-found, the fastest that fits is tight: from what has run by then, the search goes on for the whole budget.
+Where the CUDA context is assumed, the search first looks for plans that leave room for a larger one. If it
+finds none, the fastest that fits is tight: from what has run by then, it goes on for the whole budget.
 """
 
 import functools
@@ -166,7 +166,7 @@ class _OperationSearch(PlanSearch):
         return self._combine(chain([start], offloaded))
 
     def _offloaded_shards(self, as_written: PlanRun) -> Iterator[PlanBase]:
-        """Yield the script with its shards on the host, if it can be run so."""
+        """Yield the script with its shards on the host, if it runs like that."""
         copies = shard_copy_seconds(as_written.terms, self._script.copy, self._script.ranks) / self._step
         made = self._runs.make(OFFLOADED_SHARDS, 1.0 + copies, operations=True)
         if isinstance(made, ScriptEnd):
