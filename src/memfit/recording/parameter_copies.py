@@ -17,7 +17,8 @@ import torch
 from torch.optim import Optimizer
 
 from memfit.recording.module_hooks import tensors_in
-from memfit.recording.owners import MemoryOwners, addresses_of, find_live_objects, parameters_of
+from memfit.recording.optimizer_info import parameters_of
+from memfit.recording.owners import MemoryOwners, addresses_of, find_live_objects
 from memfit.recording.tensor_names import local_piece
 
 

@@ -41,7 +41,8 @@ from memfit.recording.memory_calls import (
 )
 from memfit.recording.module_hooks import ModuleHooks, running_module
 from memfit.recording.module_names import short_names
-from memfit.recording.owners import MemoryOwners, find_live_objects, parameters_of
+from memfit.recording.optimizer_info import parameters_of
+from memfit.recording.owners import MemoryOwners, find_live_objects
 from memfit.recording.parameter_copies import ParameterCopies
 from memfit.recording.run_stages import RunStageMarks
 from memfit.recording.training_steps import StepTracker

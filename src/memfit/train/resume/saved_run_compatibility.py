@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from memfit.errors import UsageError
-from memfit.strategies.mechanisms.optimizer_info import local_optimizer
+from memfit.recording.optimizer_info import local_optimizer
 from memfit.train.resume.engine_parts import (
     EngineParts,
     bare_model,
