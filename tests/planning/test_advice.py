@@ -8,7 +8,7 @@ from memfit.analysis.allocator_comparison import compare_settings
 from memfit.analysis.rerun_with_unlimited_memory import find_total
 from memfit.analysis.summary import summarize
 from memfit.analysis.trial_result import TrialResult
-from memfit.cli.console import exit_code
+from memfit.cli.command_output import exit_code
 from memfit.planning.advice import find_advice
 from memfit.planning.run_changes_on_ghost import GhostRuns
 from memfit.records import (

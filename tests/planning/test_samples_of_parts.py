@@ -9,7 +9,7 @@ from memfit.planning.sample_independence import (
     compare_step_inputs,
     undivided_tensor,
 )
-from memfit.recording.fed_samples import fed_tensor
+from memfit.recording.model_input_digests import fed_tensor
 from memfit.records import InputTensor, StepInputs, StepOperations
 
 DATA = torch.arange(4 * 6 * 3, dtype=torch.float32).reshape(4, 6, 3)

@@ -6,8 +6,8 @@ import pytest
 
 from memfit.analysis.trial_result import TrialResult
 from memfit.records import Action, Change, DeviceUse, Figure, Provenance, ScriptEnd
+from memfit.run.job_rank import Rank
 from memfit.run.options import RunOptions
-from memfit.run.rank import Rank
 from memfit.trials import rank_runs
 from memfit.trials.rank_runs import RankRuns, UnfinishedRankError
 from support.traces import BASE, trace_of

@@ -8,9 +8,9 @@ from memfit.devices import DEFAULT
 from memfit.errors import UsageError
 from memfit.planning.max_batch import BudgetedScript, find_max_batch
 from memfit.records import MaxBatch
+from memfit.run.job_rank import Rank
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, script_command
-from memfit.run.rank import Rank
 from memfit.run.resolve_options import ghost_settings
 from memfit.trials.trial_run import ghost_runs
 

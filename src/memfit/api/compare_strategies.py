@@ -15,9 +15,9 @@ from memfit.analysis.strategy_comparison import (
 from memfit.devices import DEFAULT
 from memfit.errors import TargetError
 from memfit.records import ComparedRun, DeviceUse, ScriptEnd, StrategyComparison, Trace
+from memfit.run.job_rank import Rank
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, script_command
-from memfit.run.rank import Rank
 from memfit.run.resolve_options import ghost_settings
 from memfit.trials.rank_runs import RankRun, RankRuns, UnfinishedRankError
 

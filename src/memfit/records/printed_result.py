@@ -16,6 +16,6 @@ class PrintedResult:
 
     def __str__(self) -> str:
         # By its name, and only now: records are below report, and whoever prints nothing need not load it.
-        return str(import_module("memfit.report.printers").printed_text(self))
+        return str(import_module("memfit.report.result_printers").printed_text(self))
 
     __repr__ = __str__

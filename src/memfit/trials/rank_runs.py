@@ -17,9 +17,9 @@ from memfit.analysis.stream_races import may_race
 from memfit.analysis.summary import summarize
 from memfit.analysis.trial_result import TrialResult, why_it_failed
 from memfit.records import Change, ScriptEnd, ScriptLocation
+from memfit.run.job_rank import Rank
 from memfit.run.options import RunOptions
 from memfit.run.parent import Progress
-from memfit.run.rank import Rank
 from memfit.trials.script_standbys import ScriptStandbys
 from memfit.trials.trial_run import trial_runner
 
