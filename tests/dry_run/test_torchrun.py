@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import memfit
-from memfit.api.ranks_together import SharedTraces
+from memfit.api.run_under_torchrun import SharedTraces
+from memfit.run.job_rank import Rank
 from memfit.run.launchers import started_rank
-from memfit.run.rank import Rank
 
 VARIABLES = {
     "RANK": "5",

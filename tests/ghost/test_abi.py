@@ -187,7 +187,9 @@ def test_the_part_of_nccls_configuration_that_the_ghost_reads_has_its_layout(hea
     names = {"size": "size", "min_ctas": "minCTAs", "max_ctas": "maxCTAs", "split_share": "splitShare"}
     arguments = [f"-DCUDA_VERSION={cuda_version}", *INCLUDES]
     mine = constants(
-        arguments, [RUNTIME / "libraries/nccl.c"], [f"offsetof(struct config, {n})" for n in names]
+        arguments,
+        [RUNTIME / "libraries/nccl_communicators.c"],
+        [f"offsetof(struct config, {n})" for n in names],
     )
     real = constants(headers, HEADERS, [f"offsetof(ncclConfig_t, {name})" for name in names.values()])
     assert mine == real
@@ -226,13 +228,17 @@ PROTOTYPE = re.compile(
 )
 
 
+SECOND_NAME = re.compile(r"extern __typeof__\((\w+)\) (\w+) ?;")
+
+
 def prototypes(text):
     """Return the arguments of each function, as the text spells them."""
-    return {
+    found = {
         name: split(arguments)
         for returned, name, arguments in PROTOTYPE.findall(text)
         if returned.split()[0] not in {"return", "else"}  # a call
     }
+    return found | {name: found[function] for function, name in SECOND_NAME.findall(text)}
 
 
 def split(arguments):

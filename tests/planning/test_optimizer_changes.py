@@ -4,7 +4,6 @@ from dataclasses import fields, replace
 
 import pytest
 
-from memfit.planning.changes import AllowedChanges
 from memfit.planning.optimizer_changes import (
     OptimizerChangesToTry,
     has_8_bit_state,
@@ -12,6 +11,7 @@ from memfit.planning.optimizer_changes import (
     optimizer_changes,
     updates_in_backward,
 )
+from memfit.planning.script_changes import AllowedChanges
 from memfit.records import (
     STRATEGY_TRAITS,
     Change,
@@ -123,7 +123,7 @@ def test_each_change_does_what_its_words_say():
     for change in optimizer_changes(AllowedChanges(low_bit_state=True)):
         (words,) = change.words
         assert change.plan.keys() == {"optimizer_state"}
-        assert offloads_state(change) is change.is_late is (OFFLOADED in words)
+        assert offloads_state(change) is change.uses_side_streams is (OFFLOADED in words)
         assert updates_in_backward(change) is (BACKWARD in words)
         assert equality_of(change) == (Equality.OTHER if LOW in words else Equality.BITWISE)
 

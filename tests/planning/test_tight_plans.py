@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from memfit.planning.changes import AllowedChanges
-from memfit.planning.plan_runs import PlannedScript
-from memfit.planning.search import find_plan
+from memfit.planning.find_plan import find_plan
+from memfit.planning.run_changes_on_ghost import PlannedScript
+from memfit.planning.script_changes import AllowedChanges
 from memfit.records import Provenance, ScriptEnd
 from memfit.report.public_json import result_to_json
 from memfit.report.terminal.script_plan import print_plan
@@ -156,7 +156,7 @@ def test_a_tight_plan_that_is_fast_enough_is_chosen_before_one_that_is_too_slow(
 def test_a_tight_plan_is_the_answer_so_far_until_there_is_another():
     script, so_far = Script(), []
     run = assumed(script)
-    planned = PlannedScript(run, run, work, copy, "a rule")
+    planned = PlannedScript(run, work, copy, "a rule")
     found = find_plan(planned, (plain(script) + 1) * MIB + OUTSIDE, on_found=so_far.append)
     assert so_far[0].chosen is so_far[0].as_written
     assert [each.is_tight for each in so_far] == [True, *[False] * (len(so_far) - 1)]

@@ -9,7 +9,7 @@ from memfit.allocator.initial_state import reconstruct_initial_state
 from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import breakdown_at
-from memfit.analysis.location import location_at
+from memfit.analysis.script_location import location_at
 from memfit.analysis.summary import summarize
 from memfit.records import (
     Action,
@@ -21,7 +21,7 @@ from memfit.records import (
     ScriptEnd,
     SnapshotBlock,
 )
-from memfit.report.html.payload import page_payload
+from memfit.report.html.page_payload import page_payload
 from memfit.report.html.safe_page import PageTextTable
 from support.html_reports import GIB, MIB, blocks, run, sums, unpacked
 from support.traces import BASE, Event, freed, segment, trace_of

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from memfit.cli.console import Output as OutputFile
-from memfit.cli.console import exit_code, progress, trace_file, write_result
+from memfit.cli.command_output import Output as OutputFile
+from memfit.cli.command_output import exit_code, progress, trace_file, write_result
 from memfit.cli.options import (
     GHOST,
     TARGET,
@@ -30,9 +30,9 @@ from memfit.cli.options import (
     script_to_run,
 )
 from memfit.errors import UsageError
+from memfit.run.job_rank import ALONE, Rank
 from memfit.run.launchers import started_rank
 from memfit.run.options import BATCHES, LONGEST_STEPS, SCAN, SECONDS, STEPS, RunOptions
-from memfit.run.rank import ALONE, Rank
 
 if TYPE_CHECKING:
     from memfit.run.parent import Progress
@@ -172,7 +172,7 @@ def dry_run(
             its rules. With 'none', it counts each workspace as 0 bytes.
     """
     from memfit.api.ghost_runs import FinishedRun, run_on_ghost
-    from memfit.api.ranks_together import run_beside_ranks
+    from memfit.api.run_under_torchrun import run_beside_ranks
     from memfit.api.traces import write_html
 
     limits, resuming = length.limits(), length.resuming()

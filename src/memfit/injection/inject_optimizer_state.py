@@ -12,7 +12,7 @@ from memfit.errors import UsageError
 from memfit.injection.injection_files import NEVER_CALLED
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
-from memfit.recording.optimizer_info import parameters_of
+from memfit.recording.optimizer_accessors import parameters_of
 from memfit.strategies.apply import apply_to_optimizer
 from memfit.strategies.optimizer_state import OptimizerState
 

@@ -15,16 +15,9 @@ from memfit.records.allocator_comparison import (
     ReplayResult,
     SettingOutcome,
 )
-from memfit.records.attribution import Attribution
+from memfit.records.attributed_allocations import Attribution
+from memfit.records.baseline_check import CheckedFigure, CheckVerdict, MemoryBaseline, MemoryCheck
 from memfit.records.card_context import ContextReport, ContextStage, ContextTrial, NcclMeasurement, NcclStage
-from memfit.records.change import (
-    STRATEGY_TRAITS,
-    Change,
-    DividedBatches,
-    Equality,
-    equality_of,
-    traits_of_strategy,
-)
 from memfit.records.dataflow import Dataflow, GraphValue
 from memfit.records.dry_run import (
     Advice,
@@ -40,6 +33,7 @@ from memfit.records.dry_run import (
     StageUse,
     Term,
 )
+from memfit.records.event_marks import Mark, MarkKind, SaveKind, UntrainedForwardReason
 from memfit.records.explanation import (
     Breakdown,
     BreakdownRow,
@@ -52,12 +46,18 @@ from memfit.records.explanation import (
     RunDifference,
 )
 from memfit.records.fragmentation import Fragmentation, Hole, PinningBlock, ReservedBytes, ReservedMemoryUse
-from memfit.records.longest_batch import BatchSize, LoaderScan, LongestBatch, MeasuredBatch
-from memfit.records.marks import Mark, MarkKind, SaveKind, UntrainedForwardReason
 from memfit.records.max_batch import BatchLimit, BatchRun, MaxBatch
-from memfit.records.memory_check import CheckedFigure, CheckVerdict, MemoryBaseline, MemoryCheck
+from memfit.records.peak_by_batch_size import BatchSize, LoaderScan, LongestBatch, MeasuredBatch
+from memfit.records.printed_result import SCHEMA_VERSION
 from memfit.records.provenance import Figure, Note, Provenance, worst_provenance
-from memfit.records.result import SCHEMA_VERSION
+from memfit.records.script_change import (
+    STRATEGY_TRAITS,
+    Change,
+    DividedBatches,
+    Equality,
+    equality_of,
+    traits_of_strategy,
+)
 from memfit.records.script_options import LoaderBatchSize, ScriptOption, ScriptOptionPurpose
 from memfit.records.script_plan import GpusFor, PlanRun, ScriptPlan
 from memfit.records.step_operations import (
@@ -101,115 +101,3 @@ from memfit.records.verification import (
     Verification,
     VerificationVerdict,
 )
-
-__all__ = [
-    "ARENA",
-    "DEFAULT_POOL",
-    "LEAST_RECOMPUTED",
-    "SCHEMA_VERSION",
-    "STRATEGY_TRAITS",
-    "Action",
-    "Advice",
-    "AllocatorComparison",
-    "AllocatorSetting",
-    "Attribution",
-    "BatchLimit",
-    "BatchRun",
-    "BatchSize",
-    "Breakdown",
-    "BreakdownRow",
-    "ByteRange",
-    "CallRates",
-    "Category",
-    "Change",
-    "CheckVerdict",
-    "CheckedFigure",
-    "ChildProcess",
-    "ComparedRun",
-    "ContextReport",
-    "ContextStage",
-    "ContextTrial",
-    "CountedOperations",
-    "Dataflow",
-    "DeviceUse",
-    "DividedBatches",
-    "DriverCalls",
-    "DryRun",
-    "Equality",
-    "EventLabel",
-    "Events",
-    "Explanation",
-    "FailedMalloc",
-    "Figure",
-    "Fragmentation",
-    "Frame",
-    "GpusFor",
-    "GradientDifference",
-    "GraphValue",
-    "GroupBy",
-    "Growth",
-    "Hole",
-    "InputTensor",
-    "JobRank",
-    "LiveAllocation",
-    "LoaderBatchSize",
-    "LoaderScan",
-    "LongestBatch",
-    "MachineKind",
-    "Mark",
-    "MarkKind",
-    "MaxBatch",
-    "MeasuredBatch",
-    "MeasuredPeak",
-    "MemoryBaseline",
-    "MemoryCheck",
-    "MemoryPeak",
-    "ModuleCall",
-    "NcclMeasurement",
-    "NcclStage",
-    "Note",
-    "Operation",
-    "OperationCounts",
-    "OutOfMemory",
-    "PeakRange",
-    "Phase",
-    "PhaseChange",
-    "PinningBlock",
-    "PlanRun",
-    "Provenance",
-    "RangeCause",
-    "RankRole",
-    "ReplayResult",
-    "ReservedBytes",
-    "ReservedMemoryUse",
-    "RowChange",
-    "RunDifference",
-    "SaveKind",
-    "ScriptEnd",
-    "ScriptLocation",
-    "ScriptOption",
-    "ScriptOptionPurpose",
-    "ScriptPlan",
-    "Segment",
-    "SettingOutcome",
-    "Shortened",
-    "SizeBound",
-    "SnapshotBlock",
-    "Stage",
-    "StageUse",
-    "StepInputs",
-    "StepOperations",
-    "StrategyComparison",
-    "TensorInfo",
-    "Term",
-    "Timeline",
-    "Trace",
-    "UntrainedForwardReason",
-    "Verification",
-    "VerificationVerdict",
-    "equality_of",
-    "is_counted_operation",
-    "is_recomputable_operation",
-    "traits_of_strategy",
-    "worst_provenance",
-]

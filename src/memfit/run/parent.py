@@ -25,14 +25,14 @@ from memfit.atomic_files import check_output_paths
 from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import MemfitError, OutputError, TargetError, UsageError
 from memfit.records import ChildProcess, ScriptEnd, Trace
-from memfit.records.job_target import command_as_typed
+from memfit.records.job_command import command_as_typed
 from memfit.run.child_start import ChildSettings, GhostSettings, RunningScript, StartScript, start_script
 from memfit.run.interruption import Interruption, ctrl_c_held, script_handles_ctrl_c
 from memfit.run.options import RunOptions
 from memfit.run.other_ranks import OtherRanks, StartedRanks
 from memfit.run.parent_pipe import ChildMessage
 from memfit.run.process_tree import kill_descendants
-from memfit.run.script import check_script
+from memfit.run.run_script_as_python import check_script
 from memfit.run.started_processes import UnfollowedProcesses, read_started_processes
 from memfit.temporary_folders import TemporaryFolder
 from memfit.trace.trace_file import read_trace

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit.errors import UsageError
-from memfit.recording.optimizer_info import parameters_of
+from memfit.recording.optimizer_accessors import parameters_of
 from memfit.strategies.mechanisms.module_patterns import class_name, modules_named, repeated_blocks
 from memfit.strategies.precision import DTYPES, Dtype
 from memfit.strategies.setting_checks import check_setting_types

@@ -15,7 +15,7 @@ from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit.errors import UsageError
-from memfit.recording.optimizer_info import local_optimizer, parameters_of
+from memfit.recording.optimizer_accessors import local_optimizer, parameters_of
 from memfit.strategies import apply
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.mechanisms.master_weights import (
@@ -36,7 +36,6 @@ from memfit.strategies.sharding import (
 )
 from memfit.train.cuda_graphs import make_step_cuda_graphs
 from memfit.train.data.split_batch import warn_of_batch_norms
-from memfit.train.job import Job, learning_rate_schedule_of
 from memfit.train.loss_scaler import LossScaler
 from memfit.train.optimizer_update import OptimizerUpdate, Protect
 from memfit.train.ranks.rank_agreement import (
@@ -46,6 +45,7 @@ from memfit.train.ranks.rank_agreement import (
     ranks_of_job,
 )
 from memfit.train.ranks.rank_gradients import BUCKET_BYTES, RankGradients, ReplicaGradients, ShardGradients
+from memfit.train.training_job import Job, learning_rate_schedule_of
 from memfit.train.window_gradients import GradientSums, gradient_sums_of_model
 
 _CALL = "memfit.Engine"  # as errors name it

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from memfit.errors import UsageError
-from memfit.recording.optimizer_info import drop_gradients
+from memfit.recording.optimizer_accessors import drop_gradients
 from memfit.strategies.accumulation import Accumulation
 from memfit.train.cuda_graphs import StepCudaGraphs
 

@@ -1,0 +1,129 @@
+"""Compare strategies for a script: each row of the result is a run of the script on the ghost."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from memfit.analysis.strategy_comparison import (
+    ComparedStrategies,
+    compared_run,
+    compared_strategies,
+    impossible_run,
+    refused_with,
+    with_changes,
+)
+from memfit.devices import DEFAULT
+from memfit.errors import TargetError
+from memfit.records import Change, ComparedRun, DeviceUse, ScriptEnd, StrategyComparison, Trace
+from memfit.run.job_rank import Rank
+from memfit.run.options import STEPS, RunOptions
+from memfit.run.parent import Progress, script_command
+from memfit.run.resolve_options import ghost_settings
+from memfit.trials.rank_runs import RankRun, RankRuns, UnfinishedRankError
+
+
+def compare(  # noqa: PLR0913 - one parameter an option
+    script: str | Path,
+    arguments: Sequence[str] = (),
+    *,
+    module: bool = False,
+    gpu: str = DEFAULT,
+    memory: int | None = None,
+    in_use: int = 0,
+    nproc: int = 1,
+    nnodes: int = 1,
+    steps: int | None = STEPS,
+    values: str = "",
+    on_progress: Callable[[Progress], None] = lambda _: None,
+) -> StrategyComparison:
+    """Return what an unmodified script would need with each of memfit's strategies; needs no GPU.
+
+    memfit runs the script once for each row, without input and with its output hidden; each run writes the
+    script's output files again. On several GPUs, every rank trains on batches of the script's own size.
+
+    Args:
+        script: path of the script, or a module's name with ``module=True``.
+        arguments: the script's own arguments.
+        module: run a module as ``python -m`` does.
+        gpu: name of a device in the table (``memfit gpus``).
+        memory: bytes of device memory instead of that device's.
+        in_use: bytes of device memory that other processes hold.
+        nproc: processes on each machine, with a GPU each; for more than one, shardings are compared, too.
+        nnodes: machines.
+        steps: training steps after which memfit stops each run; None lets it run to its end.
+        values: what the ghost returns when the script reads a GPU value, see ``RunOptions.values``.
+        on_progress: called about ten times a second.
+
+    Raises:
+        MemfitError: the script or the device does not exist, this PyTorch or platform is not supported, or
+            the script as written cannot be run.
+
+    >>> compare("train.py", ["--batch-size", "8"], nproc=8, gpu="H100").runs[4].name  # doctest: +SKIP
+    'DDP'
+    """
+    options = RunOptions(
+        module=module,
+        steps=steps,
+        gpu=gpu,
+        memory=memory,
+        rank=Rank(nproc=nproc, nnodes=nnodes),
+        in_use=in_use,
+        values=values,
+    )
+    command = script_command(script, arguments, options, None)
+    device = ghost_settings(options).device
+    base, *others = compared_strategies(options.rank.world_size)
+    with RankRuns(command, options, on_progress) as ranks:
+        first, trace = _as_written(base, command, device, ranks)
+        runs, interrupted = [first], False
+        refused: dict[Change, ScriptEnd] = {}
+        try:
+            for number, one in enumerate(others, 2):
+                what = f"{one.name} ({number} of {len(others) + 1})"
+                found = refused_with(one, refused) or ranks.under(one.change, what)
+                if isinstance(found, ScriptEnd):
+                    runs.append(impossible_run(one, found))
+                    if found.reason == "refused":
+                        refused[one.change] = found
+                else:
+                    runs.append(_largest(one, found, device))
+        except KeyboardInterrupt:
+            interrupted = True
+    return StrategyComparison(
+        device=device,
+        nproc=nproc,
+        nnodes=nnodes,
+        runs=with_changes(runs),
+        command=command,
+        versions=trace.versions,
+        distributed=ranks.distributed,
+        interrupted=interrupted,
+    )
+
+
+def _as_written(
+    base: ComparedStrategies, command: tuple[str, ...], device: DeviceUse, ranks: RankRuns
+) -> tuple[ComparedRun, Trace]:
+    """Run the script as written: on every rank, if it trains on several GPUs itself.
+
+    Returns:
+        The rank that needs most, and its trace.
+
+    Raises:
+        TargetError: it fails.
+    """
+    try:
+        runs = ranks.as_written(base.change, base.name)
+    except UnfinishedRankError as error:
+        which = f"As {error.rank}, " if error.rank.world_size > 1 else ""
+        why = impossible_run(base, error.end).reason
+        raise TargetError(f"{which}{command[0]} cannot be compared: {why}") from None
+    largest = _largest(base, runs, device)
+    if ranks.distributed:
+        ranks.keep_largest(next(run.rank for run in runs if run.rank.rank == largest.rank))
+    return largest, runs[0].first.trace
+
+
+def _largest(of: ComparedStrategies, runs: list[RankRun], device: DeviceUse) -> ComparedRun:
+    """Return the run of the rank that needs most."""
+    compared = (compared_run(of, run.rank.rank, run.first, run.late, device) for run in runs)
+    return max(compared, key=lambda run: run.needs.bytes if run.needs is not None else 0)
