@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from memfit.arenas.arena_library import gpu_bytes_by_use, load
-from memfit.card.find import is_ghost_loaded
+from memfit.card.find_card import is_ghost_loaded
 from memfit.errors import UnsuitableEnvironmentError, UsageError
 from memfit.packing.allocation_lifetimes import ALIGNMENT, CPU_ALIGNMENT
 from memfit.records import DeviceUse, Figure, MachineKind, Provenance, Term
@@ -25,7 +25,11 @@ class CpuMemory:
     """CPU memory: PyTorch's allocations in this process are routed through ``c/cpu_allocator.c``."""
 
     name = "cpu"
+    """The type of its ``torch.device``."""
     alignment = CPU_ALIGNMENT
+    """Offsets are multiples of this many bytes."""
+    arena: int
+    """Pointer to the arena in C."""
 
     def __init__(self) -> None:
         machine = f"{sys.platform} on {platform.machine()}"
@@ -105,6 +109,7 @@ class CudaMemory:
 
     name = "cuda"
     alignment = ALIGNMENT
+    arena: int
 
     def __init__(self) -> None:
         _route()
@@ -189,6 +194,10 @@ class CudaMemory:
                 "Run one process per GPU, or choose the device before the first step."
             )
         return int(found)
+
+
+ArenaMemory = CpuMemory | CudaMemory
+"""The memory that an arena places allocations in."""
 
 
 def _precisions() -> str:

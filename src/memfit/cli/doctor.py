@@ -1,8 +1,10 @@
 """``memfit doctor``."""
 
+import io
 import sys
+from contextlib import redirect_stderr
 
-from memfit.cli.console import stdout
+from memfit.cli.command_output import stdout
 
 
 def doctor(
@@ -25,7 +27,7 @@ def doctor(
         return _measure_context()
     if patches:
         return _list_patches()
-    from memfit.ghost.doctor import diagnose
+    from memfit.ghost.environment_checks import diagnose
     from memfit.report.terminal.doctor import print_diagnosis
 
     findings = diagnose()
@@ -51,6 +53,7 @@ def _list_patches() -> int:
     from memfit.patching.patches import replaced_names
     from memfit.report.terminal.doctor import print_patched_names
 
-    names = replaced_names()
+    with redirect_stderr(io.StringIO()):  # libraries warn when they are imported
+        names = replaced_names()
     with stdout() as console:
         return print_patched_names(names, console)

@@ -30,14 +30,14 @@ from memfit.patching.patches import Patch
 from memfit.random_state import seed_generators
 from memfit.recording.data_loaders import creator
 from memfit.records import LoaderBatchSize, OperationCounts
-from memfit.run.script import hide_output
+from memfit.run.run_script_as_python import hide_output
 from memfit.user_frame import innermost_line_of_place, user_line
 
 if TYPE_CHECKING:
     from memfit.injection.inject_optimizer_state import OptimizerStateInjector
     from memfit.injection.inject_sharding import ShardingInjector
     from memfit.patching.installed_hooks import InstalledHooks
-    from memfit.recording.script_operations import ScriptOperations
+    from memfit.recording.second_step_operations import ScriptOperations
     from memfit.strategies.mechanisms.operation_counter import OperationCounter
     from memfit.strategies.plan import Plan
 
@@ -113,7 +113,7 @@ def _inject_now(settings: InjectionSettings, on_report: Callable[[InjectionRepor
             report.update(refusals=(str(error),), refused=("",))
             raise
     if change.updates_held_back > 1:
-        from memfit.injection.inject_accumulation import HeldBackUpdates
+        from memfit.injection.hold_back_updates import HeldBackUpdates
 
         HeldBackUpdates(
             change.updates_held_back,
@@ -134,7 +134,7 @@ def _inject_now(settings: InjectionSettings, on_report: Callable[[InjectionRepor
 def _script_operations(settings: InjectionSettings) -> "ScriptOperations | None":
     if not settings.change.operations:
         return None
-    from memfit.recording.script_operations import ScriptOperations
+    from memfit.recording.second_step_operations import ScriptOperations
 
     return ScriptOperations(Path(settings.operations))
 

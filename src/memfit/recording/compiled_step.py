@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from memfit.ghost.compile.kernel_work import KERNELS
+from memfit.ghost.compile.compiled_kernel_work import KERNELS
 from memfit.patching.after_import import after_import
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from memfit.random_state import generator_positions
+from memfit.recording.combined_dimensions import mixed_sizes
 from memfit.recording.dispatched_operations import DispatchedOperations
-from memfit.recording.mixed_sizes import mixed_sizes
 from memfit.recording.tensor_storage import storage_of
 from memfit.records.step_operations import ModuleCall, Operation, StepOperations
 
