@@ -99,7 +99,7 @@ def _inject_now(settings: InjectionSettings, on_report: Callable[[InjectionRepor
     report, models = _Report(on_report), OptimizedModels()
     operations = _script_operations(settings)
     _injected.append(_Injected(report, bool(change.strategies), models, operations, recording))
-    models.learn_names(hooks)
+    models.names.follow(hooks)
     if not change.strategies:
         models.note_optimizers(hooks)
         if settings.counts_backward:

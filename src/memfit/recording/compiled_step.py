@@ -9,8 +9,7 @@
 Nothing that torch.compile could see changes, so that the step runs as without memfit.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from memfit.ghost.compile.kernel_work import KERNELS
-from memfit.patching.after_import import after_import
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.recording.dispatched_operations import OperationsBesideGraphs
@@ -37,14 +35,11 @@ _SOMETHING = 0
 def before_compilations(hooks: InstalledHooks, call: Callable[[], None]) -> None:
     """Call a function whenever ``torch.compile`` begins to compile, not where it decorates a function."""
 
-    def watch() -> None:
-        hooks.wrap(_COMPILATIONS, "run_start_callbacks", started)
-
     def started(original: Callable[..., None], *args: Any) -> None:
         call()
         original(*args)
 
-    hooks.on_removal(after_import("torch._dynamo.callback", watch))
+    hooks.wrap_when_imported(_COMPILATIONS, run_start_callbacks=started)
 
 
 class CompiledStepRecorder:
@@ -57,7 +52,7 @@ class CompiledStepRecorder:
     def __init__(self, on_compile: Callable[[], None]) -> None:
         self._on_compile = on_compile
         self._mode = OperationsBesideGraphs(self.run)
-        self._is_recording = False
+        self.is_recording = False
         self._in_graph = 0
         self._kernels: list[Operation] = []
         self._graphs = 0
@@ -65,25 +60,20 @@ class CompiledStepRecorder:
     def install(self, hooks: InstalledHooks) -> None:
         """Hook compilations and graphs, as soon as the script imports the compiler."""
         before_compilations(hooks, self._on_compile)
-        hooks.on_removal(after_import("torch._inductor.output_code", lambda: self._watch_graphs(hooks)))
+        hooks.wrap_when_imported(_GRAPH, __call__=self._run_graph)
 
     def start(self) -> None:
         """Begin to record."""
-        self._is_recording = True
+        self.is_recording = True
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> StepOperations | None:
         """Stop recording; return what was recorded, or None if Inductor has compiled nothing of it."""
-        self._is_recording = False
+        self.is_recording = False
         self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         if not self._graphs:
             return None
         return StepOperations((0,), (), tuple(self._kernels), (), compiled=True)
-
-    @property
-    def is_recording(self) -> bool:
-        """Whether it is recording."""
-        return self._is_recording
 
     def run(self, operation: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation, and record it if it is not part of a graph."""
@@ -103,23 +93,15 @@ class CompiledStepRecorder:
             )
         return result
 
-    def _watch_graphs(self, hooks: InstalledHooks) -> None:
-        hooks.wrap(_GRAPH, "__call__", self._run_graph)
-
     def _run_graph(self, original: Callable[..., Any], graph: Any, inputs: Any) -> Any:
-        if not self._is_recording:
+        if not self.is_recording:
             return original(graph, inputs)
         self._graphs += 1
         for name, flops, moved, dtype in getattr(graph, KERNELS):
             self._add(name, flops, moved, dtype)
-        with self._counting():
-            return original(graph, inputs)
-
-    @contextmanager
-    def _counting(self) -> Iterator[None]:
         self._in_graph += 1
         try:
-            yield
+            return original(graph, inputs)
         finally:
             self._in_graph -= 1
 

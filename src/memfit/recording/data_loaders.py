@@ -21,7 +21,7 @@ from memfit.user_frame import is_user_file, user_line
 if TYPE_CHECKING:
     from types import FrameType
 
-_LOADERS, _ACCELERATE = "torch.utils.data.dataloader", "accelerate.data_loader"
+_LOADERS = "torch.utils.data.dataloader"
 _CREATED = Patch(
     f"{_LOADERS}:DataLoader", "__init__", why="learn where a loader is created, and its batch size"
 )
@@ -31,7 +31,9 @@ _LOADER = Patch(
     *("__len__", "_get_iterator", "_index_sampler"),
     why="end each pass after a few batches",
 )
-_PREPARED = Patch(f"{_ACCELERATE}:DataLoaderStateMixin", "begin", why="keep the last batch of a shorter pass")
+_PREPARED = Patch(
+    "accelerate.data_loader:DataLoaderStateMixin", "begin", why="keep the last batch of a shorter pass"
+)
 
 
 class ScriptLoaders:
@@ -102,7 +104,7 @@ class ShortLoaders:
         """Shorten loaders as soon as PyTorch has them."""
         self._loaders.on_creation.append(self._shorten_length)
         after_import(_LOADERS, self._shorten)
-        after_import(_ACCELERATE, self._hook_accelerate)
+        self._hooks.wrap_when_imported(_PREPARED, begin=self._begin_prepared)
 
     def _shorten(self) -> None:
         def shorter(sampler: Any) -> property:
@@ -153,9 +155,6 @@ class ShortLoaders:
             if full is None or full > self.batches:
                 self._note(loader, full)
         return original(loader)
-
-    def _hook_accelerate(self) -> None:
-        self._hooks.wrap(_PREPARED, "begin", self._begin_prepared)
 
     def _begin_prepared(self, original: Callable[..., None], prepared: Any) -> None:
         """Have accelerate's ``gather_for_metrics`` cut nothing off: the last batch of a shorter pass is full.

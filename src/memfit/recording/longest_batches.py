@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from memfit.patching.after_import import after_import
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.recording.data_loaders import ScriptLoaders, ShortLoaders, counts_batches
@@ -72,10 +71,7 @@ class LongestBatches:
 
     def install(self) -> None:
         """Look through loaders as soon as PyTorch has them."""
-        after_import("torch.utils.data.dataloader", self._follow)
-
-    def _follow(self) -> None:
-        self._hooks.wrap(_LOADER, "_get_iterator", self._begin)
+        self._hooks.wrap_when_imported(_LOADER, _get_iterator=self._begin)
 
     def _begin(self, original: Callable[..., Any], loader: Any) -> Any:
         recorder = self._recorder()

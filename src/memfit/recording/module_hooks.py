@@ -22,17 +22,13 @@ from torch.nn.modules.loss import _Loss
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
-    register_module_module_registration_hook,
 )
 
 from memfit.patching.installed_hooks import InstalledHooks
-from memfit.patching.patches import Patch
 from memfit.recording.event_labels import LabelBook
 from memfit.recording.module_names import ModuleNames
 from memfit.records import Phase
 from memfit.trace.stack_table import StackTable
-
-_MODULE = Patch("torch.nn.modules.module:Module", "__setstate__", why="name the modules of copied models")
 
 CLAIMED = "memfit"
 """In a node's metadata: whether autocast was on when it was claimed."""
@@ -73,18 +69,10 @@ class ModuleHooks:
         self._active: dict[int, list[tuple[int, int, str]]] = {}  # thread -> (label before, sequence, name)
 
     def install(self, hooks: InstalledHooks) -> None:
-        """Hook every module of the process.
-
-        Args:
-            hooks: registry of the changes to PyTorch.
-        """
-        for handle in (
-            register_module_module_registration_hook(self.names.learn),
-            register_module_forward_pre_hook(self._enter_hook),
-            register_module_forward_hook(self._leave_hook, always_call=True),
-        ):
-            hooks.add(handle)
-        hooks.wrap(_MODULE, "__setstate__", self._set_state)
+        """Hook every module of the process."""
+        self.names.follow(hooks)
+        hooks.add(register_module_forward_pre_hook(self._enter_hook))
+        hooks.add(register_module_forward_hook(self._leave_hook, always_call=True))
 
     def claim_loss(self, roots: Iterable[object], caller: FrameType) -> None:
         """Claim the nodes that no module has claimed, between the model's output and ``backward()``.
@@ -94,10 +82,6 @@ class ModuleHooks:
             caller: the frame that started it.
         """
         self.claim(roots, since=0, module="", caller=caller)
-
-    def _set_state(self, original: Callable[..., None], module: torch.nn.Module, state: Any) -> None:
-        original(module, state)
-        self.names.learn_copy(module)
 
     def _enter_hook(self, module: torch.nn.Module, args: tuple[object, ...]) -> None:
         if not torch.compiler.is_compiling():

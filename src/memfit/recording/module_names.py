@@ -6,8 +6,13 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+from torch.nn.modules.module import register_module_module_registration_hook
 
+from memfit.patching.installed_hooks import InstalledHooks
+from memfit.patching.patches import Patch
 from memfit.records import EventLabel, TensorInfo
+
+_MODULE = Patch("torch.nn.modules.module:Module", "__setstate__", why="name the modules of copied models")
 
 _WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Attributes in which wrappers keep the module that they wrap; a wrapper and its module share one name.
@@ -38,9 +43,17 @@ class ModuleNames:
 
     def __init__(self) -> None:
         self._places: dict[int, tuple[weakref.ref[Any], tuple[_Place, ...]]] = {}
+        self.learnt = 0
+        """How often a module was registered or copied, or found in another."""
+
+    def follow(self, hooks: InstalledHooks) -> None:
+        """Learn each module that is registered, copied or unpickled from now on."""
+        hooks.add(register_module_module_registration_hook(self.learn))
+        hooks.call_after(_MODULE, "__setstate__", self.learn_copy)
 
     def learn(self, parent: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
         """Record that ``parent.name`` is ``child``. Of several such places, see ``_parent``."""
+        self.learnt += 1
         if child is not None:
             earlier = self._places[id(child)][1] if self._knows(child) else ()
             living = (place for place in earlier if place[0]() is not None)
@@ -56,6 +69,7 @@ class ModuleNames:
 
     def learn_copy(self, parent: torch.nn.Module) -> None:
         """Learn a module that was just copied or unpickled, after its children."""
+        self.learnt += 1
         self._places[id(parent)] = (weakref.ref(parent), ())
         for name, child in getattr(parent, "_modules", {}).items():
             self.learn(parent, name, child)

@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from memfit.ghost.values.known_values import storage_start
-from memfit.patching.after_import import after_import
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.recording.module_hooks import tensors_in
@@ -50,11 +49,7 @@ class GatheredParameters:
 
     def watch(self, hooks: InstalledHooks) -> None:
         """Note what FSDP gathers from now on."""
-
-        def follow() -> None:
-            hooks.wrap(_FSDP, "init_unsharded_param", self._note)
-
-        hooks.on_removal(after_import("torch.distributed.fsdp._fully_shard._fsdp_param", follow))
+        hooks.wrap_when_imported(_FSDP, init_unsharded_param=self._note)
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Return whether a parameter is a gathered one."""

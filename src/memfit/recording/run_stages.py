@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.nn.modules.module import _global_forward_pre_hooks, register_module_forward_pre_hook
 
-from memfit.patching.after_import import after_import
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.recording.event_labels import LabelBook
@@ -66,12 +65,7 @@ class RunStageMarks:
         hooks.wrap(_OPTIMIZER, "state_dict", self._make_state)
         hooks.wrap(_FILES, "save", self._save)
         hooks.wrap(_FILES, "load", self._load)
-
-        def hook_safetensors() -> None:
-            hooks.wrap(_SAFETENSORS, "save_file", self._save)
-            hooks.wrap(_SAFETENSORS, "load_file", self._load)
-
-        hooks.on_removal(after_import(_SAFETENSORS.owner, hook_safetensors))
+        hooks.wrap_when_imported(_SAFETENSORS, save_file=self._save, load_file=self._load)
         if not self._labelled:
             forwards = NextForward(lambda: self._steps.in_backward, self._enter_unlabelled_root)
             forwards.install(hooks, self._book)

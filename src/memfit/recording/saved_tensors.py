@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memfit.patching.after_import import after_import
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.recording.module_hooks import ACCUMULATE, CLAIMED, tensors_in
@@ -94,8 +93,7 @@ class Checkpoints:
 
     def watch(self, hooks: InstalledHooks) -> None:
         """From now on, track each checkpoint until its backward."""
-        stop_waiting = after_import("torch.utils.checkpoint", functools.partial(self._wrap, hooks))
-        hooks.on_removal(stop_waiting)
+        hooks.wrap_when_imported(_CHECKPOINT, __init__=self._build)
 
     def inputs(self) -> Iterator[SavedTensorInfo]:
         """Yield the inputs that checkpoints keep until their backward."""
@@ -109,12 +107,9 @@ class Checkpoints:
                     tensor, "input of a checkpoint", op, not op, now, None, by_autocast=False
                 )
 
-    def _wrap(self, hooks: InstalledHooks) -> None:
-        def build(original: Callable[..., None], frame: Any, *args: Any, **options: Any) -> None:
-            original(frame, *args, **options)
-            self._frames.add(frame)
-
-        hooks.wrap(_CHECKPOINT, "__init__", build)
+    def _build(self, original: Callable[..., None], frame: Any, *args: Any, **options: Any) -> None:
+        original(frame, *args, **options)
+        self._frames.add(frame)
 
 
 def leaves_of(nodes: Iterable[Any]) -> Iterator[torch.Tensor]:

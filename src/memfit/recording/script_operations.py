@@ -18,7 +18,6 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memfit.patching.installed_hooks import InstalledHooks
@@ -29,9 +28,7 @@ from memfit.recording.module_names import ModuleNames
 from memfit.recording.step_operations import LeftStorages, StepOperationRecorder
 from memfit.records import StepOperations
 
-_MODULE = Patch(
-    "torch.nn.modules.module:Module", "__setstate__", "__call__", why="record the operations of a step"
-)
+_MODULE = Patch("torch.nn.modules.module:Module", "__call__", why="record the operations of a step")
 _OPTIMIZER = Patch("torch.optim.optimizer:Optimizer", "__init__", why="learn which parameters it updates")
 
 
@@ -67,10 +64,9 @@ class ScriptOperations:
 
     def install(self, hooks: InstalledHooks) -> None:
         """Hook the calls of models and the steps of optimizers."""
-        hooks.add(register_module_module_registration_hook(self._names.learn))
+        self._names.follow(hooks)
         hooks.add(register_optimizer_step_pre_hook(self._before_step))
-        hooks.wrap(_MODULE, "__setstate__", self._copied)
-        hooks.wrap(_OPTIMIZER, "__init__", self._optimized)
+        hooks.call_after(_OPTIMIZER, "__init__", self._number)
         hooks.on_removal(self._eager.remove)
         hooks.add(register_optimizer_step_post_hook(self._after_step))
         self._compiled.install(hooks)
@@ -84,14 +80,7 @@ class ScriptOperations:
         self._eager.remove()
         self._is_compiled = True
 
-    def _copied(self, original: Callable[..., None], module: torch.nn.Module, state: Any) -> None:
-        original(module, state)
-        self._names.learn_copy(module)
-
-    def _optimized(
-        self, original: Callable[..., None], optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
-    ) -> None:
-        original(optimizer, *args, **kwargs)
+    def _number(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
             self._optimizers |= dict.fromkeys(map(id, group["params"]), self._created)
         self._created += 1

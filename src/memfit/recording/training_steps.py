@@ -143,15 +143,11 @@ class StepTracker:
         return tuple(self._last_round)
 
     def install(self, hooks: InstalledHooks) -> None:
-        """Hook the optimizers, backward passes and gradient scalers of this process.
-
-        Args:
-            hooks: registry of the changes to PyTorch.
-        """
+        """Hook the optimizers, backward passes and gradient scalers of this process."""
         hooks.add(register_optimizer_step_pre_hook(lambda optimizer, *_: self.enter_optimizer(optimizer)))
         hooks.add(register_optimizer_step_post_hook(lambda optimizer, *_: self.leave_optimizer(optimizer)))
         self._captures.install(hooks, self._book.mark)
-        hooks.wrap(_OPTIMIZER, "__init__", self._create_optimizer)
+        hooks.call_after(_OPTIMIZER, "__init__", self._note_optimizer)
         for name in _AUTOGRAD.names:
             hooks.wrap(_AUTOGRAD, name, self._call_backward)
         hooks.wrap(_ENGINE, "_engine_run_backward", self._run_backward)
@@ -193,10 +189,7 @@ class StepTracker:
 
     # -- optimizers ---------------------------------------------------------------------------
 
-    def _create_optimizer(
-        self, original: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any
-    ) -> None:
-        original(optimizer, *args, **kwargs)
+    def _note_optimizer(self, optimizer: Optimizer) -> None:
         self._last_round.setdefault(optimizer, self._round)
 
     def enter_optimizer(self, optimizer: Optimizer) -> None:
@@ -244,7 +237,7 @@ class StepTracker:
 
     def _count(self, optimizer: Optimizer) -> None:
         self._optimizer_steps += 1
-        self._last_round.setdefault(optimizer, self._round)  # an unpickled optimizer was never created here
+        self._note_optimizer(optimizer)  # an unpickled one was never created here
         at_replay = functools.partial(self._count_replayed, weakref.ref(optimizer))
         if self._captures.keep_for_replays(at_replay) or self._is_warm_up():
             return
