@@ -194,18 +194,13 @@ class _First:
     """The first of the batches, or samples, that a sampler has."""
 
     def __init__(self, sampler: Any, most: int) -> None:
-        self._sampler, self._most = sampler, most
+        self.all, self._most = sampler, most
 
     def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(iter(self._sampler), self._most)
+        return itertools.islice(iter(self.all), self._most)
 
     def __len__(self) -> int:
-        return min(len(self._sampler), self._most)
-
-    @property
-    def all(self) -> Any:
-        """The sampler."""
-        return self._sampler
+        return min(len(self.all), self._most)
 
 
 def known_length(sampler: Any) -> int | None:

@@ -61,6 +61,14 @@ class GatheredParameters:
         self._gathered[id(gathered)] = gathered
 
 
+_OF_SCALER = {
+    "_scale": "loss scale",
+    "_growth_tracker": "loss scale growth tracker",
+    "_per_optimizer_states": "found_inf flag",
+}
+"""Attributes of a gradient scaler, unless it is disabled, and what they hold."""
+_PASSED_ON = {"grad_scale": "loss scale", "found_inf": "found_inf flag"}
+"""The same of an optimizer that unscales by itself."""
 NO_TENSOR = -1
 """The index of a tensor that is not described."""
 
@@ -164,22 +172,14 @@ class MemoryOwners:
             ),
         )
 
-    def record_scaler(self, serial: int, scaler: torch.amp.GradScaler) -> None:
-        """Record the tensors of a gradient scaler."""
-        tensors = (
-            ("loss scale", getattr(scaler, "_scale", None)),  # a disabled scaler has none
-            ("loss scale growth tracker", getattr(scaler, "_growth_tracker", None)),
-            ("found_inf flag", getattr(scaler, "_per_optimizer_states", None)),
+    def record_loss_scale(self, serial: int, holder: torch.amp.GradScaler | Optimizer) -> None:
+        """Record the tensors of a gradient scaler, or those that an optimizer that unscales by itself got."""
+        named = (
+            NamedTensor(tensor, TensorName(name))
+            for attribute, name in (_PASSED_ON if isinstance(holder, Optimizer) else _OF_SCALER).items()
+            for tensor in tensors_in(getattr(holder, attribute, None))
         )
-        self._record_buffers(serial, tensors)
-
-    def record_scale_passed_to(self, serial: int, optimizer: Optimizer) -> None:
-        """Record the tensors that a gradient scaler has passed to an optimizer that unscales by itself."""
-        tensors = (
-            ("loss scale", getattr(optimizer, "grad_scale", None)),
-            ("found_inf flag", getattr(optimizer, "found_inf", None)),
-        )
-        self._record_buffers(serial, tensors)
+        self._record(serial, Category.BUFFER, named)
 
     def record_arguments(self, serial: int, arguments: Iterable[object]) -> None:
         """Record the tensors that an outermost module is called with, unless a graph computed them.
@@ -293,13 +293,6 @@ class MemoryOwners:
             with self.skipping_failures():
                 rows.extend((address, self._index_of(describe(tensors)), 0, 0))
         self.snapshots.append(OwnerSnapshot(serial, category, rows))
-
-    def _record_buffers(self, serial: int, tensors: Iterable[tuple[str, object]]) -> None:
-        """Record the tensors of a gradient scaler, however nested, under the names given."""
-        named = (
-            NamedTensor(tensor, TensorName(name)) for name, value in tensors for tensor in tensors_in(value)
-        )
-        self._record(serial, Category.BUFFER, named)
 
     def _named(self, tensor: torch.Tensor) -> NamedTensor:
         return NamedTensor(tensor, self._names.of(tensor))

@@ -117,13 +117,14 @@ class StepTracker:
         self._number: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._next_number = itertools.count()
         self._stepping: dict[int, tuple[int, int]] = {}  # thread -> labels before and in an optimizer's step
-        self._backwards = 0
         self._backward_depth = 0
         self._backward_called = False  # inside torch.autograd.backward or grad
         self._tracing: set[int] = set()  # threads on which a compiler traces
         self.deadline: float | None = None
         """Of ``time.monotonic``, after which the script is ended in any case; None for none."""
         self.forwards = 0
+        self.backwards = 0
+        """Outermost backward passes that have ended."""
         self.completed = 0
         """Training steps completed."""
 
@@ -131,11 +132,6 @@ class StepTracker:
     def in_backward(self) -> bool:
         """Whether a backward pass is running on any thread."""
         return self._backward_depth > 0
-
-    @property
-    def backwards(self) -> int:
-        """Outermost backward passes that have ended."""
-        return self._backwards
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
@@ -299,11 +295,11 @@ class StepTracker:
             and not self._is_warm_up()
         ):
             try:
-                self._complete(self._backwards)  # the script has made its update after the last backward
+                self._complete(self.backwards)  # the script has made its update after the last backward
             except EnoughStepsReached:
                 self._before_backward(roots)  # record the graph of this last forward, too
                 raise
-        self._book.mark(MarkKind.BACKWARD, self._backwards)
+        self._book.mark(MarkKind.BACKWARD, self.backwards)
         self._before_backward(roots)
         self.enter(Phase.BACKWARD)
         self._backward_depth += 1
@@ -313,7 +309,7 @@ class StepTracker:
             return result
         finally:
             self._backward_depth -= 1
-            self._backwards += not inside_forward
+            self.backwards += not inside_forward
             if self._backward_called:
                 self.enter(Phase.BACKWARD)
             else:
@@ -335,8 +331,8 @@ class StepTracker:
 
     def _count_replayed_backward(self) -> None:
         if not self._last_round:
-            self._backwards += 1
-            self._complete(self._backwards)
+            self.backwards += 1
+            self._complete(self.backwards)
 
     def _complete(self, steps: int) -> None:
         while self.completed < steps:

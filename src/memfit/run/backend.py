@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -43,7 +44,7 @@ _RECEIVED = {
 READING_INTERVAL = 0.5  # seconds between two readings of a card: NVML takes milliseconds
 
 
-class Backend:
+class Backend(ABC):
     """What a script runs on."""
 
     ghost: Ghost | None = None
@@ -57,9 +58,9 @@ class Backend:
     def go_on(self, settings: ChildSettings) -> None:
         """Go on in a fork of this process, as another run."""
 
+    @abstractmethod
     def refusal(self) -> str:
         """Return why the script, now that it initialises CUDA, cannot continue; empty if it can."""
-        raise NotImplementedError
 
     def joined(self) -> None:
         """Handle that the script has joined a process group."""
@@ -71,9 +72,9 @@ class Backend:
         """Return what about the backend may have made the script fail; empty if nothing."""
         return ""
 
+    @abstractmethod
     def device(self) -> DeviceUse:
         """Return what the script ran on, and record notes about it. Called after the script has ended."""
-        raise NotImplementedError
 
     def cudnn_workspaces(self) -> tuple[int, ...]:
         """Return the sizes that cuDNN's plans reported for their workspaces, in ascending order; bytes."""
