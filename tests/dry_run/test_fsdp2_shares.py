@@ -2,7 +2,7 @@
 
 support/rank_scripts/uneven.py trains a network whose dimensions are no multiples of N. FSDP2 splits each
 parameter along its first dimension into N chunks of ceil(rows / N) rows, as ``torch.chunk`` does; the last
-chunks may be shorter, or empty. A rank pads its chunk of a parameter to the size of the first chunk, and keeps
+chunks may be shorter, or empty. A rank pads its chunk of a parameter to the size of the first one, and keeps
 its gradient in a buffer of that size. AdamW's state has the rows of the chunk alone.
 
 Source: ``_init_sharded_param`` in torch/distributed/fsdp/_fully_shard/_fsdp_param.py, ``foreach_reduce`` in

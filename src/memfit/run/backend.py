@@ -50,12 +50,13 @@ class Backend(ABC):
     ghost: Ghost | None = None
     """The ghost if the script runs on it."""
     _recorder: "Recorder | None" = None
+    _has_joined = False
 
     def begin(self, recorder: "Recorder") -> None:
         """Prepare torch, which has just been imported."""
         self._recorder = recorder
 
-    def go_on(self, settings: ChildSettings) -> None:
+    def go_on(self, settings: ChildSettings) -> None:  # noqa: B027 - a card needs nothing
         """Go on in a fork of this process, as another run."""
 
     @abstractmethod
@@ -63,8 +64,10 @@ class Backend(ABC):
         """Return why the script, now that it initialises CUDA, cannot continue; empty if it can."""
 
     def joined(self) -> None:
-        """Handle that the script has joined a process group."""
+        """Remember that the script has joined a process group."""
+        self._has_joined = True
 
+    @abstractmethod
     def stepped(self) -> None:
         """Handle the end of a training step."""
 
@@ -99,7 +102,6 @@ class GhostBackend(Backend):
         self._host: RandomFillSkipper | None = None
         self._steps = 0
         self._collectives: EarlyCollectives | None = None
-        self._has_joined = False
         context = settings.device.context.bytes
         self.ghost: Ghost = load(settings.build)
         self.ghost.configure(
@@ -194,10 +196,6 @@ class GhostBackend(Backend):
             why_torch_lacks_kernels(find_device(self._settings.device.name), built_for, torch.__version__)
             or ""
         )
-
-    def joined(self) -> None:
-        """Remember that the script has joined a process group."""
-        self._has_joined = True
 
     def stepped(self) -> None:
         """Drop the values known in the step, which are of no use in the next, and settle its collectives."""
