@@ -262,13 +262,9 @@ def infer_forwards(events: Events, book: LabelBook) -> Events:
         if len(inside):
             first = _first_operand(events, begin, int(inside[0]), end)
             old, inverse = np.unique(label[first:end], return_inverse=True)
-            forward = [book.add(_forward(book.labels[index])) for index in old.tolist()]
+            forward = [book.add(replace(book.labels[each], phase=Phase.FORWARD)) for each in old.tolist()]
             label[first:end] = np.array(forward, np.int32)[inverse]
     return replace(events, label=label)
-
-
-def _forward(label: EventLabel) -> EventLabel:
-    return replace(label, phase=Phase.FORWARD)
 
 
 def _first_operand(events: Events, begin: int, result: int, end: int) -> int:

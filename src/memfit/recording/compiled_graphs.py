@@ -17,6 +17,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any
@@ -110,7 +111,7 @@ class CompiledCode:
         if not self._graphs:
             return ""
         recompiled = self._codes.total() - len(self._codes)
-        text = f"torch.compile made {_count(len(self._graphs), 'graph')}"
+        text = f"torch.compile made {len(self._graphs)} graph{'s' * (len(self._graphs) != 1)}"
         if recompiled:
             text += f", {recompiled} of them by recompiling code"
         return f"{text}. Allocations in compiled code are labelled with the graph that made them."
@@ -149,7 +150,7 @@ class CompiledCode:
 
     def _enter_region(self, function: Any) -> Callable[[], None]:
         if self._hooks.removed:
-            return _do_nothing
+            return lambda: None
         module: Any = getattr(function, "__self__", None)
         thread = threading.get_ident()
         outer = self._differentiable.get(thread, False)
@@ -254,15 +255,8 @@ class CompiledCode:
         return result
 
 
-class _RegionHook:
+class _RegionHook(partial[Callable[[], None]]):
     """Called by a context of ``torch.compile`` on entry; the returned function is called on exit."""
-
-    def __init__(self, enter: Callable[[Any], Callable[[], None]], function: Any) -> None:
-        self._enter = enter
-        self._function = function
-
-    def __call__(self) -> Callable[[], None]:
-        return self._enter(self._function)
 
 
 def _existing_contexts(kind: type) -> Iterator[tuple[Any, Any]]:
@@ -272,10 +266,6 @@ def _existing_contexts(kind: type) -> Iterator[tuple[Any, Any]]:
             for cell in candidate.__closure__ or ():
                 if isinstance(cell.cell_contents, kind):
                     yield cell.cell_contents, vars(candidate)[_COMPILES]
-
-
-def _do_nothing() -> None:
-    """Do nothing on exit from a region, because watching has ended."""
 
 
 def _in_compiled_autograd() -> bool:
@@ -295,7 +285,3 @@ def _describe_code(code: CodeType) -> str:
     if resumed := _RESUMED.search(name):
         name, line = name.replace(resumed[0], resumed["name"]), int(resumed["line"])
     return f"{name.rpartition('<locals>.')[2]}, {Path(code.co_filename).name}:{line}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"

@@ -14,6 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -73,15 +74,6 @@ class ModuleHooks:
         self.names.follow(hooks)
         hooks.add(register_module_forward_pre_hook(self._enter_hook))
         hooks.add(register_module_forward_hook(self._leave_hook, always_call=True))
-
-    def claim_loss(self, roots: Iterable[object], caller: FrameType) -> None:
-        """Claim the nodes that no module has claimed, between the model's output and ``backward()``.
-
-        Args:
-            roots: roots of the backward pass.
-            caller: the frame that started it.
-        """
-        self.claim(roots, since=0, module="", caller=caller)
 
     def _enter_hook(self, module: torch.nn.Module, args: tuple[object, ...]) -> None:
         if not torch.compiler.is_compiling():
@@ -157,8 +149,11 @@ class ModuleHooks:
             metadata: dict[str, Any] = node.metadata  # type: ignore[assignment]  # the stub lacks @property
             if CLAIMED not in metadata:
                 metadata[CLAIMED] = by_autocast
-                if stack is None:
-                    stack = self._stacks.intern(_source_lines(caller))
+                if stack is None:  # without the frames' locals, which would keep tensors alive
+                    frames = ((each.f_code, line) for each, line in walk_stack(caller))
+                    stack = self._stacks.intern(
+                        (code.co_filename, line, code.co_name) for code, line in frames
+                    )
                 node.register_prehook(self._labeller(module, op or node.name(), stack))
             for following, _ in node.next_functions:
                 if (
@@ -194,24 +189,10 @@ def _backward_is_compiled() -> bool:
     return bool(getattr(compiled, "compiled_autograd_enabled", False))
 
 
-def _source_lines(frame: FrameType | None) -> Iterator[tuple[str, int, str]]:
-    """Yield ``(file, line, function)`` from a frame outwards.
-
-    The frames' locals are not read, which would keep tensors alive.
-    """
-    while frame is not None:
-        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
-        frame = frame.f_back
-
-
-def running_module(frame: FrameType | None) -> torch.nn.Module | None:
+def running_module(frame: FrameType) -> torch.nn.Module | None:
     """Return the innermost module whose call is among the frames from a given one outwards."""
-    while frame is not None:
-        if frame.f_code is torch.nn.Module._call_impl.__code__:
-            module: torch.nn.Module = frame.f_locals["self"]
-            return module
-        frame = frame.f_back
-    return None
+    call = torch.nn.Module._call_impl.__code__
+    return next((each.f_locals["self"] for each, _ in walk_stack(frame) if each.f_code is call), None)
 
 
 def tensors_in(value: object, depth: int = 6) -> Iterator[torch.Tensor]:

@@ -364,14 +364,10 @@ def find_live_objects() -> LiveObjects:
             optimizers.append(candidate)
         elif issubclass(kind, torch.Tensor) and not issubclass(kind, FakeTensor):  # fake: without memory
             tensors.append(candidate)
-    children = {id(child) for module in modules for child in _children(module)}
+    # A module under construction, before super().__init__(), has no _modules.
+    children = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
     with torch._C.DisableTorchFunctionSubclass():  # run no code of tensor subclasses
         differentiable = tuple(tensor for tensor in tensors if tensor.grad_fn is not None)
         others = tuple(tensor for tensor in tensors if tensor.grad_fn is None)
     roots = tuple(module for module in modules if id(module) not in children)
     return LiveObjects(roots, tuple(optimizers), differentiable, others)
-
-
-def _children(module: torch.nn.Module) -> tuple[torch.nn.Module | None, ...]:
-    # A module under construction, before super().__init__(), has no _modules.
-    return tuple(vars(module).get("_modules", {}).values())

@@ -168,7 +168,8 @@ class Recorder:
     def _before_backward(self, roots: Iterable[object]) -> None:
         if self._inspects_while_running:
             self._owners.record_graph(self.book.moment(), roots, by_hand=not self.steps.optimizers)
-            self._modules.claim_loss(roots, sys._getframe(1))
+            # What no module has claimed, between the model's output and backward().
+            self._modules.claim(roots, since=0, module="", caller=sys._getframe(1))
         elif self._with_labels:
             self._modules.label_backward(roots)
         self._owners.record_backward()

@@ -58,18 +58,8 @@ class SavedTensorInfo(NamedTuple):
     """Whether autocast was on when the module that made the copy returned."""
 
 
-def saved_for_backward(roots: Iterable[object]) -> Iterator[SavedTensorInfo]:
-    """Yield the tensors saved in the graph of some tensors, each as often as it was saved.
-
-    Args:
-        roots: tensors, however nested: the roots of a backward pass.
-    """
-    for node in nodes_of(roots):
-        yield from saved_by(node)
-
-
 def nodes_of(roots: Iterable[object]) -> Iterator[Any]:
-    """Yield the nodes of the graph of some tensors."""
+    """Yield the nodes of the graph of some tensors, however nested: the roots of a backward pass."""
     nodes: list[Any] = [tensor.grad_fn for tensor in tensors_in(roots) if tensor.grad_fn is not None]
     seen = set(nodes)
     while nodes:

@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from traceback import walk_stack
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -349,14 +350,11 @@ class StepTracker:
         raise by
 
 
-def _inside_function(frame: FrameType | None) -> bool:
+def _inside_function(frame: FrameType) -> bool:
     """Return whether the forward of a ``torch.autograd.Function`` is among the frames from one outwards.
 
     It is known by its name and its first argument's, ``forward(ctx, ...)``: PyTorch calls it without a Python
     frame of its own, and reading the locals would keep tensors alive.
     """
-    while frame is not None:
-        if frame.f_code.co_name == "forward" and frame.f_code.co_varnames[:1] == ("ctx",):
-            return True
-        frame = frame.f_back
-    return False
+    codes = (each.f_code for each, _ in walk_stack(frame))
+    return any(code.co_name == "forward" and code.co_varnames[:1] == ("ctx",) for code in codes)
