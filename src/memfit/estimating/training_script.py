@@ -21,8 +21,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from memfit.estimating.serialise import deserialise_training_step, set_backend_flags
-from memfit.estimating.training_step import OptimizerCopy, TrainingStep
+from memfit.estimating.serialise import (
+    OptimizerCopy,
+    TrainingStep,
+    deserialise_training_step,
+    set_backend_flags,
+)
 from memfit.recording.module_hooks import tensors_in
 
 _ARGS_AND_KWARGS = 2
