@@ -15,7 +15,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.recording.event_labels import LabelBook
 from memfit.recording.module_hooks import ModuleHooks, requires_grad
+from memfit.recording.owners import MemoryOwners
 from memfit.recording.training_steps import StepTracker
 from memfit.records import Phase
 
@@ -82,7 +83,7 @@ class CompiledCode:
         hooks: the hooks to suspend while compiled code runs.
         steps: counts the steps of optimizers.
         modules: labels modules; None to count steps only.
-        record_parameters: called once per graph, with the arguments that are parameters.
+        owners: to which the arguments of each graph that are parameters are added.
     """
 
     def __init__(
@@ -91,13 +92,13 @@ class CompiledCode:
         hooks: InstalledHooks,
         steps: StepTracker,
         modules: ModuleHooks | None,
-        record_parameters: Callable[[Iterable[torch.Tensor]], None],
+        owners: MemoryOwners,
     ) -> None:
         self._book = book
         self._hooks = hooks
         self._steps = steps
         self._modules = modules
-        self._record_parameters = record_parameters
+        self._owners = owners
         self._graphs: list[CompiledGraph] = []
         self._codes: Counter[CodeType] = Counter()
         self._differentiable: dict[int, bool] = {}  # thread -> whether a graph of its region has a backward
@@ -227,7 +228,8 @@ class CompiledCode:
             return compiled(*inputs, **keywords)
         if not graph.has_run:
             graph.has_run = True
-            self._record_parameters([value for value in inputs if isinstance(value, torch.nn.Parameter)])
+            parameters = [value for value in inputs if isinstance(value, torch.nn.Parameter)]
+            self._owners.record_parameters(self._book.moment(), parameters)
         for optimizer in graph.optimizers:
             self._steps.enter_optimizer(optimizer)
         before = self._book.current()

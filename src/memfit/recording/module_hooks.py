@@ -28,6 +28,7 @@ from torch.nn.modules.module import (
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.recording.event_labels import LabelBook
 from memfit.recording.module_names import ModuleNames
+from memfit.recording.training_steps import StepTracker
 from memfit.records import Phase
 from memfit.trace.stack_table import StackTable
 
@@ -42,10 +43,10 @@ class ModuleHooks:
     Args:
         book: holds the labels.
         stacks: holds the source lines of forwards, for the backward.
-        in_backward: returns whether a backward pass is running, which makes a forward a recomputation.
+        steps: knows whether a backward pass is running, which makes a forward a recomputation, and enters the
+            phase that follows an outermost module.
         on_root: called when an outermost module is entered outside the backward, with its positional
             arguments, if they are known.
-        after_root: called with the phase that follows an outermost module.
         backward: label the backward by module, too, which takes longer than everything else here.
     """
 
@@ -53,17 +54,15 @@ class ModuleHooks:
         self,
         book: LabelBook,
         stacks: StackTable,
+        steps: StepTracker,
         *,
-        in_backward: Callable[[], bool],
         on_root: Callable[[torch.nn.Module, tuple[object, ...]], None],
-        after_root: Callable[[Phase], None],
-        backward: bool = True,
+        backward: bool,
     ) -> None:
         self._book = book
         self._stacks = stacks
-        self._in_backward = in_backward
+        self._steps = steps
         self._on_root = on_root
-        self._after_root = after_root
         self._by_module = backward
         self.names = ModuleNames()
         self._names_of: dict[int, tuple[weakref.ref[Any], str]] = {}
@@ -91,7 +90,7 @@ class ModuleHooks:
     def enter(self, module: torch.nn.Module, arguments: tuple[object, ...] = ()) -> None:
         """Label the calling thread with a module that is about to run."""
         active = self._active.setdefault(threading.get_ident(), [])
-        recomputing = self._in_backward()
+        recomputing = self._steps.in_backward
         name = self._name(module)
         if not active and not recomputing:
             self._on_root(module, arguments)
@@ -112,12 +111,12 @@ class ModuleHooks:
         """
         active = self._active[threading.get_ident()]
         before, _, _ = active.pop()
-        if active or self._in_backward():
+        if active or self._steps.in_backward:
             self._book.use(before)
         elif requires_grad or self._book.labels[before].phase is Phase.LOSS:
-            self._after_root(Phase.LOSS)  # or a teacher, or the first run of a checkpoint, before the loss
+            self._steps.enter(Phase.LOSS)  # or a teacher, or the first run of a checkpoint, before the loss
         else:
-            self._after_root(Phase.INPUT)
+            self._steps.enter(Phase.INPUT)
 
     def _name(self, module: torch.nn.Module) -> str:
         entry = self._names_of.get(id(module))

@@ -112,17 +112,12 @@ class Recorder:
         self._modules = ModuleHooks(
             self.book,
             self._stacks,
-            in_backward=lambda: self.steps.in_backward,
+            self.steps,
             on_root=self._enter_root,
-            after_root=self.steps.enter,
             backward=not live,
         )
         self._compiled = CompiledCode(
-            self.book,
-            self._hooks,
-            self.steps,
-            self._modules if labels else None,
-            record_parameters=self._record_parameters,
+            self.book, self._hooks, self.steps, self._modules if labels else None, self._owners
         )
 
     # -- before the script: watching starts ---------------------------------------------------
@@ -196,9 +191,6 @@ class Recorder:
         if self._inspects_while_running:
             self._owners.record_optimizer_state(self.book.moment(), optimizer)
             self._copies.after_first_step(self._roots)
-
-    def _record_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
-        self._owners.record_parameters(self.book.moment(), parameters)
 
     def _record_modules(self, modules: Iterable[torch.nn.Module]) -> None:
         named: dict[torch.nn.Module, str] = {}
