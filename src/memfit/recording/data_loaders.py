@@ -157,12 +157,7 @@ class ShortLoaders:
         return original(loader)
 
     def _begin_prepared(self, original: Callable[..., None], prepared: Any) -> None:
-        """Have accelerate's ``gather_for_metrics`` cut nothing off: the last batch of a shorter pass is full.
-
-        Args:
-            original: begins a pass over a loader.
-            prepared: the loader, which ``accelerator.prepare`` has made of the script's.
-        """
+        """Have accelerate's ``gather_for_metrics`` keep all of the last batch: that of a shorter pass is full."""
         original(prepared)
         sampler = getattr(prepared, "base_dataloader", prepared)._index_sampler
         if isinstance(sampler, _First):

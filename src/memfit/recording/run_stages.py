@@ -178,12 +178,7 @@ class NextForward:
         self._awaited = False
 
     def install(self, hooks: InstalledHooks, book: LabelBook) -> None:
-        """Notice forwards from now on.
-
-        Args:
-            hooks: registry of the changes to PyTorch.
-            book: holds the marks.
-        """
+        """Notice forwards from now on."""
         handle = register_module_forward_pre_hook(self._enter)
         hooks.add(handle)
         self._hooks, self._table, self._key = hooks, _global_forward_pre_hooks, handle.id

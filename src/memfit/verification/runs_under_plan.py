@@ -152,13 +152,7 @@ def _run(command: tuple[str, ...], settings: UpdateSettings, change: Change, wha
 def _start(command: Sequence[str], conf: str, pipe: int) -> None:
     """Run a process to its end, and kill it with all that it started if memfit is interrupted or ended.
 
-    Args:
-        command: what to run.
-        conf: its ``PYTORCH_ALLOC_CONF``; empty for the user's own.
-        pipe: a descriptor that it inherits.
-
-    Raises:
-        KeyboardInterrupt: the user interrupted it.
+    ``conf`` is its ``PYTORCH_ALLOC_CONF``, empty for the user's own; it inherits the descriptor ``pipe``.
     """
     environment = os.environ | {"PYTHONHASHSEED": "0"} | ({"PYTORCH_ALLOC_CONF": conf} if conf else {})
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, pass_fds=[pipe])

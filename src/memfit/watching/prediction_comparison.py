@@ -84,12 +84,9 @@ class PredictionComparison:
         return self._prediction.at(step)
 
     def _end(self, measured: MeasuredStage, *, trained: bool = False, is_over: bool = False) -> Iterator[str]:
-        """Yield what differs in a stage that has ended.
+        """Yield what differs in a stage that has ended; if ``trained``, after the last training step.
 
-        Args:
-            measured: the stage.
-            trained: whether it ended after the last training step.
-            is_over: whether it ended with the run, in which the script frees everything.
+        If ``is_over``, it ended with the run, when the script frees everything.
         """
         stage = measured.stage
         if not is_stage_compared(stage, measured.steps):
