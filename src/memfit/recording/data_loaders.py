@@ -157,7 +157,7 @@ class ShortLoaders:
         return original(loader)
 
     def _begin_prepared(self, original: Callable[..., None], prepared: Any) -> None:
-        """Have accelerate's ``gather_for_metrics`` keep all of the last batch: that of a shorter pass is full."""
+        """Have accelerate's ``gather_for_metrics`` cut nothing off: a shorter pass has a full last batch."""
         original(prepared)
         sampler = getattr(prepared, "base_dataloader", prepared)._index_sampler
         if isinstance(sampler, _First):
