@@ -31,11 +31,11 @@ from measuring import command_line, traced, write_json
 
 import memfit
 from memfit.allocator.requests import read_requests
+from memfit.packing.allocation_lifetimes import buffers_of_requests, buffers_of_step, last_full_step
 from memfit.packing.best_packing import Packing, mask_of_always_live, pack_buffers
 from memfit.packing.buffers import Buffers, lifetime_sections
 from memfit.packing.csv_table import read_buffers_csv
-from memfit.packing.lifetimes import buffers_of_requests, buffers_of_step, last_full_step
-from memfit.packing.validator import find_packing_violation
+from memfit.packing.packing_violations import find_packing_violation
 from memfit.records import Trace
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))

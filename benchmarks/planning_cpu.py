@@ -34,7 +34,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import memfit
-from memfit.planning.choose import CheckpointChoice, CheckpointChooser
+from memfit.planning.choose_checkpointing import CheckpointChoice, CheckpointChooser
 from memfit.planning.sample_independence import why_samples_depend
 from memfit.recording.step_operations import StepOperationRecorder
 from memfit.records import Operation, StepOperations

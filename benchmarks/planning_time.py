@@ -17,8 +17,8 @@ from planned_networks import NETWORKS as PLANNED
 from torch import nn
 
 from memfit.devices import DEFAULT, find_device
-from memfit.planning.choose import CheckpointChooser
-from memfit.planning.plan_runs import roofline_seconds
+from memfit.planning.choose_checkpointing import CheckpointChooser
+from memfit.planning.run_changes_on_ghost import roofline_seconds
 from memfit.recording.step_operations import StepOperationRecorder
 from memfit.records import Operation, StepOperations
 

@@ -24,7 +24,7 @@ import torch  # noqa: F401 - its import starts ldconfig, so it must precede the 
 from memfit.allocator import compiled_allocator
 from memfit.arenas import arena_library as compiled_arena
 from memfit.ghost.build import runtime_library
-from memfit.packing import native as compiled_packer
+from memfit.packing import c_packers as compiled_packer
 from support import warm_process
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it, as do its own

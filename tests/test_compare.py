@@ -6,7 +6,7 @@ import pytest
 
 import memfit
 from memfit.analysis import strategy_comparison
-from memfit.api import comparison
+from memfit.api import compare_strategies
 from support import warm_process
 
 pytestmark = [pytest.mark.process, pytest.mark.warm]
@@ -61,7 +61,7 @@ def rows(tmp_path_factory):
         return [one for one in every(world_size) if one.name in NAMES]
 
     with pytest.MonkeyPatch.context() as patch, warm_process.scripts():
-        patch.setattr(comparison, "compared_strategies", some)
+        patch.setattr(compare_strategies, "compared_strategies", some)
         return {run.name: run for run in memfit.compare(script, nproc=RANKS, gpu="H100").runs}
 
 

@@ -36,6 +36,7 @@ def test_doctor_names_a_missing_compiler_and_how_to_install_one(tmp_path):
 def test_doctor_lists_every_name_that_memfit_replaces_and_pytorch_has_them_all():
     done = memfit("doctor", "--patches")
     assert done.returncode == 0, [line for line in done.stdout.splitlines() if line.startswith("absent")]
+    assert not done.stderr, "imported libraries must not print their warnings among memfit's output"
     *rows, last = done.stdout.splitlines()
     assert last.endswith(" names, 0 missing")
     assert len(rows) > 200

@@ -27,7 +27,9 @@ SCRIPT = """
 
 
 def on(cards, monkeypatch, script):
-    monkeypatch.setattr("memfit.api.gpus.all_devices", lambda: [find_device(name) for name in cards])
+    monkeypatch.setattr(
+        "memfit.api.gpus_for_script.all_devices", lambda: [find_device(name) for name in cards]
+    )
     return memfit.gpus_for(script)
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from memfit.analysis.strategy_comparison import compared_strategies
 from memfit.analysis.trial_result import TrialResult
-from memfit.api import comparison
+from memfit.api import compare_strategies
 from memfit.errors import TargetError
 from memfit.records import Action, DeviceUse, Figure, Provenance, ScriptEnd, StrategyComparison
 from memfit.report.public_json import public_json_type, result_to_json
@@ -55,9 +55,9 @@ def compare(monkeypatch):
             return run
 
         monkeypatch.setattr(rank_runs, "trial_runner", trial_runner)
-        monkeypatch.setattr(comparison, "script_command", lambda *_: ("train.py",))
-        monkeypatch.setattr(comparison, "ghost_settings", lambda _: SimpleNamespace(device=DEVICE))
-        found = comparison.compare("train.py", nproc=nproc, nnodes=nnodes)
+        monkeypatch.setattr(compare_strategies, "script_command", lambda *_: ("train.py",))
+        monkeypatch.setattr(compare_strategies, "ghost_settings", lambda _: SimpleNamespace(device=DEVICE))
+        found = compare_strategies.compare("train.py", nproc=nproc, nnodes=nnodes)
         return found, {run.name: run for run in found.runs}
 
     compare.made = made

@@ -19,9 +19,9 @@ from model_counts import operations_of_forward, recomputed_operations
 import memfit
 from memfit.ghost.build.torch_install import OLDEST
 from memfit.patching.installed_hooks import InstalledHooks
-from memfit.planning.choose import CheckpointChooser, PlannedRegion
-from memfit.planning.memory_model import StepMemoryModel
-from memfit.planning.tensor_options import tensor_recomputations
+from memfit.planning.choose_checkpointing import CheckpointChooser, PlannedRegion
+from memfit.planning.step_memory_model import StepMemoryModel
+from memfit.planning.tensor_recompute_options import tensor_recomputations
 from memfit.strategies.mechanisms.operation_counter import OperationCounter
 from memfit.strategies.mechanisms.selective_checkpointing import KeptResults
 from support.planned_networks import NETWORKS, feed_forward

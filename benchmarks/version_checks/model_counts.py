@@ -14,11 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from memfit.injection.injection_files import InjectionReport
-from memfit.planning.choose import PlannedRegion
-from memfit.planning.memory_model import calls_inside
+from memfit.planning.choose_checkpointing import PlannedRegion
+from memfit.planning.module_checkpoint_options import region_option, region_option_in_parts
 from memfit.planning.plan_file import read_plan
-from memfit.planning.region_options import region_option, region_option_in_parts
-from memfit.planning.tensor_options import ContentsInBackward, ContentsOfCall, kept_contents
+from memfit.planning.step_memory_model import calls_inside
+from memfit.planning.tensor_recompute_options import ContentsInBackward, ContentsOfCall, kept_contents
 from memfit.records import Change, Operation, StepOperations, is_counted_operation
 from memfit.run.options import RunOptions
 from memfit.run.parent import run_script

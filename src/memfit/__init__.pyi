@@ -1,7 +1,7 @@
 from memfit.api.batch_size import max_batch as max_batch
 from memfit.api.checking import check as check
-from memfit.api.comparison import compare as compare
-from memfit.api.gpus import gpus_for as gpus_for
+from memfit.api.compare_strategies import compare as compare
+from memfit.api.gpus_for_script import gpus_for as gpus_for
 from memfit.api.packings import pack as pack
 from memfit.api.planning import auto_checkpoint as auto_checkpoint
 from memfit.api.planning import plan as plan

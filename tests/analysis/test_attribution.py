@@ -9,7 +9,7 @@ from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import LARGEST, breakdown_at, peak_event
 from memfit.analysis.explanation import phase_ledger
-from memfit.analysis.location import location_at
+from memfit.analysis.script_location import location_at
 from memfit.errors import UsageError
 from memfit.records import (
     Action,

@@ -20,7 +20,7 @@ MANY = 100_000
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     path = tmp_path_factory.mktemp("blocks") / "blocks.so"
-    parts = [str(LIBRARY.sources / name) for name in ("heap_blocks.c", "treap.c")]
+    parts = [str(LIBRARY.sources / name) for name in ("heap_blocks.c", "sorted_pairs.c")]
     flags = [flag for flag in COMPILE_FLAGS if "visibility" not in flag]
     subprocess.run(
         [*find_compiler(), *flags, f"-I{SHARED_C}", "-shared", *parts, "-o", str(path)], check=True

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from memfit.arenas.arena_library import LIVES, SHARED
 from memfit.arenas.step_plan import placeable_lifetimes, plan_step_offsets
-from memfit.packing.validator import find_packing_violation
+from memfit.packing.packing_violations import find_packing_violation
 
 
 def step(*rows):

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import memfit
-from memfit.api.ranks_together import SharedTraces
+from memfit.api.run_under_torchrun import SharedTraces
 from memfit.run.launchers import started_rank
 from memfit.run.rank import Rank
 

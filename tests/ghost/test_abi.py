@@ -226,13 +226,17 @@ PROTOTYPE = re.compile(
 )
 
 
+SECOND_NAME = re.compile(r"extern __typeof__\((\w+)\) (\w+) ?;")
+
+
 def prototypes(text):
     """Return the arguments of each function, as the text spells them."""
-    return {
+    found = {
         name: split(arguments)
         for returned, name, arguments in PROTOTYPE.findall(text)
         if returned.split()[0] not in {"return", "else"}  # a call
     }
+    return found | {name: found[function] for function, name in SECOND_NAME.findall(text)}
 
 
 def split(arguments):

@@ -4,7 +4,7 @@ import pytest
 
 from memfit.errors import UsageError
 from memfit.packing.graph_packing import pack_graph
-from memfit.packing.validator import find_packing_violation
+from memfit.packing.packing_violations import find_packing_violation
 from memfit.records import Dataflow, GraphValue
 from support.known_packings import gapless_problem
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from memfit.analysis.allocator_comparison import compare_settings
+from memfit.analysis.rerun_with_unlimited_memory import find_total
 from memfit.analysis.summary import summarize
-from memfit.analysis.total_needs import find_total
 from memfit.analysis.trial_result import TrialResult
 from memfit.cli.console import exit_code
 from memfit.planning.advice import find_advice
-from memfit.planning.plan_runs import GhostRuns
+from memfit.planning.run_changes_on_ghost import GhostRuns
 from memfit.records import (
     Action,
     Category,

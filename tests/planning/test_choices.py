@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import memfit
-from memfit.planning.choose import CheckpointChooser
-from memfit.planning.memory_model import StepMemoryModel
-from memfit.planning.region_options import save_ops_to_try
+from memfit.planning.choose_checkpointing import CheckpointChooser
+from memfit.planning.module_checkpoint_options import save_ops_to_try
+from memfit.planning.step_memory_model import StepMemoryModel
 from memfit.records import Operation
 from support.planned_networks import NETWORKS, convolutional, drawing, feed_forward, nested
 

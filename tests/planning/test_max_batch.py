@@ -12,9 +12,9 @@ from rich.console import Console
 from memfit.analysis.summary import summarize
 from memfit.analysis.trial_result import TrialResult
 from memfit.errors import TargetError, UsageError
-from memfit.planning.batches import BatchSizeRun, next_batch_size
+from memfit.planning.batch_size_changes import BatchSizeRun, next_batch_size
 from memfit.planning.max_batch import BudgetedScript, find_max_batch
-from memfit.planning.plan_runs import GhostRuns
+from memfit.planning.run_changes_on_ghost import GhostRuns
 from memfit.records import (
     BatchLimit,
     LoaderBatchSize,

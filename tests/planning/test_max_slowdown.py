@@ -7,7 +7,7 @@ import pytest
 
 from memfit.api.planning import allowed_changes
 from memfit.errors import UsageError
-from memfit.planning.changes import AllowedChanges
+from memfit.planning.script_changes import AllowedChanges
 from memfit.records import ScriptPlan
 from memfit.report.public_json import public_json_type, result_to_json
 from support.planned_script import MIB, OUTSIDE, Script, find, planned

@@ -1,10 +1,9 @@
 """Changes of the optimizer: the few that are worth a run."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
-from memfit.planning.changes import AllowedChanges
 from memfit.planning.optimizer_changes import (
     OptimizerChangesToTry,
     has_8_bit_state,
@@ -12,7 +11,9 @@ from memfit.planning.optimizer_changes import (
     optimizer_changes,
     updates_in_backward,
 )
+from memfit.planning.script_changes import AllowedChanges
 from memfit.records import (
+    STRATEGY_TRAITS,
     Change,
     DividedBatches,
     Equality,
@@ -24,6 +25,7 @@ from memfit.records import (
     Term,
     equality_of,
 )
+from memfit.strategies.plan import Plan
 
 HALVES = DividedBatches(2, 4, "--batch-size 4", "")
 BACKWARD, OFFLOADED = "step in backward", "optimizer state offloaded"
@@ -129,3 +131,12 @@ def test_each_change_does_what_its_words_say():
 def test_another_implementation_of_the_optimizer_rounds_otherwise():
     settings = {"optimizer_state": {"implementation": "fused", "offload": True}}
     assert equality_of(Change(settings)) is Equality.ROUNDING
+
+
+def test_each_field_of_a_plan_has_its_traits():
+    assert list(STRATEGY_TRAITS) == [field.name for field in fields(Plan)]
+
+
+def test_nothing_is_promised_of_a_strategy_that_memfit_does_not_know():
+    assert equality_of(Change({"offload": {}, "pruning": {}})) is Equality.OTHER
+    assert equality_of(Change({"offload": {}, "compilation": {}})) is Equality.ROUNDING

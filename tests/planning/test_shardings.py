@@ -8,10 +8,9 @@ from rich.console import Console
 
 from memfit.analysis.trial_result import TrialResult
 from memfit.errors import TargetError, UsageError
-from memfit.planning import search
-from memfit.planning.changes import AllowedChanges
-from memfit.planning.plan_runs import PlannedScript, step_seconds
-from memfit.planning.search import find_plan
+from memfit.planning.find_plan import find_plan
+from memfit.planning.run_changes_on_ghost import PlannedScript, step_seconds
+from memfit.planning.script_changes import AllowedChanges
 from memfit.planning.shardings import bytes_sent_per_step, shard_copy_seconds, with_unsharded_names
 from memfit.records import Change, DividedBatches, Figure, Provenance, ScriptEnd, Term
 from memfit.report.terminal.script_plan import print_plan
@@ -99,7 +98,7 @@ def test_what_is_recomputed_is_named_as_in_the_script():
 
 
 def test_shards_are_offloaded_only_if_nothing_else_is_enough(monkeypatch):
-    monkeypatch.setattr(search, "shard_copy_seconds", lambda *_: 0.5)
+    monkeypatch.setattr("memfit.planning.find_plan.shard_copy_seconds", lambda *_: 0.5)
     script = ShardedScript(MUCH | {"offloaded": 0.4})
     found = planned(script, 0.45)
     assert found.chosen.time == 1.0 + 0.5 / step_seconds(script.step, work)

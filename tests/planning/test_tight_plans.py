@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from memfit.planning.changes import AllowedChanges
-from memfit.planning.plan_runs import PlannedScript
-from memfit.planning.search import find_plan
+from memfit.planning.find_plan import find_plan
+from memfit.planning.run_changes_on_ghost import PlannedScript
+from memfit.planning.script_changes import AllowedChanges
 from memfit.records import Provenance, ScriptEnd
 from memfit.report.public_json import result_to_json
 from memfit.report.terminal.script_plan import print_plan

@@ -9,7 +9,7 @@ from memfit.allocator.initial_state import reconstruct_initial_state
 from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import breakdown_at
-from memfit.analysis.location import location_at
+from memfit.analysis.script_location import location_at
 from memfit.analysis.summary import summarize
 from memfit.records import (
     Action,

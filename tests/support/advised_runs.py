@@ -5,7 +5,7 @@ from dataclasses import replace
 from memfit.analysis.summary import summarize
 from memfit.analysis.trial_result import TrialResult
 from memfit.planning.advice import find_advice
-from memfit.planning.plan_runs import GhostRuns
+from memfit.planning.run_changes_on_ghost import GhostRuns
 from memfit.records import (
     Action,
     Category,

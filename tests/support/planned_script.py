@@ -5,10 +5,10 @@ from dataclasses import replace
 import torch
 
 from memfit.analysis.trial_result import TrialResult
-from memfit.planning.changes import AllowedChanges
-from memfit.planning.choose import CheckpointChooser
-from memfit.planning.plan_runs import PlannedScript
-from memfit.planning.search import find_plan
+from memfit.planning.choose_checkpointing import CheckpointChooser
+from memfit.planning.find_plan import find_plan
+from memfit.planning.run_changes_on_ghost import PlannedScript
+from memfit.planning.script_changes import AllowedChanges
 from memfit.records import Action, DeviceUse, Figure, Provenance, ScriptEnd
 from support.planned_networks import feed_forward
 from support.traces import BASE, trace_of

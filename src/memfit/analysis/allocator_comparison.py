@@ -12,7 +12,7 @@ from memfit.allocator.setting_outcomes import (
     settings_worth_trying,
     smallest_device_that_fits,
 )
-from memfit.analysis.location import location_at
+from memfit.analysis.script_location import location_at
 from memfit.devices import Device
 from memfit.errors import UsageError
 from memfit.records import (

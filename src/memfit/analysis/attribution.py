@@ -21,8 +21,8 @@ and freed. Anything else is ``UNKNOWN``.
 import numpy as np
 import numpy.typing as npt
 
-from memfit.analysis.location import NOWHERE, line_of, phase_of_events
-from memfit.analysis.overall_peak import failed_allocations
+from memfit.analysis.peak_after_caught_failures import failed_allocations
+from memfit.analysis.script_location import NOWHERE, line_of, phase_of_events
 from memfit.records import Action, Attribution, Category, MarkKind, Phase, Timeline, Trace
 
 _STAGES = {

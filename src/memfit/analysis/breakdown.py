@@ -16,9 +16,15 @@ from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.attribution import Numbers, attribute
 from memfit.analysis.fold_module_paths import fold_module_paths
-from memfit.analysis.location import least_certain, location_at, phase_of_events, steps_at, steps_before
-from memfit.analysis.overall_peak import overall_peak
+from memfit.analysis.peak_after_caught_failures import overall_peak
 from memfit.analysis.run_stages import in_stage, stage_spans
+from memfit.analysis.script_location import (
+    least_certain,
+    location_at,
+    phase_of_events,
+    steps_at,
+    steps_before,
+)
 from memfit.errors import UsageError
 from memfit.records import (
     Attribution,

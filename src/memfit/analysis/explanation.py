@@ -7,8 +7,8 @@ from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import CATEGORY_NAMES, breakdown_at, peak_event
 from memfit.analysis.fragmentation import fragmentation
-from memfit.analysis.location import location_at, step_ends, step_of
-from memfit.analysis.overall_peak import overall_peak
+from memfit.analysis.peak_after_caught_failures import overall_peak
+from memfit.analysis.script_location import location_at, step_ends, step_of
 from memfit.analysis.summary import summarize_attributed
 from memfit.records import (
     Action,

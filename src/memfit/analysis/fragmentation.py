@@ -22,8 +22,8 @@ from memfit.allocator.free_ranges import EXPANDABLE
 from memfit.allocator.initial_state import reconstruct_initial_state
 from memfit.allocator.rounding import SMALL_SEGMENT, SMALL_SIZE, round_size
 from memfit.allocator.timeline import memory_timeline
-from memfit.analysis.location import least_certain, location_at
-from memfit.analysis.overall_peak import overall_peak
+from memfit.analysis.peak_after_caught_failures import overall_peak
+from memfit.analysis.script_location import least_certain, location_at
 from memfit.errors import FileFormatError, UsageError
 from memfit.records import (
     Action,

@@ -19,7 +19,7 @@ from memfit.allocator.replay import replay_requests
 from memfit.allocator.requests import AllocatorRequests, RequestKind, read_requests
 from memfit.allocator.setting_outcomes import config_of_setting, smallest_device_that_fits
 from memfit.analysis.allocator_comparison import torch_version
-from memfit.analysis.location import least_certain
+from memfit.analysis.script_location import least_certain
 from memfit.devices import NO_LIMIT
 from memfit.errors import FileFormatError, MemfitError, UsageError
 from memfit.records import (

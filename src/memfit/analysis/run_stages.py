@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.analysis.loader_passes import LoaderPasses
-from memfit.analysis.location import least_certain, line_of, location_at, step_ends
-from memfit.analysis.overall_peak import answered_events, highest_event
+from memfit.analysis.peak_after_caught_failures import answered_events, highest_event
+from memfit.analysis.script_location import least_certain, line_of, location_at, step_ends
 from memfit.records import (
     Action,
     Category,

@@ -12,17 +12,17 @@ from memfit.allocator.rounding import device_bytes_for_request
 from memfit.allocator.timeline import disagreement_with_pytorch, memory_timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import CATEGORY_NAMES, ROUNDING, breakdown_at, category_provenance
-from memfit.analysis.location import least_certain, line_of, location_at, step_ends, steps_before
-from memfit.analysis.longest_batch import longest_batches
-from memfit.analysis.overall_peak import (
+from memfit.analysis.data_dependent_size_bounds import size_bounds
+from memfit.analysis.peak_after_caught_failures import (
     answered_events,
     caught_failures,
     failed_allocations,
     highest_event,
     overall_peak,
 )
+from memfit.analysis.peak_by_batch_size import longest_batches
 from memfit.analysis.run_stages import stage_at, stage_uses
-from memfit.analysis.size_bounds import size_bounds
+from memfit.analysis.script_location import least_certain, line_of, location_at, step_ends, steps_before
 from memfit.records import (
     DEFAULT_POOL,
     Action,

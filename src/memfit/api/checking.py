@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from memfit.analysis.memory_check import baseline_of, check_memory
+from memfit.analysis.baseline_check import baseline_of, check_memory
 from memfit.analysis.summary import summarize
 from memfit.analysis.trial_result import TrialResult, ran_to_completion, why_it_failed
 from memfit.api.ghost_runs import FinishedRun, run_on_ghost

@@ -5,9 +5,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from memfit.analysis.rank_roles import find_held, ranks_by_role, role_of, weight_of_rank
+from memfit.analysis.equivalent_ranks import find_held, ranks_by_role, role_of, weight_of_rank
+from memfit.analysis.rerun_with_unlimited_memory import (
+    beside_even_routing,
+    find_total,
+    rests_on_routing,
+    with_even_routing,
+)
 from memfit.analysis.stream_races import may_race, with_upper_bound
-from memfit.analysis.total_needs import beside_even_routing, find_total, rests_on_routing, with_even_routing
 from memfit.analysis.trial_result import TrialResult
 from memfit.api.traces import summarize
 from memfit.errors import MemfitError, OutputError, TargetError, UsageError

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, overload
 
 from memfit.allocator.requests import read_requests
 from memfit.analysis.allocator_comparison import compare_settings
-from memfit.analysis.location import least_certain
+from memfit.analysis.script_location import least_certain
 from memfit.api.traces import read
 from memfit.devices import NO_LIMIT
 from memfit.packing import best_packing
+from memfit.packing.allocation_lifetimes import ALIGNMENT, CPU_ALIGNMENT
 from memfit.packing.best_packing import Packing
 from memfit.packing.csv_table import read_buffers_csv
 from memfit.packing.graph_packing import GraphPacking, pack_graph
-from memfit.packing.lifetimes import ALIGNMENT, CPU_ALIGNMENT
 from memfit.packing.run_packing import RunPacking, pack_run_memory
 from memfit.records import MachineKind, Trace
 

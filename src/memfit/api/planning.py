@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 from memfit.analysis.trial_result import TrialResult, why_it_failed
 from memfit.devices import DEFAULT, find_device
 from memfit.errors import UsageError
-from memfit.planning.changes import LOW_BIT_STATE, PRECISIONS, AllowedChanges
-from memfit.planning.plan_runs import (
+from memfit.planning.common_plan_search import OnFound, OutOfTimeError
+from memfit.planning.find_plan import find_plan
+from memfit.planning.run_changes_on_ghost import (
     RULE,
     PlannedScript,
     host_copy_seconds,
     roofline_seconds,
     run_nothing_ahead,
 )
-from memfit.planning.plan_search import OnFound, OutOfTimeError
-from memfit.planning.search import find_plan
+from memfit.planning.script_changes import LOW_BIT_STATE, PRECISIONS, AllowedChanges
 from memfit.records import Change, ScriptEnd, ScriptPlan
-from memfit.records.job_target import command_as_typed, is_job_command
+from memfit.records.job_command import command_as_typed, is_job_command
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, script_command
 from memfit.run.rank import Rank

@@ -13,7 +13,7 @@ import torch
 from memfit.arenas.arena_library import gpu_bytes_by_use, load
 from memfit.card.find import is_ghost_loaded
 from memfit.errors import UnsuitableEnvironmentError, UsageError
-from memfit.packing.lifetimes import ALIGNMENT, CPU_ALIGNMENT
+from memfit.packing.allocation_lifetimes import ALIGNMENT, CPU_ALIGNMENT
 from memfit.records import DeviceUse, Figure, MachineKind, Provenance, Term
 from memfit.units import KIB
 from memfit.user_frame import warn_user

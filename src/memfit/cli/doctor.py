@@ -1,6 +1,8 @@
 """``memfit doctor``."""
 
+import io
 import sys
+from contextlib import redirect_stderr
 
 from memfit.cli.console import stdout
 
@@ -51,6 +53,7 @@ def _list_patches() -> int:
     from memfit.patching.patches import replaced_names
     from memfit.report.terminal.doctor import print_patched_names
 
-    names = replaced_names()
+    with redirect_stderr(io.StringIO()):  # libraries warn when they are imported
+        names = replaced_names()
     with stdout() as console:
         return print_patched_names(names, console)

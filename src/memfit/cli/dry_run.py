@@ -172,7 +172,7 @@ def dry_run(
             its rules. With 'none', it counts each workspace as 0 bytes.
     """
     from memfit.api.ghost_runs import FinishedRun, run_on_ghost
-    from memfit.api.ranks_together import run_beside_ranks
+    from memfit.api.run_under_torchrun import run_beside_ranks
     from memfit.api.traces import write_html
 
     limits, resuming = length.limits(), length.resuming()

@@ -10,9 +10,9 @@ import numpy.typing as npt
 from memfit.errors import MemfitError, UsageError
 from memfit.packing import exhaustive_search
 from memfit.packing.buffers import Buffers, Column, LifetimeSections, lifetime_sections
+from memfit.packing.c_packers import place_greedily
 from memfit.packing.exhaustive_search import PackingSearchStatus
-from memfit.packing.native import place_greedily
-from memfit.packing.validator import find_packing_violation
+from memfit.packing.packing_violations import find_packing_violation
 
 _CLOSE_ENOUGH = 1000
 """A packing above the bound by less than one part in this many is not improved further."""

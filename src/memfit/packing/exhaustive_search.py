@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from memfit.packing.buffers import Buffers, Column, LifetimeSections
-from memfit.packing.native import CANCELLED, FOUND, INFEASIBLE, NODE_LIMIT, search_packing_nodes
+from memfit.packing.c_packers import CANCELLED, FOUND, INFEASIBLE, NODE_LIMIT, search_packing_nodes
 
 PREFERENCES = ("LAT", "TAL", "TLA")
 """Orders of the attempts. Sort keys, largest first: L(ifetime), A(rea), T(otal of the buffer's fullest

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from memfit.errors import UsageError
+from memfit.packing.allocation_lifetimes import ALIGNMENT
 from memfit.packing.best_packing import Packing
 from memfit.packing.buffers import Buffers
-from memfit.packing.lifetimes import ALIGNMENT
 from memfit.packing.run_packing import IndependentPackings, pack_groups
 from memfit.records import Dataflow
-from memfit.records.result import PrintedResult
+from memfit.records.printed_result import PrintedResult
 
 
 class UnionFind:

@@ -9,11 +9,16 @@ import numpy as np
 
 from memfit.allocator.requests import AllocatorRequests
 from memfit.errors import UsageError
+from memfit.packing.allocation_lifetimes import (
+    ALIGNMENT,
+    buffers_of_requests,
+    buffers_of_step,
+    last_full_step,
+)
 from memfit.packing.best_packing import Packing, pack_buffers
 from memfit.packing.buffers import Buffers, Column, concatenate_buffers, lifetime_sections
-from memfit.packing.lifetimes import ALIGNMENT, buffers_of_requests, buffers_of_step, last_full_step
 from memfit.records import Provenance, SettingOutcome
-from memfit.records.result import PrintedResult
+from memfit.records.printed_result import PrintedResult
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 from memfit.allocator.config import AllocatorConfig
 from memfit.analysis.needed_memory import needed_without_workspaces
-from memfit.analysis.total_needs import needs_more, run_unlimited
+from memfit.analysis.rerun_with_unlimited_memory import needs_more, run_unlimited
 from memfit.analysis.trial_result import TrialResult, ran_to_completion
 from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import MemfitError, UsageError
-from memfit.planning.batches import (
+from memfit.planning.batch_size_changes import (
     ASSUMED,
     SEEN,
     batch_setting,
@@ -17,7 +17,7 @@ from memfit.planning.batches import (
     bytes_independent_of_batch,
 )
 from memfit.planning.fewest_changes import MOST_RUNS, FewestChangesSearch, TriedChanges
-from memfit.planning.plan_runs import GhostRuns, replayable_run
+from memfit.planning.run_changes_on_ghost import GhostRuns, replayable_run
 from memfit.records import (
     ARENA,
     Advice,

@@ -15,7 +15,7 @@ from itertools import islice
 from operator import or_
 
 from memfit.analysis.needed_memory import ReplayedRun
-from memfit.planning.batches import (
+from memfit.planning.batch_size_changes import (
     BatchSizeRun,
     batch_divisions,
     batch_setting,
@@ -25,15 +25,15 @@ from memfit.planning.batches import (
     smaller_batches,
     smaller_batches_without_accumulation,
 )
-from memfit.planning.changes import (
+from memfit.planning.run_changes_on_ghost import GhostRuns, PlanRuns
+from memfit.planning.sample_independence import compare_steps_of_parts
+from memfit.planning.script_changes import (
     FUSED_OPTIMIZER,
     OFFLOADED_ACTIVATIONS,
     checkpointing_ways,
     expandable_segments_change,
     low_precision_options,
 )
-from memfit.planning.plan_runs import GhostRuns, PlanRuns
-from memfit.planning.sample_independence import compare_steps_of_parts
 from memfit.records import (
     CallRates,
     Change,

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from memfit.analysis.needed_memory import needed_process
-from memfit.analysis.overall_peak import failed_allocations
+from memfit.analysis.peak_after_caught_failures import failed_allocations
 from memfit.analysis.stream_races import may_race
 from memfit.analysis.summary import summarize
 from memfit.analysis.trial_result import TrialResult, why_it_failed
 from memfit.errors import TargetError, UsageError
-from memfit.planning.batches import (
+from memfit.planning.batch_size_changes import (
     BatchSizeRun,
     batch_setting,
     batch_size,
@@ -23,7 +23,7 @@ from memfit.planning.batches import (
     next_batch_size,
     with_batch_size,
 )
-from memfit.planning.plan_runs import GhostRuns
+from memfit.planning.run_changes_on_ghost import GhostRuns
 from memfit.records import (
     BatchLimit,
     BatchRun,

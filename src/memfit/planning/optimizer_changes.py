@@ -9,8 +9,8 @@ state offloaded     all            on its way        to the host and back for ea
 from collections.abc import Callable, Sequence
 
 from memfit.analysis.breakdown import CATEGORY_NAMES
-from memfit.planning.bracket import WORTH
-from memfit.planning.changes import AllowedChanges
+from memfit.planning.bracket_checkpoint_choices import WORTH
+from memfit.planning.script_changes import AllowedChanges
 from memfit.records import Category, Change, Phase, PlanRun
 
 _Settings = dict[str, bool | int | str]

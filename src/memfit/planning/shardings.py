@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 
 from memfit.analysis.strategy_comparison import SHARDINGS
 from memfit.analysis.trial_result import TrialResult, why_it_failed
-from memfit.planning.changes import sharding_change
-from memfit.planning.plan_runs import PlanRuns, replayable_runs_of_ranks
+from memfit.planning.run_changes_on_ghost import PlanRuns, replayable_runs_of_ranks
+from memfit.planning.script_changes import sharding_change
 from memfit.records import Change, ModuleCall, PlanRun, ScriptEnd, StepOperations, Term
 
 _DDP, _ZERO1, _FSDP2 = (sharding_change(name, {"mode": mode}) for name, mode in SHARDINGS.items())

@@ -15,9 +15,9 @@ from memfit.records.allocator_comparison import (
     ReplayResult,
     SettingOutcome,
 )
-from memfit.records.attribution import Attribution
+from memfit.records.attributed_allocations import Attribution
+from memfit.records.baseline_check import CheckedFigure, CheckVerdict, MemoryBaseline, MemoryCheck
 from memfit.records.card_context import ContextReport, ContextStage, ContextTrial, NcclMeasurement, NcclStage
-from memfit.records.change import Change, DividedBatches, Equality, equality_of
 from memfit.records.dataflow import Dataflow, GraphValue
 from memfit.records.dry_run import (
     Advice,
@@ -33,6 +33,7 @@ from memfit.records.dry_run import (
     StageUse,
     Term,
 )
+from memfit.records.event_marks import Mark, MarkKind, SaveKind, UntrainedForwardReason
 from memfit.records.explanation import (
     Breakdown,
     BreakdownRow,
@@ -45,12 +46,18 @@ from memfit.records.explanation import (
     RunDifference,
 )
 from memfit.records.fragmentation import Fragmentation, Hole, PinningBlock, ReservedBytes, ReservedMemoryUse
-from memfit.records.longest_batch import BatchSize, LoaderScan, LongestBatch, MeasuredBatch
-from memfit.records.marks import Mark, MarkKind, SaveKind, UntrainedForwardReason
 from memfit.records.max_batch import BatchLimit, BatchRun, MaxBatch
-from memfit.records.memory_check import CheckedFigure, CheckVerdict, MemoryBaseline, MemoryCheck
+from memfit.records.peak_by_batch_size import BatchSize, LoaderScan, LongestBatch, MeasuredBatch
+from memfit.records.printed_result import SCHEMA_VERSION
 from memfit.records.provenance import Figure, Note, Provenance, worst_provenance
-from memfit.records.result import SCHEMA_VERSION
+from memfit.records.script_change import (
+    STRATEGY_TRAITS,
+    Change,
+    DividedBatches,
+    Equality,
+    equality_of,
+    traits_of_strategy,
+)
 from memfit.records.script_options import LoaderBatchSize, ScriptOption, ScriptOptionPurpose
 from memfit.records.script_plan import GpusFor, PlanRun, ScriptPlan
 from memfit.records.step_operations import (
@@ -100,6 +107,7 @@ __all__ = [
     "DEFAULT_POOL",
     "LEAST_RECOMPUTED",
     "SCHEMA_VERSION",
+    "STRATEGY_TRAITS",
     "Action",
     "Advice",
     "AllocatorComparison",
@@ -202,5 +210,6 @@ __all__ = [
     "equality_of",
     "is_counted_operation",
     "is_recomputable_operation",
+    "traits_of_strategy",
     "worst_provenance",
 ]

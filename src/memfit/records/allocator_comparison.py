@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field, fields
 
+from memfit.records.printed_result import PrintedResult
 from memfit.records.provenance import Note
-from memfit.records.result import PrintedResult
 from memfit.records.trace import ScriptLocation, Segment
 
 

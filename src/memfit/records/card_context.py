@@ -1,4 +1,4 @@
-"""What a process holds on a card, stage by stage: measured by ``card/context.py``, shown by ``report``."""
+"""What a process holds on a card, stage by stage (``card/context_measurement.py`` measures it)."""
 
 from dataclasses import dataclass
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Self
 
-from memfit.records.longest_batch import LongestBatch
+from memfit.records.peak_by_batch_size import LongestBatch
+from memfit.records.printed_result import PrintedResult
 from memfit.records.provenance import Figure, Note
-from memfit.records.result import PrintedResult
 from memfit.records.trace import ChildProcess, DeviceUse, JobRank, ScriptEnd, ScriptLocation, Shortened
 
 

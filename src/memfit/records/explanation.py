@@ -7,8 +7,8 @@ from enum import StrEnum
 
 from memfit.records.dry_run import DryRun
 from memfit.records.fragmentation import Fragmentation
+from memfit.records.printed_result import PrintedResult
 from memfit.records.provenance import Provenance
-from memfit.records.result import PrintedResult
 from memfit.records.trace import Phase, ScriptLocation
 
 

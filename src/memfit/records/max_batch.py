@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from memfit.records.printed_result import PrintedResult
 from memfit.records.provenance import Figure
-from memfit.records.result import PrintedResult
 from memfit.records.trace import DeviceUse, ScriptLocation
 
 

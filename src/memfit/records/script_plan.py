@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from memfit.records.change import Change, Equality, equality_of
 from memfit.records.dry_run import Term
+from memfit.records.printed_result import PrintedResult
 from memfit.records.provenance import Figure
-from memfit.records.result import PrintedResult
+from memfit.records.script_change import Change, Equality, equality_of
 from memfit.records.step_operations import OperationCounts
 from memfit.records.trace import DeviceUse, ScriptLocation
 

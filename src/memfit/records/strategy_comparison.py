@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from memfit.records.dry_run import PeakRange
+from memfit.records.printed_result import PrintedResult
 from memfit.records.provenance import Figure, Provenance
-from memfit.records.result import PrintedResult
 from memfit.records.trace import DeviceUse, ScriptLocation
 
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from memfit.records.change import Equality
+from memfit.records.printed_result import PrintedResult
 from memfit.records.provenance import Figure
-from memfit.records.result import PrintedResult
+from memfit.records.script_change import Equality
 from memfit.records.step_operations import OperationCounts
 
 

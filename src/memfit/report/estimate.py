@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 
 from memfit.records import DryRun, Figure
-from memfit.records.result import PrintedResult
+from memfit.records.printed_result import PrintedResult
 from memfit.report.terminal.summary import print_summary
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from memfit.analysis.breakdown import CATEGORY_NAMES
 from memfit.analysis.explanation import by_category
-from memfit.analysis.location import step_of
+from memfit.analysis.script_location import step_of
 from memfit.records import Action, Attribution, Category, MarkKind, Phase, Timeline, Trace
 from memfit.report.escape import escaped
 

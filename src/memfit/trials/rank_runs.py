@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Self
 
-from memfit.analysis.rank_roles import find_held
+from memfit.analysis.equivalent_ranks import find_held
 from memfit.analysis.strategy_comparison import first_rank, ranks_with_most
 from memfit.analysis.stream_races import may_race
 from memfit.analysis.summary import summarize

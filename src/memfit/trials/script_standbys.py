@@ -16,7 +16,7 @@ from typing import Self
 
 import msgspec
 
-from memfit.records import Change
+from memfit.records import Change, traits_of_strategy
 from memfit.run.child_start import (
     ChildSettings,
     GhostSettings,
@@ -37,10 +37,6 @@ _PATIENCE = 10.0
 _INTERVAL = 0.1  # seconds between two looks at whether a run has ended
 _ANSWER = 1.0
 """Seconds for what the script has said of its standby: it has had its whole run for that."""
-
-
-_LATE_STRATEGIES = {"checkpointing", "compilation", "offload", "optimizer_state"}
-"""Strategies that change nothing before a model is called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +66,7 @@ class ScriptRun:
         added = replace(self.change, plan=other.plan, optimizer=other.optimizer)
         can_be_added = (
             not self.change.strategies
-            and other.strategies.keys() <= _LATE_STRATEGIES
+            and all(traits_of_strategy(name).is_late for name in other.strategies)
             and replace(added, operations=other.operations) == other
         )
         return (same or can_be_added) and other.operations <= self.change.operations

@@ -10,7 +10,7 @@ from msgspec import json
 from memfit.analysis.trial_result import RunTrial, TrialResult, ran_to_completion
 from memfit.errors import MemfitError
 from memfit.injection.injection_files import InjectionReport, InjectionSettings
-from memfit.planning.plan_runs import GhostRuns
+from memfit.planning.run_changes_on_ghost import GhostRuns
 from memfit.records import Change, ScriptEnd, StepOperations
 from memfit.run.child_start import StartScript, start_script
 from memfit.run.options import RunOptions

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.allocator.timeline import memory_timeline
-from memfit.analysis.location import least_certain
 from memfit.analysis.run_stages import StageSpan, stage_spans
+from memfit.analysis.script_location import least_certain
 from memfit.errors import UsageError
 from memfit.records import Action, MachineKind, Mark, MarkKind, Provenance, Stage, Trace
 

@@ -41,6 +41,21 @@ static int64_t find(const arena *a, int64_t size)
     return -1;
 }
 
+/* Take the place from an offset to an end if it is free; return whether it was. */
+static int occupy(pairs *live, int64_t offset, int64_t end)
+{
+    size_t at = pairs_index(live, (pair){end, 0}); /* those before begin before the end */
+    int is_free = !at || live->items[at - 1].second <= offset;
+    return is_free && pairs_add(live, (pair){offset, end});
+}
+
+static void vacate(pairs *live, int64_t offset)
+{
+    size_t at = pairs_index(live, (pair){offset, 0});
+    if (at < live->count && live->items[at].first == offset)
+        array_remove(live, at);
+}
+
 static int64_t offset_for(arena *a, int64_t size, uintptr_t lane)
 {
     tally *t = &a->tally;
@@ -54,7 +69,7 @@ static int64_t offset_for(arena *a, int64_t size, uintptr_t lane)
             t->kept_bytes += size;
             return -1;
         }
-        if (size <= a->bytes - offset && extents_occupy(&a->live, offset, size)) {
+        if (size <= a->bytes - offset && occupy(&a->live, offset, offset + size)) {
             t->placed++;
             t->placed_bytes += size;
             return offset;
@@ -110,7 +125,7 @@ int arena_free(arena *a, const void *pointer, uintptr_t lane)
     int is_here = a->base && at >= a->base && at < a->base + a->address_bytes;
     pthread_mutex_lock(&a->lock);
     if (is_here)
-        extents_vacate(&a->live, at - a->base);
+        vacate(&a->live, at - a->base);
     else
         recorder_free(&a->recorder, pointer, a->mode == RECORDING);
     request_log_add(&a->log, pointer, FREED, lane);

@@ -21,19 +21,22 @@
 
 enum mode { IDLE, RECORDING, PLACING };
 
-/* ---- extents.c: the allocations that are live in an arena */
+/* ---- sorted_pairs.c: pairs of numbers in their order */
 
 typedef struct {
-    int64_t offset, end;
-} extent;
+    int64_t first, second;
+} pair;
 
 typedef struct {
-    ARRAY(extent); /* by offset; they do not overlap */
-} extents;
+    ARRAY(pair);
+} pairs;
 
-/* Take [offset, offset + size) if it is free; return whether it was. */
-int extents_occupy(extents *live, int64_t offset, int64_t size);
-void extents_vacate(extents *live, int64_t offset);
+/* Return the index of the first pair that is not before `least`. */
+size_t pairs_index(const pairs *p, pair least);
+/* Add a pair; return whether host memory sufficed. */
+int pairs_add(pairs *p, pair added);
+/* Remove a pair, which must be there. */
+void pairs_remove(pairs *p, pair removed);
 
 /* ---- step_recorder.c: the allocations of a step */
 
@@ -115,7 +118,7 @@ typedef struct {
     const plan *plan;
     int64_t next; /* allocation of the plan */
     tally tally;
-    extents live; /* placed and not freed */
+    pairs live; /* placed and not freed: offset and end of each; they do not overlap */
     recorder recorder;
     request_log log;
 } arena;

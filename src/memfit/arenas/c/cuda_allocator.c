@@ -85,8 +85,8 @@ static void lend(const gpu *g)
     set_bytes(0);
     int64_t from = 0;
     for (size_t i = 0; i < placed.live.count; i++) {
-        range_unmap(&place, from, placed.live.items[i].offset);
-        from = placed.live.items[i].end;
+        range_unmap(&place, from, placed.live.items[i].first);
+        from = placed.live.items[i].second;
     }
     range_unmap(&place, from, place.bytes);
 }
@@ -299,7 +299,7 @@ API arena *cuda_attach(int device)
 
 static int64_t end_of_live(void)
 {
-    return placed.live.count ? placed.live.items[placed.live.count - 1].end : 0;
+    return placed.live.count ? placed.live.items[placed.live.count - 1].second : 0;
 }
 
 static int reserve(int64_t bytes)

@@ -105,42 +105,13 @@ int range_map(range *r, int64_t from, int64_t to);
 void range_unmap(range *r, int64_t from, int64_t to);
 int range_holds(const range *r, const void *pointer);
 
-/* ---- treap.c: pairs of numbers in their order ----------------------------------------------- */
-
-typedef struct {
-    int64_t first, second;
-} pair;
-
-typedef struct {
-    pair pair;
-    uint32_t left, right, priority;
-} node;
-
-typedef struct {
-    struct {
-        ARRAY(node);
-    } nodes; /* numbered from 1 */
-    int64_t count;
-    uint32_t root, made, unused, seed;
-} treap;
-
-/* Make room for `count` pairs in total; return whether host memory sufficed. */
-int treap_reserve(treap *t, int64_t count);
-/* Add a pair; there must be room, and no equal pair. */
-void treap_add(treap *t, pair added);
-void treap_remove(treap *t, pair removed);
-/* Find the first pair that is not before `least`; return whether there is one. */
-int treap_first_from(const treap *t, pair least, pair *found);
-/* Find the last pair before `end`; return whether there is one. */
-int treap_last_before(const treap *t, pair end, pair *found);
-void treap_clear(treap *t);
-
 /* ---- heap_blocks.c: the blocks of an address range, live and free --------------------------- */
 
 typedef struct {
     int64_t bytes;
-    treap live, free;   /* offset and size of each */
-    treap free_by_size; /* size and offset */
+    struct hash_table live; /* of offset + 1 to size */
+    pairs free;             /* offset and size of each */
+    pairs free_by_size;     /* size and offset */
 } blocks;
 
 int blocks_begin(blocks *b, int64_t bytes);

@@ -9,75 +9,74 @@
 int blocks_begin(blocks *b, int64_t bytes)
 {
     *b = (blocks){.bytes = bytes};
-    if (!treap_reserve(&b->free, 1) || !treap_reserve(&b->free_by_size, 1)) {
-        blocks_end(b);
-        return 0;
-    }
-    treap_add(&b->free, (pair){0, bytes});
-    treap_add(&b->free_by_size, (pair){bytes, 0});
-    return 1;
+    if (pairs_add(&b->free, (pair){0, bytes}) && pairs_add(&b->free_by_size, (pair){bytes, 0}))
+        return 1;
+    blocks_end(b);
+    return 0;
 }
 
 void blocks_end(blocks *b)
 {
-    treap_clear(&b->live);
-    treap_clear(&b->free);
-    treap_clear(&b->free_by_size);
+    free(b->live.slots);
+    free(b->free.items);
+    free(b->free_by_size.items);
 }
 
 static void add_free(blocks *b, int64_t offset, int64_t size)
 {
-    treap_add(&b->free, (pair){offset, size});
-    treap_add(&b->free_by_size, (pair){size, offset});
+    pairs_add(&b->free, (pair){offset, size});
+    pairs_add(&b->free_by_size, (pair){size, offset});
 }
 
 static void remove_free(blocks *b, int64_t offset, int64_t size)
 {
-    treap_remove(&b->free, (pair){offset, size});
-    treap_remove(&b->free_by_size, (pair){size, offset});
+    pairs_remove(&b->free, (pair){offset, size});
+    pairs_remove(&b->free_by_size, (pair){size, offset});
 }
+
+static uint64_t key_of(int64_t offset) { return (uint64_t)offset + 1; } /* keys are not 0 */
 
 int64_t blocks_take(blocks *b, int64_t size)
 {
-    pair found; /* of size and offset */
-    int64_t more = b->live.count + 1;
+    size_t at = pairs_index(&b->free_by_size, (pair){size, 0}), most = b->live.count + 2;
     /* There is at most one more free block than live ones, so that freeing never needs memory. */
-    if (size <= 0 || !treap_reserve(&b->live, more) || !treap_reserve(&b->free, more + 1) ||
-        !treap_reserve(&b->free_by_size, more + 1) ||
-        !treap_first_from(&b->free_by_size, (pair){size, 0}, &found))
+    if (size <= 0 || at == b->free_by_size.count || !array_reserve(&b->free, most) ||
+        !array_reserve(&b->free_by_size, most))
+        return -1;
+    pair found = b->free_by_size.items[at]; /* of size and offset */
+    if (!hash_table_put(&b->live, key_of(found.second), (void *)size))
         return -1;
     remove_free(b, found.second, found.first);
     if (found.first > size)
         add_free(b, found.second + size, found.first - size);
-    treap_add(&b->live, (pair){found.second, size});
     return found.second;
 }
 
 int64_t blocks_free(blocks *b, int64_t offset)
 {
-    pair given, neighbour;
-    if (!treap_first_from(&b->live, (pair){offset, 0}, &given) || given.first != offset)
+    int64_t size = (int64_t)hash_table_remove(&b->live, key_of(offset)), from = offset, to = offset + size;
+    if (!size)
         return 0;
-    int64_t from = offset, to = offset + given.second;
-    treap_remove(&b->live, given);
-    if (treap_last_before(&b->free, (pair){offset, 0}, &neighbour) &&
-        neighbour.first + neighbour.second == offset) {
-        from = neighbour.first;
-        remove_free(b, neighbour.first, neighbour.second);
+    size_t at = pairs_index(&b->free, (pair){offset, 0});
+    pair before = at ? b->free.items[at - 1] : (pair){0, 0};
+    pair after = at < b->free.count ? b->free.items[at] : (pair){-1, 0};
+    if (at && before.first + before.second == offset) {
+        from = before.first;
+        remove_free(b, before.first, before.second);
     }
-    if (treap_first_from(&b->free, (pair){to, 0}, &neighbour) && neighbour.first == to) {
-        remove_free(b, neighbour.first, neighbour.second);
-        to += neighbour.second;
+    if (after.first == to) {
+        remove_free(b, after.first, after.second);
+        to += after.second;
     }
     add_free(b, from, to - from);
-    return given.second;
+    return size;
 }
 
 int64_t blocks_next_free(const blocks *b, int64_t offset, int64_t *size)
 {
-    pair found;
-    if (!treap_first_from(&b->free, (pair){offset, 0}, &found))
+    size_t at = pairs_index(&b->free, (pair){offset, 0});
+    if (at == b->free.count)
         return -1;
-    *size = found.second;
-    return found.first;
+    *size = b->free.items[at].second;
+    return b->free.items[at].first;
 }

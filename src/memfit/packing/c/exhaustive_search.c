@@ -8,7 +8,7 @@
 
 #include <stdlib.h>
 
-#include "placements.h"
+#include "search_state.h"
 
 #define PREFERENCES 3
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.analysis.block_columns import EARLIER, BlockColumns, Numbers
-from memfit.analysis.overall_peak import failed_allocations, overall_peak
+from memfit.analysis.peak_after_caught_failures import failed_allocations, overall_peak
 from memfit.analysis.reserved_ranges import ReservedRange
 from memfit.records import Action, MarkKind, Timeline, Trace
 

@@ -21,10 +21,10 @@ from memfit.analysis.breakdown import CATEGORY_NAMES, ROUNDING, category_provena
 from memfit.analysis.breakdown import EARLIER as EARLIER_NAME
 from memfit.analysis.explanation import secondary_peaks
 from memfit.analysis.fold_module_paths import fold_module_paths
-from memfit.analysis.location import line_of, location_at, steps_of
-from memfit.analysis.overall_peak import failed_allocations, overall_peak
+from memfit.analysis.peak_after_caught_failures import failed_allocations, overall_peak
 from memfit.analysis.reserved_ranges import ReservedRange, ranges_of
 from memfit.analysis.run_stages import stage_spans
+from memfit.analysis.script_location import line_of, location_at, steps_of
 from memfit.records import (
     Action,
     Attribution,

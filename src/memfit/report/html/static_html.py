@@ -5,12 +5,12 @@ from html import escape
 
 from memfit.analysis.breakdown import CATEGORY_NAMES
 from memfit.records import Category, DryRun, Figure, Provenance
-from memfit.records.job_target import command_as_typed
-from memfit.report.figure_table import FigureTable
+from memfit.records.job_command import command_as_typed
 from memfit.report.html.payload import PageFacts, PagePayload
 from memfit.report.html.safe_page import PageTextTable
 from memfit.report.places import location_in_words
 from memfit.report.terminal.advice import NO_ADVICE, advice_heading, advice_outcome, needs_or_needs_at_most
+from memfit.report.terminal.layout import FigureTable
 from memfit.report.terminal.longest_batch import longest_batch_lines
 from memfit.report.terminal.notes import figures_outside_allocator
 from memfit.report.terminal.ranks import peak_range_line, rank_table

@@ -1,6 +1,6 @@
 """The report of a ``memfit.arena``, on the terminal."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -8,8 +8,9 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.records import Figure, Provenance, Term
-from memfit.records.result import PrintedResult
+from memfit.records.printed_result import PrintedResult
 from memfit.report.escape import escaped
+from memfit.report.terminal.layout import plain_table
 from memfit.units import format_bytes
 
 
@@ -56,9 +57,14 @@ def print_arena_report(report: ArenaReport, console: Console) -> None:
     console.print(Text("ARENA", style="bold").append(f"   {format_bytes(report.planned)}", style="not bold"))
     for step in report.steps:
         console.print(Text(escaped(step.name), style="bold"))
-        console.print(Text(f"  {_counts(step)}"))
+        console.print(f"  {_counts(step)}")
         if step.allocations:
-            console.print(_table(_plan_sizes(step)))
+            sizes = {
+                "each allocation by itself": step.unshared,
+                "live at once": step.live,
+                "planned": step.planned,
+            }
+            console.print(_table(Term(name, Figure(size, Provenance.EXACT)) for name, size in sizes.items()))
     if report.terms:
         console.print(Text("in total", style="bold"))
         console.print(_table(report.terms))
@@ -76,19 +82,8 @@ def _counts(step: StepKindReport) -> str:
     )
 
 
-def _plan_sizes(step: StepKindReport) -> Iterator[Term]:
-    for name, size in (
-        ("each allocation by itself", step.unshared),
-        ("live at once", step.live),
-        ("planned", step.planned),
-    ):
-        yield Term(name, Figure(size, Provenance.EXACT))
-
-
-def _table(terms: tuple[Term, ...] | Iterator[Term]) -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
-    for justify in ("left", "right", "left"):
-        table.add_column(justify=justify, no_wrap=True)
+def _table(terms: Iterable[Term]) -> Table:
+    table = plain_table("lrl")
     for term in terms:
         figure = term.figure
         table.add_row(

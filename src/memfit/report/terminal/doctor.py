@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from operator import sub
 from typing import Protocol
 
 from rich.console import Console
@@ -11,9 +12,11 @@ from rich.text import Text
 from memfit.patching.patches import ReplacedName
 from memfit.records import ContextReport, ContextStage, MachineKind, NcclMeasurement
 from memfit.report.escape import escaped
+from memfit.report.terminal.layout import plain_table
 from memfit.units import MIB
 
 _CANNOT_RUN = 3
+_FIGURES = ("allocated", "reserved", "process", "outside PyTorch")
 
 
 class DoctorFinding(Protocol):
@@ -75,9 +78,7 @@ def print_context_stages(report: ContextReport, console: Console) -> None:
     console.print(Text(f"All figures are in MiB. The column 'process' shows {report.way}.", style="dim"))
     if report.machine is MachineKind.REHEARSAL:
         console.print(
-            Text(
-                "REHEARSAL: memfit's ghost stood in for the GPU. Nothing was measured, and nothing is saved."
-            )
+            "REHEARSAL: memfit's ghost stood in for the GPU. Nothing was measured, and nothing is saved."
         )
 
 
@@ -105,15 +106,15 @@ def _quoted(text: str) -> str:
 
 
 def _stages(report: ContextReport) -> Table:
-    table = _table("after the", "allocated", "reserved", "process", "outside PyTorch")
+    table = plain_table("wrrrr", "after the", *_FIGURES)
     for stage in report.stages:
-        figures = (stage.allocated, stage.reserved, stage.process, stage.outside)
-        table.add_row(stage.what, *(f"{figure / MIB:,.1f}" for figure in figures))
+        table.add_row(stage.what, *(f"{figure / MIB:,.1f}" for figure in _figures(stage)))
     return table
 
 
 def _nccl(measured: NcclMeasurement) -> Table:
-    table = _table(f"NCCL itself on {measured.ranks} GPUs, rank 0, after the", "held", "assumed in dry runs")
+    first = f"NCCL itself on {measured.ranks} GPUs, rank 0, after the"
+    table = plain_table("wrr", first, "held", "assumed in dry runs")
     if not measured.stages:
         table.add_row(f"failed: {escaped((measured.failed.splitlines() or ['no output'])[-1])}")
     for stage in measured.stages:
@@ -123,29 +124,16 @@ def _nccl(measured: NcclMeasurement) -> Table:
 
 
 def _trials(report: ContextReport) -> Table:
-    table = _table("at the end, with", "allocated", "reserved", "process", "outside PyTorch")
-    last = report.stages[-1]
+    table = plain_table("wrrrr", "at the end, with", *_FIGURES)
+    last = _figures(report.stages[-1])
     for trial in report.trials:
         if not trial.stages:
             table.add_row(trial.what, f"failed: {escaped((trial.failed.splitlines() or ['no output'])[-1])}")
             continue
-        table.add_row(trial.what, *_changes(trial.stages[-1], last))
+        changes = map(sub, _figures(trial.stages[-1]), last)
+        table.add_row(trial.what, *(f"{change / MIB:+,.1f}" for change in changes))
     return table
 
 
-def _changes(stage: ContextStage, plain: ContextStage) -> list[str]:
-    pairs = (
-        (stage.allocated, plain.allocated),
-        (stage.reserved, plain.reserved),
-        (stage.process, plain.process),
-        (stage.outside, plain.outside),
-    )
-    return [f"{(now - before) / MIB:+,.1f}" for now, before in pairs]
-
-
-def _table(first: str, *others: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    table.add_column(first)
-    for name in others:
-        table.add_column(name, justify="right")
-    return table
+def _figures(stage: ContextStage) -> tuple[int, int, int, int]:
+    return stage.allocated, stage.reserved, stage.process, stage.outside

@@ -20,6 +20,7 @@ from memfit.records import (
 )
 from memfit.report.escape import escaped
 from memfit.report.places import location_in_words, short_path
+from memfit.report.terminal.layout import plain_table
 from memfit.report.terminal.notes import note_lines
 from memfit.report.terminal.summary import print_summary
 from memfit.units import Unit, format_bytes, unit_for_table
@@ -49,7 +50,9 @@ def print_explanation(
         print_moments_below_peak(explanation, unit, console)
     else:
         print_breakdown(held, by or GroupBy.CATEGORY, unit, console)
-    print_largest_allocations(held, console)
+    console.print("\nLargest:")
+    for live in held.largest[:_LARGEST]:
+        console.print(f"  {_described(live)}")
     print_phase_changes(explanation.ledger, unit, console)
     if explanation.fragmentation is not None:
         print_fragmentation(explanation.fragmentation, console)
@@ -61,20 +64,17 @@ def print_explanation(
 def print_moments_below_peak(explanation: Explanation, unit: Unit, console: Console) -> None:
     """Print the moments just below the peak."""
     if explanation.below_peak:
-        console.print(Text("\nJust below the peak:"))
+        console.print("\nJust below the peak:")
     for moment in explanation.below_peak:
         less = 100 * (1 - moment.allocated / explanation.summary.peak_allocated)
         size = f"{unit.format(moment.allocated):>10}"
-        console.print(Text(f"  -{less:.1f} %  {size}  {location_in_words(moment.place)}"))
+        console.print(f"  -{less:.1f} %  {size}  {location_in_words(moment.place)}")
 
 
 def print_breakdown(held: Breakdown, by: GroupBy, unit: Unit, console: Console) -> None:
     """Print what holds memory at a moment; the rows sum to what is allocated."""
-    console.print(Text(f"Allocated, by {by}: {location_in_words(held.place)}"))
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
-    for _ in range(3):
-        table.add_column(justify="right", no_wrap=True)
-    table.add_column()
+    console.print(f"Allocated, by {by}: {location_in_words(held.place)}")
+    table = plain_table("rrrw")
     total = max(held.allocated, 1)
     shown = [row for row in held.rows[by] if not unit.rounds_to_zero(row.bytes)][:_ROWS]
     rest = [row for row in held.rows[by] if row not in shown]
@@ -94,19 +94,9 @@ def breakdown_row_name(name: str, by: GroupBy) -> str:
     return escaped((short_path(name) if by is GroupBy.LINE else name) or _UNNAMED.get(by, ""))
 
 
-def print_largest_allocations(held: Breakdown, console: Console) -> None:
-    """Print the largest allocations."""
-    console.print(Text("\nLargest:"))
-    for live in held.largest[:_LARGEST]:
-        console.print(Text(f"  {_described(live)}"))
-
-
 def print_phase_changes(changes: tuple[PhaseChange, ...], unit: Unit, console: Console) -> None:
     """Print what each phase changed, in blocks; a phase's categories add up to its total."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    table.add_column("", no_wrap=True)
-    for name in ("allocated", "change", "at its peak"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = plain_table("lrrr", "", "allocated", "change", "at its peak")
 
     def signed(size: int) -> str:
         return "" if unit.rounds_to_zero(size) else unit.number(size, "+")
@@ -123,7 +113,7 @@ def print_phase_changes(changes: tuple[PhaseChange, ...], unit: Unit, console: C
         for name, size in parts:
             table.add_row(f"    {name}", "", size, style="dim")
     if table.rows:  # the trace of a post-mortem may hold a failure and no phase
-        console.print(Text(f"\nWhat each phase changed, in {unit.name} of blocks:"))
+        console.print(f"\nWhat each phase changed, in {unit.name} of blocks:")
         console.print(table)
 
 
@@ -180,7 +170,7 @@ def print_fragmentation(found: Fragmentation, console: Console) -> None:
     """Print what reserved memory was used for at each moment, and which blocks keep the largest holes."""
     console.print()
     if found.not_applicable:
-        console.print(Text(f"Fragmentation: not available. {found.not_applicable}"))
+        console.print(f"Fragmentation: not available. {found.not_applicable}")
         return
     console.print(_table(found))
     holes: dict[Hole, list[str]] = {}
@@ -188,7 +178,7 @@ def print_fragmentation(found: Fragmentation, console: Console) -> None:
         for hole in moment.holes[:_SHOWN]:
             holes.setdefault(hole, []).append(moment.name)
     if holes:
-        console.print(Text("Largest holes, and the blocks beside them:"))
+        console.print("Largest holes, and the blocks beside them:")
     for hole, names in holes.items():
         for line in _hole(hole, names):
             console.print(line)
@@ -197,11 +187,9 @@ def print_fragmentation(found: Fragmentation, console: Console) -> None:
 
 
 def _table(found: Fragmentation) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="")
     unit = unit_for_table(max(moment.all.reserved for moment in found.moments))
-    table.add_column(f"Fragmentation, {unit.name} ({found.provenance})", no_wrap=True)
-    for moment in found.moments:
-        table.add_column(moment.name, justify="right", no_wrap=True)
+    title, names = f"Fragmentation, {unit.name} ({found.provenance})", [each.name for each in found.moments]
+    table = plain_table("l" + "r" * len(names), title, *names, header_style="")
     places = [moment.place for moment in found.moments]
     table.add_row("", *(Text(f"step {place.step}" if place.step else "", style="dim") for place in places))
     table.add_row("", *(Text(place.phase, style="dim") for place in places))

@@ -8,8 +8,9 @@ from rich.text import Text
 
 from memfit.devices import Device
 from memfit.records import GpusFor, ScriptPlan
-from memfit.records.job_target import command_as_typed
+from memfit.records.job_command import command_as_typed
 from memfit.report.escape import escaped
+from memfit.report.terminal.layout import plain_table, print_answer, subject_in_words
 from memfit.report.terminal.script_plan import plan_changes_in_words
 from memfit.units import format_gib
 
@@ -17,15 +18,9 @@ from memfit.units import format_gib
 def print_devices(devices: Iterable[Device], console: Console) -> None:
     """Print one row per GPU: its name for --gpu, and the figures that decide whether a job fits."""
     table = Table(box=None, pad_edge=False)
-    for heading, justify in (
-        ("--gpu", "left"),
-        ("memory", "right"),
-        ("sm", "right"),
-        ("units", "right"),
-        ("context", "right"),
-        ("fast dtypes", "left"),
-    ):
-        table.add_column(heading, justify="right" if justify == "right" else "left", no_wrap=True)
+    for heading in ("--gpu", "memory", "sm", "units", "context", "fast dtypes"):
+        right = heading not in ("--gpu", "fast dtypes")
+        table.add_column(heading, justify="right" if right else "left", no_wrap=True)
     for device in devices:
         table.add_row(
             device.name.replace(" ", "-"),  # needs no quotes in a shell
@@ -47,22 +42,15 @@ def print_gpus_for(result: GpusFor, console: Console) -> None:
     written = sum(_as_written(plan) for plan in result.plans)
     planned = sum(plan.chosen is not None for plan in result.plans) - written
     verdict = f"RUNS ON {written} OF {len(result.plans) + len(result.failed)} GPUS as written"
-    parts = [
-        escaped(command_as_typed(result.command)[0]),
-        f"torch {escaped(result.versions.get('torch', '?'))}",
-    ]
-    console.print(Text(verdict + f", and on {planned} more with a plan" * bool(planned), style="bold"))
-    console.print(Text(" · ".join(parts), style="dim"))
-    console.print()
+    verdict += f", and on {planned} more with a plan" * bool(planned)
+    print_answer(verdict, console, subject_in_words(result.command, versions=result.versions))
     console.print(_table(result))
     for reason, names in _by_reason(result).items():
-        console.print(Text(f"\n{', '.join(names)}: {reason}"))
+        console.print(f"\n{', '.join(names)}: {reason}")
     if may_fit := [plan.device.name for plan in result.plans if plan.may_fit_as_written]:
         console.print(
-            Text(
-                f"\n{', '.join(may_fit)}: the script may fit as written. Where memory is short, PyTorch "
-                "takes engines with smaller workspaces for convolutions. memfit dry-run --gpu NAME tells."
-            )
+            f"\n{', '.join(may_fit)}: the script may fit as written. Where memory is short, PyTorch takes "
+            "engines with smaller workspaces for convolutions. memfit dry-run --gpu NAME tells."
         )
     command = escaped(" ".join(command_as_typed(result.command)))
     for line in (
@@ -84,11 +72,7 @@ def _as_written(plan: ScriptPlan) -> bool:
 
 
 def _table(result: GpusFor) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    table.add_column("--gpu", no_wrap=True)
-    for heading in ("memory", "as written", "with a plan", "time"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("plan")
+    table = plain_table("lrrrrw", "--gpu", "memory", "as written", "with a plan", "time", "plan")
     for plan in result.plans:
         table.add_row(
             plan.device.name.replace(" ", "-"),

@@ -7,26 +7,19 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.records import BatchLimit, BatchRun, MaxBatch
-from memfit.records.job_target import command_as_typed
 from memfit.report.escape import escaped
 from memfit.report.places import location_in_cell, short_path
+from memfit.report.terminal.layout import plain_table, print_answer, subject_in_words
 from memfit.units import format_bytes, format_gib, unit_for_table
 
 
 def print_max_batch(result: MaxBatch, console: Console) -> None:
     """Print the largest batch size, a row for each run, and what to write."""
-    parts = [
-        escaped(command_as_typed(result.command)[0]),
-        escaped(result.device.name),
-        f"torch {escaped(result.versions.get('torch', '?'))}",
-        f"budget {format_gib(result.budget)}",
-    ]
-    console.print(Text(_verdict(result), style="bold"))
-    console.print(Text(" · ".join(parts), style="dim"))
-    console.print()
+    subject = subject_in_words(result.command, result.device.name, versions=result.versions)
+    print_answer(_verdict(result), console, f"{subject} · budget {format_gib(result.budget)}")
     console.print(_table(result))
     for line in _details(result):
-        console.print(Text(line))
+        console.print(line)
 
 
 def _verdict(result: MaxBatch) -> str:
@@ -53,11 +46,7 @@ def _beyond(result: MaxBatch, largest: int) -> str:
 
 def _table(result: MaxBatch) -> Table:
     unit = unit_for_table(max(run.needs.bytes for run in result.runs))
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for heading in ("batch size", "needs", "allocated"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("run", no_wrap=True)
-    table.add_column("peak in")
+    table = plain_table("rrrlw", "batch size", "needs", "allocated", "run", "peak in")
     for run in result.runs:
         table.add_row(
             f"{run.size:,}",

@@ -12,6 +12,7 @@ from memfit.packing.best_packing import Packing
 from memfit.packing.graph_packing import GraphPacking
 from memfit.packing.run_packing import PoolPacking, RunPacking
 from memfit.records import DEFAULT_POOL, Provenance, worst_provenance
+from memfit.report.terminal.layout import plain_table
 from memfit.units import format_bytes, format_gib
 
 
@@ -109,8 +110,8 @@ def print_packing(found: PackingSizes, console: Console) -> None:
     amount = "{:,}".format if found.step is None else format_bytes
     console.print(_verdict(found.planned.amount, found.bound.amount, found.capacity, amount))
     if found.step is None:
-        (table,) = found.arenas
-        console.print(Text(f"{table.buffers:,} buffers, packed {table.how}"))
+        (arena,) = found.arenas
+        console.print(f"{arena.buffers:,} buffers, packed {arena.how}")
         return
     whose = f"step {found.step}" if found.step else "the run"
     rows: list[tuple[str, Amount | ReservedAmount]] = [
@@ -119,10 +120,15 @@ def print_packing(found: PackingSizes, console: Console) -> None:
         ("planned", found.planned),
         *((f"reserved, {each.setting or 'default settings'}", each) for each in found.reserved),
     ]
-    sizes = [(name, each.amount, each.provenance) for name, each in rows]
-    console.print(_sizes(sizes, found.live.amount, format_gib))
+    amounts = [(name, each.amount, each.provenance) for name, each in rows]
+    console.print(_sizes(amounts, found.live.amount, format_gib))
     if len(found.arenas) > 1:
-        console.print(_arenas(found))
+        table = plain_table("rrrrr", "stream", "pool", "buffers", "planned", "bound")
+        for arena in found.arenas:
+            pool = "" if arena.pool == DEFAULT_POOL else str(arena.pool)
+            sizes = map(format_bytes, (arena.planned, arena.bound))
+            table.add_row(str(arena.stream), pool, f"{arena.buffers:,}", *sizes)
+        console.print(table)
 
 
 def print_run_packing(found: RunPacking, console: Console) -> None:
@@ -138,59 +144,34 @@ def print_graph_packing(found: GraphPacking, console: Console) -> None:
         ("live at once", found.live),
         ("planned", found.height),
     ]
-    table = _sizes([(name, size, Provenance.SIMULATED) for name, size in rows], found.live, format_bytes)
-    console.print(table)
+    amounts = [(name, size, Provenance.SIMULATED) for name, size in rows]
+    console.print(_sizes(amounts, found.live, format_bytes))
     if len(found.arenas) > 1:
-        console.print(_devices(found))
-    text = (
+        table = plain_table("rrrr", "device", "buffers", "planned", "bound")
+        for arena in found.arenas:
+            sizes = map(format_bytes, (arena.packing.height, arena.packing.bound))
+            table.add_row(arena.device, f"{len(arena.packing.buffers):,}", *sizes)
+        console.print(table)
+    console.print(
         f"Not included: {format_bytes(found.given)} of inputs, parameters and constants, and memory that "
         "operations allocate and free internally, which a graph does not show."
     )
-    console.print(Text(text))
 
 
 def _verdict(height: int, bound: int, capacity: int | None, amount: Callable[[int], str]) -> Text:
     ratio = "proven minimal" if height == bound else f"{height / bound:.4f} times the lower bound"
     if capacity is None or height <= capacity:
+        of = "" if capacity is None else f" of {amount(capacity)}"
         verdict = Text("PACKED" if capacity is None else "FITS", style="bold green")
-        verdict.append(f"   {amount(height)}", style="not bold default")
-        if capacity is not None:
-            verdict.append(f" of {amount(capacity)}", style="not bold default")
-        verdict.append(f", {ratio}", style="not bold default")
-        return verdict
+        return verdict.append(f"   {amount(height)}{of}, {ratio}", style="not bold default")
     none = "no packing fits" if bound > capacity else "no packing that fits was found"
-    return Text("DOES NOT FIT", style="bold red").append(
-        f"   {amount(capacity)}: {none}; the smallest found is {amount(height)}, {ratio}",
-        style="not bold default",
-    )
+    rest = f"   {amount(capacity)}: {none}; the smallest found is {amount(height)}, {ratio}"
+    return Text("DOES NOT FIT", style="bold red").append(rest, style="not bold default")
 
 
 def _sizes(rows: list[tuple[str, int, Provenance]], live: int, amount: Callable[[int], str]) -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
-    for justify in ("left", "right", "right", "left"):
-        table.add_column(justify=justify, no_wrap=True)
+    table = plain_table("lrrl")
     for name, size, provenance in rows:
         ratio = f"{size / max(live, 1):.3f}"
         table.add_row(Text(name), amount(size), ratio, Text(provenance, style="dim"))
-    return table
-
-
-def _arenas(found: PackingSizes) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for name in ("stream", "pool", "buffers", "planned", "bound"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for arena in found.arenas:
-        pool = "" if arena.pool == DEFAULT_POOL else str(arena.pool)
-        sizes = map(format_bytes, (arena.planned, arena.bound))
-        table.add_row(str(arena.stream), pool, f"{arena.buffers:,}", *sizes)
-    return table
-
-
-def _devices(found: GraphPacking) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for name in ("device", "buffers", "planned", "bound"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for arena in found.arenas:
-        sizes = map(format_bytes, (arena.packing.height, arena.packing.bound))
-        table.add_row(arena.device, f"{len(arena.packing.buffers):,}", *sizes)
     return table

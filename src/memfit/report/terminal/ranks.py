@@ -1,8 +1,8 @@
 """The table of a job's ranks, what each role holds at its peak and where; and peaks that lie in a range."""
 
 from memfit.records import ByteRange, PeakRange, RangeCause, RankRole
-from memfit.report.figure_table import FigureCell, FigureRow, FigureTable
 from memfit.report.places import format_ranks, location_in_cell
+from memfit.report.terminal.layout import FigureCell, FigureRow, FigureTable
 from memfit.units import Unit, unit_for_table
 
 

@@ -9,10 +9,10 @@ from rich.text import Text
 
 from memfit.analysis.fold_module_paths import fold_module_paths
 from memfit.records import CheckedFigure, CheckVerdict, GroupBy, MemoryCheck, RunDifference
-from memfit.records.job_target import command_as_typed
 from memfit.report.escape import escaped
 from memfit.report.places import location_in_words
 from memfit.report.terminal.explanation import breakdown_row_name
+from memfit.report.terminal.layout import plain_table, subject_in_words
 from memfit.units import format_gib
 
 _ROWS = 20
@@ -22,12 +22,9 @@ def print_run_difference(found: RunDifference, console: Console) -> None:
     """Print what changed, in bytes; the rows sum to what is allocated."""
     width = max(map(len, found.names))
     for name, place in zip(found.names, found.places, strict=True):
-        console.print(Text(f"{name:<{width}}  {found.at} in: {location_in_words(place)}"))
+        console.print(f"{name:<{width}}  {found.at} in: {location_in_words(place)}")
     console.print()
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for name in (*found.names, "change"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column(f"by {found.by}")
+    table = plain_table("rrrw", *found.names, "change", f"by {found.by}")
     changed = [row for row in found.rows if row.before != row.after]
     for row in changed[:_ROWS]:
         change = f"{row.after - row.before:+,}"
@@ -52,24 +49,19 @@ def print_run_difference(found: RunDifference, console: Console) -> None:
 
 def print_memory_check(check: MemoryCheck, console: Console) -> None:
     """Print the verdict, the peaks, and what grew or fell by more than the tolerance."""
-    console.print(Text(_verdict(check), style="bold"))
     run = check.run
-    parts = [
-        escaped(command_as_typed(run.command)[0]),
-        escaped(run.gpu),
-        f"torch {escaped(run.versions.get('torch', '?'))}",
-    ]
-    console.print(Text(" · ".join(parts), style="dim"))
+    console.print(Text(_verdict(check), style="bold"))
+    console.print(Text(subject_in_words(run.command, run.gpu, versions=run.versions), style="dim"))
     if check.peaks:
         console.print()
         console.print(_table(check.peaks, "peak"))
     for what, figures in (("Grew", check.grew), ("Fell", check.fell)):
         parts_changed = [one for one in figures if one not in check.peaks]
         if parts_changed:
-            console.print(Text(f"\n{what} by more than {_percent(check.tolerance)}, at the peak:"))
+            console.print(f"\n{what} by more than {_percent(check.tolerance)}, at the peak:")
             console.print(_table(_folded(parts_changed), "module · term"))
     for line in _remarks(check):
-        console.print(Text(line))
+        console.print(line)
 
 
 def _verdict(check: MemoryCheck) -> str:
@@ -94,11 +86,7 @@ def _named(figures: Sequence[CheckedFigure]) -> str:
 
 
 def _table(figures: Sequence[CheckedFigure], heading: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for name in ("baseline", "now", "change", ""):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("")
-    table.add_column(heading)
+    table = plain_table("rrrrww", "baseline", "now", "change", "", "", heading)
     for one in figures[:_ROWS]:
         share = "new" if not one.before else f"{one.change / one.before:+.2%}"
         change = f"{one.change:+,}" if one.change else "0"

@@ -12,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.records import Equality, PlanRun, ScriptPlan
-from memfit.records.job_target import command_as_typed, is_job_command
+from memfit.records.job_command import is_job_command
 from memfit.report.escape import escaped
+from memfit.report.terminal.layout import plain_table, subject_in_words
 from memfit.report.terminal.plan_chart import plan_chart_lines, policy_name_of_run
 from memfit.report.terminal.plan_code import (
     code_before_sharding,
@@ -50,19 +51,15 @@ def print_plan(result: ScriptPlan, console: Console, file: Path | None = None) -
         console: the terminal.
         file: where the plan is written, if it is.
     """
-    parts = [
-        escaped(command_as_typed(result.command)[0]),
-        escaped(result.device.name),
-        f"torch {escaped(result.versions.get('torch', '?'))}",
-    ]
+    subject = subject_in_words(result.command, result.device.name, versions=result.versions)
     console.print(plan_verdict(result).text)
-    console.print(Text(" · ".join([*parts, f"budget {format_gib(result.budget)}"]), style="dim"))
+    console.print(Text(f"{subject} · budget {format_gib(result.budget)}", style="dim"))
     console.print()
     console.print(_table(result))
     if result.policies:
         console.print()
     for line in [*(plan_chart_lines(result) if result.policies else ()), *plan_detail_lines(result, file)]:
-        console.print(Text(line))
+        console.print(line)
 
 
 def _precision(run: PlanRun) -> str:
@@ -138,13 +135,9 @@ def _no_plan(result: ScriptPlan, written: str, budget: str, before: str) -> tupl
 
 
 def _table(result: ScriptPlan) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    table.add_column("plan", no_wrap=True)
-    table.add_column("needs", justify="right", no_wrap=True)
-    table.add_column("time", justify="right", no_wrap=True)
-    if result.world_size > 1:
-        table.add_column("rank", justify="right", no_wrap=True)
-    table.add_column("peak in")
+    several = result.world_size > 1
+    kinds = "lrrrw" if several else "lrrw"
+    table = plain_table(kinds, "plan", "needs", "time", *["rank"] * several, "peak in")
     for run in (result.as_written, *result.tried):
         mark = "  <- chosen" if run is result.chosen and run.changes else ""
         mark = "  <- too slow" if run is result.too_slow else mark
@@ -153,7 +146,7 @@ def _table(result: ScriptPlan) -> Table:
             f"{plan_changes_in_words(run)}{mark}",
             f"{format_gib(run.needs.bytes)} {run.needs.provenance}",
             f"{run.time:.3f}x",
-            *[f"{run.rank}"] * (result.world_size > 1),
+            *[f"{run.rank}"] * several,
             " · ".join(part for part in place if part),
         )
     return table

@@ -7,36 +7,30 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.records import ComparedRun, StrategyComparison
-from memfit.records.job_target import command_as_typed
 from memfit.report.escape import escaped
 from memfit.report.places import location_in_cell
+from memfit.report.terminal.layout import plain_table, subject_in_words
 from memfit.report.terminal.plan_code import code_before_sharding, launch_instruction, sharded_optimizer_code
 from memfit.report.terminal.ranks import format_byte_range
 from memfit.units import format_gib, unit_for_table
 
-_HEADINGS = ("allocated", "process", "change")
 _SHARDED = "memfit.Sharding("
 
 
 def print_strategy_comparison(result: StrategyComparison, console: Console) -> None:
     """Print a row for each set of strategies, why some have no figures, and what to write."""
-    device = result.device
-    parts = [
-        escaped(command_as_typed(result.command)[0]),
-        escaped(device.name),
-        f"torch {escaped(result.versions.get('torch', '?'))}",
-    ]
-    console.print(Text(" · ".join([*parts, f"{format_gib(device.total.bytes)} a GPU"]), style="dim"))
-    console.print(Text(_covers(result)))
+    subject = subject_in_words(result.command, result.device.name, versions=result.versions)
+    console.print(Text(f"{subject} · {format_gib(result.device.total.bytes)} a GPU", style="dim"))
+    console.print(_covers(result))
     console.print()
     console.print(_table(result))
     if result.interrupted:
         console.print("Interrupted: the other strategies were not tried.")
     for reason in dict.fromkeys(run.reason for run in result.runs if run.reason):
         names = ", ".join(run.name for run in result.runs if run.reason == reason)
-        console.print(Text(f"Not possible: {names}: {escaped(reason)}"))
+        console.print(f"Not possible: {names}: {escaped(reason)}")
     for line in _to_write(result):
-        console.print(Text(line))
+        console.print(line)
     console.print(
         "Each row is a run of the script on the ghost with unlimited memory. process is what it then needs, "
         "with the CUDA context and NCCL, which are assumed.",
@@ -59,12 +53,8 @@ def _covers(result: StrategyComparison) -> str:
 def _table(result: StrategyComparison) -> Table:
     unit = unit_for_table(max(run.peak.reserved.most for run in result.runs if run.peak is not None))
     several = result.world_size > 1
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    table.add_column("strategies", no_wrap=True)
-    for heading in (*_HEADINGS, *["rank"] * several):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("verdict")
-    table.add_column("peak in")
+    headings = ("strategies", "allocated", "process", "change", *["rank"] * several, "verdict", "peak in")
+    table = plain_table("lrrrrww" if several else "lrrrww", *headings)
     for run in result.runs:
         rank = ["" if run.rank is None else str(run.rank)] if several else []
         if run.peak is None or run.place is None:

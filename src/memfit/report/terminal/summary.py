@@ -19,11 +19,11 @@ from memfit.records import (
     StageUse,
     worst_provenance,
 )
-from memfit.records.job_target import command_as_typed
+from memfit.records.job_command import command_as_typed
 from memfit.report.escape import escaped
-from memfit.report.figure_table import FigureCell, FigureRow, FigureTable
 from memfit.report.places import location_in_words, short_path
 from memfit.report.terminal.advice import advice_lines, steps_run_in_words
+from memfit.report.terminal.layout import FigureCell, FigureRow, FigureTable, plain_table
 from memfit.report.terminal.longest_batch import longest_batch_lines
 from memfit.report.terminal.notes import note_lines
 from memfit.report.terminal.ranks import peak_range_line, rank_table
@@ -57,13 +57,15 @@ def print_summary(result: DryRun, console: Console, *, hints: bool = True, notes
         console.print(rank_table(result.ranks).in_terminal())
         console.print()
         console.print(f"Rank {result.ranks[0].rank}:")
-    for part in stage_table_and_remarks(result):
-        console.print(part)
-    console.print(_peak(result))
+    if result.stages:
+        console.print(stage_table(result).in_terminal())
+        for text in stage_remarks(result):
+            style = "dim" if text.startswith(_SHORTENED) else "yellow"
+            console.print(Text(escaped(text), style=style))
+        console.print()
+    console.print(f"Peak in: {location_in_words(result.peak_place)}")
     console.print(peak_term_table(result, console.width))
-    for line in _below_table(result):
-        console.print(line)
-    for line in note_lines(result, full=notes, hints=hints):
+    for line in (*_below_table(result), *note_lines(result, full=notes, hints=hints)):
         console.print(line)
     if result.advice is not None:
         for line in advice_lines(result, why_no_more_advice(result)):
@@ -86,10 +88,6 @@ def what_ran_on_what(result: DryRun) -> Text:
     if result.device.in_use:
         parts.append(f"{format_gib(result.device.in_use)} in use by others")
     return Text(" · ".join(part for part in parts if part))
-
-
-def _peak(result: DryRun) -> Text:
-    return Text(f"Peak in: {location_in_words(result.peak_place)}")
 
 
 def _below_table(result: DryRun) -> Iterator[Text | str]:
@@ -133,17 +131,7 @@ def growth_in_words(result: DryRun) -> Text:
 
 _LEFT = MIB
 """Bytes left behind from which on they are worth a line: PyTorch rounds up small tensors."""
-
-
 _SHORTENED = "Shortened:"
-
-
-def stage_table_and_remarks(result: DryRun) -> Iterator[Table | Text]:
-    """Yield the table of stages, what is amiss in them, what was shortened, and an empty line."""
-    if result.stages:
-        yield stage_table(result).in_terminal()
-        yield from _lines(result)
-        yield Text()
 
 
 def stage_table(result: DryRun) -> FigureTable:
@@ -171,13 +159,6 @@ def _stage_place(use: StageUse) -> str:
     function = f" in {place.function}" if place.function and not place.module else ""
     parts = [phase, place.module, f"{short_path(place.line)}{function}"]
     return "ran out of memory: " * use.ran_out + " · ".join(part for part in parts if part)
-
-
-def _lines(result: DryRun) -> Iterator[Text]:
-    """Yield what is amiss in stages, and what was shortened."""
-    for text in stage_remarks(result):
-        shortens = text.startswith(_SHORTENED)
-        yield Text(escaped(text), style="dim" if shortens else "yellow")
 
 
 def stage_remarks(result: DryRun) -> Iterator[str]:
@@ -242,16 +223,13 @@ def peak_term_table(result: DryRun, width: int) -> Table:
     """
     total = max(result.peak_process.bytes, 1)
     unit = unit_for_table(result.peak_reserved)
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column()
-    for justify in ("right", "right", "left"):
-        table.add_column(justify="right" if justify == "right" else "left", no_wrap=True)
-    table.add_column(style="dim", no_wrap=True)
+    table = plain_table("wrrll")
+    table.columns[-1].style = "dim"
     for term in result.terms:
         total_row = term.is_total
         if not total_row and unit.rounds_to_zero(term.figure.bytes):
             continue
-        name = Text(("── " if total_row else "  ") + term.name, style="bold" if total_row else "")
+        name = Text(("── " if total_row else "  ") + term.name, style="bold" * total_row)
         share = term.figure.bytes / total
         table.add_row(
             name,

@@ -4,7 +4,6 @@ import shlex
 from collections.abc import Iterator
 
 from rich.console import Console
-from rich.text import Text
 
 from memfit.records import (
     CountedOperations,
@@ -15,8 +14,8 @@ from memfit.records import (
     Verification,
     VerificationVerdict,
 )
-from memfit.records.job_target import command_as_typed
 from memfit.report.escape import escaped
+from memfit.report.terminal.layout import print_answer, subject_in_words
 from memfit.units import format_gib
 
 _VERDICTS = {
@@ -29,16 +28,10 @@ _VERDICTS = {
 
 def print_verification(result: Verification, console: Console) -> None:
     """Print whether a plan's gradients are those that it promises."""
-    parts = [
-        escaped(command_as_typed(result.command)[0]),
-        escaped(result.device),
-        f"torch {escaped(result.versions.get('torch', '?'))}",
-    ]
-    console.print(Text(f"{_VERDICTS[result.verdict]}   {_finding(result)}", style="bold"))
-    console.print(Text(" · ".join(parts), style="dim"))
-    console.print()
+    verdict = f"{_VERDICTS[result.verdict]}   {_finding(result)}"
+    print_answer(verdict, console, subject_in_words(result.command, result.device, versions=result.versions))
     for line in _details(result):
-        console.print(Text(line))
+        console.print(line)
 
 
 def _finding(result: Verification) -> str:

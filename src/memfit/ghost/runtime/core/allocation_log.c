@@ -26,19 +26,16 @@ uint64_t ghost_label(void) { return label; }
 
 API void ghost_log_allocations(int on)
 {
-    ghost_lock();
+    HOLD_LOCK;
     allocation_log.on = on;
     if (on)
         allocation_log.count = 0;
-    ghost_unlock();
 }
 
 API size_t ghost_allocation_log(struct ghost_event *out, size_t capacity)
 {
-    ghost_lock();
+    HOLD_LOCK;
     for (size_t i = 0; i < allocation_log.count && i < capacity; i++)
         out[i] = allocation_log.items[i];
-    size_t count = allocation_log.count;
-    ghost_unlock();
-    return count;
+    return allocation_log.count;
 }

@@ -10,13 +10,12 @@ static size_t gap_count;
 
 void ghost_assumed(const char *name)
 {
-    ghost_lock();
+    HOLD_LOCK;
     size_t i = 0;
     while (i < gap_count && strcmp(gaps[i], name) != 0)
         i++;
     if (i == gap_count && gap_count < MAX_GAPS)
         gaps[gap_count++] = name;
-    ghost_unlock();
 }
 
 API long ghost_gap_called(const char *name, long refusal)
@@ -37,7 +36,7 @@ API size_t ghost_gaps_reached(char *out, size_t capacity)
     size_t needed = 1;
     if (capacity)
         out[0] = '\0';
-    ghost_lock();
+    HOLD_LOCK;
     for (size_t i = 0; i < gap_count; i++) {
         size_t at = needed - 1, length = strlen(gaps[i]);
         needed += length + 1;
@@ -46,6 +45,5 @@ API size_t ghost_gaps_reached(char *out, size_t capacity)
             memcpy(out + at + length, "\n", 2);
         }
     }
-    ghost_unlock();
     return needed;
 }

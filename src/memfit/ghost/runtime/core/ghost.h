@@ -38,6 +38,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 
 #include "units.h"
 
@@ -213,10 +214,27 @@ long ghost_stub_called(void);
 /* A known gap was called: record its name, a string that must stay valid, and return `refusal`. */
 API long ghost_gap_called(const char *name, long refusal);
 
-/* A handle or descriptor that is only passed back in, and how it is destroyed. */
-#define OPAQUE(create, destroy)                                                                              \
-    API status create(void **handle) { return ghost_new_handle(handle, 64); }                                \
-    API status destroy(void *handle) { return ghost_end_handle(handle); }
+/* ---- How functions of the ABI are written ----------------------------------------------------- */
+
+/* A function that has one effect and always succeeds. */
+#define ENTRY(prototype, ...)                                                                                \
+    API status prototype                                                                                     \
+    {                                                                                                        \
+        __VA_ARGS__;                                                                                         \
+        return SUCCESS;                                                                                      \
+    }
+
+/* A second name of a function in the same file; its arguments are passed alike. */
+#define ALSO(name, function)                                                                                 \
+    extern __typeof__(function) name __attribute__((alias(#function), visibility("default")));
+
+/* A handle or descriptor of a type, all zeros, and how it is destroyed. */
+#define HANDLE(create, destroy, type)                                                                        \
+    API status create(void **handle) { return ghost_new_handle(handle, sizeof(type)); }                      \
+    ENTRY(destroy(void *handle), free(handle))
+
+/* One that is only passed back in. */
+#define OPAQUE(create, destroy) HANDLE(create, destroy, char[64])
 
 /* ---- Shared state (core/state.c) ------------------------------------------------------------- */
 
@@ -240,6 +258,9 @@ extern _Thread_local int ghost_current_device;
 /* One lock for all bookkeeping: the calls are far too short to contend, and fork needs only one. */
 void ghost_lock(void);
 void ghost_unlock(void);
+static inline void unlock_at_end(const bool *held) { ghost_unlock(); }
+/* Hold the lock until the end of the block. */
+#define HOLD_LOCK const bool lock_held __attribute__((cleanup(unlock_at_end))) = (ghost_lock(), true)
 
 /* The capacity of a device: bytes used, take some (false: not enough left), release some; with the lock
  * held. */
@@ -250,10 +271,8 @@ void capacity_release(int device, uint64_t bytes);
 /* Relaxed counting, safe from any thread without the lock. */
 #define COUNT(counter) __atomic_fetch_add(&ghost_counts.counter, 1, __ATOMIC_RELAXED)
 
-/* Allocate a zeroed handle of `size` bytes into *out. */
+/* Allocate a zeroed handle of `size` bytes into *out; free() ends it. */
 status ghost_new_handle(void **out, size_t size);
-/* Free a handle that ghost_new_handle made. */
-status ghost_end_handle(void *handle);
 /* Bytes of one element. Source: library_types.h 13.0, cudaDataType. */
 size_t data_type_width(int data_type);
 int64_t ghost_now_us(void);
@@ -298,6 +317,8 @@ struct message {
     int from, to;
 };
 void remember_message(uint64_t to, uint64_t size, const struct message *message);
+/* libraries/rank_exchange.c: wait for a message of another rank; return whether its bytes are known. */
+bool receive_message(const struct message *message, void *received, uint64_t bytes);
 /* Copy a range to the host; false if not all of it is on record, and then `to` may be partly written. */
 bool recall_copy(void *to, uint64_t from, uint64_t size);
 /* A library's result of `size` bytes at an address on either side: zeros on the host. */
@@ -308,40 +329,6 @@ void write_result(void *result, size_t size);
 /* Record, like a gap, that a size or answer was assumed rather than known. */
 void ghost_assumed(const char *name);
 
-/* ---- NCCL's buffers (libraries/communicator_memory.c) ---------------------------------------- */
-
-struct communicator_memory;
-/* Return the account of a new communicator; NULL without memory, which the others accept. */
-struct communicator_memory *communicator_memory(const struct ghost_communicator *use);
-void communicator_memory_end(struct communicator_memory *memory);
-/* Note that an all-reduce or another collective runs, or that this rank sends to `count` ranks from `first` on,
- * or receives from them. */
-void communicator_reduces(struct communicator_memory *memory);
-void communicator_collects(struct communicator_memory *memory);
-void communicator_sends(struct communicator_memory *memory, int first, int count);
-void communicator_receives(struct communicator_memory *memory, int first, int count);
-
-/* ---- What ranks send each other (libraries/rank_exchange.c) ---------------------------------- */
-
-struct exchanged {
-    uint64_t each; /* bytes of each rank */
-    unsigned char *bytes, *known;
-};
-bool ranks_exist(void);
-/* Send bytes to every rank, and receive theirs, until exchange_end. False if a rank could not be reached. The
- * arguments are those of ghost_exchange; `from` is a device address, or 0 for bytes that are not known. */
-bool exchange(const char *group, uint64_t call, int ranks, int rank, const void *sent, uint64_t bytes,
-              struct exchanged *received);
-bool exchange_device_bytes(const char *group, uint64_t call, int ranks, int rank, uint64_t from,
-                           uint64_t bytes, struct exchanged *received);
-/* Put the bytes from `at` on that a rank has sent into device memory. */
-void receive_exchanged(uint64_t to, const struct exchanged *received, int source, uint64_t at,
-                       uint64_t bytes);
-void exchange_end(struct exchanged *received);
-bool send_message(const struct message *message, uint64_t from, uint64_t bytes);
-bool receive_message(const struct message *message, void *received,
-                     uint64_t bytes); /* whether they are known */
-
 /* ---- The allocation log (core/allocation_log.c); with the lock held -------------------------- */
 
 void log_allocation(enum ghost_action action, int device, uint64_t address, uint64_t size,
@@ -351,12 +338,16 @@ uint64_t ghost_label(void);
 
 /* ---- What the files of cuda/ offer to others ------------------------------------------------- */
 
-/* errors.c: record `error` as this thread's last error, as the runtime API does, and return it. */
+/* errors.c: record an error as this thread's last, as the runtime API does; return the status. */
 status ghost_fail(status error);
 
 /* device_memory.c: the device of an address, or -1; the start and size of the allocation around it. */
 int allocation_device(uint64_t address);
 bool allocation_range(uint64_t address, uint64_t *start, uint64_t *size);
+
+/* fat_binaries.c: the architecture that the device runs a kernel in, named by its host function: 86 for compute
+ * capability 8.6. */
+int kernel_architecture(const void *function);
 
 /* memory_pools.c: a device's pool takes (false: not enough left) and releases bytes; bytes that it has
  * reserved and not given out; all with the lock held. */

@@ -17,7 +17,6 @@
  */
 #include "core/ghost.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 #define MOST_BYTES (4 * MIB) /* on record at once, uniform ranges not counted */
@@ -181,43 +180,39 @@ void forget_everything(void)
 {
     if (nothing_on_record())
         return;
-    ghost_lock();
+    HOLD_LOCK;
     for (size_t i = 0; i < record_length; i++) {
         free(record[i].bytes);
         free(record[i].message);
     }
     record_bytes = 0;
     set_length(0);
-    ghost_unlock();
 }
 
 void forget(uint64_t address, uint64_t size)
 {
     if (nothing_on_record())
         return;
-    ghost_lock();
+    HOLD_LOCK;
     cut(address, address + size);
-    ghost_unlock();
 }
 
 void remember_copy(uint64_t to, const void *from, uint64_t size)
 {
-    ghost_lock();
+    HOLD_LOCK;
     remember(to, size, from, 0);
-    ghost_unlock();
 }
 
 void remember_fill(uint64_t to, unsigned char byte, uint64_t size)
 {
-    ghost_lock();
+    HOLD_LOCK;
     remember(to, size, NULL, byte);
-    ghost_unlock();
 }
 
 void remember_message(uint64_t to, uint64_t size, const struct message *message)
 {
     struct message *kept = malloc(sizeof *kept);
-    ghost_lock();
+    HOLD_LOCK;
     cut(to, to + size);
     if (kept && size) {
         *kept = *message;
@@ -225,7 +220,6 @@ void remember_message(uint64_t to, uint64_t size, const struct message *message)
         record[first_after(to)].message = kept;
     } else
         free(kept);
-    ghost_unlock();
 }
 
 void remember_device_copy(uint64_t to, uint64_t from, uint64_t size)
@@ -233,21 +227,18 @@ void remember_device_copy(uint64_t to, uint64_t from, uint64_t size)
     unsigned char bytes[LONGEST_REMEMBERED];
     if (nothing_on_record())
         return;
-    ghost_lock();
+    HOLD_LOCK;
     if (recall(from, size, bytes))
         remember(to, size, bytes, 0);
     else
         cut(to, to + size);
-    ghost_unlock();
 }
 
 bool recall_copy(void *to, uint64_t from, uint64_t size)
 {
-    ghost_lock();
+    HOLD_LOCK;
     fetch_messages(from, from + size);
-    bool known = recall(from, size, to);
-    ghost_unlock();
-    return known;
+    return recall(from, size, to);
 }
 
 void write_result(void *result, size_t size)

@@ -3,7 +3,6 @@
 #include "core/ghost.h"
 
 #include <pthread.h>
-#include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
@@ -76,40 +75,34 @@ API int ghost_configure(const struct ghost_device *device, int count, uint64_t i
         return GHOST_BAD_ARGUMENT;
     if (!addresses_reserved())
         return GHOST_NO_ADDRESSES;
-    ghost_lock();
-    int refused = 0;
+    HOLD_LOCK;
     for (int i = 0; i < MAX_DEVICES; i++)
         if (ghost_devices[i].allocated != 0)
-            refused = GHOST_IN_USE;
-    if (!refused) {
-        ghost_spec = *device;
-        ghost_spec.name[sizeof ghost_spec.name - 1] = '\0';
-        ghost_device_count = count;
-        for (int i = 0; i < MAX_DEVICES; i++)
-            ghost_devices[i] = (struct device_memory){.others = in_use, .used_peak = in_use};
-    }
-    ghost_unlock();
-    return refused;
+            return GHOST_IN_USE;
+    ghost_spec = *device;
+    ghost_spec.name[sizeof ghost_spec.name - 1] = '\0';
+    ghost_device_count = count;
+    for (int i = 0; i < MAX_DEVICES; i++)
+        ghost_devices[i] = (struct device_memory){.others = in_use, .used_peak = in_use};
+    return SUCCESS;
 }
 
 API void ghost_set_capacity(uint64_t total)
 {
-    ghost_lock();
+    HOLD_LOCK;
     ghost_spec.total_bytes = total;
-    ghost_unlock();
 }
 
 API void ghost_set_context_bytes(uint64_t bytes)
 {
-    ghost_lock();
+    HOLD_LOCK;
     for (int i = 0; i < MAX_DEVICES; i++)
         ghost_devices[i].own = bytes;
-    ghost_unlock();
 }
 
 API void ghost_change_others(int64_t bytes)
 {
-    ghost_lock();
+    HOLD_LOCK;
     uint64_t *others = &ghost_devices[ghost_current_device].others;
     uint64_t released = bytes < 0 ? -(uint64_t)bytes : 0;
     if (bytes >= 0)
@@ -117,12 +110,11 @@ API void ghost_change_others(int64_t bytes)
     else
         *others -= released < *others ? released : *others;
     note_peak(ghost_current_device);
-    ghost_unlock();
 }
 
 API uint64_t ghost_counter(const char *name)
 {
-    ghost_lock();
+    HOLD_LOCK;
     int device = ghost_current_device;
     const struct {
         const char *name;
@@ -139,7 +131,6 @@ API uint64_t ghost_counter(const char *name)
         {"library_calls", ghost_counts.library_calls},
         {"cudnn_calls", ghost_counts.cudnn_calls},
     };
-    ghost_unlock();
     for (size_t i = 0; i < sizeof known / sizeof *known; i++)
         if (strcmp(known[i].name, name) == 0)
             return known[i].value;
@@ -152,12 +143,6 @@ status ghost_new_handle(void **out, size_t size)
 {
     *out = calloc(1, size);
     return *out ? SUCCESS : OUT_OF_MEMORY;
-}
-
-status ghost_end_handle(void *handle)
-{
-    free(handle);
-    return SUCCESS;
 }
 
 size_t data_type_width(int data_type)

@@ -4,8 +4,6 @@
  * (allocations with that id go to the graph's private pool), and whether the captured graph has nodes.
  */
 #include "cuda/captures.h"
-#include "core/ghost.h"
-#include "cuda/graphs.h"
 
 #define MOST_CAPTURES 64
 
@@ -38,10 +36,8 @@ bool capture_is_active(uint64_t id)
 {
     if (id == 0 || !any_capture())
         return false;
-    ghost_lock();
-    bool active = find_capture(id) != NULL;
-    ghost_unlock();
-    return active;
+    HOLD_LOCK;
+    return find_capture(id) != NULL;
 }
 
 uint64_t stream_capture(const void *handle)
@@ -62,11 +58,10 @@ void note_captured_node(const void *stream)
     uint64_t id = any_capture() ? stream_capture(stream) : 0;
     if (id == 0)
         return;
-    ghost_lock();
+    HOLD_LOCK;
     struct capture *capture = find_capture(id);
     if (capture)
         capture->graph->nodes++;
-    ghost_unlock();
 }
 
 /* ---- Beginning and ending -------------------------------------------------------------------- */
@@ -114,24 +109,18 @@ API status cudaStreamBeginCaptureToGraph(void *stream, struct graph *graph, cons
 API status cudaStreamEndCapture(void *stream, struct graph **graph)
 {
     uint64_t id = stream_capture(stream);
-    status result = CAPTURE_UNMATCHED;
-    ghost_lock();
+    HOLD_LOCK;
     struct capture *ended = find_capture(id);
-    if (ended && ended->origin == stream) {
-        *graph = ended->graph;
-        *ended = captures[capture_count - 1];
-        __atomic_store_n(&capture_count, capture_count - 1, __ATOMIC_RELEASE);
-        result = SUCCESS;
-    }
-    ghost_unlock();
-    return result ? ghost_fail(result) : SUCCESS;
-}
-
-API status cudaStreamIsCapturing(void *stream, int *capturing)
-{
-    *capturing = stream_capture(stream) ? CAPTURE_ACTIVE : CAPTURE_NONE;
+    if (!ended || ended->origin != stream)
+        return ghost_fail(CAPTURE_UNMATCHED);
+    *graph = ended->graph;
+    *ended = captures[capture_count - 1];
+    __atomic_store_n(&capture_count, capture_count - 1, __ATOMIC_RELEASE);
     return SUCCESS;
 }
+
+ENTRY(cudaStreamIsCapturing(void *stream, int *capturing),
+      *capturing = stream_capture(stream) ? CAPTURE_ACTIVE : CAPTURE_NONE)
 
 static status capture_info(void *stream, int *capturing, unsigned long long *id, struct graph **graph,
                            const void **dependencies, size_t *count)
@@ -140,7 +129,7 @@ static status capture_info(void *stream, int *capturing, unsigned long long *id,
     *capturing = active ? CAPTURE_ACTIVE : CAPTURE_NONE;
     if (!active)
         return SUCCESS;
-    ghost_lock();
+    HOLD_LOCK;
     const struct capture *capture = find_capture(active);
     if (id)
         *id = active;
@@ -150,7 +139,6 @@ static status capture_info(void *stream, int *capturing, unsigned long long *id,
         *dependencies = NULL;
     if (count)
         *count = 0;
-    ghost_unlock();
     return SUCCESS;
 }
 
@@ -172,12 +160,7 @@ API status cudaStreamGetCaptureInfo_v2(void *stream, int *capturing, unsigned lo
 }
 
 #if CUDA_VERSION >= 13000
-API status cudaStreamGetCaptureInfo(void *stream, int *capturing, unsigned long long *id,
-                                    struct graph **graph, const void **dependencies, const void **edges,
-                                    size_t *count)
-{
-    return cudaStreamGetCaptureInfo_v3(stream, capturing, id, graph, dependencies, edges, count);
-}
+ALSO(cudaStreamGetCaptureInfo, cudaStreamGetCaptureInfo_v3)
 #else
 API status cudaStreamGetCaptureInfo(void *stream, int *capturing, unsigned long long *id)
 {

@@ -1,4 +1,4 @@
-/* Which streams take part in a capture: for streams.c and events.c. */
+/* Streams, the captures they take part in, and the graphs that these make. */
 #ifndef MEMFIT_GHOST_CAPTURES_H
 #define MEMFIT_GHOST_CAPTURES_H
 
@@ -21,5 +21,16 @@ static inline struct stream *created_stream(const void *handle)
 uint64_t stream_capture(const void *handle);
 void stream_join_capture(void *handle, uint64_t capture);
 bool capture_is_active(uint64_t capture);
+
+struct held_object;
+
+/* A graph and the executables made from it share what they hold. */
+struct graph {
+    int references;
+    size_t nodes;
+    struct held_object *held;
+};
+
+status graph_release(struct graph *graph);
 
 #endif

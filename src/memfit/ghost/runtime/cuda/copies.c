@@ -150,20 +150,14 @@ API status cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t size, void
     return cudaMemcpyAsync((void *)to, from, size, 0, stream);
 }
 
-API status cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t size, void *stream)
-{
-    return cudaMemcpyAsync(to, (const void *)from, size, 0, stream);
-}
+ALSO(cuMemcpyDtoHAsync_v2, cuMemcpyHtoDAsync_v2)
 
 API status cuMemcpyHtoD_v2(uint64_t to, const void *from, size_t size)
 {
     return copy((void *)to, from, size);
 }
 
-API status cuMemcpyDtoH_v2(void *to, uint64_t from, size_t size)
-{
-    return copy(to, (const void *)from, size);
-}
+ALSO(cuMemcpyDtoH_v2, cuMemcpyHtoD_v2)
 
 API status cuMemsetD32Async(uint64_t to, unsigned value, size_t count, void *stream)
 {

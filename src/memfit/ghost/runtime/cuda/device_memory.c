@@ -9,8 +9,6 @@
  */
 #include "core/ghost.h"
 
-#include <stdlib.h>
-
 #include "hash_table.h"
 
 #define MOST (1024 * TIB)
@@ -116,11 +114,9 @@ API status cudaFreeAsync(void *pointer, void *stream) { return release(pointer, 
 
 API status cudaMemGetInfo(size_t *free_bytes, size_t *total)
 {
-    ghost_lock();
-    uint64_t used = capacity_used(ghost_current_device);
+    HOLD_LOCK;
     *total = ghost_spec.total_bytes;
-    *free_bytes = used < *total ? *total - used : 0;
-    ghost_unlock();
+    *free_bytes = bytes_free(ghost_current_device, false);
     return SUCCESS;
 }
 
@@ -140,21 +136,18 @@ static const struct allocation *around(uint64_t address)
 
 int allocation_device(uint64_t address)
 {
-    ghost_lock();
+    HOLD_LOCK;
     const struct allocation *found = around(address);
-    int device = found ? found->device : -1;
-    ghost_unlock();
-    return device;
+    return found ? found->device : -1;
 }
 
 bool allocation_range(uint64_t address, uint64_t *start, uint64_t *size)
 {
-    ghost_lock();
+    HOLD_LOCK;
     const struct allocation *found = around(address);
-    if (found) {
-        *start = found->address;
-        *size = found->size;
-    }
-    ghost_unlock();
-    return found != NULL;
+    if (!found)
+        return false;
+    *start = found->address;
+    *size = found->size;
+    return true;
 }

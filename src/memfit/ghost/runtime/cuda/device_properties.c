@@ -21,17 +21,10 @@ static int reserved_shared(void) { return ghost_spec.major >= 8 ? RESERVED_SHARE
 
 /* ---- Choosing -------------------------------------------------------------------------------- */
 
-API status cudaGetDeviceCount(int *count)
-{
-    *count = ghost_device_count;
-    return SUCCESS;
-}
-
-API status cudaGetDevice(int *device)
-{
-    *device = ghost_current_device;
-    return SUCCESS;
-}
+ENTRY(cudaGetDeviceCount(int *count), *count = ghost_device_count)
+ALSO(cuDeviceGetCount, cudaGetDeviceCount)
+ENTRY(cudaGetDevice(int *device), *device = ghost_current_device)
+ALSO(cuCtxGetDevice, cudaGetDevice)
 
 API status cudaSetDevice(int device)
 {
@@ -41,28 +34,24 @@ API status cudaSetDevice(int device)
     return SUCCESS;
 }
 
-API status cudaRuntimeGetVersion(int *version)
-{
-    *version = CUDA_VERSION;
-    return SUCCESS;
-}
-
-API status cudaDriverGetVersion(int *version) { return cudaRuntimeGetVersion(version); }
-
-API status cudaDeviceCanAccessPeer(int *can, int device, int peer)
-{
-    *can = device != peer;
-    return SUCCESS;
-}
-
+ENTRY(cudaRuntimeGetVersion(int *version), *version = CUDA_VERSION)
+ALSO(cudaDriverGetVersion, cudaRuntimeGetVersion)
+ALSO(cuDriverGetVersion, cudaRuntimeGetVersion)
+ENTRY(cudaDeviceCanAccessPeer(int *can, int device, int peer), *can = device != peer)
 API status cudaDeviceEnablePeerAccess(int peer, unsigned flags) { return SUCCESS; }
+
+/* The bus is the device's number + 1. */
+API status cuDeviceGetPCIBusId(char *text, int capacity, int device)
+{
+    if (!valid(device) || capacity < 13)
+        return INVALID_VALUE;
+    snprintf(text, (size_t)capacity, "0000:%02x:00.0", (device + 1) & 0xff);
+    return SUCCESS;
+}
 
 API status cudaDeviceGetPCIBusId(char *text, int capacity, int device)
 {
-    if (!valid(device) || capacity < 13)
-        return ghost_fail(INVALID_VALUE);
-    snprintf(text, (size_t)capacity, "0000:%02x:00.0", (device + 1) & 0xff);
-    return SUCCESS;
+    return ghost_fail(cuDeviceGetPCIBusId(text, capacity, device));
 }
 
 /* ---- Properties ------------------------------------------------------------------------------ */
@@ -234,96 +223,54 @@ API status cudaGetDeviceProperties_v2(struct properties *properties, int device)
 /* ---- Attributes ------------------------------------------------------------------------------ */
 
 /* Source: driver_types.h, cudaDeviceAttr (CUdevice_attribute of cuda.h has the same numbers). */
-enum device_attribute {
-    MAX_THREADS_PER_BLOCK = 1,
-    MAX_BLOCK_DIM_X = 2,
-    MAX_BLOCK_DIM_Y = 3,
-    MAX_BLOCK_DIM_Z = 4,
-    MAX_GRID_DIM_X = 5,
-    MAX_GRID_DIM_Y = 6,
-    MAX_GRID_DIM_Z = 7,
-    MAX_SHARED_MEMORY_PER_BLOCK = 8,
-    TOTAL_CONSTANT_MEMORY = 9,
-    WARP_SIZE = 10,
-    MAX_PITCH = 11,
-    MAX_REGISTERS_PER_BLOCK = 12,
-    CLOCK_RATE = 13,
-    TEXTURE_ALIGNMENT = 14,
-    GPU_OVERLAP = 15,
-    MULTIPROCESSOR_COUNT = 16,
-    CAN_MAP_HOST_MEMORY = 19,
-    CONCURRENT_KERNELS = 31,
-    PCI_BUS_ID = 33,
-    MEMORY_CLOCK_RATE = 36,
-    GLOBAL_MEMORY_BUS_WIDTH = 37,
-    L2_CACHE_SIZE = 38,
-    MAX_THREADS_PER_MULTIPROCESSOR = 39,
-    ASYNC_ENGINE_COUNT = 40,
-    UNIFIED_ADDRESSING = 41,
-    COMPUTE_CAPABILITY_MAJOR = 75,
-    COMPUTE_CAPABILITY_MINOR = 76,
-    STREAM_PRIORITIES_SUPPORTED = 78,
-    MAX_SHARED_MEMORY_PER_MULTIPROCESSOR = 81,
-    MAX_REGISTERS_PER_MULTIPROCESSOR = 82,
-    MANAGED_MEMORY = 83,
-    COMPUTE_PREEMPTION_SUPPORTED = 90,
-    COOPERATIVE_LAUNCH = 95,
-    MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97,
-    HOST_REGISTER_SUPPORTED = 99,
-    VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102, /* the driver's name only */
-    MAX_BLOCKS_PER_MULTIPROCESSOR = 106,
-    RESERVED_SHARED_MEMORY_PER_BLOCK = 111,
-    MEMORY_POOLS_SUPPORTED = 115,
-    CLUSTER_LAUNCH = 120,
-    LAST_ATTRIBUTE = 255,
-};
+#define LAST_ATTRIBUTE 255
 
 static int attribute_value(int attribute, int device)
 {
-    switch (attribute) {
-    case MAX_THREADS_PER_BLOCK:
-    case MAX_BLOCK_DIM_X:
-    case MAX_BLOCK_DIM_Y: return THREADS_PER_BLOCK;
-    case MAX_BLOCK_DIM_Z: return 64;
-    case MAX_GRID_DIM_X: return LONGEST_GRID;
-    case MAX_GRID_DIM_Y:
-    case MAX_GRID_DIM_Z: return 65535;
-    case MAX_SHARED_MEMORY_PER_BLOCK: return (int)ghost_spec.shared_per_block;
-    case TOTAL_CONSTANT_MEMORY: return 64 * KIB;
-    case WARP_SIZE: return 32;
-    case MAX_PITCH: return LONGEST_PITCH;
-    case MAX_REGISTERS_PER_BLOCK:
-    case MAX_REGISTERS_PER_MULTIPROCESSOR: return REGISTERS;
-    case CLOCK_RATE: return ghost_spec.clock_khz;
-    case TEXTURE_ALIGNMENT: return 512;
-    case MULTIPROCESSOR_COUNT: return ghost_spec.multiprocessors;
-    case PCI_BUS_ID: return device + 1;
-    case MEMORY_CLOCK_RATE: return ghost_spec.memory_clock_khz;
-    case GLOBAL_MEMORY_BUS_WIDTH: return ghost_spec.memory_bus_bits;
-    case L2_CACHE_SIZE: return ghost_spec.l2_bytes;
-    case MAX_THREADS_PER_MULTIPROCESSOR: return ghost_spec.threads_per_multiprocessor;
-    case ASYNC_ENGINE_COUNT: return 3;
-    case COMPUTE_CAPABILITY_MAJOR: return ghost_spec.major;
-    case COMPUTE_CAPABILITY_MINOR: return ghost_spec.minor;
-    case MAX_SHARED_MEMORY_PER_MULTIPROCESSOR: return (int)ghost_spec.shared_per_multiprocessor;
-    case MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: return (int)ghost_spec.shared_per_block_optin;
-    case MAX_BLOCKS_PER_MULTIPROCESSOR: return ghost_spec.blocks_per_multiprocessor;
-    case RESERVED_SHARED_MEMORY_PER_BLOCK: return reserved_shared();
-    case CLUSTER_LAUNCH: return ghost_spec.major >= 9;
-    case GPU_OVERLAP:
-    case CAN_MAP_HOST_MEMORY:
-    case CONCURRENT_KERNELS:
-    case UNIFIED_ADDRESSING:
-    case STREAM_PRIORITIES_SUPPORTED:
-    case MANAGED_MEMORY:
-    case COMPUTE_PREEMPTION_SUPPORTED:
-    case COOPERATIVE_LAUNCH:
-    case HOST_REGISTER_SUPPORTED:
-    case VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED:
-    case MEMORY_POOLS_SUPPORTED: return 1;
-    /* Sharing memory between processes, RDMA, multicast, fabric, NUMA, textures: not offered. */
-    default: return 0;
-    }
+    /* Others are 0: sharing memory between processes, RDMA, multicast, fabric, NUMA, textures. */
+    const int values[LAST_ATTRIBUTE + 1] = {
+        [1] = THREADS_PER_BLOCK,                          /* MaxThreadsPerBlock */
+        [2] = THREADS_PER_BLOCK,                          /* MaxBlockDimX */
+        [3] = THREADS_PER_BLOCK,                          /* MaxBlockDimY */
+        [4] = 64,                                         /* MaxBlockDimZ */
+        [5] = LONGEST_GRID,                               /* MaxGridDimX */
+        [6] = 65535,                                      /* MaxGridDimY */
+        [7] = 65535,                                      /* MaxGridDimZ */
+        [8] = (int)ghost_spec.shared_per_block,           /* MaxSharedMemoryPerBlock */
+        [9] = 64 * KIB,                                   /* TotalConstantMemory */
+        [10] = 32,                                        /* WarpSize */
+        [11] = LONGEST_PITCH,                             /* MaxPitch */
+        [12] = REGISTERS,                                 /* MaxRegistersPerBlock */
+        [13] = ghost_spec.clock_khz,                      /* ClockRate */
+        [14] = 512,                                       /* TextureAlignment */
+        [15] = 1,                                         /* GpuOverlap */
+        [16] = ghost_spec.multiprocessors,                /* MultiProcessorCount */
+        [19] = 1,                                         /* CanMapHostMemory */
+        [31] = 1,                                         /* ConcurrentKernels */
+        [33] = device + 1,                                /* PciBusId */
+        [36] = ghost_spec.memory_clock_khz,               /* MemoryClockRate */
+        [37] = ghost_spec.memory_bus_bits,                /* GlobalMemoryBusWidth */
+        [38] = ghost_spec.l2_bytes,                       /* L2CacheSize */
+        [39] = ghost_spec.threads_per_multiprocessor,     /* MaxThreadsPerMultiProcessor */
+        [40] = 3,                                         /* AsyncEngineCount */
+        [41] = 1,                                         /* UnifiedAddressing */
+        [75] = ghost_spec.major,                          /* ComputeCapabilityMajor */
+        [76] = ghost_spec.minor,                          /* ComputeCapabilityMinor */
+        [78] = 1,                                         /* StreamPrioritiesSupported */
+        [81] = (int)ghost_spec.shared_per_multiprocessor, /* MaxSharedMemoryPerMultiprocessor */
+        [82] = REGISTERS,                                 /* MaxRegistersPerMultiprocessor */
+        [83] = 1,                                         /* ManagedMemory */
+        [90] = 1,                                         /* ComputePreemptionSupported */
+        [95] = 1,                                         /* CooperativeLaunch */
+        [97] = (int)ghost_spec.shared_per_block_optin,    /* MaxSharedMemoryPerBlockOptin */
+        [99] = 1,                                         /* HostRegisterSupported */
+        [102] = 1, /* VirtualMemoryManagementSupported, of the driver only */
+        [106] = ghost_spec.blocks_per_multiprocessor, /* MaxBlocksPerMultiprocessor */
+        [111] = reserved_shared(),                    /* ReservedSharedMemoryPerBlock */
+        [115] = 1,                                    /* MemoryPoolsSupported */
+        [120] = ghost_spec.major >= 9,                /* ClusterLaunch */
+    };
+    return values[attribute];
 }
 
 API status cudaDeviceGetAttribute(int *value, int attribute, int device)
@@ -335,3 +282,5 @@ API status cudaDeviceGetAttribute(int *value, int attribute, int device)
     *value = attribute_value(attribute, device);
     return SUCCESS;
 }
+
+ALSO(cuDeviceGetAttribute, cudaDeviceGetAttribute)

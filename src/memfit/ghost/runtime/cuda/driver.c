@@ -7,10 +7,8 @@
 
 #include <dlfcn.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
-status cudaDeviceGetAttribute(int *value, int attribute, int device);
 status cudaSetDevice(int device);
 
 #define CONTEXT_BASE 0x1000 /* an opaque handle that must not be dereferenced */
@@ -18,18 +16,6 @@ status cudaSetDevice(int device);
 static void *context_of(int device) { return (void *)(uint64_t)(CONTEXT_BASE + device); }
 
 API status cuInit(unsigned flags) { return SUCCESS; }
-
-API status cuDriverGetVersion(int *version)
-{
-    *version = CUDA_VERSION;
-    return SUCCESS;
-}
-
-API status cuDeviceGetCount(int *count)
-{
-    *count = ghost_device_count;
-    return SUCCESS;
-}
 
 API status cuDeviceGet(int *device, int ordinal)
 {
@@ -39,31 +25,9 @@ API status cuDeviceGet(int *device, int ordinal)
     return SUCCESS;
 }
 
-API status cuDeviceGetAttribute(int *value, int attribute, int device)
-{
-    return cudaDeviceGetAttribute(value, attribute, device);
-}
-
-API status cuDeviceGetName(char *name, int capacity, int device)
-{
-    snprintf(name, (size_t)capacity, "%s", ghost_spec.name);
-    return SUCCESS;
-}
-
-/* The number of the device on the bus, as in cudaDeviceGetPCIBusId. */
-API status cuDeviceGetPCIBusId(char *text, int capacity, int device)
-{
-    if (device < 0 || device >= ghost_device_count || capacity < 13)
-        return INVALID_VALUE;
-    snprintf(text, (size_t)capacity, "0000:%02x:00.0", (device + 1) & 0xff);
-    return SUCCESS;
-}
-
-API status cuDeviceTotalMem_v2(size_t *bytes, int device)
-{
-    *bytes = ghost_spec.total_bytes;
-    return SUCCESS;
-}
+ENTRY(cuDeviceGetName(char *name, int capacity, int device),
+      snprintf(name, (size_t)capacity, "%s", ghost_spec.name))
+ENTRY(cuDeviceTotalMem_v2(size_t *bytes, int device), *bytes = ghost_spec.total_bytes)
 
 API status cuDeviceGetUuid(char *uuid, int device)
 {
@@ -73,7 +37,7 @@ API status cuDeviceGetUuid(char *uuid, int device)
     return SUCCESS;
 }
 
-API status cuDeviceGetUuid_v2(char *uuid, int device) { return cuDeviceGetUuid(uuid, device); }
+ALSO(cuDeviceGetUuid_v2, cuDeviceGetUuid)
 
 /* ---- Contexts -------------------------------------------------------------------------------- */
 
@@ -94,33 +58,18 @@ API status cuDevicePrimaryCtxRetain(void **context, int device)
     return SUCCESS;
 }
 
-API status cuCtxGetCurrent(void **context)
-{
-    *context = context_of(ghost_current_device);
-    return SUCCESS;
-}
-
+ENTRY(cuCtxGetCurrent(void **context), *context = context_of(ghost_current_device))
 API status cuCtxSetCurrent(void *context)
 {
     uint64_t device = (uint64_t)context - CONTEXT_BASE;
     return device < (uint64_t)ghost_device_count ? cudaSetDevice((int)device) : SUCCESS;
 }
 
-API status cuCtxGetDevice(int *device)
-{
-    *device = ghost_current_device;
-    return SUCCESS;
-}
-
-API status cuCtxPushCurrent_v2(void *context) { return cuCtxSetCurrent(context); }
+ALSO(cuCtxPushCurrent_v2, cuCtxSetCurrent)
 
 API status cuCtxPopCurrent_v2(void **context) { return context ? cuCtxGetCurrent(context) : SUCCESS; }
 
-API status cuCtxGetLimit(size_t *value, int limit)
-{
-    *value = 0;
-    return SUCCESS;
-}
+ENTRY(cuCtxGetLimit(size_t *value, int limit), *value = 0)
 
 /* ---- Finding functions by name --------------------------------------------------------------- */
 
@@ -171,19 +120,15 @@ API status cuGetProcAddress_v2(const char *name, void **function, int version, u
 
 /* ---- Modules: what nvrtc and Triton compiled ------------------------------------------------- */
 
-API status cuModuleLoad(void **module, const char *file) { return ghost_new_handle(module, 64); }
 API status cuModuleLoadData(void **module, const void *image) { return ghost_new_handle(module, 64); }
+ALSO(cuModuleLoad, cuModuleLoadData)
 
 API status cuModuleLoadDataEx(void **module, const void *image, unsigned count, int *options, void **values)
 {
     return ghost_new_handle(module, 64);
 }
 
-API status cuModuleUnload(void *module)
-{
-    free(module);
-    return SUCCESS;
-}
+ENTRY(cuModuleUnload(void *module), free(module))
 
 API status cuModuleGetFunction(void **function, void *module, const char *name)
 {
@@ -201,11 +146,7 @@ API status cudaLibraryGetKernel(void **kernel, void *library, const char *name)
     return ghost_new_handle(kernel, 64);
 }
 
-API status cudaLibraryUnload(void *library)
-{
-    free(library);
-    return SUCCESS;
-}
+ENTRY(cudaLibraryUnload(void *library), free(library))
 
 API status cuLinkCreate_v2(unsigned count, int *options, void **values, void **state)
 {
@@ -220,11 +161,7 @@ API status cuLinkComplete(void *state, void **binary, size_t *size)
     return SUCCESS;
 }
 
-API status cuLinkDestroy(void *state)
-{
-    free(state);
-    return SUCCESS;
-}
+ENTRY(cuLinkDestroy(void *state), free(state))
 
 /* Settings of contexts and kernels, which have no effect here. PyTorch looks them up by name, so the builder
  * cannot see that they are needed. */
@@ -242,21 +179,12 @@ API status cuLogsRegisterCallback(void *callback, void *data, void **handle)
 API status cuLogsUnregisterCallback(void *handle) { return SUCCESS; }
 
 /* A tensor map is 128 opaque bytes that only kernels read. Source: cuda.h, CUtensorMap. */
-API status cuTensorMapEncodeTiled(void *map, int type, unsigned rank, void *address,
-                                  const uint64_t *dimensions, const uint64_t *strides, const unsigned *box,
-                                  const unsigned *element_strides, int interleave, int swizzle, int promotion,
-                                  int fill)
-{
-    memset(map, 0, 128);
-    return SUCCESS;
-}
-
-API status cuTensorMapEncodeIm2col(void *map, int type, unsigned rank, void *address,
-                                   const uint64_t *dimensions, const uint64_t *strides, const int *lower,
-                                   const int *upper, unsigned channels, unsigned columns,
-                                   const unsigned *element_strides, int interleave, int swizzle,
-                                   int promotion, int fill)
-{
-    memset(map, 0, 128);
-    return SUCCESS;
-}
+ENTRY(cuTensorMapEncodeTiled(void *map, int type, unsigned rank, void *address, const uint64_t *dimensions,
+                             const uint64_t *strides, const unsigned *box, const unsigned *element_strides,
+                             int interleave, int swizzle, int promotion, int fill),
+      memset(map, 0, 128))
+ENTRY(cuTensorMapEncodeIm2col(void *map, int type, unsigned rank, void *address, const uint64_t *dimensions,
+                              const uint64_t *strides, const int *lower, const int *upper, unsigned channels,
+                              unsigned columns, const unsigned *element_strides, int interleave, int swizzle,
+                              int promotion, int fill),
+      memset(map, 0, 128))

@@ -5,7 +5,8 @@ static _Thread_local status last_error;
 
 status ghost_fail(status error)
 {
-    last_error = error;
+    if (error != SUCCESS)
+        last_error = error;
     return error;
 }
 
@@ -53,14 +54,5 @@ static const struct error_text *error_text(status error)
 API const char *cudaGetErrorName(status error) { return error_text(error)->name; }
 API const char *cudaGetErrorString(status error) { return error_text(error)->text; }
 
-API status cuGetErrorName(status error, const char **name)
-{
-    *name = error_text(error)->name;
-    return SUCCESS;
-}
-
-API status cuGetErrorString(status error, const char **text)
-{
-    *text = error_text(error)->text;
-    return SUCCESS;
-}
+ENTRY(cuGetErrorName(status error, const char **name), *name = error_text(error)->name)
+ENTRY(cuGetErrorString(status error, const char **text), *text = error_text(error)->text)

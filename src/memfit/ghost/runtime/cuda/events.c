@@ -1,8 +1,6 @@
 /* Events: when each was recorded, on which capture, and whether a test still holds it. */
-#include "core/ghost.h"
 #include "cuda/captures.h"
 
-#include <stdlib.h>
 #include <time.h>
 
 #define FASTEST_MS 0.001f /* events are never 0 ms apart: scripts divide by it */
@@ -20,18 +18,9 @@ static _Thread_local float answered_ms; /* 0: the host's own time */
 
 API void ghost_answer_elapsed(float milliseconds) { answered_ms = milliseconds; }
 
-API status cudaEventCreateWithFlags(void **event, unsigned flags)
-{
-    return ghost_new_handle(event, sizeof(struct event));
-}
+HANDLE(cudaEventCreate, cudaEventDestroy, struct event)
 
-API status cudaEventCreate(void **event) { return cudaEventCreateWithFlags(event, 0); }
-
-API status cudaEventDestroy(void *event)
-{
-    free(event);
-    return SUCCESS;
-}
+API status cudaEventCreateWithFlags(void **event, unsigned flags) { return cudaEventCreate(event); }
 
 static uint64_t work_so_far(void)
 {

@@ -12,12 +12,9 @@
  * nvcc adds calls to the __cuda functions below, and to those that launch (kernels.c), to every object file.
  * They are in no header; their prototypes are from crt/host_runtime.h in the CUDA toolkit (12 and 13).
  */
-#include "cuda/fat_binaries.h"
-
 #include "core/ghost.h"
-#include "hash_table.h"
 
-#include <stdlib.h>
+#include "hash_table.h"
 
 #define WRAPPER_MAGIC 0x466243B1u
 #define BINARY_MAGIC 0xBA55ED50u

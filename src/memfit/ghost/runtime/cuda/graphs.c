@@ -1,9 +1,6 @@
 /* CUDA graphs: handles that count their nodes. Launching one does what a kernel does: nothing, but it may
  * have written anywhere. */
-#include "core/ghost.h"
-#include "cuda/graphs.h"
-
-#include <stdlib.h>
+#include "cuda/captures.h"
 
 /* An object whose destructor runs when the last graph that holds it is released. */
 struct user_object {
@@ -20,11 +17,16 @@ struct held_object {
 
 /* ---- Releasing graphs ------------------------------------------------------------------------ */
 
-/* With the lock held. Returns whether those were the last references. */
-static bool object_release(struct user_object *object, unsigned count)
+static void object_release(struct user_object *object, unsigned count)
 {
+    ghost_lock();
     object->references -= count < object->references ? count : object->references;
-    return object->references == 0;
+    bool gone = object->references == 0;
+    ghost_unlock();
+    if (gone) {
+        object->destroy(object->data); /* may call back: not with the lock held */
+        free(object);
+    }
 }
 
 status graph_release(struct graph *graph)
@@ -36,13 +38,7 @@ status graph_release(struct graph *graph)
         return SUCCESS;
     for (struct held_object *held = graph->held; held;) {
         struct held_object *next = held->next;
-        ghost_lock();
-        bool gone = object_release(held->object, held->count);
-        ghost_unlock();
-        if (gone) {
-            held->object->destroy(held->object->data); /* may call back: not with the lock held */
-            free(held->object);
-        }
+        object_release(held->object, held->count);
         free(held);
         held = next;
     }
@@ -55,20 +51,16 @@ status graph_release(struct graph *graph)
 API status cudaGraphInstantiateWithFlags(struct graph **executable, struct graph *graph,
                                          unsigned long long flags)
 {
-    ghost_lock();
+    HOLD_LOCK;
     graph->references++;
-    ghost_unlock();
     *executable = graph;
     return SUCCESS;
 }
 
-API status cudaGraphInstantiate(struct graph **executable, struct graph *graph, unsigned long long flags)
-{
-    return cudaGraphInstantiateWithFlags(executable, graph, flags);
-}
+ALSO(cudaGraphInstantiate, cudaGraphInstantiateWithFlags)
 
 API status cudaGraphDestroy(struct graph *graph) { return graph_release(graph); }
-API status cudaGraphExecDestroy(struct graph *executable) { return graph_release(executable); }
+ALSO(cudaGraphExecDestroy, cudaGraphDestroy)
 
 API status cudaGraphLaunch(struct graph *executable, void *stream)
 {
@@ -110,17 +102,7 @@ API status cudaUserObjectCreate(struct user_object **object, void *data, void (*
     return SUCCESS;
 }
 
-API status cudaUserObjectRelease(struct user_object *object, unsigned count)
-{
-    ghost_lock();
-    bool gone = object_release(object, count);
-    ghost_unlock();
-    if (gone) {
-        object->destroy(object->data);
-        free(object);
-    }
-    return SUCCESS;
-}
+ENTRY(cudaUserObjectRelease(struct user_object *object, unsigned count), object_release(object, count))
 
 #define OBJECT_MOVE 1 /* driver_types.h, cudaGraphUserObjectMove: the caller's references pass over */
 
@@ -130,11 +112,10 @@ API status cudaGraphRetainUserObject(struct graph *graph, struct user_object *ob
     struct held_object *held = malloc(sizeof *held);
     if (!held)
         return ghost_fail(OUT_OF_MEMORY);
-    ghost_lock();
+    HOLD_LOCK;
     if (!(flags & OBJECT_MOVE))
         object->references += count;
     *held = (struct held_object){object, count, graph->held};
     graph->held = held;
-    ghost_unlock();
     return SUCCESS;
 }

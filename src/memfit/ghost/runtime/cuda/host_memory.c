@@ -6,7 +6,6 @@
  */
 #include "core/ghost.h"
 
-#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 
@@ -51,30 +50,26 @@ static struct host_range *containing(uint64_t address)
 static status add_range(void *start, size_t size, int type, bool owned)
 {
     struct host_range made = {(uint64_t)start, size ? size : 1, type, ghost_current_device, owned};
-    status result = SUCCESS;
-    ghost_lock();
+    HOLD_LOCK;
     size_t at = after(made.start);
-    bool overlaps = containing(made.start) != NULL ||
-                    (at < ranges.count && ranges.items[at].start - made.start < made.size);
-    struct host_range *place = overlaps ? NULL : array_insert(&ranges, at);
-    if (place)
-        *place = made;
-    else
-        result = overlaps ? HOST_MEMORY_REGISTERED : OUT_OF_MEMORY;
-    ghost_unlock();
-    return result;
+    if (containing(made.start) || (at < ranges.count && ranges.items[at].start - made.start < made.size))
+        return HOST_MEMORY_REGISTERED;
+    struct host_range *place = array_insert(&ranges, at);
+    if (!place)
+        return OUT_OF_MEMORY;
+    *place = made;
+    return SUCCESS;
 }
 
 /* Remove the range that starts exactly there from the list. Returns whether there was one. */
 static bool remove_range(void *start, bool owned)
 {
-    ghost_lock();
+    HOLD_LOCK;
     struct host_range *found = containing((uint64_t)start);
-    bool matches = found && found->start == (uint64_t)start && found->owned == owned;
-    if (matches)
-        array_remove(&ranges, (size_t)(found - ranges.items));
-    ghost_unlock();
-    return matches;
+    if (!found || found->start != (uint64_t)start || found->owned != owned)
+        return false;
+    array_remove(&ranges, (size_t)(found - ranges.items));
+    return true;
 }
 
 static status allocate(void **pointer, size_t size, int type)
@@ -110,8 +105,7 @@ API status cudaFreeHost(void *pointer)
 
 API status cudaHostRegister(void *pointer, size_t size, unsigned flags)
 {
-    status result = add_range(pointer, size, HOST, false);
-    return result ? ghost_fail(result) : SUCCESS;
+    return ghost_fail(add_range(pointer, size, HOST, false));
 }
 
 API status cudaHostUnregister(void *pointer)
@@ -119,21 +113,17 @@ API status cudaHostUnregister(void *pointer)
     return remove_range(pointer, false) ? SUCCESS : ghost_fail(HOST_MEMORY_NOT_REGISTERED);
 }
 
-API status cudaHostGetDevicePointer(void **device_pointer, void *host_pointer, unsigned flags)
-{
-    *device_pointer = host_pointer; /* one address space, as on every 64-bit system */
-    return SUCCESS;
-}
+/* There is one address space, as on every 64-bit system. */
+ENTRY(cudaHostGetDevicePointer(void **device_pointer, void *host_pointer, unsigned flags),
+      *device_pointer = host_pointer)
 
 int host_memory_type(const void *pointer, int *device)
 {
-    ghost_lock();
+    HOLD_LOCK;
     const struct host_range *found = containing((uint64_t)pointer);
-    int type = found ? found->type : UNREGISTERED;
     if (found && device)
         *device = found->device;
-    ghost_unlock();
-    return type;
+    return found ? found->type : UNREGISTERED;
 }
 
 /* Zero what a copy from the device would fill. Pages of pinned memory are given back to the kernel, and read as

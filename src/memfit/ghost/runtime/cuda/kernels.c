@@ -1,11 +1,7 @@
 /* Kernels: queried and launched. None runs; launches are counted, and each may have written to any device
  * memory (core/remembered_bytes.c).
  */
-#include "core/ghost.h"
 #include "cuda/captures.h"
-#include "cuda/fat_binaries.h"
-
-#include <stdlib.h>
 
 /* ---- Launches -------------------------------------------------------------------------------- */
 
@@ -21,7 +17,7 @@ static status launched(const void *stream)
  * which pops it again. */
 #define DEEPEST 16
 
-static _Thread_local struct {
+static _Thread_local struct configuration {
     dim3 grid, block;
     size_t shared;
     void *stream;
@@ -32,11 +28,7 @@ API unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, v
 {
     if (depth == DEEPEST)
         return INVALID_CONFIGURATION; /* the caller then skips the launch */
-    configurations[depth].grid = grid;
-    configurations[depth].block = block;
-    configurations[depth].shared = shared;
-    configurations[depth].stream = stream;
-    depth++;
+    configurations[depth++] = (struct configuration){grid, block, shared, stream};
     return SUCCESS;
 }
 
@@ -44,25 +36,15 @@ API status __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, v
 {
     if (depth == 0)
         return ghost_fail(INVALID_CONFIGURATION);
-    depth--;
-    *grid = configurations[depth].grid;
-    *block = configurations[depth].block;
-    *shared = configurations[depth].shared;
-    *stream = configurations[depth].stream;
+    const struct configuration *last = &configurations[--depth];
+    *grid = last->grid;
+    *block = last->block;
+    *shared = last->shared;
+    *stream = last->stream;
     return SUCCESS;
 }
 
-API status __cudaGetKernel(const void **kernel, const void *function)
-{
-    *kernel = function;
-    return SUCCESS;
-}
-
-API status __cudaLaunchKernel(const void *kernel, dim3 grid, dim3 block, void **arguments, size_t shared,
-                              void *stream)
-{
-    return launched(stream);
-}
+ENTRY(__cudaGetKernel(const void **kernel, const void *function), *kernel = function)
 
 API status cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **arguments, size_t shared,
                             void *stream)
@@ -70,11 +52,8 @@ API status cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **
     return launched(stream);
 }
 
-API status cudaLaunchCooperativeKernel(const void *function, dim3 grid, dim3 block, void **arguments,
-                                       size_t shared, void *stream)
-{
-    return launched(stream);
-}
+ALSO(__cudaLaunchKernel, cudaLaunchKernel)
+ALSO(cudaLaunchCooperativeKernel, cudaLaunchKernel)
 
 /* Source: driver_types.h, cudaLaunchConfig_t. */
 struct launch_config {
@@ -174,33 +153,14 @@ static int occupancy(int block_size, size_t shared)
     return blocks < 1 ? 1 : blocks;
 }
 
-API status cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *function,
-                                                                  int block_size, size_t shared,
-                                                                  unsigned flags)
-{
-    *blocks = occupancy(block_size, shared);
-    return SUCCESS;
-}
-
-API status cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *function, int block_size,
-                                                         size_t shared)
-{
-    *blocks = occupancy(block_size, shared);
-    return SUCCESS;
-}
-
-API status cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *function, int block_size,
-                                                       size_t shared)
-{
-    *blocks = occupancy(block_size, shared);
-    return SUCCESS;
-}
-
-API status cuOccupancyMaxActiveClusters(int *clusters, void *function, const void *config)
-{
-    *clusters = 1;
-    return SUCCESS;
-}
+ENTRY(cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *function,
+                                                             int block_size, size_t shared, unsigned flags),
+      *blocks = occupancy(block_size, shared))
+ENTRY(cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *function, int block_size,
+                                                    size_t shared),
+      *blocks = occupancy(block_size, shared))
+ALSO(cuOccupancyMaxActiveBlocksPerMultiprocessor, cudaOccupancyMaxActiveBlocksPerMultiprocessor)
+ENTRY(cuOccupancyMaxActiveClusters(int *clusters, void *function, const void *config), *clusters = 1)
 
 /* The device address of a __device__ variable. Its bytes are never known, so all variables share one address
  * of the malloc arena. */

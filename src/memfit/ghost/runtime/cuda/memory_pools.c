@@ -48,11 +48,10 @@ static void pool_trim(int device, uint64_t keep)
 
 void trim_pools_to_threshold(void)
 {
-    ghost_lock();
+    HOLD_LOCK;
     for (int device = 0; device < ghost_device_count; device++)
         if (pools[device].reserved > pools[device].threshold)
             pool_trim(device, pools[device].threshold);
-    ghost_unlock();
 }
 
 /* ---- Attributes ------------------------------------------------------------------------------ */
@@ -80,56 +79,45 @@ API status cudaDeviceGetDefaultMemPool(void **pool, int device)
 API status cudaMemPoolGetAttribute(void *handle, int attribute, void *value)
 {
     const struct pool *pool = handle;
-    status result = SUCCESS;
-    ghost_lock();
+    HOLD_LOCK;
     switch (attribute) {
     case REUSE_FOLLOW_EVENT_DEPENDENCIES:
     case REUSE_ALLOW_OPPORTUNISTIC:
-    case REUSE_ALLOW_INTERNAL_DEPENDENCIES: *(int *)value = 1; break;
-    case RELEASE_THRESHOLD: *(uint64_t *)value = pool->threshold; break;
-    case RESERVED_CURRENT: *(uint64_t *)value = pool->reserved; break;
-    case RESERVED_HIGH: *(uint64_t *)value = pool->reserved_high; break;
-    case USED_CURRENT: *(uint64_t *)value = pool->used; break;
-    case USED_HIGH: *(uint64_t *)value = pool->used_high; break;
-    default: result = INVALID_VALUE;
+    case REUSE_ALLOW_INTERNAL_DEPENDENCIES: *(int *)value = 1; return SUCCESS;
+    case RELEASE_THRESHOLD: *(uint64_t *)value = pool->threshold; return SUCCESS;
+    case RESERVED_CURRENT: *(uint64_t *)value = pool->reserved; return SUCCESS;
+    case RESERVED_HIGH: *(uint64_t *)value = pool->reserved_high; return SUCCESS;
+    case USED_CURRENT: *(uint64_t *)value = pool->used; return SUCCESS;
+    case USED_HIGH: *(uint64_t *)value = pool->used_high; return SUCCESS;
+    default: return ghost_fail(INVALID_VALUE);
     }
-    ghost_unlock();
-    return result ? ghost_fail(result) : SUCCESS;
 }
 
 API status cudaMemPoolSetAttribute(void *handle, int attribute, void *value)
 {
     struct pool *pool = handle;
-    status result = SUCCESS;
-    ghost_lock();
+    HOLD_LOCK;
     switch (attribute) {
     case REUSE_FOLLOW_EVENT_DEPENDENCIES:
     case REUSE_ALLOW_OPPORTUNISTIC:
-    case REUSE_ALLOW_INTERNAL_DEPENDENCIES: break; /* reuse is perfect here either way */
-    case RELEASE_THRESHOLD: pool->threshold = *(uint64_t *)value; break;
-    case RESERVED_HIGH: pool->reserved_high = pool->reserved; break; /* only a reset is allowed */
-    case USED_HIGH: pool->used_high = pool->used; break;
-    default: result = INVALID_VALUE;
+    case REUSE_ALLOW_INTERNAL_DEPENDENCIES: return SUCCESS; /* reuse is perfect here either way */
+    case RELEASE_THRESHOLD: pool->threshold = *(uint64_t *)value; return SUCCESS;
+    case RESERVED_HIGH: pool->reserved_high = pool->reserved; return SUCCESS; /* only a reset is allowed */
+    case USED_HIGH: pool->used_high = pool->used; return SUCCESS;
+    default: return ghost_fail(INVALID_VALUE);
     }
-    ghost_unlock();
-    return result ? ghost_fail(result) : SUCCESS;
 }
 
 API status cudaMemPoolSetAccess(void *pool, const void *descriptions, size_t count) { return SUCCESS; }
 
 API status cudaMemPoolTrimTo(void *pool, size_t keep)
 {
-    ghost_lock();
+    HOLD_LOCK;
     pool_trim((int)((struct pool *)pool - pools), keep);
-    ghost_unlock();
     return SUCCESS;
 }
 
 /* Memory of allocation nodes in graphs: the ghost has none. */
-API status cudaDeviceGetGraphMemAttribute(int device, int attribute, void *value)
-{
-    *(uint64_t *)value = 0;
-    return SUCCESS;
-}
+ENTRY(cudaDeviceGetGraphMemAttribute(int device, int attribute, void *value), *(uint64_t *)value = 0)
 
 API status cudaDeviceSetGraphMemAttribute(int device, int attribute, void *value) { return SUCCESS; }

@@ -1,8 +1,5 @@
 /* Streams: handles with a priority, and callbacks that run at once. */
-#include "core/ghost.h"
 #include "cuda/captures.h"
-
-#include <stdlib.h>
 
 API status cudaStreamCreateWithPriority(void **stream, unsigned flags, int priority)
 {
@@ -20,23 +17,11 @@ API status cudaStreamCreateWithFlags(void **stream, unsigned flags)
 
 API status cudaStreamCreate(void **stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
 
-API status cudaStreamDestroy(void *stream)
-{
-    free(created_stream(stream));
-    return SUCCESS;
-}
-
-API status cudaStreamGetPriority(void *stream, int *priority)
-{
-    *priority = created_stream(stream) ? created_stream(stream)->priority : 0;
-    return SUCCESS;
-}
-
-API status cudaStreamGetFlags(void *stream, unsigned *flags)
-{
-    *flags = created_stream(stream) ? created_stream(stream)->flags : 0;
-    return SUCCESS;
-}
+ENTRY(cudaStreamDestroy(void *stream), free(created_stream(stream)))
+ENTRY(cudaStreamGetPriority(void *stream, int *priority),
+      *priority = created_stream(stream) ? created_stream(stream)->priority : 0)
+ENTRY(cudaStreamGetFlags(void *stream, unsigned *flags),
+      *flags = created_stream(stream) ? created_stream(stream)->flags : 0)
 
 API status cudaDeviceGetStreamPriorityRange(int *least, int *greatest)
 {
@@ -47,12 +32,9 @@ API status cudaDeviceGetStreamPriorityRange(int *least, int *greatest)
     return SUCCESS;
 }
 
-API status cudaStreamAddCallback(void *stream, void (*callback)(void *, status, void *), void *data,
-                                 unsigned flags)
-{
-    callback(stream, SUCCESS, data);
-    return SUCCESS;
-}
+ENTRY(cudaStreamAddCallback(void *stream, void (*callback)(void *, status, void *), void *data,
+                            unsigned flags),
+      callback(stream, SUCCESS, data))
 
 API status cudaLaunchHostFunc(void *stream, void (*function)(void *), void *data)
 {
@@ -62,10 +44,7 @@ API status cudaLaunchHostFunc(void *stream, void (*function)(void *), void *data
     return SUCCESS;
 }
 
-API status cuLaunchHostFunc(void *stream, void (*function)(void *), void *data)
-{
-    return cudaLaunchHostFunc(stream, function, data);
-}
+ALSO(cuLaunchHostFunc, cudaLaunchHostFunc)
 
 API status cuStreamWriteValue32_v2(void *stream, uint64_t address, uint32_t value, unsigned flags)
 {

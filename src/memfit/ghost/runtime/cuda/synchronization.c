@@ -36,11 +36,10 @@ static void finish_everything(void)
 
 API void ghost_hold_events(int hold)
 {
-    ghost_lock();
+    HOLD_LOCK;
     held = hold;
     if (!hold)
         finish_everything();
-    ghost_unlock();
 }
 
 /* The ticket up to which a stream is finished. */
@@ -76,37 +75,31 @@ static void finish(const void *stream, uint64_t ticket)
 
 void stream_waits(const void *waiter, const void *stream, uint64_t ticket)
 {
-    ghost_lock();
+    HOLD_LOCK;
     struct dependency *added = NULL;
     if (held == HOLD_UNTIL_AWAITED && ticket > finished_on(stream))
         added = array_append(&dependencies);
     if (added)
         *added = (struct dependency){waiter, stream, ++last_ticket, ticket};
-    ghost_unlock();
 }
 
 void host_waits(const void *stream, uint64_t ticket)
 {
-    ghost_lock();
+    HOLD_LOCK;
     if (held == HOLD_UNTIL_AWAITED)
         finish(stream, ticket);
-    ghost_unlock();
 }
 
 uint64_t take_ticket(void)
 {
-    ghost_lock();
-    uint64_t ticket = held ? ++last_ticket : 0;
-    ghost_unlock();
-    return ticket;
+    HOLD_LOCK;
+    return held ? ++last_ticket : 0;
 }
 
 bool ticket_is_finished(const void *stream, uint64_t ticket)
 {
-    ghost_lock();
-    bool finished = ticket <= finished_on(stream);
-    ghost_unlock();
-    return finished;
+    HOLD_LOCK;
+    return ticket <= finished_on(stream);
 }
 
 void synchronize_everything(void)
@@ -119,10 +112,8 @@ void synchronize_everything(void)
 
 API status cudaStreamQuery(void *stream)
 {
-    ghost_lock();
-    bool waiting = finished_ticket < last_ticket;
-    ghost_unlock();
-    return waiting ? ghost_fail(NOT_READY) : SUCCESS;
+    HOLD_LOCK;
+    return finished_ticket < last_ticket ? ghost_fail(NOT_READY) : SUCCESS;
 }
 
 API status cudaStreamSynchronize(void *stream)
@@ -136,12 +127,6 @@ API status cudaStreamSynchronize(void *stream)
     return SUCCESS;
 }
 
-API status cuStreamSynchronize(void *stream) { return cudaStreamSynchronize(stream); }
-
-API status cudaDeviceSynchronize(void)
-{
-    synchronize_everything();
-    return SUCCESS;
-}
-
-API status cuCtxSynchronize(void) { return cudaDeviceSynchronize(); }
+ALSO(cuStreamSynchronize, cudaStreamSynchronize)
+ENTRY(cudaDeviceSynchronize(void), synchronize_everything())
+ALSO(cuCtxSynchronize, cudaDeviceSynchronize)

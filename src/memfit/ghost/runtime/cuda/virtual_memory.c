@@ -7,8 +7,6 @@
  */
 #include "core/ghost.h"
 
-#include <stdlib.h>
-
 #include "hash_table.h"
 
 /* Source: cuda.h 13.0, CUmemAllocationProp_v1 (unchanged since CUDA 10.2). */
@@ -39,39 +37,33 @@ static struct hash_table mappings;     /* address to struct mapping */
 
 static bool aligned(uint64_t value) { return value % DEVICE_GRANULE == 0; }
 
-API status cuMemGetAllocationGranularity(size_t *granularity, const void *properties, int option)
-{
-    *granularity = DEVICE_GRANULE;
-    return SUCCESS;
-}
+ENTRY(cuMemGetAllocationGranularity(size_t *granularity, const void *properties, int option),
+      *granularity = DEVICE_GRANULE)
 
 API status cuMemAddressReserve(uint64_t *address, size_t size, size_t alignment, uint64_t wanted,
                                unsigned long long flags)
 {
     if (size == 0 || !aligned(size))
         return INVALID_VALUE;
-    ghost_lock();
+    HOLD_LOCK;
     uint64_t made = address_take(ARENA_VIRTUAL, size);
-    bool kept = made && hash_table_put(&reservations, made, (void *)size);
-    if (made && !kept)
+    if (made && hash_table_put(&reservations, made, (void *)size)) {
+        *address = made;
+        return SUCCESS;
+    }
+    if (made)
         address_release(ARENA_VIRTUAL, made, size);
-    ghost_unlock();
-    if (!kept)
-        return OUT_OF_MEMORY;
-    *address = made;
-    return SUCCESS;
+    return OUT_OF_MEMORY;
 }
 
 API status cuMemAddressFree(uint64_t address, size_t size)
 {
-    ghost_lock();
-    bool known = (size_t)hash_table_get(&reservations, address) == size && size != 0;
-    if (known) {
-        hash_table_remove(&reservations, address);
-        address_release(ARENA_VIRTUAL, address, size);
-    }
-    ghost_unlock();
-    return known ? SUCCESS : INVALID_VALUE;
+    HOLD_LOCK;
+    if (size == 0 || (size_t)hash_table_get(&reservations, address) != size)
+        return INVALID_VALUE;
+    hash_table_remove(&reservations, address);
+    address_release(ARENA_VIRTUAL, address, size);
+    return SUCCESS;
 }
 
 API status cuMemCreate(struct physical **handle, size_t size, const struct allocation_properties *properties,
@@ -84,10 +76,8 @@ API status cuMemCreate(struct physical **handle, size_t size, const struct alloc
     if (!made)
         return OUT_OF_MEMORY;
     *made = (struct physical){size, 1, device, *properties};
-    ghost_lock();
-    bool taken = capacity_take(device, size);
-    ghost_unlock();
-    if (!taken) {
+    HOLD_LOCK;
+    if (!capacity_take(device, size)) {
         free(made);
         return OUT_OF_MEMORY;
     }
@@ -105,9 +95,8 @@ static void drop(struct physical *memory)
 
 API status cuMemRelease(struct physical *handle)
 {
-    ghost_lock();
+    HOLD_LOCK;
     drop(handle);
-    ghost_unlock();
     return SUCCESS;
 }
 
@@ -120,17 +109,15 @@ API status cuMemMap(uint64_t address, size_t size, size_t offset, struct physica
     if (!made)
         return OUT_OF_MEMORY;
     *made = (struct mapping){address, size, handle};
-    ghost_lock();
+    HOLD_LOCK;
     bool free_there = is_device_address((void *)address) && !hash_table_get(&mappings, address);
-    bool kept = free_there && hash_table_put(&mappings, address, made);
-    if (kept) {
-        handle->references++;
-        COUNT(maps);
-    }
-    ghost_unlock();
-    if (!kept)
+    if (!free_there || !hash_table_put(&mappings, address, made)) {
         free(made);
-    return kept ? SUCCESS : INVALID_VALUE;
+        return INVALID_VALUE;
+    }
+    handle->references++;
+    COUNT(maps);
+    return SUCCESS;
 }
 
 API status cuMemUnmap(uint64_t address, size_t size)
@@ -160,23 +147,18 @@ API status cuMemSetAccess(uint64_t address, size_t size, const void *description
 
 API status cuMemRetainAllocationHandle(struct physical **handle, void *address)
 {
-    ghost_lock();
+    HOLD_LOCK;
     const struct mapping *found = hash_table_get(&mappings, (uint64_t)address);
-    if (found)
-        found->memory->references++;
-    ghost_unlock();
     if (!found)
         return INVALID_VALUE;
+    found->memory->references++;
     *handle = found->memory;
     return SUCCESS;
 }
 
-API status cuMemGetAllocationPropertiesFromHandle(struct allocation_properties *properties,
-                                                  const struct physical *handle)
-{
-    *properties = handle->properties;
-    return SUCCESS;
-}
+ENTRY(cuMemGetAllocationPropertiesFromHandle(struct allocation_properties *properties,
+                                             const struct physical *handle),
+      *properties = handle->properties)
 
 /* ---- Which mapping contains an address ------------------------------------------------------- */
 
@@ -195,21 +177,18 @@ static const struct mapping *around(uint64_t address)
 
 int mapping_device(uint64_t address)
 {
-    ghost_lock();
+    HOLD_LOCK;
     const struct mapping *found = around(address);
-    int device = found ? found->memory->device : -1;
-    ghost_unlock();
-    return device;
+    return found ? found->memory->device : -1;
 }
 
 bool mapping_range(uint64_t address, uint64_t *start, uint64_t *size)
 {
-    ghost_lock();
+    HOLD_LOCK;
     const struct mapping *found = around(address);
-    if (found) {
-        *start = found->address;
-        *size = found->size;
-    }
-    ghost_unlock();
-    return found != NULL;
+    if (!found)
+        return false;
+    *start = found->address;
+    *size = found->size;
+    return true;
 }

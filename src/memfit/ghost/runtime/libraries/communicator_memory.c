@@ -4,9 +4,7 @@
  * whenever it is first used in a way that makes NCCL connect ranks. The ghost takes them from the device, even
  * where too little is free: PyTorch's next allocation then fails.
  */
-#include "core/ghost.h"
-
-#include <stdlib.h>
+#include "libraries/nccl.h"
 
 struct communicator_memory {
     struct ghost_communicator use;
@@ -22,15 +20,13 @@ API void ghost_set_communicator_sizes(ghost_communicator_sizes function) { sizes
 
 API uint64_t ghost_communicator_bytes(void)
 {
-    ghost_lock();
-    uint64_t most = held_peak;
-    ghost_unlock();
-    return most;
+    HOLD_LOCK;
+    return held_peak;
 }
 
 static void hold(struct communicator_memory *memory, uint64_t bytes)
 {
-    ghost_lock();
+    HOLD_LOCK;
     uint64_t more = bytes - memory->bytes; /* modulo 2^64 where it is less */
     ghost_devices[memory->device].others += more;
     ghost_devices[memory->device].own += more;
@@ -38,7 +34,6 @@ static void hold(struct communicator_memory *memory, uint64_t bytes)
     if (held > held_peak)
         held_peak = held;
     memory->bytes = bytes;
-    ghost_unlock();
 }
 
 static void resize(struct communicator_memory *memory)
@@ -82,32 +77,28 @@ void communicator_collects(struct communicator_memory *memory)
         resize(memory);
 }
 
-/* Mark ranks as met; return how many of them are new. NCCL only copies what a rank sends to itself. */
-static int meet(bool *met, const struct ghost_communicator *use, int first, int count)
+/* Mark ranks as met, and count those that are new. NCCL only copies what a rank sends to itself. */
+static void meet(struct communicator_memory *memory, bool *met, int *counted, int first, int count)
 {
-    int added = 0;
+    const struct ghost_communicator *use = &memory->use;
+    int before = *counted;
     for (int rank = first; met && rank < first + count; rank++)
         if (rank >= 0 && rank < use->ranks && rank != use->rank && !met[rank]) {
             met[rank] = true;
-            added++;
+            ++*counted;
         }
-    return added;
+    if (*counted > before)
+        resize(memory);
 }
 
 void communicator_sends(struct communicator_memory *memory, int first, int count)
 {
-    int added = memory ? meet(memory->sent, &memory->use, first, count) : 0;
-    if (added) {
-        memory->use.sends += added;
-        resize(memory);
-    }
+    if (memory)
+        meet(memory, memory->sent, &memory->use.sends, first, count);
 }
 
 void communicator_receives(struct communicator_memory *memory, int first, int count)
 {
-    int added = memory ? meet(memory->received, &memory->use, first, count) : 0;
-    if (added) {
-        memory->use.receives += added;
-        resize(memory);
-    }
+    if (memory)
+        meet(memory, memory->received, &memory->use.receives, first, count);
 }

@@ -6,7 +6,6 @@
  */
 #include "core/ghost.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 struct blas_handle {
@@ -14,49 +13,13 @@ struct blas_handle {
     int math_mode, pointer_mode;
 };
 
-API status cublasCreate_v2(void **handle) { return ghost_new_handle(handle, sizeof(struct blas_handle)); }
-
-API status cublasDestroy_v2(void *handle)
-{
-    free(handle);
-    return SUCCESS;
-}
-
-API status cublasSetStream_v2(struct blas_handle *handle, void *stream)
-{
-    handle->stream = stream;
-    return SUCCESS;
-}
-
-API status cublasGetStream_v2(struct blas_handle *handle, void **stream)
-{
-    *stream = handle->stream;
-    return SUCCESS;
-}
-
-API status cublasGetMathMode(struct blas_handle *handle, int *mode)
-{
-    *mode = handle->math_mode;
-    return SUCCESS;
-}
-
-API status cublasSetMathMode(struct blas_handle *handle, int mode)
-{
-    handle->math_mode = mode;
-    return SUCCESS;
-}
-
-API status cublasGetPointerMode_v2(struct blas_handle *handle, int *mode)
-{
-    *mode = handle->pointer_mode;
-    return SUCCESS;
-}
-
-API status cublasSetPointerMode_v2(struct blas_handle *handle, int mode)
-{
-    handle->pointer_mode = mode;
-    return SUCCESS;
-}
+HANDLE(cublasCreate_v2, cublasDestroy_v2, struct blas_handle)
+ENTRY(cublasSetStream_v2(struct blas_handle *handle, void *stream), handle->stream = stream)
+ENTRY(cublasGetStream_v2(struct blas_handle *handle, void **stream), *stream = handle->stream)
+ENTRY(cublasGetMathMode(struct blas_handle *handle, int *mode), *mode = handle->math_mode)
+ENTRY(cublasSetMathMode(struct blas_handle *handle, int mode), handle->math_mode = mode)
+ENTRY(cublasGetPointerMode_v2(struct blas_handle *handle, int *mode), *mode = handle->pointer_mode)
+ENTRY(cublasSetPointerMode_v2(struct blas_handle *handle, int mode), handle->pointer_mode = mode)
 
 API status cublasSetWorkspace_v2(void *handle, void *workspace, size_t size) { return SUCCESS; }
 
@@ -65,18 +28,12 @@ API status cublasSetWorkspace_v2(void *handle, void *workspace, size_t size) { r
 /* Dot products, norms, sums and extreme indices write one number where `result` points: to the
  * device, or, in host pointer mode, to the host. */
 #define DOT(name, type)                                                                                      \
-    API status name(void *handle, int n, const void *x, int x_step, const void *y, int y_step, type *result) \
-    {                                                                                                        \
-        write_result(result, sizeof *result);                                                                \
-        return SUCCESS;                                                                                      \
-    }
+    ENTRY(name(void *handle, int n, const void *x, int x_step, const void *y, int y_step, type *result),     \
+          write_result(result, sizeof *result))
 
 #define REDUCTION(name, type)                                                                                \
-    API status name(void *handle, int n, const void *x, int x_step, type *result)                            \
-    {                                                                                                        \
-        write_result(result, sizeof *result);                                                                \
-        return SUCCESS;                                                                                      \
-    }
+    ENTRY(name(void *handle, int n, const void *x, int x_step, type *result),                                \
+          write_result(result, sizeof *result))
 
 typedef struct {
     float re, im;
@@ -108,37 +65,25 @@ REDUCTION(cublasIdamin_v2, int)
 REDUCTION(cublasIcamin_v2, int)
 REDUCTION(cublasIzamin_v2, int)
 
-API status cublasDotEx(void *handle, int n, const void *x, int x_type, int x_step, const void *y, int y_type,
-                       int y_step, void *result, int result_type, int execution_type)
-{
-    write_result(result, data_type_width(result_type));
-    return SUCCESS;
-}
+ENTRY(cublasDotEx(void *handle, int n, const void *x, int x_type, int x_step, const void *y, int y_type,
+                  int y_step, void *result, int result_type, int execution_type),
+      write_result(result, data_type_width(result_type)))
 
 /* Batched factorizations report a bad argument through `info`, on the host; the arrays of matrices
  * and of singular pivots are on the device. */
 #define BATCHED_QR(name)                                                                                     \
-    API status name(void *handle, int m, int n, void *a, int a_step, void *tau, int *info, int batch)        \
-    {                                                                                                        \
-        write_result(info, sizeof *info);                                                                    \
-        return SUCCESS;                                                                                      \
-    }
+    ENTRY(name(void *handle, int m, int n, void *a, int a_step, void *tau, int *info, int batch),            \
+          write_result(info, sizeof *info))
 
 #define BATCHED_LEAST_SQUARES(name)                                                                          \
-    API status name(void *handle, int trans, int m, int n, int columns, void *a, int a_step, void *c,        \
-                    int c_step, int *info, int *device_info, int batch)                                      \
-    {                                                                                                        \
-        write_result(info, sizeof *info);                                                                    \
-        return SUCCESS;                                                                                      \
-    }
+    ENTRY(name(void *handle, int trans, int m, int n, int columns, void *a, int a_step, void *c, int c_step, \
+               int *info, int *device_info, int batch),                                                      \
+          write_result(info, sizeof *info))
 
 #define BATCHED_SOLVE(name)                                                                                  \
-    API status name(void *handle, int trans, int n, int columns, const void *a, int a_step,                  \
-                    const int *pivots, void *b, int b_step, int *info, int batch)                            \
-    {                                                                                                        \
-        write_result(info, sizeof *info);                                                                    \
-        return SUCCESS;                                                                                      \
-    }
+    ENTRY(name(void *handle, int trans, int n, int columns, const void *a, int a_step, const int *pivots,    \
+               void *b, int b_step, int *info, int batch),                                                   \
+          write_result(info, sizeof *info))
 
 BATCHED_QR(cublasSgeqrfBatched)
 BATCHED_QR(cublasDgeqrfBatched)
@@ -176,54 +121,30 @@ API size_t cublasLtGetVersion(void)
     return CUDA_VERSION >= 13000 ? 130101 : 120804; /* those of CUDA 13.0 and 12.8 */
 }
 
-API status cublasLtCreate(void **handle) { return ghost_new_handle(handle, sizeof(struct blas_handle)); }
-API status cublasLtDestroy(void *handle) { return cublasDestroy_v2(handle); }
+HANDLE(cublasLtCreate, cublasLtDestroy, struct blas_handle)
+OPAQUE(cublasLtMatmulPreferenceCreate, cublasLtMatmulPreferenceDestroy)
 
 API status cublasLtMatmulDescCreate(void **description, int compute_type, int scale_type)
 {
     return ghost_new_handle(description, 64);
 }
 
-API status cublasLtMatmulDescDestroy(void *description)
-{
-    free(description);
-    return SUCCESS;
-}
+ENTRY(cublasLtMatmulDescDestroy(void *description), free(description))
 
 API status cublasLtMatrixLayoutCreate(void **layout, int type, uint64_t rows, uint64_t columns, int64_t step)
 {
     return ghost_new_handle(layout, 64);
 }
 
-API status cublasLtMatrixLayoutDestroy(void *layout)
-{
-    free(layout);
-    return SUCCESS;
-}
-
-API status cublasLtMatmulPreferenceCreate(void **preference) { return ghost_new_handle(preference, 64); }
-
-API status cublasLtMatmulPreferenceDestroy(void *preference)
-{
-    free(preference);
-    return SUCCESS;
-}
+ENTRY(cublasLtMatrixLayoutDestroy(void *layout), free(layout))
 
 API status cublasLtMatmulDescSetAttribute(void *description, int attribute, const void *value, size_t size)
 {
     return SUCCESS;
 }
 
-API status cublasLtMatrixLayoutSetAttribute(void *layout, int attribute, const void *value, size_t size)
-{
-    return SUCCESS;
-}
-
-API status cublasLtMatmulPreferenceSetAttribute(void *preference, int attribute, const void *value,
-                                                size_t size)
-{
-    return SUCCESS;
-}
+ALSO(cublasLtMatrixLayoutSetAttribute, cublasLtMatmulDescSetAttribute)
+ALSO(cublasLtMatmulPreferenceSetAttribute, cublasLtMatmulDescSetAttribute)
 
 /* Source: cublasLt.h 12.8 and 13.0, cublasLtMatmulHeuristicResult_t. */
 struct heuristic_result {
@@ -249,19 +170,12 @@ API status cublasLtMatmulAlgoGetHeuristic(void *handle, void *description, void 
     return SUCCESS;
 }
 
-API status cublasLtMatmulAlgoCheck(void *handle, void *description, void *a, void *b, void *c, void *d,
-                                   const void *algorithm, struct heuristic_result *result)
-{
-    *result = ANY_ALGORITHM;
-    return SUCCESS;
-}
-
-API status cublasLtMatmulAlgoInit(void *handle, int compute_type, int scale_type, int a_type, int b_type,
-                                  int c_type, int d_type, int algorithm_id, uint64_t *algorithm)
-{
-    memset(algorithm, 0, sizeof ANY_ALGORITHM.algorithm);
-    return SUCCESS;
-}
+ENTRY(cublasLtMatmulAlgoCheck(void *handle, void *description, void *a, void *b, void *c, void *d,
+                              const void *algorithm, struct heuristic_result *result),
+      *result = ANY_ALGORITHM)
+ENTRY(cublasLtMatmulAlgoInit(void *handle, int compute_type, int scale_type, int a_type, int b_type,
+                             int c_type, int d_type, int algorithm_id, uint64_t *algorithm),
+      memset(algorithm, 0, sizeof ANY_ALGORITHM.algorithm))
 
 API status cublasLtMatmulAlgoConfigGetAttribute(const void *algorithm, int attribute, void *value,
                                                 size_t size, size_t *written)

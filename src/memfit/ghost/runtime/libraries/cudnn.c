@@ -3,7 +3,6 @@
 
 #include <stdarg.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 API size_t cudnnGetVersion(void) { return CUDNN_VERSION; }
@@ -36,47 +35,20 @@ struct dnn_handle {
     void *stream;
 };
 
-API status cudnnCreate(void **handle) { return ghost_new_handle(handle, sizeof(struct dnn_handle)); }
-
-API status cudnnDestroy(void *handle)
-{
-    free(handle);
-    return SUCCESS;
-}
-
-API status cudnnSetStream(struct dnn_handle *handle, void *stream)
-{
-    handle->stream = stream;
-    return SUCCESS;
-}
-
-API status cudnnGetStream(struct dnn_handle *handle, void **stream)
-{
-    *stream = handle->stream;
-    return SUCCESS;
-}
+HANDLE(cudnnCreate, cudnnDestroy, struct dnn_handle)
+ENTRY(cudnnSetStream(struct dnn_handle *handle, void *stream), handle->stream = stream)
+ENTRY(cudnnGetStream(struct dnn_handle *handle, void **stream), *stream = handle->stream)
 
 /* ---- Descriptors that are never read --------------------------------------------------------- */
 
-#define DESCRIPTOR(Kind, size)                                                                               \
-    API status cudnnCreate##Kind##Descriptor(void **descriptor)                                              \
-    {                                                                                                        \
-        return ghost_new_handle(descriptor, size);                                                           \
-    }                                                                                                        \
-    API status cudnnDestroy##Kind##Descriptor(void *descriptor)                                              \
-    {                                                                                                        \
-        free(descriptor);                                                                                    \
-        return SUCCESS;                                                                                      \
-    }
-
-DESCRIPTOR(Activation, 1)
-DESCRIPTOR(Pooling, 1)
-DESCRIPTOR(SpatialTransformer, 1)
+DESCRIPTOR(Activation, char)
+DESCRIPTOR(Pooling, char)
+DESCRIPTOR(SpatialTransformer, char)
 
 /* ---- Tensors and filters --------------------------------------------------------------------- */
 
-DESCRIPTOR(Tensor, sizeof(struct tensor))
-DESCRIPTOR(Filter, sizeof(struct tensor))
+DESCRIPTOR(Tensor, struct tensor)
+DESCRIPTOR(Filter, struct tensor)
 
 API status cudnnSetTensorNdDescriptor(struct tensor *tensor, int data_type, int dimensions, const int *sizes,
                                       const int *strides)

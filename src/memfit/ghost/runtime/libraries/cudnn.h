@@ -40,6 +40,8 @@ struct convolution {
     int fused; /* further operations in the same graph: bias, activation */
 };
 
+#define DESCRIPTOR(Kind, type) HANDLE(cudnnCreate##Kind##Descriptor, cudnnDestroy##Kind##Descriptor, type)
+
 /* Text that grows as it is written. `cut`: part of it is missing. */
 struct text {
     ARRAY(char); /* count: without the final 0 */

@@ -1,8 +1,6 @@
 /* Convolutions: the question about a workspace, and the older API (TORCH_CUDNN_V8_API_DISABLED=1). */
 #include "libraries/cudnn.h"
 
-#include <stdlib.h>
-
 uint64_t convolution_workspace(const struct convolution *convolution)
 {
     static const char *const operations[] = {"forward", "data gradient", "weight gradient"};
@@ -21,16 +19,7 @@ uint64_t convolution_workspace(const struct convolution *convolution)
 
 /* ---- The descriptor -------------------------------------------------------------------------- */
 
-API status cudnnCreateConvolutionDescriptor(void **descriptor)
-{
-    return ghost_new_handle(descriptor, sizeof(struct convolution));
-}
-
-API status cudnnDestroyConvolutionDescriptor(void *descriptor)
-{
-    free(descriptor);
-    return SUCCESS;
-}
+DESCRIPTOR(Convolution, struct convolution)
 
 API status cudnnSetConvolutionNdDescriptor(struct convolution *convolution, int spatial, const int *padding,
                                            const int *stride, const int *dilation, int mode, int compute_type)

@@ -2,35 +2,17 @@
  * float32 and no target is longer than 255 or than its input (aten/src/ATen/native/cudnn/LossCTC.cpp). */
 #include "libraries/cudnn.h"
 
-#include <stdlib.h>
-
 struct ctc {
     int data_type, longest; /* longest: length of the longest label, if the descriptor has it */
 };
 
-API status cudnnCreateCTCLossDescriptor(void **descriptor)
-{
-    return ghost_new_handle(descriptor, sizeof(struct ctc));
-}
+DESCRIPTOR(CTCLoss, struct ctc)
 
-API status cudnnDestroyCTCLossDescriptor(void *descriptor)
-{
-    free(descriptor);
-    return SUCCESS;
-}
-
-API status cudnnSetCTCLossDescriptorEx(struct ctc *ctc, int data_type, int normalization, int gradient)
-{
-    *ctc = (struct ctc){.data_type = data_type};
-    return SUCCESS;
-}
-
-API status cudnnSetCTCLossDescriptor_v9(struct ctc *ctc, int data_type, int normalization, int gradient,
-                                        int longest)
-{
-    *ctc = (struct ctc){data_type, longest};
-    return SUCCESS;
-}
+ENTRY(cudnnSetCTCLossDescriptorEx(struct ctc *ctc, int data_type, int normalization, int gradient),
+      *ctc = (struct ctc){.data_type = data_type})
+ENTRY(cudnnSetCTCLossDescriptor_v9(struct ctc *ctc, int data_type, int normalization, int gradient,
+                                   int longest),
+      *ctc = (struct ctc){data_type, longest})
 
 static status ctc_workspace(const struct tensor *probabilities, int longest, int algorithm, size_t *size)
 {

@@ -12,8 +12,6 @@
  */
 #include "libraries/cudnn.h"
 
-#include <stdlib.h>
-
 /* Source: cudnn_adv.h 9.24. */
 enum cell { CELL_RELU = 0, CELL_TANH = 1, CELL_LSTM = 2, CELL_GRU = 3 };
 enum bias { BIAS_NONE = 0, BIAS_INPUT = 1, BIAS_BOTH = 2, BIAS_RECURRENT = 3 };
@@ -31,20 +29,9 @@ struct sequences {
     int64_t longest, batch, vector, elements; /* elements: vectors in the buffer */
 };
 
-#define OWN_DESCRIPTOR(Kind, type)                                                                           \
-    API status cudnnCreate##Kind##Descriptor(void **descriptor)                                              \
-    {                                                                                                        \
-        return ghost_new_handle(descriptor, sizeof(type));                                                   \
-    }                                                                                                        \
-    API status cudnnDestroy##Kind##Descriptor(void *descriptor)                                              \
-    {                                                                                                        \
-        free(descriptor);                                                                                    \
-        return SUCCESS;                                                                                      \
-    }
-
-OWN_DESCRIPTOR(RNN, struct recurrent)
-OWN_DESCRIPTOR(RNNData, struct sequences)
-OWN_DESCRIPTOR(Dropout, char)
+DESCRIPTOR(RNN, struct recurrent)
+DESCRIPTOR(RNNData, struct sequences)
+DESCRIPTOR(Dropout, char)
 
 API status cudnnSetRNNDescriptor_v8(struct recurrent *rnn, int algorithm, int cell, int bias,
                                     int bidirectional, int input_mode, int data_type, int math_precision,
@@ -136,11 +123,8 @@ static int64_t weights_of(const struct recurrent *rnn)
     return matrices + pseudo_layers_of(rnn) * biases_of(rnn);
 }
 
-API status cudnnGetRNNWeightSpaceSize(void *handle, struct recurrent *rnn, size_t *size)
-{
-    *size = (size_t)(weights_of(rnn) * bytes_of(rnn->data_type));
-    return SUCCESS;
-}
+ENTRY(cudnnGetRNNWeightSpaceSize(void *handle, struct recurrent *rnn, size_t *size),
+      *size = (size_t)(weights_of(rnn) * bytes_of(rnn->data_type)))
 
 /* Set a descriptor to a matrix of one page, and its address; both are empty if there is no such matrix. */
 static void set_weight(struct tensor *tensor, void **address, const struct recurrent *rnn, const char *space,

@@ -58,6 +58,9 @@ static void assumed(void)
 }
 
 /* In elements, as an int; a larger size is refused, as the library does. */
+#define IN_ELEMENTS(prototype, elements)                                                                     \
+    API status prototype { return in_elements(size, elements); }
+
 static status in_elements(int *out, int64_t elements)
 {
     assumed();
@@ -68,83 +71,57 @@ static status in_elements(int *out, int64_t elements)
 }
 
 /* In bytes; nothing on the host. */
-static status in_bytes(size_t *on_device, size_t *on_host, int64_t elements, int data_type)
-{
-    assumed();
-    *on_device = (size_t)most(1, elements) * data_type_width(data_type);
-    *on_host = 0;
-    return SUCCESS;
-}
+#define IN_BYTES(prototype, elements)                                                                        \
+    API status prototype                                                                                     \
+    {                                                                                                        \
+        assumed();                                                                                           \
+        *on_device = (size_t)most(1, elements) * data_type_width(a_type);                                    \
+        *on_host = 0;                                                                                        \
+        return SUCCESS;                                                                                      \
+    }
 
 /* The routines that exist once per type: S, D, C and Z. LAPACK names them or and sy for
  * real matrices, un and he for complex ones. */
 #define ROUTINES(T, q, sy, width)                                                                            \
-    API status cusolverDn##T##potrf_bufferSize(void *handle, int uplo, int n, void *a, int lda, int *size)   \
-    {                                                                                                        \
-        return in_elements(size, panel(n));                                                                  \
-    }                                                                                                        \
-    API status cusolverDn##T##getrf_bufferSize(void *handle, int m, int n, void *a, int lda, int *size)      \
-    {                                                                                                        \
-        return in_elements(size, panel(n));                                                                  \
-    }                                                                                                        \
-    API status cusolverDn##T##geqrf_bufferSize(void *handle, int m, int n, void *a, int lda, int *size)      \
-    {                                                                                                        \
-        return in_elements(size, geqrf(m, n, width));                                                        \
-    }                                                                                                        \
-    API status cusolverDn##T##q##gqr_bufferSize(void *handle, int m, int n, int k, const void *a, int lda,   \
-                                                const void *tau, int *size)                                  \
-    {                                                                                                        \
-        return in_elements(size, orgqr(n));                                                                  \
-    }                                                                                                        \
-    API status cusolverDn##T##q##mqr_bufferSize(void *handle, int side, int operation, int m, int n, int k,  \
-                                                const void *a, int lda, const void *tau, const void *c,      \
-                                                int ldc, int *size)                                          \
-    {                                                                                                        \
-        return in_elements(size, apply_q(side, m, n));                                                       \
-    }                                                                                                        \
-    API status cusolverDn##T##sytrf_bufferSize(void *handle, int n, void *a, int lda, int *size)             \
-    {                                                                                                        \
-        return in_elements(size, panel(n));                                                                  \
-    }                                                                                                        \
-    API status cusolverDn##T##gesvd_bufferSize(void *handle, int m, int n, int *size)                        \
-    {                                                                                                        \
-        return in_elements(size, gesvd(m, n));                                                               \
-    }                                                                                                        \
-    API status cusolverDn##T##gesvdj_bufferSize(void *handle, int vectors, int economy, int m, int n,        \
-                                                const void *a, int lda, const void *s, const void *u,        \
-                                                int ldu, const void *v, int ldv, int *size, void *settings)  \
-    {                                                                                                        \
-        return in_elements(size, gesvdj(m, n));                                                              \
-    }                                                                                                        \
-    API status cusolverDn##T##gesvdjBatched_bufferSize(                                                      \
-        void *handle, int vectors, int m, int n, const void *a, int lda, const void *s, const void *u,       \
-        int ldu, const void *v, int ldv, int *size, void *settings, int batch)                               \
-    {                                                                                                        \
-        return in_elements(size, jacobi(m, n, batch));                                                       \
-    }                                                                                                        \
-    API status cusolverDn##T##gesvdaStridedBatched_bufferSize(                                               \
-        void *handle, int vectors, int rank, int m, int n, const void *a, int lda, long long a_step,         \
-        const void *s, long long s_step, const void *u, int ldu, long long u_step, const void *v, int ldv,   \
-        long long v_step, int *size, int batch)                                                              \
-    {                                                                                                        \
-        return in_elements(size, jacobi(m, n, batch));                                                       \
-    }                                                                                                        \
-    API status cusolverDn##T##sy##evd_bufferSize(void *handle, int vectors, int uplo, int n, const void *a,  \
-                                                 int lda, const void *w, int *size)                          \
-    {                                                                                                        \
-        return in_elements(size, syevd(n));                                                                  \
-    }                                                                                                        \
-    API status cusolverDn##T##sy##evj_bufferSize(void *handle, int vectors, int uplo, int n, const void *a,  \
-                                                 int lda, const void *w, int *size, void *settings)          \
-    {                                                                                                        \
-        return in_elements(size, jacobi(n, n, 1));                                                           \
-    }                                                                                                        \
-    API status cusolverDn##T##sy##evjBatched_bufferSize(void *handle, int vectors, int uplo, int n,          \
-                                                        const void *a, int lda, const void *w, int *size,    \
-                                                        void *settings, int batch)                           \
-    {                                                                                                        \
-        return in_elements(size, jacobi(n, n, batch));                                                       \
-    }
+    IN_ELEMENTS(cusolverDn##T##potrf_bufferSize(void *handle, int uplo, int n, void *a, int lda, int *size), \
+                panel(n))                                                                                    \
+    IN_ELEMENTS(cusolverDn##T##getrf_bufferSize(void *handle, int m, int n, void *a, int lda, int *size),    \
+                panel(n))                                                                                    \
+    IN_ELEMENTS(cusolverDn##T##geqrf_bufferSize(void *handle, int m, int n, void *a, int lda, int *size),    \
+                geqrf(m, n, width))                                                                          \
+    IN_ELEMENTS(cusolverDn##T##q##gqr_bufferSize(void *handle, int m, int n, int k, const void *a, int lda,  \
+                                                 const void *tau, int *size),                                \
+                orgqr(n))                                                                                    \
+    IN_ELEMENTS(cusolverDn##T##q##mqr_bufferSize(void *handle, int side, int operation, int m, int n, int k, \
+                                                 const void *a, int lda, const void *tau, const void *c,     \
+                                                 int ldc, int *size),                                        \
+                apply_q(side, m, n))                                                                         \
+    IN_ELEMENTS(cusolverDn##T##sytrf_bufferSize(void *handle, int n, void *a, int lda, int *size), panel(n)) \
+    IN_ELEMENTS(cusolverDn##T##gesvd_bufferSize(void *handle, int m, int n, int *size), gesvd(m, n))         \
+    IN_ELEMENTS(                                                                                             \
+        cusolverDn##T##gesvdj_bufferSize(void *handle, int vectors, int economy, int m, int n,               \
+                                         const void *a, int lda, const void *s, const void *u, int ldu,      \
+                                         const void *v, int ldv, int *size, void *settings),                 \
+        gesvdj(m, n))                                                                                        \
+    IN_ELEMENTS(cusolverDn##T##gesvdjBatched_bufferSize(                                                     \
+                    void *handle, int vectors, int m, int n, const void *a, int lda, const void *s,          \
+                    const void *u, int ldu, const void *v, int ldv, int *size, void *settings, int batch),   \
+                jacobi(m, n, batch))                                                                         \
+    IN_ELEMENTS(cusolverDn##T##gesvdaStridedBatched_bufferSize(                                              \
+                    void *handle, int vectors, int rank, int m, int n, const void *a, int lda,               \
+                    long long a_step, const void *s, long long s_step, const void *u, int ldu,               \
+                    long long u_step, const void *v, int ldv, long long v_step, int *size, int batch),       \
+                jacobi(m, n, batch))                                                                         \
+    IN_ELEMENTS(cusolverDn##T##sy##evd_bufferSize(void *handle, int vectors, int uplo, int n, const void *a, \
+                                                  int lda, const void *w, int *size),                        \
+                syevd(n))                                                                                    \
+    IN_ELEMENTS(cusolverDn##T##sy##evj_bufferSize(void *handle, int vectors, int uplo, int n, const void *a, \
+                                                  int lda, const void *w, int *size, void *settings),        \
+                jacobi(n, n, 1))                                                                             \
+    IN_ELEMENTS(cusolverDn##T##sy##evjBatched_bufferSize(void *handle, int vectors, int uplo, int n,         \
+                                                         const void *a, int lda, const void *w, int *size,   \
+                                                         void *settings, int batch),                         \
+                jacobi(n, n, batch))
 
 ROUTINES(S, or, sy, 4)
 ROUTINES(D, or, sy, 8)
@@ -153,47 +130,30 @@ ROUTINES(Z, un, he, 16)
 
 /* The routines that take the type as an argument. */
 
-API status cusolverDnXpotrf_bufferSize(void *handle, void *settings, int uplo, int64_t n, int a_type,
-                                       const void *a, int64_t lda, int compute_type, size_t *on_device,
-                                       size_t *on_host)
-{
-    return in_bytes(on_device, on_host, panel(n), a_type);
-}
-
-API status cusolverDnXgeqrf_bufferSize(void *handle, void *settings, int64_t m, int64_t n, int a_type,
-                                       const void *a, int64_t lda, int tau_type, const void *tau,
-                                       int compute_type, size_t *on_device, size_t *on_host)
-{
-    return in_bytes(on_device, on_host, geqrf(m, n, (int64_t)data_type_width(a_type)), a_type);
-}
-
-API status cusolverDnXsytrs_bufferSize(void *handle, int uplo, int64_t n, int64_t columns, int a_type,
-                                       const void *a, int64_t lda, const int64_t *pivots, int b_type, void *b,
-                                       int64_t ldb, size_t *on_device, size_t *on_host)
-{
-    return in_bytes(on_device, on_host, panel(columns), a_type);
-}
-
-API status cusolverDnXsyevd_bufferSize(void *handle, void *settings, int vectors, int uplo, int64_t n,
-                                       int a_type, const void *a, int64_t lda, int w_type, const void *w,
-                                       int compute_type, size_t *on_device, size_t *on_host)
-{
-    return in_bytes(on_device, on_host, syevd(n), a_type);
-}
-
-API status cusolverDnXsyevBatched_bufferSize(void *handle, void *settings, int vectors, int uplo, int64_t n,
-                                             int a_type, const void *a, int64_t lda, int w_type,
-                                             const void *w, int compute_type, size_t *on_device,
-                                             size_t *on_host, int64_t batch)
-{
-    return in_bytes(on_device, on_host, syev_batched(n, batch), a_type);
-}
-
-API status cusolverDnXgeev_bufferSize(void *handle, void *settings, int left, int right, int64_t n,
-                                      int a_type, const void *a, int64_t lda, int w_type, const void *w,
-                                      int left_type, const void *left_vectors, int64_t left_step,
-                                      int right_type, const void *right_vectors, int64_t right_step,
-                                      int compute_type, size_t *on_device, size_t *on_host)
-{
-    return in_bytes(on_device, on_host, geev(n), a_type);
-}
+IN_BYTES(cusolverDnXpotrf_bufferSize(void *handle, void *settings, int uplo, int64_t n, int a_type,
+                                     const void *a, int64_t lda, int compute_type, size_t *on_device,
+                                     size_t *on_host),
+         panel(n))
+IN_BYTES(cusolverDnXgeqrf_bufferSize(void *handle, void *settings, int64_t m, int64_t n, int a_type,
+                                     const void *a, int64_t lda, int tau_type, const void *tau,
+                                     int compute_type, size_t *on_device, size_t *on_host),
+         geqrf(m, n, (int64_t)data_type_width(a_type)))
+IN_BYTES(cusolverDnXsytrs_bufferSize(void *handle, int uplo, int64_t n, int64_t columns, int a_type,
+                                     const void *a, int64_t lda, const int64_t *pivots, int b_type, void *b,
+                                     int64_t ldb, size_t *on_device, size_t *on_host),
+         panel(columns))
+IN_BYTES(cusolverDnXsyevd_bufferSize(void *handle, void *settings, int vectors, int uplo, int64_t n,
+                                     int a_type, const void *a, int64_t lda, int w_type, const void *w,
+                                     int compute_type, size_t *on_device, size_t *on_host),
+         syevd(n))
+IN_BYTES(cusolverDnXsyevBatched_bufferSize(void *handle, void *settings, int vectors, int uplo, int64_t n,
+                                           int a_type, const void *a, int64_t lda, int w_type, const void *w,
+                                           int compute_type, size_t *on_device, size_t *on_host,
+                                           int64_t batch),
+         syev_batched(n, batch))
+IN_BYTES(cusolverDnXgeev_bufferSize(void *handle, void *settings, int left, int right, int64_t n, int a_type,
+                                    const void *a, int64_t lda, int w_type, const void *w, int left_type,
+                                    const void *left_vectors, int64_t left_step, int right_type,
+                                    const void *right_vectors, int64_t right_step, int compute_type,
+                                    size_t *on_device, size_t *on_host),
+         geev(n))

@@ -58,9 +58,9 @@ API status cusparseCreateDnVec(void **vector, int64_t size, void *values, int va
     return ghost_new_handle(vector, 64);
 }
 
-API status cusparseDestroySpMat(void *matrix) { return ghost_end_handle(matrix); }
-API status cusparseDestroyDnMat(void *matrix) { return ghost_end_handle(matrix); }
-API status cusparseDestroyDnVec(void *vector) { return ghost_end_handle(vector); }
+ENTRY(cusparseDestroySpMat(void *matrix), free(matrix))
+ALSO(cusparseDestroyDnMat, cusparseDestroySpMat)
+ALSO(cusparseDestroyDnVec, cusparseDestroySpMat)
 
 API status cusparseSpMatGetSize(const struct sparse_matrix *matrix, int64_t *rows, int64_t *columns,
                                 int64_t *entries)
@@ -84,87 +84,47 @@ static size_t work_size(int64_t rows, int64_t entries)
     return bytes;
 }
 
-static status work_for(const struct sparse_matrix *matrix, size_t *size)
-{
-    *size = work_size(matrix->rows, matrix->entries);
-    return SUCCESS;
-}
-
-API status cusparseSpMM_bufferSize(void *handle, int a_operation, int b_operation, const void *alpha,
-                                   const struct sparse_matrix *a, void *b, const void *beta, void *c,
-                                   int compute_type, int algorithm, size_t *size)
-{
-    return work_for(a, size);
-}
-
-API status cusparseSpMV_bufferSize(void *handle, int operation, const void *alpha,
-                                   const struct sparse_matrix *a, void *x, const void *beta, void *y,
-                                   int compute_type, int algorithm, size_t *size)
-{
-    return work_for(a, size);
-}
-
-API status cusparseSDDMM_bufferSize(void *handle, int a_operation, int b_operation, const void *alpha,
-                                    void *a, void *b, const void *beta, const struct sparse_matrix *c,
-                                    int compute_type, int algorithm, size_t *size)
-{
-    return work_for(c, size);
-}
-
-API status cusparseSpSM_bufferSize(void *handle, int a_operation, int b_operation, const void *alpha,
-                                   const struct sparse_matrix *a, void *b, void *c, int compute_type,
-                                   int algorithm, void *solver, size_t *size)
-{
-    return work_for(a, size);
-}
-
-API status cusparseSpSV_bufferSize(void *handle, int operation, const void *alpha,
-                                   const struct sparse_matrix *a, void *x, void *y, int compute_type,
-                                   int algorithm, void *solver, size_t *size)
-{
-    return work_for(a, size);
-}
-
-API status cusparseXcsrsort_bufferSizeExt(void *handle, int rows, int columns, int entries,
-                                          const int *offsets, const int *indices, size_t *size)
-{
-    *size = work_size(rows, entries);
-    return SUCCESS;
-}
-
-API status cusparseXcoosort_bufferSizeExt(void *handle, int rows, int columns, int entries,
-                                          const int *row_indices, const int *column_indices, size_t *size)
-{
-    *size = work_size(rows, entries);
-    return SUCCESS;
-}
+ENTRY(cusparseSpMM_bufferSize(void *handle, int a_operation, int b_operation, const void *alpha,
+                              const struct sparse_matrix *a, void *b, const void *beta, void *c,
+                              int compute_type, int algorithm, size_t *size),
+      *size = work_size(a->rows, a->entries))
+ENTRY(cusparseSpMV_bufferSize(void *handle, int operation, const void *alpha, const struct sparse_matrix *a,
+                              void *x, const void *beta, void *y, int compute_type, int algorithm,
+                              size_t *size),
+      *size = work_size(a->rows, a->entries))
+ENTRY(cusparseSDDMM_bufferSize(void *handle, int a_operation, int b_operation, const void *alpha, void *a,
+                               void *b, const void *beta, const struct sparse_matrix *c, int compute_type,
+                               int algorithm, size_t *size),
+      *size = work_size(c->rows, c->entries))
+ENTRY(cusparseSpSM_bufferSize(void *handle, int a_operation, int b_operation, const void *alpha,
+                              const struct sparse_matrix *a, void *b, void *c, int compute_type,
+                              int algorithm, void *solver, size_t *size),
+      *size = work_size(a->rows, a->entries))
+ENTRY(cusparseSpSV_bufferSize(void *handle, int operation, const void *alpha, const struct sparse_matrix *a,
+                              void *x, void *y, int compute_type, int algorithm, void *solver, size_t *size),
+      *size = work_size(a->rows, a->entries))
+ENTRY(cusparseXcsrsort_bufferSizeExt(void *handle, int rows, int columns, int entries, const int *offsets,
+                                     const int *indices, size_t *size),
+      *size = work_size(rows, entries))
+ALSO(cusparseXcoosort_bufferSizeExt, cusparseXcsrsort_bufferSizeExt)
 
 /* The older solvers for matrices of blocks, once per type. */
 #define BLOCKS(T)                                                                                            \
-    API status cusparse##T##bsrsv2_bufferSize(void *handle, int direction, int operation, int rows,          \
-                                              int entries, void *type, void *values, const int *offsets,     \
-                                              const int *indices, int block, void *solver, int *size)        \
-    {                                                                                                        \
-        *size = (int)work_size(rows, entries);                                                               \
-        return SUCCESS;                                                                                      \
-    }                                                                                                        \
-    API status cusparse##T##bsrsm2_bufferSize(void *handle, int direction, int a_operation, int b_operation, \
-                                              int rows, int columns, int entries, void *type, void *values,  \
-                                              const int *offsets, const int *indices, int block,             \
-                                              void *solver, int *size)                                       \
-    {                                                                                                        \
-        *size = (int)work_size(rows, entries);                                                               \
-        return SUCCESS;                                                                                      \
-    }                                                                                                        \
-    API status cusparse##T##csrgeam2_bufferSizeExt(                                                          \
-        void *handle, int rows, int columns, const void *alpha, void *a_type, int a_entries,                 \
-        const void *a_values, const int *a_offsets, const int *a_indices, const void *beta, void *b_type,    \
-        int b_entries, const void *b_values, const int *b_offsets, const int *b_indices, void *c_type,       \
-        const void *c_values, const int *c_offsets, const int *c_indices, size_t *size)                      \
-    {                                                                                                        \
-        *size = work_size(rows, (int64_t)a_entries + b_entries);                                             \
-        return SUCCESS;                                                                                      \
-    }
+    ENTRY(cusparse##T##bsrsv2_bufferSize(void *handle, int direction, int operation, int rows, int entries,  \
+                                         void *type, void *values, const int *offsets, const int *indices,   \
+                                         int block, void *solver, int *size),                                \
+          *size = (int)work_size(rows, entries))                                                             \
+    ENTRY(cusparse##T##bsrsm2_bufferSize(void *handle, int direction, int a_operation, int b_operation,      \
+                                         int rows, int columns, int entries, void *type, void *values,       \
+                                         const int *offsets, const int *indices, int block, void *solver,    \
+                                         int *size),                                                         \
+          *size = (int)work_size(rows, entries))                                                             \
+    ENTRY(cusparse##T##csrgeam2_bufferSizeExt(                                                               \
+              void *handle, int rows, int columns, const void *alpha, void *a_type, int a_entries,           \
+              const void *a_values, const int *a_offsets, const int *a_indices, const void *beta,            \
+              void *b_type, int b_entries, const void *b_values, const int *b_offsets, const int *b_indices, \
+              void *c_type, const void *c_values, const int *c_offsets, const int *c_indices, size_t *size), \
+          *size = work_size(rows, (int64_t)a_entries + b_entries))
 
 BLOCKS(S)
 BLOCKS(D)
@@ -172,16 +132,8 @@ BLOCKS(C)
 BLOCKS(Z)
 
 /* No pivot is zero: the matrices of systems are assumed to be regular. */
-API status cusparseXbsrsv2_zeroPivot(void *handle, void *solver, int *position)
-{
-    *position = -1;
-    return SUCCESS;
-}
-
-API status cusparseXbsrsm2_zeroPivot(void *handle, void *solver, int *position)
-{
-    return cusparseXbsrsv2_zeroPivot(handle, solver, position);
-}
+ENTRY(cusparseXbsrsv2_zeroPivot(void *handle, void *solver, int *position), *position = -1)
+ALSO(cusparseXbsrsm2_zeroPivot, cusparseXbsrsv2_zeroPivot)
 
 /* ---- Results whose size depends on the positions of entries ---------------------------------- */
 

@@ -3,7 +3,6 @@
 
 #include <limits.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/random.h>
 
@@ -21,11 +20,7 @@ struct config {
 };
 #define UNDEFINED INT_MIN /* nccl.h, NCCL_CONFIG_UNDEF_INT */
 
-API status ncclGetVersion(int *version)
-{
-    *version = NCCL_VERSION;
-    return SUCCESS;
-}
+ENTRY(ncclGetVersion(int *version), *version = NCCL_VERSION)
 
 API const char *ncclGetErrorString(int error)
 {
@@ -167,31 +162,11 @@ API status ncclCommDestroy(struct communicator *communicator)
     return SUCCESS;
 }
 
-API status ncclCommAbort(struct communicator *communicator) { return ncclCommDestroy(communicator); }
-
-API status ncclCommCount(const struct communicator *communicator, int *ranks)
-{
-    *ranks = communicator->ranks;
-    return SUCCESS;
-}
-
-API status ncclCommUserRank(const struct communicator *communicator, int *rank)
-{
-    *rank = communicator->rank;
-    return SUCCESS;
-}
-
-API status ncclCommCuDevice(const struct communicator *communicator, int *device)
-{
-    *device = ghost_current_device;
-    return SUCCESS;
-}
-
-API status ncclCommGetAsyncError(const struct communicator *communicator, int *error)
-{
-    *error = SUCCESS;
-    return SUCCESS;
-}
+ALSO(ncclCommAbort, ncclCommDestroy)
+ENTRY(ncclCommCount(const struct communicator *communicator, int *ranks), *ranks = communicator->ranks)
+ENTRY(ncclCommUserRank(const struct communicator *communicator, int *rank), *rank = communicator->rank)
+ENTRY(ncclCommCuDevice(const struct communicator *communicator, int *device), *device = ghost_current_device)
+ENTRY(ncclCommGetAsyncError(const struct communicator *communicator, int *error), *error = SUCCESS)
 
 API status ncclCommMemStats(const struct communicator *communicator, int which, uint64_t *value)
 {
@@ -200,18 +175,11 @@ API status ncclCommMemStats(const struct communicator *communicator, int which, 
     return SUCCESS;
 }
 
-API status ncclCommRegister(const struct communicator *communicator, void *buffer, size_t size, void **handle)
-{
-    *handle = buffer;
-    return SUCCESS;
-}
-
-API status ncclCommWindowRegister(struct communicator *communicator, void *buffer, size_t size, void **window,
-                                  int flags)
-{
-    *window = buffer;
-    return SUCCESS;
-}
+ENTRY(ncclCommRegister(const struct communicator *communicator, void *buffer, size_t size, void **handle),
+      *handle = buffer)
+ENTRY(ncclCommWindowRegister(struct communicator *communicator, void *buffer, size_t size, void **window,
+                             int flags),
+      *window = buffer)
 
 API status ncclRedOpCreatePreMulSum(int *operation, void *scalar, int type, int residence,
                                     struct communicator *communicator)

@@ -31,4 +31,36 @@ struct communicator {
     uint64_t messages[][2]; /* from and to each rank, so far */
 };
 
+/* ---- NCCL's buffers (libraries/communicator_memory.c) ---------------------------------------- */
+
+struct communicator_memory;
+/* Return the account of a new communicator; NULL without memory, which the others accept. */
+struct communicator_memory *communicator_memory(const struct ghost_communicator *use);
+void communicator_memory_end(struct communicator_memory *memory);
+/* Note that an all-reduce or another collective runs, or that this rank sends to `count` ranks from `first` on,
+ * or receives from them. */
+void communicator_reduces(struct communicator_memory *memory);
+void communicator_collects(struct communicator_memory *memory);
+void communicator_sends(struct communicator_memory *memory, int first, int count);
+void communicator_receives(struct communicator_memory *memory, int first, int count);
+
+/* ---- What ranks send each other (libraries/rank_exchange.c) ---------------------------------- */
+
+struct exchanged {
+    uint64_t each; /* bytes of each rank */
+    unsigned char *bytes, *known;
+};
+bool ranks_exist(void);
+/* Send bytes to every rank, and receive theirs, until exchange_end. False if a rank could not be reached. The
+ * arguments are those of ghost_exchange; `from` is a device address, or 0 for bytes that are not known. */
+bool exchange(const char *group, uint64_t call, int ranks, int rank, const void *sent, uint64_t bytes,
+              struct exchanged *received);
+bool exchange_device_bytes(const char *group, uint64_t call, int ranks, int rank, uint64_t from,
+                           uint64_t bytes, struct exchanged *received);
+/* Put the bytes from `at` on that a rank has sent into device memory. */
+void receive_exchanged(uint64_t to, const struct exchanged *received, int source, uint64_t at,
+                       uint64_t bytes);
+void exchange_end(struct exchanged *received);
+bool send_message(const struct message *message, uint64_t from, uint64_t bytes);
+
 #endif

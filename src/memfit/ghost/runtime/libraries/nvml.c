@@ -5,7 +5,6 @@
 #include "core/ghost.h"
 
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -24,31 +23,17 @@ API const char *nvmlErrorString(status error)
     return error == SUCCESS ? "success" : "not supported by memfit's ghost";
 }
 
-API status nvmlSystemGetCudaDriverVersion_v2(int *version)
-{
-    *version = CUDA_VERSION;
-    return SUCCESS;
-}
-
-API status nvmlSystemGetCudaDriverVersion(int *version) { return nvmlSystemGetCudaDriverVersion_v2(version); }
-
-API status nvmlSystemGetDriverVersion(char *text, unsigned capacity)
-{
-    snprintf(text, capacity, "memfit ghost");
-    return SUCCESS;
-}
+ENTRY(nvmlSystemGetCudaDriverVersion_v2(int *version), *version = CUDA_VERSION)
+ALSO(nvmlSystemGetCudaDriverVersion, nvmlSystemGetCudaDriverVersion_v2)
+ENTRY(nvmlSystemGetDriverVersion(char *text, unsigned capacity), snprintf(text, capacity, "memfit ghost"))
 
 /* ---- Devices --------------------------------------------------------------------------------- */
 
 /* NVML counts the machine's cards, before CUDA_VISIBLE_DEVICES picks some of them. A script that
  * picks card 3 expects it to exist, so then the machine reports as many cards as the ghost allows. */
-API status nvmlDeviceGetCount_v2(unsigned *count)
-{
-    *count = getenv("CUDA_VISIBLE_DEVICES") ? MAX_DEVICES : (unsigned)ghost_device_count;
-    return SUCCESS;
-}
-
-API status nvmlDeviceGetCount(unsigned *count) { return nvmlDeviceGetCount_v2(count); }
+ENTRY(nvmlDeviceGetCount_v2(unsigned *count),
+      *count = getenv("CUDA_VISIBLE_DEVICES") ? MAX_DEVICES : (unsigned)ghost_device_count)
+ALSO(nvmlDeviceGetCount, nvmlDeviceGetCount_v2)
 
 API status nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle)
 {
@@ -58,16 +43,8 @@ API status nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle)
     return SUCCESS;
 }
 
-API status nvmlDeviceGetHandleByIndex(unsigned index, void **handle)
-{
-    return nvmlDeviceGetHandleByIndex_v2(index, handle);
-}
-
-API status nvmlDeviceGetIndex(void *handle, unsigned *index)
-{
-    *index = (unsigned)index_of(handle);
-    return SUCCESS;
-}
+ALSO(nvmlDeviceGetHandleByIndex, nvmlDeviceGetHandleByIndex_v2)
+ENTRY(nvmlDeviceGetIndex(void *handle, unsigned *index), *index = (unsigned)index_of(handle))
 
 /* The bus is the device's number + 1, as in cudaDeviceGetPCIBusId. */
 API status nvmlDeviceGetHandleByPciBusId_v2(const char *bus_id, void **handle)
@@ -97,11 +74,8 @@ API status nvmlDeviceGetHandleByUUID(const char *uuid, void **handle)
     return NVML_NOT_FOUND;
 }
 
-API status nvmlDeviceGetName(void *handle, char *name, unsigned capacity)
-{
-    snprintf(name, capacity, "%s", ghost_spec.name);
-    return SUCCESS;
-}
+ENTRY(nvmlDeviceGetName(void *handle, char *name, unsigned capacity),
+      snprintf(name, capacity, "%s", ghost_spec.name))
 
 /* ---- Use ------------------------------------------------------------------------------------- */
 
@@ -114,18 +88,14 @@ API status nvmlDeviceGetMemoryInfo(void *handle, struct memory_info *info)
     int device = index_of(handle);
     if (device < 0 || device >= MAX_DEVICES)
         return NVML_INVALID_ARGUMENT;
-    ghost_lock();
+    HOLD_LOCK;
     uint64_t total = ghost_spec.total_bytes, used = capacity_used(device);
-    ghost_unlock();
     *info = (struct memory_info){total, used < total ? total - used : 0, used};
     return SUCCESS;
 }
 
-API status nvmlDeviceGetUtilizationRates(void *handle, unsigned *gpu_and_memory)
-{
-    gpu_and_memory[0] = gpu_and_memory[1] = 0;
-    return SUCCESS;
-}
+ENTRY(nvmlDeviceGetUtilizationRates(void *handle, unsigned *gpu_and_memory),
+      gpu_and_memory[0] = gpu_and_memory[1] = 0)
 
 /* nvmlProcessInfo_v1_t, with which later versions begin. */
 struct process_info {
@@ -142,35 +112,27 @@ struct process_info_v2 {
 #define NO_INSTANCE 0xffffffffu /* of a card without MIG instances */
 
 /* The only process on the card is this one, listed once it has allocated memory. */
-static status running(void *handle, unsigned *count, struct process_info *found)
+API status nvmlDeviceGetComputeRunningProcesses(void *handle, unsigned *count, struct process_info *out)
 {
     int device = index_of(handle);
     if (device < 0 || device >= MAX_DEVICES || !count)
         return NVML_INVALID_ARGUMENT;
-    ghost_lock();
+    HOLD_LOCK;
     uint64_t allocated = ghost_devices[device].allocated, own = ghost_devices[device].own;
-    ghost_unlock();
     unsigned room = *count;
     *count = allocated ? 1 : 0;
-    *found = (struct process_info){(unsigned)getpid(), own + allocated};
-    return room < *count ? NVML_INSUFFICIENT_SIZE : SUCCESS;
-}
-
-API status nvmlDeviceGetComputeRunningProcesses(void *handle, unsigned *count, struct process_info *out)
-{
-    struct process_info found;
-    status answer = running(handle, count, &found);
-    if (answer == SUCCESS && *count && out)
-        *out = found;
-    return answer;
+    if (room < *count)
+        return NVML_INSUFFICIENT_SIZE;
+    if (*count && out)
+        *out = (struct process_info){(unsigned)getpid(), own + allocated};
+    return SUCCESS;
 }
 
 API status nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned *count, struct process_info_v2 *out)
 {
-    struct process_info found;
-    status answer = running(handle, count, &found);
+    status answer = nvmlDeviceGetComputeRunningProcesses(handle, count, out ? &out->process : NULL);
     if (answer == SUCCESS && *count && out)
-        *out = (struct process_info_v2){found, NO_INSTANCE, NO_INSTANCE};
+        out->gpu_instance = out->compute_instance = NO_INSTANCE;
     return answer;
 }
 
@@ -181,16 +143,10 @@ API status nvmlDeviceGetNvLinkRemoteDeviceType(void *handle, unsigned link, int 
     return NVML_NOT_SUPPORTED;
 }
 
-API status nvmlDeviceGetNvLinkRemotePciInfo_v2(void *handle, unsigned link, void *info)
-{
-    return NVML_NOT_SUPPORTED;
-}
+ALSO(nvmlDeviceGetNvLinkRemotePciInfo_v2, nvmlDeviceGetNvLinkRemoteDeviceType)
 
-API status nvmlDeviceGetP2PStatus(void *handle, void *peer, int capability, int *p2p_status)
-{
-    *p2p_status = 0; /* NVML_P2P_STATUS_OK, like cudaDeviceCanAccessPeer */
-    return SUCCESS;
-}
+/* NVML_P2P_STATUS_OK, like cudaDeviceCanAccessPeer */
+ENTRY(nvmlDeviceGetP2PStatus(void *handle, void *peer, int capability, int *p2p_status), *p2p_status = 0)
 
 /* Source: nvml.h, nvmlGpuFabricInfo_v2_t. Queried by expandable segments before they share memory. */
 struct fabric_info {

@@ -2,8 +2,6 @@
  * compiles some elementwise kernels this way on first use. */
 #include "core/ghost.h"
 
-#include <stdlib.h>
-
 #define EMPTY 1 /* bytes of an image or log that holds only its final 0 */
 
 API status nvrtcVersion(int *major, int *minor)
@@ -34,23 +32,11 @@ API status nvrtcDestroyProgram(void **program)
 API status nvrtcAddNameExpression(void *program, const char *expression) { return SUCCESS; }
 API status nvrtcCompileProgram(void *program, int count, const char *const *options) { return SUCCESS; }
 
-API status nvrtcGetLoweredName(void *program, const char *expression, const char **lowered)
-{
-    *lowered = expression;
-    return SUCCESS;
-}
+ENTRY(nvrtcGetLoweredName(void *program, const char *expression, const char **lowered), *lowered = expression)
 
 #define ARTIFACT(get, get_size)                                                                              \
-    API status get_size(void *program, size_t *size)                                                         \
-    {                                                                                                        \
-        *size = EMPTY;                                                                                       \
-        return SUCCESS;                                                                                      \
-    }                                                                                                        \
-    API status get(void *program, char *out)                                                                 \
-    {                                                                                                        \
-        *out = '\0';                                                                                         \
-        return SUCCESS;                                                                                      \
-    }
+    ENTRY(get_size(void *program, size_t *size), *size = EMPTY)                                              \
+    ENTRY(get(void *program, char *out), *out = '\0')
 
 ARTIFACT(nvrtcGetPTX, nvrtcGetPTXSize)
 ARTIFACT(nvrtcGetCUBIN, nvrtcGetCUBINSize)

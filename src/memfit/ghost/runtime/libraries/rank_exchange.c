@@ -1,9 +1,7 @@
 /* What the ranks of a communicator send each other, where the other ranks exist: each is a process on a ghost of
  * its own. The function set with ghost_set_exchange carries the bytes, and waits for the other ranks.
  */
-#include "core/ghost.h"
-
-#include <stdlib.h>
+#include "libraries/nccl.h"
 
 static ghost_exchange carry;
 static ghost_message carry_message, fetch_message;

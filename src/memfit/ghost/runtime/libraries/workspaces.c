@@ -33,15 +33,14 @@ static struct {
 static void log_use(uint64_t address, uint64_t size)
 {
     struct ghost_workspace_use use = {address, size, ghost_label()};
-    ghost_lock();
+    HOLD_LOCK;
     /* A loop without hooks would log the same use again and again. */
     struct ghost_workspace_use *last = uses.count ? &uses.items[uses.count - 1] : NULL;
-    bool repeated =
-        last && last->address == use.address && last->size == use.size && last->label == use.label;
-    struct ghost_workspace_use *place = repeated ? NULL : array_append(&uses);
+    if (last && last->address == use.address && last->size == use.size && last->label == use.label)
+        return;
+    struct ghost_workspace_use *place = array_append(&uses);
     if (place)
         *place = use;
-    ghost_unlock();
 }
 
 void ghost_workspace_used(const void *address, uint64_t size)
@@ -54,10 +53,8 @@ void ghost_workspace_reported(uint64_t size) { log_use(0, size); }
 
 API size_t ghost_workspace_uses(struct ghost_workspace_use *out, size_t capacity)
 {
-    ghost_lock();
+    HOLD_LOCK;
     for (size_t i = 0; i < uses.count && i < capacity; i++)
         out[i] = uses.items[i];
-    size_t count = uses.count;
-    ghost_unlock();
-    return count;
+    return uses.count;
 }

@@ -1,0 +1,116 @@
+"""Which GPUs run a script: a plan for each, from runs that GPUs of one compute capability share."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from memfit.analysis.trial_result import RunTrial, TrialResult
+from memfit.devices import Device, all_devices
+from memfit.errors import TargetError
+from memfit.planning.find_plan import find_plan
+from memfit.planning.run_changes_on_ghost import RULE, PlannedScript, host_copy_seconds, roofline_seconds
+from memfit.planning.script_changes import AllowedChanges
+from memfit.records import Change, DeviceUse, GpusFor, ScriptEnd, ScriptPlan
+from memfit.run.options import STEPS, RunOptions
+from memfit.run.parent import Progress, script_command
+from memfit.run.resolve_options import ghost_settings
+from memfit.trials.script_standbys import ScriptStandbys
+from memfit.trials.trial_run import ghost_runs
+
+
+def gpus_for(  # noqa: PLR0913 - one parameter an option
+    script: str | Path,
+    arguments: Sequence[str] = (),
+    *,
+    module: bool = False,
+    in_use: int = 0,
+    steps: int = STEPS,
+    values: str = "",
+    bitwise: bool = False,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+) -> GpusFor:
+    """Return which GPUs of the table (``memfit gpus``) run an unmodified script, as written or under a plan.
+
+    The arguments are those of ``memfit.plan``. GPUs of one compute capability share the runs of the script,
+    which asks each for the same memory. If it reads the size of the GPU, it gets that of the largest.
+
+    Raises:
+        MemfitError: the script does not exist, this PyTorch or platform is not supported, or the script as
+            written cannot be run on any GPU.
+
+    >>> found = gpus_for("train.py", ["--batch-size", "8"])  # doctest: +SKIP
+    >>> [plan.device.name for plan in found.plans if plan.chosen is plan.as_written][:2]  # doctest: +SKIP
+    ['RTX 3060', 'RTX 4070']
+    """
+    options = RunOptions(module=module, steps=steps, in_use=in_use, values=values)
+    allowed = AllowedChanges(rounding=not bitwise)
+    command = script_command(script, arguments, options, None)
+    alike: dict[tuple[int, int], list[Device]] = defaultdict(list)
+    for card in sorted(all_devices(), key=lambda card: -card.total_bytes):
+        alike[card.compute_capability].append(card)
+    plans: list[ScriptPlan] = []
+    failed: dict[str, TargetError] = {}
+    for number, cards in enumerate(alike.values(), 1):
+        names = f"{cards[0].name} ({number} of {len(alike)} kinds of GPUs)"
+
+        def show(progress: Progress, names: str = names) -> None:
+            on_progress(replace(progress, trying=f"{names}: {progress.trying}"))
+
+        try:
+            plans += _plans(command, cards, options, allowed, show)
+        except TargetError as error:
+            failed.update((card.name, error) for card in cards)
+    if not plans:
+        raise next(iter(failed.values()))
+    plans.sort(key=lambda plan: plan.device.total.bytes)
+    reasons = {name: str(error) for name, error in failed.items()}
+    return GpusFor(tuple(plans), reasons, command, plans[0].versions)
+
+
+def _plans(
+    command: tuple[str, ...],
+    cards: Sequence[Device],
+    options: RunOptions,
+    allowed: AllowedChanges,
+    on_progress: Callable[[Progress], None],
+) -> list[ScriptPlan]:
+    """Return a plan for each of several GPUs of one compute capability; the largest must come first."""
+    largest = replace(options, gpu=cards[0].name, unlimited=True)
+    plans: list[ScriptPlan] = []
+    with ScriptStandbys() as standbys:
+        runs = ghost_runs(command, largest, on_progress, standbys=standbys)
+        run, run_late = _remembered(runs.run), _remembered(runs.run_late)
+        for card in cards:
+            device = ghost_settings(replace(options, gpu=card.name)).device
+            planned = PlannedScript(
+                _on(device, run), _on(device, run_late), roofline_seconds(card), host_copy_seconds(card), RULE
+            )
+            plan = find_plan(planned, device.total.bytes - options.in_use, allowed)
+            plans.append(replace(plan, device=device))
+    return plans
+
+
+def _remembered(run: RunTrial) -> RunTrial:
+    """Return a function that runs the script once under each change."""
+    done: dict[Change, TrialResult | ScriptEnd] = {}
+
+    def run_once(change: Change, what: str) -> TrialResult | ScriptEnd:
+        if change not in done:
+            done[change] = run(change, what)
+        return done[change]
+
+    return run_once
+
+
+def _on(device: DeviceUse, run: RunTrial) -> RunTrial:
+    """Return a function whose traces are those of a GPU, with what that holds outside PyTorch's allocator."""
+
+    def run_there(change: Change, what: str) -> TrialResult | ScriptEnd:
+        result = run(change, what)
+        if isinstance(result, ScriptEnd):
+            return result
+        own = replace(device, total=result.trace.device.total, nccl=result.trace.device.nccl)
+        return replace(result, trace=replace(result.trace, device=own))
+
+    return run_there

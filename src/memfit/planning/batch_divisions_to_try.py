@@ -1,0 +1,140 @@
+"""Which divisions of batches a search makes: in 2, 4, ... parts, while smaller parts may be enough.
+
+allocated
+  │ ●            at each moment, a part that does not depend on the batch, and one in proportion to 1 / parts.
+  │    ●         The peak is the largest of such sums: as a function of 1 / parts, it is never below the line
+  │         ●    through two of its points.
+  └───────────── parts
+"""
+
+from dataclasses import replace
+
+from memfit.analysis.trial_result import TrialResult, why_it_failed
+from memfit.planning.batch_size_changes import (
+    batch_divisions,
+    process_bytes_independent_of_batch,
+    why_batches_are_indivisible,
+    with_assumption_on_samples,
+)
+from memfit.planning.checkpointing_bases import PlanBase, PlanBases
+from memfit.planning.optimizer_changes import optimizer_state_bytes_saved, updates_in_backward
+from memfit.planning.run_changes_on_ghost import PlanRuns
+from memfit.planning.sample_independence import (
+    SampleComparison,
+    compare_steps_of_parts,
+    why_loss_is_a_sum,
+)
+from memfit.planning.script_changes import AllowedChanges
+from memfit.records import Change, PlanRun, ScriptEnd
+from memfit.units import format_gib
+
+
+class DivisionsToTry:
+    """The divisions that are left for one base after the other.
+
+    Args:
+        plain: the script as written.
+        runs: of the search.
+        bases: of the search.
+        budget: bytes of the process that no plan may need more of.
+        allowed: what a plan may change.
+    """
+
+    def __init__(
+        self, plain: TrialResult, runs: PlanRuns, bases: PlanBases, budget: int, allowed: AllowedChanges
+    ) -> None:
+        self._runs, self._bases, self._budget = runs, bases, budget
+        step = plain.operations
+        draws = step is not None and any(each.random for each in step.forward)
+        self._ways = batch_divisions(plain.trace, draws=draws) if allowed.rounding else []
+        self._indivisible = (
+            why_batches_are_indivisible(plain.trace) if allowed.rounding and not self._ways else ""
+        )
+        if self._ways and step is not None and (why := why_loss_is_a_sum(step)):
+            self._ways, self._indivisible = [], why
+            self._need_whole_batches()
+        self.left: list[Change] = []
+        """Those that may be made of the base, largest parts first."""
+        self.why_no_more = ""
+        """Why batches are not divided, or no further, as a clause."""
+        self._are_independent = False
+        """Whether two batches, one half as large as the other, have shown that samples are."""
+        self._alone: dict[int, PlanRun] = {}
+        """By parts: runs with divided batches and no other change."""
+
+    def _need_whole_batches(self) -> None:
+        if self._bases.floors is not None:
+            self._bases.floors.parts = 1
+
+    def begin(self, root: PlanBase) -> None:
+        """Begin with a base with whole batches: find the divisions that may be enough for it.
+
+        Those that did not fit without its change of the optimizer may fit by what that saves.
+        """
+        self.left = []
+        if updates_in_backward(root.plan):
+            return
+        self.why_no_more = self._indivisible
+        for number, way in enumerate(self._ways):
+            alone = self._alone.get(way.parts)
+            if (
+                alone is None
+                or alone.needs.bytes - optimizer_state_bytes_saved(root.plan, alone) <= self._runs.budget
+            ):
+                self.left = self._ways[number:]
+                return
+        self.left = self._ways[-1:]
+
+    def make(self, whole: PlanBase, last: PlanBase) -> list[PlanBase]:
+        """Run the script with the next smaller batches; return it as a base, or nothing if it must not be.
+
+        Args:
+            whole: the base that was begun with.
+            last: the same, or the one made last of it.
+        """
+        division = self.left.pop(0)
+        plan = whole.plan | division
+        made = self._runs.make(
+            plan,
+            lambda result: max(self._bases.relative(plan, result, whole.copies), last.run.time),
+            operations=True,
+        )
+        operations, samples = None, SampleComparison()
+        if isinstance(made, ScriptEnd):
+            fault = why_it_failed(made)
+        elif (operations := made[0].operations) is None:
+            fault = f"memfit saw no two updates of {plan.parts} batches each (the script ends before)"
+        else:
+            samples = compare_steps_of_parts(
+                whole.operations, operations, plan.parts, independent=self._are_independent
+            )
+            fault = samples.why
+        if fault or isinstance(made, ScriptEnd) or operations is None:
+            self._ways = [way for way in self._ways if way.parts < division.parts]
+            self.left, self._indivisible, self.why_no_more = [], fault, fault
+            if not self._are_independent:
+                self._need_whole_batches()
+            if not isinstance(made, ScriptEnd):
+                self._runs.tried.pop()
+            return []
+        self._are_independent = True
+        plan = with_assumption_on_samples(plan, samples.assumed)
+        change = replace(made[1].change, micro_batches=plan.micro_batches)
+        run = self._runs.tried[-1] = replace(made[1], change=change)
+        base = replace(self._bases.base(plan, made[0], run), copies=whole.copies)
+        if whole.plan.plan.get("optimizer_state") is None:
+            self._alone.setdefault(plan.parts, base.run)
+        self._end_if_hopeless(base, last)
+        return [base]
+
+    def _end_if_hopeless(self, base: PlanBase, last: PlanBase) -> None:
+        """Leave out smaller parts if they can need no less than is too much, whatever is recomputed."""
+        run, parts = base.run, base.plan.parts
+        least = process_bytes_independent_of_batch(run)
+        if last.plan.parts > 1 and run.allocated and last.run.allocated:
+            rise = (last.run.allocated - run.allocated) / (1 / last.plan.parts - 1 / parts)
+            outside = run.needs.bytes - run.reserved.bytes
+            least = max(least, outside + int(run.allocated - rise / parts))
+        if self.left and least > self._budget:
+            self.left = []
+            self.why_no_more = f"smaller parts would need at least {format_gib(least)}, too"

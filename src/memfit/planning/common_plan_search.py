@@ -1,0 +1,205 @@
+"""What the searches for a plan have in common: how they begin, what they report, and their answer."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+from math import isfinite
+
+from memfit.analysis.needed_memory import needed_without_workspaces
+from memfit.analysis.summary import summarize
+from memfit.analysis.trial_result import TrialResult
+from memfit.errors import TargetError
+from memfit.planning.memory_floor import MemoryFloor
+from memfit.planning.module_checkpoint_options import bytes_of_storages
+from memfit.planning.run_changes_on_ghost import PlannedScript, PlanRuns, replayable_runs_of_ranks
+from memfit.planning.script_changes import AllowedChanges
+from memfit.records import Change, PlanRun, ScriptPlan, StepOperations, traits_of_strategy
+from memfit.units import format_gib
+
+_NOT_YET = "The time for the search was over before a plan fitted. Those that memfit has not run yet may fit."
+TOO_LATE = "The time for the search was over before the script had run once, as written. Allow more time."
+OnFound = Callable[[ScriptPlan], None]
+_TOTALS = ("allocated", "cached, not allocated", "reserved", "process")
+_MUCH = 0.02
+"""Share of a peak from which what holds it is named."""
+
+
+class OutOfTimeError(Exception):
+    """The time for a search is over: raised where a run reports its progress."""
+
+
+class PlanSearch(ABC):
+    """What the searches for a plan have in common: the script as written, their runs, and the answer so far.
+
+    Args:
+        script: the script.
+        plain: its run as written, with what a step of it runs.
+        budget: bytes of the process.
+        allowed: what the plan may change.
+        on_found: called with the answer so far whenever there is a plan that fits, and a better one.
+    """
+
+    _least_time = 0.0
+    """What no plan takes less time than, relative to the script as written; 0 if that is not known."""
+    _compiled = False
+    """Whether ``torch.compile`` compiles the script's code."""
+
+    def __init__(
+        self,
+        script: PlannedScript,
+        plain: TrialResult,
+        budget: int,
+        allowed: AllowedChanges,
+        on_found: OnFound,
+    ) -> None:
+        self._script, self._plain, self._budget, self._allowed = script, plain, budget, allowed
+        self._written = replayable_runs_of_ranks(plain)
+        self._target = budget - self._written[0].found.uncertainty
+        """Bytes within which a plan is not tight."""
+        self._runs = PlanRuns(script, self._target, tune=allowed.allocator, compiled=self._compiled)
+        self._optimizer = None if plain.operations is None else plain.operations.optimizer
+        self._as_written: PlanRun | None = None
+        self._on_found = on_found
+        self._best_so_far: PlanRun | None = None
+
+    def plan(self) -> ScriptPlan:
+        """Return the fastest plan found, or why there is none."""
+        self._as_written = as_written = self._runs.needs(self._written, Change(), 1.0, tune=False)
+        if self._runs.fits(as_written):
+            return self._answer(chosen=as_written)
+        tuned = self._runs.needs(self._written, Change(), 1.0)
+        if tuned.change.allocator:
+            self._runs.tried.append(tuned)
+        return self._search_from(tuned)
+
+    @abstractmethod
+    def _search_from(self, tuned: PlanRun) -> ScriptPlan:
+        """Go on from the script with the best settings of the allocator, which may fit."""
+
+    @abstractmethod
+    def policies(self) -> tuple[PlanRun, ...]:
+        """Run the policies that people use; those that the script or its model refuses are left out."""
+
+    @property
+    @abstractmethod
+    def _undivided(self) -> str:
+        """As in ``ScriptPlan``."""
+
+    @property
+    def _ran(self) -> list[PlanRun]:
+        """The script as written, and every plan that ran."""
+        return [run for run in (self._as_written, *self._runs.tried) if run is not None]
+
+    def _offer(self) -> None:
+        """Report the fastest plan that fits and is fast enough, if it is a better one than before."""
+        slowdown = self._allowed.slowdown
+        fitting = [run for run in self._ran if run.needs.bytes <= self._budget and run.time <= slowdown]
+        best = min(fitting, key=lambda run: (run.needs.bytes > self._target, run.time), default=None)
+        if best is not None and best is not self._best_so_far:
+            self._best_so_far = best
+            self._on_found(self._answer(chosen=best, bound=0.0))
+
+    def so_far(self) -> ScriptPlan:
+        """Return the answer of a search whose time is over."""
+        self._offer()
+        smallest = min(self._runs.tried, key=lambda run: run.needs.bytes, default=None)
+        chosen = self._best_so_far
+        found = self._answer(chosen=chosen, smallest=smallest if chosen is None else None, bound=0.0)
+        return replace(found, reason="" if found.chosen is not None else _NOT_YET, out_of_time=True)
+
+    def _answer(
+        self,
+        *,
+        chosen: PlanRun | None = None,
+        smallest: PlanRun | None = None,
+        bound: float | None = None,
+        reason: str = "",
+    ) -> ScriptPlan:
+        """Return what the search has found.
+
+        Args:
+            chosen: the fastest plan that fits.
+            smallest: as in ``ScriptPlan``, like what follows.
+            bound: by default the least time.
+            reason: why there is no plan.
+        """
+        as_written = self._as_written
+        if as_written is None:
+            raise TargetError(TOO_LATE)
+        trace, operations, found = self._plain.trace, self._plain.operations, summarize(self._plain.trace)
+        needs, bare, slowdown = as_written.needs, None, self._allowed.slowdown
+        if needs.bytes > self._budget:
+            bare = needed_without_workspaces(trace, found, trace.device, needs)
+        too_slow = chosen if chosen is not None and chosen.time > slowdown else None
+        chosen = None if too_slow is not None else chosen
+        in_model = chosen is None or any(traits_of_strategy(name).is_in_model for name in chosen.change.plan)
+        return ScriptPlan(
+            device=trace.device,
+            budget=self._budget,
+            as_written=as_written,
+            chosen=chosen,
+            smallest=smallest,
+            bound=self._least_time if bound is None else bound,
+            rule=self._script.rule,
+            tried=tuple(self._runs.tried),
+            models=self._runs.models if in_model else (),
+            optimizer=self._optimizer,
+            command=trace.command,
+            versions=trace.versions,
+            reason=reason,
+            uncertainty=found.uncertainty,
+            without_workspaces=0 if bare is None else bare.bytes,
+            undivided=self._undivided,
+            log_probabilities=0 if operations is None else log_softmax_bytes(operations),
+            max_slowdown=slowdown if isfinite(slowdown) else None,
+            too_slow=too_slow,
+            dropped=tuple(self._runs.dropped),
+        )
+
+
+def why_floor_exceeds_budget(floor: MemoryFloor) -> str:
+    """Return why no plan can fit, given the floor of all plans."""
+    held = ", ".join(
+        f"{term.name} {format_gib(term.figure.bytes)}"
+        for term in floor.terms
+        if term.figure.bytes >= _MUCH * floor.needs.bytes
+    )
+    return (
+        f"Whatever a plan changes, there exist at one time: {held}. That is {format_gib(floor.needs.bytes)} "
+        f"({floor.needs.provenance}), more than the budget, so no plan can fit."
+    )
+
+
+def why_smallest_exceeds_budget(smallest: PlanRun, ways: str) -> str:
+    """Return why no plan fits: what holds the memory at the smallest peak.
+
+    Args:
+        smallest: the plan that needs least.
+        ways: what memfit does to lower the peak, as a clause.
+    """
+    place = smallest.place
+    where = " of ".join(filter(None, (f"the {place.phase}", place.module)))
+    held = sorted(smallest.terms, key=lambda term: -term.figure.bytes)
+    named = [
+        f"{term.name} {format_gib(term.figure.bytes)}"
+        for term in held
+        if term.name not in _TOTALS and term.figure.bytes >= _MUCH * smallest.needs.bytes
+    ]
+    return (
+        f"memfit {ways}. None of these plans fits. At the smallest peak, in {where}, there are: "
+        f"{', '.join(named)}."
+    )
+
+
+_LOG_SOFTMAX = "aten._log_softmax.default"
+
+
+def log_softmax_bytes(step: StepOperations) -> int:
+    """Return the bytes of the largest log-softmax of a step, the cross-entropy's; 0 if it has none.
+
+    The logits before it and the gradient after it have as many elements.
+    """
+    return max(
+        (bytes_of_storages(step, each.creates) for each in step.forward if each.name == _LOG_SOFTMAX),
+        default=0,
+    )

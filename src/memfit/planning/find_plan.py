@@ -1,0 +1,368 @@
+"""Find the fastest plan for a script under a budget: solve, run the plan on the ghost, correct, solve again.
+
+    script as written ──> batches divided in 2 ──> in 4 ──> ...     each a base; made while it may pay
+           │                      │                  │
+        choices of what to recompute, each base's with its own Bracket
+           └──────── fastest ─────┴──────────────────┘
+                        │
+               run on the ghost ──> fits? ──> plan
+                        └── the base's model is corrected <──┘
+
+A model predicts allocated bytes of one step; what counts is what the process needs. Each run shows by how
+much they differ, and the next choice is made with that. No plan is returned that has not run.
+
+Where the CUDA context is assumed, plans are looked for that leave free what it may be larger by. If none is
+found, the fastest that fits is tight: from what has run by then, the search goes on for the whole budget.
+"""
+
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import chain
+
+from memfit.analysis.trial_result import TrialResult, why_it_failed
+from memfit.errors import TargetError, UsageError
+from memfit.planning.batch_divisions_to_try import DivisionsToTry
+from memfit.planning.bracket_checkpoint_choices import WORTH
+from memfit.planning.checkpointing_bases import PlanBase, PlanBases
+from memfit.planning.choose_checkpointing import CheckpointChoice
+from memfit.planning.common_plan_search import (
+    TOO_LATE,
+    OnFound,
+    OutOfTimeError,
+    PlanSearch,
+    why_floor_exceeds_budget,
+    why_smallest_exceeds_budget,
+)
+from memfit.planning.find_compiled_plan import CompiledSearch
+from memfit.planning.mixed_integer_solver import INFINITY
+from memfit.planning.run_changes_on_ghost import PlannedScript, PlanRuns
+from memfit.planning.script_changes import AllowedChanges, checkpoint_choice_change, checkpointing_policies
+from memfit.planning.shardings import (
+    OFFLOADED_SHARDS,
+    UNSHARDED,
+    bytes_sent_per_step,
+    shard_copy_seconds,
+    try_shardings,
+)
+from memfit.records import Change, PlanRun, ScriptEnd, ScriptPlan
+
+_UNRECORDED = (
+    "memfit saw no training step to plan: no optimizer stepped twice, the script calls no module of its "
+    "model, or torch.compile uses another compiler than Inductor."
+)
+_MOST_RUNS = 16
+"""Plans that run on the ghost at most."""
+
+
+def find_plan(
+    script: PlannedScript,
+    budget: int,
+    allowed: AllowedChanges = AllowedChanges(),  # noqa: B008 - frozen
+    *,
+    policies: bool = False,
+    on_found: OnFound = lambda _: None,
+) -> ScriptPlan:
+    """Return the fastest plan of a script under a budget.
+
+    Args:
+        script: the script.
+        budget: bytes of the process, the CUDA context included.
+        allowed: what the plan may change.
+        policies: whether the policies that people use are run, too.
+        on_found: called with the answer so far whenever there is a plan that fits, and a better one.
+
+    Raises:
+        TargetError: the script as written cannot be run, or not in time; or not be trained on several GPUs.
+        UsageError: it is compiled, and trains on one GPU of several.
+    """
+    try:
+        plain = script.run(Change(operations=True), "as written, operation by operation")
+    except OutOfTimeError:
+        raise TargetError(TOO_LATE) from None
+    if isinstance(plain, ScriptEnd):
+        raise TargetError(f"memfit cannot plan for the script: {why_it_failed(plain)}")
+    compiled = plain.operations is not None and plain.operations.compiled
+    if script.is_to_be_sharded(plain) and compiled:
+        raise UsageError(
+            "memfit cannot plan how to train a compiled script on several GPUs. memfit compare --nproc shows "
+            "what it needs with DDP, ZeRO-1 and FSDP2."
+        )
+    search = (CompiledSearch if compiled else _OperationSearch)(script, plain, budget, allowed, on_found)
+    try:
+        found = search.plan()
+    except OutOfTimeError:
+        return search.so_far()
+    if found.chosen is not None:
+        on_found(found)
+    try:
+        return replace(found, policies=search.policies()) if policies else found
+    except OutOfTimeError:
+        return found
+
+
+class _OperationSearch(PlanSearch):
+    """A search for a script whose operations are known one by one."""
+
+    _least_time = 1.0
+
+    def __init__(
+        self,
+        script: PlannedScript,
+        plain: TrialResult,
+        budget: int,
+        allowed: AllowedChanges,
+        on_found: OnFound,
+    ) -> None:
+        super().__init__(script, plain, budget, allowed, on_found)
+        self._in_blocks: set[Change] = set()  # of which bases every block was checkpointed
+        self._refusal = ""  # why nothing can be recomputed
+        self._chosen: PlanRun | None = None  # the fastest so far that fits
+        self._bases = PlanBases(script, plain, self._runs, budget, allowed)
+        self._divisions = DivisionsToTry(plain, self._runs, self._bases, budget, allowed)
+        self._step = self._bases.step
+
+    def plan(self) -> ScriptPlan:
+        """Return the fastest plan found, or why there is none."""
+        if self._script.is_to_be_sharded(self._plain):
+            return self._plan_shardings()
+        return super().plan()
+
+    def _search_from(self, tuned: PlanRun) -> ScriptPlan:
+        if self._runs.fits(tuned):
+            return self._answer(chosen=tuned)
+        if self._plain.operations is None:
+            return self._unplanned(tuned)
+        return self._combine([self._bases.base(Change(), self._plain, tuned)])
+
+    def _plan_shardings(self) -> ScriptPlan:
+        """Train a script for one GPU on several: with what moves least, if that is enough."""
+        found = try_shardings(self._runs, rounding=self._allowed.rounding)
+        if found.as_written is None:
+            raise TargetError(f"memfit cannot plan for {self._script.ranks} GPUs. {self._runs.dropped[0]}")
+        self._as_written = found.as_written
+        if found.chosen is not None or found.least is None:
+            return self._answer(chosen=found.chosen)
+        least, result, run = found.least
+        if result.operations is None or self._plain.operations is None:
+            return self._unplanned(run)
+        start = self._bases.base(least, result, run)
+        offloaded = self._offloaded_shards(found.as_written) if self._allowed.rounding else ()
+        return self._combine(chain([start], offloaded))
+
+    def _offloaded_shards(self, as_written: PlanRun) -> Iterator[PlanBase]:
+        """Yield the script with its shards on the host, if it can be run so."""
+        copies = shard_copy_seconds(as_written.terms, self._script.copy, self._script.ranks) / self._step
+        made = self._runs.make(OFFLOADED_SHARDS, 1.0 + copies, operations=True)
+        if isinstance(made, ScriptEnd):
+            self._runs.drop(OFFLOADED_SHARDS, why_it_failed(made))
+        elif made[0].operations is not None:
+            self._runs.models = made[0].models
+            yield replace(self._bases.base(OFFLOADED_SHARDS, *made), copies=copies)
+
+    def _combine(self, starts: Iterable[PlanBase]) -> ScriptPlan:
+        """Change more about what does not fit; the next start is made if nothing fits with those before."""
+        floor = self._bases.floor()
+        if floor is not None and floor.needs.bytes > self._runs.budget:
+            self._runs.budget = self._budget  # every plan is tight
+        bases: list[PlanBase] = []
+        for start in starts:
+            untried = functools.partial(self._try_every_block, bases)
+            for root in self._bases.roots(start, lambda: self._chosen, untried):
+                self._divisions.begin(root)
+                added = [root]
+                self._chosen = self._search(added)
+                bases += added
+            if self._chosen is not None:
+                break
+        if self._chosen is None and (rest := [base for base in bases if self._may_fit(base)]):
+            if not self._refusal:
+                bases += (rest := [self._bases.offloading(base) for base in rest])
+            self._chosen = self._try_the_rest(rest)
+        found = self._chosen
+        if found is None or found.time > self._allowed.slowdown:
+            tight = self._tight(bases)
+            if tight is not None and (found is None or tight.time <= self._allowed.slowdown):
+                return self._answer(chosen=tight, bound=0.0)
+        if found is None:
+            return self._no_plan(min(self._ran, key=lambda run: run.needs.bytes))
+        bound = min(base.run.time + base.plan.parts * self._least(base) / self._step for base in bases)
+        return self._answer(chosen=found, bound=min(bound, found.time))
+
+    def _try_the_rest(self, bases: list[PlanBase]) -> PlanRun | None:
+        """Return a plan that fits, if one does, of bases in which recomputation alone is not enough."""
+        self._divisions.left = []
+        found = self._search(bases)
+        if found is not None or self._is_exhausted:
+            return found
+        least = min(bases, key=lambda base: base.bracket.least_needs)
+        if not self._refusal and self._may_be_smallest(least):  # to say what is needed
+            self._try(least, least.bracket.smallest)
+            if (found := self._best(least)) is not None:
+                return found
+        return self._every_block(bases)
+
+    def _tight(self, bases: list[PlanBase]) -> PlanRun | None:
+        """Return the fastest plan that fits the whole budget, if one does; search bases once more for it."""
+        if self._runs.budget == self._budget:
+            return None
+        self._runs.budget = self._budget
+        self._divisions.left = []
+        self._chosen = min(filter(self._runs.fits, self._ran), key=lambda run: run.time, default=None)
+        return self._search(bases) if bases else self._chosen
+
+    def _search(self, bases: list[PlanBase]) -> PlanRun | None:
+        """Return the fastest plan that fits, if one does; bases are added while they may pay."""
+        while True:
+            fitting = [run for run in (self._chosen, *map(self._best, bases)) if run is not None]
+            best = min(fitting, key=lambda run: run.time, default=None)
+            self._offer()
+            if self._is_exhausted:
+                return best
+            worth = [base for base in bases if best is None or self._may_be_taken(base)]
+            worth = [base for base in worth if self._may_fit(base)]
+            found = [] if self._refusal else [each for base in worth if (each := self._proposal(base))]
+            fits = [each for each in found if each[0].bracket.needs(each[1]) <= self._runs.budget]
+            likely = min(fits, key=lambda each: self._time(*each), default=None)
+            times = [run.time for run in fitting] + [self._time(*each) for each in fits]
+            last = bases[-1]
+            pays = last.run.time < min(times, default=float("inf")) - WORTH
+            if self._divisions.left and last.update.needs.bytes <= self._budget and pays:
+                bases.extend(self._divisions.make(bases[0], last))
+                continue
+            smallest = min(found, key=lambda each: each[0].bracket.needs(each[1]), default=None)
+            if likely is not None and (best is None or self._time(*likely) < best.time - WORTH):
+                self._try(*likely)
+            elif best is None and smallest is not None:
+                self._try(*smallest)
+            else:
+                return best
+
+    @property
+    def _is_exhausted(self) -> bool:
+        return self._runs.count >= _MOST_RUNS
+
+    def _may_fit(self, base: PlanBase) -> bool:
+        """Return whether a base may fit, whatever is recomputed in it."""
+        return base.update.needs.bytes <= self._runs.budget and self._bases.can_fit(base.plan)
+
+    def _best(self, base: PlanBase) -> PlanRun | None:
+        """Return the fastest run of a base that fits."""
+        if self._runs.fits(base.run):
+            return base.run
+        return base.bracket.best[1] if base.bracket.best is not None else None
+
+    def _proposal(self, base: PlanBase) -> tuple[PlanBase, CheckpointChoice] | None:
+        choice = None if self._runs.fits(base.run) else base.bracket.next()
+        return None if choice is None else (base, choice)
+
+    def _time(self, base: PlanBase, choice: CheckpointChoice) -> float:
+        return base.run.time + base.plan.parts * choice.seconds / self._step
+
+    def _may_be_taken(self, base: PlanBase) -> bool:
+        """Return whether a plan of a base may fit in the time that is allowed."""
+        return base.run.time + base.plan.parts * base.bracket.least / self._step <= self._allowed.slowdown
+
+    def _least(self, base: PlanBase) -> float:
+        """Return a bound of the seconds that what fits adds to a base."""
+        if not self._may_fit(base):
+            return INFINITY
+        return 0.0 if self._runs.fits(base.run) else base.bracket.bound
+
+    def _may_be_smallest(self, base: PlanBase) -> bool:
+        """Return whether a choice in a base is predicted to need less than every plan that ran."""
+        smallest = min((run.needs.bytes for run in self._runs.tried), default=base.run.needs.bytes)
+        return base.bracket.least_needs < smallest
+
+    def _try(self, base: PlanBase, choice: CheckpointChoice) -> None:
+        """Run a plan, and correct the model of its base."""
+        change = checkpoint_choice_change(choice, self._optimizer, offload=base.offload)
+        made = self._runs.make(base.plan | change, self._time(base, choice))
+        if isinstance(made, ScriptEnd):
+            self._refusal = f"With {', '.join((*base.plan.words, *change.words))}, {why_it_failed(made)}"
+            return
+        result, run = made
+        self._runs.models = result.models
+        base.bracket.add(choice, run)
+
+    def _try_every_block(self, bases: list[PlanBase]) -> None:
+        """Checkpoint every block where the model predicts that nothing can fit: it may predict too much."""
+        may_fit = [base for base in bases if self._may_fit(base)]
+        left = self._chosen is None and not self._is_exhausted
+        if left and may_fit and not any(base.bracket.has_run for base in bases):
+            self._chosen = self._every_block(may_fit)
+
+    def _every_block(self, bases: list[PlanBase]) -> PlanRun | None:
+        """Checkpoint every block in the base that needs least; None if that does not fit, or was tried."""
+        base = min(bases, key=lambda base: base.run.needs.bytes)
+        least = base.plan
+        if least in self._in_blocks:
+            return None
+        self._in_blocks.add(least)
+        made = self._runs.make(
+            least | checkpointing_policies(self._optimizer)[0],
+            functools.partial(self._bases.relative, least, copies=base.copies),
+            operations=True,
+        )
+        if isinstance(made, ScriptEnd) or not self._runs.fits(made[1]):
+            return None
+        self._runs.models = made[0].models
+        return made[1]
+
+    def policies(self) -> tuple[PlanRun, ...]:
+        """Run the policies that people use; those that the script or its model refuses are left out."""
+        if not self._step:
+            return ()
+        runs = PlanRuns(self._script, self._budget, tune=self._allowed.allocator)
+        unchanged = UNSHARDED if self._script.is_to_be_sharded(self._plain) else Change()
+        for policy in checkpointing_policies(self._optimizer):
+            plan = unchanged | policy
+            runs.make(plan, functools.partial(self._bases.relative, plan), operations=True)
+        return tuple(runs.tried)
+
+    @property
+    def _undivided(self) -> str:
+        return self._divisions.why_no_more
+
+    # ---- the answer ---------------------------------------------------------------------------------------
+
+    def _unplanned(self, smallest: PlanRun) -> ScriptPlan:
+        """Answer that memfit saw no step to plan: with what has run and is tight, if anything is."""
+        if (tight := self._tight([])) is not None:
+            return self._answer(chosen=tight)
+        return self._answer(smallest=smallest, reason=_UNRECORDED)
+
+    def _no_plan(self, smallest: PlanRun) -> ScriptPlan:
+        """Answer that no plan fits: because none can, or because none that ran does."""
+        floor = self._bases.floor()
+        if floor is not None and floor.needs.bytes > self._budget:
+            return replace(
+                self._answer(smallest=smallest, reason=why_floor_exceeds_budget(floor)), floor=floor.needs
+            )
+        reason = self._refusal or self._too_small(smallest)
+        return self._answer(smallest=smallest, reason=reason)
+
+    def _too_small(self, smallest: PlanRun) -> str:
+        ways = ["shards the model"] * ("sharding" in smallest.change.plan)
+        ways += ["divides batches"] * (smallest.change.micro_batches is not None)
+        ways += ["recomputes activations", "offloads the inputs of what it recomputes"]
+        if any("optimizer_state" in run.change.plan for run in self._runs.tried):
+            ways.append("updates parameters in the backward or offloads the optimizer's state")
+        return why_smallest_exceeds_budget(smallest, f"{', '.join(ways[:-1])}, and {ways[-1]}")
+
+    def _answer(
+        self,
+        *,
+        chosen: PlanRun | None = None,
+        smallest: PlanRun | None = None,
+        bound: float | None = None,
+        reason: str = "",
+    ) -> ScriptPlan:
+        found = super()._answer(chosen=chosen, smallest=smallest, bound=bound, reason=reason)
+        if found.chosen is None or "sharding" not in found.chosen.change.plan:
+            return found
+        before, now = (
+            bytes_sent_per_step(run, found.as_written.terms, self._script.ranks)
+            for run in (found.as_written, found.chosen)
+        )
+        return replace(found, sent=(before, now))

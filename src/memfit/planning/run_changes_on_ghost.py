@@ -1,0 +1,237 @@
+"""Run changes to a script on the ghost: what it then needs, and what holds the memory at its peak."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from memfit.analysis.needed_memory import ReplayedRun, process_bytes
+from memfit.analysis.summary import summarize
+from memfit.analysis.trial_result import RunTrial, TrialResult
+from memfit.devices import Device
+from memfit.planning.script_changes import expandable_segments_change
+from memfit.records import Change, Operation, PlanRun, ScriptEnd, StepOperations
+
+
+@dataclass(frozen=True, slots=True)
+class GhostRuns:
+    """Two ways to run a script under a change; with unlimited memory, unless it says otherwise."""
+
+    run: RunTrial
+    """With GPU work that is done at once."""
+    run_late: RunTrial
+    """With GPU work on side streams that finishes as late as its order allows."""
+
+    def finishing(self, *, late: bool) -> RunTrial:
+        """Return one of the two."""
+        return self.run_late if late else self.run
+
+
+RunAhead = Callable[[Sequence[tuple[Change, str]]], None]
+"""Makes runs that a search will or may ask for, given the change and the name of each, side by side."""
+
+
+def run_nothing_ahead(_wanted: Sequence[tuple[Change, str]]) -> None:
+    """Leave every run until the search asks for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedScript(GhostRuns):
+    """A script to be planned for, and what is known about the card."""
+
+    seconds: Callable[[Operation], float]
+    """How long an operation takes."""
+    copy: Callable[[int], float]
+    """How long it takes to copy bytes to the host and back."""
+    rule: str
+    """What the times are based on."""
+    ranks: int = 1
+    """GPUs, with a rank of the job on each."""
+    run_ahead: RunAhead = run_nothing_ahead
+    """What a search lets runs be made with before it asks for them; the answer is the same."""
+
+    def is_to_be_sharded(self, plain: TrialResult) -> bool:
+        """Return whether there are several GPUs, and the script as written trains on one."""
+        return self.ranks > 1 and plain.trace.device.nccl is None
+
+
+class PlanRuns:
+    """The runs of a search, in order.
+
+    Args:
+        script: the script.
+        budget: bytes of the process within which a run fits.
+        tune: whether runs that do not fit may get expandable segments.
+        compiled: whether ``torch.compile`` compiles the script's code.
+    """
+
+    def __init__(
+        self,
+        script: GhostRuns,
+        budget: int,
+        *,
+        tune: bool,
+        compiled: bool = False,
+    ) -> None:
+        self._script, self._tune, self._compiled = script, tune, compiled
+        self.budget = budget
+        """Bytes of the process within which a run fits."""
+        self.count = 0
+        """How many runs were begun."""
+        self.tried: list[PlanRun] = []
+        self.models: tuple[str, ...] = ()
+        """Models that got the last plan that a search went on with."""
+        self.dropped: list[str] = []
+        """As in ``ScriptPlan``."""
+
+    def drop(self, plan: Change, why: str) -> None:
+        """Note why a plan could not be run.
+
+        Args:
+            plan: the plan.
+            why: a clause or a sentence.
+        """
+        self.dropped.append(f"With {', '.join(plan.words)}, {why.rstrip('.')}.")
+
+    def fits(self, run: PlanRun) -> bool:
+        """Return whether a run fits the budget."""
+        return run.needs.bytes <= self.budget
+
+    def run(self, plan: Change, *, operations: bool = False) -> tuple[TrialResult, ReplayedRun] | ScriptEnd:
+        """Run a plan, but for settings of the allocator, which a replay applies.
+
+        Args:
+            plan: the plan.
+            operations: whether the operations of a step are recorded.
+        """
+        change, what = self.next_run(plan, operations=operations)
+        self.count += 1
+        result = self._script.finishing(late=plan.is_late)(change, what)
+        return result if isinstance(result, ScriptEnd) else (result, replayable_run(result))
+
+    def next_run(self, plan: Change, after: int = 0, *, operations: bool = False) -> tuple[Change, str]:
+        """Return the change and the name with which ``run`` runs a plan.
+
+        Args:
+            plan: the plan.
+            after: how many others run before it.
+            operations: whether the operations of a step are recorded.
+        """
+        change = replace(plan, allocator="", operations=operations)
+        return change, f"{', '.join(plan.words)} (plan {self.count + after + 1})"
+
+    def make(
+        self, plan: Change, time: float | Callable[[TrialResult], float], *, operations: bool = False
+    ) -> tuple[TrialResult, PlanRun] | ScriptEnd:
+        """Run a plan, and add what it needs to ``tried``.
+
+        Args:
+            plan: the plan.
+            time: of a step, relative to the script as written, or what computes it from the result.
+            operations: whether the operations of a step are recorded.
+        """
+        made = self.run(plan, operations=operations)
+        if isinstance(made, ScriptEnd):
+            return made
+        result, run = made
+        done = self.needs(
+            [run, *map(replayable_run, result.others)], plan, time(result) if callable(time) else time
+        )
+        done = replace(done, operations=result.counts)
+        self.tried.append(done)
+        return result, done
+
+    def needs(
+        self,
+        runs: Sequence[ReplayedRun],
+        plan: Change,
+        time: float,
+        *,
+        tune: bool = True,
+        fails_at: int = 0,
+    ) -> PlanRun:
+        """Return what a plan needs: the most of its runs.
+
+        Args:
+            runs: of the ranks that may need most.
+            plan: the plan under which they ran; settings of the allocator in it are applied.
+            time: of a step, relative to the script as written.
+            tune: whether they may get expandable segments if all fit only with them.
+            fails_at: bytes of a GPU on which a run is known not to fit.
+        """
+        most = max((self._needs(run, plan, time, fails_at) for run in runs), key=_bytes)
+        if tune and self._tune and most.needs.bytes > self.budget:
+            expandable = expandable_segments_change(runs[0].trace)
+            if expandable is not None:
+                tuned = self.needs(runs, plan | expandable, time, tune=False)
+                return min(most, tuned, key=_bytes)
+        return most
+
+    def _needs(self, run: ReplayedRun, plan: Change, time: float, fails_at: int) -> PlanRun:
+        under = replace(run, conf=plan.allocator)
+        reserved = under.needs(fails_at)
+        rank = run.trace.rank
+        return PlanRun(
+            plan,
+            process_bytes(reserved, run.trace.device),
+            reserved,
+            time,
+            run.found.peak_place,
+            tuple(run.found.terms),
+            self._compiled,
+            under.unlimited.peak_allocated if plan.allocator else run.found.peak_allocated,
+            None if rank is None else rank.rank,
+        )
+
+
+def _bytes(run: PlanRun) -> int:
+    return run.needs.bytes
+
+
+def replayable_run(result: TrialResult) -> ReplayedRun:
+    """Return a run whose requests can be replayed.
+
+    Raises:
+        MemfitError: its history is incomplete, or the allocator was not PyTorch's own.
+    """
+    return ReplayedRun.of(result.trace, summarize(result.trace), late=result.late)
+
+
+def replayable_runs_of_ranks(result: TrialResult) -> list[ReplayedRun]:
+    """Return the runs of all ranks, as ``replayable_run`` does."""
+    return [replayable_run(each) for each in (result, *result.others)]
+
+
+LAUNCH = 5e-6
+"""Seconds from one kernel of eager PyTorch to the next, at least. Assumed: not measured on a card."""
+RULE = "roofline of the card: full arithmetic rate or memory bandwidth, at least 5 us per kernel"
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def roofline_seconds(device: Device) -> Callable[[Operation], float]:
+    """Return how many seconds an operation takes on a card.
+
+    >>> from memfit.devices import find_device
+    >>> flops, moved = 2 * 4096**3, 3 * 4096**2 * 2
+    >>> product = Operation(
+    ...     "aten.mm.default", 0, -1, (5, 6), (7,), (), flops, moved, "bfloat16", False, 0.0, 0
+    ... )
+    >>> f"{1e3 * roofline_seconds(find_device('A100-80GB'))(product):.2f} ms"
+    '0.44 ms'
+    """
+
+    def seconds(operation: Operation) -> float:
+        if not operation.creates and not operation.writes and not operation.flops:
+            return 0.0  # a view
+        rate = device.rate(_DTYPES.get(operation.dtype, operation.dtype))
+        return max(operation.flops / rate, operation.moved / device.memory_bandwidth, LAUNCH)
+
+    return seconds
+
+
+def host_copy_seconds(device: Device) -> Callable[[int], float]:
+    """Return how many seconds it takes to copy bytes to the host and back, beside nothing else."""
+    return lambda size: 2 * size / device.host_bandwidth
+
+
+def step_seconds(step: StepOperations, seconds: Callable[[Operation], float]) -> float:
+    """Return the seconds of the forward and the backward of a step."""
+    return sum(seconds(operation) for operation in (*step.forward, *step.backward))

@@ -1,0 +1,171 @@
+"""Batches that the search for a plan divides, with runs that are computed instead of made."""
+
+import json
+from dataclasses import replace
+
+import torch
+
+from memfit.analysis.trial_result import TrialResult
+from memfit.planning.choose_checkpointing import CheckpointChooser
+from memfit.planning.script_changes import AllowedChanges
+from memfit.records import LoaderBatchSize, ScriptEnd
+from memfit.report.public_json import result_to_json
+from support.planned_networks import feed_forward
+from support.planned_script import (
+    MIB,
+    OUTSIDE,
+    Script,
+    chosen_ways,
+    enlarged,
+    find,
+    needing,
+    planned,
+    work,
+)
+
+
+class BatchedScript(Script):
+    """A script with a loader of 128 samples."""
+
+    def __init__(self, refuses=lambda _: False, step=None):
+        super().__init__()
+        self.refuses = refuses
+        self.divided = []
+        self.steps = {size: self._recorded(size) for size in (128, 64, 32, 16)}
+        if step is not None:
+            self.steps[64] = step
+
+    @staticmethod
+    def _recorded(samples):
+        torch.manual_seed(0)
+        network = feed_forward(samples=samples)
+        network.gradients()
+        return enlarged(network.record())
+
+    def __call__(self, change, what):
+        loader = LoaderBatchSize(128, "t.py:7")
+        if change.loader is None and change.operations:
+            return replace(super().__call__(change, what), trace=needing(self.plain, loader=loader))
+        if change.loader is None:
+            return super().__call__(change, what)
+        assert change.updates_held_back == 128 // change.loader.size
+        self.divided.append(change.updates_held_back)
+        if self.refuses(change):
+            return ScriptEnd("refused", 0, "it drops gradients")
+        if change.strategies == {"checkpointing": {}}:
+            return self.every_block
+        step = self.steps[change.loader.size]
+        chooser = CheckpointChooser(step or self.step, work)
+        peak = chooser.plain_peak
+        if change.strategies:
+            regions = change.strategies["checkpointing"]["regions"]
+            peak = self._peak(chosen_ways(regions), chooser)
+        return TrialResult(needing(-(-peak // MIB)), ("Net (optimizer: t:1)",), operations=step)
+
+
+def test_batches_are_divided_where_that_takes_less_time_than_recomputation():
+    script = BatchedScript()
+    found = planned(script, 0.55)
+    assert (found.chosen.change.micro_batches.count, found.chosen.change.micro_batches.size) == (2, 64)
+    assert found.chosen.change.micro_batches.where == "t.py:7"
+    assert found.chosen.change.micro_batches.draws
+    assert found.chosen.change.plan == {"accumulation": {"parts_per_batch": 2}}
+    assert 1.0 <= found.bound <= found.chosen.time < 1.05
+    assert found.chosen.equality == "up to rounding"
+    assert (script.divided, script.changes, found.models) == ([2], [], ())
+    written = json.loads(result_to_json(found))
+    assert (written["micro_batches"]["loader"]["size"], written["equality"]) == (64, "up to rounding")
+
+
+def test_batches_are_divided_no_further_than_needed():
+    script = BatchedScript()
+    assert planned(script, 0.3).chosen.change.micro_batches.count == 4
+    assert script.divided == [2, 4]
+
+
+class Undiminished(BatchedScript):
+    """A script that needs 0.9 of what it does as written whatever its batches are, and has a plan of its own.
+
+    Args:
+        more: MiB that divided batches need beside the rest, by the number of parts.
+    """
+
+    def __init__(self, more):
+        super().__init__()
+        self.more_in_parts = more
+
+    def __call__(self, change, what):
+        if change.strategies:
+            return ScriptEnd("refused", 0, "it has a plan")
+        result = super().__call__(change, what)
+        if change.loader is None:
+            return result
+        more = self.more_in_parts(change.parts)
+        return replace(result, trace=needing(round(0.9 * self.plain + more)))
+
+
+def test_a_division_that_needs_no_less_than_the_one_before_is_the_last():
+    script = Undiminished(more=lambda _: 0)
+    found = planned(script, 0.6)
+    assert script.divided == [2, 4]
+    assert "smaller parts would need at least" in found.undivided
+
+
+def test_divisions_end_where_the_line_through_two_of_them_does_not_reach_the_budget():
+    script = Undiminished(more=lambda parts: 0.4 * script.plain / parts)
+    assert planned(script, 0.85).chosen is None
+    assert script.divided == [2, 4]
+    script = Undiminished(more=lambda parts: 0.4 * script.plain / parts)
+    script.steps |= {8: None, 4: None}
+    planned(script, 0.91)
+    assert script.divided == [2, 4, 8, 16]
+
+
+def test_where_only_bits_count_batches_stay_whole():
+    script = BatchedScript()
+    found = find(script, int(0.55 * script.plain) * MIB + OUTSIDE, AllowedChanges(rounding=False))
+    assert (script.divided, found.undivided) == ([], "")
+    assert found.chosen is None or found.chosen.equality == "bit for bit"
+
+
+def test_batches_are_not_divided_where_samples_depend_on_each_other():
+    script = BatchedScript(step=enlarged(feed_forward(blocks=3, samples=64).record()))
+    found = planned(script, 0.7)
+    assert found.undivided == "with half the samples, the step runs other operations"
+    assert (script.divided, found.chosen.change.micro_batches) == ([2], None)
+    assert "checkpointing" in found.chosen.change.plan
+
+
+def test_batches_are_not_divided_where_the_script_ends_before_it_can_be_seen():
+    script = BatchedScript()
+    script.steps[64] = None
+    found = planned(script, 0.7)
+    assert found.undivided == "memfit saw no two updates of 2 batches each (the script ends before)"
+    assert (script.divided, found.chosen.change.micro_batches) == ([2], None)
+
+
+def test_a_loop_that_cannot_accumulate_is_recomputed_and_the_reason_is_kept():
+    script = BatchedScript(refuses=lambda _: True)
+    found = planned(script, 0.7)
+    assert found.undivided == "it drops gradients"
+    assert found.chosen.change.micro_batches is None
+
+
+def test_modules_are_recomputed_in_micro_batches_where_neither_is_enough():
+    script = BatchedScript(refuses=lambda change: change.parts > 2)
+    found = planned(script, 0.4)
+    assert found.chosen.change.micro_batches.count == 2
+    assert found.chosen.change.plan.keys() == {"accumulation", "checkpointing"}
+    assert found.chosen.needs.bytes <= found.budget
+    assert found.undivided == "it drops gradients"
+
+
+def test_a_loss_that_is_a_sum_is_seen_in_the_run_as_written():
+    script = BatchedScript()
+    forward = [*script.step.forward]
+    loss = max(operation.source for operation in script.step.backward)
+    forward[loss] = replace(forward[loss], sums=True)
+    script.step = replace(script.step, forward=tuple(forward))
+    found = planned(script, 0.55)
+    assert script.divided == []
+    assert 'the loss is a sum over samples (reduction="sum")' in found.undivided

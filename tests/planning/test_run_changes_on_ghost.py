@@ -1,0 +1,44 @@
+"""What the run of a plan needs and allocates, with the allocator's settings that the plan gives it."""
+
+import pytest
+
+from memfit.analysis.trial_result import TrialResult
+from memfit.planning.run_changes_on_ghost import GhostRuns, PlanRuns, replayable_run
+from memfit.records import Action, Change
+from support.planned_script import DEVICE
+from support.traces import BASE, trace_of
+
+MIB = 1 << 20
+SIZE = 77 * MIB // 4
+OUTSIDE = DEVICE.outside.bytes
+
+
+def unused(_change, _what):
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("budget", "conf", "allocated"), [(640, "", 640 * MIB), (639, "expandable_segments:True", 32 * SIZE)]
+)
+def test_a_run_that_gets_expandable_segments_says_what_it_allocates_with_them(budget, conf, allocated):
+    """PyTorch splits off 768 KiB from an expandable segment only."""
+    bases = [BASE + number * (64 << 20) for number in range(32)]
+    history = [
+        event for at in bases for event in ((Action.SEGMENT_ALLOC, at, 20 * MIB), (Action.ALLOC, at, SIZE))
+    ]
+    run = replayable_run(TrialResult(trace_of(history, device=DEVICE, versions={"torch": "2.14.1"})))
+    runs = PlanRuns(GhostRuns(unused, unused), budget * MIB + OUTSIDE, tune=True)
+    found = runs.needs([run], Change(), 1.0)
+    assert (found.change.allocator, found.allocated) == (conf, allocated)
+
+
+@pytest.mark.parametrize(("late", "mebibytes"), [(False, 640), (True, 960)])
+def test_a_run_that_finishes_late_keeps_what_pytorch_caches_as_in_a_dry_run(late, mebibytes):
+    at, freed = BASE + (1 << 30), (Action.FREE_REQUESTED, Action.FREE_COMPLETED)
+    history = [(Action.SEGMENT_ALLOC, BASE, 320 * MIB), (Action.ALLOC, BASE, 320 * MIB)]
+    history += [(each, BASE, 320 * MIB) for each in freed]
+    history += [(Action.SEGMENT_ALLOC, at, 640 * MIB), (Action.ALLOC, at, 640 * MIB)]
+    trace = trace_of(history, device=DEVICE, versions={"torch": "2.14.1"})
+    runs = PlanRuns(GhostRuns(unused, unused), 1 << 40, tune=False)
+    found = runs.needs([replayable_run(TrialResult(trace, late=late))], Change(), 1.0)
+    assert found.needs.bytes == mebibytes * MIB + OUTSIDE
