@@ -18,7 +18,7 @@ from memfit.verification.first_update import (
 @pytest.fixture
 def watched(tmp_path):
     """Watch this process as that of a script."""
-    hooks, update = InstalledHooks(), FirstUpdateWatcher(UpdateSettings(str(tmp_path), False, "", True, True))
+    hooks, update = InstalledHooks(), FirstUpdateWatcher(UpdateSettings(str(tmp_path), False, True, True))
     hooks.call_after(first_update._OPTIMIZER, "__init__", update.created)
     hooks.wrap(first_update._MODULE, "__call__", update.called)
     hooks.add(register_optimizer_step_pre_hook(update.steps))

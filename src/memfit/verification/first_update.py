@@ -32,12 +32,12 @@ class UpdateSettings(msgspec.Struct, frozen=True):
     """Receives the gradients."""
     module: bool
     """As in ``RunOptions``."""
-    change: str
-    """The file of ``InjectionSettings``; empty for none."""
     on_cpu: bool
     """Whether the CPU stands in for the GPU."""
     dropout: bool
     """Whether dropout drops anything."""
+    change: str = ""
+    """The file of ``InjectionSettings``; empty for none."""
     steps_in_backward: bool = False
     """Whether the change has parameters updated in the backward, which frees their gradients."""
     pipe: int = -1

@@ -66,7 +66,7 @@ def verify_plan(
             on_progress(Progress(trying=what))
             folder = Path(name) / what
             folder.mkdir()
-            settings = UpdateSettings(str(folder), module, "", on_cpu, dropout)
+            settings = UpdateSettings(str(folder), module, on_cpu, dropout)
             return _run(command, settings, change, what)
 
         plain, planned = run("as written", Change()), run("under the plan", change)
@@ -114,7 +114,7 @@ def verify_plan(
 
 
 def _run(command: tuple[str, ...], settings: UpdateSettings, change: Change, what: str) -> UpdateRun:
-    """Run the script under a change until its first update; the file of the change is not in the settings."""
+    """Run the script under a change until its first update."""
     folder = Path(settings.folder)
     with injected(change, RunOptions(module=settings.module), counts_backward=True) as injection:
         _, intervention = injection.options.preload or ("", "")
