@@ -10,16 +10,14 @@ import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import Any
 
 from memfit.patching.after_import import after_import
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.records import LoaderBatchSize, Shortened
 from memfit.user_frame import is_user_file, user_line
-
-if TYPE_CHECKING:
-    from types import FrameType
 
 _LOADERS = "torch.utils.data.dataloader"
 _CREATED = Patch(
@@ -206,7 +204,7 @@ def known_length(sampler: Any) -> int | None:
         return None
 
 
-def creator(frame: "FrameType") -> tuple[str, str]:
+def creator(frame: FrameType) -> tuple[str, str]:
     """Return the script's line that created an object, and the library that did so for it.
 
     Args:

@@ -173,16 +173,14 @@ class NextForward:
     def __init__(self, in_backward: Callable[[], bool], on_root: Callable[[torch.nn.Module], bool]) -> None:
         self._in_backward, self._on_root = in_backward, on_root
         self._hooks: InstalledHooks
-        self._table: dict[int, Any] = {}
-        self._key = -1
+        self._key = -1  # in PyTorch's table
         self._awaited = False
 
     def install(self, hooks: InstalledHooks, book: LabelBook) -> None:
         """Notice forwards from now on."""
         handle = register_module_forward_pre_hook(self._enter)
         hooks.add(handle)
-        self._hooks, self._table, self._key = hooks, _global_forward_pre_hooks, handle.id
-        self._awaited = True
+        self._hooks, self._key, self._awaited = hooks, handle.id, True
         book.listeners.append(self._after_mark)
 
     def _after_mark(self, kind: MarkKind, _index: int) -> None:
@@ -192,18 +190,18 @@ class NextForward:
     def _await(self) -> None:
         self._awaited = True
         if not (self._hooks.are_suspended or self._hooks.removed):  # resuming puts it back
-            self._table[self._key] = self._enter
+            _global_forward_pre_hooks[self._key] = self._enter
 
     def _enter(self, module: torch.nn.Module, _arguments: tuple[object, ...]) -> None:
         if torch.compiler.is_compiling() or self._in_backward():
             return
         if not self._awaited:  # it was suspended meanwhile, and put back
-            self._table.pop(self._key, None)
+            _global_forward_pre_hooks.pop(self._key, None)
             return
         if next(module.parameters(), None) is None:
             return
         self._awaited = False
-        self._table.pop(self._key, None)
+        _global_forward_pre_hooks.pop(self._key, None)
         if self._on_root(module):
             self._await_after(module)
 
