@@ -182,8 +182,8 @@ def train(request: str) -> None:
     from memfit.ghost.build.runtime_library import build
     from memfit.ghost.cudnn.cache import HeuristicsCache
     from memfit.ghost.cudnn.client import CudnnClient, device_properties
-    from memfit.ghost.device import GhostDevice
-    from memfit.ghost.load import load
+    from memfit.ghost.ghost_device import GhostDevice
+    from memfit.ghost.load_ghost import load
     from memfit.ghost.workspaces import Workspaces, WorkspaceSource
 
     card = find_device(CARDS[asked["card"]])

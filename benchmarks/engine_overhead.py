@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_map
 import memfit
 from memfit.devices import find_device
 from memfit.ghost.build.runtime_library import build
-from memfit.ghost.device import GhostDevice
+from memfit.ghost.ghost_device import GhostDevice
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.fork_pool import ForkPool, PoolJob

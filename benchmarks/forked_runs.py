@@ -18,9 +18,9 @@ from measuring import EXAMPLES, command_line, table_head, table_line
 
 from memfit.analysis.trial_result import TrialResult
 from memfit.records import Change, ScriptEnd, Trace
+from memfit.run.job_rank import Rank
 from memfit.run.options import RunOptions
 from memfit.run.parent import Progress
-from memfit.run.rank import Rank
 from memfit.run.resolve_options import ghost_settings
 from memfit.trials.script_standbys import ScriptRun, ScriptStandbys
 from memfit.trials.trial_run import run_trial

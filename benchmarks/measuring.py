@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from memfit.ghost.ffi import Ghost
+    from memfit.ghost.runtime_bindings import Ghost
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -211,8 +211,8 @@ def load_ghost(gpu: str = "A100-80GB", total: int | None = None, *, context: boo
     """
     from memfit.devices import find_device
     from memfit.ghost.build.runtime_library import build
-    from memfit.ghost.device import GhostDevice
-    from memfit.ghost.load import load
+    from memfit.ghost.ghost_device import GhostDevice
+    from memfit.ghost.load_ghost import load
 
     device = find_device(gpu)
     ghost, taken = load(build()), device.context_bytes if context else 0

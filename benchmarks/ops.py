@@ -39,9 +39,9 @@ from operator_samples import call, database, describe, first_line, has_backward,
 
 from memfit.devices import find_device
 from memfit.ghost.build.runtime_library import build
-from memfit.ghost.device import GhostDevice
-from memfit.ghost.ffi import Ghost
-from memfit.ghost.load import load
+from memfit.ghost.ghost_device import GhostDevice
+from memfit.ghost.load_ghost import load
+from memfit.ghost.runtime_bindings import Ghost
 from memfit.ghost.values.value_options import ValueOptions
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ SAME = {
     "batches first": SEQUENCE_FIRST.format(batch_first=True, transposed=False),
     "LSTM": RECURRENT.format(batch_first=True),
 }
-"""As ``tests/recording/test_fed_samples.py`` shows, memfit sees that these divide."""
+"""As ``tests/recording/test_model_input_digests.py`` shows, memfit sees that these divide."""
 OTHER = {
     "corpus on the CPU": CORPUS.format(to_gpu=""),
     "corpus on the GPU": CORPUS.format(to_gpu="columns = columns.cuda()"),

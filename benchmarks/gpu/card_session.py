@@ -13,7 +13,7 @@ import msgspec
 
 from memfit import __version__
 from memfit.atomic_files import write_bytes
-from memfit.card.find import Card
+from memfit.card.find_card import Card
 from memfit.devices import find_device
 from memfit.errors import UnknownDeviceError
 

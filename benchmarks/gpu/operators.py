@@ -33,7 +33,7 @@ import msgspec
 from card_session import command_line, ran_on, rehearse, result_name
 from operators_table import compare, markdown
 
-from memfit.card.find import find_card
+from memfit.card.find_card import find_card
 from memfit.devices import find_device
 from memfit.errors import MemfitError, UnknownDeviceError
 from memfit.ghost.build.runtime_library import build

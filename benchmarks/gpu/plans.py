@@ -24,7 +24,7 @@ from plan_cases import AS_WRITTEN, ROOT, PlanCase, described, make_plans, plan_c
 from plans_table import markdown
 from timed_run import TimedRun, timed_run
 
-from memfit.card.find import find_card
+from memfit.card.find_card import find_card
 from memfit.devices import find_device
 from memfit.errors import MemfitError
 

@@ -33,7 +33,7 @@ from table import markdown
 import memfit
 from memfit import __version__
 from memfit.card.context_measurement import measure_context
-from memfit.card.find import find_card
+from memfit.card.find_card import find_card
 from memfit.devices import find_device
 from memfit.errors import MemfitError, UnknownDeviceError
 from memfit.records import ContextReport, DryRun

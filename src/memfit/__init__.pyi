@@ -1,5 +1,5 @@
 from memfit.api.batch_size import max_batch as max_batch
-from memfit.api.checking import check as check
+from memfit.api.check_against_baseline import check as check
 from memfit.api.compare_strategies import compare as compare
 from memfit.api.gpus_for_script import gpus_for as gpus_for
 from memfit.api.packings import pack as pack
@@ -17,7 +17,7 @@ from memfit.api.verifying import verify as verify
 from memfit.arenas.open_arena import arena as arena
 from memfit.errors import MemfitError as MemfitError
 from memfit.estimating.synthetic_batch import synthetic_batch as synthetic_batch
-from memfit.ghost.doctor import diagnose as diagnose
+from memfit.ghost.environment_checks import diagnose as diagnose
 from memfit.integrations import accelerate as accelerate
 from memfit.integrations import lightning as lightning
 from memfit.integrations import mmengine as mmengine
@@ -47,7 +47,7 @@ from memfit.train.callbacks import Callback as Callback
 from memfit.train.callbacks import EarlyStopping as EarlyStopping
 from memfit.train.callbacks import Saving as Saving
 from memfit.train.engine import Engine as Engine
-from memfit.train.job import Job as Job
 from memfit.train.progress_bar import ProgressBar as ProgressBar
+from memfit.train.training_job import Job as Job
 from memfit.versions import __version__ as __version__
 from memfit.watching.watch import watch as watch

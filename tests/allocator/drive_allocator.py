@@ -15,8 +15,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from memfit.ghost.build.runtime_library import build
-from memfit.ghost.device import GhostDevice
-from memfit.ghost.load import load
+from memfit.ghost.ghost_device import GhostDevice
+from memfit.ghost.load_ghost import load
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 EDGES = (512, KIB, MIB, 2 * MIB, 10 * MIB, 12 * MIB, 18 * MIB, 19 * MIB, 20 * MIB, 100 * MIB, 128 * MIB)

@@ -102,8 +102,8 @@ SCRIPT = """
 import json, sys
 from memfit.devices import find_device
 from memfit.ghost.build.runtime_library import build
-from memfit.ghost.device import GhostDevice
-from memfit.ghost.load import load
+from memfit.ghost.ghost_device import GhostDevice
+from memfit.ghost.load_ghost import load
 
 load(build()).configure(GhostDevice.of(find_device("A100-80GB"), 1 << 33))
 import torch

@@ -13,7 +13,7 @@ from memfit.analysis.summary import summarize
 from memfit.errors import FileFormatError
 from memfit.records import Category, CheckVerdict, Figure, MemoryCheck, Provenance
 from memfit.report.public_json import baseline_from_json, baseline_to_json, public_json_type, result_to_json
-from memfit.report.terminal.run_changes import print_memory_check
+from memfit.report.terminal.run_differences import print_memory_check
 from support.advised_runs import trace
 
 RUN = trace(1000)

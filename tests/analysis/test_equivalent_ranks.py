@@ -6,7 +6,7 @@ import pytest
 
 from memfit.analysis.equivalent_ranks import find_held, ranks_by_role
 from memfit.records import ByteRange, PeakRange, RankRole, ScriptLocation
-from memfit.report.places import format_ranks
+from memfit.report.places_in_words import format_ranks
 
 PEAK = PeakRange(*[ByteRange(1, 2)] * 3)
 ROLE = RankRole(0, (), PEAK, "fits", ScriptLocation(1, "forward", "", "", "a.py:1"))

@@ -2,7 +2,7 @@
 
 from memfit.devices import find_device
 from memfit.ghost.build.runtime_library import build
-from memfit.ghost.load import load
+from memfit.ghost.load_ghost import load
 
 MIB = 1 << 20
 TOTAL = find_device("A100-80GB").total_bytes

@@ -17,7 +17,7 @@ import cuda_training_scenarios
 from cuda_helpers import ghost
 
 from memfit.devices import find_device
-from memfit.ghost.device import GhostDevice
+from memfit.ghost.ghost_device import GhostDevice
 
 
 def main(names):

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from memfit.card.find import find_card
+from memfit.card.find_card import find_card
 from memfit.errors import UnsuitableEnvironmentError
 from support.scripts import TRAIN
 

@@ -74,13 +74,13 @@ BARE = """
     from pathlib import Path
     from memfit.devices import find_device
     from memfit.ghost.build.runtime_library import build
-    from memfit.ghost.device import GhostDevice
-    from memfit.ghost.load import load
+    from memfit.ghost.ghost_device import GhostDevice
+    from memfit.ghost.load_ghost import load
     ghost = load(build())
     ghost.configure(GhostDevice.of(find_device("A100-80GB")))
     import torch
-    from memfit.ghost.compile import torch_compile
-    torch_compile.install(ghost, Path("bare").absolute(), lambda *_, **__: None)
+    from memfit.ghost.compile import isolate_torch_compile
+    isolate_torch_compile.install(ghost, Path("bare").absolute(), lambda *_, **__: None)
     runpy.run_path("script.py", run_name="__main__")
 """
 

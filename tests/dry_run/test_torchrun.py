@@ -10,8 +10,8 @@ import pytest
 
 import memfit
 from memfit.api.run_under_torchrun import SharedTraces
+from memfit.run.job_rank import Rank
 from memfit.run.launchers import started_rank
-from memfit.run.rank import Rank
 
 VARIABLES = {
     "RANK": "5",

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from memfit.run.script import end_of
+from memfit.run.run_script_as_python import end_of
 from support.scripts import figures
 
 pytestmark = pytest.mark.warm

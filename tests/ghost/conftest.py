@@ -13,8 +13,8 @@ from support.scripts import INSTALL_VALUES
 
 LOAD_GHOST = """
 from memfit.ghost.build.runtime_library import build
-from memfit.ghost.device import GhostDevice
-from memfit.ghost.load import load
+from memfit.ghost.ghost_device import GhostDevice
+from memfit.ghost.load_ghost import load
 
 DEVICE = GhostDevice(
     name="NVIDIA A100-SXM4-80GB", major=8, minor=0, multiprocessors=108, threads_per_multiprocessor=2048,

@@ -187,7 +187,9 @@ def test_the_part_of_nccls_configuration_that_the_ghost_reads_has_its_layout(hea
     names = {"size": "size", "min_ctas": "minCTAs", "max_ctas": "maxCTAs", "split_share": "splitShare"}
     arguments = [f"-DCUDA_VERSION={cuda_version}", *INCLUDES]
     mine = constants(
-        arguments, [RUNTIME / "libraries/nccl.c"], [f"offsetof(struct config, {n})" for n in names]
+        arguments,
+        [RUNTIME / "libraries/nccl_communicators.c"],
+        [f"offsetof(struct config, {n})" for n in names],
     )
     real = constants(headers, HEADERS, [f"offsetof(ncclConfig_t, {name})" for name in names.values()])
     assert mine == real

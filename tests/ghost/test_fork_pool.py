@@ -11,7 +11,7 @@ import pytest
 from memfit.devices import find_device
 from memfit.errors import TargetError
 from memfit.ghost.build.runtime_library import build
-from memfit.ghost.device import GhostDevice
+from memfit.ghost.ghost_device import GhostDevice
 from support.fork_pool import ForkPool, PoolJob
 
 pytestmark = pytest.mark.process
@@ -42,8 +42,8 @@ import json, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from memfit.devices import find_device
 from memfit.ghost.build.runtime_library import build
-from memfit.ghost.device import GhostDevice
-from memfit.ghost.load import load
+from memfit.ghost.ghost_device import GhostDevice
+from memfit.ghost.load_ghost import load
 load(build()).configure(GhostDevice.of(find_device("A100-80GB")))
 import fork_pool_targets
 print(json.dumps(fork_pool_targets.gpt2_small(batch=2)))

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from memfit.card.find import find_card
+from memfit.card.find_card import find_card
 from memfit.errors import MemfitError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.process]

@@ -8,7 +8,7 @@ import pytest
 
 import memfit
 from memfit.card.context_measurement import measure_context
-from memfit.card.find import find_card
+from memfit.card.find_card import find_card
 from memfit.devices import find_device
 from memfit.errors import MemfitError, UnknownDeviceError
 

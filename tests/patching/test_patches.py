@@ -16,7 +16,7 @@ PACKAGE = Path(memfit.__file__).parent
 LIBRARIES = {"accelerate", "lightning", "torch", "transformers", "triton"}
 ELSEWHERE = {
     "card/context_probe.py": {"torch.backends.cudnn.enabled"},  # settings, as a user would make them
-    "ghost/compile/torch_compile.py": {
+    "ghost/compile/isolate_torch_compile.py": {
         "config.autotune_local_cache",
         "config.autotune_in_subproc",
         "config.compile_threads",
@@ -29,8 +29,8 @@ ELSEWHERE = {
 """Assignments to attributes of other libraries that are no patches."""
 SETS_ATTRIBUTES = {
     "patching/patches.py",
-    "estimating/serialise.py",  # a user's settings
-    "ghost/compile/kernel_work.py",  # its own attribute of a graph
+    "estimating/serialise_model.py",  # a user's settings
+    "ghost/compile/compiled_kernel_work.py",  # its own attribute of a graph
     "recording/short_trainers.py",  # options of the script's own objects
 }
 

@@ -6,7 +6,7 @@ from array import array
 import numpy as np
 import pytest
 
-from memfit.ghost.ffi import WorkspaceUse
+from memfit.ghost.runtime_bindings import WorkspaceUse
 from memfit.recording.annotate_events import (
     assign_labels_and_owners,
     fill_missing_labels,
@@ -15,7 +15,7 @@ from memfit.recording.annotate_events import (
     mark_workspaces,
 )
 from memfit.recording.event_labels import LabelBook
-from memfit.recording.owners import NO_TENSOR, MemoryOwners, OwnerSnapshot
+from memfit.recording.memory_owners import NO_TENSOR, MemoryOwners, OwnerSnapshot
 from memfit.records import Action, Category, MarkKind, Phase, TensorInfo
 from support.traces import BASE, Event, events_of, freed
 

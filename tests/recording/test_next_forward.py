@@ -7,7 +7,7 @@ from torch.nn.modules.module import _global_forward_pre_hooks
 
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.recording.event_labels import LabelBook
-from memfit.recording.run_stages import NextForward
+from memfit.recording.run_stage_marks import NextForward
 from memfit.records import MarkKind
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from memfit.recording.event_labels import LabelBook
-from memfit.recording.run_stages import RunStageMarks
+from memfit.recording.run_stage_marks import RunStageMarks
 from memfit.records import MarkKind, UntrainedForwardReason
 
 

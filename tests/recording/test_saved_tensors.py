@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from memfit.recording.module_hooks import tensors_in
+from memfit.recording.label_running_modules import tensors_in
 from memfit.recording.saved_tensors import nodes_of, saved_by
 
 

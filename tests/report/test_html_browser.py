@@ -5,7 +5,7 @@ import pytest
 
 from memfit.allocator.timeline import memory_timeline
 from memfit.api.traces import explain
-from memfit.report.html.payload import page_payload
+from memfit.report.html.page_payload import page_payload
 from support.browser import check, click_at, shown
 from support.html_reports import evil, report, run, sums, unpacked
 from support.traces import trace_of

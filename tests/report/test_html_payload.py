@@ -21,7 +21,7 @@ from memfit.records import (
     ScriptEnd,
     SnapshotBlock,
 )
-from memfit.report.html.payload import page_payload
+from memfit.report.html.page_payload import page_payload
 from memfit.report.html.safe_page import PageTextTable
 from support.html_reports import GIB, MIB, blocks, run, sums, unpacked
 from support.traces import BASE, Event, freed, segment, trace_of

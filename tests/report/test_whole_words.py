@@ -10,7 +10,7 @@ from memfit.records import Advice, Figure, GroupBy, Note, Phase, Provenance, Scr
 from memfit.report.terminal.allocator_comparison import print_allocator_comparison
 from memfit.report.terminal.explanation import print_explanation
 from memfit.report.terminal.summary import print_summary
-from memfit.report.terminal.whole_words import WholeWordsConsole
+from memfit.report.terminal.whole_words_console import WholeWordsConsole
 from support.html_reports import FRAMES, run
 
 PATH = (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from memfit.errors import MemfitError, TargetError, UsageError
-from memfit.run.script import check_script, run_as_main
+from memfit.run.run_script_as_python import check_script, run_as_main
 
 LATIN = "# café\n".encode("latin-1")
 

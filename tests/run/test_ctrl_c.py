@@ -14,7 +14,7 @@ from memfit.python_command import python_code
 from memfit.records import Action
 from memfit.run.child_start import ChildSettings, write_settings
 from memfit.run.options import RunOptions
-from memfit.run.script import end_of
+from memfit.run.run_script_as_python import end_of
 from memfit.trace.trace_file import write_trace
 from support import interrupts
 from support.traces import BASE, Event, freed, segment, trace_of

@@ -11,8 +11,8 @@ import memfit
 from memfit.cli.compare import compare as compare_command
 from memfit.cli.dry_run import dry_run as dry_run_command
 from memfit.cli.plan import plan as plan_command
+from memfit.run.job_rank import Rank
 from memfit.run.options import BATCHES, SCAN, SECONDS, RunOptions
-from memfit.run.rank import Rank
 
 SET_BY_MEMFIT = {"allocator", "finish_late", "objects", "preload", "own_gpu_only", "real_ranks", "unlimited"}
 """Options of which memfit decides itself."""

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from memfit.cli import console
+from memfit.cli import command_output
 from memfit.run.parent import Progress
 from memfit.run.parent_pipe import ParentPipe, follow_compilations
 
@@ -52,4 +52,4 @@ def test_a_compilation_is_followed_from_its_start_to_its_end():
     ],
 )
 def test_the_progress_line_says_that_the_script_compiles(progress, text):
-    assert console._progress_text(progress, 3, 7) == text
+    assert command_output._progress_text(progress, 3, 7) == text

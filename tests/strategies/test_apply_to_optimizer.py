@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from memfit.errors import UsageError
-from memfit.injection.inject_accumulation import HeldBackUpdates
+from memfit.injection.hold_back_updates import HeldBackUpdates
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.strategies.apply import apply, revert
 from memfit.strategies.checkpointing import Checkpointing

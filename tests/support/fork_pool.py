@@ -32,9 +32,9 @@ import msgspec
 
 from memfit.errors import GhostError, TargetError
 from memfit.ghost.build.runtime_library import Build
-from memfit.ghost.device import GhostDevice
-from memfit.ghost.ffi import Ghost
-from memfit.ghost.load import load
+from memfit.ghost.ghost_device import GhostDevice
+from memfit.ghost.load_ghost import load
+from memfit.ghost.runtime_bindings import Ghost
 
 _READY = b"ready"
 _JOB = b"job"

@@ -54,7 +54,7 @@ def run(command, *, cwd=None, env=None, **_options):
 
 
 def on_ghost(script, *arguments, **environment):
-    """Run a script for which ``memfit.ghost.load.load`` returns the ghost; return as ``memfit`` does.
+    """Run a script for which ``memfit.ghost.load_ghost.load`` returns the ghost; return as ``memfit`` does.
 
     PyTorch reads PYTORCH_ALLOC_CONF when CUDA is initialised, except for ``backend``.
     """

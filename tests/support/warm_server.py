@@ -21,14 +21,14 @@ def serve():
     """Run the warm process with the ghost; its standard input is the socket."""
     sys.path.remove(TESTS)  # scripts have their own folder there
     from memfit.ghost.build.runtime_library import build
-    from memfit.ghost.load import load
+    from memfit.ghost.load_ghost import load
 
     built = build()
     ghost = load(built)
     for module in (
         "memfit.api",
         "memfit.cli.main",
-        "memfit.ghost.compile.torch_compile",
+        "memfit.ghost.compile.isolate_torch_compile",
         "memfit.ghost.values.gpu_reads",
         "memfit.recording.recorder",
         "memfit.run.child",
@@ -152,9 +152,9 @@ def _start_script_of_a_test(files, channel, request, run):
 
 
 def _script(built, ghost, argv, _leave):
-    import memfit.ghost.load
+    import memfit.ghost.load_ghost
 
-    memfit.ghost.load.load = lambda _: _loaded(ghost, built)
+    memfit.ghost.load_ghost.load = lambda _: _loaded(ghost, built)
     sys.argv[:] = argv
     sys.path.insert(0, str(Path(argv[0]).parent))
     runpy.run_path(argv[0], run_name="__main__")
@@ -237,7 +237,7 @@ def _script_process(ghost, argv, options):
     """Run ``memfit.run.child`` in this fork of the process that started the script."""
     import memfit.run.backend
     import memfit.run.child
-    from memfit.ghost.load import wait_for_autograd
+    from memfit.ghost.load_ghost import wait_for_autograd
 
     _become(argv, options)
     atexit.register(wait_for_autograd)
@@ -246,12 +246,12 @@ def _script_process(ghost, argv, options):
 
 
 def _update_process(argv, options):
-    """Run ``memfit.verification.first_update`` in this fork of memfit's process."""
-    import memfit.verification.first_update
+    """Run ``memfit.verification.first_update_process`` in this fork of memfit's process."""
+    import memfit.verification.first_update_process
 
     _become(argv, options)
     os.environ.update(options["env"])
-    memfit.verification.first_update.main()
+    memfit.verification.first_update_process.main()
     sys.stdout.flush()
     os._exit(0)
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import memfit
 from memfit.errors import UsageError
-from memfit.train.job import LearningRateSchedule
+from memfit.train.training_job import LearningRateSchedule
 
 
 class RandomSamples(torch.utils.data.Dataset):

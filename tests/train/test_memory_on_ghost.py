@@ -6,7 +6,7 @@ import pytest
 
 from memfit.devices import find_device
 from memfit.ghost.build.runtime_library import build
-from memfit.ghost.device import GhostDevice
+from memfit.ghost.ghost_device import GhostDevice
 from support.fork_pool import ForkPool, PoolJob
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]

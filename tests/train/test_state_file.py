@@ -15,8 +15,8 @@ from torch import nn
 import memfit
 from memfit import random_state
 from memfit.errors import FileFormatError, UsageError
-from memfit.train.job import LearningRateSchedule
 from memfit.train.resume import state_file
+from memfit.train.training_job import LearningRateSchedule
 
 
 def test_a_file_is_written_completely_or_not_at_all(tmp_path, monkeypatch):

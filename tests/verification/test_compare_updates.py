@@ -15,7 +15,7 @@ from memfit.verification.compare_updates import (
     largest_allowed_difference,
     why_runs_not_comparable,
 )
-from memfit.verification.first_update import FirstUpdate, SavedGradient
+from memfit.verification.first_update_process import FirstUpdate, SavedGradient
 
 
 def fed(*rows):

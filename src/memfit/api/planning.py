@@ -22,9 +22,9 @@ from memfit.planning.run_changes_on_ghost import (
 from memfit.planning.script_changes import LOW_BIT_STATE, PRECISIONS, AllowedChanges
 from memfit.records import Change, ScriptEnd, ScriptPlan
 from memfit.records.job_command import command_as_typed, is_job_command
+from memfit.run.job_rank import Rank
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, script_command
-from memfit.run.rank import Rank
 from memfit.run.resolve_options import ghost_settings
 from memfit.strategies.setting_checks import unknown_name_error
 from memfit.temporary_folders import TemporaryFolder
@@ -153,7 +153,7 @@ def auto_checkpoint(  # noqa: PLR0913 - one parameter an option
     """
     from torch.optim import SGD
 
-    from memfit.estimating.serialise import collect_training_step, serialise_training_step
+    from memfit.estimating.serialise_model import collect_training_step, serialise_training_step
     from memfit.strategies.apply import apply
 
     amount = parse_bytes(budget) if isinstance(budget, str) else budget
@@ -249,10 +249,9 @@ def _plan_for(
 
     shows = ProgressOfFirst(show)
     with RankRuns(command, options, shows.show) as ranks:
-        runs = RunsAhead(functools.partial(_run_ranks, ranks, late=False), shows)
+        runs = RunsAhead(functools.partial(_run_ranks, ranks), shows)
         planned = PlannedScript(
             runs.run,
-            functools.partial(_run_ranks, ranks, late=True),
             roofline_seconds(card),
             host_copy_seconds(card),
             RULE,
@@ -263,10 +262,10 @@ def _plan_for(
         return completed(find_plan(planned, left, allowed, policies=policies, on_found=note))
 
 
-def _run_ranks(ranks: RankRuns, change: Change, what: str, *, late: bool) -> TrialResult | ScriptEnd:
+def _run_ranks(ranks: RankRuns, change: Change, what: str) -> TrialResult | ScriptEnd:
     """Run a script on the ranks that may need most; the first time as written."""
     try:
-        runs = ranks.under(change, what, late=late) if ranks.count else ranks.as_written(change, what)
+        runs = ranks.under(change, what) if ranks.count else ranks.as_written(change, what)
     except UnfinishedRankError as error:
         if error.rank.world_size == 1:
             return error.end

@@ -22,9 +22,9 @@ from memfit.analysis.trial_result import TrialResult
 from memfit.api.ghost_runs import LATE, RANK, FinishedRun, larger_with_late_work, own_file, save_trace
 from memfit.api.traces import summarize
 from memfit.records import Change
+from memfit.run.job_rank import Rank
 from memfit.run.options import RunOptions
 from memfit.run.parent import PATIENCE, Progress, run_script, script_command
-from memfit.run.rank import Rank
 from memfit.run.resolve_options import ghost_settings
 from memfit.temporary_folders import PREFIX, hold_folder
 from memfit.trace.trace_file import read_trace, write_trace
@@ -72,8 +72,8 @@ def run_beside_ranks(
     if _RACES in early.exchange(_RACES * may_race(recorded.trace)).values():
         late = SharedTraces(options.rank, environment, "late")
         path = late.prepare()
-        unlimited = replace(options, unlimited=True, finish_late=True)
-        trial = trial_runner(command, unlimited, on_progress)(Change(), LATE)
+        unlimited = replace(options, unlimited=True)
+        trial = trial_runner(command, unlimited, on_progress)(Change(finish_late=True), LATE)
         if isinstance(trial, TrialResult):
             write_trace(trial.trace, path)
         if not all(late.exchange(_RAN * isinstance(trial, TrialResult)).values()):

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from memfit.analysis.needed_memory import needed_process, needed_without_workspaces
 from memfit.api.ghost_runs import FinishedRun, run_on_ghost
 from memfit.api.traces import summarize, write_html
-from memfit.card.find import find_card
+from memfit.card.find_card import find_card
 from memfit.devices import DEFAULT, NO_LIMIT
 from memfit.records import DeviceUse, DryRun
-from memfit.report.estimate import Estimate
+from memfit.report.estimate_result import Estimate
+from memfit.run.job_rank import Rank
 from memfit.run.options import BATCHES, LONGEST_STEPS, SCAN, SECONDS, STEPS, RunOptions
 from memfit.run.parent import Progress, run_script, script_command
-from memfit.run.rank import Rank
 from memfit.run.resolve_options import ghost_settings
 
 if TYPE_CHECKING:
@@ -254,8 +254,8 @@ def estimate(  # noqa: PLR0913 - one parameter an option
     >>> answer.fits(), answer.breakdown["parameters"].bytes  # doctest: +SKIP
     (True, 4198400)
     """
-    from memfit.estimating.ghost_runner import GhostRunner
-    from memfit.estimating.serialise import collect_training_step, serialise_training_step
+    from memfit.estimating.model_dry_run import GhostRunner
+    from memfit.estimating.serialise_model import collect_training_step, serialise_training_step
 
     run_job = functools.partial(_run_module, in_use=in_use, steps=steps, values=values)
     run = GhostRunner(

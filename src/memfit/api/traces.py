@@ -15,7 +15,7 @@ from memfit.atomic_files import write_bytes
 from memfit.devices import find_device
 from memfit.planning.advice import find_advice
 from memfit.records import AllocatorComparison, DryRun, Explanation, GroupBy, RunDifference, Trace
-from memfit.report import export
+from memfit.report import trace_exports
 from memfit.report.html import run_report_html
 from memfit.trace.snapshot import read_snapshot
 from memfit.trace.trace_file import looks_like_trace_file, read_trace
@@ -149,9 +149,9 @@ def write_html(trace: Trace, result: DryRun, path: Path, *, source: bool = True)
 def chrome_trace(trace: Trace) -> bytes:
     """Return the timeline by category as a Chrome trace (JSON), which Perfetto reads as well."""
     line = memory_timeline(trace)
-    return export.chrome_trace_of_run(trace, line, attribute(trace, line))
+    return trace_exports.chrome_trace_of_run(trace, line, attribute(trace, line))
 
 
 def allocation_table(trace: Trace) -> str:
     """Return every allocation as a row of comma-separated values."""
-    return export.allocations_csv(trace, attribute(trace, memory_timeline(trace)))
+    return trace_exports.allocations_csv(trace, attribute(trace, memory_timeline(trace)))

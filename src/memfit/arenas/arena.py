@@ -25,7 +25,7 @@ from torch import nn
 from memfit.analysis.allocator_comparison import compare_settings
 from memfit.arenas import arena_library
 from memfit.arenas.arena_trace import trace_of_arena_log
-from memfit.arenas.held_outputs import HeldOutputs
+from memfit.arenas.excluded_module_outputs import HeldOutputs
 from memfit.arenas.repeated_step import MOST_DROPS, ArenaMemory, RepeatedStep
 from memfit.arenas.step_plan import (
     StepKey,
@@ -42,7 +42,7 @@ from memfit.trace.trace_file import write_trace
 from memfit.user_frame import warn_user
 
 if TYPE_CHECKING:
-    from memfit.report.terminal.arena import ArenaReport
+    from memfit.report.terminal.arena_report import ArenaReport
 
 MOST_LOGGED = 1 << 22
 """Requests that a history holds at most; they take 128 MiB."""
@@ -160,7 +160,7 @@ class Arena:
 
         On a GPU and with a history, it also has what PyTorch's own allocator would have reserved.
         """
-        from memfit.report.terminal.arena import ArenaReport
+        from memfit.report.terminal.arena_report import ArenaReport
 
         steps = tuple(kind.summary() for kind in self._kinds.values())
         used = () if self._memory is None else self._memory.used()

@@ -11,7 +11,7 @@ from memfit.units import format_bytes
 from memfit.user_frame import warn_user
 
 if TYPE_CHECKING:
-    from memfit.report.terminal.arena import StepKindReport
+    from memfit.report.terminal.arena_report import StepKindReport
 
 MOST_DROPS = 3
 """Number of plans that may fail before a kind of step is left to the default allocator."""
@@ -156,7 +156,7 @@ class RepeatedStep:
 
     def summary(self) -> "StepKindReport":
         """Return the counts for the arena's report."""
-        from memfit.report.terminal.arena import StepKindReport
+        from memfit.report.terminal.arena_report import StepKindReport
 
         plan = self.plan or NO_PLAN
         kept = int((plan.offset < 0).sum())

@@ -18,7 +18,7 @@ import msgspec
 
 from memfit.atomic_files import write_bytes
 from memfit.card.context_probe import ContextProbeResult, ContextProbeSettings
-from memfit.card.find import find_card
+from memfit.card.find_card import find_card
 from memfit.card.nccl_measurement import measure_nccl
 from memfit.devices import Device, context_observations, find_device
 from memfit.errors import FileFormatError, TargetError, UnknownDeviceError

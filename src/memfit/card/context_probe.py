@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from memfit.card.find import find_card
+from memfit.card.find_card import find_card
 from memfit.card.outside_allocator import OutsideMemoryMeter
 from memfit.records import ContextStage
 

@@ -7,7 +7,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 import memfit
-from memfit.cli.console import progress, write_result
+from memfit.cli.command_output import progress, write_result
 from memfit.cli.options import Budget, Json, Module, Script, Values, json_file, read_as, script_to_run, share
 from memfit.report.escape import escaped
 from memfit.run.options import STEPS

@@ -1,7 +1,7 @@
 """``memfit compare``."""
 
 import memfit
-from memfit.cli.console import progress, running, write_result
+from memfit.cli.command_output import progress, running, write_result
 from memfit.cli.options import JobSize, Json, Module, Script, Target, Values, json_file, script_to_run
 from memfit.ctrl_c import INTERRUPTED
 from memfit.run.options import STEPS

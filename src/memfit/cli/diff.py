@@ -5,7 +5,7 @@ from typing import Literal
 
 import memfit
 from memfit.atomic_files import check_output_paths
-from memfit.cli.console import write_result
+from memfit.cli.command_output import write_result
 from memfit.cli.options import Json, json_file
 
 

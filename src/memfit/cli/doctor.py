@@ -4,7 +4,7 @@ import io
 import sys
 from contextlib import redirect_stderr
 
-from memfit.cli.console import stdout
+from memfit.cli.command_output import stdout
 
 
 def doctor(
@@ -27,7 +27,7 @@ def doctor(
         return _measure_context()
     if patches:
         return _list_patches()
-    from memfit.ghost.doctor import diagnose
+    from memfit.ghost.environment_checks import diagnose
     from memfit.report.terminal.doctor import print_diagnosis
 
     findings = diagnose()

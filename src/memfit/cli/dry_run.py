@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from memfit.cli.console import Output as OutputFile
-from memfit.cli.console import exit_code, progress, trace_file, write_result
+from memfit.cli.command_output import Output as OutputFile
+from memfit.cli.command_output import exit_code, progress, trace_file, write_result
 from memfit.cli.options import (
     GHOST,
     TARGET,
@@ -30,9 +30,9 @@ from memfit.cli.options import (
     script_to_run,
 )
 from memfit.errors import UsageError
+from memfit.run.job_rank import ALONE, Rank
 from memfit.run.launchers import started_rank
 from memfit.run.options import BATCHES, LONGEST_STEPS, SCAN, SECONDS, STEPS, RunOptions
-from memfit.run.rank import ALONE, Rank
 
 if TYPE_CHECKING:
     from memfit.run.parent import Progress

@@ -8,7 +8,7 @@ from cyclopts import Parameter
 
 import memfit
 from memfit.atomic_files import check_output_paths
-from memfit.cli.console import write_result
+from memfit.cli.command_output import write_result
 from memfit.cli.options import OUTPUT, Html, Json, Notes, json_file
 
 

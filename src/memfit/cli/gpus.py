@@ -5,7 +5,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 import memfit
-from memfit.cli.console import progress, running, stdout, write_result
+from memfit.cli.command_output import progress, running, stdout, write_result
 from memfit.cli.options import InUse, Json, Module, Script, Values, json_file, script_to_run
 from memfit.errors import UsageError
 from memfit.run.options import STEPS

@@ -5,7 +5,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 import memfit
-from memfit.cli.console import progress, running, write_result
+from memfit.cli.command_output import progress, running, write_result
 from memfit.cli.options import (
     Budget,
     Fail,

@@ -7,7 +7,7 @@ from cyclopts import Parameter
 
 import memfit
 from memfit.atomic_files import check_output_paths
-from memfit.cli.console import Output, write_result
+from memfit.cli.command_output import Output, write_result
 from memfit.cli.options import OUTPUT, Fail, Json, json_file, read_as
 from memfit.errors import UsageError
 from memfit.units import parse_bytes

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 import memfit
-from memfit.cli.console import PlanSoFar, progress, running, write_plan
+from memfit.cli.command_output import PlanSoFar, progress, running, write_plan
 from memfit.cli.options import (
     OUTPUT,
     Budget,

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from memfit.cli.console import exit_code, progress, trace_file, write_result
+from memfit.cli.command_output import exit_code, progress, trace_file, write_result
 from memfit.cli.options import (
     Fail,
     Json,

@@ -7,7 +7,7 @@ from cyclopts import Parameter
 
 import memfit
 from memfit.atomic_files import check_output_paths
-from memfit.cli.console import write_result
+from memfit.cli.command_output import write_result
 from memfit.cli.options import Fail, Json, RecordedTarget, json_file
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import memfit
-from memfit.cli.console import progress, write_result
+from memfit.cli.command_output import progress, write_result
 from memfit.cli.options import Json, Module, Script, expect_plan, json_file, script_to_run
 
 _RUNS = (

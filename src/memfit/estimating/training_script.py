@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from memfit.estimating.serialise import (
+from memfit.estimating.serialise_model import (
     OptimizerCopy,
     TrainingStep,
     deserialise_training_step,
     set_backend_flags,
 )
-from memfit.recording.module_hooks import tensors_in
+from memfit.recording.label_running_modules import tensors_in
 
 _ARGS_AND_KWARGS = 2
 

@@ -30,14 +30,14 @@ from memfit.patching.patches import Patch
 from memfit.random_state import seed_generators
 from memfit.recording.data_loaders import creator
 from memfit.records import LoaderBatchSize, OperationCounts
-from memfit.run.script import hide_output
+from memfit.run.run_script_as_python import hide_output
 from memfit.user_frame import innermost_line_of_place, user_line
 
 if TYPE_CHECKING:
     from memfit.injection.inject_optimizer_state import OptimizerStateInjector
     from memfit.injection.inject_sharding import ShardingInjector
     from memfit.patching.installed_hooks import InstalledHooks
-    from memfit.recording.script_operations import ScriptOperations
+    from memfit.recording.second_step_operations import ScriptOperations
     from memfit.strategies.mechanisms.operation_counter import OperationCounter
     from memfit.strategies.plan import Plan
 
@@ -111,7 +111,7 @@ def _inject_now(settings: InjectionSettings, on_report: Callable[[InjectionRepor
             report.update(refusals=(str(error),), refused=("",))
             raise
     if change.updates_held_back > 1:
-        from memfit.injection.inject_accumulation import HeldBackUpdates
+        from memfit.injection.hold_back_updates import HeldBackUpdates
 
         HeldBackUpdates(
             change.updates_held_back,
@@ -124,7 +124,7 @@ def _inject_now(settings: InjectionSettings, on_report: Callable[[InjectionRepor
                 hooks.wrap(_OPTIMIZER, "__init__", _fused, on=kind)
     operations = None
     if change.operations:
-        from memfit.recording.script_operations import ScriptOperations
+        from memfit.recording.second_step_operations import ScriptOperations
 
         seed_generators()  # a script that seeds none must draw the same samples in each run
         operations = ScriptOperations(Path(settings.operations))

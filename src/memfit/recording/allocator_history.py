@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from memfit.ghost.ffi import Ghost, LogAction
+from memfit.ghost.runtime_bindings import Ghost, LogAction
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.recording.event_labels import LabelBook, metadata_of, serial_of
-from memfit.recording.script_history import FREES, ScriptHistory, with_stacks_of_blocks
+from memfit.recording.script_recorded_history import FREES, ScriptHistory, with_stacks_of_blocks
 from memfit.trace.snapshot import allocator_settings, with_blocks_before_history
 
 _HISTORY = Patch(

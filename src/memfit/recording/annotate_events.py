@@ -19,10 +19,10 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from memfit.ghost.ffi import WorkspaceUse
+from memfit.ghost.runtime_bindings import WorkspaceUse
 from memfit.recording.allocating_functions import TorchFunction
 from memfit.recording.event_labels import LabelBook
-from memfit.recording.owners import NO_TENSOR, MemoryOwners
+from memfit.recording.memory_owners import NO_TENSOR, MemoryOwners
 from memfit.records import Action, Category, EventLabel, Events, Mark, MarkKind, Phase
 
 _OF_GRAPHS = {Category.ACTIVATION, Category.INPUT}

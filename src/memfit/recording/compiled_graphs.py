@@ -29,8 +29,8 @@ from memfit.patching.after_import import after_import
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.recording.event_labels import LabelBook
-from memfit.recording.module_hooks import ModuleHooks, requires_grad
-from memfit.recording.owners import MemoryOwners
+from memfit.recording.label_running_modules import ModuleHooks, requires_grad
+from memfit.recording.memory_owners import MemoryOwners
 from memfit.recording.training_steps import StepTracker
 from memfit.records import Phase
 

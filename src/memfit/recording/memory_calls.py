@@ -26,7 +26,7 @@ from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch, before
 from memfit.recording.allocator_history import AllocatorHistory
 from memfit.recording.event_labels import LabelBook
-from memfit.recording.owners import MemoryOwners
+from memfit.recording.memory_owners import MemoryOwners
 from memfit.records import Action, Category, Events, MarkKind
 
 _RELEASE = "_cuda_clearCublasWorkspaces"

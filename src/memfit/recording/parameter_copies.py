@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch.optim import Optimizer
 
-from memfit.recording.module_hooks import tensors_in
-from memfit.recording.owners import MemoryOwners, addresses_of, find_live_objects, parameters_of
+from memfit.recording.label_running_modules import tensors_in
+from memfit.recording.memory_owners import MemoryOwners, addresses_of, find_live_objects, parameters_of
 from memfit.recording.tensor_names import local_piece
 
 

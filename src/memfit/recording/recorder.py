@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch.optim import Optimizer
 
-from memfit.ghost.ffi import Ghost
+from memfit.ghost.runtime_bindings import Ghost
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.recording.allocating_functions import functions_of_events
 from memfit.recording.allocator_history import AllocatorHistory
@@ -34,6 +34,7 @@ from memfit.recording.annotate_events import (
 )
 from memfit.recording.compiled_graphs import BEFORE_FORWARD, CompiledCode
 from memfit.recording.event_labels import LabelBook
+from memfit.recording.label_running_modules import ModuleHooks, running_module
 from memfit.recording.memory_calls import (
     label_autocast_exits,
     mark_calls,
@@ -41,11 +42,10 @@ from memfit.recording.memory_calls import (
     record_released_workspaces,
     release_cublas_workspaces,
 )
-from memfit.recording.module_hooks import ModuleHooks, running_module
+from memfit.recording.memory_owners import MemoryOwners, find_live_objects, parameters_of
 from memfit.recording.module_names import short_names
-from memfit.recording.owners import MemoryOwners, find_live_objects, parameters_of
 from memfit.recording.parameter_copies import ParameterCopies
-from memfit.recording.run_stages import RunStageMarks
+from memfit.recording.run_stage_marks import RunStageMarks
 from memfit.recording.training_steps import StepTracker
 from memfit.records import DeviceUse, Events, MarkKind, Note, Phase, Provenance, ScriptEnd, Trace
 from memfit.trace.history_columns import history_columns, pool_ids

@@ -19,7 +19,7 @@ import torch
 
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
-from memfit.recording.module_hooks import ACCUMULATE, CLAIMED, tensors_in
+from memfit.recording.label_running_modules import ACCUMULATE, CLAIMED, tensors_in
 
 _CHECKPOINT = Patch("torch.utils.checkpoint:_CheckpointFrame", "__init__", why="find what checkpoints keep")
 

@@ -14,20 +14,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from memfit.card.find import is_ghost_loaded
+from memfit.card.find_card import is_ghost_loaded
 from memfit.card.outside_allocator import OutsideMemoryMeter
 from memfit.devices import find_device, why_torch_lacks_kernels
-from memfit.ghost.ffi import Ghost
-from memfit.ghost.load import load
-from memfit.ghost.ranks.early_collectives import EarlyCollectives, settle_collectives
+from memfit.ghost.load_ghost import load
+from memfit.ghost.ranks.collective_release_times import EarlyCollectives, settle_collectives
+from memfit.ghost.runtime_bindings import Ghost
 from memfit.ghost.workspaces import WorkspaceSource
 from memfit.native_build import cache_folder
 from memfit.patching.after_import import after_import
 from memfit.records import DeviceUse, Figure, MachineKind, Provenance
 from memfit.run.child_start import ChildSettings, GhostSettings
-from memfit.run.communicators import Communicators
+from memfit.run.communicator_memory import Communicators
+from memfit.run.job_rank import Rank
 from memfit.run.options import RunOptions
-from memfit.run.rank import Rank
 from memfit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -118,12 +118,12 @@ class GhostBackend(Backend):
 
     def begin(self, recorder: "Recorder") -> None:
         """Patch GPU reads, the compilers and, if the options ask for it, the filling of CPU tensors."""
-        from memfit.ghost.compile import torch_compile
+        from memfit.ghost.compile import isolate_torch_compile
         from memfit.ghost.values import gpu_reads
 
         super().begin(recorder)
         if self._options.finish_late:
-            from memfit.ghost.finish_late import finish_late
+            from memfit.ghost.late_stream_work import finish_late
 
             finish_late(self.ghost)
         else:
@@ -139,11 +139,11 @@ class GhostBackend(Backend):
             senders_exist=self._options.real_ranks,
         )
         if self._settings.shown_memory is not None:
-            from memfit.ghost.device import show_memory
+            from memfit.ghost.ghost_device import show_memory
 
             show_memory(self._settings.shown_memory)
         caches = cache_folder("compiled-graphs")
-        torch_compile.install(self.ghost, caches, recorder.note, labelled=recorder.book.doing)
+        isolate_torch_compile.install(self.ghost, caches, recorder.note, labelled=recorder.book.doing)
         after_import("torch._inductor.fx_passes.joint_graph", self._follow_folding)
         if self._options.host_memory:
             from memfit.ghost.skip_random_fills import RandomFillSkipper
@@ -158,11 +158,11 @@ class GhostBackend(Backend):
         options, ghost = settings.options, settings.ghost or self._settings
         self.ghost.set_capacity(ghost.stands_for.total_bytes)
         if ghost.shown_memory is not None and self._settings.shown_memory is None:
-            from memfit.ghost.device import show_memory
+            from memfit.ghost.ghost_device import show_memory
 
             show_memory(ghost.shown_memory)
         if self._collectives is not None and options.finish_late:
-            from memfit.ghost.finish_late import finish_late
+            from memfit.ghost.late_stream_work import finish_late
 
             self._collectives.remove()
             self._collectives = None

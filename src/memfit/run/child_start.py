@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 
 from memfit.ghost.build.runtime_library import Build
-from memfit.ghost.device import GhostDevice
+from memfit.ghost.ghost_device import GhostDevice
 from memfit.python_command import python_command
 from memfit.records import DeviceUse
 from memfit.run.options import RunOptions
@@ -42,7 +42,7 @@ class ChildSettings(msgspec.Struct, frozen=True):
     progress: str
     """Named pipe that the child writes its progress to."""
     asks: str = ""
-    """Where ranks ask for others (``ghost/ranks/exchanged_objects.py``); empty if there are no others."""
+    """Where ranks ask for others (``ghost/ranks/object_exchange_files.py``); empty if there are no others."""
     standby: int | None = None
     """Descriptor of the socket of the script's standby (``standby.py``); None if there is to be none."""
 

@@ -10,8 +10,8 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from memfit.errors import UsageError
-from memfit.ghost.ranks.process_groups import wrap_process_groups
-from memfit.run.rank import ALONE, Rank
+from memfit.ghost.ranks.wrap_group_creation import wrap_process_groups
+from memfit.run.job_rank import ALONE, Rank
 
 LAUNCHERS = ("torchrun", "accelerate")
 """Commands that start a script."""

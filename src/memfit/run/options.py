@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from memfit.devices import DEFAULT
-from memfit.run.rank import ALONE, Rank
+from memfit.run.job_rank import ALONE, Rank
 
 BATCHES = 3
 """Batches of each pass over a loader in a dry run of a whole run."""

@@ -1,8 +1,8 @@
 """The other ranks of the script's job that run on this machine.
 
 ``OtherRanks``: ranks that memfit runs beside the script because it waits for objects that only they have.
-They exchange them through files (``ghost/ranks/exchanged_objects.py``). Their output is hidden, and they end
-with the script at the latest.
+They exchange them through files (``ghost/ranks/object_exchange_files.py``). Their output is hidden, and they
+end with the script at the latest.
 
 ``StartedRanks``: ranks that the script starts itself, by ``mp.spawn``, ``mp.Process``, a fork or another
 command. A process is a rank when it joins a process group of as many ranks as the job has, however it was
@@ -29,8 +29,8 @@ from pathlib import Path
 import msgspec
 
 from memfit.run.child_start import ChildSettings, start_script
+from memfit.run.job_rank import Rank
 from memfit.run.process_tree import descendants, kill_descendants
-from memfit.run.rank import Rank
 
 _MOST = 16
 """Ranks that may run beside the script: each takes about 0.7 GiB of host memory."""

@@ -32,7 +32,7 @@ from memfit.run.options import RunOptions
 from memfit.run.other_ranks import OtherRanks, StartedRanks
 from memfit.run.parent_pipe import ChildMessage
 from memfit.run.process_tree import kill_descendants
-from memfit.run.script import check_script
+from memfit.run.run_script_as_python import check_script
 from memfit.run.started_processes import UnfollowedProcesses, read_started_processes
 from memfit.temporary_folders import TemporaryFolder
 from memfit.trace.trace_file import read_trace

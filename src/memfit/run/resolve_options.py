@@ -8,7 +8,7 @@ from memfit.devices import NO_LIMIT, Device, find_device
 from memfit.errors import UsageError
 from memfit.ghost.build.runtime_library import build
 from memfit.ghost.build.torch_install import find_torch
-from memfit.ghost.device import GhostDevice
+from memfit.ghost.ghost_device import GhostDevice
 from memfit.ghost.values.value_options import ValueOptions
 from memfit.ghost.workspaces import WorkspaceSource
 from memfit.records import DeviceUse, Figure, Provenance

@@ -19,24 +19,24 @@ from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import MemfitError, TargetError
 from memfit.ghost.compile.lazy_dynamo import import_lazily
 from memfit.ghost.ranks.absent_ranks import stand_for_a_rank
-from memfit.ghost.ranks.exchanged_objects import ExchangedObjects
+from memfit.ghost.ranks.object_exchange_files import ExchangedObjects
 from memfit.ghost.ranks.present_ranks import PresentRanks
 from memfit.patching.after_import import after_import
 from memfit.patching.patches import before
 from memfit.recording.data_loaders import ScriptLoaders, ShortLoaders
-from memfit.recording.evaluations import Evaluations
 from memfit.recording.longest_batches import LongestBatches
 from memfit.recording.script_options import ScriptOptions
 from memfit.recording.short_trainers import ShortTrainers
+from memfit.recording.unreached_evaluations import Evaluations
 from memfit.records import Provenance, ScriptEnd
 from memfit.run.backend import Backend
 from memfit.run.child_start import ChildSettings, read_settings
+from memfit.run.job_rank import traced_rank
 from memfit.run.launchers import check_process_groups, wrong_size
 from memfit.run.other_ranks import StartedRanks
 from memfit.run.parent_pipe import ParentPipe, follow_compilations, open_pipe
 from memfit.run.process_tree import kill_descendants
-from memfit.run.rank import traced_rank
-from memfit.run.script import (
+from memfit.run.run_script_as_python import (
     at_process_end,
     end_of,
     flush_output,

@@ -34,7 +34,7 @@ from memfit.patching.patches import Patch
 from memfit.run.fork_state import is_harmless, obstacle, open_files, repair, shortage
 from memfit.run.interruption import ctrl_c_held, release_ctrl_c
 from memfit.run.process_tree import kill_descendants
-from memfit.run.script import flush_output
+from memfit.run.run_script_as_python import flush_output
 
 if TYPE_CHECKING:
     from memfit.patching.installed_hooks import InstalledHooks

@@ -27,7 +27,7 @@ from memfit.patching.patches import Patch, before
 from memfit.records import ChildProcess, Figure
 from memfit.run.child_start import ChildSettings, write_settings
 from memfit.run.process_tree import descendants, with_environment
-from memfit.run.script import end_of, note_exits
+from memfit.run.run_script_as_python import end_of, note_exits
 from memfit.units import format_bytes
 
 SITE = "sitecustomize"

@@ -34,7 +34,7 @@ from memfit.planning.plan_file import PlanFile, read_plan
 from memfit.records import Change
 from memfit.records.job_command import command_as_typed
 from memfit.report.escape import escaped
-from memfit.run.script import print_as_python_does, run_as_main
+from memfit.run.run_script_as_python import print_as_python_does, run_as_main
 from memfit.trials.trial_run import why_again
 from memfit.versions import __version__
 from memfit.watching.prediction import PlannedPeak

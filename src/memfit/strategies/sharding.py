@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memfit.errors import UsageError
 from memfit.strategies.mechanisms.module_patterns import class_name, modules_named, repeated_blocks
-from memfit.strategies.mechanisms.optimizer_info import parameters_of
+from memfit.strategies.mechanisms.optimizer_accessors import parameters_of
 from memfit.strategies.precision import DTYPES, Dtype
 from memfit.strategies.setting_checks import check_setting_types
 

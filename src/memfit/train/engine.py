@@ -34,10 +34,10 @@ from memfit.train.data.split_batch import BatchSplitter
 from memfit.train.engine_setup import set_up_engine
 from memfit.train.full_batch_steps import FullBatchStepper, missing_loss_error
 from memfit.train.gathered_batches import MicroBatches, gather_batches_by_window
-from memfit.train.job import Interval, Job, Loss, as_job
 from memfit.train.optimizer_update import Protect
-from memfit.train.resume.engine_parts import EngineParts
-from memfit.train.resume.run_files import ResumableRun
+from memfit.train.resume.save_and_load_run import ResumableRun
+from memfit.train.resume.saved_engine_parts import EngineParts
+from memfit.train.training_job import Interval, Job, Loss, as_job
 from memfit.train.validation import Metric, validation_means, validation_metric_names, warn_of_evaluation_mode
 
 

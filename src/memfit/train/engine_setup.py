@@ -23,7 +23,7 @@ from memfit.strategies.mechanisms.master_weights import (
     round_copies_into_parameters,
 )
 from memfit.strategies.mechanisms.module_patterns import class_name, unwrapped
-from memfit.strategies.mechanisms.optimizer_info import local_optimizer, parameters_of
+from memfit.strategies.mechanisms.optimizer_accessors import local_optimizer, parameters_of
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.plan import Plan, sharding_conflict
 from memfit.strategies.precision import Precision, device_type_of_model
@@ -35,7 +35,6 @@ from memfit.strategies.sharding import (
 )
 from memfit.train.cuda_graphs import make_step_cuda_graphs
 from memfit.train.data.split_batch import warn_of_batch_norms
-from memfit.train.job import Job, learning_rate_schedule_of
 from memfit.train.loss_scaler import LossScaler
 from memfit.train.optimizer_update import OptimizerUpdate, Protect
 from memfit.train.ranks.rank_agreement import (
@@ -45,6 +44,7 @@ from memfit.train.ranks.rank_agreement import (
     ranks_of_job,
 )
 from memfit.train.ranks.rank_gradients import BUCKET_BYTES, RankGradients, ReplicaGradients, ShardGradients
+from memfit.train.training_job import Job, learning_rate_schedule_of
 from memfit.train.window_gradients import GradientSums, gradient_sums_of_model
 
 _CALL = "memfit.Engine"  # as errors name it

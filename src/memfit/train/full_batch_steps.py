@@ -25,9 +25,9 @@ from memfit.train.accumulation_window import AccumulationWindow, StepResult
 from memfit.train.arena_steps import ArenaSteps
 from memfit.train.cuda_graphs import StepCudaGraphs
 from memfit.train.data.split_batch import BatchSplitter, warn_of_batch_norms
-from memfit.train.job import Loss
 from memfit.train.ranks.rank_agreement import RAN_OUT, PeerOutOfMemoryError, is_out_of_memory
 from memfit.train.step_snapshots import StepSnapshot, StepSnapshots
+from memfit.train.training_job import Loss
 
 _NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 

@@ -21,12 +21,12 @@ from torch.utils.hooks import RemovableHandle
 from memfit.errors import TornUpdateError, UsageError
 from memfit.strategies.apply import AppliedToOptimizer
 from memfit.strategies.mechanisms.master_weights import round_copies_into_parameters
-from memfit.strategies.mechanisms.optimizer_info import parameters_of
+from memfit.strategies.mechanisms.optimizer_accessors import parameters_of
 from memfit.train.cuda_graphs import StepCudaGraphs
-from memfit.train.job import LearningRateSchedule
 from memfit.train.loss_scaler import LossScaler
 from memfit.train.ranks.rank_agreement import OneRank, is_out_of_memory
 from memfit.train.step_snapshots import OptimizerBackup
+from memfit.train.training_job import LearningRateSchedule
 from memfit.train.window_gradients import GradientSums, WindowGradients
 
 INTERRUPTED = (

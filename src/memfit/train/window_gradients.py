@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from memfit.errors import UsageError
 from memfit.strategies.accumulation import Accumulation
-from memfit.strategies.mechanisms.optimizer_info import drop_gradients
+from memfit.strategies.mechanisms.optimizer_accessors import drop_gradients
 from memfit.train.cuda_graphs import StepCudaGraphs
 
 

@@ -10,7 +10,6 @@ from msgspec import json
 from memfit.analysis.trial_result import RunTrial, TrialResult, ran_to_completion
 from memfit.errors import MemfitError
 from memfit.injection.injection_files import InjectionReport, InjectionSettings
-from memfit.planning.run_changes_on_ghost import GhostRuns
 from memfit.records import Change, ScriptEnd, StepOperations
 from memfit.run.child_start import StartScript, start_script
 from memfit.run.options import RunOptions
@@ -41,21 +40,11 @@ def trial_runner(
         def show(progress: Progress) -> None:
             on_progress(replace(progress, trying=what))
 
-        return run_trial(ScriptRun(command, options, ghost, always | change), show, standbys)
+        own = replace(options, finish_late=change.finish_late)
+        made = always | replace(change, finish_late=False)
+        return run_trial(ScriptRun(command, own, ghost, made), show, standbys)
 
     return run
-
-
-def ghost_runs(
-    command: tuple[str, ...],
-    options: RunOptions,
-    on_progress: Callable[[Progress], None],
-    always: Change = _NOTHING,
-    standbys: ScriptStandbys | None = None,
-) -> GhostRuns:
-    """Return two of the functions that ``trial_runner`` returns, one with GPU work that finishes late."""
-    ways = (options, replace(options, finish_late=True))
-    return GhostRuns(*(trial_runner(command, way, on_progress, always, standbys) for way in ways))
 
 
 def run_trial(

@@ -11,7 +11,7 @@ from memfit.injection.injection_files import InjectionReport
 from memfit.planning.sample_independence import count_elements, undivided_tensor
 from memfit.records import CountedOperations, Equality, GradientDifference, InputTensor
 from memfit.trials.trial_run import why_again
-from memfit.verification.first_update import FirstUpdate
+from memfit.verification.first_update_process import FirstUpdate
 
 BOUNDS = {"float64": 1e-12, "float32": 1e-5, "tf32": 1e-2, "float16": 1e-2, "bfloat16": 5e-2}
 """By the precision of the forward: the largest difference that sums in another order may make, relative to

@@ -33,7 +33,7 @@ from memfit.verification.compare_updates import (
     why_other_operations,
     why_runs_not_comparable,
 )
-from memfit.verification.first_update import UpdateSettings, read_first_update
+from memfit.verification.first_update_process import UpdateSettings, read_first_update
 
 _ON_CPU = "\nTo compute on the CPU instead, write: CUDA_VISIBLE_DEVICES= memfit verify ..."
 
@@ -129,7 +129,12 @@ def _run(command: tuple[str, ...], settings: UpdateSettings, change: Change, wha
         file.write_bytes(msgspec.json.encode(settings))
         try:
             _start(
-                [*python_command("memfit.verification.first_update"), str(file), *command, *change.arguments],
+                [
+                    *python_command("memfit.verification.first_update_process"),
+                    str(file),
+                    *command,
+                    *change.arguments,
+                ],
                 change.allocator,
                 write,
             )

@@ -22,14 +22,14 @@ from memfit.analysis.breakdown import breakdown_at
 from memfit.analysis.run_stages import stage_at
 from memfit.analysis.summary import summarize_attributed
 from memfit.atomic_files import write_bytes
-from memfit.card.find import is_ghost_loaded
+from memfit.card.find_card import is_ghost_loaded
 from memfit.card.outside_allocator import BY_CARD, read_outside_memory
 from memfit.errors import UsageError
 from memfit.recording.allocator_history import UNCACHED
 from memfit.recording.recorder import Recorder
 from memfit.records import DeviceUse, Figure, GroupBy, MachineKind, Provenance, ScriptEnd, Trace
 from memfit.report.html import run_report_html
-from memfit.report.places import location_in_words, short_path
+from memfit.report.places_in_words import location_in_words, short_path
 from memfit.trace.trace_file import write_trace
 from memfit.units import format_bytes
 from memfit.user_frame import user_line

@@ -11,7 +11,7 @@ from memfit.devices import find_device
 from memfit.ghost.build.runtime_library import build
 from memfit.ghost.cudnn.client import NoAnswerError, find_library, installed_cudnn
 from memfit.ghost.cudnn.server import OLDEST
-from memfit.ghost.device import GhostDevice
+from memfit.ghost.ghost_device import GhostDevice
 from memfit.native_build import find_compiler
 from support.cudnn_descriptors import FALLBACK, convolution
 

@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from memfit.allocator.compiled_allocator import COUNTERS, NAMES
 from memfit.devices import find_device
 from memfit.ghost.build.runtime_library import build
-from memfit.ghost.device import GhostDevice
-from memfit.ghost.ffi import Ghost
-from memfit.ghost.load import load
+from memfit.ghost.ghost_device import GhostDevice
+from memfit.ghost.load_ghost import load
+from memfit.ghost.runtime_bindings import Ghost
 from support.allocator_comparison.compiled import compiled_model
 from support.allocator_comparison.model import (
     REFUSED,

@@ -9,7 +9,7 @@ import sys
 from memfit.errors import TargetError
 from memfit.run.options import RunOptions
 from memfit.run.parent import run_script
-from memfit.run.rank import Rank
+from memfit.run.job_rank import Rank
 from memfit.run.resolve_options import ghost_settings
 
 if __name__ == "__main__":

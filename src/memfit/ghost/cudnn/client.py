@@ -17,7 +17,7 @@ from memfit.errors import MemfitError
 from memfit.ghost.build.runtime_library import Build
 from memfit.ghost.build.torch_install import find_torch
 from memfit.ghost.cudnn.cache import EngineConfig, HeuristicsCache, HeuristicsResult
-from memfit.ghost.device import GhostDevice
+from memfit.ghost.ghost_device import GhostDevice
 from memfit.native_build import cache_folder
 from memfit.python_command import python_code
 

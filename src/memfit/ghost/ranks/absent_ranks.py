@@ -9,7 +9,7 @@
 
 What the others would have sent is taken to be what this rank sends (for NCCL in
 libraries/nccl_collectives.c). A sum over ranks is unknown, like any number that a GPU computes. For an object
-that only another rank has, memfit runs that rank, too (``exchanged_objects.py``).
+that only another rank has, memfit runs that rank, too (``object_exchange_files.py``).
 """
 
 import functools
@@ -18,9 +18,9 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from memfit.ghost.ranks.agreements import agree_with_this_rank
-from memfit.ghost.ranks.exchanged_objects import ExchangedObjects
-from memfit.ghost.ranks.process_groups import wrap_process_groups
+from memfit.ghost.ranks.join_and_pipeline_agreements import agree_with_this_rank
+from memfit.ghost.ranks.object_exchange_files import ExchangedObjects
+from memfit.ghost.ranks.wrap_group_creation import wrap_process_groups
 from memfit.patching.after_import import after_import
 from memfit.patching.patches import Patch
 
@@ -66,7 +66,7 @@ def stand_for_a_rank(
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the fake backend
 
     from memfit.ghost.ranks.answering_store import AnsweringStore, EndlessWaits, script_stores
-    from memfit.ghost.ranks.object_lists import exchanging_functions
+    from memfit.ghost.ranks.object_collectives import exchanging_functions
 
     os.environ.update(VARIABLES)
     plugins = distributed_c10d.Backend._plugins

@@ -17,10 +17,10 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from memfit.ghost.ffi import Ghost
 from memfit.ghost.ranks.absent_ranks import VARIABLES
-from memfit.ghost.ranks.agreements import agree_between_ranks
-from memfit.ghost.ranks.process_groups import wrap_process_groups
+from memfit.ghost.ranks.join_and_pipeline_agreements import agree_between_ranks
+from memfit.ghost.ranks.wrap_group_creation import wrap_process_groups
+from memfit.ghost.runtime_bindings import Ghost
 from memfit.patching.patches import Patch
 
 _TIMEOUT = timedelta(minutes=5)

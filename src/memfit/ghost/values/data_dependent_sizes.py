@@ -20,8 +20,8 @@ from collections.abc import Callable
 
 import torch
 
-from memfit.ghost.ffi import Ghost
 from memfit.ghost.kernel_overrides import Kernel, Overrides
+from memfit.ghost.runtime_bindings import Ghost
 from memfit.ghost.values.assumed_values import AssumedValues
 from memfit.ghost.values.known_values import Basis
 from memfit.ghost.values.value_options import count_of

@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from memfit.ghost.ffi import Ghost
 from memfit.ghost.kernel_overrides import Kernel, Overrides
 from memfit.ghost.note_callback import NoteCallback
+from memfit.ghost.runtime_bindings import Ghost
 from memfit.ghost.values.assumed_values import AssumedValues, GpuRead, explained
 from memfit.ghost.values.data_dependent_sizes import SIZED_KERNELS, override_sized_ops
 from memfit.ghost.values.exchanged_sizes import override_functional_exchanges

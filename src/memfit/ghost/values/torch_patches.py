@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from memfit.dispatch_modes import without_dispatch_modes
-from memfit.ghost.ffi import Ghost
+from memfit.ghost.runtime_bindings import Ghost
 from memfit.ghost.values.assumed_values import AssumedValues
 from memfit.ghost.values.exchanged_sizes import follow_exchanges
 from memfit.ghost.values.known_values import Elements, Known, is_plain, known_number

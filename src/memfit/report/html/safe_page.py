@@ -13,7 +13,7 @@ import numpy as np
 
 from memfit.analysis.block_columns import Numbers
 from memfit.report.escape import escaped
-from memfit.report.places import short_path
+from memfit.report.places_in_words import short_path
 
 _HOMES = re.compile(r"/(?:home|Users)/[^/\s:'\"]+(?=/|\b)|(?<![\w/.~-])/root(?=/)")
 _FILES = re.compile(

@@ -6,7 +6,7 @@ from rich.text import Text
 
 from memfit.records import Advice, DryRun
 from memfit.report.escape import escaped
-from memfit.report.places import short_path
+from memfit.report.places_in_words import short_path
 from memfit.units import format_bytes
 
 NO_ADVICE = "No change was found that saves at least 1 %."

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from memfit.records import AllocatorComparison, FailedMalloc, ScriptLocation, SettingOutcome
 from memfit.report.escape import escaped
-from memfit.report.places import short_path
+from memfit.report.places_in_words import short_path
 from memfit.units import format_bytes, format_gib
 
 _BETWEEN_SETTINGS = re.compile(r",(?![^\[]*\])")

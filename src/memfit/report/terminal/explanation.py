@@ -19,7 +19,7 @@ from memfit.records import (
     ReservedBytes,
 )
 from memfit.report.escape import escaped
-from memfit.report.places import location_in_words, short_path
+from memfit.report.places_in_words import location_in_words, short_path
 from memfit.report.terminal.layout import plain_table
 from memfit.report.terminal.notes import note_lines
 from memfit.report.terminal.summary import print_summary

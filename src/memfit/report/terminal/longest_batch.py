@@ -6,7 +6,7 @@ from rich.text import Text
 
 from memfit.records import BatchSize, DryRun, LoaderScan, LongestBatch
 from memfit.report.escape import escaped
-from memfit.report.places import short_path
+from memfit.report.places_in_words import short_path
 from memfit.units import format_bytes
 
 _NOTABLE = 0.02

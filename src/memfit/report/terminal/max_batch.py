@@ -8,7 +8,7 @@ from rich.text import Text
 
 from memfit.records import BatchLimit, BatchRun, MaxBatch
 from memfit.report.escape import escaped
-from memfit.report.places import location_in_cell, short_path
+from memfit.report.places_in_words import location_in_cell, short_path
 from memfit.report.terminal.layout import plain_table, print_answer, subject_in_words
 from memfit.units import format_bytes, format_gib, unit_for_table
 

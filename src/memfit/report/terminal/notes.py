@@ -12,7 +12,7 @@ from rich.text import Text
 
 from memfit.records import DryRun, Figure, Note, Provenance
 from memfit.report.escape import escaped
-from memfit.report.places import short_path
+from memfit.report.places_in_words import short_path
 from memfit.units import format_bytes
 
 _SHARE = 0.01

@@ -21,12 +21,12 @@ from memfit.records import (
 )
 from memfit.records.job_command import command_as_typed
 from memfit.report.escape import escaped
-from memfit.report.places import location_in_words, short_path
+from memfit.report.places_in_words import location_in_words, short_path
 from memfit.report.terminal.advice import advice_lines, steps_run_in_words
 from memfit.report.terminal.layout import FigureCell, FigureRow, FigureTable, plain_table
 from memfit.report.terminal.longest_batch import longest_batch_lines
 from memfit.report.terminal.notes import note_lines
-from memfit.report.terminal.ranks import peak_range_line, rank_table
+from memfit.report.terminal.rank_table import peak_range_line, rank_table
 from memfit.report.terminal.verdict import is_pytorch_snapshot, verdict_of_run, why_no_more_advice
 from memfit.units import MIB, format_bytes, format_gib, unit_for_table
 

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from memfit.errors import RankFailedError, UsageError
-from memfit.report.places import format_ranks
+from memfit.report.places_in_words import format_ranks
 from memfit.strategies.plan import Plan
 from memfit.train.ranks.lost_ranks import RankProcesses, is_broken_connection
 from memfit.user_frame import innermost_line_of_place, user_place

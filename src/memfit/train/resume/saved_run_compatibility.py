@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from memfit.errors import UsageError
-from memfit.strategies.mechanisms.optimizer_info import local_optimizer
-from memfit.train.resume.engine_parts import (
+from memfit.strategies.mechanisms.optimizer_accessors import local_optimizer
+from memfit.train.resume.saved_engine_parts import (
     EngineParts,
     bare_model,
     class_path,

@@ -25,7 +25,12 @@ import torch
 
 from memfit.errors import UsageError
 from memfit.random_state import arrays_to_tensors
-from memfit.train.resume.engine_parts import EngineParts, bare_model, named_parameters, own_parameter_indices
+from memfit.train.resume.saved_engine_parts import (
+    EngineParts,
+    bare_model,
+    named_parameters,
+    own_parameter_indices,
+)
 from memfit.train.resume.saved_run_compatibility import check_saved_shapes
 from memfit.train.resume.saved_run_format import SavedParameterState
 from memfit.train.resume.tensor_files import StoredTensor

@@ -78,7 +78,7 @@ typedef struct {
     unsigned x, y, z;
 } dim3;
 
-/* ---- The control interface: what memfit.ghost.ffi calls -------------------------------------- */
+/* ---- The control interface: what memfit.ghost.runtime_bindings calls -------------------------------------- */
 
 /* The device that the ghost presents. Sizes are bytes unless named otherwise. */
 struct ghost_device {

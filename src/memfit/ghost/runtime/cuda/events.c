@@ -59,7 +59,7 @@ API status cudaEventSynchronize(struct event *event)
 /* The host's own time between the two records: a duration of the dry run, not of any GPU. A caller that
  * times a single piece of work compares it with alternatives (cudnn.benchmark does): all take equally long
  * here, so the first one wins in every run. For a caller known to compare longer pieces of work
- * (ghost/compile/torch_compile.py), ghost_answer_elapsed sets the answer. */
+ * (ghost/compile/isolate_torch_compile.py), ghost_answer_elapsed sets the answer. */
 API status cudaEventElapsedTime(float *milliseconds, struct event *start, struct event *end)
 {
     if (!start->recorded || !end->recorded)

@@ -1,6 +1,6 @@
 /* What the files of cuDNN share: descriptors, and questions about sizes.
  *
- *   cudnn.c                 handles; tensors, filters and the descriptors that are only passed in
+ *   cudnn_descriptors.c                 handles; tensors, filters and the descriptors that are only passed in
  *   cudnn_graph.c           the graph API: how PyTorch runs convolutions and attention
  *   cudnn_convolution.c     the older convolution API (TORCH_CUDNN_V8_API_DISABLED=1)
  *   cudnn_normalization.c   batch normalization

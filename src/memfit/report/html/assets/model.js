@@ -5,7 +5,7 @@
 let model = null; // set once the page has loaded
 
 class Model {
-  // payload: see ``page_facts.py`` and ``payload.py``.
+  // payload: see ``page_payload.py``.
   constructor(payload) {
     Object.assign(this, payload);
     this.block.freed = Uint32Array.from(this.block.life, (life, i) => this.block.born[i] + life);

@@ -1,4 +1,4 @@
-// Unpack the payload: see payload.py for the layout.
+// Unpack the payload: see page_payload.py for the layout.
 
 const ARRAYS = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, f8: Float64Array };
 

@@ -1,0 +1,51 @@
+"""Have GPU work of a stream finish late: when the host waits for it."""
+
+import functools
+from functools import partial
+from typing import Any
+
+from memfit.ghost.runtime_bindings import Ghost
+from memfit.patching.after_import import after_import
+from memfit.patching.patches import Patch, before
+
+_EVENT = Patch("torch.cuda.streams:Event", "query", why="have work be done late, but before a script asks")
+_STREAM = Patch("torch.cuda.streams:Stream", "query", why="have work be done late, but before a script asks")
+_WORK = Patch(
+    "torch.distributed:Work", "is_completed", why="have work be done late, but before a script asks"
+)
+_GROUPS = Patch(
+    "torch.distributed.distributed_c10d",
+    "destroy_process_group",
+    also="torch.distributed",
+    why="end all work before a process group ends",
+)
+
+
+def finish_late(ghost: Ghost) -> None:
+    """Hold work from now on. A script that asks whether work is done, perhaps in a loop, waits for it."""
+    from torch import distributed
+
+    ghost.finish_late()
+    for kind in (_EVENT, _STREAM):
+        kind.install("query", partial(_waiting, wait=lambda self: self.synchronize()))
+    if distributed.is_available():
+        _WORK.install("is_completed", partial(_waiting, wait=lambda self: self.wait()))
+        after_import("torch.distributed.distributed_c10d", _wait_before_groups_end)
+
+
+def _wait_before_groups_end() -> None:
+    """Have all work be done before a process group ends: it waits for the thread that watches its work."""
+    import torch
+
+    _GROUPS.install("destroy_process_group", partial(before, lambda *_, **__: torch.cuda.synchronize()))
+
+
+def _waiting(query: Any, wait: Any) -> Any:
+    """Return a method that waits before it asks."""
+
+    @functools.wraps(query)
+    def waited(self: Any) -> bool:
+        wait(self)
+        return bool(query(self))
+
+    return waited
