@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from memfit.errors import NotSentError, UsageError
 from memfit.estimating.tensor_pickling import StorageCopy, describe_tensor_for_pickle, why_tensor_not_copyable
-from memfit.recording.memory_owners import parameters_of
+from memfit.recording.optimizer_accessors import parameters_of
 
 _FAILURES = (pickle.PicklingError, TypeError, AttributeError, RuntimeError, ValueError, OSError, ImportError)
 """Exceptions of objects that cannot be pickled."""

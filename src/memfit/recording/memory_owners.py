@@ -306,12 +306,6 @@ def addresses_of(tensors: Iterable[torch.Tensor]) -> set[int]:
     return {address for tensor in tensors for _, address, _ in _memory(tensor)}
 
 
-def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """Yield the parameters that an optimizer updates."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
 def _is_traced() -> bool:
     """Return whether torch.jit is tracing: shapes are then tensors, and reading them adds to the trace."""
     return torch._C._get_tracing_state() is not None

@@ -42,8 +42,9 @@ from memfit.recording.memory_calls import (
     record_released_workspaces,
     release_cublas_workspaces,
 )
-from memfit.recording.memory_owners import MemoryOwners, find_live_objects, parameters_of
+from memfit.recording.memory_owners import MemoryOwners, find_live_objects
 from memfit.recording.module_names import short_names
+from memfit.recording.optimizer_accessors import parameters_of
 from memfit.recording.parameter_copies import ParameterCopies
 from memfit.recording.run_stage_marks import RunStageMarks
 from memfit.recording.training_steps import StepTracker

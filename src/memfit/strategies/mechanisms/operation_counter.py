@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.recording.dispatched_operations import OperationsBesideGraphs, before_compilations, never_compile
+from memfit.recording.optimizer_accessors import parameters_of
 from memfit.records import OperationCounts, is_counted_operation
-from memfit.strategies.mechanisms.optimizer_accessors import parameters_of
 
 
 class _Running(threading.local):
