@@ -91,6 +91,11 @@ class Patch:
         """Replace a function by ``around(original, ...)``, as ``install`` does; methods pass their object."""
         return self.install(name, functools.partial(wrapped, around=around), on=on)
 
+    @property
+    def module(self) -> str:
+        """The module of the owner."""
+        return self.owner.partition(":")[0]
+
     def declares(self, name: str) -> bool:
         """Return whether a name is among those that are declared."""
         return any(fnmatchcase(name, pattern) for pattern in self.names)
