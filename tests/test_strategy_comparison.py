@@ -44,10 +44,10 @@ def compare(monkeypatch):
 
     def compare(results, nproc=4, nnodes=1):
         def trial_runner(_command, options, _on_progress, **_standby):
-            def run(_change, what):
+            def run(change, what):
                 name = what.partition(" (")[0]
-                made.append((name, options.rank.rank, options.finish_late))
-                result = results(name, options.rank, options.finish_late)
+                made.append((name, options.rank.rank, change.finish_late))
+                result = results(name, options.rank, change.finish_late)
                 if result is KeyboardInterrupt:
                     raise result
                 return result

@@ -10,7 +10,6 @@ from memfit.analysis.summary import summarize
 from memfit.analysis.trial_result import TrialResult
 from memfit.cli.command_output import exit_code
 from memfit.planning.advice import find_advice
-from memfit.planning.run_changes_on_ghost import GhostRuns
 from memfit.records import (
     Action,
     Category,
@@ -91,7 +90,7 @@ def test_a_plan_of_the_scripts_own_is_to_be_extended():
     def run(_change, _what):
         return TrialResult(trace(300), ("Net (plan: train.py:12)",))
 
-    answer = find_advice(trace(400), summarize(trace(400)), GhostRuns(run, run))
+    answer = find_advice(trace(400), summarize(trace(400)), run)
     assert answer.advice[0].how == ("add memfit.Checkpointing() to the plan of Net (plan: train.py:12)",)
 
 
@@ -99,12 +98,11 @@ def test_offloading_is_tried_with_copies_that_finish_late():
     """As in a plan: the copies may hold memory until then."""
     late = []
 
-    def run_late(change, _what):
-        late.append(in_words(change))
-        return TrialResult(trace(250), ("Net",))
+    def run(change, _what):
+        late.extend([in_words(change)] * change.finish_late)
+        return TrialResult(trace(250 if change.finish_late else 300), ("Net",))
 
-    runs = GhostRuns(lambda *_: TrialResult(trace(300), ("Net",)), run_late)
-    answer = find_advice(trace(400), summarize(trace(400)), runs)
+    answer = find_advice(trace(400), summarize(trace(400)), run)
     assert rows(answer) == [(CHECKPOINT, 100, 400, True), (OFFLOAD, 150, 350, True)]
     assert late == ["offload"]
 
@@ -115,8 +113,8 @@ def test_a_plan_is_recommended_where_one_process_does_not_fit():
     assert answer.advice_remarks[-1].startswith("memfit plan, given --gpu or --budget, finds the fastest mix")
     assert advice_for(trace(400), results)[0].advice_remarks == ()  # it fits
     rank = replace(summarize(too_large(450)), rank=JobRank(0, 8))
-    runs = GhostRuns(*[lambda *_: TrialResult(trace(400), ("Net",))] * 2)
-    assert not any("memfit plan" in line for line in find_advice(too_large(450), rank, runs).advice_remarks)
+    answer = find_advice(too_large(450), rank, lambda *_: TrialResult(trace(400), ("Net",)))
+    assert not any("memfit plan" in line for line in answer.advice_remarks)
 
 
 def test_of_changes_that_are_enough_the_cheapest_comes_first():
@@ -189,8 +187,8 @@ def test_if_nothing_is_enough_what_saves_most_comes_first():
 def test_advice_names_the_models_it_applies_to():
     results = iter((TrialResult(trace(300), ("Net",)), TrialResult(trace(100), ("Net", "Net"))))
     first = trace(400)
-    runs = GhostRuns(lambda *_: next(results), lambda *_: next(results))
-    assert [piece.how for piece in find_advice(first, summarize(first), runs).advice] == [
+    answer = find_advice(first, summarize(first), lambda *_: next(results))
+    assert [piece.how for piece in answer.advice] == [
         ("import memfit; memfit.apply(model, [memfit.Checkpointing()])  # after creating Net",),
         ("import memfit; memfit.apply(model, [memfit.Offload()])  # after creating each of Net, Net",),
     ]

@@ -30,7 +30,7 @@ class Watched:
         return self.script(change, what)
 
     def find(self):
-        planned = PlannedScript(self._run, self._run, work, copy, "a rule")
+        planned = PlannedScript(self._run, work, copy, "a rule")
         return find_plan(planned, self.budget, on_found=self.events.append)
 
     @property

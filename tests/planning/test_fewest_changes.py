@@ -8,7 +8,6 @@ from memfit.analysis.summary import summarize
 from memfit.analysis.trial_result import TrialResult
 from memfit.planning.advice import find_advice
 from memfit.planning.fewest_changes import MOST_RUNS
-from memfit.planning.run_changes_on_ghost import GhostRuns
 from memfit.records import (
     Category,
     LoaderBatchSize,
@@ -204,7 +203,7 @@ def test_the_number_of_reruns_is_limited():
         return TrialResult(trace(400, options=options), ("Net",))
 
     first = too_large(300, options=options)
-    answer = find_advice(first, summarize(first), GhostRuns(run, run))
+    answer = find_advice(first, summarize(first), run)
     assert len(tried) == 1 + MOST_RUNS
     stopped = f"memfit stopped after {MOST_RUNS} runs; other combinations may save more."
     assert answer.advice_remarks[-2:] == (stopped, PLAN)

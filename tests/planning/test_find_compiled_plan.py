@@ -101,7 +101,7 @@ class CompiledScript:
 
 def find(script, mebibytes, allowed=AllowedChanges(), *, policies=False, run_ahead=run_nothing_ahead):  # noqa: B008 - frozen
     seconds = lambda operation: operation.flops / 1e9  # noqa: E731
-    planned = PlannedScript(script, script, seconds, lambda size: size, "a rule", run_ahead=run_ahead)
+    planned = PlannedScript(script, seconds, lambda size: size, "a rule", run_ahead=run_ahead)
     return find_plan(planned, mebibytes * MIB + OUTSIDE, allowed, policies=policies)
 
 

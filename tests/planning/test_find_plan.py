@@ -225,7 +225,7 @@ class WithPolicies(Script):
 
 def test_policies_that_people_use_are_run_and_drawn_beside_the_plan():
     script = WithPolicies()
-    planned_script = PlannedScript(script, script, work, copy, "a rule")
+    planned_script = PlannedScript(script, work, copy, "a rule")
     found = find_plan(planned_script, int(0.7 * script.plain) * MIB + OUTSIDE, policies=True)
     assert [run.change.plan["checkpointing"] for run in found.policies] == [{}, {"every": 2}]
     assert found.policies[0].needs.bytes < found.policies[1].needs.bytes

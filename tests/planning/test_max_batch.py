@@ -14,7 +14,6 @@ from memfit.analysis.trial_result import TrialResult
 from memfit.errors import TargetError, UsageError
 from memfit.planning.batch_size_changes import BatchSizeRun, next_batch_size
 from memfit.planning.max_batch import BudgetedScript, find_max_batch
-from memfit.planning.run_changes_on_ghost import GhostRuns
 from memfit.records import (
     BatchLimit,
     LoaderBatchSize,
@@ -46,7 +45,7 @@ class Script:
         self.ran, self.cached = [], cached
         self.device = replace(device(budget), context=MEASURED)
 
-    def run(self, change, _what="", *, limited):
+    def run(self, change, *, limited):
         size = self.setting.value if isinstance(self.setting, ScriptOption) else self.setting.size
         if change.arguments:
             size = int(change.arguments[-1].rpartition("=")[2])
@@ -69,10 +68,10 @@ class Script:
         return TrialResult(replace(made, device=replace(made.device, context=MEASURED, race=self.races)))
 
     def find(self, late=None, **settings):
-        limited, unlimited = (
-            GhostRuns(*(partial(one.run, limited=limited) for one in (self, late or self)))
-            for limited in (True, False)
-        )
+        def run(change, _what, *, limited):
+            return (late if late and change.finish_late else self).run(change, limited=limited)
+
+        limited, unlimited = (partial(run, limited=limited) for limited in (True, False))
         script = BudgetedScript(limited, unlimited, self.arguments, self.device)
         return find_max_batch(script, **settings)
 

@@ -123,7 +123,7 @@ def test_each_change_does_what_its_words_say():
     for change in optimizer_changes(AllowedChanges(low_bit_state=True)):
         (words,) = change.words
         assert change.plan.keys() == {"optimizer_state"}
-        assert offloads_state(change) is change.is_late is (OFFLOADED in words)
+        assert offloads_state(change) is change.uses_side_streams is (OFFLOADED in words)
         assert updates_in_backward(change) is (BACKWARD in words)
         assert equality_of(change) == (Equality.OTHER if LOW in words else Equality.BITWISE)
 

@@ -5,8 +5,8 @@ import torch
 
 from memfit.planning.sample_independence import (
     SampleComparison,
-    compare_samples_of_parts,
     compare_step_inputs,
+    compare_steps_of_parts,
     undivided_tensor,
 )
 from memfit.recording.model_input_digests import fed_tensor
@@ -113,8 +113,9 @@ def test_what_only_one_step_shows_is_assumed():
     whole, parts = StepInputs(fed(DATA)), StepInputs(fed(*DATA.chunk(2)))
     for carried, assumed in (((), ""), (None, "it recorded one step")):
         steps = [StepOperations((), (), (), (), samples=each, carried=carried) for each in (whole, parts)]
-        assert assumed in compare_samples_of_parts(*steps, 2).assumed
-        assert bool(compare_samples_of_parts(*steps, 2).assumed) is bool(assumed)
+        found = compare_steps_of_parts(*steps, 2)
+        assert assumed in found.assumed
+        assert bool(found.assumed) is bool(assumed)
 
 
 def test_a_script_run_twice_must_feed_the_same():

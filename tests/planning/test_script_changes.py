@@ -18,7 +18,7 @@ def test_changes_made_together_keep_what_each_of_them_says():
     both = FUSED_OPTIMIZER | smaller | OFFLOADED_ACTIVATIONS
     assert (both.fused, both.loader) == (True, replace(LOADER, size=6))
     assert both.plan == {"offload": {}}
-    assert (both.where, both.batch_size, both.is_late, both.parts) == ("train.py:31", 6, True, 1)
+    assert (both.where, both.batch_size, both.uses_side_streams, both.parts) == ("train.py:31", 6, True, 1)
     assert both.words == ("fused optimizer", "batch size 6 instead of 12", "offload activations")
     assert both.how == (*FUSED_OPTIMIZER.how, "DataLoader(batch_size=6), now 12")
     assert both.costs == (
@@ -66,8 +66,9 @@ def test_why_batches_stay_whole():
 def test_inputs_that_wait_on_the_host_are_run_with_late_copies():
     choice = CheckpointChoice((PlannedRegion(("blocks.0", "blocks.1")),), 0.1, 0.1, 1)
     kept, offloaded = (checkpoint_choice_change(choice, 0, offload=offload) for offload in (False, True))
-    assert (kept.is_late, kept.words) == (False, ("2 modules checkpointed",))
+    assert (kept.uses_side_streams, kept.words) == (False, ("2 modules checkpointed",))
     assert kept.plan == {"checkpointing": {"regions": [{"modules": ["blocks.0", "blocks.1"]}]}}
-    assert (offloaded.is_late, offloaded.words) == (True, ("2 modules checkpointed", "inputs offloaded"))
+    assert offloaded.uses_side_streams
+    assert offloaded.words == ("2 modules checkpointed", "inputs offloaded")
     assert offloaded.plan == {**kept.plan, "offload": {"what": "inputs"}}
     assert offloaded.optimizer == 0

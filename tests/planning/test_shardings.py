@@ -63,7 +63,7 @@ class ShardedScript(Script):
 
 def planned(script, share, allowed=AllowedChanges(), ranks=RANKS):  # noqa: B008 - frozen
     budget = int(share * script.plain) * MIB + OUTSIDE
-    return find_plan(PlannedScript(script, script, work, copy, "a rule", ranks), budget, allowed)
+    return find_plan(PlannedScript(script, work, copy, "a rule", ranks), budget, allowed)
 
 
 def printed(found):

@@ -156,7 +156,7 @@ def test_a_tight_plan_that_is_fast_enough_is_chosen_before_one_that_is_too_slow(
 def test_a_tight_plan_is_the_answer_so_far_until_there_is_another():
     script, so_far = Script(), []
     run = assumed(script)
-    planned = PlannedScript(run, run, work, copy, "a rule")
+    planned = PlannedScript(run, work, copy, "a rule")
     found = find_plan(planned, (plain(script) + 1) * MIB + OUTSIDE, on_found=so_far.append)
     assert so_far[0].chosen is so_far[0].as_written
     assert [each.is_tight for each in so_far] == [True, *[False] * (len(so_far) - 1)]

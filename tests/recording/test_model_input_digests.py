@@ -2,7 +2,7 @@
 
 import pytest
 
-from memfit.planning.sample_independence import compare_samples_of_parts, why_samples_depend
+from memfit.planning.sample_independence import compare_steps_of_parts, why_samples_depend
 from memfit.records import Change, DividedBatches
 from memfit.run.options import RunOptions
 from memfit.run.resolve_options import ghost_settings
@@ -45,7 +45,7 @@ def compared(folder, script):
         return result.operations
 
     whole, parts = run(), run("4", parts=2)
-    return compare_samples_of_parts(whole, parts, 2), why_samples_depend(whole, parts)
+    return compare_steps_of_parts(whole, parts, 2, independent=True), why_samples_depend(whole, parts)
 
 
 @pytest.mark.parametrize(

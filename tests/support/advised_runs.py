@@ -5,7 +5,6 @@ from dataclasses import replace
 from memfit.analysis.summary import summarize
 from memfit.analysis.trial_result import TrialResult
 from memfit.planning.advice import find_advice
-from memfit.planning.run_changes_on_ghost import GhostRuns
 from memfit.records import (
     Action,
     Category,
@@ -108,7 +107,7 @@ def advice_for(first, results, *, caught=0, **more):
         result = trace(result, **more) if isinstance(result, int) else result
         return TrialResult(result, ("Net",)) if isinstance(result, Trace) else result
 
-    answer = find_advice(first, replace(summarize(first), caught=caught), GhostRuns(run, run))
+    answer = find_advice(first, replace(summarize(first), caught=caught), run)
     return answer, tried
 
 

@@ -105,7 +105,7 @@ def copy(size):
 
 
 def find(run, budget, allowed=AllowedChanges()):  # noqa: B008 - frozen
-    return find_plan(PlannedScript(run, run, work, copy, "a rule"), budget, allowed)
+    return find_plan(PlannedScript(run, work, copy, "a rule"), budget, allowed)
 
 
 def planned(script, share):

@@ -31,8 +31,8 @@ def job(monkeypatch):
 
     def make(results, nproc=4, nnodes=1):
         def trial_runner(_command, options, *_, **__):
-            def run(_change, _what):
-                ran.append((options.rank.rank, options.finish_late))
+            def run(change, _what):
+                ran.append((options.rank.rank, change.finish_late))
                 return results(options.rank.rank)
 
             return run
@@ -84,7 +84,7 @@ def test_where_streams_race_a_second_run_finishes_late(job):
     with job(lambda _: result(200, races=True), nproc=1) as runs:
         (run,) = runs.as_written(Change(), "as written")
         assert [each.late for each in run.results] == [False, True]
-        (run,) = runs.under(CHECKPOINTED, "checkpointing", late=True)
+        (run,) = runs.under(replace(CHECKPOINTED, finish_late=True), "checkpointing")
         assert [each.late for each in run.results] == [True]
     assert job.ran == [(0, False), (0, True), (0, True)]
 

@@ -61,7 +61,7 @@ _OUT_OF_MEMORY, _IMPOSSIBLE, _NO_HOST_MEMORY, _BEYOND_64_BITS = 1, 2, 3, 4
 _NAMES = (*NAMES, *COUNTERS)
 _STATES = ("inactive", "active_allocated", "active_awaiting_free")
 _CALLS = len(fields(DriverCalls))
-_FIGURES = 4  # of an outcome, before its calls
+_FIGURES = 4  # of struct outcome, before its calls
 _COLUMNS = 10  # of a block's row; these two are read before the row is converted:
 _MAPPED, _FIRST = 5, 6
 

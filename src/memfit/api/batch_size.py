@@ -12,7 +12,7 @@ from memfit.run.job_rank import Rank
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, script_command
 from memfit.run.resolve_options import ghost_settings
-from memfit.trials.trial_run import ghost_runs
+from memfit.trials.trial_run import trial_runner
 
 
 def max_batch(  # noqa: PLR0913 - one parameter an option
@@ -78,7 +78,7 @@ def max_batch(  # noqa: PLR0913 - one parameter an option
     command = script_command(script, arguments, options, None)
     device = ghost_settings(options).device
     limited, unlimited = (
-        ghost_runs(command, way, on_progress) for way in (options, replace(options, unlimited=True))
+        trial_runner(command, way, on_progress) for way in (options, replace(options, unlimited=True))
     )
     budgeted = BudgetedScript(limited, unlimited, command[1:], device)
     return replace(find_max_batch(budgeted, multiple=multiple, option=option), command=command)

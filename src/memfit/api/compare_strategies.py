@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from memfit.analysis.strategy_comparison import (
     ComparedStrategies,
@@ -14,15 +13,12 @@ from memfit.analysis.strategy_comparison import (
 )
 from memfit.devices import DEFAULT
 from memfit.errors import TargetError
-from memfit.records import ComparedRun, DeviceUse, ScriptEnd, StrategyComparison, Trace
+from memfit.records import Change, ComparedRun, DeviceUse, ScriptEnd, StrategyComparison, Trace
 from memfit.run.job_rank import Rank
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, script_command
 from memfit.run.resolve_options import ghost_settings
 from memfit.trials.rank_runs import RankRun, RankRuns, UnfinishedRankError
-
-if TYPE_CHECKING:
-    from memfit.records import Change
 
 
 def compare(  # noqa: PLR0913 - one parameter an option
@@ -75,34 +71,27 @@ def compare(  # noqa: PLR0913 - one parameter an option
     )
     command = script_command(script, arguments, options, None)
     device = ghost_settings(options).device
-    with RankRuns(command, options, on_progress) as ranks:
-        return _compared_on_ghost(command, options, device, ranks)
-
-
-def _compared_on_ghost(
-    command: tuple[str, ...], options: RunOptions, device: DeviceUse, ranks: RankRuns
-) -> StrategyComparison:
-    """Run a script as written, and under each set of strategies."""
     base, *others = compared_strategies(options.rank.world_size)
-    first, trace = _as_written(base, command, device, ranks)
-    runs, interrupted = [first], False
-    refused: dict[Change, ScriptEnd] = {}
-    try:
-        for number, one in enumerate(others, 2):
-            what = f"{one.name} ({number} of {len(others) + 1})"
-            found = refused_with(one, refused) or ranks.under(one.change, what)
-            if isinstance(found, ScriptEnd):
-                runs.append(impossible_run(one, found))
-                if found.reason == "refused":
-                    refused[one.change] = found
-            else:
-                runs.append(_largest(one, found, device))
-    except KeyboardInterrupt:
-        interrupted = True
+    with RankRuns(command, options, on_progress) as ranks:
+        first, trace = _as_written(base, command, device, ranks)
+        runs, interrupted = [first], False
+        refused: dict[Change, ScriptEnd] = {}
+        try:
+            for number, one in enumerate(others, 2):
+                what = f"{one.name} ({number} of {len(others) + 1})"
+                found = refused_with(one, refused) or ranks.under(one.change, what)
+                if isinstance(found, ScriptEnd):
+                    runs.append(impossible_run(one, found))
+                    if found.reason == "refused":
+                        refused[one.change] = found
+                else:
+                    runs.append(_largest(one, found, device))
+        except KeyboardInterrupt:
+            interrupted = True
     return StrategyComparison(
         device=device,
-        nproc=options.rank.nproc,
-        nnodes=options.rank.nnodes,
+        nproc=nproc,
+        nnodes=nnodes,
         runs=with_changes(runs),
         command=command,
         versions=trace.versions,
@@ -136,8 +125,5 @@ def _as_written(
 
 def _largest(of: ComparedStrategies, runs: list[RankRun], device: DeviceUse) -> ComparedRun:
     """Return the run of the rank that needs most."""
-    return max((compared_run(of, run.rank.rank, run.first, run.late, device) for run in runs), key=_bytes)
-
-
-def _bytes(run: ComparedRun) -> int:
-    return run.needs.bytes if run.needs is not None else 0
+    compared = (compared_run(of, run.rank.rank, run.first, run.late, device) for run in runs)
+    return max(compared, key=lambda run: run.needs.bytes if run.needs is not None else 0)

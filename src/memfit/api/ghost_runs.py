@@ -26,7 +26,7 @@ from memfit.run.resolve_options import ghost_settings
 from memfit.temporary_folders import TemporaryFolder
 from memfit.trace.trace_file import write_trace
 from memfit.trials.script_standbys import ScriptRun, ScriptStandbys
-from memfit.trials.trial_run import ghost_runs, injected, trial_runner
+from memfit.trials.trial_run import injected, trial_runner
 
 LATE = "GPU work that finishes late"
 """The run that finds the most that a script may need where streams race, as the user sees it."""
@@ -196,17 +196,17 @@ class _GhostJob:
         recorded = self._recorded(command, output, standbys, injects=advise)
         result = summarize(recorded.trace)
         unlimited = replace(self.options, unlimited=True)
-        runs = ghost_runs(command, unlimited, self.on_progress, self.change, standbys)
+        run_trial = trial_runner(command, unlimited, self.on_progress, self.change, standbys)
         if advise:
-            advised = find_advice(recorded.trace, result, runs)
+            advised = find_advice(recorded.trace, result, run_trial)
             return FinishedRun(recorded.trace, advised, recorded.unsaved)
-        result = find_total(result, runs.run)
+        result = find_total(result, run_trial)
         if rests_on_routing(recorded.trace):
             even = replace(unlimited, values=with_even_routing(self.options.values))
             result = beside_even_routing(result, trial_runner(command, even, self.on_progress, self.change))
         found = FinishedRun(recorded.trace, result, recorded.unsaved)
         if result.verdict in ("fits", "tight") and may_race(recorded.trace):
-            late = runs.run_late(Change(), LATE)
+            late = run_trial(Change(finish_late=True), LATE)
             if isinstance(late, TrialResult):
                 most = larger_with_late_work(found, late.trace)
                 return found if most is found else replace(most, unsaved=save_trace(most.trace, output))

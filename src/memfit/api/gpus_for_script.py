@@ -16,7 +16,7 @@ from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, script_command
 from memfit.run.resolve_options import ghost_settings
 from memfit.trials.script_standbys import ScriptStandbys
-from memfit.trials.trial_run import ghost_runs
+from memfit.trials.trial_run import trial_runner
 
 
 def gpus_for(  # noqa: PLR0913 - one parameter an option
@@ -79,13 +79,10 @@ def _plans(
     largest = replace(options, gpu=cards[0].name, unlimited=True)
     plans: list[ScriptPlan] = []
     with ScriptStandbys() as standbys:
-        runs = ghost_runs(command, largest, on_progress, standbys=standbys)
-        run, run_late = _remembered(runs.run), _remembered(runs.run_late)
+        run = _remembered(trial_runner(command, largest, on_progress, standbys=standbys))
         for card in cards:
             device = ghost_settings(replace(options, gpu=card.name)).device
-            planned = PlannedScript(
-                _on(device, run), _on(device, run_late), roofline_seconds(card), host_copy_seconds(card), RULE
-            )
+            planned = PlannedScript(_on(device, run), roofline_seconds(card), host_copy_seconds(card), RULE)
             plan = find_plan(planned, device.total.bytes - options.in_use, allowed)
             plans.append(replace(plan, device=device))
     return plans

@@ -249,10 +249,9 @@ def _plan_for(
 
     shows = ProgressOfFirst(show)
     with RankRuns(command, options, shows.show) as ranks:
-        runs = RunsAhead(functools.partial(_run_ranks, ranks, late=False), shows)
+        runs = RunsAhead(functools.partial(_run_ranks, ranks), shows)
         planned = PlannedScript(
             runs.run,
-            functools.partial(_run_ranks, ranks, late=True),
             roofline_seconds(card),
             host_copy_seconds(card),
             RULE,
@@ -263,10 +262,10 @@ def _plan_for(
         return completed(find_plan(planned, left, allowed, policies=policies, on_found=note))
 
 
-def _run_ranks(ranks: RankRuns, change: Change, what: str, *, late: bool) -> TrialResult | ScriptEnd:
+def _run_ranks(ranks: RankRuns, change: Change, what: str) -> TrialResult | ScriptEnd:
     """Run a script on the ranks that may need most; the first time as written."""
     try:
-        runs = ranks.under(change, what, late=late) if ranks.count else ranks.as_written(change, what)
+        runs = ranks.under(change, what) if ranks.count else ranks.as_written(change, what)
     except UnfinishedRankError as error:
         if error.rank.world_size == 1:
             return error.end

@@ -72,8 +72,8 @@ def run_beside_ranks(
     if _RACES in early.exchange(_RACES * may_race(recorded.trace)).values():
         late = SharedTraces(options.rank, environment, "late")
         path = late.prepare()
-        unlimited = replace(options, unlimited=True, finish_late=True)
-        trial = trial_runner(command, unlimited, on_progress)(Change(), LATE)
+        unlimited = replace(options, unlimited=True)
+        trial = trial_runner(command, unlimited, on_progress)(Change(finish_late=True), LATE)
         if isinstance(trial, TrialResult):
             write_trace(trial.trace, path)
         if not all(late.exchange(_RAN * isinstance(trial, TrialResult)).values()):

@@ -4,7 +4,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -17,8 +17,6 @@ from memfit.errors import MemfitError, OutputError, TargetError
 from memfit.report.escape import escaped
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from rich.console import Console
 
     from memfit.api.ghost_runs import FinishedRun
@@ -137,7 +135,7 @@ class PlanSoFar:
                 write_bytes(self._output, result_to_json(plan) + b"\n")
 
     @contextmanager
-    def named_on_ctrl_c(self) -> "Iterator[None]":
+    def named_on_ctrl_c(self) -> Iterator[None]:
         """Have Ctrl-C in the block say what has been found, and where it is."""
         try:
             yield
@@ -159,7 +157,7 @@ def exit_code(result: "DryRun", *, fail: bool) -> int:
 
 
 @contextmanager
-def stdout() -> "Iterator[Console]":
+def stdout() -> Iterator["Console"]:
     """Yield a console that prints on standard output.
 
     Raises:
@@ -202,7 +200,7 @@ def trace_file(output: Path | None, run: "FinishedRun") -> Output:
 
 
 @contextmanager
-def progress(steps: int | None, reruns: str = RERUNS) -> "Iterator[Callable[[Progress], None]]":
+def progress(steps: int | None, reruns: str = RERUNS) -> Iterator[Callable[["Progress"], None]]:
     """Show a script's progress for as long as the block lasts.
 
     Args:

@@ -11,7 +11,6 @@ from memfit.errors import MemfitError, UsageError
 from memfit.packing import exhaustive_search
 from memfit.packing.buffers import Buffers, Column, LifetimeSections, lifetime_sections
 from memfit.packing.c_packers import place_greedily
-from memfit.packing.exhaustive_search import PackingSearchStatus
 from memfit.packing.packing_violations import find_packing_violation
 
 _CLOSE_ENOUGH = 1000
@@ -206,7 +205,7 @@ def _search_capacity(
     found = exhaustive_search.search_packing_within(best.buffers, cut, capacity, deadline, report)
     if found.offset is not None:
         return _packing(best.buffers, found.offset, best.bound, "by search")
-    return replace(best, bound=capacity + 1) if found.status is PackingSearchStatus.INFEASIBLE else best
+    return replace(best, bound=capacity + 1) if found.is_infeasible else best
 
 
 def _packing(buffers: Buffers, offset: Column, bound: int, how: str) -> Packing:

@@ -21,10 +21,9 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 
 from memfit.packing.buffers import Buffers, Column, LifetimeSections
-from memfit.packing.c_packers import CANCELLED, FOUND, INFEASIBLE, NODE_LIMIT, search_packing_nodes
+from memfit.packing.c_packers import FOUND, INFEASIBLE, NODE_LIMIT, search_packing_nodes
 
 PREFERENCES = ("LAT", "TAL", "TLA")
 """Orders of the attempts. Sort keys, largest first: L(ifetime), A(rea), T(otal of the buffer's fullest
@@ -33,22 +32,15 @@ MAX_BUFFERS = 4_000
 """Problems with more buffers are not searched: the search needs memory quadratic in their number."""
 
 
-class PackingSearchStatus(StrEnum):
-    """How a search ended."""
-
-    FOUND = "found"
-    INFEASIBLE = "infeasible"  # no such packing exists: this is proved
-    UNKNOWN = "unknown"  # the time ran out, or the problem is too large
-
-
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class PackingSearchResult:
-    """The result of a search."""
+    """The result of a search. Without offsets and a proof, the time ran out, or the problem is too large."""
 
-    status: PackingSearchStatus
-    offset: Column | None
+    offset: Column | None = None
     """The offset of each buffer; None unless found."""
-    nodes: int
+    is_infeasible: bool = False
+    """Whether it is proved that no such packing exists."""
+    nodes: int = 0
     """Nodes of the search tree that were visited."""
 
 
@@ -69,9 +61,9 @@ def search_packing_within(
         on_progress: called with the number of nodes visited so far, after each turn.
     """
     if cut.bound > capacity:
-        return PackingSearchResult(PackingSearchStatus.INFEASIBLE, None, 0)
+        return PackingSearchResult(is_infeasible=True)
     if len(buffers) > MAX_BUFFERS:
-        return PackingSearchResult(PackingSearchStatus.UNKNOWN, None, 0)
+        return PackingSearchResult()
     nodes = 0
     for turn in itertools.count(1):
         for preference in PREFERENCES:
@@ -81,11 +73,6 @@ def search_packing_within(
             )
             nodes += visited
             on_progress(nodes)
-            if status == FOUND:
-                return PackingSearchResult(PackingSearchStatus.FOUND, offset, nodes)
-            if status == INFEASIBLE:
-                return PackingSearchResult(PackingSearchStatus.INFEASIBLE, None, nodes)
-            if status == CANCELLED or time.monotonic() >= deadline:
-                return PackingSearchResult(PackingSearchStatus.UNKNOWN, None, nodes)
-            assert status == NODE_LIMIT  # noqa: S101
+            if status != NODE_LIMIT or time.monotonic() >= deadline:
+                return PackingSearchResult(offset if status == FOUND else None, status == INFEASIBLE, nodes)
     raise AssertionError

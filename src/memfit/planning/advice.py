@@ -6,7 +6,7 @@ from dataclasses import replace
 from memfit.allocator.config import AllocatorConfig
 from memfit.analysis.needed_memory import needed_without_workspaces
 from memfit.analysis.rerun_with_unlimited_memory import needs_more, run_unlimited
-from memfit.analysis.trial_result import TrialResult, ran_to_completion
+from memfit.analysis.trial_result import RunTrial, TrialResult, ran_to_completion
 from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import MemfitError, UsageError
 from memfit.planning.batch_size_changes import (
@@ -17,7 +17,7 @@ from memfit.planning.batch_size_changes import (
     bytes_independent_of_batch,
 )
 from memfit.planning.fewest_changes import MOST_RUNS, FewestChangesSearch, TriedChanges
-from memfit.planning.run_changes_on_ghost import GhostRuns, replayable_run
+from memfit.planning.run_changes_on_ghost import replayable_run
 from memfit.records import (
     ARENA,
     Advice,
@@ -30,14 +30,15 @@ from memfit.records import (
 from memfit.units import format_bytes
 
 
-def find_advice(trace: Trace, found: DryRun, script: GhostRuns | None = None) -> DryRun:
+def find_advice(trace: Trace, found: DryRun, run_trial: RunTrial | None = None) -> DryRun:
     """Find changes that make a run fit; if it fits already, those that lower the memory it needs.
 
     Args:
         trace: of the unchanged run.
         found: its summary.
-        script: runs the script under changes. By default nothing is run, and only allocator settings are
-            tried: a trace from elsewhere names a script that the user did not ask memfit to run.
+        run_trial: runs the script under a change, with unlimited memory. By default nothing is run, and only
+            allocator settings are tried: a trace from elsewhere names a script that the user did not ask
+            memfit to run.
 
     Returns:
         The summary with ``advice``, ``advice_remarks``, ``needs`` and ``untried``; with what was found so
@@ -45,7 +46,7 @@ def find_advice(trace: Trace, found: DryRun, script: GhostRuns | None = None) ->
     """
     answer = replace(found, advice=())
     try:
-        for more in _advised(trace, answer, script):
+        for more in _advised(trace, answer, run_trial):
             answer = more
     except KeyboardInterrupt:
         return replace(answer, untried=ScriptEnd("interrupted", INTERRUPTED))
@@ -54,13 +55,13 @@ def find_advice(trace: Trace, found: DryRun, script: GhostRuns | None = None) ->
     return answer
 
 
-def _advised(trace: Trace, answer: DryRun, script: GhostRuns | None) -> Iterator[DryRun]:
+def _advised(trace: Trace, answer: DryRun, run_trial: RunTrial | None) -> Iterator[DryRun]:
     """Yield the answer again whenever it grows."""
     first: TrialResult | ScriptEnd = TrialResult(trace) if ran_to_completion(trace.end) else trace.end
     if needs_more(answer) or answer.caught:  # what the script did after it caught an error needs less
-        if script is None:
+        if run_trial is None:
             return
-        first = run_unlimited(script.run)
+        first = run_unlimited(run_trial)
     if not isinstance(first, TrialResult):
         yield replace(answer, untried=first)
         return
@@ -69,7 +70,7 @@ def _advised(trace: Trace, answer: DryRun, script: GhostRuns | None) -> Iterator
             "memfit cannot try allocator settings: they have no effect in a script that uses memfit.arena."
         )
     run = replayable_run(first)
-    search = FewestChangesSearch(run, script, answer)
+    search = FewestChangesSearch(run, run_trial, answer)
     bounds = run.found.bounds if answer.ran_out else ()
     needs, least = search.unchanged.run.needs, None
     if answer.ran_out:
@@ -82,7 +83,7 @@ def _advised(trace: Trace, answer: DryRun, script: GhostRuns | None) -> Iterator
         yield replace(
             answer,
             advice=tuple(_advice(search, tried) for tried in best),
-            advice_remarks=tuple(_remarks(first.trace, search, answer)) if script is not None else (),
+            advice_remarks=tuple(_remarks(first.trace, search, answer)) if run_trial is not None else (),
             untried=search.failed,
         )
 

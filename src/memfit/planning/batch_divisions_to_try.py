@@ -72,14 +72,14 @@ class DivisionsToTry:
         Those that did not fit without its change of the optimizer may fit by what that saves.
         """
         self.left = []
-        if updates_in_backward(root.plan):
+        if updates_in_backward(root.change):
             return
         self.why_no_more = self._indivisible
         for number, way in enumerate(self._ways):
             alone = self._alone.get(way.parts)
             if (
                 alone is None
-                or alone.needs.bytes - optimizer_state_bytes_saved(root.plan, alone) <= self._runs.budget
+                or alone.needs.bytes - optimizer_state_bytes_saved(root.change, alone) <= self._runs.budget
             ):
                 self.left = self._ways[number:]
                 return
@@ -93,7 +93,7 @@ class DivisionsToTry:
             last: the same, or the one made last of it.
         """
         division = self.left.pop(0)
-        plan = whole.plan | division
+        plan = whole.change | division
         made = self._runs.make(
             plan,
             lambda result: max(self._bases.relative(plan, result, whole.copies), last.run.time),
@@ -122,17 +122,17 @@ class DivisionsToTry:
         change = replace(made[1].change, micro_batches=plan.micro_batches)
         run = self._runs.tried[-1] = replace(made[1], change=change)
         base = replace(self._bases.base(plan, made[0], run), copies=whole.copies)
-        if whole.plan.plan.get("optimizer_state") is None:
+        if whole.change.plan.get("optimizer_state") is None:
             self._alone.setdefault(plan.parts, base.run)
         self._end_if_hopeless(base, last)
         return [base]
 
     def _end_if_hopeless(self, base: PlanBase, last: PlanBase) -> None:
         """Leave out smaller parts if they can need no less than is too much, whatever is recomputed."""
-        run, parts = base.run, base.plan.parts
+        run, parts = base.run, base.change.parts
         least = process_bytes_independent_of_batch(run)
-        if last.plan.parts > 1 and run.allocated and last.run.allocated:
-            rise = (last.run.allocated - run.allocated) / (1 / last.plan.parts - 1 / parts)
+        if last.change.parts > 1 and run.allocated and last.run.allocated:
+            rise = (last.run.allocated - run.allocated) / (1 / last.change.parts - 1 / parts)
             outside = run.needs.bytes - run.reserved.bytes
             least = max(least, outside + int(run.allocated - rise / parts))
         if self.left and least > self._budget:

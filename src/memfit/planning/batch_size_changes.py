@@ -7,6 +7,7 @@ it sees as many samples as before. With smaller batches, it sees fewer.
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from memfit.records import (
     Change,
@@ -65,6 +66,8 @@ def smaller_batches(trace: Trace) -> list[Change]:
 def batch_divisions(trace: Trace, *, draws: bool) -> list[Change]:
     """Return the ways to divide a script's batches into equal parts, largest parts first.
 
+    By the script's own option if it has one: for the batches in an update, or for ``memfit.Engine``'s parts.
+
     Args:
         trace: of the script.
         draws: whether a step draws random numbers.
@@ -76,12 +79,43 @@ def batch_divisions(trace: Trace, *, draws: bool) -> list[Change]:
         _option(trace, ScriptOptionPurpose.ACCUMULATION) if isinstance(setting, ScriptOption) else None
     )
     parts = _option(trace, ScriptOptionPurpose.PARTS) if isinstance(setting, ScriptOption) else None
-    whole = batch_size(setting)
-    return [
-        _division(with_batch_size(setting, size), whole // size, accumulation, parts, draws=draws)
-        for size in _halved(whole)
-        if whole % size == 0
-    ]
+    own = accumulation is not None or parts is not None
+    ways = []
+    for smaller in smaller_batches(trace):
+        count, rest = divmod(batch_size(setting), smaller.batch_size)
+        if rest:
+            continue
+        arguments, loader, (how,) = smaller.arguments, smaller.loader, smaller.how
+        if parts is not None:  # batches stay whole, until an engine divides them
+            arguments, loader = parts.with_value(count), None
+            how = f"{' '.join(arguments)}, now {parts.value}"
+        elif accumulation is not None:
+            arguments += accumulation.with_value(count * accumulation.value)
+            how = f"{' '.join(arguments)}, now {smaller.batch_size * count} and {accumulation.value}"
+        divided = DividedBatches(
+            count,
+            smaller.batch_size,
+            how,
+            smaller.where,
+            arguments,
+            loader,
+            draws=draws,
+            by_option=own,
+            by_engine=parts is not None,
+        )
+        ways.append(
+            replace(
+                smaller,
+                plan={"accumulation": {"parts_per_batch": count}} if parts or not own else {},  # Engine's
+                micro_batches=divided,
+                arguments=arguments,
+                loader=loader,
+                words=(f"{count} micro-batches of {smaller.batch_size}",),
+                how=(how, *divided.in_loop),
+                costs=f"{count} forwards and backwards for each batch ({ASSUMED})",
+            )
+        )
+    return ways
 
 
 def why_batches_are_indivisible(trace: Trace) -> str:
@@ -98,55 +132,6 @@ def _option(trace: Trace, purpose: ScriptOptionPurpose) -> ScriptOption | None:
 def _halved(size: int) -> Iterator[int]:
     while size := size // 2:
         yield size
-
-
-def _division(
-    smaller: Change,
-    count: int,
-    accumulation: ScriptOption | None,
-    parts: ScriptOption | None,
-    *,
-    draws: bool,
-) -> Change:
-    """Return the change to parts of a batch, by the script's own option if it has one.
-
-    Args:
-        smaller: the change to batches that are as small as a part.
-        count: of parts.
-        accumulation: the script's option for the number of batches in an update.
-        parts: its option for the number of parts into which ``memfit.Engine`` divides a batch.
-        draws: whether a step draws random numbers.
-    """
-    arguments, size, (how,) = smaller.arguments, smaller.batch_size, smaller.how
-    loader = smaller.loader
-    own = accumulation is not None or parts is not None
-    if parts is not None:  # batches stay whole, until an engine divides them
-        arguments, loader = parts.with_value(count), None
-        how = f"{' '.join(arguments)}, now {parts.value}"
-    elif accumulation is not None:
-        arguments += accumulation.with_value(count * accumulation.value)
-        how = f"{' '.join(arguments)}, now {size * count} and {accumulation.value}"
-    divided = DividedBatches(
-        count,
-        size,
-        how,
-        smaller.where,
-        arguments,
-        loader,
-        draws=draws,
-        by_option=own,
-        by_engine=parts is not None,
-    )
-    return replace(
-        smaller,
-        plan={"accumulation": {"parts_per_batch": count}} if parts or not own else {},  # Engine's
-        micro_batches=divided,
-        arguments=arguments,
-        loader=loader,
-        words=(f"{count} micro-batches of {size}",),
-        how=(how, *divided.in_loop),
-        costs=f"{count} forwards and backwards for each batch ({ASSUMED})",
-    )
 
 
 def with_assumption_on_samples(division: Change, assumed: str) -> Change:
@@ -202,10 +187,10 @@ def next_batch_size(
     >>> next_batch_size(runs, range(1, 1000), 1000, fixed=100, proven=True) is None
     True
     """
-    low = max((run for run in runs if run.fits), key=_size, default=None)
+    low = max((run for run in runs if run.fits), key=attrgetter("size"), default=None)
     high = min(
         (run for run in runs if not run.fits and (low is None or run.size > low.size)),
-        key=_size,
+        key=attrgetter("size"),
         default=None,
     )
     first = bisect_right(sizes, low.size) if low is not None else 0
@@ -228,9 +213,9 @@ def _crossing(
         return _line(low, high, room, flat=(low.size + high.size) / 2)
     none = BatchSizeRun(0, fixed, fits=True)
     if low is not None:
-        before = max((run for run in runs if run.size < low.size), key=_size, default=none)
+        before = max((run for run in runs if run.size < low.size), key=attrgetter("size"), default=none)
         return min(_line(before, low, room, flat=_FLAT * low.size), _FARTHEST * low.size)
-    smallest, *above = sorted(runs, key=_size)
+    smallest, *above = sorted(runs, key=attrgetter("size"))
     return _line(smallest, above[0], room, flat=0) if above else _line(none, smallest, room, flat=0)
 
 
@@ -238,10 +223,6 @@ def _line(one: BatchSizeRun, other: BatchSizeRun, room: int, *, flat: float) -> 
     """Return where the line through two runs reaches the room; ``flat`` if it does not rise."""
     rise = other.needs - one.needs
     return one.size + (room - one.needs) * (other.size - one.size) / rise if rise > 0 else flat
-
-
-def _size(run: BatchSizeRun) -> int:
-    return run.size
 
 
 def bytes_independent_of_batch(terms: Sequence[Term]) -> int:

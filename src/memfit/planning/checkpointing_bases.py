@@ -34,7 +34,7 @@ from memfit.records import Category, Change, Phase, PlanRun, ScriptEnd, StepOper
 class PlanBase:
     """The script with batches of one size; what to recompute in it is still to be chosen."""
 
-    plan: Change
+    change: Change
     operations: StepOperations
     run: PlanRun
     """With nothing recomputed."""
@@ -120,7 +120,7 @@ class PlanBases:
         ]
         found = []
         for plan in plans:
-            updates = [base.update for base in self._made if _kind(base.plan) == _kind(plan)]
+            updates = [base.update for base in self._made if _kind(base.change) == _kind(plan)]
             least = self.floors.under(plan)
             found.append(max(least, min(updates, key=_bytes_of, default=least), key=_bytes_of))
         return min(found, key=_bytes_of)
@@ -140,14 +140,14 @@ class PlanBases:
         self._starts.append(start.run)
         roots = [start]
         for name in self._allowed.precisions:
-            plan = start.plan | precision_change(name, PRECISIONS[name])
+            plan = start.change | precision_change(name, PRECISIONS[name])
             lower = self._lower(start, plan) if self.can_fit(plan) else None
             roots += [lower] if isinstance(lower, PlanBase) else []
         roots.sort(key=lambda base: base.run.needs.bytes)
         least = roots[0]
         roots[0] = least = self._fused(least)
         for root in roots:
-            if chosen() is None and self.can_fit(root.plan):
+            if chosen() is None and self.can_fit(root.change):
                 yield root
         if self._script.ranks == 1 and optimizer_changes(self._allowed):  # several reduce gradients before
             before_optimizers()
@@ -166,7 +166,7 @@ class PlanBases:
         optimizer = None if self._plain.operations is None else self._plain.operations.optimizer
         changes = OptimizerChangesToTry(start.run, self._allowed, self._runs.budget, self._copies_of_state)
         while change := changes.next(self._runs.tried, chosen()):
-            plan = least.plan | replace(change, optimizer=optimizer)
+            plan = least.change | replace(change, optimizer=optimizer)
             made = self._lower(least, plan) if self.can_fit(plan) else None
             if isinstance(made, PlanBase):
                 yield self._fused(made)
@@ -181,7 +181,7 @@ class PlanBases:
         without = update - base.update.bytes_of(CATEGORY_NAMES[Category.TEMPORARY])
         if not (self._allowed.rounding and needs_most and without <= self._budget):
             return base
-        fused = self._lower(base, base.plan | FUSED_OPTIMIZER)
+        fused = self._lower(base, base.change | FUSED_OPTIMIZER)
         return fused if isinstance(fused, PlanBase) else base
 
     def _copies_of_state(self) -> float:

@@ -1,7 +1,7 @@
 """What the searches for a plan have in common: how they begin, what they report, and their answer."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import isfinite
 
@@ -13,7 +13,7 @@ from memfit.planning.memory_floor import MemoryFloor
 from memfit.planning.module_checkpoint_options import bytes_of_storages
 from memfit.planning.run_changes_on_ghost import PlannedScript, PlanRuns, replayable_runs_of_ranks
 from memfit.planning.script_changes import AllowedChanges
-from memfit.records import Change, PlanRun, ScriptPlan, StepOperations, traits_of_strategy
+from memfit.records import Change, Figure, PlanRun, ScriptPlan, StepOperations, Term, traits_of_strategy
 from memfit.units import format_gib
 
 _NOT_YET = "The time for the search was over before a plan fitted. Those that memfit has not run yet may fit."
@@ -56,11 +56,13 @@ class PlanSearch(ABC):
         self._written = replayable_runs_of_ranks(plain)
         self._target = budget - self._written[0].found.uncertainty
         """Bytes within which a plan is not tight."""
-        self._runs = PlanRuns(script, self._target, tune=allowed.allocator, compiled=self._compiled)
+        self._runs = PlanRuns(script.run, self._target, tune=allowed.allocator, compiled=self._compiled)
         self._optimizer = None if plain.operations is None else plain.operations.optimizer
         self._as_written: PlanRun | None = None
         self._on_found = on_found
         self._best_so_far: PlanRun | None = None
+        self._undivided = ""
+        """As in ``ScriptPlan``."""
 
     def plan(self) -> ScriptPlan:
         """Return the fastest plan found, or why there is none."""
@@ -79,11 +81,6 @@ class PlanSearch(ABC):
     @abstractmethod
     def policies(self) -> tuple[PlanRun, ...]:
         """Run the policies that people use; those that the script or its model refuses are left out."""
-
-    @property
-    @abstractmethod
-    def _undivided(self) -> str:
-        """As in ``ScriptPlan``."""
 
     @property
     def _ran(self) -> list[PlanRun]:
@@ -156,17 +153,22 @@ class PlanSearch(ABC):
             dropped=tuple(self._runs.dropped),
         )
 
+    def _answer_below(self, floor: MemoryFloor, smallest: PlanRun) -> ScriptPlan:
+        """Return that no plan can fit, because the floor of all plans exceeds the budget."""
+        needs = floor.needs
+        reason = (
+            f"Whatever a plan changes, there exist at one time: {_much_of(floor.terms, needs)}. That is "
+            f"{format_gib(needs.bytes)} ({needs.provenance}), more than the budget, so no plan can fit."
+        )
+        return replace(self._answer(smallest=smallest, reason=reason), floor=needs)
 
-def why_floor_exceeds_budget(floor: MemoryFloor) -> str:
-    """Return why no plan can fit, given the floor of all plans."""
-    held = ", ".join(
+
+def _much_of(terms: Sequence[Term], needs: Figure) -> str:
+    """Return the terms that matter beside what is needed, totals apart, for the user."""
+    return ", ".join(
         f"{term.name} {format_gib(term.figure.bytes)}"
-        for term in floor.terms
-        if term.figure.bytes >= _MUCH * floor.needs.bytes
-    )
-    return (
-        f"Whatever a plan changes, there exist at one time: {held}. That is {format_gib(floor.needs.bytes)} "
-        f"({floor.needs.provenance}), more than the budget, so no plan can fit."
+        for term in terms
+        if term.name not in _TOTALS and term.figure.bytes >= _MUCH * needs.bytes
     )
 
 
@@ -179,16 +181,8 @@ def why_smallest_exceeds_budget(smallest: PlanRun, ways: str) -> str:
     """
     place = smallest.place
     where = " of ".join(filter(None, (f"the {place.phase}", place.module)))
-    held = sorted(smallest.terms, key=lambda term: -term.figure.bytes)
-    named = [
-        f"{term.name} {format_gib(term.figure.bytes)}"
-        for term in held
-        if term.name not in _TOTALS and term.figure.bytes >= _MUCH * smallest.needs.bytes
-    ]
-    return (
-        f"memfit {ways}. None of these plans fits. At the smallest peak, in {where}, there are: "
-        f"{', '.join(named)}."
-    )
+    held = _much_of(sorted(smallest.terms, key=lambda term: -term.figure.bytes), smallest.needs)
+    return f"memfit {ways}. None of these plans fits. At the smallest peak, in {where}, there are: {held}."
 
 
 _LOG_SOFTMAX = "aten._log_softmax.default"

@@ -15,6 +15,7 @@ from itertools import islice
 from operator import or_
 
 from memfit.analysis.needed_memory import ReplayedRun
+from memfit.analysis.trial_result import RunTrial
 from memfit.planning.batch_size_changes import (
     BatchSizeRun,
     batch_divisions,
@@ -25,7 +26,7 @@ from memfit.planning.batch_size_changes import (
     smaller_batches,
     smaller_batches_without_accumulation,
 )
-from memfit.planning.run_changes_on_ghost import GhostRuns, PlanRuns
+from memfit.planning.run_changes_on_ghost import PlanRuns
 from memfit.planning.sample_independence import compare_steps_of_parts
 from memfit.planning.script_changes import (
     FUSED_OPTIMIZER,
@@ -97,16 +98,16 @@ class FewestChangesSearch:
 
     Args:
         first: the unchanged run, with unlimited memory if it does not fit.
-        script: runs the script; None to try allocator settings only.
+        run_trial: runs the script under a change; None to try allocator settings only.
         found: the summary of the unchanged run, as it ran.
     """
 
-    def __init__(self, first: ReplayedRun, script: GhostRuns | None, found: DryRun) -> None:
+    def __init__(self, first: ReplayedRun, run_trial: RunTrial | None, found: DryRun) -> None:
         device, trace = found.device, first.trace
         room = max(device.total.bytes - found.uncertainty, 0)  # a fit that may fail is not enough
-        self._has_room, self._can_run, self._gpu = bool(room), script is not None, device.total.bytes
+        self._has_room, self._can_run, self._gpu = bool(room), run_trial is not None, device.total.bytes
         self._budget = room - device.in_use
-        self._runs = PlanRuns(script or GhostRuns(_never, _never), self._budget, tune=False)
+        self._runs = PlanRuns(run_trial or _never, self._budget, tune=False)
         self._settings = expandable_segments_change(trace)
         self._setting, self._options = batch_setting(trace), trace.options
         self._divisions = batch_divisions(trace, draws=False)

@@ -22,18 +22,16 @@ from memfit.planning.batch_size_changes import (
     with_assumption_on_samples,
 )
 from memfit.planning.common_plan_search import (
-    OnFound,
     PlanSearch,
-    why_floor_exceeds_budget,
     why_smallest_exceeds_budget,
 )
 from memfit.planning.memory_floor import MemoryFloor, MemoryFloors, floor_of_updates
-from memfit.planning.run_changes_on_ghost import PlannedScript, PlanRuns, step_seconds
+from memfit.planning.run_changes_on_ghost import PlanRuns, step_seconds
 from memfit.planning.sample_independence import (
     SampleComparison,
     compare_steps_of_parts,
 )
-from memfit.planning.script_changes import AllowedChanges, checkpointing_policies, kept_activations_change
+from memfit.planning.script_changes import checkpointing_policies, kept_activations_change
 from memfit.records import Change, PlanRun, ScriptEnd, ScriptPlan, StepOperations
 
 _MOST_RUNS = 6
@@ -62,7 +60,7 @@ _WAYS = (
 class _Family:
     """The script with batches of one size."""
 
-    plan: Change
+    change: Change
     run: PlanRun
     """With all activations kept that PyTorch keeps by itself."""
     shares: dict[int, PlanRun] = field(default_factory=dict)
@@ -73,25 +71,13 @@ class CompiledSearch(PlanSearch):
     """A search for a plan of compiled code."""
 
     _compiled = True
-
-    def __init__(
-        self,
-        script: PlannedScript,
-        plain: TrialResult,
-        budget: int,
-        allowed: AllowedChanges,
-        on_found: OnFound,
-    ) -> None:
-        super().__init__(script, plain, budget, allowed, on_found)
-        self._why_undivided = ""
-        self._samples = SampleComparison()
+    _samples = SampleComparison()
+    """Of whole batches and their parts, once these have run."""
 
     def _search_from(self, tuned: PlanRun) -> ScriptPlan:
         self._offer()
         if (floor := self._floor()).needs.bytes > self._budget:
-            return replace(
-                self._answer(smallest=tuned, reason=why_floor_exceeds_budget(floor)), floor=floor.needs
-            )
+            return self._answer_below(floor, tuned)
         if floor.needs.bytes > self._runs.budget:
             self._runs.budget = self._budget  # every plan is tight
         if self._allowed.precisions or self._allowed.low_bit_state:
@@ -101,7 +87,7 @@ class CompiledSearch(PlanSearch):
             families = self._divided(_Family(Change(), tuned))
             self._sample_families(families)
             if self._best() is None:
-                self._try(families[-1].plan | checkpointing_policies(self._optimizer)[0])
+                self._try(families[-1].change | checkpointing_policies(self._optimizer)[0])
         best = self._best()
         if self._runs.budget < self._budget and (best is None or best.time > self._allowed.slowdown):
             self._runs.budget = self._budget  # what fits only now is tight
@@ -120,7 +106,7 @@ class CompiledSearch(PlanSearch):
 
     def policies(self) -> tuple[PlanRun, ...]:
         """Run the policies that people use; those that the script or its model refuses are left out."""
-        runs = PlanRuns(self._script, self._budget, tune=self._allowed.allocator, compiled=True)
+        runs = PlanRuns(self._script.run, self._budget, tune=self._allowed.allocator, compiled=True)
         policies = checkpointing_policies(self._optimizer)
         self._script.run_ahead(_next(runs, policies))
         made = [self._run(policy, runs) for policy in policies]
@@ -145,7 +131,7 @@ class CompiledSearch(PlanSearch):
                 if self._fits(least):
                     break
                 saved = last.run.needs.bytes - least.needs.bytes if least is not None else 0
-                needs -= saved * last.plan.parts / division.parts
+                needs -= saved * last.change.parts / division.parts
                 if needs > self._budget and division is not ways[-1]:
                     continue
             made = self._try(division)
@@ -159,10 +145,10 @@ class CompiledSearch(PlanSearch):
         trace = self._plain.trace
         ways = batch_divisions(trace, draws=False)
         if not ways:
-            self._why_undivided = why_batches_are_indivisible(trace)
+            self._undivided = why_batches_are_indivisible(trace)
             return []
         draws = self._judge(ways[0])
-        found = [] if self._why_undivided else batch_divisions(trace, draws=draws)
+        found = [] if self._undivided else batch_divisions(trace, draws=draws)
         return [with_assumption_on_samples(each, self._samples.assumed) for each in found]
 
     def _judge(self, division: Change) -> bool:
@@ -180,12 +166,12 @@ class CompiledSearch(PlanSearch):
             run = self._script.run(eager, what)
             if isinstance(run, ScriptEnd) or run.operations is None:
                 why = why_it_failed(run) if isinstance(run, ScriptEnd) else _UNSEEN
-                self._why_undivided = f"{_NOT_EAGER}{why}"
+                self._undivided = f"{_NOT_EAGER}{why}"
                 return False
             steps.append(run.operations)
         whole, half = steps
         self._samples = compare_steps_of_parts(whole, half, division.parts)
-        self._why_undivided = self._samples.why
+        self._undivided = self._samples.why
         return any(each.random for each in whole.forward)
 
     def _sample_families(self, families: Sequence[_Family]) -> None:
@@ -229,7 +215,7 @@ class CompiledSearch(PlanSearch):
             self._script.run_ahead(_next(self._runs, [self._share_of(family, share) for share in new]))
 
     def _share_of(self, family: _Family, share: int) -> Change:
-        return family.plan | kept_activations_change(share / _ALL, self._optimizer)
+        return family.change | kept_activations_change(share / _ALL, self._optimizer)
 
     def _sample(self, family: _Family, share: int) -> PlanRun | None:
         if share not in family.shares and len(self._runs.tried) < _MOST_RUNS:
@@ -277,14 +263,10 @@ class CompiledSearch(PlanSearch):
         seconds = self._script.seconds
         return step_seconds(result.operations, seconds) / step_seconds(self._plain.operations, seconds)
 
-    @property
-    def _undivided(self) -> str:
-        return self._why_undivided
-
 
 def _extrapolated(first: _Family, second: _Family, parts: int) -> tuple[float, float]:
     """Return what a script with smaller batches needs and takes, if both are linear in sizes and numbers."""
-    one, other = first.plan.parts, second.plan.parts
+    one, other = first.change.parts, second.change.parts
     sample = (first.run.needs.bytes - second.run.needs.bytes) / (1 / one - 1 / other)
     time = (second.run.time - first.run.time) / (other - one)
     needs = second.run.needs.bytes + sample * (1 / parts - 1 / other)

@@ -31,19 +31,18 @@ from memfit.planning.common_plan_search import (
     OnFound,
     OutOfTimeError,
     PlanSearch,
-    why_floor_exceeds_budget,
     why_smallest_exceeds_budget,
 )
 from memfit.planning.find_compiled_plan import CompiledSearch
 from memfit.planning.mixed_integer_solver import INFINITY
-from memfit.planning.run_changes_on_ghost import PlannedScript, PlanRuns
+from memfit.planning.run_changes_on_ghost import PlannedScript, PlanRuns, replayable_runs_of_ranks
 from memfit.planning.script_changes import AllowedChanges, checkpoint_choice_change, checkpointing_policies
 from memfit.planning.shardings import (
     OFFLOADED_SHARDS,
     UNSHARDED,
     bytes_sent_per_step,
     shard_copy_seconds,
-    try_shardings,
+    shardings_to_try,
 )
 from memfit.records import Change, PlanRun, ScriptEnd, ScriptPlan
 
@@ -115,7 +114,7 @@ class _OperationSearch(PlanSearch):
         on_found: OnFound,
     ) -> None:
         super().__init__(script, plain, budget, allowed, on_found)
-        self._in_blocks: set[Change] = set()  # of which bases every block was checkpointed
+        self._ran_in_blocks: set[Change] = set()  # the bases that were run with every block checkpointed
         self._refusal = ""  # why nothing can be recomputed
         self._chosen: PlanRun | None = None  # the fastest so far that fits
         self._bases = PlanBases(script, plain, self._runs, budget, allowed)
@@ -137,17 +136,34 @@ class _OperationSearch(PlanSearch):
 
     def _plan_shardings(self) -> ScriptPlan:
         """Train a script for one GPU on several: with what moves least, if that is enough."""
-        found = try_shardings(self._runs, rounding=self._allowed.rounding)
-        if found.as_written is None:
+        as_written: PlanRun | None = None  # with what moves least: DDP, unless it does not suit the script
+        least: tuple[Change, TrialResult, PlanRun] | None = None
+        for sharding in shardings_to_try(rounding=self._allowed.rounding):
+            made = self._runs.make(sharding, 1.0, operations=True)
+            if isinstance(made, ScriptEnd):
+                self._runs.drop(sharding, why_it_failed(made))
+                continue
+            result, run = made
+            self._runs.models = result.models
+            if as_written is None:
+                ranks = replayable_runs_of_ranks(result)
+                as_written = self._runs.needs(ranks, sharding, 1.0, tune=False)
+                if run == as_written:
+                    run = as_written
+                    self._runs.tried.pop()
+            if self._runs.fits(run):
+                self._as_written = as_written
+                return self._answer(chosen=run)
+            if least is None or run.needs.bytes < least[2].needs.bytes:
+                least = sharding, result, run
+        if as_written is None or least is None:
             raise TargetError(f"memfit cannot plan for {self._script.ranks} GPUs. {self._runs.dropped[0]}")
-        self._as_written = found.as_written
-        if found.chosen is not None or found.least is None:
-            return self._answer(chosen=found.chosen)
-        least, result, run = found.least
+        self._as_written = as_written
+        change, result, run = least
         if result.operations is None or self._plain.operations is None:
             return self._unplanned(run)
-        start = self._bases.base(least, result, run)
-        offloaded = self._offloaded_shards(found.as_written) if self._allowed.rounding else ()
+        start = self._bases.base(change, result, run)
+        offloaded = self._offloaded_shards(as_written) if self._allowed.rounding else ()
         return self._combine(chain([start], offloaded))
 
     def _offloaded_shards(self, as_written: PlanRun) -> Iterator[PlanBase]:
@@ -186,7 +202,7 @@ class _OperationSearch(PlanSearch):
                 return self._answer(chosen=tight, bound=0.0)
         if found is None:
             return self._no_plan(min(self._ran, key=lambda run: run.needs.bytes))
-        bound = min(base.run.time + base.plan.parts * self._least(base) / self._step for base in bases)
+        bound = min(base.run.time + base.change.parts * self._least(base) / self._step for base in bases)
         return self._answer(chosen=found, bound=min(bound, found.time))
 
     def _try_the_rest(self, bases: list[PlanBase]) -> PlanRun | None:
@@ -244,7 +260,7 @@ class _OperationSearch(PlanSearch):
 
     def _may_fit(self, base: PlanBase) -> bool:
         """Return whether a base may fit, whatever is recomputed in it."""
-        return base.update.needs.bytes <= self._runs.budget and self._bases.can_fit(base.plan)
+        return base.update.needs.bytes <= self._runs.budget and self._bases.can_fit(base.change)
 
     def _best(self, base: PlanBase) -> PlanRun | None:
         """Return the fastest run of a base that fits."""
@@ -257,11 +273,11 @@ class _OperationSearch(PlanSearch):
         return None if choice is None else (base, choice)
 
     def _time(self, base: PlanBase, choice: CheckpointChoice) -> float:
-        return base.run.time + base.plan.parts * choice.seconds / self._step
+        return base.run.time + base.change.parts * choice.seconds / self._step
 
     def _may_be_taken(self, base: PlanBase) -> bool:
         """Return whether a plan of a base may fit in the time that is allowed."""
-        return base.run.time + base.plan.parts * base.bracket.least / self._step <= self._allowed.slowdown
+        return base.run.time + base.change.parts * base.bracket.least / self._step <= self._allowed.slowdown
 
     def _least(self, base: PlanBase) -> float:
         """Return a bound of the seconds that what fits adds to a base."""
@@ -277,9 +293,9 @@ class _OperationSearch(PlanSearch):
     def _try(self, base: PlanBase, choice: CheckpointChoice) -> None:
         """Run a plan, and correct the model of its base."""
         change = checkpoint_choice_change(choice, self._optimizer, offload=base.offload)
-        made = self._runs.make(base.plan | change, self._time(base, choice))
+        made = self._runs.make(base.change | change, self._time(base, choice))
         if isinstance(made, ScriptEnd):
-            self._refusal = f"With {', '.join((*base.plan.words, *change.words))}, {why_it_failed(made)}"
+            self._refusal = f"With {', '.join((*base.change.words, *change.words))}, {why_it_failed(made)}"
             return
         result, run = made
         self._runs.models = result.models
@@ -295,13 +311,12 @@ class _OperationSearch(PlanSearch):
     def _every_block(self, bases: list[PlanBase]) -> PlanRun | None:
         """Checkpoint every block in the base that needs least; None if that does not fit, or was tried."""
         base = min(bases, key=lambda base: base.run.needs.bytes)
-        least = base.plan
-        if least in self._in_blocks:
+        if base.change in self._ran_in_blocks:
             return None
-        self._in_blocks.add(least)
+        self._ran_in_blocks.add(base.change)
         made = self._runs.make(
-            least | checkpointing_policies(self._optimizer)[0],
-            functools.partial(self._bases.relative, least, copies=base.copies),
+            base.change | checkpointing_policies(self._optimizer)[0],
+            functools.partial(self._bases.relative, base.change, copies=base.copies),
             operations=True,
         )
         if isinstance(made, ScriptEnd) or not self._runs.fits(made[1]):
@@ -313,16 +328,12 @@ class _OperationSearch(PlanSearch):
         """Run the policies that people use; those that the script or its model refuses are left out."""
         if not self._step:
             return ()
-        runs = PlanRuns(self._script, self._budget, tune=self._allowed.allocator)
+        runs = PlanRuns(self._script.run, self._budget, tune=self._allowed.allocator)
         unchanged = UNSHARDED if self._script.is_to_be_sharded(self._plain) else Change()
         for policy in checkpointing_policies(self._optimizer):
             plan = unchanged | policy
             runs.make(plan, functools.partial(self._bases.relative, plan), operations=True)
         return tuple(runs.tried)
-
-    @property
-    def _undivided(self) -> str:
-        return self._divisions.why_no_more
 
     # ---- the answer ---------------------------------------------------------------------------------------
 
@@ -336,9 +347,7 @@ class _OperationSearch(PlanSearch):
         """Answer that no plan fits: because none can, or because none that ran does."""
         floor = self._bases.floor()
         if floor is not None and floor.needs.bytes > self._budget:
-            return replace(
-                self._answer(smallest=smallest, reason=why_floor_exceeds_budget(floor)), floor=floor.needs
-            )
+            return self._answer_below(floor, smallest)
         reason = self._refusal or self._too_small(smallest)
         return self._answer(smallest=smallest, reason=reason)
 
@@ -359,6 +368,7 @@ class _OperationSearch(PlanSearch):
         reason: str = "",
     ) -> ScriptPlan:
         found = super()._answer(chosen=chosen, smallest=smallest, bound=bound, reason=reason)
+        found = replace(found, undivided=self._divisions.why_no_more)
         if found.chosen is None or "sharding" not in found.chosen.change.plan:
             return found
         before, now = (

@@ -13,7 +13,7 @@ from memfit.analysis.needed_memory import needed_process
 from memfit.analysis.peak_after_caught_failures import failed_allocations
 from memfit.analysis.stream_races import may_race
 from memfit.analysis.summary import summarize
-from memfit.analysis.trial_result import TrialResult, why_it_failed
+from memfit.analysis.trial_result import RunTrial, TrialResult, why_it_failed
 from memfit.errors import TargetError, UsageError
 from memfit.planning.batch_size_changes import (
     BatchSizeRun,
@@ -23,7 +23,6 @@ from memfit.planning.batch_size_changes import (
     next_batch_size,
     with_batch_size,
 )
-from memfit.planning.run_changes_on_ghost import GhostRuns
 from memfit.records import (
     BatchLimit,
     BatchRun,
@@ -53,9 +52,9 @@ _FLAT_OVER = 512
 class BudgetedScript:
     """A script to find the largest batch size of."""
 
-    limited: GhostRuns
+    limited: RunTrial
     """With the memory of the budget."""
-    unlimited: GhostRuns
+    unlimited: RunTrial
     arguments: Sequence[str]
     """The script's own."""
     device: DeviceUse
@@ -127,10 +126,11 @@ def _measured(script: BudgetedScript, change: Change, size: int) -> tuple[Trace,
     """
     what = f"batch size {size}" if size else "as written"
     for late in (False, True):
-        result = script.limited.finishing(late=late)(change, what)
+        tried = replace(change, finish_late=late)
+        result = script.limited(tried, what)
         fits = isinstance(result, TrialResult) and not len(failed_allocations(result.trace))
         if not fits:
-            result = script.unlimited.finishing(late=late)(change, f"{what}, with unlimited memory")
+            result = script.unlimited(tried, f"{what}, with unlimited memory")
         if isinstance(result, ScriptEnd):
             raise TargetError(_failure(what, result, change))
         trace = result.trace

@@ -2,16 +2,13 @@
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import highspy
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 INFINITY = float(highspy.kHighsInf)
 _EFFORT, _LEAST = 4_000_000, 120
@@ -139,7 +136,7 @@ def _limit(highs: Any, most: float, enough: float) -> None:
 
 
 @contextmanager
-def _own_threads() -> "Iterator[None]":
+def _own_threads() -> Iterator[None]:
     """Stop HiGHS's threads before and after: those of an earlier solver with more make it refuse to run."""
     highspy.Highs.resetGlobalScheduler(True)
     try:
@@ -149,7 +146,7 @@ def _own_threads() -> "Iterator[None]":
 
 
 @contextmanager
-def _quiet_stdout() -> "Iterator[None]":
+def _quiet_stdout() -> Iterator[None]:
     """Send what C code prints on standard output nowhere."""
     sys.stdout.flush()
     kept, silence = os.dup(1), os.open(os.devnull, os.O_WRONLY)

@@ -7,9 +7,9 @@ keep its inputs, recompute it in parts    more           full checkpointing hold
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, islice
 
 from memfit.planning.step_memory_model import StepMemoryModel
 from memfit.records import ModuleCall, Operation, StepOperations
@@ -58,7 +58,7 @@ def save_ops_to_try(
     candidates: list[tuple[float, int, tuple[str, ...]]] = []
     drawing: list[tuple[float, int, str]] = []
     all_can_be_kept = True
-    for name, operation in _named(step, call):
+    for name, operation in _rerun_operations(step, call):
         size = bytes_of_storages(step, operation.creates)
         can_be_kept = bool(size) and changed.isdisjoint(operation.creates)
         if operation.random:
@@ -106,7 +106,7 @@ def region_option(
     saved = frozenset(save_ops)
     if saved:
         again += dispatch * (call.end - call.first + min(call.last_saved, call.end) - call.first)
-    for name, operation in _named(step, call):
+    for name, operation in _rerun_operations(step, call):
         if name in saved:
             keeps.update(operation.creates)
         else:
@@ -127,12 +127,17 @@ def useful_region_options(
     return best
 
 
-def _named(step: StepOperations, call: ModuleCall) -> Iterable[tuple[str, Operation]]:
-    """Yield a call's operations with their names in ``save_ops``, up to the last that must run again."""
+def named_operations(step: StepOperations, call: ModuleCall) -> Iterator[tuple[str, Operation]]:
+    """Yield a call's operations with their names in ``save_ops``."""
     seen: Counter[str] = Counter()
-    for operation in step.forward[call.first : min(call.last_saved, call.end)]:
+    for operation in step.forward[call.first : call.end]:
         yield f"{operation.name}:{seen[operation.name]}", operation
         seen[operation.name] += 1
+
+
+def _rerun_operations(step: StepOperations, call: ModuleCall) -> Iterator[tuple[str, Operation]]:
+    """Yield those of a call's operations up to the last that must run again, with their names."""
+    return islice(named_operations(step, call), max(0, call.last_saved - call.first))
 
 
 def bytes_of_storages(step: StepOperations, storages: Iterable[int]) -> int:

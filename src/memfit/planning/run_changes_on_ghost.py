@@ -10,21 +10,6 @@ from memfit.devices import Device
 from memfit.planning.script_changes import expandable_segments_change
 from memfit.records import Change, Operation, PlanRun, ScriptEnd, StepOperations
 
-
-@dataclass(frozen=True, slots=True)
-class GhostRuns:
-    """Two ways to run a script under a change; with unlimited memory, unless it says otherwise."""
-
-    run: RunTrial
-    """With GPU work that is done at once."""
-    run_late: RunTrial
-    """With GPU work on side streams that finishes as late as its order allows."""
-
-    def finishing(self, *, late: bool) -> RunTrial:
-        """Return one of the two."""
-        return self.run_late if late else self.run
-
-
 RunAhead = Callable[[Sequence[tuple[Change, str]]], None]
 """Makes runs that a search will or may ask for, given the change and the name of each, side by side."""
 
@@ -34,9 +19,11 @@ def run_nothing_ahead(_wanted: Sequence[tuple[Change, str]]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedScript(GhostRuns):
+class PlannedScript:
     """A script to be planned for, and what is known about the card."""
 
+    run: RunTrial
+    """With unlimited memory."""
     seconds: Callable[[Operation], float]
     """How long an operation takes."""
     copy: Callable[[int], float]
@@ -57,7 +44,7 @@ class PlanRuns:
     """The runs of a search, in order.
 
     Args:
-        script: the script.
+        run_trial: runs the script under a change, with unlimited memory.
         budget: bytes of the process within which a run fits.
         tune: whether runs that do not fit may get expandable segments.
         compiled: whether ``torch.compile`` compiles the script's code.
@@ -65,13 +52,13 @@ class PlanRuns:
 
     def __init__(
         self,
-        script: GhostRuns,
+        run_trial: RunTrial,
         budget: int,
         *,
         tune: bool,
         compiled: bool = False,
     ) -> None:
-        self._script, self._tune, self._compiled = script, tune, compiled
+        self._run_trial, self._tune, self._compiled = run_trial, tune, compiled
         self.budget = budget
         """Bytes of the process within which a run fits."""
         self.count = 0
@@ -104,7 +91,7 @@ class PlanRuns:
         """
         change, what = self.next_run(plan, operations=operations)
         self.count += 1
-        result = self._script.finishing(late=plan.is_late)(change, what)
+        result = self._run_trial(change, what)
         return result if isinstance(result, ScriptEnd) else (result, replayable_run(result))
 
     def next_run(self, plan: Change, after: int = 0, *, operations: bool = False) -> tuple[Change, str]:
@@ -115,7 +102,7 @@ class PlanRuns:
             after: how many others run before it.
             operations: whether the operations of a step are recorded.
         """
-        change = replace(plan, allocator="", operations=operations)
+        change = replace(plan, allocator="", operations=operations, finish_late=plan.uses_side_streams)
         return change, f"{', '.join(plan.words)} (plan {self.count + after + 1})"
 
     def make(

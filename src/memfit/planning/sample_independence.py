@@ -89,7 +89,7 @@ def why_samples_depend(whole: StepOperations, half: StepOperations) -> str:
         whole: the step.
         half: the same step with half the samples.
     """
-    differentiated = {operation.source for operation in whole.backward}
+    differentiated = _differentiated(whole)
     end = max(differentiated, default=-1) + 1  # what runs after the backward is in forward, too
     if [each.name for each in whole.forward[:end]] != [each.name for each in half.forward[:end]]:
         return "with half the samples, the step runs other operations"
@@ -117,9 +117,14 @@ def why_samples_depend(whole: StepOperations, half: StepOperations) -> str:
     return ""
 
 
+def _differentiated(step: StepOperations) -> set[int]:
+    """Return which operations of the forward the backward goes through."""
+    return {operation.source for operation in step.backward}
+
+
 def _learned_from(step: StepOperations) -> set[int]:
     """Return the storages that decide what the backward computes: not those of figures beside the loss."""
-    differentiated = {operation.source for operation in step.backward}
+    differentiated = _differentiated(step)
     found: set[int] = set()
     for number, operation in reversed([*enumerate(step.forward)]):
         if number in differentiated or not found.isdisjoint((*operation.creates, *operation.writes)):
@@ -151,7 +156,7 @@ def why_loss_is_a_sum(whole: StepOperations, half: StepOperations | None = None)
         whole: the step.
         half: the same step with half the samples; None for what ``whole`` shows by itself.
     """
-    differentiated = {operation.source for operation in whole.backward}
+    differentiated = _differentiated(whole)
     sums: dict[int, set[int]] = {}
     """By storage: which operations have summed up samples for it."""
     unscaled: set[int] = set()
@@ -270,13 +275,6 @@ class SampleComparison:
     """What memfit has not seen and assumes, as in ``DividedBatches``."""
 
 
-def compare_samples_of_parts(whole: StepOperations, parts: StepOperations, count: int) -> SampleComparison:
-    """Compare what a script fed its model, as ``compare_step_inputs``; what one step shows is assumed."""
-    found = compare_step_inputs(whole.samples or StepInputs(), parts.samples or StepInputs(), count)
-    is_one = whole.carried is None and not whole.compiled and not found.why and not found.assumed
-    return replace(found, assumed=_ONE_STEP) if is_one else found
-
-
 def compare_steps_of_parts(
     whole: StepOperations, parts: StepOperations, count: int, *, independent: bool = False
 ) -> SampleComparison:
@@ -288,7 +286,9 @@ def compare_steps_of_parts(
         count: of the parts of a batch.
         independent: whether other parts have shown that samples do not depend on each other.
     """
-    found = compare_samples_of_parts(whole, parts, count)
+    found = compare_step_inputs(whole.samples or StepInputs(), parts.samples or StepInputs(), count)
+    if found == SampleComparison() and whole.carried is None and not whole.compiled:
+        found = SampleComparison(assumed=_ONE_STEP)
     why = "" if independent else why_samples_depend(whole, parts) or why_loss_is_a_sum(whole, parts)
     return replace(found, why=why or found.why)
 
@@ -379,22 +379,18 @@ def _smaller(shape: tuple[int, ...], count: int) -> Iterator[tuple[int, tuple[in
 
 
 def _divides(whole: InputTensors, parts: InputTensors, dimension: int, count: int) -> bool:
-    """Return whether the rows of parts are those of whole tensors, of which a batch has one or more."""
-    return any(
-        _divides_by(whole, parts, dimension, count, alike)
-        for alike in range(1, min(len(whole), _MOST_ALIKE) + 1)
-    )
-
-
-def _divides_by(whole: InputTensors, parts: InputTensors, dimension: int, count: int, alike: int) -> bool:
-    batches = min(len(whole), len(parts) // count) // alike
-    return batches > 0 and all(
-        whole[batch * alike + which].rows[dimension]
-        == tuple(
-            row
-            for part in range(count)
-            for row in parts[(batch * count + part) * alike + which].rows[dimension]
-        )
-        for batch in range(batches)
-        for which in range(alike)
-    )
+    """Return whether the parts of each batch have its rows, whichever number of such tensors a batch has."""
+    for alike in range(1, min(len(whole), _MOST_ALIKE) + 1):
+        batches = min(len(whole), len(parts) // count) // alike
+        if batches and all(
+            whole[batch * alike + which].rows[dimension]
+            == tuple(
+                row
+                for part in range(count)
+                for row in parts[(batch * count + part) * alike + which].rows[dimension]
+            )
+            for batch in range(batches)
+            for which in range(alike)
+        ):
+            return True
+    return False

@@ -13,13 +13,11 @@ Source: NCCL's performance notes (https://github.com/NVIDIA/nccl-tests/blob/mast
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from memfit.analysis.strategy_comparison import SHARDINGS
-from memfit.analysis.trial_result import TrialResult, why_it_failed
-from memfit.planning.run_changes_on_ghost import PlanRuns, replayable_runs_of_ranks
 from memfit.planning.script_changes import sharding_change
-from memfit.records import Change, ModuleCall, PlanRun, ScriptEnd, StepOperations, Term
+from memfit.records import Change, ModuleCall, PlanRun, StepOperations, Term
 
 _DDP, _ZERO1, _FSDP2 = (sharding_change(name, {"mode": mode}) for name, mode in SHARDINGS.items())
 OFFLOADED_SHARDS = sharding_change("FSDP2 with offload", {"mode": "fsdp2", "offload": True})
@@ -31,44 +29,13 @@ _ROUND_TRIPS = 1.5
 """Copies of offloaded shards in a forward and a backward: parameters to the GPU twice, gradients back."""
 
 
-@dataclass(slots=True)
-class ShardedScript:
-    """A script for one GPU, trained on several."""
-
-    as_written: PlanRun | None = None
-    """With what moves least: DDP, unless it does not suit the script."""
-    chosen: PlanRun | None = None
-    """The first that fits, if one does."""
-    least: tuple[Change, TrialResult, PlanRun] | None = None
-    """The one that needs least."""
-
-
-def try_shardings(runs: PlanRuns, *, rounding: bool) -> ShardedScript:
-    """Run a script with each sharding that keeps everything on the GPUs, until one fits.
+def shardings_to_try(*, rounding: bool) -> tuple[Change, ...]:
+    """Return the shardings that keep everything on the GPUs, those first that move least.
 
     Args:
-        runs: of the script.
         rounding: whether gradients may be summed in another order than with DDP.
     """
-    found = ShardedScript()
-    for one in _SAME_SUMS + _OTHER_SUMS * rounding:
-        made = runs.make(one, 1.0, operations=True)
-        if isinstance(made, ScriptEnd):
-            runs.drop(one, why_it_failed(made))
-            continue
-        result, run = made
-        runs.models = result.models
-        if found.as_written is None:
-            found.as_written = runs.needs(replayable_runs_of_ranks(result), one, 1.0, tune=False)
-            if run == found.as_written:
-                run = found.as_written
-                runs.tried.pop()
-        if runs.fits(run):
-            found.chosen = run
-            break
-        if found.least is None or run.needs.bytes < found.least[2].needs.bytes:
-            found.least = one, result, run
-    return found
+    return _SAME_SUMS + _OTHER_SUMS * rounding
 
 
 def bytes_sent_per_step(run: PlanRun, terms: tuple[Term, ...], ranks: int) -> int:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from memfit.planning.module_checkpoint_options import Seconds, bytes_of_storages
+from memfit.planning.module_checkpoint_options import Seconds, bytes_of_storages, named_operations
 from memfit.planning.step_memory_model import StepMemoryModel
 from memfit.records import LEAST_RECOMPUTED, ModuleCall, StepOperations, is_recomputable_operation
 
@@ -176,22 +176,13 @@ def kept_contents(
 ) -> list[bool]:
     """Return, by content, whether it is kept, or exists when the call begins."""
     kept = [each.maker < 0 for each in contents.all]
-    for number, name in enumerate(save_ops_names(step, call), call.first):
-        operation = step.forward[number]
+    for number, (name, operation) in enumerate(named_operations(step, call), call.first):
         all_kept = name in save_ops or operation.random or not is_recomputable_operation(operation.name)
         for each in contents.makes[number]:
             before = contents.all[each].before
             small = step.storages[contents.all[each].storage] < LEAST_RECOMPUTED
             kept[each] = all_kept or (kept[before] if before >= 0 else small)
     return kept
-
-
-def save_ops_names(step: StepOperations, call: ModuleCall) -> Iterator[str]:
-    """Yield the names of a call's operations in ``save_ops``."""
-    seen: Counter[str] = Counter()
-    for operation in step.forward[call.first : call.end]:
-        yield f"{operation.name}:{seen[operation.name]}"
-        seen[operation.name] += 1
 
 
 # ---- the ways ------------------------------------------------------------------------------------------
@@ -313,8 +304,7 @@ def _kept_sets(
     """
     last: dict[int, str] = {}
     time: dict[int, float] = defaultdict(float)
-    for number, name in enumerate(save_ops_names(step, step.calls[0]), step.calls[0].first):
-        operation = step.forward[number]
+    for name, operation in named_operations(step, step.calls[0]):
         for storage in (*operation.creates, *operation.writes):
             if step.storages[storage] >= LEAST_RECOMPUTED and (
                 storage in last or storage in operation.creates

@@ -15,7 +15,7 @@ class PrintedResult:
     __slots__ = ()
 
     def __str__(self) -> str:
-        # By its name, and only now: records are below report, and whoever prints nothing need not load it.
+        # Imported by name and on first use: records may not import report, a higher layer.
         return str(import_module("memfit.report.result_printers").printed_text(self))
 
     __repr__ = __str__

@@ -90,6 +90,8 @@ class Change:
     """Whether ``torch.compile`` does nothing: the script runs as if it did not call it."""
     operations: bool = False
     """Whether the operations of a training step are recorded, which changes nothing for the script."""
+    finish_late: bool = False
+    """Whether GPU work on side streams finishes as late as its order allows."""
     batch_size: int = field(default=0, compare=False)
     """Samples in a batch, if that changes."""
     words: tuple[str, ...] = field(default=(), compare=False)
@@ -117,6 +119,7 @@ class Change:
             loader=other.loader or self.loader,
             eager=self.eager or other.eager,
             operations=self.operations or other.operations,
+            finish_late=self.finish_late or other.finish_late,
             batch_size=other.batch_size or self.batch_size,
             words=self.words + other.words,
             how=self.how + other.how,
@@ -141,8 +144,8 @@ class Change:
         return 1 if self.micro_batches is None or self.micro_batches.by_option else self.micro_batches.count
 
     @property
-    def is_late(self) -> bool:
-        """Whether work on side streams counts, so that a run must finish it as late as it can be."""
+    def uses_side_streams(self) -> bool:
+        """Whether it copies on side streams, so that a run must finish that work as late as possible."""
         return "offload" in self.plan or "offload" in self.plan.get("optimizer_state", {})
 
     @property

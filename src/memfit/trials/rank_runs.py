@@ -122,43 +122,40 @@ class RankRuns:
         """Run no role but a rank's from now on, where the script trains on several GPUs itself."""
         self._ranks[""] = (rank,)
 
-    def under(self, change: Change, what: str, *, late: bool = False) -> list[RankRun] | ScriptEnd:
+    def under(self, change: Change, what: str) -> list[RankRun] | ScriptEnd:
         """Run the script under a change, after ``as_written``.
 
         Args:
             change: the change.
             what: the run's name.
-            late: whether GPU work finishes late in every run.
 
         Returns:
             A run of each rank that may need most; or, if a run did not complete, how it ended.
         """
         sharding = sharding_mode(change)
         if sharding in self._ranks:
-            return self._run_all(change, what, self._ranks[sharding], late=late)
+            return self._run_all(change, what, self._ranks[sharding])
         job = self._options.rank
         inside = replace(job, rank=first_rank(job.nproc), own_gpu_only=True)
         if self.distributed:
             inside = self._ranks[""][0]
-        first = self._run(change, what, inside, late=late)
+        first = self._run(change, what, inside)
         if isinstance(first, ScriptEnd):
             return first
         shares = first.first.shares
         numbers = ranks_with_most(shares, job.nproc) if shares else (inside.rank,)
         missing = tuple(replace(inside, rank=number) for number in numbers if number != inside.rank)
-        found = self._run_all(change, what, missing, late=late)
+        found = self._run_all(change, what, missing)
         if isinstance(found, ScriptEnd):
             return found
         largest = max([first] * (inside.rank in numbers) + found, key=_process)
         self._ranks[sharding] = (largest.rank,)
         return [largest]
 
-    def _run_all(
-        self, change: Change, what: str, ranks: tuple[Rank, ...], *, late: bool
-    ) -> list[RankRun] | ScriptEnd:
+    def _run_all(self, change: Change, what: str, ranks: tuple[Rank, ...]) -> list[RankRun] | ScriptEnd:
         found = []
         for rank in ranks:
-            run = self._run(change, what, rank, late=late)
+            run = self._run(change, what, rank)
             if isinstance(run, ScriptEnd):
                 if len(ranks) == 1:
                     return run
@@ -167,21 +164,22 @@ class RankRuns:
         return found
 
     def _completed(self, change: Change, what: str, rank: Rank) -> RankRun:
-        found = self._run(change, what, rank, late=False)
+        found = self._run(change, what, rank)
         if isinstance(found, ScriptEnd):
             raise UnfinishedRankError(rank, found)
         return found
 
-    def _run(self, change: Change, what: str, rank: Rank, *, late: bool) -> RankRun | ScriptEnd:
+    def _run(self, change: Change, what: str, rank: Rank) -> RankRun | ScriptEnd:
         """Run the script as one rank, and again where streams race, unless all work is late anyway."""
-        first = self._once(change, what, rank, late=late)
+        first, again = self._once(change, what, rank), None
         if isinstance(first, ScriptEnd):
             return first
-        again = None if late or not may_race(first.trace) else self._once(change, what, rank, late=True)
+        if not change.finish_late and may_race(first.trace):
+            again = self._once(replace(change, finish_late=True), what, rank)
         return RankRun(rank, first, again if isinstance(again, TrialResult) else None)
 
-    def _once(self, change: Change, what: str, rank: Rank, *, late: bool) -> TrialResult | ScriptEnd:
-        options = replace(self._options, rank=rank, unlimited=True, finish_late=late)
+    def _once(self, change: Change, what: str, rank: Rank) -> TrialResult | ScriptEnd:
+        options = replace(self._options, rank=rank, unlimited=True)
         if rank.rank not in self._standbys:
             self._standbys[rank.rank] = ScriptStandbys().__enter__()
         several = rank.world_size > 1
@@ -191,7 +189,7 @@ class RankRuns:
 
         standbys = self._standbys[rank.rank]
         found = trial_runner(self._command, options, show, standbys=standbys)(change, what)
-        return replace(found, late=late) if isinstance(found, TrialResult) else found
+        return replace(found, late=change.finish_late) if isinstance(found, TrialResult) else found
 
     def __enter__(self) -> Self:
         return self

@@ -10,7 +10,6 @@ from msgspec import json
 from memfit.analysis.trial_result import RunTrial, TrialResult, ran_to_completion
 from memfit.errors import MemfitError
 from memfit.injection.injection_files import InjectionReport, InjectionSettings
-from memfit.planning.run_changes_on_ghost import GhostRuns
 from memfit.records import Change, ScriptEnd, StepOperations
 from memfit.run.child_start import StartScript, start_script
 from memfit.run.options import RunOptions
@@ -41,21 +40,11 @@ def trial_runner(
         def show(progress: Progress) -> None:
             on_progress(replace(progress, trying=what))
 
-        return run_trial(ScriptRun(command, options, ghost, always | change), show, standbys)
+        own = replace(options, finish_late=change.finish_late)
+        made = always | replace(change, finish_late=False)
+        return run_trial(ScriptRun(command, own, ghost, made), show, standbys)
 
     return run
-
-
-def ghost_runs(
-    command: tuple[str, ...],
-    options: RunOptions,
-    on_progress: Callable[[Progress], None],
-    always: Change = _NOTHING,
-    standbys: ScriptStandbys | None = None,
-) -> GhostRuns:
-    """Return two of the functions that ``trial_runner`` returns, one with GPU work that finishes late."""
-    ways = (options, replace(options, finish_late=True))
-    return GhostRuns(*(trial_runner(command, way, on_progress, always, standbys) for way in ways))
 
 
 def run_trial(
@@ -163,7 +152,22 @@ class Injection:
 
     def why_unfit(self) -> str:
         """Return why the change was not made as it should have been; empty if it was."""
-        return _unfit(self._change, self.report())
+        report, fields = self.report(), sorted(self._change.strategies)
+        if report.cannot_accumulate:
+            return f"the script cannot accumulate gradients over micro-batches: {report.cannot_accumulate}"
+        if report.unfit_optimizer:
+            return report.unfit_optimizer
+        if report.refusals and (not report.models or "sharding" in fields):
+            return report.refusals[0]
+        if fields and not report.models:  # updates by hand, a plan of its own
+            named = " with ".join(fields)
+            return f"{named} could not be applied to any model whose parameters an optimizer takes"
+        if report.uncalled:
+            return (
+                f"the script does not call {report.uncalled[0]} itself, but its methods or submodules: "
+                "gradients would not be shared among ranks."
+            )
+        return ""
 
 
 @contextmanager
@@ -192,24 +196,3 @@ def injected(
         file.write_bytes(json.encode(settings))
         objects = options.objects if change == Change() else ""
         yield Injection(replace(options, preload=(_INJECTOR, str(file)), objects=objects), change, folder)
-
-
-def _unfit(change: Change, report: InjectionReport) -> str:
-    """Return why a change was not made as it should have been; empty if it was."""
-    fields = sorted(change.strategies)
-    if report.cannot_accumulate:
-        return f"the script cannot accumulate gradients over micro-batches: {report.cannot_accumulate}"
-    if report.unfit_optimizer:
-        return report.unfit_optimizer
-    if report.refusals and (not report.models or "sharding" in fields):
-        return report.refusals[0]
-    if fields and not report.models:  # updates by hand, a plan of its own
-        return (
-            f"{' with '.join(fields)} could not be applied to any model whose parameters an optimizer takes"
-        )
-    if report.uncalled:
-        return (
-            f"the script does not call {report.uncalled[0]} itself, but its methods or submodules: gradients "
-            "would not be shared among ranks."
-        )
-    return ""
