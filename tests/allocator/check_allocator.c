@@ -53,10 +53,10 @@ static int serve_some(struct allocator *a, int64_t *served)
     for (int64_t begin = 0; begin < REQUESTS; begin++) { /* impossible requests are skipped */
         status = allocator_serve(a, REQUESTS - begin, columns[0] + begin, columns[1] + begin,
                                  columns[2] + begin, columns[3] + begin, columns[4] + begin);
-        int64_t figures[19];
-        allocator_outcome(a, figures);
-        *served += figures[0];
-        begin += figures[0];
+        struct outcome outcome;
+        allocator_outcome(a, &outcome);
+        *served += outcome.position;
+        begin += outcome.position;
         if (status == HOST_HAS_NO_MEMORY || status == BEYOND_64_BITS)
             break;
     }

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.free_ranges import ImpossibleEventError, impossible_event
+from memfit.allocator.free_ranges import ImpossibleEventError, impossible_event_error
 from memfit.allocator.initial_state import InitialAllocatorState
 from memfit.allocator.rounding import round_size, should_split_block
 from memfit.records import Action, Events
@@ -65,7 +65,7 @@ class BlockTracker:
         self.freed_old: dict[int, int] = {}
         """The freeing event of each block that is older than the history, by address."""
         self._events = events
-        self._blocks = _CachedBlocks(config, start) if config.has_segments else _UncachedBlocks()
+        self._blocks = (_CachedBlocks if config.has_segments else _UncachedBlocks)(config, start)
         self._rows = zip(events.action.tolist(), events.address.tolist(), events.size.tolist(), strict=True)
         self._done = 0
 
@@ -97,7 +97,7 @@ class BlockTracker:
                 else:
                     blocks.segment(action, address, size)
         except ImpossibleEventError as error:
-            raise impossible_event(self._events, position, error) from None
+            raise impossible_event_error(self._events, position, error) from None
         self._done = max(self._done, count)
 
     def blocks(self) -> list[TrackedBlock]:
@@ -191,41 +191,24 @@ class _CachedBlocks:
         return sorted([*free, *live, *pending])
 
 
-class _UncachedBlocks:
+class _UncachedBlocks(_CachedBlocks):
     """Allocations without a cache: each has its own device memory."""
-
-    def __init__(self) -> None:
-        self._live: dict[int, tuple[int, int]] = {}  # address -> (the event that allocated it, bytes)
 
     def alloc(self, position: int, address: int, size: int) -> int:
         """Return the size of the allocation."""
         if address in self._live:
             raise ImpossibleEventError("memory at this address is already in use")
-        self._live[address] = position, size
+        self._live[address] = position, address + size, address
         return size
 
-    def earlier(self, _position: int, _address: int) -> int:
-        """Raise: without segments, earlier blocks are unknown."""
-        raise ImpossibleEventError(
-            "this event refers to a block allocated before the allocator history began, but no such block is "
-            "in use at this address"
-        )
-
-    def free_requested(self, address: int) -> tuple[int, int]:
+    def free_requested(self, address: int) -> tuple[int | None, int]:
         """Return the event that made the allocation, and its size."""
-        piece = self._live.pop(address, None)
-        if piece is None:
-            raise ImpossibleEventError("no allocated block starts at this address")
-        return piece
+        freed = super().free_requested(address)
+        del self._pending[address]
+        return freed
 
     def free_completed(self, address: int) -> None:
         """Do nothing: the memory was freed when its free was requested."""
 
     def segment(self, action: int, address: int, size: int) -> None:
         """Do nothing: there are no segments."""
-
-    def blocks(self) -> list[TrackedBlock]:
-        """Return the blocks in use, by address; no others exist."""
-        return sorted(
-            TrackedBlock(start, start + size, start, LIVE, born) for start, (born, size) in self._live.items()
-        )

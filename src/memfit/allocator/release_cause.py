@@ -11,7 +11,7 @@ malloc in the pool itself (an oversize block, with ``max_split_size_mb``). So a 
 gone, but not since when.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -52,7 +52,7 @@ def memory_releases(trace: Trace, config: AllocatorConfig, reserved_before: int)
     last_mark = {mark.position: mark.kind for mark in trace.marks}
     actions = trace.events.action.tolist()
     pools = [0] * len(actions) if trace.events.pool is None else trace.events.pool.tolist()
-    was_short = _Shortness(trace, config, reserved_before)
+    was_short = _shortness(trace, config, reserved_before)
     for start, first, stop in _runs(actions, last_mark.keys()):
         by_mark = last_mark.get(start) in _RELEASING_MARKS
         for_malloc = not by_mark and was_short(first, stop)
@@ -84,28 +84,25 @@ def _runs(actions: list[int], marked: AbstractSet[int]) -> Iterator[tuple[int, i
         yield start, first, event
 
 
-class _Shortness:
-    """Predicate: whether the allocator released memory because a malloc was short of it."""
+def _shortness(trace: Trace, config: AllocatorConfig, before: int) -> Callable[[int, int], bool]:
+    """Return what tells whether a malloc that was short of memory caused a run of events."""
+    actions, sizes = trace.events.action.tolist(), trace.events.size.tolist()
+    # Before each event, and after the last.
+    reserved = [before, *(before + reserved_bytes_changes(trace.events).cumsum()).tolist()]
+    device = trace.device
+    # An unknown device is assumed to hold exactly as much as was ever reserved.
+    room = max(reserved)
+    if trace.statistics.get("num_alloc_retries") == 0:
+        room = sum(map(abs, sizes))  # no malloc was ever short
+    elif device.total.bytes:
+        room = device.total.bytes - device.outside.bytes - device.in_use
+    collects = config.garbage_collection_threshold > 0 or config.max_split_size is not None
 
-    def __init__(self, trace: Trace, config: AllocatorConfig, reserved_before: int) -> None:
-        self._actions, self._sizes = trace.events.action.tolist(), trace.events.size.tolist()
-        # Before each event, and after the last.
-        after = (reserved_before + reserved_bytes_changes(trace.events).cumsum()).tolist()
-        self._reserved = [reserved_before, *after]
-        device = trace.device
-        # An unknown device is assumed to hold exactly as much as was ever reserved.
-        self._room = max(self._reserved)
-        if trace.statistics.get("num_alloc_retries") == 0:
-            self._room = sum(map(abs, self._sizes))  # no malloc was ever short
-        elif device.total.bytes:
-            self._room = device.total.bytes - device.outside.bytes - device.in_use
-        self._collects = config.garbage_collection_threshold > 0 or config.max_split_size is not None
-
-    def __call__(self, first: int, stop: int) -> bool:
-        if stop == len(self._actions):
+    def was_short(first: int, stop: int) -> bool:
+        if stop == len(actions):
             return False
-        if self._actions[stop] == _OOM:
+        if actions[stop] == _OOM:
             return True
-        return self._actions[stop] in _GROWS and (
-            self._collects or self._reserved[first] + self._sizes[stop] > self._room
-        )
+        return actions[stop] in _GROWS and (collects or reserved[first] + sizes[stop] > room)
+
+    return was_short

@@ -1,6 +1,6 @@
 """Replay of a trace's requests: under other settings, on another device, or with less free memory.
 
-    trace -> requests -> CompiledAllocator -> Replay; without a cache, UncachedAllocator
+    trace -> requests -> CompiledAllocator -> ReplayResult
 
 A script requests the same memory under any allocator settings: requests do not depend on addresses. So a
 replay is exact under any settings, as far as the history records the requests. It ends where a malloc fails,
@@ -29,7 +29,7 @@ def replay_requests(
     """Replay requests under settings on a device.
 
     Args:
-        asked: what ``read_requests(trace)`` returned.
+        asked: what ``allocator_requests_of_trace(trace)`` returned.
         config: the settings to replay under.
         total: bytes of the device.
         taken: bytes of it that the context and other processes hold.
@@ -50,7 +50,7 @@ def replay_requests(
             "release parts of segments."
         )
     if not config.caching:
-        return replay_uncached(asked, total=total, taken=taken)
+        return _replay_uncached(asked, total=total, taken=taken)
     with compiled_allocator.open_compiled_allocator(
         config,
         blocks=max(asked.block, default=-1) + 1,
@@ -81,73 +81,42 @@ _MALLOC, _FAILED, _STEP = map(int, (RequestKind.MALLOC, RequestKind.FAILED, Requ
 _FREES = frozenset(map(int, (RequestKind.FREE, RequestKind.FREE_LATER)))  # cudaFree waits for every stream
 
 
-class UncachedAllocator:
-    """A device whose memory is handed out without a cache.
-
-    Args:
-        total: bytes of the device.
-        taken: bytes of it that the context and other processes hold.
-    """
-
-    def __init__(self, total: int, taken: int) -> None:
-        self.free_bytes = total - taken
-        """Bytes that the device has left."""
-        self.calls = DriverCalls()
-        self.allocated = self.peak_allocated = 0
-        """Bytes as requested."""
-        self.reserved = self.peak_reserved = 0
-        """Bytes taken from the device."""
-
-    def malloc(self, size: int) -> bool:
-        """Allocate ``size`` bytes; return False if the device has too little memory left."""
-        self.calls.malloc += 1
-        if bytes_taken_by_malloc(size) > self.free_bytes:
-            return False
-        self._add(size, bytes_taken_by_malloc(size))
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
-        return True
-
-    def free(self, size: int) -> None:
-        """Free memory that was allocated as ``size`` bytes."""
-        self.calls.free += 1
-        self._add(-size, -bytes_taken_by_malloc(size))
-
-    def _add(self, size: int, taken: int) -> None:
-        self.allocated += size
-        self.reserved += taken
-        self.free_bytes -= taken
-
-
-def replay_uncached(asked: AllocatorRequests, *, total: int, taken: int) -> ReplayResult:
+def _replay_uncached(asked: AllocatorRequests, *, total: int, taken: int) -> ReplayResult:
     """Replay requests without a cache; arguments as those of ``replay_requests``."""
-    device = UncachedAllocator(total, taken)
+    calls = DriverCalls()
+    free = least_free = total - taken
+    allocated = peak_allocated = 0
     sizes: dict[int, int] = {}
     steps: list[DriverCalls] = []
     failure = None
     for ask, number, size, event in zip(asked.ask, asked.block, asked.size, asked.event, strict=True):
-        if ask == _MALLOC:
-            if not device.malloc(size):
-                failure = FailedMalloc(event, size, device.free_bytes)
+        if ask in (_MALLOC, _FAILED):
+            calls.malloc += 1
+            if bytes_taken_by_malloc(size) <= free:
+                sizes[number] = size
+                allocated += size
+                free -= bytes_taken_by_malloc(size)
+                peak_allocated, least_free = max(peak_allocated, allocated), min(least_free, free)
+            elif ask == _MALLOC:
+                failure = FailedMalloc(event, size, free)
                 break
-            sizes[number] = size
-        elif ask in _FREES:
-            device.free(sizes.pop(number))
-        elif ask == _FAILED:  # the script went on without the block, even if the malloc succeeds here
-            if device.malloc(size):
-                device.free(size)
+        # The script went on without the block of a malloc that failed, even if it succeeds here.
+        if ask in _FREES or (ask == _FAILED and number in sizes):
+            calls.free += 1
+            freed = sizes.pop(number)
+            allocated -= freed
+            free += bytes_taken_by_malloc(freed)
         elif ask == _STEP:
-            steps.append(copy(device.calls))
+            steps.append(copy(calls))
+    reserved = total - taken - least_free
     return ReplayResult(
         failure=failure,
-        peak_allocated=device.peak_allocated,
-        peak_reserved=device.peak_reserved,
-        most_taken=taken + device.peak_reserved if device.peak_reserved else 0,
-        calls=device.calls,
+        peak_allocated=peak_allocated,
+        peak_reserved=reserved,
+        most_taken=taken + reserved if reserved else 0,
+        calls=calls,
         calls_per_step=steps[-1] - steps[-2] if len(steps) > 1 else None,
-        statistics={  # PyTorch itself counts nothing in this mode
-            "allocated_bytes.all.peak": device.peak_allocated,
-            "reserved_bytes.all.peak": device.peak_reserved,
-        },
+        # PyTorch itself counts nothing in this mode.
+        statistics={"allocated_bytes.all.peak": peak_allocated, "reserved_bytes.all.peak": reserved},
         segments=(),
     )

@@ -21,11 +21,15 @@ from memfit.user_frame import warn_user
 _LIBRARY = b"libc10.so"
 
 
-class CpuMemory:
+class CpuArenaMemory:
     """CPU memory: PyTorch's allocations in this process are routed through ``c/cpu_allocator.c``."""
 
     name = "cpu"
+    """The type of its ``torch.device``."""
     alignment = CPU_ALIGNMENT
+    """Offsets are multiples of this many bytes."""
+    arena: int
+    """Pointer to the arena in C."""
 
     def __init__(self) -> None:
         machine = f"{sys.platform} on {platform.machine()}"
@@ -95,7 +99,7 @@ _BENCHMARK = (
 )
 
 
-class CudaMemory:
+class CudaArenaMemory:
     """CUDA memory: ``c/cuda_allocator.c`` replaces PyTorch's allocator in this process.
 
     Raises:
@@ -105,6 +109,7 @@ class CudaMemory:
 
     name = "cuda"
     alignment = ALIGNMENT
+    arena: int
 
     def __init__(self) -> None:
         _route()
@@ -189,6 +194,10 @@ class CudaMemory:
                 "Run one process per GPU, or choose the device before the first step."
             )
         return int(found)
+
+
+ArenaMemory = CpuArenaMemory | CudaArenaMemory
+"""The memory that an arena places allocations in."""
 
 
 def _precisions() -> str:

@@ -126,15 +126,11 @@ struct private_pool {
     bool used;      /* by a graph or a MemPool, until it is released */
 };
 
-struct event {
-    struct block *block;
-    struct event *next;
-    bool done;
-};
-
+/* The events of a stream, in the order in which they complete: one for each block that waits for it. */
 struct queue {
     int64_t stream;
-    struct event *first, *last;
+    block_array blocks;
+    size_t first, done;           /* the first block that waits; how many events are complete from there on */
     struct queue *before, *after; /* in the order of creation */
 };
 
@@ -211,6 +207,12 @@ static inline void *or_give_up(struct allocator *a, void *memory)
     return memory;
 }
 
+/* Add an item at the end, or before the one at an index. */
+#define APPEND(a, array, item)                                                                               \
+    (or_give_up((a), array_append(array)), (array)->items[(array)->count - 1] = (item))
+#define INSERT(a, array, index, item)                                                                        \
+    (or_give_up((a), array_insert(array, index)), (array)->items[index] = (item))
+
 /* rounding.c */
 int64_t round_up(int64_t size, int64_t step);
 int64_t round_size(const struct settings *settings, int64_t size);
@@ -229,8 +231,6 @@ struct block *list_at(const struct list *list, size_t index);
 size_t list_first_of(const struct list *list, int64_t size);
 void pool_add(struct allocator *a, struct block *block);
 void pool_remove(struct allocator *a, struct block *block);
-void pool_add_unmapped(struct allocator *a, struct block *block);
-void pool_remove_unmapped(struct allocator *a, struct block *block);
 struct block **pool_blocks(struct allocator *a, const struct pool *pool, size_t *count);
 void head_add(struct allocator *a, struct block *block);
 void head_remove(struct allocator *a, struct block *block);
@@ -291,6 +291,12 @@ void expandable_unmap(struct allocator *a, struct block *block);
 /* replay.c: what Python calls */
 #define API __attribute__((visibility("default")))
 enum { COLUMNS = 10 }; /* of a block */
+
+/* How serving ended. Only int64_t: compiled_allocator.py reads it as one array. */
+struct outcome {
+    int64_t position, failed_size, failed_free, peak;
+    struct calls calls, last_but_one, last; /* of all, and at the end of the last two training steps */
+};
 API struct allocator *allocator_new(const struct settings *settings, int64_t blocks, int64_t pools);
 API void allocator_delete(struct allocator *a);
 API int allocator_serve(struct allocator *a, int64_t count, const int64_t *ask, const int64_t *block,
@@ -299,6 +305,6 @@ API int64_t allocator_address(const struct allocator *a, int64_t number);
 API int64_t allocator_block_count(const struct allocator *a);
 API void allocator_blocks(struct allocator *a, int64_t (*rows)[COLUMNS]);
 API void allocator_statistics(const struct allocator *a, int64_t *figures);
-API int64_t allocator_outcome(const struct allocator *a, int64_t *figures);
+API int64_t allocator_outcome(const struct allocator *a, struct outcome *outcome);
 
 #endif

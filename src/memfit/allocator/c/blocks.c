@@ -8,12 +8,11 @@ enum { PAGE = 1024 }; /* blocks allocated together */
 struct block *block_new(struct allocator *a, int64_t stream, int64_t size, struct pool *pool, int64_t address)
 {
     if (a->unused == NULL) {
-        struct block **page = or_give_up(a, array_append(&a->pages));
-        *page = NULL; /* in case there is no memory for it */
-        *page = or_give_up(a, calloc(PAGE, sizeof **page));
+        struct block *page = APPEND(a, &a->pages, calloc(PAGE, sizeof *page));
+        or_give_up(a, page);
         for (size_t i = 0; i < PAGE; i++) {
-            (*page)[i].next = a->unused;
-            a->unused = &(*page)[i];
+            page[i].next = a->unused;
+            a->unused = &page[i];
         }
     }
     struct block *block = a->unused;
@@ -82,9 +81,7 @@ struct list *list_of(struct allocator *a, list_array *lists, int64_t stream)
         return at[low];
     struct list *list = or_give_up(a, malloc(sizeof *list));
     *list = (struct list){.stream = stream};
-    struct list **place = or_give_up(a, array_insert(lists, low));
-    *place = list;
-    return list;
+    return INSERT(a, lists, low, list);
 }
 
 struct block *list_at(const struct list *list, size_t index) { return list->blocks.items[index]; }
@@ -132,34 +129,27 @@ size_t list_first_of(const struct list *list, int64_t size)
     return low;
 }
 
+/* Return the list of its pool that a free block belongs to, and its place there. */
+static struct list *list_with(struct allocator *a, const struct block *block, size_t *index)
+{
+    struct pool *pool = block->pool;
+    struct list *list = list_of(a, block->mapped ? &pool->cached : &pool->unmapped, block->stream);
+    *index = search(list, block, block->mapped ? by_fit : by_address);
+    return list;
+}
+
 void pool_add(struct allocator *a, struct block *block)
 {
+    size_t index;
+    struct list *list = list_with(a, block, &index);
     block->gc_base = block->pool->calls;
-    struct list *list = list_of(a, &block->pool->cached, block->stream);
-    size_t index = search(list, block, by_fit);
-    struct block **place = or_give_up(a, array_insert(&list->blocks, index));
-    *place = block;
+    INSERT(a, &list->blocks, index, block);
 }
 
 void pool_remove(struct allocator *a, struct block *block)
 {
-    struct list *list = list_of(a, &block->pool->cached, block->stream);
-    size_t index = search(list, block, by_fit);
-    array_remove(&list->blocks, index);
-}
-
-void pool_add_unmapped(struct allocator *a, struct block *block)
-{
-    struct list *list = list_of(a, &block->pool->unmapped, block->stream);
-    size_t index = search(list, block, by_address);
-    struct block **place = or_give_up(a, array_insert(&list->blocks, index));
-    *place = block;
-}
-
-void pool_remove_unmapped(struct allocator *a, struct block *block)
-{
-    struct list *list = list_of(a, &block->pool->unmapped, block->stream);
-    size_t index = search(list, block, by_address);
+    size_t index;
+    struct list *list = list_with(a, block, &index);
     array_remove(&list->blocks, index);
 }
 
@@ -180,8 +170,7 @@ struct block **pool_blocks(struct allocator *a, const struct pool *pool, size_t 
 void head_add(struct allocator *a, struct block *block)
 {
     block->head = a->heads.count;
-    struct block **place = or_give_up(a, array_append(&a->heads));
-    *place = block;
+    APPEND(a, &a->heads, block);
 }
 
 void head_remove(struct allocator *a, struct block *block)
@@ -193,25 +182,16 @@ void head_remove(struct allocator *a, struct block *block)
 
 /* ---- Freeing ---------------------------------------------------------------------------------- */
 
-/* Take a free block out of its pool. */
-static void take_out(struct allocator *a, struct block *block)
-{
-    if (block->mapped)
-        pool_remove(a, block);
-    else
-        pool_remove_unmapped(a, block);
-}
-
 /* Merge a block that is in no pool with its free neighbours that are mapped, or unmapped, like it. */
 struct block *merged(struct allocator *a, struct block *block)
 {
     struct block *before = block->prev, *after = block->next;
     if (after != NULL && after->free && after->mapped == block->mapped) {
-        take_out(a, after);
+        pool_remove(a, after);
         block_swallow(a, block, after);
     }
     if (before != NULL && before->free && before->mapped == block->mapped) {
-        take_out(a, before);
+        pool_remove(a, before);
         block_swallow(a, before, block);
         return before;
     }

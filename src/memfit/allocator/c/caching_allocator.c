@@ -162,10 +162,8 @@ void caching_free(struct allocator *a, struct block *block)
     }
     block->waits = true;
     count(a, block->pool, FREE_REQUESTED, block->size, 0, 0, 0);
-    if (a->captures) {
-        struct block **place = or_give_up(a, array_append(&a->deferred));
-        *place = block;
-    } else {
+    if (a->captures)
+        APPEND(a, &a->deferred, block);
+    else
         insert_events(a, block);
-    }
 }

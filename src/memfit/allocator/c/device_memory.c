@@ -27,8 +27,7 @@ static int64_t arena_take(struct allocator *a, struct arena *arena, int64_t size
 static void arena_release(struct allocator *a, struct arena *arena, int64_t address, int64_t size)
 {
     number_array *free = &arena->free_addresses[slot_of(size)];
-    int64_t *place = or_give_up(a, array_append(free));
-    *place = address;
+    APPEND(a, free, address);
 }
 
 static int64_t bytes_taken(int64_t size)

@@ -32,7 +32,7 @@ static struct block *reserve(struct allocator *a, struct pool *pool, int64_t str
     block->mapped = false;
     block->expandable = or_give_up(a, malloc(sizeof *block->expandable));
     *block->expandable = (struct reservation){.address = block->address, .size = size, .handle = handle};
-    pool_add_unmapped(a, block);
+    pool_add(a, block);
     return block;
 }
 
@@ -44,9 +44,9 @@ static struct block *map(struct allocator *a, struct block *block, int64_t size)
     if (!device_map(&a->device, pieces, handle))
         return NULL;
     int64_t mapped = pieces * handle;
-    pool_remove_unmapped(a, block);
+    pool_remove(a, block);
     if (mapped < block->size)
-        pool_add_unmapped(a, block_split(a, block, mapped));
+        pool_add(a, block_split(a, block, mapped));
     block->mapped = true;
     block = merged(a, block);
     pool_add(a, block);
@@ -93,14 +93,14 @@ void expandable_unmap(struct allocator *a, struct block *block)
         pool_add(a, block_split(a, block, size));
     block->mapped = false;
     block = merged(a, block);
-    pool_add_unmapped(a, block);
+    pool_add(a, block);
     a->counters.device_free++;
     a->reserved -= size;
     count(a, pool, SEGMENT_UNMAP, size, 0, 0, 0);
     if (pool->owner != NULL)
         pool->owner->pieces--;
     if (!block_is_split(block)) {
-        pool_remove_unmapped(a, block);
+        pool_remove(a, block);
         head_remove(a, block);
         device_unreserve(a, range->address, range->size);
         block_delete(a, block);

@@ -17,9 +17,8 @@ void caching_allocate_to(struct allocator *a, size_t index)
     if (index == 0)
         return;
     if (a->private_pools[index] == NULL) {
-        struct private_pool **place = or_give_up(a, array_append(&a->every_pool));
-        *place = NULL; /* in case there is no memory for it */
-        struct private_pool *pool = *place = or_give_up(a, calloc(1, sizeof *pool));
+        struct private_pool *pool = APPEND(a, &a->every_pool, calloc(1, sizeof *pool));
+        or_give_up(a, pool);
         pool->index = index;
         pool_init(a, &pool->small, pool, true);
         pool_init(a, &pool->large, pool, false);
@@ -40,6 +39,5 @@ void caching_release_pool(struct allocator *a, size_t index)
     if (pool == NULL || !pool->used)
         return;
     pool->used = false;
-    struct private_pool **place = or_give_up(a, array_append(&a->freeable));
-    *place = pool;
+    APPEND(a, &a->freeable, pool);
 }

@@ -74,11 +74,8 @@ void allocator_delete(struct allocator *a)
     for (size_t i = 0; i < a->heads.count; i++)
         free(heads[i]->expandable);
     for (struct queue *queue = a->queues, *after; queue != NULL; queue = after) {
-        for (struct event *event = queue->first, *next; event != NULL; event = next) {
-            next = event->next;
-            free(event);
-        }
         after = queue->after;
+        free(queue->blocks.items);
         free(queue);
     }
     pool_clear(&a->small);
@@ -249,25 +246,10 @@ void allocator_statistics(const struct allocator *a, int64_t *figures)
         figures[FIELDS * (EACH + OVERSIZE) + i] = counters[i];
 }
 
-static int64_t *write_calls(int64_t *figures, struct calls calls)
+/* Write how serving ended. Return the number of training steps. */
+int64_t allocator_outcome(const struct allocator *a, struct outcome *outcome)
 {
-    *figures++ = calls.malloc;
-    *figures++ = calls.free;
-    *figures++ = calls.map;
-    *figures++ = calls.unmap;
-    *figures++ = calls.synchronize;
-    return figures;
-}
-
-/* Write how serving ended: position, failed request, peak and calls. Return the number of training steps. */
-int64_t allocator_outcome(const struct allocator *a, int64_t *figures)
-{
-    *figures++ = (int64_t)a->position;
-    *figures++ = a->failed_size;
-    *figures++ = a->failed_free;
-    *figures++ = a->device.peak;
-    figures = write_calls(figures, a->device.calls);
-    figures = write_calls(figures, a->at_step[0]);
-    write_calls(figures, a->at_step[1]);
+    *outcome = (struct outcome){(int64_t)a->position, a->failed_size, a->failed_free, a->device.peak,
+                                a->device.calls,      a->at_step[0],  a->at_step[1]};
     return a->steps;
 }

@@ -30,17 +30,12 @@ static struct queue *queue_of(struct allocator *a, int64_t stream)
     struct queue *queue = queue_at(a, index, stream);
     if (queue != NULL)
         return queue;
-    struct queue **place = or_give_up(a, array_insert(&a->by_stream, index));
-    *place = queue = calloc(1, sizeof *queue);
-    if (queue == NULL) {
-        array_remove(&a->by_stream, index);
-        longjmp(a->give_up, HOST_HAS_NO_MEMORY);
-    }
+    queue = or_give_up(a, calloc(1, sizeof *queue));
     queue->stream = stream;
     queue->before = a->last_queue;
     *(a->last_queue ? &a->last_queue->after : &a->queues) = queue;
     a->last_queue = queue;
-    return queue;
+    return INSERT(a, &a->by_stream, index, queue);
 }
 
 static void queue_delete(struct allocator *a, struct queue *queue)
@@ -49,6 +44,7 @@ static void queue_delete(struct allocator *a, struct queue *queue)
     *(queue->after ? &queue->after->before : &a->last_queue) = queue->before;
     size_t index = queue_index(a, queue->stream);
     array_remove(&a->by_stream, index);
+    free(queue->blocks.items);
     free(queue);
 }
 
@@ -57,10 +53,7 @@ void insert_events(struct allocator *a, struct block *block)
     int64_t *streams = block->uses.items;
     for (size_t i = 0; i < block->uses.count; i++) {
         struct queue *queue = queue_of(a, streams[i]);
-        struct event *event = or_give_up(a, calloc(1, sizeof *event));
-        event->block = block;
-        *(queue->last ? &queue->last->next : &queue->first) = event;
-        queue->last = event;
+        APPEND(a, &queue->blocks, block);
         block->events++;
         a->outstanding++;
     }
@@ -78,14 +71,12 @@ static void insert_deferred_events(struct allocator *a)
 /* Remove the first event of a queue; free its block if that was the last event the block waited for. */
 static void finish_first(struct allocator *a, struct queue *queue)
 {
-    struct event *event = queue->first;
-    struct block *block = event->block;
-    queue->first = event->next;
-    if (queue->first == NULL)
-        queue->last = NULL;
+    struct block *block = queue->blocks.items[queue->first++];
     a->outstanding--;
-    a->ended -= event->done;
-    free(event);
+    if (queue->done > 0) {
+        queue->done--;
+        a->ended--;
+    }
     if (--block->events == 0) {
         block->waits = false;
         free_block(a, block, FREE_COMPLETED);
@@ -101,9 +92,9 @@ void process_events(struct allocator *a)
         return;
     for (struct queue *queue = a->queues, *after; queue != NULL; queue = after) {
         after = queue->after;
-        while (queue->first != NULL && queue->first->done)
+        while (queue->done > 0)
             finish_first(a, queue);
-        if (queue->first == NULL)
+        if (queue->first == queue->blocks.count)
             queue_delete(a, queue);
     }
 }
@@ -114,7 +105,7 @@ void synchronize_and_free_events(struct allocator *a)
     a->device.calls.synchronize++;
     insert_deferred_events(a);
     while (a->queues != NULL) {
-        while (a->queues->first != NULL)
+        while (a->queues->first < a->queues->blocks.count)
             finish_first(a, a->queues);
         queue_delete(a, a->queues);
     }
@@ -122,10 +113,9 @@ void synchronize_and_free_events(struct allocator *a)
 
 static void complete_queue(struct allocator *a, struct queue *queue)
 {
-    for (struct event *event = queue->first; event != NULL; event = event->next) {
-        a->ended += !event->done;
-        event->done = true;
-    }
+    size_t waiting = queue->blocks.count - queue->first;
+    a->ended += waiting - queue->done;
+    queue->done = waiting;
 }
 
 void complete_all_events(struct allocator *a)
@@ -151,6 +141,5 @@ void record_stream(struct allocator *a, struct block *block, int64_t stream)
     for (size_t i = 0; i < block->uses.count; i++)
         if (streams[i] == stream)
             return;
-    int64_t *place = or_give_up(a, array_append(&block->uses));
-    *place = stream;
+    APPEND(a, &block->uses, stream);
 }
