@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 
 from memfit.errors import NotSentError, UsageError
 from memfit.estimating.tensor_pickling import StorageCopy, describe_tensor_for_pickle, why_tensor_not_copyable
-from memfit.estimating.training_step_parts import OptimizerCopy, TrainingStep
 from memfit.recording.optimizer_accessors import parameters_of
 
 _FAILURES = (pickle.PicklingError, TypeError, AttributeError, RuntimeError, ValueError, OSError, ImportError)
@@ -40,11 +39,60 @@ _NO_FILE = "<dynamic-code>"
 _ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
+@dataclass(frozen=True)
+class OptimizerCopy:
+    """An optimizer without its state: its class, the settings passed to the class, and its parameter groups.
+
+    A copy starts like a new optimizer.
+    """
+
+    kind: type[Optimizer]
+    defaults: dict[str, Any]
+    groups: list[dict[str, Any]]
+    others: dict[str, Any]
+    """Attributes that its class adds to those of every optimizer."""
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> "OptimizerCopy":
+        """Describe a live optimizer without changing it."""
+        common = vars(Optimizer([torch.nn.Parameter(torch.empty(0))], {}))
+        # A learning rate scheduler sets a ``step`` of its own on the object.
+        others = {key: value for key, value in vars(optimizer).items() if key not in {*common, "step"}}
+        return cls(type(optimizer), optimizer.defaults, optimizer.param_groups, others)
+
+    def make(self) -> Optimizer:
+        """Recreate the optimizer on the parameters at their present location."""
+        takes = inspect.signature(self.kind).parameters
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
+        if takes_any or self.defaults.keys() <= takes.keys():
+            made = self.kind(self.groups, **self.defaults)
+        else:  # its defaults are not arguments of its class: recreate it as unpickling does, without state
+            made = self.kind.__new__(self.kind)
+            Optimizer.__init__(made, self.groups, self.defaults)
+        made.__dict__.update(self.others)
+        return made
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """The parts of one training step, and the settings around it that affect memory."""
+
+    model: torch.nn.Module
+    inputs: Any
+    loss: Any
+    """``loss(model, inputs)``, a criterion (a module) for ``(inputs, target)``, or None."""
+    optimizer: Any
+    """An ``OptimizerCopy``, a function of parameters that makes one, or None."""
+    steps: int
+    autocast: bool
+    flags: dict[str, Any]
+
+
 class _NotCopyableError(pickle.PicklingError):
     """An object that pickle accepts but would recreate differently."""
 
 
-class ModelPickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _ModelPickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles tensors without their contents, and collects every module it meets."""
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -101,7 +149,7 @@ def _code_in_file(file: str, code: types.CodeType) -> types.CodeType:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedModel:
+class SerialisedModel:
     """A model and its training step, serialised."""
 
     data: bytes
@@ -143,7 +191,7 @@ def collect_training_step(
         optimizer=OptimizerCopy.of(optimizer) if isinstance(optimizer, Optimizer) else optimizer,
         steps=steps,
         autocast=torch.is_autocast_enabled("cuda"),
-        flags=backend_flags(),
+        flags=torch_backend_flags(),
     )
 
 
@@ -172,7 +220,7 @@ def _steps_without_closure(kind: type[Optimizer]) -> bool:
     return all(each.default is not each.empty or each.kind in _ANY_NUMBER for each in takes)
 
 
-def serialise_training_step(step: TrainingStep) -> PackedModel:
+def serialise_training_step(step: TrainingStep) -> SerialisedModel:
     """Serialise a training step.
 
     Raises:
@@ -180,7 +228,7 @@ def serialise_training_step(step: TrainingStep) -> PackedModel:
     """
     file = io.BytesIO()
     pickle.dump(sys.path, file)  # first: the rest is imported along it
-    pickler = ModelPickler(file)
+    pickler = _ModelPickler(file)
     try:
         pickler.dump(step)
         pickler.dump(pickler.roots)
@@ -193,7 +241,9 @@ def serialise_training_step(step: TrainingStep) -> PackedModel:
     assumed = {_NO_LOSS: step.loss is None and step.optimizer is not None, _DETACHED: pickler.detached}
     notes = tuple(note for note, applies in assumed.items() if applies)
     calls_loss = step.loss is not None and not isinstance(step.loss, torch.nn.Module)
-    return PackedModel(file.getvalue(), f"memfit.estimate({type(step.model).__name__})", notes, calls_loss)
+    return SerialisedModel(
+        file.getvalue(), f"memfit.estimate({type(step.model).__name__})", notes, calls_loss
+    )
 
 
 def deserialise_training_step(data: bytes) -> tuple[TrainingStep, list[torch.nn.Module]]:
@@ -239,7 +289,7 @@ def _culprit(step: TrainingStep) -> tuple[str, object, str]:
 
 def _failure(part: object) -> str:
     try:
-        ModelPickler(io.BytesIO()).dump(part)
+        _ModelPickler(io.BytesIO()).dump(part)
     except RecursionError:
         return "it is nested too deeply"
     except _FAILURES as error:
@@ -303,13 +353,13 @@ _SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 """Name -> functions that read and set the switch."""
 
 
-def backend_flags() -> dict[str, Any]:
+def torch_backend_flags() -> dict[str, Any]:
     """Return the values of the switches in this process."""
     return {name: read() for name, (read, _) in _SWITCHES.items()}
 
 
-def set_backend_flags(values: Mapping[str, Any]) -> None:
-    """Set the switches to values that ``backend_flags`` returned in another process."""
+def set_torch_backend_flags(values: Mapping[str, Any]) -> None:
+    """Set the switches to values that ``torch_backend_flags`` returned in another process."""
     for name, value in values.items():
         read, write = _SWITCHES[name]
         if read() != value:

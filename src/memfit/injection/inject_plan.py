@@ -31,7 +31,7 @@ from memfit.random_state import seed_generators
 from memfit.recording.data_loaders import creator
 from memfit.records import LoaderBatchSize, OperationCounts
 from memfit.run.run_script_as_python import hide_output
-from memfit.user_frame import innermost_line_of_place, user_line
+from memfit.user_frame import innermost_line_of_place, innermost_user_line
 
 if TYPE_CHECKING:
     from memfit.injection.inject_optimizer_state import OptimizerStateInjector
@@ -97,9 +97,7 @@ def _inject_now(settings: InjectionSettings, on_report: Callable[[InjectionRepor
     change = settings.change
     hooks, recording = InstalledHooks(), InstalledHooks()
     report, models = _Report(on_report), OptimizedModels()
-    operations = _script_operations(settings)
-    _injected.append(_Injected(report, bool(change.strategies), models, operations, recording))
-    models.learn_names(hooks)
+    models.names.follow(hooks)
     if not change.strategies:
         models.note_optimizers(hooks)
         if settings.counts_backward:
@@ -124,19 +122,16 @@ def _inject_now(settings: InjectionSettings, on_report: Callable[[InjectionRepor
         for kind in vars(torch.optim).values():
             if isinstance(kind, type) and "fused" in inspect.signature(kind).parameters:
                 hooks.wrap(_OPTIMIZER, "__init__", _fused, on=kind)
-    if operations is not None:
+    operations = None
+    if change.operations:
+        from memfit.recording.second_step_operations import ScriptOperations
+
         seed_generators()  # a script that seeds none must draw the same samples in each run
+        operations = ScriptOperations(Path(settings.operations))
         operations.install(recording)
     if change.loader is not None:
         hooks.wrap(_LOADER, "__init__", functools.partial(_resized, change.loader))
-
-
-def _script_operations(settings: InjectionSettings) -> "ScriptOperations | None":
-    if not settings.change.operations:
-        return None
-    from memfit.recording.second_step_operations import ScriptOperations
-
-    return ScriptOperations(Path(settings.operations))
+    _injected.append(_Injected(report, bool(change.strategies), models, operations, recording))
 
 
 def _counter(settings: InjectionSettings, report: "_Report") -> "OperationCounter":
@@ -272,7 +267,7 @@ class _PlanInjector:
         if self._sharder is not None and self._sharder.is_ready(optimizer):
             return
         entries = listed_optimizer_parameters(params)
-        line = innermost_line_of_place(user_line(sys._getframe(2)))
+        line = innermost_line_of_place(innermost_user_line(sys._getframe(2)))
         chosen = self._optimizer in (None, self._created)
         self._created += 1
         models = self._models.taken_by(parameters_in_listed(entries)) if chosen else []
@@ -344,7 +339,7 @@ class _PlanInjector:
         return result
 
     def _planned_by_script(self, model: Any) -> None:
-        name = f"{self._names.full_name(model)} (plan: {innermost_line_of_place(user_line())})"
+        name = f"{self._names.full_name(model)} (plan: {innermost_line_of_place(innermost_user_line())})"
         self._has_plan(model, name)
 
     def _has_plan(self, model: Any, name: str) -> None:

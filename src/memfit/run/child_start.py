@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -9,7 +10,7 @@ import msgspec
 
 from memfit.ghost.build.runtime_library import Build
 from memfit.ghost.ghost_device import GhostDevice
-from memfit.python_command import python_command
+from memfit.python_command import command_running_module
 from memfit.records import DeviceUse
 from memfit.run.options import RunOptions
 
@@ -78,11 +79,8 @@ class RunningScript(Protocol):
         """Kill it, if it runs."""
 
 
-class StartScript(Protocol):
-    """What starts a process that runs a script: ``start_script``, or a standby."""
-
-    def __call__(self, command: tuple[str, ...], settings: ChildSettings, /) -> RunningScript:
-        """Start the process."""
+StartScript = Callable[[tuple[str, ...], ChildSettings], RunningScript]
+"""What starts a process that runs a script, by its command: ``start_script``, or a standby."""
 
 
 def settings_file(settings: ChildSettings) -> str:
@@ -104,7 +102,7 @@ def start_script(
     """
     stream = subprocess.DEVNULL if hidden else None
     return subprocess.Popen(
-        [*python_command("memfit.run.child"), settings_file(settings), *command],
+        [*command_running_module("memfit.run.child"), settings_file(settings), *command],
         stdin=stream,
         stdout=stream,
         stderr=stream,

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import msgspec
 
-from memfit.analysis.summary import summarize
-from memfit.analysis.trial_result import ran_to_completion, why_it_failed
+from memfit.analysis.summary import summarize_trace
+from memfit.analysis.trial_result import ran_to_completion, why_run_failed
 from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import TargetError, UsageError
 from memfit.planning.plan_file import PlanFile
-from memfit.python_command import python_command
+from memfit.python_command import command_running_module
 from memfit.records import Change, CountedOperations, MeasuredPeak, Verification, VerificationVerdict
 from memfit.records.job_command import command_as_typed
 from memfit.run.options import RunOptions
@@ -66,7 +66,7 @@ def verify_plan(
             on_progress(Progress(trying=what))
             folder = Path(name) / what
             folder.mkdir()
-            settings = UpdateSettings(str(folder), module, "", on_cpu, dropout)
+            settings = UpdateSettings(str(folder), module, on_cpu, dropout)
             return _run(command, settings, change, what)
 
         plain, planned = run("as written", Change()), run("under the plan", change)
@@ -114,7 +114,7 @@ def verify_plan(
 
 
 def _run(command: tuple[str, ...], settings: UpdateSettings, change: Change, what: str) -> UpdateRun:
-    """Run the script under a change until its first update; the file of the change is not in the settings."""
+    """Run the script under a change until its first update."""
     folder = Path(settings.folder)
     with injected(change, RunOptions(module=settings.module), counts_backward=True) as injection:
         _, intervention = injection.options.preload or ("", "")
@@ -130,7 +130,7 @@ def _run(command: tuple[str, ...], settings: UpdateSettings, change: Change, wha
         try:
             _start(
                 [
-                    *python_command("memfit.verification.first_update_process"),
+                    *command_running_module("memfit.verification.first_update_process"),
                     str(file),
                     *command,
                     *change.arguments,
@@ -157,13 +157,7 @@ def _run(command: tuple[str, ...], settings: UpdateSettings, change: Change, wha
 def _start(command: Sequence[str], conf: str, pipe: int) -> None:
     """Run a process to its end, and kill it with all that it started if memfit is interrupted or ended.
 
-    Args:
-        command: what to run.
-        conf: its ``PYTORCH_ALLOC_CONF``; empty for the user's own.
-        pipe: a descriptor that it inherits.
-
-    Raises:
-        KeyboardInterrupt: the user interrupted it.
+    ``conf`` is its ``PYTORCH_ALLOC_CONF``, empty for the user's own; it inherits the descriptor ``pipe``.
     """
     environment = os.environ | {"PYTHONHASHSEED": "0"} | ({"PYTORCH_ALLOC_CONF": conf} if conf else {})
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, pass_fds=[pipe])
@@ -201,9 +195,9 @@ def measured_peak(
         trace = run_script(command + change.arguments, injection.options, None, None, show).trace
     if not ran_to_completion(trace.end):
         raise TargetError(
-            f"memfit trained {command_as_typed(command)[0]} under the plan, but {why_it_failed(trace.end)}"
+            f"memfit trained {command_as_typed(command)[0]} under the plan, but {why_run_failed(trace.end)}"
         )
-    found = summarize(trace)
+    found = summarize_trace(trace)
     return MeasuredPeak(
         found.peak_allocated,
         found.peak_reserved,

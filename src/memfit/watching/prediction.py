@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.run_stages import StageSpan, stage_spans
-from memfit.analysis.script_location import least_certain
+from memfit.analysis.script_location import least_certain_provenance
 from memfit.errors import UsageError
 from memfit.records import Action, MachineKind, Mark, MarkKind, Provenance, Stage, Trace
 
@@ -97,7 +97,7 @@ class Prediction:
         return cls(
             tuple(step for _, step in steps),
             tuple(each for each in stages if is_stage_compared(each.stage, len(each.steps))),
-            least_certain(note for note in trace.notes if note.sizes),
+            least_certain_provenance(note for note in trace.notes if note.sizes),
             trace.device.machine,
             trace.versions.get("torch", ""),
         )
@@ -136,10 +136,7 @@ def _steps(
 ) -> list[tuple[int, PredictedStep]]:
     """Return the training steps of a run, each with the position of its end.
 
-    Args:
-        marks: of the run.
-        level: bytes allocated before each event, and after the last.
-        begins: positions at which a stage of training begins.
+    ``level`` has the bytes allocated before each event, and ``begins`` where a stage of training begins.
     """
     # A reset at the position of a step counts as before it.
     order = sorted(marks, key=lambda mark: (mark.position, mark.kind is MarkKind.TRAINING_STEP))
