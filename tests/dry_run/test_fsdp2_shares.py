@@ -1,10 +1,12 @@
 """A rank of N under FSDP2 holds its share of parameters, gradients and state, to the byte of padding.
 
-support/rank_scripts/uneven.py trains a network of which N divides no dimension. Each parameter is split along
-its first dimension into N chunks of ceil(rows / N) rows, of which the last may be shorter or empty, as
-``torch.chunk`` does. A rank keeps its chunk of a parameter padded to the first chunk's size, and its gradient
-in a buffer of that size; AdamW's state has the rows of the chunk itself. Source: ``_init_sharded_param`` in
-torch/distributed/fsdp/_fully_shard/_fsdp_param.py, ``foreach_reduce`` in _fsdp_collectives.py, PyTorch 2.14.
+support/rank_scripts/uneven.py trains a network whose dimensions are no multiples of N. FSDP2 splits each
+parameter along its first dimension into N chunks of ceil(rows / N) rows, as ``torch.chunk`` does; the last
+chunks may be shorter, or empty. A rank pads its chunk of a parameter to the size of the first one, and keeps
+its gradient in a buffer of that size. AdamW's state has the rows of the chunk alone.
+
+Source: ``_init_sharded_param`` in torch/distributed/fsdp/_fully_shard/_fsdp_param.py, ``foreach_reduce`` in
+_fsdp_collectives.py, PyTorch 2.14.
 """
 
 from math import prod

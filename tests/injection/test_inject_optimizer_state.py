@@ -30,7 +30,7 @@ class Injection:
             OptimizedModels(),
             inject_plan._Report(injection_report_writer(self.file)),
         )
-        self.models.learn_names(self.hooks)
+        self.models.names.follow(self.hooks)
 
     def change(self, settings, **more):
         return InjectionSettings(Change({"optimizer_state": settings, **more}), str(self.file))

@@ -44,7 +44,7 @@ class Net(nn.Module):
 def inject(change, hooks):
     """Have optimizers' models get the plan of a change."""
     models = OptimizedModels()
-    models.learn_names(hooks)
+    models.names.follow(hooks)
     inject_plan._PlanInjector(
         change, inject_plan._Report(injection_report_writer(Path(change.report))), models
     ).install(hooks)

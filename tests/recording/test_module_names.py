@@ -50,10 +50,12 @@ def test_a_wrapper_has_the_name_of_the_module_it_wraps(names):
 
 
 def test_a_module_at_the_address_of_a_deleted_one_does_not_inherit_its_name(names):
-    net = nn.Sequential(nn.Linear(2, 2))
-    unrelated = nn.ReLU()
-    names._places[id(unrelated)] = names._places[id(net[0])]  # as if it had the linear layer's address
-    assert names.full_name(unrelated) == "ReLU"
+    nets = [nn.Sequential(nn.ReLU()) for _ in range(100)]
+    addresses = {id(net[0]) for net in nets}
+    del nets
+    there = [each for each in [nn.ReLU() for _ in range(1000)] if id(each) in addresses]
+    assert there
+    assert {names.full_name(each) for each in there} == {"ReLU"}
 
 
 def test_a_slice_of_a_module_list_does_not_rename_its_layers(names):

@@ -8,11 +8,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from memfit.recording.label_running_modules import tensors_in
-from memfit.recording.saved_tensors import saved_for_backward
+from memfit.recording.saved_tensors import nodes_of, saved_by
 
 
 def saved(*roots):
-    return list(saved_for_backward(roots))
+    return [saved for node in nodes_of(roots) for saved in saved_by(node)]
 
 
 def storages(found):

@@ -30,7 +30,7 @@ def test_a_standby_ignores_a_closed_terminal_as_the_script_does_under_nohup(tmp_
         runs.run()
         (kept,) = standbys._kept
         assert kept.is_ready
-        os.kill(kept.standby._process, signal.SIGHUP)
+        os.kill(kept._process, signal.SIGHUP)
         runs.run()
         assert runs.forked
 

@@ -12,7 +12,7 @@ import torch
 
 from memfit.errors import UsageError
 from memfit.strategies.apply import revert
-from memfit.strategies.mechanisms.host_copies import InOrderCopies
+from memfit.strategies.mechanisms.host_copies import HostCopies
 from memfit.strategies.mechanisms.offloaded_optimizer_state import BLOCK_BYTES, OffloadedOptimizerState
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.precision import Precision
@@ -332,4 +332,4 @@ def test_an_update_holds_three_blocks_of_the_state_at_most(peaks):
 
 def test_host_memory_is_on_the_host_whatever_the_default_device():
     with torch.device("meta"):
-        assert InOrderCopies(torch.device("cpu"), pin_memory=False).host_memory(8).is_cpu
+        assert HostCopies(torch.device("cpu"), pin_memory=False).host_memory(8).is_cpu

@@ -18,8 +18,8 @@ from memfit.verification.first_update_process import (
 @pytest.fixture
 def watched(tmp_path):
     """Watch this process as that of a script."""
-    hooks, update = InstalledHooks(), FirstUpdateWatcher(UpdateSettings(str(tmp_path), False, "", True, True))
-    hooks.wrap(first_update_process._OPTIMIZER, "__init__", update.created)
+    hooks, update = InstalledHooks(), FirstUpdateWatcher(UpdateSettings(str(tmp_path), False, True, True))
+    hooks.call_after(first_update_process._OPTIMIZER, "__init__", update.created)
     hooks.wrap(first_update_process._MODULE, "__call__", update.called)
     hooks.add(register_optimizer_step_pre_hook(update.steps))
     yield lambda: read_first_update(tmp_path)

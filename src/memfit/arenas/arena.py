@@ -24,9 +24,10 @@ from torch import nn
 
 from memfit.analysis.allocator_comparison import compare_settings
 from memfit.arenas import arena_library
+from memfit.arenas.arena_memory import ArenaMemory
 from memfit.arenas.arena_trace import trace_of_arena_log
 from memfit.arenas.excluded_module_outputs import HeldOutputs
-from memfit.arenas.repeated_step import MOST_DROPS, ArenaMemory, RepeatedStep
+from memfit.arenas.repeated_step import MOST_DROPS, RepeatedStep
 from memfit.arenas.step_plan import (
     StepKey,
     StepPlan,

@@ -25,7 +25,11 @@ class CpuMemory:
     """CPU memory: PyTorch's allocations in this process are routed through ``c/cpu_allocator.c``."""
 
     name = "cpu"
+    """The type of its ``torch.device``."""
     alignment = CPU_ALIGNMENT
+    """Offsets are multiples of this many bytes."""
+    arena: int
+    """Pointer to the arena in C."""
 
     def __init__(self) -> None:
         machine = f"{sys.platform} on {platform.machine()}"
@@ -105,6 +109,7 @@ class CudaMemory:
 
     name = "cuda"
     alignment = ALIGNMENT
+    arena: int
 
     def __init__(self) -> None:
         _route()
@@ -189,6 +194,10 @@ class CudaMemory:
                 "Run one process per GPU, or choose the device before the first step."
             )
         return int(found)
+
+
+ArenaMemory = CpuMemory | CudaMemory
+"""The memory that an arena places allocations in."""
 
 
 def _precisions() -> str:

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from memfit.arenas.arena import Arena
-from memfit.arenas.arena_memory import CpuMemory, CudaMemory
+from memfit.arenas.arena_memory import ArenaMemory, CpuMemory, CudaMemory
 from memfit.arenas.excluded_module_outputs import HeldOutputs, split_excluded_modules
-from memfit.arenas.repeated_step import ArenaMemory
 from memfit.errors import UsageError
 from memfit.recording.recorder import installed_recorder
 from memfit.strategies.arena_settings import ArenaSettings

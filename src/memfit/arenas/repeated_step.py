@@ -1,12 +1,12 @@
 """A kind of step: recorded until it repeats, then planned and placed, until its plan no longer matches."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from memfit.arenas import arena_library
+from memfit.arenas.arena_memory import ArenaMemory
 from memfit.arenas.step_plan import NO_PLAN, StepPlan, plan_step_offsets
 from memfit.packing.buffers import Column
-from memfit.records import DeviceUse, Term
 from memfit.units import format_bytes
 from memfit.user_frame import warn_user
 
@@ -17,38 +17,6 @@ MOST_DROPS = 3
 """Number of plans that may fail before a kind of step is left to the default allocator."""
 MANY = 20
 """Number of recorded steps of a kind, no two of them the same, after which memfit warns."""
-
-
-class ArenaMemory(Protocol):
-    """The memory that an arena places allocations in: ``CpuMemory`` or ``CudaMemory``."""
-
-    name: str
-    """The type of its ``torch.device``."""
-    alignment: int
-    """Offsets are multiples of this many bytes."""
-    arena: int
-    """Pointer to the arena in C."""
-
-    def reserve(self, size: int) -> bool:
-        """Grow the arena to this size if it is smaller; return whether it is that large."""
-
-    def lane(self) -> int:
-        """Return the thread or stream whose allocations a step places: see ``c/arena.h``."""
-
-    def settings(self) -> dict[str, str]:
-        """Return the settings that decide what a step requests, besides its batch."""
-
-    def used(self) -> tuple[Term, ...]:
-        """Return the memory in use."""
-
-    def device(self) -> DeviceUse:
-        """Describe the device."""
-
-    def release_unused(self) -> None:
-        """Release the arena's memory that holds no tensor; ``reserve`` allocates it again."""
-
-    def detach(self) -> None:
-        """Stop placing new allocations."""
 
 
 @dataclass(slots=True)

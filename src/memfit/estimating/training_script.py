@@ -21,8 +21,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from memfit.estimating.serialise_model import deserialise_training_step, set_backend_flags
-from memfit.estimating.training_step_parts import OptimizerCopy, TrainingStep
+from memfit.estimating.serialise_model import (
+    OptimizerCopy,
+    TrainingStep,
+    deserialise_training_step,
+    set_backend_flags,
+)
 from memfit.recording.label_running_modules import tensors_in
 
 _ARGS_AND_KWARGS = 2

@@ -65,16 +65,12 @@ class HeldBackUpdates:
 
     def install(self, hooks: "InstalledHooks") -> None:
         """Hook optimizers, and what clears gradients."""
-        hooks.wrap(_OPTIMIZER, "__init__", self._created)
+        hooks.call_after(_OPTIMIZER, "__init__", self._hold_back)
         hooks.wrap(_OPTIMIZER, "zero_grad", self._cleared)
         hooks.wrap(_MODULE, "zero_grad", self._cleared)
         hooks.wrap(_DDP, "forward", self._distributed)
 
-    def _created(
-        self, original: Callable[..., None], optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
-    ) -> None:
-        original(optimizer, *args, **kwargs)
-
+    def _hold_back(self, optimizer: torch.optim.Optimizer) -> None:
         def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             return self._step(optimizer, *args, **kwargs)
 

@@ -12,8 +12,8 @@ from memfit.errors import UsageError
 from memfit.injection.injection_files import NEVER_CALLED
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
+from memfit.recording.optimizer_accessors import parameters_of
 from memfit.strategies.apply import apply_to_optimizer
-from memfit.strategies.mechanisms.optimizer_accessors import parameters_of
 from memfit.strategies.optimizer_state import OptimizerState
 
 _MODULE = Patch("torch.nn.modules.module:Module", "__call__", why="change the state of its optimizer")

@@ -97,9 +97,7 @@ def _inject_now(settings: InjectionSettings, on_report: Callable[[InjectionRepor
     change = settings.change
     hooks, recording = InstalledHooks(), InstalledHooks()
     report, models = _Report(on_report), OptimizedModels()
-    operations = _script_operations(settings)
-    _injected.append(_Injected(report, bool(change.strategies), models, operations, recording))
-    models.learn_names(hooks)
+    models.names.follow(hooks)
     if not change.strategies:
         models.note_optimizers(hooks)
         if settings.counts_backward:
@@ -124,19 +122,16 @@ def _inject_now(settings: InjectionSettings, on_report: Callable[[InjectionRepor
         for kind in vars(torch.optim).values():
             if isinstance(kind, type) and "fused" in inspect.signature(kind).parameters:
                 hooks.wrap(_OPTIMIZER, "__init__", _fused, on=kind)
-    if operations is not None:
+    operations = None
+    if change.operations:
+        from memfit.recording.second_step_operations import ScriptOperations
+
         seed_generators()  # a script that seeds none must draw the same samples in each run
+        operations = ScriptOperations(Path(settings.operations))
         operations.install(recording)
     if change.loader is not None:
         hooks.wrap(_LOADER, "__init__", functools.partial(_resized, change.loader))
-
-
-def _script_operations(settings: InjectionSettings) -> "ScriptOperations | None":
-    if not settings.change.operations:
-        return None
-    from memfit.recording.second_step_operations import ScriptOperations
-
-    return ScriptOperations(Path(settings.operations))
+    _injected.append(_Injected(report, bool(change.strategies), models, operations, recording))
 
 
 def _counter(settings: InjectionSettings, report: "_Report") -> "OperationCounter":

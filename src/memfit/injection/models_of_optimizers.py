@@ -12,7 +12,6 @@ from memfit.user_frame import innermost_line_of_place, user_line
 if TYPE_CHECKING:
     from memfit.patching.installed_hooks import InstalledHooks
 
-_MODULE = Patch("torch.nn.modules.module:Module", "__setstate__", why="name the modules of copied models")
 _OPTIMIZER = Patch("torch.optim.optimizer:Optimizer", "__init__", why="find the models that a script trains")
 
 
@@ -39,15 +38,12 @@ class OptimizedModels:
         """Every optimizer that has been created."""
         self.on_found: Callable[[Any], None] = lambda _: None
         """Called with each model that an optimizer takes."""
-        self.are_final = True
+        self._learnt = 0  # of the names, when the last optimizer was created
+
+    @property
+    def are_final(self) -> bool:
         """Whether no module was put into another, or copied, since the last optimizer was created."""
-
-    def learn_names(self, hooks: "InstalledHooks") -> None:
-        """Hook the creation of modules."""
-        from torch.nn.modules.module import register_module_module_registration_hook
-
-        hooks.add(register_module_module_registration_hook(self._registered))
-        hooks.wrap(_MODULE, "__setstate__", self._copied)
+        return self.names.learnt == self._learnt
 
     def note_optimizers(self, hooks: "InstalledHooks") -> None:
         """Hook the creation of optimizers."""
@@ -59,15 +55,6 @@ class OptimizedModels:
         found = [each for each in self.names.outermost() if any(id(one) in ids for one in each.parameters())]
         return sorted(found, key=self.names.full_name)
 
-    def _registered(self, parent: Any, name: str, child: Any) -> None:
-        self.are_final = False
-        self.names.learn(parent, name, child)
-
-    def _copied(self, original: Callable[..., None], module: Any, state: Any) -> None:
-        original(module, state)
-        self.are_final = False
-        self.names.learn_copy(module)
-
     def _optimized(
         self, original: Callable[..., None], optimizer: Any, params: Any, *args: Any, **kwargs: Any
     ) -> None:
@@ -78,7 +65,7 @@ class OptimizedModels:
         for model in models:
             self.on_found(model)
         self.all.append(weakref.ref(optimizer))
-        self.are_final = True
+        self._learnt = self.names.learnt
         original(optimizer, entries, *args, **kwargs)
 
 

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memfit.errors import UsageError
 from memfit.integrations.trainer_plan import TrainerPlan, WindowDivisor, needs_extra
-from memfit.strategies.mechanisms.optimizer_accessors import parameters_of
+from memfit.recording.optimizer_accessors import parameters_of
 from memfit.strategies.precision import DTYPES, LossScale, device_type_of_model
 
 with needs_extra("mmengine"):

@@ -32,6 +32,7 @@ from memfit.strategies.apply import add_step_to_revert, apply, apply_to_optimize
 from memfit.strategies.configuration import Configuration
 from memfit.strategies.plan import Plan
 from memfit.strategies.precision import Dtype, LossScale, Precision
+from memfit.strategies.sharding import world_size
 from memfit.train.accumulation_window import AccumulationWindow
 
 
@@ -300,9 +301,9 @@ class WindowDivisor:
         weight = None if weight is None else float(weight)
         if self._window is None:
             self._window = AccumulationWindow(self._planned)
-            if weight is not None and _ranks() > 1:
-                self._window.total = _total(weight, device or loss.device) * self._planned / _ranks()
-        if not weight and weight is not None and _ranks() > 1:
+            if weight is not None and world_size() > 1:
+                self._window.total = _total(weight, device or loss.device) * self._planned / world_size()
+        if not weight and weight is not None and world_size() > 1:
             raise UsageError(
                 "A micro-batch has weight 0, but with several ranks each must run a backward. Leave such "
                 "batches out of the data."
@@ -321,15 +322,10 @@ class WindowDivisor:
             return
         held = [each.grad for each in parameters if each.grad is not None]
         weight = window.weight
-        if window.weighted and _ranks() > 1 and held:
-            weight = _total(weight, held[0].device) / _ranks()
+        if window.weighted and world_size() > 1 and held:
+            weight = _total(weight, held[0].device) / world_size()
         if held and window.total != weight:
             torch._foreach_mul_(held, window.total / weight)
-
-
-def _ranks() -> int:
-    ready = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if ready else 1
 
 
 def _total(weight: float, device: torch.device) -> float:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from memfit.patching.after_import import after_import
 from memfit.patching.patches import Patch
 
 if TYPE_CHECKING:
@@ -53,6 +54,25 @@ class InstalledHooks:
             return wrapped
 
         self.replace(patch, name, wrapping, on=on)
+
+    def wrap_when_imported(self, patch: Patch, **arounds: Callable[..., Any]) -> None:
+        """Replace names as ``wrap`` does, as soon as the module of their owner has been imported."""
+
+        def wrap() -> None:
+            for name, around in arounds.items():
+                self.wrap(patch, name, around)
+
+        self.on_removal(after_import(patch.module, wrap))
+
+    def call_after(self, patch: Patch, name: str, action: Callable[[Any], object]) -> None:
+        """Call ``action`` with the object of a method after each call of that method, until removal."""
+
+        def around(original: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(owner, *args, **kwargs)
+            action(owner)
+            return result
+
+        self.wrap(patch, name, around)
 
     def replace(self, patch: Patch, name: str, replacement: Callable[[Any], Any], *, on: Any = None) -> None:
         """Replace a name by ``replacement(original)``, until removal; see ``Patch.install``."""

@@ -87,6 +87,11 @@ class Patch:
 
         return remove
 
+    @property
+    def module(self) -> str:
+        """The module of the owner."""
+        return self.owner.partition(":")[0]
+
     def declares(self, name: str) -> bool:
         """Return whether a name is among those that are declared."""
         return any(fnmatchcase(name, pattern) for pattern in self.names)

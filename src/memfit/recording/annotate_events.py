@@ -205,12 +205,9 @@ def mark_failed_workspaces(
 
 
 def _holding(used: set[int], reported: set[int], allocated: dict[int, int]) -> list[int]:
-    """Return which allocations held workspaces.
+    """Return which allocations at an address, by their position, held the workspaces of the used sizes there.
 
-    Args:
-        used: sizes of the workspaces at one address, under one label.
-        reported: sizes that cuDNN's plans have reported.
-        allocated: the size of each allocation there, by its position.
+    cuDNN's plans have reported the other sizes.
     """
     larger = [position for position, size in allocated.items() if size > max(used)]
     found = [
@@ -262,23 +259,15 @@ def infer_forwards(events: Events, book: LabelBook) -> Events:
         if len(inside):
             first = _first_operand(events, begin, int(inside[0]), end)
             old, inverse = np.unique(label[first:end], return_inverse=True)
-            forward = [book.add(_forward(book.labels[index])) for index in old.tolist()]
+            forward = [book.add(replace(book.labels[each], phase=Phase.FORWARD)) for each in old.tolist()]
             label[first:end] = np.array(forward, np.int32)[inverse]
     return replace(events, label=label)
-
-
-def _forward(label: EventLabel) -> EventLabel:
-    return replace(label, phase=Phase.FORWARD)
 
 
 def _first_operand(events: Events, begin: int, result: int, end: int) -> int:
     """Return the first allocation that a result may have been computed from: temporary, and freed by the end.
 
-    Args:
-        events: with categories.
-        begin: begin of the range in which no module runs.
-        result: position of the first result of a graph in it.
-        end: end of the range.
+    No module runs from ``begin`` to ``end``; ``result`` is the position of the first result of a graph there.
     """
     candidates: dict[int, int] = {}
     addresses, actions = events.address[begin:end].tolist(), events.action[begin:end].tolist()

@@ -15,8 +15,9 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any
@@ -29,6 +30,7 @@ from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.recording.event_labels import LabelBook
 from memfit.recording.label_running_modules import ModuleHooks, requires_grad
+from memfit.recording.memory_owners import MemoryOwners
 from memfit.recording.training_steps import StepTracker
 from memfit.records import Phase
 
@@ -81,7 +83,7 @@ class CompiledCode:
         hooks: the hooks to suspend while compiled code runs.
         steps: counts the steps of optimizers.
         modules: labels modules; None to count steps only.
-        record_parameters: called once per graph, with the arguments that are parameters.
+        owners: to which the arguments of each graph that are parameters are added.
     """
 
     def __init__(
@@ -90,13 +92,13 @@ class CompiledCode:
         hooks: InstalledHooks,
         steps: StepTracker,
         modules: ModuleHooks | None,
-        record_parameters: Callable[[Iterable[torch.Tensor]], None],
+        owners: MemoryOwners,
     ) -> None:
         self._book = book
         self._hooks = hooks
         self._steps = steps
         self._modules = modules
-        self._record_parameters = record_parameters
+        self._owners = owners
         self._graphs: list[CompiledGraph] = []
         self._codes: Counter[CodeType] = Counter()
         self._differentiable: dict[int, bool] = {}  # thread -> whether a graph of its region has a backward
@@ -110,7 +112,7 @@ class CompiledCode:
         if not self._graphs:
             return ""
         recompiled = self._codes.total() - len(self._codes)
-        text = f"torch.compile made {_count(len(self._graphs), 'graph')}"
+        text = f"torch.compile made {len(self._graphs)} graph{'s' * (len(self._graphs) != 1)}"
         if recompiled:
             text += f", {recompiled} of them by recompiling code"
         return f"{text}. Allocations in compiled code are labelled with the graph that made them."
@@ -149,7 +151,7 @@ class CompiledCode:
 
     def _enter_region(self, function: Any) -> Callable[[], None]:
         if self._hooks.removed:
-            return _do_nothing
+            return lambda: None
         module: Any = getattr(function, "__self__", None)
         thread = threading.get_ident()
         outer = self._differentiable.get(thread, False)
@@ -226,7 +228,8 @@ class CompiledCode:
             return compiled(*inputs, **keywords)
         if not graph.has_run:
             graph.has_run = True
-            self._record_parameters([value for value in inputs if isinstance(value, torch.nn.Parameter)])
+            parameters = [value for value in inputs if isinstance(value, torch.nn.Parameter)]
+            self._owners.record_parameters(self._book.moment(), parameters)
         for optimizer in graph.optimizers:
             self._steps.enter_optimizer(optimizer)
         before = self._book.current()
@@ -254,15 +257,8 @@ class CompiledCode:
         return result
 
 
-class _RegionHook:
+class _RegionHook(partial[Callable[[], None]]):
     """Called by a context of ``torch.compile`` on entry; the returned function is called on exit."""
-
-    def __init__(self, enter: Callable[[Any], Callable[[], None]], function: Any) -> None:
-        self._enter = enter
-        self._function = function
-
-    def __call__(self) -> Callable[[], None]:
-        return self._enter(self._function)
 
 
 def _existing_contexts(kind: type) -> Iterator[tuple[Any, Any]]:
@@ -272,10 +268,6 @@ def _existing_contexts(kind: type) -> Iterator[tuple[Any, Any]]:
             for cell in candidate.__closure__ or ():
                 if isinstance(cell.cell_contents, kind):
                     yield cell.cell_contents, vars(candidate)[_COMPILES]
-
-
-def _do_nothing() -> None:
-    """Do nothing on exit from a region, because watching has ended."""
 
 
 def _in_compiled_autograd() -> bool:
@@ -295,7 +287,3 @@ def _describe_code(code: CodeType) -> str:
     if resumed := _RESUMED.search(name):
         name, line = name.replace(resumed[0], resumed["name"]), int(resumed["line"])
     return f"{name.rpartition('<locals>.')[2]}, {Path(code.co_filename).name}:{line}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"

@@ -48,32 +48,26 @@ class GraphCaptures:
             mark: called with the kind of a mark to place now, and its index.
         """
 
-        def capture_begin(begin: Callable[..., None], self: Any, *args: Any, **options: Any) -> None:
-            begin(self, *args, **options)
+        def begin(graph: Any) -> None:
             mark(MarkKind.CAPTURE_BEGIN, 0)
-            captures._capturing[threading.get_ident()] = captures._captured[self] = []
+            self._capturing[threading.get_ident()] = self._captured[graph] = []
 
-        def capture_end(end: Callable[..., None], self: Any) -> None:
-            captures._capturing.pop(threading.get_ident(), None)
+        def end(original: Callable[..., None], graph: Any) -> None:
+            self._capturing.pop(threading.get_ident(), None)
             mark(MarkKind.CAPTURE_END, 0)
-            end(self)
+            original(graph)
 
-        def replay_and_repeat(replay: Callable[..., None], self: Any) -> None:
-            replay(self)
-            for action in captures._captured.get(self, ()):
+        def repeat(graph: Any) -> None:
+            for action in self._captured.get(graph, ()):
                 action()
 
-        def mark_deletion(self: Any) -> None:
-            if self.use_count() == 1:  # otherwise a graph still uses the pool
-                mark(MarkKind.MEM_POOL_GONE, self.id[1])
+        def mark_deletion(pool: Any) -> None:
+            if pool.use_count() == 1:  # otherwise a graph still uses the pool
+                mark(MarkKind.MEM_POOL_GONE, pool.id[1])
 
-        captures = self
-        for name, around in (
-            ("capture_begin", capture_begin),
-            ("capture_end", capture_end),
-            ("replay", replay_and_repeat),
-        ):
-            hooks.wrap(_GRAPH, name, around)
+        hooks.call_after(_GRAPH, "capture_begin", begin)
+        hooks.wrap(_GRAPH, "capture_end", end)
+        hooks.call_after(_GRAPH, "replay", repeat)
         # A weakref finalizer would run too late, when the memory has already been released.
         hooks.replace(_POOL, "__del__", lambda _: mark_deletion)
 

@@ -10,7 +10,8 @@ import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import Any
 
 from memfit.patching.after_import import after_import
 from memfit.patching.installed_hooks import InstalledHooks
@@ -18,10 +19,7 @@ from memfit.patching.patches import Patch
 from memfit.records import LoaderBatchSize, Shortened
 from memfit.user_frame import is_user_file, user_line
 
-if TYPE_CHECKING:
-    from types import FrameType
-
-_LOADERS, _ACCELERATE = "torch.utils.data.dataloader", "accelerate.data_loader"
+_LOADERS = "torch.utils.data.dataloader"
 _CREATED = Patch(
     f"{_LOADERS}:DataLoader", "__init__", why="learn where a loader is created, and its batch size"
 )
@@ -31,7 +29,9 @@ _LOADER = Patch(
     *("__len__", "_get_iterator", "_index_sampler"),
     why="end each pass after a few batches",
 )
-_PREPARED = Patch(f"{_ACCELERATE}:DataLoaderStateMixin", "begin", why="keep the last batch of a shorter pass")
+_PREPARED = Patch(
+    "accelerate.data_loader:DataLoaderStateMixin", "begin", why="keep the last batch of a shorter pass"
+)
 
 
 class ScriptLoaders:
@@ -102,7 +102,7 @@ class ShortLoaders:
         """Shorten loaders as soon as PyTorch has them."""
         self._loaders.on_creation.append(self._shorten_length)
         after_import(_LOADERS, self._shorten)
-        after_import(_ACCELERATE, self._hook_accelerate)
+        self._hooks.wrap_when_imported(_PREPARED, begin=self._begin_prepared)
 
     def _shorten(self) -> None:
         def shorter(sampler: Any) -> property:
@@ -154,16 +154,8 @@ class ShortLoaders:
                 self._note(loader, full)
         return original(loader)
 
-    def _hook_accelerate(self) -> None:
-        self._hooks.wrap(_PREPARED, "begin", self._begin_prepared)
-
     def _begin_prepared(self, original: Callable[..., None], prepared: Any) -> None:
-        """Have accelerate's ``gather_for_metrics`` cut nothing off: the last batch of a shorter pass is full.
-
-        Args:
-            original: begins a pass over a loader.
-            prepared: the loader, which ``accelerator.prepare`` has made of the script's.
-        """
+        """Have accelerate's ``gather_for_metrics`` cut nothing off: a shorter pass has a full last batch."""
         original(prepared)
         sampler = getattr(prepared, "base_dataloader", prepared)._index_sampler
         if isinstance(sampler, _First):
@@ -195,18 +187,13 @@ class _First:
     """The first of the batches, or samples, that a sampler has."""
 
     def __init__(self, sampler: Any, most: int) -> None:
-        self._sampler, self._most = sampler, most
+        self.all, self._most = sampler, most
 
     def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(iter(self._sampler), self._most)
+        return itertools.islice(iter(self.all), self._most)
 
     def __len__(self) -> int:
-        return min(len(self._sampler), self._most)
-
-    @property
-    def all(self) -> Any:
-        """The sampler."""
-        return self._sampler
+        return min(len(self.all), self._most)
 
 
 def known_length(sampler: Any) -> int | None:
@@ -217,7 +204,7 @@ def known_length(sampler: Any) -> int | None:
         return None
 
 
-def creator(frame: "FrameType") -> tuple[str, str]:
+def creator(frame: FrameType) -> tuple[str, str]:
     """Return the script's line that created an object, and the library that did so for it.
 
     Args:

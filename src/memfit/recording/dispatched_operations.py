@@ -1,4 +1,4 @@
-"""Dispatch modes that have a function run each operation that PyTorch dispatches."""
+"""Dispatch modes that have a function run each operation that PyTorch dispatches; a hook on compilations."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,12 +7,28 @@ from torch._C._dynamo import eval_frame as _eval_frame
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
+from memfit.patching.installed_hooks import InstalledHooks
+from memfit.patching.patches import Patch
+
+_COMPILATIONS = Patch(
+    "torch._dynamo.callback:CompilationCallbackHandler", "run_start_callbacks", why="notice compilations"
+)
 _SKIPPED = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
 
 
 def never_compile(function: Callable[..., Any]) -> None:
     """Have ``torch.compile`` leave out a function that PyTorch calls, perhaps where a script is compiled."""
     _eval_frame.set_code_exec_strategy(function.__code__, _SKIPPED)
+
+
+def before_compilations(hooks: InstalledHooks, call: Callable[[], None]) -> None:
+    """Call a function whenever ``torch.compile`` begins to compile, not where it decorates a function."""
+
+    def started(original: Callable[..., None], *args: Any) -> None:
+        call()
+        original(*args)
+
+    hooks.wrap_when_imported(_COMPILATIONS, run_start_callbacks=started)
 
 
 class DispatchedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]

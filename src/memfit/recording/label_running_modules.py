@@ -14,6 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -22,17 +23,14 @@ from torch.nn.modules.loss import _Loss
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
-    register_module_module_registration_hook,
 )
 
 from memfit.patching.installed_hooks import InstalledHooks
-from memfit.patching.patches import Patch
 from memfit.recording.event_labels import LabelBook
 from memfit.recording.module_names import ModuleNames
+from memfit.recording.training_steps import StepTracker
 from memfit.records import Phase
 from memfit.trace.stack_table import StackTable
-
-_MODULE = Patch("torch.nn.modules.module:Module", "__setstate__", why="name the modules of copied models")
 
 CLAIMED = "memfit"
 """In a node's metadata: whether autocast was on when it was claimed."""
@@ -45,10 +43,10 @@ class ModuleHooks:
     Args:
         book: holds the labels.
         stacks: holds the source lines of forwards, for the backward.
-        in_backward: returns whether a backward pass is running, which makes a forward a recomputation.
+        steps: knows whether a backward pass is running, which makes a forward a recomputation, and enters the
+            phase that follows an outermost module.
         on_root: called when an outermost module is entered outside the backward, with its positional
             arguments, if they are known.
-        after_root: called with the phase that follows an outermost module.
         backward: label the backward by module, too, which takes longer than everything else here.
     """
 
@@ -56,48 +54,25 @@ class ModuleHooks:
         self,
         book: LabelBook,
         stacks: StackTable,
+        steps: StepTracker,
         *,
-        in_backward: Callable[[], bool],
         on_root: Callable[[torch.nn.Module, tuple[object, ...]], None],
-        after_root: Callable[[Phase], None],
-        backward: bool = True,
+        backward: bool,
     ) -> None:
         self._book = book
         self._stacks = stacks
-        self._in_backward = in_backward
+        self._steps = steps
         self._on_root = on_root
-        self._after_root = after_root
         self._by_module = backward
         self.names = ModuleNames()
         self._names_of: dict[int, tuple[weakref.ref[Any], str]] = {}
         self._active: dict[int, list[tuple[int, int, str]]] = {}  # thread -> (label before, sequence, name)
 
     def install(self, hooks: InstalledHooks) -> None:
-        """Hook every module of the process.
-
-        Args:
-            hooks: registry of the changes to PyTorch.
-        """
-        for handle in (
-            register_module_module_registration_hook(self.names.learn),
-            register_module_forward_pre_hook(self._enter_hook),
-            register_module_forward_hook(self._leave_hook, always_call=True),
-        ):
-            hooks.add(handle)
-        hooks.wrap(_MODULE, "__setstate__", self._set_state)
-
-    def claim_loss(self, roots: Iterable[object], caller: FrameType) -> None:
-        """Claim the nodes that no module has claimed, between the model's output and ``backward()``.
-
-        Args:
-            roots: roots of the backward pass.
-            caller: the frame that started it.
-        """
-        self.claim(roots, since=0, module="", caller=caller)
-
-    def _set_state(self, original: Callable[..., None], module: torch.nn.Module, state: Any) -> None:
-        original(module, state)
-        self.names.learn_copy(module)
+        """Hook every module of the process."""
+        self.names.follow(hooks)
+        hooks.add(register_module_forward_pre_hook(self._enter_hook))
+        hooks.add(register_module_forward_hook(self._leave_hook, always_call=True))
 
     def _enter_hook(self, module: torch.nn.Module, args: tuple[object, ...]) -> None:
         if not torch.compiler.is_compiling():
@@ -115,7 +90,7 @@ class ModuleHooks:
     def enter(self, module: torch.nn.Module, arguments: tuple[object, ...] = ()) -> None:
         """Label the calling thread with a module that is about to run."""
         active = self._active.setdefault(threading.get_ident(), [])
-        recomputing = self._in_backward()
+        recomputing = self._steps.in_backward
         name = self._name(module)
         if not active and not recomputing:
             self._on_root(module, arguments)
@@ -136,12 +111,12 @@ class ModuleHooks:
         """
         active = self._active[threading.get_ident()]
         before, _, _ = active.pop()
-        if active or self._in_backward():
+        if active or self._steps.in_backward:
             self._book.use(before)
         elif requires_grad or self._book.labels[before].phase is Phase.LOSS:
-            self._after_root(Phase.LOSS)  # or a teacher, or the first run of a checkpoint, before the loss
+            self._steps.enter(Phase.LOSS)  # or a teacher, or the first run of a checkpoint, before the loss
         else:
-            self._after_root(Phase.INPUT)
+            self._steps.enter(Phase.INPUT)
 
     def _name(self, module: torch.nn.Module) -> str:
         entry = self._names_of.get(id(module))
@@ -173,8 +148,11 @@ class ModuleHooks:
             metadata: dict[str, Any] = node.metadata  # type: ignore[assignment]  # the stub lacks @property
             if CLAIMED not in metadata:
                 metadata[CLAIMED] = by_autocast
-                if stack is None:
-                    stack = self._stacks.intern(_source_lines(caller))
+                if stack is None:  # without the frames' locals, which would keep tensors alive
+                    frames = ((each.f_code, line) for each, line in walk_stack(caller))
+                    stack = self._stacks.intern(
+                        (code.co_filename, line, code.co_name) for code, line in frames
+                    )
                 node.register_prehook(self._labeller(module, op or node.name(), stack))
             for following, _ in node.next_functions:
                 if (
@@ -210,24 +188,10 @@ def _backward_is_compiled() -> bool:
     return bool(getattr(compiled, "compiled_autograd_enabled", False))
 
 
-def _source_lines(frame: FrameType | None) -> Iterator[tuple[str, int, str]]:
-    """Yield ``(file, line, function)`` from a frame outwards.
-
-    The frames' locals are not read, which would keep tensors alive.
-    """
-    while frame is not None:
-        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
-        frame = frame.f_back
-
-
-def running_module(frame: FrameType | None) -> torch.nn.Module | None:
+def running_module(frame: FrameType) -> torch.nn.Module | None:
     """Return the innermost module whose call is among the frames from a given one outwards."""
-    while frame is not None:
-        if frame.f_code is torch.nn.Module._call_impl.__code__:
-            module: torch.nn.Module = frame.f_locals["self"]
-            return module
-        frame = frame.f_back
-    return None
+    call = torch.nn.Module._call_impl.__code__
+    return next((each.f_locals["self"] for each, _ in walk_stack(frame) if each.f_code is call), None)
 
 
 def tensors_in(value: object, depth: int = 6) -> Iterator[torch.Tensor]:

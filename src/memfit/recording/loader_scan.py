@@ -257,19 +257,25 @@ class ReplacedBatches:
 
     Args:
         number: of the scan, for the marks.
+        scan: what was seen of the loader.
         chosen: the largest batch, and at most two others.
-        seen: batches that memfit has drawn from the loader before.
         recorder: knows how far the script is.
     """
 
-    def __init__(self, number: int, chosen: Sequence[DrawnBatch], seen: int, recorder: Recorder) -> None:
-        self._number, self._chosen, self._seen, self._recorder = number, chosen, seen, recorder
+    def __init__(
+        self, number: int, scan: LoaderScan, chosen: Sequence[DrawnBatch], recorder: Recorder
+    ) -> None:
+        self._number, self._scan, self._chosen, self._recorder = number, scan, chosen, recorder
         self._now = 0  # which of the chosen
         self._since: int | None = None  # training steps completed when it was first given
         self._unused = 0  # forwards with it that no backward followed
         self._before: tuple[int, int] | None = None  # forwards and backwards at the last request of this pass
-        self.trains = self.ahead = False
-        """As in ``LoaderScan``."""
+        self._trains = self._ahead = False
+
+    @property
+    def scan(self) -> LoaderScan:
+        """What was seen of the loader, and how the script reads it."""
+        return dataclasses.replace(self._scan, trains=self._trains, ahead=self._ahead)
 
     @property
     def is_over(self) -> bool:
@@ -286,7 +292,7 @@ class ReplacedBatches:
         self._before = None
         own = type(iterator)._next_data
         here = weakref.ref(iterator)  # a cycle would keep its workers alive
-        limit = min(self._seen, most or sys.maxsize)
+        limit = min(self._scan.seen, most or sys.maxsize)
         was_taken = False  # by the scan: the data set can be read only once
 
         def next_data() -> Any:
@@ -318,11 +324,11 @@ class ReplacedBatches:
         if before is None:
             return
         forwards, backwards = steps.forwards - before[0], steps.backwards - before[1]
-        self.trains |= backwards > 0
-        self.ahead |= not forwards and not backwards
+        self._trains |= backwards > 0
+        self._ahead |= not forwards and not backwards
         self._unused = 0 if backwards else self._unused + forwards
         evaluates = forwards and not backwards and not torch.is_grad_enabled()
-        wanted = 2 if self.ahead or not self._now else 1
+        wanted = 2 if self._ahead or not self._now else 1
         if steps.completed - self._since >= wanted or evaluates or self._unused >= _PATIENCE:
             self._now, self._since, self._unused = self._now + 1, steps.completed, 0
 

@@ -7,10 +7,9 @@ Nothing here imports torch before the script does.
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from memfit.patching.after_import import after_import
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.recording.data_loaders import ScriptLoaders, ShortLoaders, counts_batches
@@ -35,9 +34,12 @@ class _Scanned:
 
     dataset: Any
     batch_size: int | None
-    found: LoaderScan | None
-    """None for a loader with a single batch; then ``served`` is None, too."""
     served: "ReplacedBatches | None"
+    """None for a loader with a single batch."""
+
+    def is_of(self, loader: Any) -> bool:
+        """Return whether a loader has been looked through: scripts create one for each evaluation."""
+        return self.dataset is loader.dataset and self.batch_size == loader.batch_size
 
 
 class LongestBatches:
@@ -64,39 +66,35 @@ class LongestBatches:
     @property
     def scans(self) -> tuple[LoaderScan, ...]:
         """What was seen, in the order in which the script first read the loaders."""
-        return tuple(
-            replace(each.found, trains=each.served.trains, ahead=each.served.ahead)
-            for each in self._scanned
-            if each.found is not None and each.served is not None
-        )
+        return tuple(each.served.scan for each in self._scanned if each.served is not None)
 
     def install(self) -> None:
         """Look through loaders as soon as PyTorch has them."""
-        after_import("torch.utils.data.dataloader", self._follow)
-
-    def _follow(self) -> None:
-        self._hooks.wrap(_LOADER, "_get_iterator", self._begin)
+        self._hooks.wrap_when_imported(_LOADER, _get_iterator=self._begin)
 
     def _begin(self, original: Callable[..., Any], loader: Any) -> Any:
         recorder = self._recorder()
         if recorder is None or len(self._scanned) >= _MOST:
             return original(loader)
-        scanned = next((each for each in self._scanned if _are_same(each, loader)), None)
+        scanned = next((each for each in self._scanned if each.is_of(loader)), None)
         if scanned is None:
-            scanned = self._scan(original, loader, recorder)
+            served = self._scan(original, loader, recorder)
+            scanned = _Scanned(loader.dataset, loader.batch_size, served)
             self._scanned.append(scanned)
         iterator = original(loader)
         if scanned.served is not None and not scanned.served.is_over:
             scanned.served.serve(iterator, self._short.batches if self._short is not None else None)
         return iterator
 
-    def _scan(self, original: Callable[..., Any], loader: Any, recorder: "Recorder") -> _Scanned:
+    def _scan(
+        self, original: Callable[..., Any], loader: Any, recorder: "Recorder"
+    ) -> "ReplacedBatches | None":
         from memfit.recording.loader_scan import ReplacedBatches, scan_loader
 
         begin, length = time.monotonic(), self._length(loader)
         found = scan_loader(
             loader,
-            lambda: self._whole_pass(original, loader),
+            lambda: self._in_whole_pass(original, loader),
             self._seconds,
             most=length if counts_batches(loader, loader._index_sampler) else None,
             where=self._loaders.line_of(loader),
@@ -104,27 +102,18 @@ class LongestBatches:
         )
         if recorder.steps.deadline is not None:  # the script's own time goes on only now
             recorder.steps.deadline += time.monotonic() - begin
-        if found is None:
-            return _Scanned(loader.dataset, loader.batch_size, None, None)
-        scan, chosen = found
-        served = ReplacedBatches(len(self.scans), chosen, scan.seen, recorder)
-        return _Scanned(loader.dataset, loader.batch_size, scan, served)
+        return None if found is None else ReplacedBatches(len(self.scans), *found, recorder)
 
-    def _whole_pass(self, original: Callable[..., Any], loader: Any) -> Any:
+    def _in_whole_pass(self, function: Callable[..., Any], loader: Any) -> Any:
         with self._short.whole_passes() if self._short is not None else nullcontext():
-            return original(loader)
+            return function(loader)
 
     def _length(self, loader: Any) -> int | None:
         warns = loader._IterableDataset_len_called  # of more batches than len() has said
         try:
-            with self._short.whole_passes() if self._short is not None else nullcontext():
-                return len(loader)
+            length: int = self._in_whole_pass(len, loader)
         except (TypeError, NotImplementedError):
             return None
         finally:
             loader._IterableDataset_len_called = warns
-
-
-def _are_same(scanned: _Scanned, loader: Any) -> bool:
-    """Return whether a loader has been looked through: scripts create one for each evaluation."""
-    return scanned.dataset is loader.dataset and scanned.batch_size == loader.batch_size
+        return length

@@ -36,14 +36,7 @@ _WORKSPACES = Patch("torch._C", _RELEASE, why="learn the addresses of cuBLAS wor
 def record_released_workspaces(
     hooks: InstalledHooks, book: LabelBook, history: AllocatorHistory, owners: MemoryOwners
 ) -> None:
-    """From now on, record what each release of the cuBLAS workspaces frees, as owners of memory.
-
-    Args:
-        hooks: registry of the changes to PyTorch.
-        book: gives the moment of a release.
-        history: asked before and after a release for the allocations that are alive.
-        owners: to which the workspaces are added.
-    """
+    """From now on, record what each release of the cuBLAS workspaces frees, as owners of memory."""
 
     def around(release: Callable[[], None]) -> None:
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from memfit.ghost.values.known_values import storage_start
-from memfit.patching.after_import import after_import
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.recording.label_running_modules import tensors_in
@@ -50,11 +49,7 @@ class GatheredParameters:
 
     def watch(self, hooks: InstalledHooks) -> None:
         """Note what FSDP gathers from now on."""
-
-        def follow() -> None:
-            hooks.wrap(_FSDP, "init_unsharded_param", self._note)
-
-        hooks.on_removal(after_import("torch.distributed.fsdp._fully_shard._fsdp_param", follow))
+        hooks.wrap_when_imported(_FSDP, init_unsharded_param=self._note)
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Return whether a parameter is a gathered one."""
@@ -66,6 +61,14 @@ class GatheredParameters:
         self._gathered[id(gathered)] = gathered
 
 
+_OF_SCALER = {
+    "_scale": "loss scale",
+    "_growth_tracker": "loss scale growth tracker",
+    "_per_optimizer_states": "found_inf flag",
+}
+"""Attributes of a gradient scaler, unless it is disabled, and what they hold."""
+_PASSED_ON = {"grad_scale": "loss scale", "found_inf": "found_inf flag"}
+"""The same of an optimizer that unscales by itself."""
 NO_TENSOR = -1
 """The index of a tensor that is not described."""
 
@@ -169,22 +172,14 @@ class MemoryOwners:
             ),
         )
 
-    def record_scaler(self, serial: int, scaler: torch.amp.GradScaler) -> None:
-        """Record the tensors of a gradient scaler."""
-        tensors = (
-            ("loss scale", getattr(scaler, "_scale", None)),  # a disabled scaler has none
-            ("loss scale growth tracker", getattr(scaler, "_growth_tracker", None)),
-            ("found_inf flag", getattr(scaler, "_per_optimizer_states", None)),
+    def record_loss_scale(self, serial: int, holder: torch.amp.GradScaler | Optimizer) -> None:
+        """Record the tensors of a gradient scaler, or those that an optimizer that unscales by itself got."""
+        named = (
+            NamedTensor(tensor, TensorName(name))
+            for attribute, name in (_PASSED_ON if isinstance(holder, Optimizer) else _OF_SCALER).items()
+            for tensor in tensors_in(getattr(holder, attribute, None))
         )
-        self._record_buffers(serial, tensors)
-
-    def record_scale_passed_to(self, serial: int, optimizer: Optimizer) -> None:
-        """Record the tensors that a gradient scaler has passed to an optimizer that unscales by itself."""
-        tensors = (
-            ("loss scale", getattr(optimizer, "grad_scale", None)),
-            ("found_inf flag", getattr(optimizer, "found_inf", None)),
-        )
-        self._record_buffers(serial, tensors)
+        self._record(serial, Category.BUFFER, named)
 
     def record_arguments(self, serial: int, arguments: Iterable[object]) -> None:
         """Record the tensors that an outermost module is called with, unless a graph computed them.
@@ -299,13 +294,6 @@ class MemoryOwners:
                 rows.extend((address, self._index_of(describe(tensors)), 0, 0))
         self.snapshots.append(OwnerSnapshot(serial, category, rows))
 
-    def _record_buffers(self, serial: int, tensors: Iterable[tuple[str, object]]) -> None:
-        """Record the tensors of a gradient scaler, however nested, under the names given."""
-        named = (
-            NamedTensor(tensor, TensorName(name)) for name, value in tensors for tensor in tensors_in(value)
-        )
-        self._record(serial, Category.BUFFER, named)
-
     def _named(self, tensor: torch.Tensor) -> NamedTensor:
         return NamedTensor(tensor, self._names.of(tensor))
 
@@ -316,12 +304,6 @@ class MemoryOwners:
 def addresses_of(tensors: Iterable[torch.Tensor]) -> set[int]:
     """Return the addresses of the GPU memory that some tensors use."""
     return {address for tensor in tensors for _, address, _ in _memory(tensor)}
-
-
-def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """Yield the parameters that an optimizer updates."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def _is_traced() -> bool:
@@ -376,14 +358,10 @@ def find_live_objects() -> LiveObjects:
             optimizers.append(candidate)
         elif issubclass(kind, torch.Tensor) and not issubclass(kind, FakeTensor):  # fake: without memory
             tensors.append(candidate)
-    children = {id(child) for module in modules for child in _children(module)}
+    # A module under construction, before super().__init__(), has no _modules.
+    children = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
     with torch._C.DisableTorchFunctionSubclass():  # run no code of tensor subclasses
         differentiable = tuple(tensor for tensor in tensors if tensor.grad_fn is not None)
         others = tuple(tensor for tensor in tensors if tensor.grad_fn is None)
     roots = tuple(module for module in modules if id(module) not in children)
     return LiveObjects(roots, tuple(optimizers), differentiable, others)
-
-
-def _children(module: torch.nn.Module) -> tuple[torch.nn.Module | None, ...]:
-    # A module under construction, before super().__init__(), has no _modules.
-    return tuple(vars(module).get("_modules", {}).values())

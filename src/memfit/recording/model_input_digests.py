@@ -18,7 +18,6 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from memfit.dispatch_modes import without_dispatch_modes
-from memfit.patching.after_import import after_import
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.recording.tensor_storage import storage_of
@@ -80,11 +79,7 @@ class FedSampleRecorder:
             for name in patch.names:
                 hooks.wrap(patch, name, self._copy)
         hooks.wrap(_MODULE, "_apply", self._move_model)
-
-        def follow_loaders() -> None:
-            hooks.wrap(_LOADER_ITERATOR, "_next_index", self._draw)
-
-        hooks.on_removal(after_import("torch.utils.data.dataloader", follow_loaders))
+        hooks.wrap_when_imported(_LOADER_ITERATOR, _next_index=self._draw)
 
     def found(self) -> StepInputs:
         """Return what has been recorded."""

@@ -1,13 +1,19 @@
 """Names of modules: their paths in ``named_modules`` of the outermost module, without wrappers."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
+from memfit.patching.installed_hooks import InstalledHooks
+from memfit.patching.patches import Patch
 from memfit.records import EventLabel, TensorInfo
+
+_MODULE = Patch("torch.nn.modules.module:Module", "__setstate__", why="name the modules of copied models")
 
 _WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Attributes in which wrappers keep the module that they wrap; a wrapper and its module share one name.
@@ -37,38 +43,46 @@ class ModuleNames:
     """
 
     def __init__(self) -> None:
-        self._places: dict[int, tuple[weakref.ref[Any], tuple[_Place, ...]]] = {}
+        self._places: MutableMapping[Any, tuple[_Place, ...]] = WeakIdKeyDictionary()
+        self.learnt = 0
+        """How often a module was registered or copied, or found in another."""
+
+    def follow(self, hooks: InstalledHooks) -> None:
+        """Learn each module that is registered, copied or unpickled from now on."""
+        hooks.add(register_module_module_registration_hook(self.learn))
+        hooks.call_after(_MODULE, "__setstate__", self.learn_copy)
 
     def learn(self, parent: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
         """Record that ``parent.name`` is ``child``. Of several such places, see ``_parent``."""
+        self.learnt += 1
         if child is not None:
-            earlier = self._places[id(child)][1] if self._knows(child) else ()
-            living = (place for place in earlier if place[0]() is not None)
-            self._places[id(child)] = (weakref.ref(child), (*living, (weakref.ref(parent), name)))
+            living = (place for place in self._places.get(child, ()) if place[0]() is not None)
+            self._places[child] = (*living, (weakref.ref(parent), name))
 
     def adopt(self, root: torch.nn.Module) -> None:
         """Learn a whole tree whose registrations were not seen."""
-        self._places.setdefault(id(root), (weakref.ref(root), ()))
+        self._places.setdefault(root, ())
         for parent in root.modules():
             for name, child in parent._modules.items():  # children() skips shared modules
-                if child is not None and not self._knows(child):
+                if child is not None and child not in self._places:
                     self.learn(parent, name, child)
 
     def learn_copy(self, parent: torch.nn.Module) -> None:
         """Learn a module that was just copied or unpickled, after its children."""
-        self._places[id(parent)] = (weakref.ref(parent), ())
+        self.learnt += 1
+        self._places[parent] = ()
         for name, child in getattr(parent, "_modules", {}).items():
             self.learn(parent, name, child)
 
     def outermost(self) -> set[torch.nn.Module]:
         """Return the known live modules that have no parent."""
-        parents = (parent() for _, places in self._places.values() for parent, _ in places)
-        known = {module() for module, _ in self._places.values()}.union(parents)
-        return {module for module in known if module is not None and self._parent(module)[0] is None}
+        parents = (parent() for places in self._places.values() for parent, _ in places)
+        known = {*self._places, *parents} - {None}
+        return {module for module in known if self._parent(module)[0] is None}
 
     def full_name(self, module: torch.nn.Module) -> str:
         """Return the outermost parent's class and the dotted path below it: ``GPT.blocks.0.mlp``."""
-        if not self._knows(module):
+        if module not in self._places:
             self.adopt(module)
         names: list[str] = []
         seen: set[int] = set()
@@ -94,16 +108,11 @@ class ModuleNames:
 
     def _parents(self, module: torch.nn.Module) -> Iterator[tuple[Any, str]]:
         """Yield the modules that a module is registered in, and its name in each."""
-        if self._knows(module):  # otherwise the entry may be of a deleted module with the same address
-            for ref, name in self._places[id(module)][1]:
-                parent = ref()
-                children = getattr(parent, "_modules", {})
-                if name in children and children[name] is module:
-                    yield parent, name
-
-    def _knows(self, module: torch.nn.Module) -> bool:
-        entry = self._places.get(id(module))
-        return entry is not None and entry[0]() is module
+        for ref, name in self._places.get(module, ()):
+            parent = ref()
+            children = getattr(parent, "_modules", {})
+            if name in children and children[name] is module:
+                yield parent, name
 
 
 def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:

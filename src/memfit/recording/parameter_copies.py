@@ -17,7 +17,8 @@ import torch
 from torch.optim import Optimizer
 
 from memfit.recording.label_running_modules import tensors_in
-from memfit.recording.memory_owners import MemoryOwners, addresses_of, find_live_objects, parameters_of
+from memfit.recording.memory_owners import MemoryOwners, addresses_of, find_live_objects
+from memfit.recording.optimizer_accessors import parameters_of
 from memfit.recording.tensor_names import local_piece
 
 

@@ -15,10 +15,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.optim import Optimizer
 
-from memfit.ghost.runtime_bindings import Ghost, WorkspaceUse
+from memfit.ghost.runtime_bindings import Ghost
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.recording.allocating_functions import functions_of_events
 from memfit.recording.allocator_history import AllocatorHistory
@@ -40,12 +42,13 @@ from memfit.recording.memory_calls import (
     record_released_workspaces,
     release_cublas_workspaces,
 )
-from memfit.recording.memory_owners import MemoryOwners, find_live_objects, parameters_of
+from memfit.recording.memory_owners import MemoryOwners, find_live_objects
 from memfit.recording.module_names import short_names
+from memfit.recording.optimizer_accessors import parameters_of
 from memfit.recording.parameter_copies import ParameterCopies
 from memfit.recording.run_stage_marks import RunStageMarks
 from memfit.recording.training_steps import StepTracker
-from memfit.records import DeviceUse, MarkKind, Note, Phase, Provenance, ScriptEnd, Trace
+from memfit.records import DeviceUse, Events, MarkKind, Note, Phase, Provenance, ScriptEnd, Trace
 from memfit.trace.history_columns import history_columns, pool_ids
 from memfit.trace.snapshot import segments_at_end
 from memfit.trace.stack_table import StackTable
@@ -110,17 +113,12 @@ class Recorder:
         self._modules = ModuleHooks(
             self.book,
             self._stacks,
-            in_backward=lambda: self.steps.in_backward,
+            self.steps,
             on_root=self._enter_root,
-            after_root=self.steps.enter,
             backward=not live,
         )
         self._compiled = CompiledCode(
-            self.book,
-            self._hooks,
-            self.steps,
-            self._modules if labels else None,
-            record_parameters=self._record_parameters,
+            self.book, self._hooks, self.steps, self._modules if labels else None, self._owners
         )
 
     # -- before the script: watching starts ---------------------------------------------------
@@ -166,7 +164,8 @@ class Recorder:
     def _before_backward(self, roots: Iterable[object]) -> None:
         if self._inspects_while_running:
             self._owners.record_graph(self.book.moment(), roots, by_hand=not self.steps.optimizers)
-            self._modules.claim_loss(roots, sys._getframe(1))
+            # What no module has claimed, between the model's output and backward().
+            self._modules.claim(roots, since=0, module="", caller=sys._getframe(1))
         elif self._with_labels:
             self._modules.label_backward(roots)
         self._owners.record_backward()
@@ -177,12 +176,12 @@ class Recorder:
 
     def _before_scaled(self, scaler: torch.amp.GradScaler) -> None:
         if self._inspects_while_running:
-            self._owners.record_scaler(self.book.moment(), scaler)
+            self._owners.record_loss_scale(self.book.moment(), scaler)
 
     def _before_optimizer(self, optimizer: Optimizer) -> None:
         if self._inspects_while_running:
             parameters, moment = list(parameters_of(optimizer)), self.book.moment()
-            self._owners.record_scale_passed_to(moment, optimizer)
+            self._owners.record_loss_scale(moment, optimizer)
             self._owners.record_gradients(moment, parameters)
             self._owners.record_parameters(moment, parameters)
             if self.steps.completed == 1 and not self._inspected_models:  # while the loop's locals exist
@@ -193,9 +192,6 @@ class Recorder:
         if self._inspects_while_running:
             self._owners.record_optimizer_state(self.book.moment(), optimizer)
             self._copies.after_first_step(self._roots)
-
-    def _record_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
-        self._owners.record_parameters(self.book.moment(), parameters)
 
     def _record_modules(self, modules: Iterable[torch.nn.Module]) -> None:
         named: dict[torch.nn.Module, str] = {}
@@ -286,15 +282,7 @@ class Recorder:
         name_autocast_copies(events, self.book)
         events = infer_forwards(events, self.book)
         labels, tensors = short_names(tuple(self.book.labels), tuple(self._owners.tensors))
-        reported = self._ghost.reported_workspaces() if self._ghost is not None else set()
-        missed, saved = mark_workspaces(events, serials, self._workspace_uses(), reported)
-        if self._ghost is not None:
-            mark_failed_workspaces(events, serials, reported, self._ghost.plans_without_workspace())
-        if missed:
-            text = (
-                "library workspaces were not found in the allocator history, so they count as other memory."
-            )
-            self.note(Provenance.ASSUMED, f"{missed} {text}", sizes=True)
+        saved = self._mark_workspaces(events, serials)
         return Trace(
             events=events,
             labels=labels,
@@ -309,11 +297,25 @@ class Recorder:
             versions=versions,
             command=command,
             notes=tuple(
-                replace(note, activations=note.workspaces and len(saved) > 0) for note in self._notes.values()
+                replace(note, activations=note.workspaces and saved) for note in self._notes.values()
             ),
             pools=pool_ids(history, snapshot["segments"]),
             tensors=tensors,
         )
+
+    def _mark_workspaces(self, events: Events, serials: npt.NDArray[np.int32]) -> bool:
+        """Mark the workspaces in the ghost's log; return whether a graph has saved one."""
+        if self._ghost is None:
+            return False
+        reported = self._ghost.reported_workspaces()
+        missed, saved = mark_workspaces(events, serials, self._ghost.workspace_uses(), reported)
+        mark_failed_workspaces(events, serials, reported, self._ghost.plans_without_workspace())
+        if missed:
+            text = (
+                "library workspaces were not found in the allocator history, so they count as other memory."
+            )
+            self.note(Provenance.ASSUMED, f"{missed} {text}", sizes=True)
+        return len(saved) > 0
 
     def _inspect_objects(self) -> None:
         """Inspect the objects that were met during the run, or all live ones if the run is live."""
@@ -377,9 +379,6 @@ class Recorder:
             for name, value in torch.cuda.memory_stats(index).items()
             if isinstance(value, int) and not (self._live and name.endswith(".peak"))
         }
-
-    def _workspace_uses(self) -> list[WorkspaceUse]:
-        return self._ghost.workspace_uses() if self._ghost is not None else []
 
     def remove(self) -> None:
         """Stop watching, and leave PyTorch as it was before."""

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.nn.modules.module import _global_forward_pre_hooks, register_module_forward_pre_hook
 
-from memfit.patching.after_import import after_import
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.recording.event_labels import LabelBook
@@ -66,12 +65,7 @@ class RunStageMarks:
         hooks.wrap(_OPTIMIZER, "state_dict", self._make_state)
         hooks.wrap(_FILES, "save", self._save)
         hooks.wrap(_FILES, "load", self._load)
-
-        def hook_safetensors() -> None:
-            hooks.wrap(_SAFETENSORS, "save_file", self._save)
-            hooks.wrap(_SAFETENSORS, "load_file", self._load)
-
-        hooks.on_removal(after_import(_SAFETENSORS.owner, hook_safetensors))
+        hooks.wrap_when_imported(_SAFETENSORS, save_file=self._save, load_file=self._load)
         if not self._labelled:
             forwards = NextForward(lambda: self._steps.in_backward, self._enter_unlabelled_root)
             forwards.install(hooks, self._book)
@@ -179,21 +173,14 @@ class NextForward:
     def __init__(self, in_backward: Callable[[], bool], on_root: Callable[[torch.nn.Module], bool]) -> None:
         self._in_backward, self._on_root = in_backward, on_root
         self._hooks: InstalledHooks
-        self._table: dict[int, Any] = {}
-        self._key = -1
+        self._key = -1  # in PyTorch's table
         self._awaited = False
 
     def install(self, hooks: InstalledHooks, book: LabelBook) -> None:
-        """Notice forwards from now on.
-
-        Args:
-            hooks: registry of the changes to PyTorch.
-            book: holds the marks.
-        """
+        """Notice forwards from now on."""
         handle = register_module_forward_pre_hook(self._enter)
         hooks.add(handle)
-        self._hooks, self._table, self._key = hooks, _global_forward_pre_hooks, handle.id
-        self._awaited = True
+        self._hooks, self._key, self._awaited = hooks, handle.id, True
         book.listeners.append(self._after_mark)
 
     def _after_mark(self, kind: MarkKind, _index: int) -> None:
@@ -203,18 +190,18 @@ class NextForward:
     def _await(self) -> None:
         self._awaited = True
         if not (self._hooks.are_suspended or self._hooks.removed):  # resuming puts it back
-            self._table[self._key] = self._enter
+            _global_forward_pre_hooks[self._key] = self._enter
 
     def _enter(self, module: torch.nn.Module, _arguments: tuple[object, ...]) -> None:
         if torch.compiler.is_compiling() or self._in_backward():
             return
         if not self._awaited:  # it was suspended meanwhile, and put back
-            self._table.pop(self._key, None)
+            _global_forward_pre_hooks.pop(self._key, None)
             return
         if next(module.parameters(), None) is None:
             return
         self._awaited = False
-        self._table.pop(self._key, None)
+        _global_forward_pre_hooks.pop(self._key, None)
         if self._on_root(module):
             self._await_after(module)
 

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memfit.patching.after_import import after_import
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.recording.label_running_modules import ACCUMULATE, CLAIMED, tensors_in
@@ -59,18 +58,8 @@ class SavedTensorInfo(NamedTuple):
     """Whether autocast was on when the module that made the copy returned."""
 
 
-def saved_for_backward(roots: Iterable[object]) -> Iterator[SavedTensorInfo]:
-    """Yield the tensors saved in the graph of some tensors, each as often as it was saved.
-
-    Args:
-        roots: tensors, however nested: the roots of a backward pass.
-    """
-    for node in nodes_of(roots):
-        yield from saved_by(node)
-
-
 def nodes_of(roots: Iterable[object]) -> Iterator[Any]:
-    """Yield the nodes of the graph of some tensors."""
+    """Yield the nodes of the graph of some tensors, however nested: the roots of a backward pass."""
     nodes: list[Any] = [tensor.grad_fn for tensor in tensors_in(roots) if tensor.grad_fn is not None]
     seen = set(nodes)
     while nodes:
@@ -94,8 +83,7 @@ class Checkpoints:
 
     def watch(self, hooks: InstalledHooks) -> None:
         """From now on, track each checkpoint until its backward."""
-        stop_waiting = after_import("torch.utils.checkpoint", functools.partial(self._wrap, hooks))
-        hooks.on_removal(stop_waiting)
+        hooks.wrap_when_imported(_CHECKPOINT, __init__=self._build)
 
     def inputs(self) -> Iterator[SavedTensorInfo]:
         """Yield the inputs that checkpoints keep until their backward."""
@@ -109,12 +97,9 @@ class Checkpoints:
                     tensor, "input of a checkpoint", op, not op, now, None, by_autocast=False
                 )
 
-    def _wrap(self, hooks: InstalledHooks) -> None:
-        def build(original: Callable[..., None], frame: Any, *args: Any, **options: Any) -> None:
-            original(frame, *args, **options)
-            self._frames.add(frame)
-
-        hooks.wrap(_CHECKPOINT, "__init__", build)
+    def _build(self, original: Callable[..., None], frame: Any, *args: Any, **options: Any) -> None:
+        original(frame, *args, **options)
+        self._frames.add(frame)
 
 
 def leaves_of(nodes: Iterable[Any]) -> Iterator[torch.Tensor]:

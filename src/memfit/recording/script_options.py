@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
-from memfit.patching.after_import import after_import
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.records import ScriptOption, ScriptOptionPurpose
@@ -63,19 +62,13 @@ class ScriptOptions:
 
     def install(self) -> None:
         """Follow the parsers that the script imports."""
-        after_import("argparse", self._follow_argparse)
-        after_import("click.core", self._follow_click)
+        # parse_args and the parsers of transformers, which derive from this class, end up here.
+        self._hooks.wrap_when_imported(_ARGPARSE, parse_known_args=self._argparse)
+        self._hooks.wrap_when_imported(_CLICK, parse_args=self._click)
 
     def found(self) -> tuple[ScriptOption, ...]:
         """Return the options in the order of the table."""
         return tuple(self._found[name] for name in sorted(self._found, key=_RANK.__getitem__))
-
-    def _follow_argparse(self) -> None:
-        # parse_args and the parsers of transformers, which derive from this class, end up here.
-        self._hooks.wrap(_ARGPARSE, "parse_known_args", self._argparse)
-
-    def _follow_click(self) -> None:
-        self._hooks.wrap(_CLICK, "parse_args", self._click)
 
     def _argparse(self, original: Callable[..., Any], parser: Any, args: Any = None, *more: Any) -> Any:
         given = None if args is None else list(args)

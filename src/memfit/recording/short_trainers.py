@@ -7,10 +7,8 @@ at least once in the shorter run. Loaders are shortened by ``data_loaders.py``.
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-from memfit.patching.after_import import after_import
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.records import Shortened
@@ -18,15 +16,14 @@ from memfit.records import Shortened
 EPOCHS = 2
 """Epochs at most: the second shows what the first leaves behind. Steps at most are those of as many passes
 over a shortened loader. A run that resumes has as many more."""
-_STATE, _TRAINER = "transformers.trainer_callback", "transformers.trainer"
 _TRAINER_STATE = Patch(
-    f"{_STATE}:TrainerState",
+    "transformers.trainer_callback:TrainerState",
     *("compute_steps", "load_from_json"),
     why="shorten training that is counted in steps",
     optional="some versions of transformers",
 )
 _TRAIN = Patch(
-    f"{_TRAINER}:Trainer",
+    "transformers.trainer:Trainer",
     "train",
     why="shorten training that is counted in steps or epochs",
     optional="some versions of transformers",
@@ -65,13 +62,12 @@ class ShortTrainers:
 
     def install(self) -> None:
         """Shorten loops as soon as the script has imported a trainer."""
-        after_import(_STATE, self._hook_state)
-        after_import(_TRAINER, lambda: self._hooks.wrap(_TRAIN, "train", self._train))
+        self._hooks.wrap_when_imported(
+            _TRAINER_STATE, compute_steps=self._compute_steps, load_from_json=self._load_state
+        )
+        self._hooks.wrap_when_imported(_TRAIN, train=self._train)
         for trainer in _LIGHTNING:
-            after_import(
-                trainer.owner.partition(":")[0],
-                partial(self._hooks.wrap, trainer, "_run_stage", self._run_stage),
-            )
+            self._hooks.wrap_when_imported(trainer, _run_stage=self._run_stage)
 
     def _lower(self, holder: Any, attribute: str, most: int, option: str) -> None:
         """Lower an attribute, unless it is unset or no greater; ``option`` is its name for the user."""
@@ -81,10 +77,6 @@ class ShortTrainers:
             self._found[Shortened(option, most, math.ceil(value))] = None
 
     # -- transformers -------------------------------------------------------------------------
-
-    def _hook_state(self) -> None:
-        self._hooks.wrap(_TRAINER_STATE, "compute_steps", self._compute_steps)
-        self._hooks.wrap(_TRAINER_STATE, "load_from_json", self._load_state)
 
     def _train(
         self,

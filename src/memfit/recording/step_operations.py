@@ -11,8 +11,9 @@ import sys
 import time
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from memfit.random_state import generator_positions
-from memfit.recording.combined_dimensions import mixed_sizes
 from memfit.recording.dispatched_operations import DispatchedOperations
 from memfit.recording.tensor_storage import storage_of
 from memfit.records.step_operations import ModuleCall, Operation, StepOperations
@@ -53,14 +53,16 @@ class StepOperationRecorder:
         self._path = path
         self._storages = _Storages(model, left or {})
         self._is_first = left is None
-        self._memory = _memory_of(model, self._storages)
-        self._calls: list[_OpenCall] = []
+        self._memory = _AllocatedBytes(model, self._storages)
+        self._calls: list[ModuleCall] = []
         self._open: list[int] = []
         self._forward: list[Operation] = []
         self._backward: list[Operation] = []
         self._saved_storages: list[int] = []
         self._saved_at: list[int] = []
         self._saved_by: list[int] = []
+        self._saved_in: list[int] = []  # the innermost call
+        self._last_saved = 0  # operations of the forward before it
         self._sequence: list[int] = []  # autograd's number after each operation of the forward
         self._hooks = ExitStack()
         self.left: LeftStorages = {}
@@ -85,7 +87,7 @@ class StepOperationRecorder:
         self._hooks.close()
         step = StepOperations(
             tuple(self._storages.bytes),
-            tuple(call.finished() for call in self._calls),
+            tuple(self._calls),
             tuple(self._forward),
             tuple(self._backward),
             tuple(self._saved_storages),
@@ -110,21 +112,24 @@ class StepOperationRecorder:
             self._storages.add_lasting(passed, but_seen=bool(self._calls))
         parent = self._open[-1] if self._open else -1
         self._open.append(len(self._calls))
-        self._calls.append(
-            _OpenCall(
-                path,
-                kind,
-                parent,
-                len(self._forward),
-                self._storages.of(passed),
-                len(self._saved_storages),
-            )
-        )
+        reads, now, saved = self._storages.of(passed), len(self._forward), len(self._saved_storages)
+        self._calls.append(ModuleCall(path, kind, parent, now, now, reads, (), saved, saved, now))
 
     def _leave(self, *_: Any) -> None:
-        if not _in_backward() and self._open:
-            call = self._calls[self._open.pop()]
-            call.end, call.end_save = len(self._forward), len(self._saved_storages)
+        if _in_backward() or not self._open:
+            return
+        number = self._open.pop()
+        call, end_save = self._calls[number], len(self._saved_storages)
+        inside = range(call.first_save, end_save)
+        self._calls[number] = replace(
+            call,
+            end=len(self._forward),
+            saves=tuple(
+                dict.fromkeys(self._saved_storages[at] for at in inside if self._saved_in[at] == number)
+            ),
+            end_save=end_save,
+            last_saved=max(call.first, self._last_saved),
+        )
 
     def _saved(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._open and not _in_backward():
@@ -134,9 +139,8 @@ class StepOperationRecorder:
             # Autograd makes a node and saves arguments before an operation runs, and results after it.
             is_result = self._sequence and self._sequence[-1] == torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
             self._saved_by += [len(self._forward) - bool(is_result)] * len(storages)
-            self._calls[self._open[-1]].saves.update(dict.fromkeys(storages))
-            for call in self._open:
-                self._calls[call].last_saved = len(self._forward)
+            self._saved_in += [self._open[-1]] * len(storages)
+            self._last_saved = len(self._forward)
         # A result refers to the node that is to keep it: without a backward, neither would ever be freed.
         return tensor if tensor.is_leaf else tensor.detach()
 
@@ -171,7 +175,7 @@ class StepOperationRecorder:
                 allocated=self._memory.highest(),
                 sums=_sums(operation, args, kwargs),
                 factor=_factor(operation, args),
-                mixed=mixed_sizes(operation, args, kwargs),
+                mixed=_mixed_sizes(operation, args, kwargs),
             )
         )
         if not in_backward:
@@ -194,32 +198,6 @@ def made_of_samples(step: StepOperations) -> set[int]:
         if not samples.isdisjoint(operation.reads) or not made.isdisjoint(operation.reads):
             made.update(operation.creates, operation.writes)
     return made
-
-
-class _OpenCall:
-    """A ``ModuleCall`` in the making."""
-
-    def __init__(
-        self, path: str, kind: str, parent: int, first: int, reads: tuple[int, ...], first_save: int
-    ) -> None:
-        self._path, self._kind, self._parent, self._first, self._reads = path, kind, parent, first, reads
-        self._first_save = self.end_save = first_save
-        self.end = self.last_saved = first
-        self.saves: dict[int, None] = {}
-
-    def finished(self) -> ModuleCall:
-        return ModuleCall(
-            self._path,
-            self._kind,
-            self._parent,
-            self._first,
-            self.end,
-            self._reads,
-            tuple(self.saves),
-            self._first_save,
-            self.end_save,
-            self.last_saved,
-        )
 
 
 class _Storages:
@@ -275,50 +253,40 @@ class _Storages:
         self.alive_bytes -= self.bytes[self._alive.pop(address)[1]]
 
 
-class _CudaBytes:
-    """What PyTorch's caching allocator says."""
+class _AllocatedBytes:
+    """What is allocated since ``start``: of PyTorch's caching allocator if the model is on the GPU.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device.index if device.index is not None else torch.cuda.current_device()
+    Elsewhere, of the storages that are alive: an operation's own scratch memory is not known.
+    """
+
+    def __init__(self, model: nn.Module, storages: _Storages) -> None:
+        self._storages = storages
+        device = next((each.device for each in model.parameters()), torch.device("cpu"))
+        self._device: int | None = None
+        if device.type == "cuda":
+            self._device = device.index if device.index is not None else torch.cuda.current_device()
+        self._base = 0
 
     def start(self) -> None:
-        self._base = self._allocated("current")
+        self._base = self._counted("current")
 
     def before(self) -> None:
-        torch._C._cuda_resetPeakMemoryStats(self._device)
+        if self._device is not None:
+            torch._C._cuda_resetPeakMemoryStats(self._device)
 
     def highest(self) -> int:
-        return self._allocated("peak") - self._base
+        return self._storages.alive_bytes if self._device is None else self._counted("peak") - self._base
 
-    def _allocated(self, moment: str) -> int:
+    def _counted(self, moment: str) -> int:
+        if self._device is None:
+            return 0
         stats = torch._C._cuda_memoryStats(self._device)
         return int(stats["allocated_bytes"]["all"][moment])
 
 
-class _StorageBytes:
-    """The bytes of the storages that are alive: an operation's own scratch memory is not known."""
-
-    def __init__(self, storages: _Storages) -> None:
-        self._storages = storages
-
-    def start(self) -> None:
-        pass
-
-    def before(self) -> None:
-        pass
-
-    def highest(self) -> int:
-        return self._storages.alive_bytes
-
-
-def _memory_of(model: nn.Module, storages: _Storages) -> _CudaBytes | _StorageBytes:
-    device = next((each.device for each in model.parameters()), torch.device("cpu"))
-    return _CudaBytes(device) if device.type == "cuda" else _StorageBytes(storages)
-
-
 def _sums(operation: Any, args: Any, kwargs: Any) -> bool:
     """Return whether an operation is a loss with ``reduction="sum"``, which is 2 for PyTorch's operations."""
-    place = _place_of_reduction(operation)
+    place = _place_of(operation, "reduction")
     given = args[place] if 0 <= place < len(args) else kwargs.get("reduction")
     return place >= 0 and given == _SUM
 
@@ -331,9 +299,10 @@ def _factor(operation: Any, args: Any) -> float:
 
 
 @functools.cache
-def _place_of_reduction(operation: Any) -> int:
-    names = [each.name for each in operation._schema.arguments]
-    return names.index("reduction") if "reduction" in names else -1
+def _place_of(operation: Any, *names: str) -> int:
+    """Return the position of an operation's first argument with one of some names; -1 if there is none."""
+    arguments = operation._schema.arguments
+    return next((place for place, argument in enumerate(arguments) if argument.name in names), -1)
 
 
 def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -349,3 +318,69 @@ def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+_Sizes = Callable[[tuple[Any, ...]], tuple[int, ...]]
+
+
+def _mixed_sizes(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the sizes along which an operation combines elements although its results keep them, if known.
+
+    Where such a size depends on the batch, samples are combined: nn.Transformer attends along the first
+    dimension by default, and so along the samples of a batch that comes first.
+
+    >>> _mixed_sizes(torch.ops.aten._softmax.default, (torch.ones(3, 5), 1, False), {})
+    (5,)
+    """
+    name = operation._overloadpacket.__name__
+    if name not in _ALONG_DIMENSIONS:
+        sizes = _SIZES.get(name)
+        return () if sizes is None else sizes(args)
+    place = _place_of(operation, "dim", "dims")
+    if place < 0 or not args[0].ndim:
+        return ()
+    argument = operation._schema.arguments[place]
+    given = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
+    some = [given] if isinstance(given, int) else given or range(args[0].ndim)
+    return tuple(args[0].shape[each] for each in some)
+
+
+def _last_of(count: int) -> _Sizes:
+    """Of operations over the last dimensions of a tensor."""
+    return lambda args: tuple(args[0].shape[-count:])
+
+
+def _attended(args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Of query and key: (batch, heads, sequence, width)."""
+    return (*args[0].shape[2:], args[1].shape[2])
+
+
+def _attended_first(args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Of query and key: (batch, sequence, heads, width)."""
+    return (args[0].shape[1], args[1].shape[1])
+
+
+_ALONG_DIMENSIONS = {
+    *("_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"),
+    *("sort", "argsort", "topk", "flip", "roll"),
+}
+_SIZES: dict[str, _Sizes] = {
+    **dict.fromkeys(
+        ("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"), _attended
+    ),
+    **dict.fromkeys(
+        ("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable"), _attended
+    ),
+    "_scaled_dot_product_flash_attention_for_cpu": _attended,
+    **dict.fromkeys(("_flash_attention_forward", "_efficient_attention_forward"), _attended_first),
+    "convolution": lambda args: tuple(args[0].shape[1:]),
+    "native_layer_norm": lambda args: tuple(args[1]),
+    "_fused_rms_norm": lambda args: tuple(args[1]),
+    "native_group_norm": lambda args: (args[4], args[5]),
+    # Source: _cudnn_rnn and mkldnn_rnn_layer in aten/src/ATen/native/native_functions.yaml, PyTorch 2.14.1.
+    "_cudnn_rnn": lambda args: (args[0].shape[int(bool(args[10]))],),
+    "mkldnn_rnn_layer": lambda args: (args[0].shape[int(bool(args[14]))],),
+    **dict.fromkeys(("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d"), _last_of(2)),
+    **dict.fromkeys(("upsample_nearest2d", "upsample_bilinear2d"), _last_of(2)),
+}
+"""By other operations: the sizes, from their arguments."""

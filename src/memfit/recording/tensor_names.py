@@ -9,7 +9,7 @@ For a tensor that is sharded over ranks, the memory is that of this rank's piece
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -19,22 +19,16 @@ import torch
 from memfit.recording.module_names import without_wrappers
 from memfit.records import TensorInfo
 
-_ROWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "crow_indices": torch.Tensor.crow_indices,
-    "col_indices": torch.Tensor.col_indices,
+_ROWS = ("crow_indices", "col_indices", "values")
+_COLUMNS = ("ccol_indices", "row_indices", "values")
+_SPARSE = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _ROWS,
+    torch.sparse_bsr: _ROWS,
+    torch.sparse_csc: _COLUMNS,
+    torch.sparse_bsc: _COLUMNS,
 }
-_COLUMNS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "ccol_indices": torch.Tensor.ccol_indices,
-    "row_indices": torch.Tensor.row_indices,
-}
-_VALUES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"values": torch.Tensor.values}
-_SPARSE: dict[torch.layout, dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
-    torch.sparse_coo: {"indices": torch.Tensor._indices, "values": torch.Tensor._values},
-    torch.sparse_csr: _ROWS | _VALUES,
-    torch.sparse_bsr: _ROWS | _VALUES,
-    torch.sparse_csc: _COLUMNS | _VALUES,
-    torch.sparse_bsc: _COLUMNS | _VALUES,
-}
+"""Methods that return the parts of a sparse tensor."""
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
@@ -99,8 +93,8 @@ def parts(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     here = local_piece(tensor)
     if here.layout is torch.strided:
         yield "", here
-    for name, part in _SPARSE.get(here.layout, {}).items():
-        yield name, part(here)
+    for method in _SPARSE.get(here.layout, ()):
+        yield method.lstrip("_"), getattr(torch.Tensor, method)(here)
     if type(here) not in _PLAIN:
         yield from _wrapped(here)
         yield from _quantisation_state(here)

@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from traceback import walk_stack
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -117,13 +118,14 @@ class StepTracker:
         self._number: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._next_number = itertools.count()
         self._stepping: dict[int, tuple[int, int]] = {}  # thread -> labels before and in an optimizer's step
-        self._backwards = 0
         self._backward_depth = 0
         self._backward_called = False  # inside torch.autograd.backward or grad
         self._tracing: set[int] = set()  # threads on which a compiler traces
         self.deadline: float | None = None
         """Of ``time.monotonic``, after which the script is ended in any case; None for none."""
         self.forwards = 0
+        self.backwards = 0
+        """Outermost backward passes that have ended."""
         self.completed = 0
         """Training steps completed."""
 
@@ -133,25 +135,16 @@ class StepTracker:
         return self._backward_depth > 0
 
     @property
-    def backwards(self) -> int:
-        """Outermost backward passes that have ended."""
-        return self._backwards
-
-    @property
     def optimizers(self) -> tuple[Optimizer, ...]:
         """The optimizers that exist now."""
         return tuple(self._last_round)
 
     def install(self, hooks: InstalledHooks) -> None:
-        """Hook the optimizers, backward passes and gradient scalers of this process.
-
-        Args:
-            hooks: registry of the changes to PyTorch.
-        """
+        """Hook the optimizers, backward passes and gradient scalers of this process."""
         hooks.add(register_optimizer_step_pre_hook(lambda optimizer, *_: self.enter_optimizer(optimizer)))
         hooks.add(register_optimizer_step_post_hook(lambda optimizer, *_: self.leave_optimizer(optimizer)))
         self._captures.install(hooks, self._book.mark)
-        hooks.wrap(_OPTIMIZER, "__init__", self._create_optimizer)
+        hooks.call_after(_OPTIMIZER, "__init__", self._note_optimizer)
         for name in _AUTOGRAD.names:
             hooks.wrap(_AUTOGRAD, name, self._call_backward)
         hooks.wrap(_ENGINE, "_engine_run_backward", self._run_backward)
@@ -193,10 +186,7 @@ class StepTracker:
 
     # -- optimizers ---------------------------------------------------------------------------
 
-    def _create_optimizer(
-        self, original: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any
-    ) -> None:
-        original(optimizer, *args, **kwargs)
+    def _note_optimizer(self, optimizer: Optimizer) -> None:
         self._last_round.setdefault(optimizer, self._round)
 
     def enter_optimizer(self, optimizer: Optimizer) -> None:
@@ -244,7 +234,7 @@ class StepTracker:
 
     def _count(self, optimizer: Optimizer) -> None:
         self._optimizer_steps += 1
-        self._last_round.setdefault(optimizer, self._round)  # an unpickled optimizer was never created here
+        self._note_optimizer(optimizer)  # an unpickled one was never created here
         at_replay = functools.partial(self._count_replayed, weakref.ref(optimizer))
         if self._captures.keep_for_replays(at_replay) or self._is_warm_up():
             return
@@ -306,11 +296,11 @@ class StepTracker:
             and not self._is_warm_up()
         ):
             try:
-                self._complete(self._backwards)  # the script has made its update after the last backward
+                self._complete(self.backwards)  # the script has made its update after the last backward
             except EnoughStepsReached:
                 self._before_backward(roots)  # record the graph of this last forward, too
                 raise
-        self._book.mark(MarkKind.BACKWARD, self._backwards)
+        self._book.mark(MarkKind.BACKWARD, self.backwards)
         self._before_backward(roots)
         self.enter(Phase.BACKWARD)
         self._backward_depth += 1
@@ -320,7 +310,7 @@ class StepTracker:
             return result
         finally:
             self._backward_depth -= 1
-            self._backwards += not inside_forward
+            self.backwards += not inside_forward
             if self._backward_called:
                 self.enter(Phase.BACKWARD)
             else:
@@ -342,8 +332,8 @@ class StepTracker:
 
     def _count_replayed_backward(self) -> None:
         if not self._last_round:
-            self._backwards += 1
-            self._complete(self._backwards)
+            self.backwards += 1
+            self._complete(self.backwards)
 
     def _complete(self, steps: int) -> None:
         while self.completed < steps:
@@ -360,14 +350,11 @@ class StepTracker:
         raise by
 
 
-def _inside_function(frame: FrameType | None) -> bool:
+def _inside_function(frame: FrameType) -> bool:
     """Return whether the forward of a ``torch.autograd.Function`` is among the frames from one outwards.
 
     It is known by its name and its first argument's, ``forward(ctx, ...)``: PyTorch calls it without a Python
     frame of its own, and reading the locals would keep tensors alive.
     """
-    while frame is not None:
-        if frame.f_code.co_name == "forward" and frame.f_code.co_varnames[:1] == ("ctx",):
-            return True
-        frame = frame.f_back
-    return False
+    codes = (each.f_code for each, _ in walk_stack(frame))
+    return any(code.co_name == "forward" and code.co_varnames[:1] == ("ctx",) for code in codes)

@@ -76,11 +76,8 @@ def _calls_of_eval(file: str) -> list[range]:
         (
             range(node.lineno, (node.end_lineno or node.lineno) + 1)
             for node in ast.walk(tree)
-            if isinstance(node, ast.Call) and not node.args and not node.keywords and _is_eval(node.func)
+            if isinstance(node, ast.Call) and not node.args and not node.keywords
+            if isinstance(node.func, ast.Attribute) and node.func.attr == "eval"
         ),
         key=lambda lines: lines[0],
     )
-
-
-def _is_eval(function: ast.expr) -> bool:
-    return isinstance(function, ast.Attribute) and function.attr == "eval"

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -43,27 +44,30 @@ _RECEIVED = {
 READING_INTERVAL = 0.5  # seconds between two readings of a card: NVML takes milliseconds
 
 
-class Backend:
+class Backend(ABC):
     """What a script runs on."""
 
     ghost: Ghost | None = None
     """The ghost if the script runs on it."""
     _recorder: "Recorder | None" = None
+    _has_joined = False
 
     def begin(self, recorder: "Recorder") -> None:
         """Prepare torch, which has just been imported."""
         self._recorder = recorder
 
-    def go_on(self, settings: ChildSettings) -> None:
+    def go_on(self, settings: ChildSettings) -> None:  # noqa: B027 - a card needs nothing
         """Go on in a fork of this process, as another run."""
 
+    @abstractmethod
     def refusal(self) -> str:
         """Return why the script, now that it initialises CUDA, cannot continue; empty if it can."""
-        raise NotImplementedError
 
     def joined(self) -> None:
-        """Handle that the script has joined a process group."""
+        """Remember that the script has joined a process group."""
+        self._has_joined = True
 
+    @abstractmethod
     def stepped(self) -> None:
         """Handle the end of a training step."""
 
@@ -71,9 +75,9 @@ class Backend:
         """Return what about the backend may have made the script fail; empty if nothing."""
         return ""
 
+    @abstractmethod
     def device(self) -> DeviceUse:
         """Return what the script ran on, and record notes about it. Called after the script has ended."""
-        raise NotImplementedError
 
     def cudnn_workspaces(self) -> tuple[int, ...]:
         """Return the sizes that cuDNN's plans reported for their workspaces, in ascending order; bytes."""
@@ -98,7 +102,6 @@ class GhostBackend(Backend):
         self._host: RandomFillSkipper | None = None
         self._steps = 0
         self._collectives: EarlyCollectives | None = None
-        self._has_joined = False
         context = settings.device.context.bytes
         self.ghost: Ghost = load(settings.build)
         self.ghost.configure(
@@ -193,10 +196,6 @@ class GhostBackend(Backend):
             why_torch_lacks_kernels(find_device(self._settings.device.name), built_for, torch.__version__)
             or ""
         )
-
-    def joined(self) -> None:
-        """Remember that the script has joined a process group."""
-        self._has_joined = True
 
     def stepped(self) -> None:
         """Drop the values known in the step, which are of no use in the next, and settle its collectives."""

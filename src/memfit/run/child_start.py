@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -78,11 +79,8 @@ class RunningScript(Protocol):
         """Kill it, if it runs."""
 
 
-class StartScript(Protocol):
-    """What starts a process that runs a script: ``start_script``, or a standby."""
-
-    def __call__(self, command: tuple[str, ...], settings: ChildSettings, /) -> RunningScript:
-        """Start the process."""
+StartScript = Callable[[tuple[str, ...], ChildSettings], RunningScript]
+"""What starts a process that runs a script, by its command: ``start_script``, or a standby."""
 
 
 def settings_file(settings: ChildSettings) -> str:

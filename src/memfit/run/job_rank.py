@@ -77,20 +77,19 @@ class Rank:
         >>> sorted(Rank(rank=9, nproc=8, nnodes=2).variables(29500).items())[:3]
         [('GROUP_RANK', '1'), ('GROUP_WORLD_SIZE', '2'), ('LOCAL_RANK', '1')]
         """
-        ranks = {
+        variables = {
             "RANK": self.rank,
             "LOCAL_RANK": self.local,
             "GROUP_RANK": self.rank // self.nproc,
             "ROLE_RANK": self.rank,
-        }
-        sizes = {
             "WORLD_SIZE": self.world_size,
             "LOCAL_WORLD_SIZE": self.nproc,
             "GROUP_WORLD_SIZE": self.nnodes,
             "ROLE_WORLD_SIZE": self.world_size,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
         }
-        numbers = {name: str(number) for name, number in (ranks | sizes).items()}
-        return numbers | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        return {name: str(value) for name, value in variables.items()}
 
 
 ALONE = Rank()

@@ -69,7 +69,7 @@ def launched_script(command: Sequence[str], *, module: bool) -> LaunchedScript:
     name = command[0] if module else Path(command[0]).name
     if name == "torchrun" or (module and name in _TORCHRUN):
         found = _launched(command[:1], command[1:], module=module)
-        return replace(found, environment=_one_rank() | dict(found.environment))
+        return replace(found, environment=ALONE.variables(free_port()) | dict(found.environment))
     if not module and name == "accelerate" and list(command[1:2]) == ["launch"]:
         return _launched(command[:2], command[2:], module=module)
     if module and name == _ACCELERATE:
@@ -205,11 +205,6 @@ def _number(written: str) -> int:
     """
     most = written.rpartition(":")[2]
     return int(most) if most.isdigit() else 1
-
-
-def _one_rank() -> dict[str, str]:
-    """Return the variables that torchrun sets for its only process."""
-    return ALONE.variables(free_port())
 
 
 def free_port() -> int:

@@ -238,7 +238,7 @@ def _at_interpreter_end(end: Callable[[BaseException | None, bool], object]) -> 
     note_exits(raised.append)
 
     def ended() -> None:
-        atexit.unregister(ended)  # memfit runs the exit handlers itself, of which this is one
+        atexit.unregister(ended)  # memfit then runs all exit handlers, and must not call this one again
         end(raised[-1] if raised else None, True)
 
     atexit.register(ended)

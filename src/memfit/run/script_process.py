@@ -23,13 +23,14 @@ from memfit.ghost.ranks.object_exchange_files import ExchangedObjects
 from memfit.ghost.ranks.present_ranks import PresentRanks
 from memfit.patching.after_import import after_import
 from memfit.patching.patches import before
-from memfit.recording.data_loaders import ScriptLoaders
+from memfit.recording.data_loaders import ScriptLoaders, ShortLoaders
+from memfit.recording.longest_batches import LongestBatches
 from memfit.recording.script_options import ScriptOptions
+from memfit.recording.short_trainers import ShortTrainers
 from memfit.recording.unreached_evaluations import Evaluations
 from memfit.records import Provenance, ScriptEnd
 from memfit.run.backend import Backend
 from memfit.run.child_start import ChildSettings, read_settings
-from memfit.run.choose_script_batches import ScriptBatches
 from memfit.run.job_rank import traced_rank
 from memfit.run.launchers import check_process_groups, wrong_size
 from memfit.run.other_ranks import StartedRanks
@@ -95,10 +96,22 @@ class ScriptProcess:
         self._evaluations = Evaluations()
         self._leaving: set[int] = set()  # threads that have called os._exit
         self.standby: StandbyFork | None = None
-        self._batches = ScriptBatches(settings.options, self._loaders, lambda: self._recorder)
-        self._batches.install()
+        self._short: tuple[ShortLoaders | ShortTrainers, ...] = ()
+        self._longest: LongestBatches | None = None
+        self._change_batches(settings.options.batches, settings.options.scan)
         self._options.install()
         self._loaders.install()
+
+    def _change_batches(self, most: int | None, scan: float | None) -> None:
+        """End passes after so many batches, and look for the longest one, each if the options say so."""
+        loaders = None if most is None else ShortLoaders(most, self._loaders)
+        if scan is not None:  # first, so that it can draw from loaders that are not shortened
+            self._longest = LongestBatches(scan, self._loaders, loaders, lambda: self._recorder)
+            self._longest.install()
+        if most is not None and loaders is not None:
+            self._short = (loaders, ShortTrainers(most))
+            for each in self._short:
+                each.install()
 
     def go_on(self, settings: str, called: object) -> None:
         """Go on as another run, in a fork of this process; arguments as in ``StandbyFork``."""
@@ -340,15 +353,11 @@ class ScriptProcess:
         wanted = self._settings.options.steps
         return self._recorder is not None and wanted is not None and self._recorder.steps.completed >= wanted
 
-    def _uses_cuda(self) -> bool:
-        torch = sys.modules.get("torch")
-        return torch is not None and torch.cuda.is_initialized()
-
     def _trace(self, end: ScriptEnd) -> "Trace | None":
         """Return the trace of the script; None if it never used the GPU."""
         if not self._is_the_script() or self._ranks.is_elsewhere():
             return None  # another process writes it; this one may record itself
-        if self._recorder is None or not self._uses_cuda():
+        if self._recorder is None or not sys.modules["torch"].cuda.is_initialized():
             return None
         from memfit.recording.allocator_history import pinned_peak
         from memfit.versions import versions
@@ -371,8 +380,8 @@ class ScriptProcess:
             rank=traced_rank(job, os.environ),
             cudnn_workspaces=self._backend.cudnn_workspaces(),
             pinned=pinned_peak(),
-            shortened=self._batches.shortened,
-            scans=self._batches.scans,
+            shortened=tuple(found for each in self._short for found in each.shortened),
+            scans=self._longest.scans if self._longest is not None else (),
         )
 
     def _save(self, trace: "Trace") -> str:

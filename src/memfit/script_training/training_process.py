@@ -232,20 +232,17 @@ def changes_left_out(change: Change) -> tuple[str, ...]:
     >>> changes_left_out(Change({"checkpointing": {}, "sharding": {"mode": "fsdp2"}}))
     ('sharding: write model = memfit.apply(model, PLAN) before the optimizer is created.',)
     """
-    return tuple(_left_out(change))
-
-
-def _left_out(change: Change) -> Iterator[str]:
-    divided = change.micro_batches
+    left_out, divided = [], change.micro_batches
     if divided is not None and not divided.by_option:
-        yield (
+        left_out.append(
             f"{divided.count} micro-batches of {divided.size} instead of each batch: "
             f"{'; '.join((divided.how, *divided.in_loop))}."
         )
     elif divided is None and "accumulation" in change.plan:
-        yield "accumulation: accumulate gradients in the script's loop, or use memfit.Engine."
+        left_out.append("accumulation: accumulate gradients in the script's loop, or use memfit.Engine.")
     if "sharding" in change.plan:
-        yield "sharding: write model = memfit.apply(model, PLAN) before the optimizer is created."
+        left_out.append("sharding: write model = memfit.apply(model, PLAN) before the optimizer is created.")
+    return tuple(left_out)
 
 
 class TrainSettings(msgspec.Struct, frozen=True):

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from memfit.errors import UsageError
-from memfit.strategies.mechanisms.host_copies import HostCopies, InOrderCopies, SideStreamCopies
+from memfit.strategies.mechanisms.host_copies import HostCopies, SideStreamCopies
 from memfit.strategies.mechanisms.module_patterns import modules_named
 from memfit.strategies.mechanisms.recompute_forward import CheckpointedForward
 from memfit.strategies.mechanisms.saved_tensor_offload import SavedTensorOffloader
@@ -81,7 +81,7 @@ class Offload:
         if device.type != "cuda":
             return None
         if self.prefetch == 0:
-            return InOrderCopies(device, pin_memory=self.pin_memory)
+            return HostCopies(device, pin_memory=self.pin_memory)
         return SideStreamCopies(device)
 
     def _select(self, model: nn.Module) -> list[nn.Module]:

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _device_dtype_check_for_fused
 
 from memfit.errors import UsageError
-from memfit.strategies.mechanisms.optimizer_accessors import optimizer_name
+from memfit.recording.optimizer_accessors import optimizer_name
 from memfit.strategies.mechanisms.optimizer_step import check_step_is_not_replaced, step_tracked_by_schedulers
 from memfit.strategies.setting_checks import check_setting_types
 

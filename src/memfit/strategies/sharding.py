@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit.errors import UsageError
+from memfit.recording.optimizer_accessors import parameters_of
 from memfit.strategies.mechanisms.module_patterns import class_name, modules_named, repeated_blocks
-from memfit.strategies.mechanisms.optimizer_accessors import parameters_of
 from memfit.strategies.precision import DTYPES, Dtype
 from memfit.strategies.setting_checks import check_setting_types
 
@@ -111,9 +111,14 @@ class Sharding:
             UsageError: there is no process group, the ranks cannot be divided, no module matches, or the
                 model is sharded already.
         """
-        size = world_size()
+        if not has_process_group():
+            raise UsageError(
+                "sharding needs a process group, and none is initialised. Call "
+                "torch.distributed.init_process_group() before, and start the script with torchrun "
+                "--nproc-per-node N SCRIPT, or memfit dry-run --nproc N SCRIPT."
+            )
         if self.mode == "fsdp2":
-            self._fully_shard(model, size)
+            self._fully_shard(model, world_size())
             return model
         return DistributedDataParallel(
             model,
@@ -212,21 +217,14 @@ def module_inside_ddp(model: nn.Module) -> nn.Module:
     return inside if isinstance(inside, nn.Module) else model
 
 
+def has_process_group() -> bool:
+    """Return whether PyTorch's default process group is initialised."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def world_size() -> int:
-    """Return the number of ranks.
-
-    Raises:
-        UsageError: no process group is initialised.
-    """
-    from torch import distributed
-
-    if not (distributed.is_available() and distributed.is_initialized()):
-        raise UsageError(
-            "sharding needs a process group, and none is initialised. Call "
-            "torch.distributed.init_process_group() before, and start the script with torchrun "
-            "--nproc-per-node N SCRIPT, or memfit dry-run --nproc N SCRIPT."
-        )
-    return distributed.get_world_size()
+    """Return the number of ranks; 1 without a process group."""
+    return torch.distributed.get_world_size() if has_process_group() else 1
 
 
 def _torch_dtype(name: Dtype | None) -> torch.dtype | None:

@@ -20,7 +20,7 @@ import torch
 from torch.utils import _pytree
 
 from memfit.errors import UsageError
-from memfit.strategies.mechanisms.optimizer_accessors import parameters_of
+from memfit.recording.optimizer_accessors import parameters_of
 
 WARM_UP = 3
 Capture = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]

@@ -15,6 +15,7 @@ from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit.errors import UsageError
+from memfit.recording.optimizer_accessors import local_optimizer, parameters_of
 from memfit.strategies import apply
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.mechanisms.master_weights import (
@@ -23,7 +24,6 @@ from memfit.strategies.mechanisms.master_weights import (
     round_copies_into_parameters,
 )
 from memfit.strategies.mechanisms.module_patterns import class_name, unwrapped
-from memfit.strategies.mechanisms.optimizer_accessors import local_optimizer, parameters_of
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.plan import Plan, sharding_conflict
 from memfit.strategies.precision import Precision, device_type_of_model
@@ -32,6 +32,7 @@ from memfit.strategies.sharding import (
     check_optimizer_holds_parameters_of,
     module_inside_ddp,
     sharding_of,
+    world_size,
 )
 from memfit.train.cuda_graphs import make_step_cuda_graphs
 from memfit.train.data.split_batch import warn_of_batch_norms
@@ -208,9 +209,9 @@ def check_trainable_by_ranks(model: nn.Module, plan: Plan, *, cuda_graphs: bool,
             f"{class_name(model)} is sharded already, but the plan has {plan.sharding}, too. Use one."
         )
     sharding = plan.sharding or found
-    if _world_size() > 1 and sharding is None:
+    if world_size() > 1 and sharding is None:
         raise UsageError(
-            f"This process group has {_world_size()} ranks, but nothing says how they share the training of "
+            f"This process group has {world_size()} ranks, but nothing says how they share the training of "
             f"{class_name(model)}. {_ADD_SHARDING}"
         )
     if sharding is None:
@@ -268,18 +269,18 @@ def rank_gradients_of(model: nn.Module, ranks: OneRank) -> RankGradients:
     """
     inside = unwrapped(model)
     if isinstance(inside, DistributedDataParallel):
-        if (own := inside.process_group.size()) != _world_size():
+        if (own := inside.process_group.size()) != world_size():
             raise UsageError(
-                f"The DistributedDataParallel has a group of {own} ranks, but the job has {_world_size()}. "
+                f"The DistributedDataParallel has a group of {own} ranks, but the job has {world_size()}. "
                 "An engine trains a model on all ranks of the job."
             )
         return ReplicaGradients(ranks, inside)
     if sharding_of(model) is None:
         return RankGradients(ranks)
     for own in _mesh_sizes(model):
-        if own != _world_size():
+        if own != world_size():
             raise UsageError(
-                f"fully_shard divides parameters among {own} ranks, but the job has {_world_size()}. An "
+                f"fully_shard divides parameters among {own} ranks, but the job has {world_size()}. An "
                 "engine trains a model on all ranks: tensor and pipeline parallelism are not supported."
             )
     return ShardGradients(ranks, model)
@@ -341,8 +342,3 @@ def optimizer_of_sharded_model(
             "former. Pass scheduler=lambda optimizer: ..., which the engine calls afterwards."
         )
     return job.optimizer
-
-
-def _world_size() -> int:
-    distributed = torch.distributed
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1

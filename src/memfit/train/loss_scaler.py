@@ -5,7 +5,7 @@ from typing import Annotated, TypedDict
 import torch
 from msgspec import Meta
 
-from memfit.strategies.mechanisms.optimizer_accessors import parameters_of
+from memfit.recording.optimizer_accessors import parameters_of
 from memfit.strategies.precision import LossScale
 from memfit.train.ranks.rank_agreement import OneRank
 from memfit.user_frame import warn_user

@@ -19,9 +19,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from memfit.errors import TornUpdateError, UsageError
+from memfit.recording.optimizer_accessors import parameters_of
 from memfit.strategies.apply import AppliedToOptimizer
 from memfit.strategies.mechanisms.master_weights import round_copies_into_parameters
-from memfit.strategies.mechanisms.optimizer_accessors import parameters_of
 from memfit.train.cuda_graphs import StepCudaGraphs
 from memfit.train.loss_scaler import LossScaler
 from memfit.train.ranks.rank_agreement import OneRank, is_out_of_memory

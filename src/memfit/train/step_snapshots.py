@@ -18,7 +18,7 @@ from torch.nn.modules.module import (
 )
 
 from memfit.random_state import get_random_state, set_random_state
-from memfit.strategies.mechanisms.optimizer_accessors import local_optimizer, parameters_of
+from memfit.recording.optimizer_accessors import local_optimizer, parameters_of
 from memfit.strategies.mechanisms.tensors_in_objects import inner_tensors, tensor_version
 from memfit.user_frame import warn_user
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from memfit.errors import UsageError
+from memfit.recording.optimizer_accessors import drop_gradients
 from memfit.strategies.accumulation import Accumulation
-from memfit.strategies.mechanisms.optimizer_accessors import drop_gradients
 from memfit.train.cuda_graphs import StepCudaGraphs
 
 

@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Self
 
@@ -39,6 +39,57 @@ _ANSWER = 1.0
 """Seconds for what the script has said of its standby: it has had its whole run for that."""
 
 
+@dataclass(frozen=True, slots=True)
+class ScriptRun:
+    """A run of a script, as far as its beginning may depend on it."""
+
+    command: tuple[str, ...]
+    """The script's ``sys.argv``, without what ``change`` adds to it."""
+    options: RunOptions
+    ghost: GhostSettings
+    change: Change
+
+    def can_become(self, other: "ScriptRun") -> bool:
+        """Return whether another run would have begun as this one has, and can go on from there."""
+        return (
+            self.command == other.command
+            and _without_the_rest(self.options) == _without_the_rest(other.options)
+            and self._shown() == other._shown()
+            and self.ghost.device.total.bytes <= other.ghost.device.total.bytes
+            and self.options.finish_late <= other.options.finish_late
+            and self._can_change_to(other.change)
+        )
+
+    def _can_change_to(self, other: Change) -> bool:
+        """Return whether what another change adds can be added when the script begins to train."""
+        same = replace(other, operations=self.change.operations) == self.change
+        added = replace(self.change, plan=other.plan, optimizer=other.optimizer)
+        can_be_added = (
+            not self.change.strategies
+            and all(traits_of_strategy(name).is_late for name in other.strategies)
+            and replace(added, operations=other.operations) == other
+        )
+        return (same or can_be_added) and other.operations <= self.change.operations
+
+    def _shown(self) -> int:
+        """Return the bytes of memory that the script sees."""
+        shown = self.ghost.shown_memory
+        return self.ghost.device.total.bytes if shown is None else shown
+
+
+def _without_the_rest(options: RunOptions) -> RunOptions:
+    """Return the options that what a script does until it trains depends on."""
+    return replace(
+        options,
+        memory=None,
+        unlimited=False,
+        finish_late=False,
+        preload=None,
+        objects="",
+        stdout_to_stderr=False,
+    )
+
+
 class Standby:
     """The standby of a script's whole run, from which further runs are forked.
 
@@ -46,7 +97,12 @@ class Standby:
     side by side.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, run: ScriptRun) -> None:
+        self.run = run
+        self.users = 1
+        """Runs that go on: the whole run, then its forks."""
+        self.has_ended = False
+        """Whether the whole run has."""
         self._channel: socket.socket | None = None
         self._process = 0
         self._started = 0.0
@@ -65,9 +121,10 @@ class Standby:
         with theirs:
             return start_script(command, msgspec.structs.replace(settings, standby=theirs.fileno()))
 
+    @property
     def is_ready(self) -> bool:
-        """Return whether the whole run has left a standby; call this once that run has ended."""
-        if self._channel is not None and not self._process:
+        """Whether the whole run has ended, and has left a standby."""
+        if self.has_ended and self._channel is not None and not self._process:
             self._seconds = time.monotonic() - self._started
             message = self._receive(_ANSWER)
             while (later := self._receive(0.0)).standby:
@@ -80,7 +137,7 @@ class Standby:
     def fork(self, _command: tuple[str, ...], settings: ChildSettings) -> RunningScript:
         """Start another run of the same command, forked from the standby."""
         if self._channel is None:
-            raise AssertionError  # is_ready()
+            raise AssertionError  # is_ready
         with self._listening:
             with suppress(OSError):  # it has gone: the run ends at once
                 self._channel.send(os.fsencode(settings_file(settings)))
@@ -158,78 +215,10 @@ class ForkedScript:
                 os.kill(self.pid, signal.SIGKILL)
 
 
-@dataclass(frozen=True, slots=True)
-class ScriptRun:
-    """A run of a script, as far as its beginning may depend on it."""
-
-    command: tuple[str, ...]
-    """The script's ``sys.argv``, without what ``change`` adds to it."""
-    options: RunOptions
-    ghost: GhostSettings
-    change: Change
-
-    def can_become(self, other: "ScriptRun") -> bool:
-        """Return whether another run would have begun as this one has, and can go on from there."""
-        return (
-            self.command == other.command
-            and _without_the_rest(self.options) == _without_the_rest(other.options)
-            and self._shown() == other._shown()
-            and self.ghost.device.total.bytes <= other.ghost.device.total.bytes
-            and self.options.finish_late <= other.options.finish_late
-            and self._can_change_to(other.change)
-        )
-
-    def _can_change_to(self, other: Change) -> bool:
-        """Return whether what another change adds can be added when the script begins to train."""
-        same = replace(other, operations=self.change.operations) == self.change
-        added = replace(self.change, plan=other.plan, optimizer=other.optimizer)
-        can_be_added = (
-            not self.change.strategies
-            and all(traits_of_strategy(name).is_late for name in other.strategies)
-            and replace(added, operations=other.operations) == other
-        )
-        return (same or can_be_added) and other.operations <= self.change.operations
-
-    def _shown(self) -> int:
-        """Return the bytes of memory that the script sees."""
-        shown = self.ghost.shown_memory
-        return self.ghost.device.total.bytes if shown is None else shown
-
-
-def _without_the_rest(options: RunOptions) -> RunOptions:
-    """Return the options that what a script does until it trains depends on."""
-    return replace(
-        options,
-        memory=None,
-        unlimited=False,
-        finish_late=False,
-        preload=None,
-        objects="",
-        stdout_to_stderr=False,
-    )
-
-
 _MOST = 4
 """Standbys at most: each is a process with what the script holds in memory when it begins to train."""
 _SPARE = 3
 """Runs that must fit into memory for another standby: itself, and two side by side."""
-
-
-@dataclass(slots=True)
-class _KeptStandby:
-    """The standby that a whole run leaves."""
-
-    run: ScriptRun
-    standby: Standby = field(default_factory=Standby)
-    users: int = 1
-    """Runs that go on: the whole run, then its forks."""
-    has_ended: bool = False
-    """Whether the whole run has."""
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether runs can be forked from it."""
-        return self.has_ended and self.standby.is_ready()
 
 
 class ScriptStandbys:
@@ -239,13 +228,13 @@ class ScriptStandbys:
     """
 
     def __init__(self) -> None:
-        self._kept: list[_KeptStandby] = []
+        self._kept: list[Standby] = []
         """Those that were used last come last."""
         self._lock = Lock()
 
     def declined(self, run: ScriptRun) -> str:
         """Return why a run that this one could have gone on from left no standby; empty if there is none."""
-        return next((kept.standby.declined for kept in self._all_for(run)), "")
+        return next((kept.declined for kept in self._all_for(run)), "")
 
     @contextmanager
     def whole(self, run: ScriptRun) -> Iterator[StartScript]:
@@ -256,7 +245,7 @@ class ScriptStandbys:
             yield start_script
             return
         try:
-            yield kept.standby.start
+            yield kept.start
         finally:
             kept.has_ended = True
             self._release(kept)
@@ -274,15 +263,15 @@ class ScriptStandbys:
             yield None
             return
         try:
-            yield kept.standby.fork
+            yield kept.fork
         finally:
             self._release(kept)
 
-    def _all_for(self, run: ScriptRun) -> list[_KeptStandby]:
+    def _all_for(self, run: ScriptRun) -> list[Standby]:
         """Return the standbys from which a run can go on; some may not be ready, or were declined."""
         return [kept for kept in self._kept if kept.run.can_become(run)]
 
-    def _add(self, run: ScriptRun) -> _KeptStandby | None:
+    def _add(self, run: ScriptRun) -> Standby | None:
         """Add the standby of a run that is to begin; return None if it is to leave none."""
         if run.options.real_ranks or self._all_for(run):  # ranks must fork at the same moment
             return None
@@ -292,13 +281,13 @@ class ScriptStandbys:
         if len(self._kept) >= _MOST:
             if not unused:
                 return None
-            unused[0].standby.close()
+            unused[0].close()
             self._kept.remove(unused[0])
-        new = _KeptStandby(run)
+        new = Standby(run)
         self._kept.append(new)
         return new
 
-    def _release(self, kept: _KeptStandby) -> None:
+    def _release(self, kept: Standby) -> None:
         with self._lock:
             kept.users -= 1
 
@@ -307,4 +296,4 @@ class ScriptStandbys:
 
     def __exit__(self, *_: object) -> None:
         for kept in self._kept:
-            kept.standby.close()
+            kept.close()

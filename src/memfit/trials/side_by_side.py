@@ -88,11 +88,7 @@ class ProgressOfFirst:
 
     @contextmanager
     def of(self, what: str) -> Iterator[None]:
-        """Count a run among the others for as long as the block lasts.
-
-        Args:
-            what: the run's name.
-        """
+        """Count a run, by its name, among the others for as long as the block lasts."""
         self._running.append(what)
         try:
             yield

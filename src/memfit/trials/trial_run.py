@@ -152,7 +152,22 @@ class Injection:
 
     def why_unfit(self) -> str:
         """Return why the change was not made as it should have been; empty if it was."""
-        return _unfit(self._change, self.report())
+        report, fields = self.report(), sorted(self._change.strategies)
+        if report.cannot_accumulate:
+            return f"the script cannot accumulate gradients over micro-batches: {report.cannot_accumulate}"
+        if report.unfit_optimizer:
+            return report.unfit_optimizer
+        if report.refusals and (not report.models or "sharding" in fields):
+            return report.refusals[0]
+        if fields and not report.models:  # updates by hand, a plan of its own
+            named = " with ".join(fields)
+            return f"{named} could not be applied to any model whose parameters an optimizer takes"
+        if report.uncalled:
+            return (
+                f"the script does not call {report.uncalled[0]} itself, but its methods or submodules: "
+                "gradients would not be shared among ranks."
+            )
+        return ""
 
 
 @contextmanager
@@ -181,24 +196,3 @@ def injected(
         file.write_bytes(json.encode(settings))
         objects = options.objects if change == Change() else ""
         yield Injection(replace(options, preload=(_INJECTOR, str(file)), objects=objects), change, folder)
-
-
-def _unfit(change: Change, report: InjectionReport) -> str:
-    """Return why a change was not made as it should have been; empty if it was."""
-    fields = sorted(change.strategies)
-    if report.cannot_accumulate:
-        return f"the script cannot accumulate gradients over micro-batches: {report.cannot_accumulate}"
-    if report.unfit_optimizer:
-        return report.unfit_optimizer
-    if report.refusals and (not report.models or "sharding" in fields):
-        return report.refusals[0]
-    if fields and not report.models:  # updates by hand, a plan of its own
-        return (
-            f"{' with '.join(fields)} could not be applied to any model whose parameters an optimizer takes"
-        )
-    if report.uncalled:
-        return (
-            f"the script does not call {report.uncalled[0]} itself, but its methods or submodules: gradients "
-            "would not be shared among ranks."
-        )
-    return ""

@@ -32,12 +32,12 @@ class UpdateSettings(msgspec.Struct, frozen=True):
     """Receives the gradients."""
     module: bool
     """As in ``RunOptions``."""
-    change: str
-    """The file of ``InjectionSettings``; empty for none."""
     on_cpu: bool
     """Whether the CPU stands in for the GPU."""
     dropout: bool
     """Whether dropout drops anything."""
+    change: str = ""
+    """The file of ``InjectionSettings``; empty for none."""
     steps_in_backward: bool = False
     """Whether the change has parameters updated in the backward, which frees their gradients."""
     pipe: int = -1
@@ -131,7 +131,7 @@ def _watch(settings: UpdateSettings) -> None:
     if settings.on_cpu:
         install_cpu_stand_in(hooks)
     watched = FirstUpdateWatcher(settings)
-    hooks.wrap(_OPTIMIZER, "__init__", watched.created)
+    hooks.call_after(_OPTIMIZER, "__init__", watched.created)
     hooks.wrap(_MODULE, "__call__", watched.called)
     register_optimizer_step_pre_hook(watched.steps)
 
@@ -153,9 +153,8 @@ class FirstUpdateWatcher:
         """By parameter: its gradient, if the plan frees gradients in the backward."""
         self._inside = False
 
-    def created(self, original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    def created(self, optimizer: Any) -> None:
         """Count an optimizer."""
-        original(optimizer, *args, **kwargs)
         self._optimizers.append(optimizer)
         for group in optimizer.param_groups if self._settings.steps_in_backward else ():
             for parameter in group["params"]:

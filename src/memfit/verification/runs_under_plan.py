@@ -66,7 +66,7 @@ def verify_plan(
             on_progress(Progress(trying=what))
             folder = Path(name) / what
             folder.mkdir()
-            settings = UpdateSettings(str(folder), module, "", on_cpu, dropout)
+            settings = UpdateSettings(str(folder), module, on_cpu, dropout)
             return _run(command, settings, change, what)
 
         plain, planned = run("as written", Change()), run("under the plan", change)
@@ -114,7 +114,7 @@ def verify_plan(
 
 
 def _run(command: tuple[str, ...], settings: UpdateSettings, change: Change, what: str) -> UpdateRun:
-    """Run the script under a change until its first update; the file of the change is not in the settings."""
+    """Run the script under a change until its first update."""
     folder = Path(settings.folder)
     with injected(change, RunOptions(module=settings.module), counts_backward=True) as injection:
         _, intervention = injection.options.preload or ("", "")
@@ -157,13 +157,7 @@ def _run(command: tuple[str, ...], settings: UpdateSettings, change: Change, wha
 def _start(command: Sequence[str], conf: str, pipe: int) -> None:
     """Run a process to its end, and kill it with all that it started if memfit is interrupted or ended.
 
-    Args:
-        command: what to run.
-        conf: its ``PYTORCH_ALLOC_CONF``; empty for the user's own.
-        pipe: a descriptor that it inherits.
-
-    Raises:
-        KeyboardInterrupt: the user interrupted it.
+    ``conf`` is its ``PYTORCH_ALLOC_CONF``, empty for the user's own; it inherits the descriptor ``pipe``.
     """
     environment = os.environ | {"PYTHONHASHSEED": "0"} | ({"PYTORCH_ALLOC_CONF": conf} if conf else {})
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, pass_fds=[pipe])

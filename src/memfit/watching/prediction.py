@@ -136,10 +136,7 @@ def _steps(
 ) -> list[tuple[int, PredictedStep]]:
     """Return the training steps of a run, each with the position of its end.
 
-    Args:
-        marks: of the run.
-        level: bytes allocated before each event, and after the last.
-        begins: positions at which a stage of training begins.
+    ``level`` has the bytes allocated before each event, and ``begins`` where a stage of training begins.
     """
     # A reset at the position of a step counts as before it.
     order = sorted(marks, key=lambda mark: (mark.position, mark.kind is MarkKind.TRAINING_STEP))

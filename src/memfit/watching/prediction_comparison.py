@@ -47,7 +47,7 @@ class PredictionComparison:
         self.expected = predicted.memory
         most = predicted.memory.peak if self._stages is None else predicted.so_far
         expected = most, predicted.memory.allocated
-        found = describe_differences(peak, measured.allocated, expected, TOLERANCE, "step")
+        found = describe_differences(peak, measured.allocated, expected, "step")
         yield from self._report("step", f"step {step:,}", found)
 
     def finish(self, now: StepMemory, *, ran_out: bool) -> Iterator[str]:
@@ -84,12 +84,9 @@ class PredictionComparison:
         return self._prediction.at(step)
 
     def _end(self, measured: MeasuredStage, *, trained: bool = False, is_over: bool = False) -> Iterator[str]:
-        """Yield what differs in a stage that has ended.
+        """Yield what differs in a stage that has ended; if ``trained``, after the last training step.
 
-        Args:
-            measured: the stage.
-            trained: whether it ended after the last training step.
-            is_over: whether it ended with the run, in which the script frees everything.
+        If ``is_over``, it ended with the run, when the script frees everything.
         """
         stage = measured.stage
         if not is_stage_compared(stage, measured.steps):
@@ -111,7 +108,7 @@ class PredictionComparison:
             if at_end and self.expected is not None:
                 self.expected = replace(self.expected, peak=max(self.expected.peak, predicted.peak))
             expected = predicted.peak, None if is_over else predicted.allocated
-            found = describe_differences(measured.peak, measured.allocated, expected, TOLERANCE, "stage")
+            found = describe_differences(measured.peak, measured.allocated, expected, "stage")
             yield from self._report(stage, f"{stage} {self._times[stage]:,}", found)
 
     def _report(self, kind: str, name: str, found: list[tuple[float, str]]) -> Iterator[str]:
@@ -138,12 +135,11 @@ class PeakComparison:
     def step(self, step: int, measured: StepMemory) -> Iterator[str]:
         """Yield what differs: the first step whose peak is more than predicted."""
         self.expected = StepMemory(self._planned.allocated, measured.allocated)
-        if not self._reported and excess_percent(measured.peak, self._planned.allocated) > TOLERANCE:
-            self._reported = True
-            peak = PeakBounds(measured.peak, measured.peak)
-            predicted = self._planned.allocated, None
-            found = describe_differences(peak, measured.allocated, predicted, TOLERANCE, "step")
-            yield f"step {step:,}: {'; '.join(text for _, text in found)}"
+        peak, predicted = PeakBounds(measured.peak, measured.peak), (self._planned.allocated, None)
+        for more, text in describe_differences(peak, measured.allocated, predicted, "step"):
+            if more > 0 and not self._reported:
+                self._reported = True
+                yield f"step {step:,}: {text}"
 
     def finish(self, _now: StepMemory, *, ran_out: bool) -> Iterator[str]:  # noqa: ARG002 - as Comparison
         """Yield nothing: the last line has the peak."""
@@ -190,20 +186,19 @@ def step_progress_text(step: int, measured: StepMemory, predicted: StepMemory | 
 
 
 def describe_differences(
-    peak: PeakBounds, allocated: int, predicted: tuple[int, int | None], tolerance: float, of: str
+    peak: PeakBounds, allocated: int, predicted: tuple[int, int | None], of: str
 ) -> list[tuple[float, str]]:
-    """Describe what differs from its prediction by more than a tolerance, each after the excess in percent.
+    """Describe what differs from its prediction by more than the tolerance, each after the excess in percent.
 
     Args:
         peak: measured bytes, of a step or a stage.
         allocated: bytes allocated at its end.
         predicted: the same, the latter None if it is not compared.
-        tolerance: in percent.
         of: ``step`` or ``stage``.
 
-    >>> describe_differences(PeakBounds(3 << 30, 3 << 30), 1 << 30, (2 << 30, 1 << 30), 1.0, "step")
+    >>> describe_differences(PeakBounds(3 << 30, 3 << 30), 1 << 30, (2 << 30, 1 << 30), "step")
     [(50.0, 'peak 3.0 GiB measured, 2.0 GiB predicted, +50.00 %')]
-    >>> describe_differences(PeakBounds(1 << 30, 3 << 30), 1 << 30, (2 << 30, 0), 1.0, "step")
+    >>> describe_differences(PeakBounds(1 << 30, 3 << 30), 1 << 30, (2 << 30, 0), "step")
     [(inf, 'allocated at the end of the step 1.0 GiB measured, 0 B predicted')]
     """
     pairs = [("peak", peak, predicted[0])]
@@ -212,7 +207,7 @@ def describe_differences(
     found = []
     for what, measured, expected in pairs:
         more = excess_percent(measured.nearest(expected), expected)
-        if abs(more) > tolerance:
+        if abs(more) > TOLERANCE:
             shown = f"{peak_bounds_text(measured, expected)} measured, {format_bytes(expected)} predicted"
             found.append((more, f"{what} {shown}{_percent(', ', more)}"))
     return found

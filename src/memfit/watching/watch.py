@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from memfit.api.traces import read
@@ -150,9 +149,7 @@ class Watch:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def start(self) -> None:
@@ -264,8 +261,10 @@ class Watch:
         if self._show is not None:
             self._show(step_progress_text(step, measured, expected))
         self._print_differences(differences)
-        if self._writer is not None:
-            self._write_scalars(self._writer, step, {"measured": measured, "predicted": expected})
+        for whose, held in (("measured", measured), ("predicted", expected)):
+            if self._writer is not None and held is not None:
+                self._writer.add_scalar(f"memfit/peak_allocated_GiB/{whose}", held.peak / GIB, step)
+                self._writer.add_scalar(f"memfit/allocated_GiB/{whose}", held.allocated / GIB, step)
 
     def _print_differences(self, found: Iterable[str]) -> None:
         for line in found:
@@ -275,12 +274,6 @@ class Watch:
         import torch
 
         return "" if self._prediction is None else prediction_source_text(self._prediction, torch.__version__)
-
-    def _write_scalars(self, writer: ScalarWriter, step: int, found: dict[str, StepMemory | None]) -> None:
-        for whose, held in found.items():
-            if held is not None:
-                writer.add_scalar(f"memfit/peak_allocated_GiB/{whose}", held.peak / GIB, step)
-                writer.add_scalar(f"memfit/allocated_GiB/{whose}", held.allocated / GIB, step)
 
     def _out_of_memory(self, failure: "AllocationFailure") -> None:
         """Write a post-mortem. Called when an allocation has failed, before PyTorch raises."""

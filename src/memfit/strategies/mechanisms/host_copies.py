@@ -1,39 +1,18 @@
 """Copies of device memory to the host and back, and when they are complete."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 
-class HostCopies(Protocol):
-    """Copies between one device and the host. Their results must not be read before ``wait``."""
+class HostCopies:
+    """Copies between one device and the host, in the stream that computes.
 
-    def host_memory(self, size: int) -> torch.Tensor:
-        """Allocate bytes on the host."""
+    They are complete when its next work begins; results of a subclass must not be read before ``wait``.
+    """
 
-    def to_host(
-        self, on_device: torch.Tensor, on_host: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, Any]:
-        """Begin a copy of bytes to the host, to new memory or to what ``host_memory`` returned.
-
-        The device memory must stay until the copy is complete.
-        """
-
-    def to_device(self, on_host: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Begin a copy of bytes that ``to_host`` returned, after that copy."""
-
-    def wait(self, copy: Any) -> None:
-        """Have the device complete a copy before it does anything else."""
-
-    def finish(self) -> None:
-        """Have the host wait until every copy is complete."""
-
-
-class InOrderCopies:
-    """Copies in the stream that computes: complete when the next operation begins."""
-
-    def __init__(self, device: torch.device, *, pin_memory: bool) -> None:
+    def __init__(self, device: torch.device, *, pin_memory: bool = True) -> None:
         self._device, self._pin = device, pin_memory
 
     def host_memory(self, size: int) -> torch.Tensor:
@@ -42,23 +21,29 @@ class InOrderCopies:
 
     def to_host(
         self, on_device: torch.Tensor, on_host: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, None]:
-        """Copy to the host."""
+    ) -> tuple[torch.Tensor, Any]:
+        """Begin a copy of bytes to the host, to new memory or to what ``host_memory`` returned.
+
+        The device memory must stay until the copy is complete.
+        """
         if on_host is None:
             on_host = self.host_memory(on_device.numel())
-        return on_host.copy_(on_device, non_blocking=self._pin), None
+        return on_host, self._copy(on_host, on_device, on_device)
 
-    def to_device(self, on_host: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Copy to the device."""
+    def to_device(self, on_host: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Begin a copy of bytes that ``to_host`` returned, after that copy."""
         on_device = torch.empty(on_host.shape, dtype=on_host.dtype, device=self._device)
-        return on_device.copy_(on_host, non_blocking=self._pin), None
+        return on_device, self._copy(on_device, on_host, on_device)
 
-    def wait(self, copy: None) -> None:
-        """Do nothing: the stream keeps the order."""
+    def wait(self, copy: Any) -> None:
+        """Have the device complete a copy before it does anything else: the stream keeps the order."""
 
     def finish(self) -> None:
-        """Wait for the stream."""
+        """Have the host wait until every copy is complete."""
         torch.cuda.current_stream(self._device).synchronize()
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, _on_device: torch.Tensor) -> Any:
+        target.copy_(source, non_blocking=self._pin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +57,7 @@ class PendingCopy:
     """The device memory."""
 
 
-class SideStreamCopies:
+class SideStreamCopies(HostCopies):
     """Copies in a stream of their own, beside the computation.
 
         compute  ─── x made ─┬──────────── wait ─ x freed ───────┬─ memory for x ────── wait ─ x used
@@ -89,25 +74,8 @@ class SideStreamCopies:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        super().__init__(device)
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def host_memory(self, size: int) -> torch.Tensor:
-        """Allocate pinned memory."""
-        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
-
-    def to_host(
-        self, on_device: torch.Tensor, on_host: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, PendingCopy]:
-        """Begin a copy to pinned memory, after the work queued on the computing stream so far."""
-        if on_host is None:
-            on_host = self.host_memory(on_device.numel())
-        return on_host, self._copy(on_host, on_device, on_device)
-
-    def to_device(self, on_host: torch.Tensor) -> tuple[torch.Tensor, PendingCopy]:
-        """Begin a copy to memory whose last use the computing stream may not have reached yet."""
-        on_device = torch.empty(on_host.shape, dtype=on_host.dtype, device=self._device)
-        return on_device, self._copy(on_device, on_host, on_device)
 
     def wait(self, copy: PendingCopy) -> None:
         """Have the current stream wait for a copy, and the stream beside which the copy began."""

@@ -19,10 +19,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from memfit.patching.installed_hooks import InstalledHooks
-from memfit.recording.compiled_step import before_compilations
-from memfit.recording.dispatched_operations import OperationsBesideGraphs, never_compile
+from memfit.recording.dispatched_operations import OperationsBesideGraphs, before_compilations, never_compile
+from memfit.recording.optimizer_accessors import parameters_of
 from memfit.records import OperationCounts, is_counted_operation
-from memfit.strategies.mechanisms.optimizer_accessors import parameters_of
 
 
 class _Running(threading.local):

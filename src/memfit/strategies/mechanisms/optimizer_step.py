@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memfit.errors import UsageError
-from memfit.strategies.mechanisms.optimizer_accessors import optimizer_name
+from memfit.recording.optimizer_accessors import optimizer_name
 
 _OWN = "_memfit_own_step"
 

@@ -26,8 +26,8 @@ from torch.utils.hooks import RemovableHandle
 from memfit.dispatch_modes import without_dispatch_modes
 from memfit.errors import UsageError
 from memfit.patching.patches import Patch
+from memfit.recording.optimizer_accessors import optimizer_name, parameters_of
 from memfit.strategies.mechanisms.offloaded_optimizer_state import OffloadedOptimizerState
-from memfit.strategies.mechanisms.optimizer_accessors import optimizer_name, parameters_of
 from memfit.strategies.mechanisms.optimizer_step import check_updates_are_independent, step_some_parameters
 from memfit.user_frame import innermost_line_of_place, is_user_file, user_line
 

@@ -27,6 +27,7 @@ from torch import nn
 from memfit.errors import RankFailedError, UsageError
 from memfit.report.places_in_words import format_ranks
 from memfit.strategies.plan import Plan
+from memfit.strategies.sharding import world_size
 from memfit.train.ranks.lost_ranks import RankProcesses, is_broken_connection
 from memfit.user_frame import innermost_line_of_place, user_place
 
@@ -241,10 +242,7 @@ def _release(reference: "ref[Ranks]") -> None:
 
 def ranks_of_job() -> OneRank:
     """Return the ranks of the default process group; without one, or alone in it, a single process."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
-        return OneRank()
-    return Ranks()
+    return OneRank() if world_size() == 1 else Ranks()
 
 
 def _timeout_of_job() -> timedelta | None:

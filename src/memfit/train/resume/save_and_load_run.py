@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from memfit.errors import UsageError
-from memfit.strategies.mechanisms.optimizer_accessors import local_optimizer
+from memfit.recording.optimizer_accessors import local_optimizer
 from memfit.train.ranks.rank_agreement import OneRank
 from memfit.train.resume import state_file
 from memfit.train.resume.engine_state import get_engine_state, load_engine_state
@@ -177,12 +177,12 @@ def load_run(parts: EngineParts, path: Path) -> None:
             shared = check_shared_run_file(saved)
             folder = _folders(path) / shared["folder"]
             own, entries = _read_rank_files(parts, shared, folder)
-            stored = read_tensor_index(folder)
-            tensors = empty_tensors_of_rank(parts, shared["run"], entries, stored)
+            index = read_tensor_index(folder)
+            tensors = empty_tensors_of_rank(parts, shared["run"], entries, index.state_dict_metadata)
         elif _is_divided(parts):
             saved = _divide(parts, saved)
     if reads_folder:
-        ranks.guarded(lambda: load_tensors(tensors, stored, folder, ranks.control))
+        ranks.guarded(lambda: load_tensors(tensors, index, folder, ranks.control))
         saved = join_run_state(parts, shared["run"], own, entries, tensors)
     load_engine_state(parts, saved, lambda: _all_or_none(ranks, "engine.load"))
 

@@ -20,9 +20,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from memfit.recording.optimizer_accessors import local_optimizer, parameters_of
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.mechanisms.module_patterns import unwrapped
-from memfit.strategies.mechanisms.optimizer_accessors import local_optimizer, parameters_of
 from memfit.strategies.plan import Plan
 from memfit.train.accumulation_ledger import AccumulationLedger
 from memfit.train.callbacks import Callback

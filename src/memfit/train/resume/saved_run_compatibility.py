@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from memfit.errors import UsageError
-from memfit.strategies.mechanisms.optimizer_accessors import local_optimizer
+from memfit.recording.optimizer_accessors import local_optimizer
 from memfit.train.resume.saved_engine_parts import (
     EngineParts,
     bare_model,

@@ -33,7 +33,6 @@ from memfit.train.resume.saved_engine_parts import (
 )
 from memfit.train.resume.saved_run_compatibility import check_saved_shapes
 from memfit.train.resume.saved_run_format import SavedParameterState
-from memfit.train.resume.tensor_files import StoredTensor
 
 _OWN = ("others", "position", "random", "window", "callbacks")
 
@@ -83,7 +82,7 @@ def empty_tensors_of_rank(
     parts: EngineParts,
     shared: dict[str, Any],
     entries: dict[int, SavedParameterState],
-    stored: Mapping[str, StoredTensor],
+    stored: Mapping[str, Any],
 ) -> dict[str, torch.Tensor]:
     """Return empty tensors for this rank's share of the saved ones, divided as this engine divides them.
 
@@ -91,7 +90,7 @@ def empty_tensors_of_rank(
         parts: the engine that will resume.
         shared: the part of the state that is the same on all ranks.
         entries: of the parameters that this rank's optimizer updates.
-        stored: the saved tensors by name.
+        stored: the ``TensorStorageMetadata`` of the saved tensors, by name.
 
     Raises:
         UsageError: the engine's model has other parameters.
@@ -101,7 +100,7 @@ def empty_tensors_of_rank(
     parameters = dict(model.named_parameters(remove_duplicate=False))
     here = {name: each for name, each in model.state_dict().items() if name in parameters}
     there = {
-        name.removeprefix("model."): torch.empty(each.shape, dtype=each.dtype, device="meta")
+        name.removeprefix("model."): torch.empty(each.size, dtype=each.properties.dtype, device="meta")
         for name, each in stored.items()
         if name.startswith("model.")
     }
@@ -188,10 +187,10 @@ def _expect_divided_alike(what: str, value: torch.Tensor, parameter: torch.Tenso
         )
 
 
-def _empty(like: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
-    if is_sharded(like) and tuple(like.shape) == stored.shape:
-        return empty_like_on_host(like, stored.dtype)
-    return torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+def _empty(like: torch.Tensor, stored: Any) -> torch.Tensor:
+    if is_sharded(like) and like.shape == stored.size:
+        return empty_like_on_host(like, stored.properties.dtype)
+    return torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
 
 
 # ---- Shards of DTensors: this rank's part as a plain tensor, and back, without communication -------------

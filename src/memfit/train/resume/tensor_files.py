@@ -12,20 +12,19 @@ Source: torch/distributed/checkpoint/metadata.py and filesystem.py, PyTorch 2.10
 
 import io
 import math
-import os
 import pickle
 import re
 import warnings
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -36,7 +35,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from memfit.errors import FileFormatError, OutputError
@@ -46,27 +44,7 @@ from memfit.train.resume.state_file import UNREADABLE
 
 _MOST_INDEX_BYTES = 1 << 32
 _FILE = re.compile(r"__\d+_\d+\.distcp")
-_OF_METADATA = "torch.distributed.checkpoint.metadata"
-
-
-@dataclass(frozen=True, slots=True)
-class StoredChunk:
-    """A part of a tensor, and where its bytes are."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: str
-    start: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor in a folder."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    chunks: tuple[StoredChunk, ...]
+_Places = dict[MetadataIndex, _StorageInfo]
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], folder: Path, group: Any) -> None:
@@ -83,9 +61,7 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], folder: Path, group: Any) 
         raise OutputError(f"Cannot save the run to {folder}: {_causes(error)}") from error
 
 
-def load_tensors(
-    tensors: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor], folder: Path, group: Any
-) -> None:
+def load_tensors(tensors: Mapping[str, torch.Tensor], index: Metadata, folder: Path, group: Any) -> None:
     """Read tensors of a folder into these, of the same shapes; every rank calls this, with its shards.
 
     Raises:
@@ -95,7 +71,7 @@ def load_tensors(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process may read it
-            reader = _TensorReader(folder, stored)
+            reader = _CheckedReader(folder, index)
             load(dict(tensors), storage_reader=reader, planner=planner, process_group=group)
     except CheckpointException as error:
         raise FileFormatError(f"Cannot resume from {folder}: {_causes(error)}") from error
@@ -106,124 +82,88 @@ def _causes(error: CheckpointException) -> str:
     return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in failures)
 
 
-class _TensorReader(StorageReader):
-    """Reads the chunks that PyTorch's planner asks for."""
+class _CheckedReader(FileSystemReader):
+    """Reads the chunks that PyTorch's planner asks for, by an index that was checked."""
 
-    def __init__(self, folder: Path, stored: Mapping[str, StoredTensor]) -> None:
-        self._folder, self._stored = folder, stored
-        self._chunks = {
-            (name, chunk.offsets): chunk for name, tensor in stored.items() for chunk in tensor.chunks
-        }
+    def __init__(self, folder: Path, index: Metadata) -> None:
+        super().__init__(folder)
+        self._folder, self._index = folder, index
 
-    def read_metadata(self) -> Metadata:
-        """Return the index, as PyTorch's planner needs it."""
-        return Metadata(
-            {
-                name: TensorStorageMetadata(
-                    TensorProperties(tensor.dtype),
-                    torch.Size(tensor.shape),
-                    [
-                        ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
-                        for chunk in tensor.chunks
-                    ],
-                )
-                for name, tensor in self._stored.items()
-            }
-        )
+    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
+        """Return the index."""
+        return self._index
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
         """Copy what this rank needs of each chunk."""
         for item in plan.items:
-            index: MetadataIndex = item.storage_index
-            chunk = self._chunks[index.fqn, tuple(index.offset or ())]
-            part = _read_chunk(self._folder, chunk, index.fqn)
-            for dimension, (offset, length) in enumerate(
-                zip(item.storage_offsets, item.lengths, strict=True)
-            ):
-                part = part.narrow(dimension, offset, length)
+            part = self._read_chunk(item.storage_index)
             target = planner.resolve_tensor(item).detach()
-            target.copy_(part)
+            target.copy_(narrow_tensor_by_index(part, item.storage_offsets, item.lengths))
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to reset: a reader reads one folder."""
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Nothing to set up."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are."""
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003
-        """Accept no other folder."""
-        return False
-
-
-def _read_chunk(folder: Path, chunk: StoredChunk, name: str) -> torch.Tensor:
-    with (folder / chunk.file).open("rb") as file:
-        file.seek(chunk.start)
-        content = io.BytesIO(file.read(chunk.length))
-    try:
-        with zipfile.ZipFile(content) as records:
-            damaged = records.testzip()  # torch.load does not verify the checksums that torch.save writes
-        if damaged is not None:
-            raise ValueError(f"the checksum of {damaged} does not match")
-        content.seek(0)
-        tensor = torch.load(content, map_location="cpu", weights_only=True)
-        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != chunk.sizes:
-            raise ValueError(f"it does not hold a tensor of shape {chunk.sizes}")
-    except pickle.UnpicklingError:
-        raise FileFormatError(f"{name!r} in {chunk.file} is damaged (it holds more than tensors).") from None
-    except UNREADABLE as error:
-        raise FileFormatError(f"{name!r} in {chunk.file} is damaged ({error}).") from None
-    return tensor
+    def _read_chunk(self, index: Any) -> torch.Tensor:
+        place, name = self.storage_data[index], index.fqn
+        stored: Any = self._index.state_dict_metadata[name]
+        sizes = stored.chunks[index.index].sizes
+        with (self._folder / place.relative_path).open("rb") as file:
+            file.seek(place.offset)
+            content = io.BytesIO(file.read(place.length))
+        try:
+            with zipfile.ZipFile(content) as records:
+                damaged = records.testzip()  # torch.load does not verify the checksums that torch.save writes
+            if damaged is not None:
+                raise ValueError(f"the checksum of {damaged} does not match")
+            content.seek(0)
+            tensor = torch.load(content, map_location="cpu", weights_only=True)
+            if not isinstance(tensor, torch.Tensor) or tensor.shape != sizes:
+                raise ValueError(f"it does not hold a tensor of shape {tuple(sizes)}")
+        except pickle.UnpicklingError:
+            raise FileFormatError(
+                f"{name!r} in {place.relative_path} is damaged (it holds more than tensors)."
+            ) from None
+        except UNREADABLE as error:
+            raise FileFormatError(f"{name!r} in {place.relative_path} is damaged ({error}).") from None
+        return tensor
 
 
 # ---- The index -----------------------------------------------------------------------------------------
 
 
-def read_tensor_index(folder: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a folder, by name.
+def read_tensor_index(folder: Path) -> Metadata:
+    """Return which tensors a folder has, and where.
 
     Raises:
         FileFormatError: the folder is incomplete, damaged, or was written by another program.
     """
-    path = folder / ".metadata"
-    content = read_input_file(path, _MOST_INDEX_BYTES)
+    content = read_input_file(folder / ".metadata", _MOST_INDEX_BYTES)
     try:
-        index = _state(load_plain_pickle(content, objects=True), "Metadata")
+        index = _state(load_plain_pickle(content, objects=True), Metadata)
         places = {_name_and_offsets(key): _place(value) for key, value in index["storage_data"].items()}
-        found = {
-            name: _stored_tensor(name, _state(value, "TensorStorageMetadata"), places)
+        found: dict[str, Any] = {
+            name: _tensor(name, _state(value, TensorStorageMetadata), places)
             for name, value in index["state_dict_metadata"].items()
         }
-        _expect_present(folder, found)
+        _expect_present(folder, places)
     except NotPlainDataError as error:
         raise FileFormatError(f"Cannot resume from {folder}: its .metadata {error}.") from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FileFormatError(
             f"Cannot resume from {folder}: it is not the state of a training run, or is damaged ({error})."
         ) from None
-    return found
+    return Metadata(found, storage_data=places)
 
 
-def _state(value: Any, name: str, module: str = _OF_METADATA) -> Any:
+def _state(value: Any, kind: type) -> Any:
     """Return the state of an object of this class, which PyTorch gives to every instance."""
     if (
         not isinstance(value, UnconstructedObject)
-        or value.name != f"{module}.{name}"
+        or value.name != f"{kind.__module__}.{kind.__name__}"
         or value.arguments != ()
     ):
-        raise ValueError(f"{_named(value)} in place of a {name}")
+        raise ValueError(f"{_named(value)} in place of a {kind.__name__}")
     return value.state
 
 
@@ -231,54 +171,51 @@ def _named(value: Any) -> str:
     return value.name if isinstance(value, UnconstructedObject) else type(value).__name__
 
 
-def _numbers(value: Any) -> tuple[int, ...]:
-    """Return the numbers of a ``torch.Size``."""
+def _size(value: Any) -> torch.Size:
     if not isinstance(value, UnconstructedObject) or value.name != "torch.Size" or not value.arguments:
         raise ValueError(f"{_named(value)} in place of a torch.Size")
     (numbers,) = value.arguments
     if type(numbers) is not tuple or not all(type(each) is int and each >= 0 for each in numbers):
         raise ValueError("a size is not a tuple of numbers")
-    return numbers
+    return torch.Size(numbers)
 
 
-def _name_and_offsets(value: Any) -> tuple[str, tuple[int, ...]]:
-    index = _state(value, "MetadataIndex")
-    return index["fqn"], _numbers(index["offset"])
+def _name_and_offsets(value: Any) -> MetadataIndex:
+    index = _state(value, MetadataIndex)
+    return MetadataIndex(index["fqn"], _size(index["offset"]))
 
 
-def _place(value: Any) -> tuple[str, int, int]:
-    place = _state(value, "_StorageInfo", "torch.distributed.checkpoint.filesystem")
+def _place(value: Any) -> _StorageInfo:
+    place = _state(value, _StorageInfo)
     file, start, length = place["relative_path"], place["offset"], place["length"]
     if not _FILE.fullmatch(file) or type(start) is not int or type(length) is not int or start < 0:
         raise ValueError(f"a chunk is at {start!r} in {file!r}")
     if place.get("transform_descriptors") is not None:
         raise ValueError("its chunks are compressed or encrypted")
-    return file, start, length
+    return _StorageInfo(file, start, length)
 
 
-def _stored_tensor(
-    name: str, tensor: dict[str, Any], places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]
-) -> StoredTensor:
-    dtype, shape = _dtype(tensor["properties"]), _numbers(tensor["size"])
+def _tensor(name: str, tensor: dict[str, Any], places: _Places) -> TensorStorageMetadata:
+    dtype, shape = _dtype(tensor["properties"]), _size(tensor["size"])
     chunks = []
     for each in tensor["chunks"]:
-        chunk = _state(each, "ChunkStorageMetadata")
-        offsets, sizes = _numbers(chunk["offsets"]), _numbers(chunk["sizes"])
-        found = StoredChunk(offsets, sizes, *places[name, offsets])
+        chunk = _state(each, ChunkStorageMetadata)
+        offsets, sizes = _size(chunk["offsets"]), _size(chunk["sizes"])
+        length = places[MetadataIndex(name, offsets)].length
         if not len(shape) == len(offsets) == len(sizes) or any(
             offset + size > whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)
         ):
             raise ValueError(f"a chunk is outside {name!r}")
-        if math.prod(sizes) * dtype.itemsize > found.length:
-            raise ValueError(f"{name!r} has {found.length} bytes for a chunk of shape {sizes}")
-        chunks.append(found)
+        if math.prod(sizes) * dtype.itemsize > length:
+            raise ValueError(f"{name!r} has {length} bytes for a chunk of shape {tuple(sizes)}")
+        chunks.append(ChunkStorageMetadata(offsets, sizes))
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
-        raise ValueError(f"the chunks of {name!r} do not make up its shape {shape}")
-    return StoredTensor(dtype, shape, tuple(chunks))
+        raise ValueError(f"the chunks of {name!r} do not make up its shape {tuple(shape)}")
+    return TensorStorageMetadata(TensorProperties(dtype), shape, chunks)
 
 
 def _dtype(properties: Any) -> torch.dtype:
-    named = _state(properties, "TensorProperties")[0]
+    named = _state(properties, TensorProperties)[0]
     module, _, name = named.name.partition(".")
     found = getattr(torch, name, None) if module == "torch" and named.arguments is None else None
     if not isinstance(found, torch.dtype):
@@ -286,15 +223,11 @@ def _dtype(properties: Any) -> torch.dtype:
     return found
 
 
-def _expect_present(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
-    ends: dict[str, int] = {}
-    for tensor in tensors.values():
-        for chunk in tensor.chunks:
-            ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.start + chunk.length)
-    for file, end in ends.items():
-        path = folder / file
+def _expect_present(folder: Path, places: _Places) -> None:
+    for place in places.values():
+        path = folder / place.relative_path
         if not path.exists():
-            raise ValueError(f"{file} is missing")
+            raise ValueError(f"{path.name} is missing")
         check_ordinary_file(path)
-        if path.stat().st_size < end:
-            raise ValueError(f"{file} is truncated")
+        if path.stat().st_size < place.offset + place.length:
+            raise ValueError(f"{path.name} is truncated")
