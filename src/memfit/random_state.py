@@ -14,7 +14,7 @@ torch is imported on use, so that importing this module does not load it.
 
 import ctypes
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -135,7 +135,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 def generator_states(generators: Sequence[Any]) -> list[Any]:
     """Return the states of PyTorch's, NumPy's or Python's generator objects, as tensors and plain values."""
-    return [_accessors(generator)[0]() for generator in generators]
+    return [_state_of(generator) for generator in generators]
 
 
 def set_generator_states(generators: Sequence[Any], states: Sequence[Any]) -> None:
@@ -146,27 +146,32 @@ def set_generator_states(generators: Sequence[Any], states: Sequence[Any]) -> No
             a different number of generators.
     """
     for generator, state in zip(generators, states, strict=True):
-        _accessors(generator)[1](state)
+        _set_state(generator, state)
 
 
-def _accessors(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], object]]:
-    """Return what reads and what restores the state of a generator object."""
+def _state_of(generator: Any) -> Any:
     import torch
 
     if isinstance(generator, torch.Generator):
-        return generator.get_state, generator.set_state
+        return generator.get_state()
     if isinstance(generator, random.Random):
-        return generator.getstate, generator.setstate
+        return generator.getstate()
     if hasattr(generator, "bit_generator"):
-        owner = generator.bit_generator
-        return (
-            lambda: arrays_to_tensors(owner.state),
-            lambda state: setattr(owner, "state", tensors_to_arrays(state)),
-        )
-    return (
-        lambda: arrays_to_tensors(generator.get_state(legacy=False)),
-        lambda state: generator.set_state(tensors_to_arrays(state)),
-    )
+        return arrays_to_tensors(generator.bit_generator.state)
+    return arrays_to_tensors(generator.get_state(legacy=False))
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    import torch
+
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = tensors_to_arrays(state)
+    else:
+        generator.set_state(tensors_to_arrays(state))
 
 
 @dataclass(slots=True)
