@@ -96,7 +96,7 @@ class Result:
 
 def main() -> None:
     """Download, run and print."""
-    from memfit.ghost.build.runtime_library import build
+    from memfit.ghost.build.runtime_library import build_ghost
 
     parser = command_line(__doc__)
     parser.add_argument("--folder", type=Path, required=True)
@@ -109,7 +109,7 @@ def main() -> None:
     results = [_read_result(entry) for entry in known]
     done = {(result.card, result.job, result.batch, result.libraries) for result in results}
     rows = [row for row in ROWS if row[1].startswith(tuple(args.jobs))]
-    no_device = str(build().no_device)
+    no_device = str(build_ghost().no_device)
     versions = [_downloaded(version, args.folder, no_device) for version in args.versions]
     for libraries in [_installed(no_device), *versions]:
         for card, job, batch in rows:
@@ -150,15 +150,15 @@ def _unpack(wheels: Sequence[str], root: Path, name: str) -> Path:
 
 
 def _installed(no_device: str) -> Libraries:
-    from memfit.ghost.build.runtime_library import build
+    from memfit.ghost.build.runtime_library import build_ghost
     from memfit.ghost.build.torch_install import find_torch
-    from memfit.ghost.cudnn.client import find_library
+    from memfit.ghost.cudnn.client import find_torch_library
 
     torch = find_torch().folder
     found = {}
     for name in ("libcudnn", "libcublasLt"):
-        soname = next(soname for soname in build().sonames if soname.startswith(f"{name}.so"))
-        found[name] = str(find_library(soname, torch))
+        soname = next(soname for soname in build_ghost().sonames if soname.startswith(f"{name}.so"))
+        found[name] = str(find_torch_library(soname, torch))
     return Libraries("installed", found["libcudnn"], (no_device, found["libcublasLt"]))
 
 
@@ -179,24 +179,24 @@ def train(request: str) -> None:
     """Train on the ghost with one cuDNN answering, and print the result as JSON."""
     asked = json.loads(request)
     from memfit.devices import find_device
-    from memfit.ghost.build.runtime_library import build
+    from memfit.ghost.build.runtime_library import build_ghost
     from memfit.ghost.cudnn.cache import HeuristicsCache
-    from memfit.ghost.cudnn.client import CudnnClient, device_properties
+    from memfit.ghost.cudnn.client import CudnnClient, cudnn_device_properties
     from memfit.ghost.ghost_device import GhostDevice
     from memfit.ghost.load_ghost import load
-    from memfit.ghost.workspaces import Workspaces, WorkspaceSource
+    from memfit.ghost.workspaces import WorkspaceSizes, WorkspaceSource
 
     card = find_device(CARDS[asked["card"]])
-    ghost, device = load(build()), GhostDevice.of(card)
+    ghost, device = load(build_ghost()), GhostDevice.of(card)
     ghost.configure(device, in_use=card.context_bytes, context=card.context_bytes)
     libraries = asked["libraries"]
     client = CudnnClient(
         Path(libraries["cudnn"]),
         [Path(path) for path in libraries["before"]],
-        device_properties(device, build().cuda_version),
+        cudnn_device_properties(device, build_ghost().cuda_version),
         HeuristicsCache(Path(os.environ["MEMFIT_CUDNN_ANSWERS"]) / "answers.jsonl"),
     )
-    workspaces = Workspaces.read(WorkspaceSource.CUDNN, lambda: client)
+    workspaces = WorkspaceSizes.read(WorkspaceSource.CUDNN, lambda: client)
     questions: dict[bytes, None] = {}
 
     def answer(question: bytes) -> Sequence[Any]:
@@ -239,7 +239,12 @@ def _workspaces(
     questions: Iterable[bytes], answer: Callable[[bytes], Sequence[Any]], *, allow_tf32: bool
 ) -> Iterable[Workspace]:
     """Yield the workspaces of the convolutions asked about, with their fallback engines."""
-    from memfit.ghost.cudnn.descriptors import ENGINEHEUR_MODE, Convolution, Descriptor, operation_of
+    from memfit.ghost.cudnn.descriptors import (
+        ENGINEHEUR_MODE,
+        CudnnConvolution,
+        CudnnDescriptor,
+        cudnn_operation_of_graph,
+    )
 
     for question in questions:
         tree = json.loads(question)
@@ -247,9 +252,9 @@ def _workspaces(
             continue
         import msgspec
 
-        descriptor = msgspec.convert(tree["descriptor"], Descriptor)
-        convolution = operation_of(descriptor)
-        if not isinstance(convolution, Convolution) or descriptor.values(ENGINEHEUR_MODE) == (FALLBACK,):
+        descriptor = msgspec.convert(tree["descriptor"], CudnnDescriptor)
+        convolution = cudnn_operation_of_graph(descriptor)
+        if not isinstance(convolution, CudnnConvolution) or descriptor.values(ENGINEHEUR_MODE) == (FALLBACK,):
             continue
         attributes = tree["descriptor"]["attributes"]
         tree["descriptor"]["attributes"] = [

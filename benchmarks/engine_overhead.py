@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_map
 
 import memfit
 from memfit.devices import find_device
-from memfit.ghost.build.runtime_library import build
+from memfit.ghost.build.runtime_library import build_ghost
 from memfit.ghost.ghost_device import GhostDevice
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -222,7 +222,7 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         pool = None
         if arguments.ghost:
-            pool = stack.enter_context(ForkPool(build(), GhostDevice.of(find_device("A100-80GB"))))
+            pool = stack.enter_context(ForkPool(build_ghost(), GhostDevice.of(find_device("A100-80GB"))))
         within = []
         for place, case in enumerate(CASES):
             for retry in (True, False):

@@ -20,8 +20,8 @@ from memfit.analysis.trial_result import TrialResult
 from memfit.records import Change, ScriptEnd, Trace
 from memfit.run.job_rank import Rank
 from memfit.run.options import RunOptions
-from memfit.run.parent import Progress
-from memfit.run.resolve_options import ghost_settings
+from memfit.run.parent import ScriptProgress
+from memfit.run.resolve_options import resolve_ghost_settings
 from memfit.trials.script_standbys import ScriptRun, ScriptStandbys
 from memfit.trials.trial_run import run_trial
 
@@ -55,16 +55,18 @@ class Runs:
         self._command = (script,)
         self._options = RunOptions(memory=SHOWN, unlimited=True, gpu="H100", rank=ranks)
 
-    def run(self, standbys: ScriptStandbys | None, *, late: bool) -> tuple[TrialResult, float, Progress]:
+    def run(
+        self, standbys: ScriptStandbys | None, *, late: bool
+    ) -> tuple[TrialResult, float, ScriptProgress]:
         """Run the script; return the result, its seconds, and its last progress, which says if it was forked.
 
         Raises:
             SystemExit: the script did not complete.
         """
         options = replace(self._options, finish_late=late)
-        shown: list[Progress] = []
+        shown: list[ScriptProgress] = []
         began = time.monotonic()
-        run = ScriptRun(self._command, options, ghost_settings(options), Change())
+        run = ScriptRun(self._command, options, resolve_ghost_settings(options), Change())
         result = run_trial(run, shown.append, standbys)
         if isinstance(result, ScriptEnd):
             raise SystemExit(f"{self._command[0]}: {result}")

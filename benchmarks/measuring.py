@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from memfit.ghost.runtime_bindings import Ghost
+    from memfit.ghost.runtime_bindings import GhostRuntime
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 MIB, GIB = 1 << 20, 1 << 30
 MEMFIT = (sys.executable, "-m", "memfit")
 _T = TypeVar("_T")
-_ghosts: list["Ghost"] = []
+_ghosts: list["GhostRuntime"] = []
 """Alive, because the runtime calls back into them."""
 
 
@@ -201,7 +201,7 @@ def traced(*arguments: str, trace: Path) -> None:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
 
 
-def load_ghost(gpu: str = "A100-80GB", total: int | None = None, *, context: bool = False) -> "Ghost":
+def load_ghost(gpu: str = "A100-80GB", total: int | None = None, *, context: bool = False) -> "GhostRuntime":
     """Load the ghost in this process, before PyTorch.
 
     Args:
@@ -210,12 +210,12 @@ def load_ghost(gpu: str = "A100-80GB", total: int | None = None, *, context: boo
         context: whether the CUDA context takes memory.
     """
     from memfit.devices import find_device
-    from memfit.ghost.build.runtime_library import build
+    from memfit.ghost.build.runtime_library import build_ghost
     from memfit.ghost.ghost_device import GhostDevice
     from memfit.ghost.load_ghost import load
 
     device = find_device(gpu)
-    ghost, taken = load(build()), device.context_bytes if context else 0
+    ghost, taken = load(build_ghost()), device.context_bytes if context else 0
     ghost.configure(GhostDevice.of(device, total), in_use=taken, context=taken)
     _ghosts.append(ghost)
     return ghost

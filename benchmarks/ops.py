@@ -38,11 +38,11 @@ from measuring import command_line, write_json
 from operator_samples import call, database, describe, first_line, has_backward, samples, signature
 
 from memfit.devices import find_device
-from memfit.ghost.build.runtime_library import build
+from memfit.ghost.build.runtime_library import build_ghost
 from memfit.ghost.ghost_device import GhostDevice
 from memfit.ghost.load_ghost import load
-from memfit.ghost.runtime_bindings import Ghost
-from memfit.ghost.values.value_options import ValueOptions
+from memfit.ghost.runtime_bindings import GhostRuntime
+from memfit.ghost.values.value_options import GpuValueOptions
 
 if TYPE_CHECKING:
     import torch
@@ -100,13 +100,13 @@ class DiffersError(Exception):
 class Trial:
     """Runs operators in this process, a child that initialises CUDA itself."""
 
-    def __init__(self, ghost: Ghost, most_samples: int, *, show: bool = False) -> None:
+    def __init__(self, ghost: GhostRuntime, most_samples: int, *, show: bool = False) -> None:
         from memfit.ghost.values import gpu_reads
 
         self._ghost = ghost
         self._most = most_samples
         self._show = show
-        self._values = gpu_reads.install(ghost, ValueOptions(), lambda *_, **__: None)
+        self._values = gpu_reads.answer_gpu_reads(ghost, GpuValueOptions(), lambda *_, **__: None)
 
     def run(self, op: "OpInfo", dtype: "torch.dtype") -> OperatorResult:
         """Try every sample of one operator; the first failure decides the outcome."""
@@ -140,7 +140,7 @@ class Trial:
         return OperatorResult(name, kind, "ran", count, self._compared, assumed=self._ghost.gaps_reached())
 
     def _gaps(self) -> list[str]:
-        known = {gap.name for gap in build().gaps}
+        known = {gap.name for gap in build_ghost().gaps}
         return [name for name in self._ghost.gaps_reached() if name in known]
 
     def _one(self, op: "OpInfo", sample: "SampleInput", on_cpu: "SampleInput | None", *, grad: bool) -> None:
@@ -287,7 +287,7 @@ def main() -> None:
 
     # The default check initialises CUDA, which forked children cannot use.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    ghost = load(build())
+    ghost = load(build_ghost())
     ghost.configure(GhostDevice.of(GPU))
     jobs = choose(options.names, options.dtype or ["float32"], options.sample, options.seed)
     results = []

@@ -32,7 +32,7 @@ from measuring import command_line, traced, write_json
 import memfit
 from memfit.allocator.requests import allocator_requests_of_trace
 from memfit.packing.allocation_lifetimes import buffers_of_requests, buffers_of_step, last_full_step
-from memfit.packing.best_packing import Packing, mask_of_always_live, pack_buffers
+from memfit.packing.best_packing import Packing, always_live_mask, pack_buffers
 from memfit.packing.buffers import Buffers, lifetime_sections
 from memfit.packing.csv_table import read_buffers_csv
 from memfit.packing.packing_violations import find_packing_violation
@@ -138,7 +138,7 @@ def beside_caffe(names: list[str]) -> Iterator[dict[str, Any]]:
         options = ["--batch-size", str(BATCHES[name]), "--steps", "1" if mode == "inference" else "3"]
         found = memfit.pack(trace_of(name, mode, *options, workspaces="none"), seconds=SECONDS)
         always = sum(
-            int(part.size[mask_of_always_live(lifetime_sections(part))].sum()) for part, _ in found.parts
+            int(part.size[always_live_mask(lifetime_sections(part))].sum()) for part, _ in found.parts
         )
         blobs = (found.height - always) / (found.unshared - always)
         shares = {"for all memory": found.height / found.unshared, "for what is not permanent": blobs}

@@ -111,7 +111,7 @@ def pytest_sessionstart():
     """Compile memfit's C code before the first test: on a new machine, the compiler is a process, too."""
     for compiled in (compiled_allocator, compiled_arena, compiled_packer):
         compiled.LIBRARY.load()
-    runtime_library.build()
+    runtime_library.build_ghost()
 
 
 def pytest_sessionfinish():

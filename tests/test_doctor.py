@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from memfit.devices import all_devices, find_device
-from memfit.ghost.build.runtime_library import read_gaps
+from memfit.ghost.build.runtime_library import read_ghost_gaps
 
 pytestmark = pytest.mark.process
 
@@ -22,7 +22,7 @@ def test_doctor_passes_every_check_on_this_machine():
     assert done.returncode == 0, done.stdout
     for found in ("python", "torch", "compiler", "ghost", "gaps", "cudnn", "gpu"):
         assert f"ok    {found}" in done.stdout
-    gaps, _ = read_gaps()
+    gaps, _ = read_ghost_gaps()
     assert any(gap.name in done.stdout for gap in gaps)
 
 

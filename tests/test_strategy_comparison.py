@@ -56,7 +56,9 @@ def compare(monkeypatch):
 
         monkeypatch.setattr(rank_runs, "trial_runner", trial_runner)
         monkeypatch.setattr(compare_strategies, "script_command", lambda *_: ("train.py",))
-        monkeypatch.setattr(compare_strategies, "ghost_settings", lambda _: SimpleNamespace(device=DEVICE))
+        monkeypatch.setattr(
+            compare_strategies, "resolve_ghost_settings", lambda _: SimpleNamespace(device=DEVICE)
+        )
         found = compare_strategies.compare("train.py", nproc=nproc, nnodes=nnodes)
         return found, {run.name: run for run in found.runs}
 

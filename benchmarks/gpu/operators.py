@@ -36,7 +36,7 @@ from operators_table import compare, markdown
 from memfit.card.find_card import find_card
 from memfit.devices import find_device
 from memfit.errors import MemfitError, UnknownDeviceError
-from memfit.ghost.build.runtime_library import build
+from memfit.ghost.build.runtime_library import build_ghost
 
 HERE = Path(__file__).resolve().parent
 SAVE_EVERY = 5.0
@@ -151,7 +151,7 @@ def main() -> int:
         path.with_suffix(".log").write_bytes(b"")
         card_side = _side("card", profile, options, path, until)
         with ThreadPoolExecutor() as pool:
-            building = pool.submit(build)  # takes as long as the start of a process
+            building = pool.submit(build_ghost)  # takes as long as the start of a process
             child, about = card_side.start()
             building.result()
     except UnknownDeviceError as error:

@@ -19,11 +19,11 @@ from operator_samples import call, database, first_line, has_backward, samples, 
 
 from memfit.card.find_card import is_ghost_loaded
 from memfit.devices import find_device
-from memfit.ghost.build.runtime_library import build
+from memfit.ghost.build.runtime_library import build_ghost
 from memfit.ghost.ghost_device import GhostDevice
 from memfit.ghost.load_ghost import load
-from memfit.ghost.runtime_bindings import Ghost
-from memfit.ghost.values.value_options import ValueOptions
+from memfit.ghost.runtime_bindings import GhostRuntime
+from memfit.ghost.values.value_options import GpuValueOptions
 
 if TYPE_CHECKING:
     from memfit.ghost.values.assumed_values import AssumedValues  # imports torch
@@ -162,11 +162,11 @@ def warm_up() -> None:
     torch.cuda.synchronize()
 
 
-def ghost_of(options: argparse.Namespace) -> Ghost | None:
+def ghost_of(options: argparse.Namespace) -> GhostRuntime | None:
     """Load the ghost before torch; in a rehearsal, return the one that stands in for the card."""
     if options.side == "ghost":
         device = find_device(options.gpu)
-        ghost = load(build())
+        ghost = load(build_ghost())
         ghost.configure(
             GhostDevice.of(device, options.total), in_use=device.context_bytes, context=device.context_bytes
         )
@@ -174,7 +174,7 @@ def ghost_of(options: argparse.Namespace) -> Ghost | None:
     if is_ghost_loaded():
         import sitecustomize
 
-        found: Ghost = sitecustomize.ghost  # type: ignore[attr-defined]
+        found: GhostRuntime = sitecustomize.ghost  # type: ignore[attr-defined]
         return found
     return None
 
@@ -200,7 +200,7 @@ def main() -> None:
     if ghost:
         from memfit.ghost.values import gpu_reads
 
-        values = gpu_reads.install(ghost, ValueOptions(), lambda *_, **__: None)
+        values = gpu_reads.answer_gpu_reads(ghost, GpuValueOptions(), lambda *_, **__: None)
     operators = Operators(find_device(options.gpu).compute_capability, options.inputs)
     warm_up()
     gc.collect()

@@ -18,7 +18,7 @@ from pathlib import Path
 from outcomes import REPOSITORY
 
 from memfit.ghost.build.runtime_library import make_empty_libraries
-from memfit.ghost.build.torch_install import find_torch, scan_imports
+from memfit.ghost.build.torch_install import find_torch, scan_nvidia_imports
 from memfit.native_build import COMPILE_FLAGS, find_compiler, run_compiler
 
 KEPT = REPOSITORY / "build" / "torch-versions"
@@ -78,7 +78,7 @@ def _make_libraries(packages: Path) -> None:
     """
     folder = packages / "nvidia" / "nccl" / "lib"  # on the RPATH of every version
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = scan_imports(find_torch(packages / "torch"))
+    wanted = scan_nvidia_imports(find_torch(packages / "torch"))
     source, behind = folder / "no_driver.c", folder / "libnodriver.so"
     source.write_text("".join(map(_function, sorted(wanted.symbols))))
     compiler = find_compiler()

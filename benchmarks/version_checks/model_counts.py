@@ -15,15 +15,18 @@ from pathlib import Path
 
 from memfit.injection.injection_files import InjectionReport
 from memfit.planning.choose_checkpointing import PlannedRegion
-from memfit.planning.module_checkpoint_options import region_option, region_option_in_parts
+from memfit.planning.module_checkpoint_options import (
+    module_checkpoint_option,
+    module_checkpoint_option_in_parts,
+)
 from memfit.planning.plan_file import read_plan
-from memfit.planning.step_memory_model import calls_inside
-from memfit.planning.tensor_recompute_options import ContentsInBackward, ContentsOfCall, kept_contents
+from memfit.planning.step_memory_model import module_calls_inside
+from memfit.planning.tensor_recompute_options import ContentsInBackward, ContentsOfCall, kept_storage_contents
 from memfit.records import Change, Operation, StepOperations, is_counted_operation
 from memfit.run.options import RunOptions
 from memfit.run.parent import run_script
-from memfit.run.resolve_options import ghost_settings
-from memfit.trials.trial_run import injected
+from memfit.run.resolve_options import resolve_ghost_settings
+from memfit.trials.trial_run import prepare_injection
 
 _RECOMPUTING = ("checkpointing", "offload")
 
@@ -59,16 +62,18 @@ def recomputed_operations(step: StepOperations, regions: Sequence[PlannedRegion]
         step: recorded without the plan.
         regions: of the plan.
     """
-    inside = calls_inside(step.calls)
+    inside = module_calls_inside(step.calls)
     seconds = sum(_of_tensors(step, each.save_ops) for each in regions if each.recompute == "tensors")
     for region in (each for each in regions if each.recompute == "module"):
         for number, call in enumerate(step.calls):
             if call.module not in region.modules:
                 continue
             if region.split_at:
-                option = region_option_in_parts(step, call, inside[number], region.split_at, _second)
+                option = module_checkpoint_option_in_parts(
+                    step, call, inside[number], region.split_at, _second
+                )
             else:
-                option = region_option(step, call, region.save_ops, _second)
+                option = module_checkpoint_option(step, call, region.save_ops, _second)
             seconds += option.seconds
     return round(seconds)
 
@@ -76,7 +81,7 @@ def recomputed_operations(step: StepOperations, regions: Sequence[PlannedRegion]
 def _of_tensors(step: StepOperations, save_ops: Sequence[str]) -> float:
     call = step.calls[0]
     contents = ContentsOfCall.of(step, call)
-    kept = kept_contents(step, call, frozenset(save_ops), contents)
+    kept = kept_storage_contents(step, call, frozenset(save_ops), contents)
     backward = ContentsInBackward(step, contents, kept, _second)
     backward.run(call)
     return backward.spent
@@ -88,8 +93,8 @@ def _second(operation: Operation) -> float:
 
 def _run(command: tuple[str, ...], change: Change) -> tuple[StepOperations | None, InjectionReport]:
     """Run a script under a change; return a step's operations, if they are recorded, and what was counted."""
-    with injected(change, RunOptions()) as injection:
-        settings = ghost_settings(injection.options)
+    with prepare_injection(change, RunOptions()) as injection:
+        settings = resolve_ghost_settings(injection.options)
         run_script(command + change.arguments, injection.options, settings, None, lambda _: None)
         return injection.operations(), injection.report()
 

@@ -14,7 +14,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from memfit.ghost.build.runtime_library import build
+from memfit.ghost.build.runtime_library import build_ghost
 from memfit.ghost.ghost_device import GhostDevice
 from memfit.ghost.load_ghost import load
 
@@ -35,7 +35,7 @@ options = {
     "fraction": None,
 } | json.loads(sys.argv[2])
 
-ghost = load(build())
+ghost = load(build_ghost())
 ghost.configure(
     GhostDevice(
         name="NVIDIA A100-SXM4-80GB",

@@ -1,13 +1,13 @@
 """Helpers for the CUDA scenarios. Importing this module loads the ghost, so import it before torch."""
 
 from memfit.devices import find_device
-from memfit.ghost.build.runtime_library import build
+from memfit.ghost.build.runtime_library import build_ghost
 from memfit.ghost.load_ghost import load
 
 MIB = 1 << 20
 TOTAL = find_device("A100-80GB").total_bytes
 
-ghost = load(build())
+ghost = load(build_ghost())
 
 import torch  # noqa: E402 - the ghost comes first
 import torch._dynamo  # noqa: E402 - before the forks, in which optimizers would import it again

@@ -16,7 +16,7 @@ from memfit.ghost.build.torch_install import find_torch
 from memfit.records import CardContextReport, CardContextStage, CardContextTrial, MachineKind, Provenance
 from memfit.report.terminal.doctor import context_toml_lines
 from memfit.run.options import RunOptions
-from memfit.run.resolve_options import ghost_settings
+from memfit.run.resolve_options import resolve_ghost_settings
 
 MIB = 1 << 20
 TORCH = find_torch().version
@@ -109,7 +109,7 @@ def test_a_kept_measurement_with_every_kernel_loaded_is_for_dry_runs_with_that_s
 @pytest.mark.parametrize(("value", "more"), [("EAGER", 1_250 * MIB), ("LAZY", 0), ("DEFAULT", 0)])
 def test_loading_every_kernel_adds_what_it_added_on_a_card(monkeypatch, value, more):
     monkeypatch.setenv("CUDA_MODULE_LOADING", value)
-    context = ghost_settings(RunOptions(gpu="RTX-3060")).device.context
+    context = resolve_ghost_settings(RunOptions(gpu="RTX-3060")).device.context
     assert context.bytes == find_device("RTX-3060").context_bytes + more
     assert context.provenance is Provenance.ASSUMED
     assert ("CUDA_MODULE_LOADING" in context.source) is bool(more)

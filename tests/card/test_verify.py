@@ -50,6 +50,6 @@ def test_a_run_that_fails_has_no_peak_and_gets_the_plan_s_allocator_settings(mon
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     plan = PlanFile(Change(PLAN, "expandable_segments:True"), Equality.BITWISE)
     with pytest.raises(TargetError, match=r"under the plan, but .*ValueError: no data \(train.py:9\)"):
-        runs_under_plan.measured_peak(("train.py",), plan, module=False, on_progress=lambda _: None)
+        runs_under_plan.measure_peak_under_plan(("train.py",), plan, module=False, on_progress=lambda _: None)
     assert settings == ["expandable_segments:True"]
     assert "PYTORCH_ALLOC_CONF" not in os.environ

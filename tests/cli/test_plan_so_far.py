@@ -11,7 +11,7 @@ from memfit.api import planning
 from memfit.cli import command_output
 from memfit.cli.command_output import PlanSoFar
 from memfit.errors import TargetError, UsageError
-from memfit.run.parent import Progress
+from memfit.run.parent import ScriptProgress
 from memfit.units import parse_seconds
 from support.planned_script import Script, planned
 
@@ -62,7 +62,7 @@ def test_ctrl_c_before_anything_fits_says_nothing_of_plans():
 
 
 def test_progress_says_the_time_of_the_fastest_plan_so_far():
-    tried = Progress(trying="2 in part (plan 2)", peak=1 << 30, fits=1.043)
+    tried = ScriptProgress(trying="2 in part (plan 2)", peak=1 << 30, fits=1.043)
     assert "trying: 2 in part (plan 2) · fits: 1.04 times the time · step 1" in command_output._progress_text(
         tried, 3, 1.0
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from memfit.ghost.build.runtime_library import build
+from memfit.ghost.build.runtime_library import build_ghost
 from memfit.records import Action, Phase, Trace
 from memfit.trace.trace_file import read_trace
 
@@ -135,7 +135,7 @@ def run_python(folder, command, environment):
 def cold(tmp_path_factory):
     """Return an environment with an empty memfit cache, except for the built ghost."""
     folder = tmp_path_factory.mktemp("cache")
-    (folder / "ghost").symlink_to(build().folder.parent)
+    (folder / "ghost").symlink_to(build_ghost().folder.parent)
     return {"MEMFIT_CACHE": str(folder)}
 
 

@@ -11,7 +11,7 @@ import pytest
 import memfit
 from memfit.api.run_under_torchrun import SharedTraces
 from memfit.run.job_rank import Rank
-from memfit.run.launchers import started_rank
+from memfit.run.launchers import rank_started_by_torchrun
 
 VARIABLES = {
     "RANK": "5",
@@ -148,9 +148,9 @@ def test_options_that_name_other_ranks_are_refused_under_torchrun(tmp_path):
 
 
 def test_torchruns_variables_name_the_rank():
-    assert started_rank(VARIABLES) == Rank(rank=5, nproc=4, nnodes=2)
-    assert started_rank(VARIABLES | {"WORLD_SIZE": "1"}) is None
-    assert started_rank({"RANK": "5", "WORLD_SIZE": "8"}) is None  # of another launcher
+    assert rank_started_by_torchrun(VARIABLES) == Rank(rank=5, nproc=4, nnodes=2)
+    assert rank_started_by_torchrun(VARIABLES | {"WORLD_SIZE": "1"}) is None
+    assert rank_started_by_torchrun({"RANK": "5", "WORLD_SIZE": "8"}) is None  # of another launcher
 
 
 def test_the_ranks_of_a_machine_meet_in_a_folder_without_what_an_earlier_job_left(tmp_path, monkeypatch):

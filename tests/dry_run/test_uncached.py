@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from memfit.run.run_script_as_python import end_of
+from memfit.run.run_script_as_python import classify_script_end
 from support.scripts import figures
 
 pytestmark = pytest.mark.warm
@@ -60,7 +60,7 @@ def test_out_of_memory_is_reported_with_the_free_bytes(environment, dry_run):
 
 
 def test_an_error_worded_like_cudas_that_the_script_raises_is_an_exception():
-    assert end_of(RuntimeError("CUDA error: out of memory")).reason == "exception"
+    assert classify_script_end(RuntimeError("CUDA error: out of memory")).reason == "exception"
 
 
 def test_emptying_the_cache_lowers_the_memory_between_steps_but_not_the_peak(dry_run):

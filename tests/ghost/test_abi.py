@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from memfit.ghost.build.runtime_library import INCLUDES, RUNTIME, read_gaps
-from memfit.ghost.build.torch_install import find_torch, scan_imports
+from memfit.ghost.build.runtime_library import INCLUDES, RUNTIME, read_ghost_gaps
+from memfit.ghost.build.torch_install import find_torch, scan_nvidia_imports
 from memfit.native_build import find_compiler
 
 pytestmark = pytest.mark.process
@@ -316,10 +316,10 @@ HOST_OUTPUT = re.compile(r"\b(size_t|int64_t|uint64_t|int|unsigned|uint32_t|int3
 def test_every_function_with_a_host_output_is_implemented_or_a_gap(real, implemented):
     theirs, pointers = real
     handles = re.compile(r"\b(" + "|".join(sorted(pointers)) + r") ?\*")
-    known = implemented.keys() | {gap.name for gap in read_gaps()[0]} | INPUTS.keys()
+    known = implemented.keys() | {gap.name for gap in read_ghost_gaps()[0]} | INPUTS.keys()
     missing = {
         name: argument
-        for name in scan_imports(find_torch()).symbols & theirs.keys() - known
+        for name in scan_nvidia_imports(find_torch()).symbols & theirs.keys() - known
         for argument in theirs[name]
         if (HOST_OUTPUT.search(argument) or handles.search(argument))
         and "const" not in argument.split("*")[0]
@@ -331,7 +331,7 @@ def test_every_function_with_a_host_output_is_implemented_or_a_gap(real, impleme
 
 def test_gaps_are_not_implemented(implemented):
     """A call of an implemented function is never reported as a gap."""
-    assert {gap.name for gap in read_gaps()[0]} & implemented.keys() == set()
+    assert {gap.name for gap in read_ghost_gaps()[0]} & implemented.keys() == set()
 
 
 # ---- Looked up by name -----------------------------------------------------------------------------
@@ -339,7 +339,11 @@ def test_gaps_are_not_implemented(implemented):
 
 def test_functions_looked_up_by_name_exist(real, implemented):
     """PyTorch looks these up by cudaGetDriverEntryPoint and dlsym; a plain name may stand for its _v2."""
-    offered = implemented.keys() | {gap.name for gap in read_gaps()[0]} | scan_imports(find_torch()).symbols
+    offered = (
+        implemented.keys()
+        | {gap.name for gap in read_ghost_gaps()[0]}
+        | scan_nvidia_imports(find_torch()).symbols
+    )
     for library in ("libc10_cuda.so", "libtorch_cuda.so"):
         text = (find_torch().folder / "lib" / library).read_bytes()
         names = {name.decode() for name in re.findall(rb"\0((?:cu[A-Z]|nvml)\w{3,50})(?=\0)", text)}

@@ -10,7 +10,7 @@ import pytest
 
 from memfit.devices import find_device
 from memfit.errors import TargetError
-from memfit.ghost.build.runtime_library import build
+from memfit.ghost.build.runtime_library import build_ghost
 from memfit.ghost.ghost_device import GhostDevice
 from support.fork_pool import ForkPool, PoolJob
 
@@ -31,7 +31,7 @@ def device():
 
 @pytest.fixture(scope="module")
 def pool(device):
-    with ForkPool(build(), device) as pool:
+    with ForkPool(build_ghost(), device) as pool:
         yield pool
 
 

@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from memfit.ghost.cudnn.cache import EngineConfig, HeuristicsResult
-from memfit.ghost.cudnn.client import NoAnswerError
-from memfit.ghost.cudnn.descriptors import Descriptor, operation_of
-from memfit.ghost.workspaces import RULES, Workspaces, WorkspaceSource
+from memfit.ghost.cudnn.client import NoCudnnAnswerError
+from memfit.ghost.cudnn.descriptors import CudnnDescriptor, cudnn_operation_of_graph
+from memfit.ghost.workspaces import RULES, WorkspaceSizes, WorkspaceSource
 from memfit.records import Provenance
 from support.cudnn_descriptors import FALLBACK, attention
 from support.cudnn_descriptors import convolution as convolution_tree
@@ -64,7 +64,7 @@ def recurrent(cell, space, **changes):
 
 @pytest.fixture
 def answer():
-    workspaces = Workspaces.read()
+    workspaces = WorkspaceSizes.read()
     return lambda question: workspaces.answer(json.dumps(question).encode())[0].workspace
 
 
@@ -156,7 +156,7 @@ OTHERS = [
 
 
 def test_operations_without_a_rule_count_0_bytes_and_share_one_note():
-    workspaces = Workspaces.read()
+    workspaces = WorkspaceSizes.read()
     for question in OTHERS:
         assert workspaces.answer(json.dumps(question).encode()) == (EngineConfig(0),)
     ((provenance, note),) = workspaces.notes()
@@ -168,7 +168,7 @@ def test_operations_without_a_rule_count_0_bytes_and_share_one_note():
 
 
 def test_each_applied_rule_is_noted_once_with_its_largest_size():
-    workspaces = Workspaces.read()
+    workspaces = WorkspaceSizes.read()
     assert list(workspaces.notes()) == []
     networks = (recurrent("GRU", "reserve"), recurrent("GRU", "reserve", elements=1))
     for question in (*networks, convolution(), convolution()):
@@ -194,7 +194,7 @@ class FakeCudnn:
     def answer(self, question):
         self.questions.append(question)
         if self.refusal:
-            raise NoAnswerError(self.refusal)
+            raise NoCudnnAnswerError(self.refusal)
         return HeuristicsResult(92_400, self.configs)
 
 
@@ -203,7 +203,7 @@ def engine_query(tree):
 
 
 def querying(cudnn, source=WorkspaceSource.CUDNN):
-    return Workspaces.read(source, lambda: cudnn)
+    return WorkspaceSizes.read(source, lambda: cudnn)
 
 
 def notes_of(workspaces):
@@ -284,7 +284,9 @@ def test_functions_that_cudnn_did_not_find_are_noted():
 
 
 def test_a_convolution_is_read_from_its_descriptors():
-    read = operation_of(msgspec.json.decode(convolution_tree("weight gradient"), type=Descriptor))
+    read = cudnn_operation_of_graph(
+        msgspec.json.decode(convolution_tree("weight gradient"), type=CudnnDescriptor)
+    )
     assert msgspec.to_builtins(read) == {
         **convolution(),
         "x": {**tensor(1, 64, 224, 224), "strides": (3211264, 50176, 224, 1), "sizes": (1, 64, 224, 224)},

@@ -84,7 +84,7 @@ def test_collectives_settle_where_an_update_is_held_back_unless_work_finishes_la
 ):
     settled, hooks = [], InstalledHooks()
     HeldBackUpdates(3, pytest.fail, settles=settles).install(hooks)
-    monkeypatch.setattr(hold_back_updates, "settle_collectives", lambda: settled.append(True))
+    monkeypatch.setattr(hold_back_updates, "wait_until_collectives_released", lambda: settled.append(True))
     model, inputs, labels = model_and_data()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for x, y in zip(inputs[:6], labels[:6], strict=True):

@@ -9,7 +9,7 @@ import memfit
 from memfit.errors import UsageError
 from memfit.injection import inject_plan
 from memfit.injection.injection_files import InjectionReport, InjectionSettings, injection_report_writer
-from memfit.injection.models_of_optimizers import OptimizedModels
+from memfit.injection.models_of_optimizers import ModelsOfOptimizers
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.records import Change
 from memfit.strategies.mechanisms.offloaded_optimizer_state import OffloadedOptimizerState
@@ -27,7 +27,7 @@ class Injection:
     def __init__(self, folder):
         self.hooks, self.file = InstalledHooks(), folder / "report.json"
         self.models, self.report_file = (
-            OptimizedModels(),
+            ModelsOfOptimizers(),
             inject_plan._Report(injection_report_writer(self.file)),
         )
         self.models.names.follow(self.hooks)

@@ -22,11 +22,11 @@ from memfit.injection.injection_files import (
     InjectionSettings,
     injection_report_writer,
 )
-from memfit.injection.models_of_optimizers import OptimizedModels
+from memfit.injection.models_of_optimizers import ModelsOfOptimizers
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.records import Change, LoaderBatchSize, ScriptEnd
 from memfit.run.options import RunOptions
-from memfit.run.parent import Progress, RecordedRun
+from memfit.run.parent import RecordedRun, ScriptProgress
 from memfit.strategies.mechanisms.wrap_forward import forward_wrappers
 from memfit.trials import trial_run
 from memfit.trials.script_standbys import ScriptRun
@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 def inject(change, hooks):
     """Have optimizers' models get the plan of a change."""
-    models = OptimizedModels()
+    models = ModelsOfOptimizers()
     models.names.follow(hooks)
     inject_plan._PlanInjector(
         change, inject_plan._Report(injection_report_writer(Path(change.report))), models
@@ -188,10 +188,10 @@ def test_a_run_ends_once_the_script_does_what_its_change_does_not_permit(monkeyp
         settings = json.decode(Path(options.preload[1]).read_bytes(), type=InjectionSettings)
         waiting = InjectionReport(models=("Net",), unfit_optimizer=NEVER_CALLED)  # it may call one yet
         Path(settings.report).write_bytes(json.encode(waiting))
-        on_progress(Progress(step=1))
+        on_progress(ScriptProgress(step=1))
         report = InjectionReport(models=("Net",), **{why: "it clips gradients"})
         Path(settings.report).write_bytes(json.encode(report))
-        on_progress(Progress(step=2))
+        on_progress(ScriptProgress(step=2))
         pytest.fail("the run goes on")
 
     monkeypatch.setattr(trial_run, "run_script", run_script)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from memfit.packing import exhaustive_search
 from memfit.packing.best_packing import ORDERS, greedy_packings, pack_buffers
 from memfit.packing.buffers import Buffers, concatenate_buffers, lifetime_sections
-from memfit.packing.exhaustive_search import PackingSearchResult
+from memfit.packing.exhaustive_search import CapacitySearchResult
 from memfit.packing.packing_violations import find_packing_violation
 from support.known_packings import gapless_problem
 
@@ -51,7 +51,7 @@ def test_the_smallest_packing_is_found_and_proved_optimal(given_rows, period):
     found = pack_buffers(problem, seconds=60)
     assert found.height == smallest(problem)
     assert found.height == found.bound
-    below = exhaustive_search.search_packing_within(
+    below = exhaustive_search.search_packing_within_capacity(
         problem, lifetime_sections(problem), found.height - 1, time.monotonic() + 60
     )
     assert below.is_infeasible
@@ -90,7 +90,7 @@ def rotated(problem: Buffers) -> Buffers:
 )
 def test_the_search_visits_at_most_the_recorded_number_of_nodes(problem, nodes):
     """Without one of its pruning rules, the search would find the same packing, only much later."""
-    found = exhaustive_search.search_packing_within(
+    found = exhaustive_search.search_packing_within_capacity(
         problem, lifetime_sections(problem), 10_000, time.monotonic() + 60
     )
     assert found.offset is not None
@@ -165,10 +165,10 @@ def test_when_the_time_is_up_the_best_packing_so_far_is_returned():
 def test_a_problem_with_too_many_buffers_is_not_searched(monkeypatch):
     monkeypatch.setattr(exhaustive_search, "MAX_BUFFERS", 29)
     problem = gapless_problem(1, 30)
-    found = exhaustive_search.search_packing_within(
+    found = exhaustive_search.search_packing_within_capacity(
         problem, lifetime_sections(problem), 10_000, time.monotonic() + 60
     )
-    assert found == PackingSearchResult()
+    assert found == CapacitySearchResult()
 
 
 def test_sections_are_the_moments_with_maximal_sets_of_live_buffers():

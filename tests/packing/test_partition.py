@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from memfit.packing import best_packing, exhaustive_search
 from memfit.packing.best_packing import (
-    independent_parts,
-    mask_counted_as_always_live,
-    mask_of_always_live,
+    always_live_mask,
+    countable_as_always_live_mask,
+    independent_packing_parts,
     pack_buffers,
 )
 from memfit.packing.buffers import Buffers, concatenate_buffers, lifetime_sections
@@ -49,7 +49,7 @@ def repeat(problem, times):
 def test_parts_are_the_connected_components_of_overlapping_buffers(given_rows, period):
     problem = buffers(given_rows, period)
     problem_sections = lifetime_sections(problem)
-    always = mask_of_always_live(problem_sections)
+    always = always_live_mask(problem_sections)
     rest = np.flatnonzero(~always).tolist()
     live = [moments(problem, index) for index in range(len(problem))]
     assert all(live[index] & other for index in np.flatnonzero(always).tolist() for other in live)
@@ -57,7 +57,7 @@ def test_parts_are_the_connected_components_of_overlapping_buffers(given_rows, p
     for index in rest:
         overlapping = [group for group in groups if any(live[index] & live[other] for other in group)]
         groups = [group for group in groups if group not in overlapping] + [{index}.union(*overlapping)]
-    part = dict(zip(rest, independent_parts(problem_sections, always).tolist(), strict=True))
+    part = dict(zip(rest, independent_packing_parts(problem_sections, always).tolist(), strict=True))
     assert sorted(set(part.values())) == list(range(len(groups)))
     assert {frozenset(index for index in rest if part[index] == n) for n in part.values()} == {
         frozenset(group) for group in groups
@@ -69,27 +69,27 @@ def test_parts_are_the_connected_components_of_overlapping_buffers(given_rows, p
 def test_treating_buffers_as_always_live_leaves_the_bound_unchanged(given_rows, period):
     problem = buffers(given_rows, period)
     before = lifetime_sections(problem)
-    always = mask_counted_as_always_live(before, problem.size)
+    always = countable_as_always_live_mask(before, problem.size)
     length = period or int(problem.upper.max() - problem.lower.min())
     begin = 0 if period else problem.lower.min()
     lower = np.where(always, begin, problem.lower)
     longer = replace(problem, lower=lower, upper=np.where(always, begin + length, problem.upper))
     assert lifetime_sections(longer).bound == before.bound
-    assert (always | ~mask_of_always_live(before)).all()
+    assert (always | ~always_live_mask(before)).all()
 
 
 def test_a_long_lived_buffer_is_treated_as_always_live_if_the_bound_allows():
     problem = buffers([(0, 5, 4), (1, 9, 2), (5, 9, 1), (2, 3, 1)])
-    assert mask_counted_as_always_live(lifetime_sections(problem), problem.size).tolist() == [
+    assert countable_as_always_live_mask(lifetime_sections(problem), problem.size).tolist() == [
         False,
         True,
         False,
         False,
     ]
     full = buffers([(0, 1, 4), (1, 9, 2), (5, 9, 2)])
-    assert not mask_counted_as_always_live(lifetime_sections(full), full.size).any()
+    assert not countable_as_always_live_mask(lifetime_sections(full), full.size).any()
     around = buffers([(5, 14, 2), (0, 2, 5), (4, 5, 1), (6, 8, 1)], period=10)
-    assert mask_counted_as_always_live(lifetime_sections(around), around.size).tolist() == [
+    assert countable_as_always_live_mask(lifetime_sections(around), around.size).tolist() == [
         True,
         False,
         False,

@@ -10,7 +10,7 @@ import pytest
 
 import memfit
 from memfit.errors import UnsuitableEnvironmentError
-from memfit.patching.patches import Patch, before
+from memfit.patching.patches import Patch, call_before
 
 PACKAGE = Path(memfit.__file__).parent
 LIBRARIES = {"accelerate", "lightning", "torch", "transformers", "triton"}
@@ -82,7 +82,7 @@ def test_a_missing_name_is_an_error_that_names_it_unless_some_versions_lack_it(m
 
 def test_a_name_that_is_not_declared_cannot_be_patched(module):
     with pytest.raises(LookupError, match="is not declared"):
-        Patch("patched_here", "g", why="test").install("f", partial(before, print))
+        Patch("patched_here", "g", why="test").install("f", partial(call_before, print))
 
 
 def test_a_pattern_declares_what_matches(module):

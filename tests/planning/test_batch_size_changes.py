@@ -2,7 +2,7 @@
 
 import pytest
 
-from memfit.planning.batch_size_changes import batch_divisions
+from memfit.planning.batch_size_changes import batch_division_changes
 from memfit.records import Action, ScriptOption, ScriptOptionPurpose
 from support.traces import BASE, trace_of
 
@@ -13,7 +13,7 @@ PARTS = ScriptOption(ScriptOptionPurpose.PARTS, ("--parts-per-batch",), 1)
 
 def halved(*options):
     trace = trace_of([(Action.SEGMENT_ALLOC, BASE, 1 << 20), (Action.ALLOC, BASE, 512)], options=options)
-    return batch_divisions(trace, draws=False)[0]
+    return batch_division_changes(trace, draws=False)[0]
 
 
 @pytest.mark.parametrize(

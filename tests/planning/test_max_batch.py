@@ -13,7 +13,7 @@ from memfit.analysis.summary import summarize_trace
 from memfit.analysis.trial_result import TrialResult
 from memfit.errors import TargetError, UsageError
 from memfit.planning.batch_size_changes import BatchSizeRun, next_batch_size
-from memfit.planning.max_batch import BudgetedScript, find_max_batch
+from memfit.planning.max_batch import MaxBatchScript, find_max_batch
 from memfit.records import (
     BatchLimit,
     LoaderBatchSize,
@@ -72,7 +72,7 @@ class Script:
             return (late if late and change.finish_late else self).run(change, limited=limited)
 
         limited, unlimited = (partial(run, limited=limited) for limited in (True, False))
-        script = BudgetedScript(limited, unlimited, self.arguments, self.device)
+        script = MaxBatchScript(limited, unlimited, self.arguments, self.device)
         return find_max_batch(script, **settings)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from memfit.analysis.trial_result import TrialResult
-from memfit.planning.memory_floor import MemoryFloors, floor_of_updates
+from memfit.planning.memory_floor import MemoryFloors, memory_floor_of_updates
 from memfit.planning.optimizer_changes import optimizer_changes
 from memfit.planning.script_changes import PRECISIONS, AllowedChanges
 from memfit.records import (
@@ -113,7 +113,7 @@ def test_of_an_argument_only_what_is_read_counts():
 
 
 def test_an_update_that_ran_needs_its_temporaries_too_but_no_batch():
-    found = floor_of_updates(TrialResult(trained(temporaries=16)))
+    found = memory_floor_of_updates(TrialResult(trained(temporaries=16)))
     assert found.needs.bytes == OUTSIDE + (42 + 4 + 8 + 42 + 84 + 16) * MIB
     names = {term.name: term.figure.bytes // MIB for term in found.terms}
     assert (names["temporaries"], names["gradients"], "inputs" in names) == (16, 42, False)
@@ -124,5 +124,5 @@ def test_an_update_that_ran_needs_its_temporaries_too_but_no_batch():
 )
 def test_a_run_without_an_update_has_no_floor_but_the_context(trace):
     trace = replace(trace, device=DEVICE)
-    assert floor_of_updates(TrialResult(trace)).needs.bytes == OUTSIDE
+    assert memory_floor_of_updates(TrialResult(trace)).needs.bytes == OUTSIDE
     assert MemoryFloors(TrialResult(trace), 1).under(Change()).needs.bytes == OUTSIDE

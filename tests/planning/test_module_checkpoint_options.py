@@ -6,12 +6,12 @@ from torch import nn
 
 from memfit.planning.module_checkpoint_options import (
     bytes_recomputed_in_segments,
-    parts_of_call,
-    region_option,
-    region_option_in_parts,
-    splits_to_try,
+    module_call_splits_to_try,
+    module_checkpoint_option,
+    module_checkpoint_option_in_parts,
+    parts_of_module_call,
 )
-from memfit.planning.step_memory_model import StepMemoryModel, calls_inside
+from memfit.planning.step_memory_model import StepMemoryModel, module_calls_inside
 from memfit.recording.step_operations import StepOperationRecorder
 
 ROWS, NARROW, WIDE = 64, 16, 512
@@ -39,13 +39,13 @@ def block():
     model(torch.ones(ROWS, NARROW)).sum().backward()
     step = recorder.stop()
     number = next(number for number, call in enumerate(step.calls) if call.module == "1")
-    return StepMemoryModel.of(step), step.calls[number], calls_inside(step.calls)[number]
+    return StepMemoryModel.of(step), step.calls[number], module_calls_inside(step.calls)[number]
 
 
 def held(block, *split_at):
     memory, call, inner = block
     found = bytes_recomputed_in_segments(
-        memory, parts_of_call(memory.step, call, inner, split_at), frozenset(call.reads)
+        memory, parts_of_module_call(memory.step, call, inner, split_at), frozenset(call.reads)
     )
     return [found[segment] for segment in memory.segments(call.first, call.end)]
 
@@ -67,12 +67,12 @@ def test_parts_that_begin_with_no_call_are_left_out(block):
 
 def test_the_parts_before_run_again_for_each_part(block):
     memory, call, inner = block
-    whole = region_option(memory.step, call, (), second)
-    split = region_option_in_parts(memory.step, call, inner, ("2", "3"), second)
+    whole = module_checkpoint_option(memory.step, call, (), second)
+    split = module_checkpoint_option_in_parts(memory.step, call, inner, ("2", "3"), second)
     assert split.keeps == whole.keeps
     # The second part is recomputed up to its product, whose arguments are all that is saved in it.
     assert (whole.seconds, split.seconds) == (5.0, 5.0 + 2.0 + 2.0)
-    copied = region_option_in_parts(
+    copied = module_checkpoint_option_in_parts(
         memory.step, call, inner, ("2", "3"), second, lambda size: 10.0 * (size > 0)
     )
     assert copied.seconds == split.seconds  # inputs below a MiB stay
@@ -80,12 +80,14 @@ def test_the_parts_before_run_again_for_each_part(block):
 
 def test_a_module_is_split_only_where_that_lowers_what_it_holds(block):
     memory, call, inner = block
-    assert splits_to_try(memory, call, inner) == []
+    assert module_call_splits_to_try(memory, call, inner) == []
     # sixteen results, all alike: half of them are there at a time, then a third
     model = nn.Sequential(nn.Sequential(*(nn.Sequential(nn.Sigmoid()) for _ in range(15))))
     recorder = StepOperationRecorder(model)
     recorder.start()
     model(torch.ones(1 << 18, requires_grad=True)).sum().backward()
     step = recorder.stop()
-    tried = splits_to_try(StepMemoryModel.of(step), step.calls[1], calls_inside(step.calls)[1])
+    tried = module_call_splits_to_try(
+        StepMemoryModel.of(step), step.calls[1], module_calls_inside(step.calls)[1]
+    )
     assert [len(split_at) for split_at in tried] == [1, 2]

@@ -7,16 +7,16 @@ from memfit.planning.sample_independence import (
     SampleComparison,
     compare_step_inputs,
     compare_steps_of_parts,
-    undivided_tensor,
+    find_undivided_tensor,
 )
-from memfit.recording.model_input_digests import fed_tensor
+from memfit.recording.model_input_digests import digest_tensor_rows
 from memfit.records import InputTensor, StepInputs, StepOperations
 
 DATA = torch.arange(4 * 6 * 3, dtype=torch.float32).reshape(4, 6, 3)
 
 
 def fed(*tensors):
-    return tuple(map(fed_tensor, tensors))
+    return tuple(map(digest_tensor_rows, tensors))
 
 
 def parts_of(tensor, count, dimension=0):
@@ -119,5 +119,5 @@ def test_what_only_one_step_shows_is_assumed():
 
 
 def test_a_script_run_twice_must_feed_the_same():
-    assert undivided_tensor(fed(DATA, DATA), fed(DATA, DATA), 1) is True
-    assert isinstance(undivided_tensor(fed(DATA), fed(DATA + 1), 1), InputTensor)
+    assert find_undivided_tensor(fed(DATA, DATA), fed(DATA, DATA), 1) is True
+    assert isinstance(find_undivided_tensor(fed(DATA), fed(DATA + 1), 1), InputTensor)

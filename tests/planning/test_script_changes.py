@@ -2,7 +2,11 @@
 
 from dataclasses import replace
 
-from memfit.planning.batch_size_changes import batch_divisions, smaller_batches, why_batches_are_indivisible
+from memfit.planning.batch_size_changes import (
+    batch_division_changes,
+    smaller_batch_changes,
+    why_batches_are_indivisible,
+)
 from memfit.planning.choose_checkpointing import CheckpointChoice, PlannedRegion
 from memfit.planning.script_changes import FUSED_OPTIMIZER, OFFLOADED_ACTIVATIONS, checkpoint_choice_change
 from memfit.records import Change, LoaderBatchSize, ScriptOption, ScriptOptionPurpose
@@ -14,7 +18,7 @@ ACCUMULATION = ScriptOption(ScriptOptionPurpose.ACCUMULATION, ("--accum",), 2)
 
 
 def test_changes_made_together_keep_what_each_of_them_says():
-    smaller = smaller_batches(trace(1, loader=LOADER))[0]
+    smaller = smaller_batch_changes(trace(1, loader=LOADER))[0]
     both = FUSED_OPTIMIZER | smaller | OFFLOADED_ACTIVATIONS
     assert (both.fused, both.loader) == (True, replace(LOADER, size=6))
     assert both.plan == {"offload": {}}
@@ -30,23 +34,23 @@ def test_changes_made_together_keep_what_each_of_them_says():
 
 def test_batches_are_halved_and_divided_where_the_parts_are_equal():
     found = trace(1, loader=LOADER)
-    assert [each.batch_size for each in smaller_batches(found)] == [6, 3, 1]
-    assert [(each.parts, each.batch_size) for each in batch_divisions(found, draws=True)] == [
+    assert [each.batch_size for each in smaller_batch_changes(found)] == [6, 3, 1]
+    assert [(each.parts, each.batch_size) for each in batch_division_changes(found, draws=True)] == [
         (2, 6),
         (4, 3),
         (12, 1),
     ]
-    assert all(each.micro_batches.draws for each in batch_divisions(found, draws=True))
+    assert all(each.micro_batches.draws for each in batch_division_changes(found, draws=True))
     odd = trace(1, loader=replace(LOADER, size=5))
-    assert [each.batch_size for each in smaller_batches(odd)] == [2, 1]
-    assert [(each.parts, each.batch_size) for each in batch_divisions(odd, draws=False)] == [(5, 1)]
+    assert [each.batch_size for each in smaller_batch_changes(odd)] == [2, 1]
+    assert [(each.parts, each.batch_size) for each in batch_division_changes(odd, draws=False)] == [(5, 1)]
 
 
 def test_what_sums_the_gradients_of_the_parts_is_memfit_or_the_scripts_own_option():
-    first = batch_divisions(trace(1, options=[BATCH]), draws=False)[0]
+    first = batch_division_changes(trace(1, options=[BATCH]), draws=False)[0]
     assert first.plan == {"accumulation": {"parts_per_batch": 2}}
     assert first.updates_held_back == 2
-    own = batch_divisions(trace(1, options=[BATCH, ACCUMULATION]), draws=False)[0]
+    own = batch_division_changes(trace(1, options=[BATCH, ACCUMULATION]), draws=False)[0]
     assert (own.plan, own.updates_held_back, own.micro_batches.by_option) == ({}, 1, True)
     assert own.micro_batches.arguments == ("--batch-size", "6", "--accum", "4")
 
@@ -57,7 +61,7 @@ def test_why_batches_stay_whole():
         == "memfit found no option and no DataLoader that sets the batch size"
     )
     one = trace(1, loader=replace(LOADER, size=1))
-    assert (batch_divisions(one, draws=False), why_batches_are_indivisible(one)) == (
+    assert (batch_division_changes(one, draws=False), why_batches_are_indivisible(one)) == (
         [],
         "a batch has one sample",
     )

@@ -9,9 +9,9 @@ from rich.console import Console
 from memfit.analysis.trial_result import TrialResult
 from memfit.errors import TargetError, UsageError
 from memfit.planning.find_plan import find_plan
-from memfit.planning.run_changes_on_ghost import PlannedScript, step_seconds
+from memfit.planning.run_changes_on_ghost import PlannedScript, forward_and_backward_seconds
 from memfit.planning.script_changes import AllowedChanges
-from memfit.planning.shardings import bytes_sent_per_step, shard_copy_seconds, with_unsharded_names
+from memfit.planning.shardings import bytes_sent_per_step, shard_copy_seconds, with_unsharded_module_names
 from memfit.records import Change, DividedBatches, Figure, Provenance, ScriptEnd, Term
 from memfit.report.terminal.script_plan import print_plan
 from support.planned_script import MIB, OUTSIDE, Script, copy, needing, work
@@ -101,7 +101,7 @@ def test_shards_are_offloaded_only_if_nothing_else_is_enough(monkeypatch):
     monkeypatch.setattr("memfit.planning.find_plan.shard_copy_seconds", lambda *_: 0.5)
     script = ShardedScript(MUCH | {"offloaded": 0.4})
     found = planned(script, 0.45)
-    assert found.chosen.time == 1.0 + 0.5 / step_seconds(script.step, work)
+    assert found.chosen.time == 1.0 + 0.5 / forward_and_backward_seconds(script.step, work)
     assert found.chosen.change.plan == {"sharding": {"mode": "fsdp2", "offload": True}}
     assert script.ran.index(("offloaded", False)) > script.ran.index(("fsdp2", False))
     assert "FSDP2 with offload" in printed(found)
@@ -165,7 +165,7 @@ def test_a_plan_must_fit_every_rank_and_late_work():
 
 def test_names_stay_where_nothing_wraps_the_model():
     script = Script()
-    assert with_unsharded_names(script.step, script.step) is script.step
+    assert with_unsharded_module_names(script.step, script.step) is script.step
 
 
 @pytest.mark.parametrize(("mode", "whole", "in_two"), [("ddp", 2, 4), ("zero1", 3, 5), ("fsdp2", 3, 6)])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from memfit.planning import mixed_integer_solver as mixed_integer_program
 from memfit.planning.choose_checkpointing import CheckpointChooser
-from memfit.planning.mixed_integer_solver import INFINITY, MixedIntegerProgram, ProgramSolution
+from memfit.planning.mixed_integer_solver import INFINITY, MixedIntegerProgram, MixedIntegerSolution
 from support.planned_networks import NETWORKS, feed_forward
 from support.planned_script import copy, work
 
@@ -60,7 +60,7 @@ def test_the_first_modules_of_a_kind_are_checkpointed_until_the_rest_fits():
 
 def nothing_found(monkeypatch):
     monkeypatch.setattr(
-        MixedIntegerProgram, "minimize", lambda *_, **__: ProgramSolution((), INFINITY, -INFINITY)
+        MixedIntegerProgram, "minimize", lambda *_, **__: MixedIntegerSolution((), INFINITY, -INFINITY)
     )
 
 

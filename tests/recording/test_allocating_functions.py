@@ -2,8 +2,12 @@
 
 import pytest
 
-from memfit.recording.allocating_functions import TorchFunction, function_of_stack, functions_of_events
-from memfit.recording.annotate_events import with_op
+from memfit.recording.allocating_functions import (
+    TorchFunction,
+    torch_function_of_stack,
+    torch_functions_of_events,
+)
+from memfit.recording.annotate_events import label_with_better_op
 from memfit.records import EventLabel, Phase
 from memfit.trace.stack_table import torch_folder
 
@@ -34,14 +38,17 @@ T = "/site/torch/"
     ],
 )
 def test_the_innermost_informative_function_and_its_caller_are_named(frames, name):
-    found = function_of_stack(
+    found = torch_function_of_stack(
         [*((f"{T}{file}.py", function) for file, function in frames), ("train.py", "main")], T
     )
     assert found == TorchFunction(name)
 
 
 def test_script_code_called_by_pytorch_belongs_to_the_script():
-    assert function_of_stack([("train.py", "loss"), (f"{T}nn/functional.py", "relu")], T) == TorchFunction()
+    assert (
+        torch_function_of_stack([("train.py", "loss"), (f"{T}nn/functional.py", "relu")], T)
+        == TorchFunction()
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,7 +62,7 @@ def test_script_code_called_by_pytorch_belongs_to_the_script():
 )
 def test_functions_of_distributed_code_communicate(file, communicates):
     frames = [(f"{T}{file}.py", "allocate"), (f"{T}optim/adam.py", "adam")]
-    assert function_of_stack(frames, T).communicates is communicates
+    assert torch_function_of_stack(frames, T).communicates is communicates
 
 
 @pytest.mark.parametrize(
@@ -89,11 +96,13 @@ def test_the_name_determines_the_implementation_of_an_optimizer_step(name, how):
     ],
 )
 def test_the_more_informative_op_is_chosen(phase, op, function, chosen):
-    assert with_op(EventLabel(phase, "fc", op, 0), function) == EventLabel(phase, "fc", chosen, 0)
+    assert label_with_better_op(EventLabel(phase, "fc", op, 0), function) == EventLabel(
+        phase, "fc", chosen, 0
+    )
 
 
 def test_events_with_the_same_stack_share_a_function():
     stack = [{"filename": f"{torch_folder()}optim/sgd.py", "name": "sgd"}]
-    column, table = functions_of_events([{"frames": stack}, {}, {"frames": stack}])
+    column, table = torch_functions_of_events([{"frames": stack}, {}, {"frames": stack}])
     assert [table[index].name for index in column] == ["sgd", "", "sgd"]
     assert table == (TorchFunction(), TorchFunction("sgd"))

@@ -9,10 +9,10 @@ import pytest
 from memfit.ghost.runtime_bindings import WorkspaceUse
 from memfit.recording.annotate_events import (
     assign_labels_and_owners,
-    fill_missing_labels,
-    infer_forwards,
-    mark_failed_workspaces,
-    mark_workspaces,
+    fill_missing_event_labels,
+    infer_forward_labels,
+    mark_failed_workspace_allocations,
+    mark_workspace_allocations,
 )
 from memfit.recording.event_labels import LabelBook
 from memfit.recording.memory_owners import NO_TENSOR, MemoryOwners, OwnerSnapshot
@@ -101,11 +101,11 @@ def test_a_batch_or_gradient_in_the_shape_of_a_parameter_is_no_copy_of_it(kept):
 def test_an_event_without_a_label_gets_the_phase_of_the_event_before():
     book = LabelBook()
     inside = book.intern(Phase.FORWARD, "fc", "Addmm")
-    found = fill_missing_labels(np.array([-1, inside, -1, -1, 0, -1], np.int32), book)
+    found = fill_missing_event_labels(np.array([-1, inside, -1, -1, 0, -1], np.int32), book)
     assert found[0] == -1
     assert [book.labels[label].phase for label in found[1:]] == [*[Phase.FORWARD] * 3, *[Phase.SETUP] * 2]
     assert [book.labels[label].module for label in found[1:4]] == ["fc", "", ""]
-    assert not len(fill_missing_labels(np.zeros(0, np.int32), book))
+    assert not len(fill_missing_event_labels(np.zeros(0, np.int32), book))
 
 
 def phases_of(*history):
@@ -114,7 +114,7 @@ def phases_of(*history):
     rows = [event._replace(label=table[event.label] if event.label >= 0 else -1) for event in history]
     return [
         book.labels[label].phase.value if label >= 0 else ""
-        for label in infer_forwards(events_of(rows), book).label
+        for label in infer_forward_labels(events_of(rows), book).label
     ]
 
 
@@ -160,7 +160,7 @@ def test_only_events_in_phases_before_a_forward_are_relabelled():
 def test_a_library_workspace_that_a_graph_saved_is_an_activation():
     events = events_of([alloc(0), alloc(1, Category.ACTIVATION), alloc(2)])
     workspaces = [WorkspaceUse(BASE + 512 * slot, 512, 7) for slot in (0, 1, 9)]
-    missed, kept = mark_workspaces(events, np.full(3, 7, np.int32), workspaces, set())
+    missed, kept = mark_workspace_allocations(events, np.full(3, 7, np.int32), workspaces, set())
     assert (missed, kept.tolist()) == (1, [1])
     assert events.category.tolist() == [Category.WORKSPACE, Category.ACTIVATION, Category.UNKNOWN]
 
@@ -169,7 +169,7 @@ def workspaces_among(*sizes, used, reported=()):
     """Return the categories of allocations at one address, in which a library has used some bytes."""
     events = events_of([Event(Action.ALLOC, BASE, size) for size in sizes])
     uses = [WorkspaceUse(BASE, size, 7) for size in used]
-    missed, _ = mark_workspaces(events, np.full(len(sizes), 7, np.int32), uses, set(reported))
+    missed, _ = mark_workspace_allocations(events, np.full(len(sizes), 7, np.int32), uses, set(reported))
     return missed, [Category(category) for category in events.category]
 
 
@@ -198,7 +198,7 @@ def failures_among(*events, reported, ran_without=()):
     """Return the categories of the failures among ``events``, which are (action, size, serial)."""
     found = events_of([Event(action, BASE, size) for action, size, _ in events])
     serials = np.array([serial for *_, serial in events], np.int32)
-    mark_failed_workspaces(found, serials, set(reported), set(ran_without))
+    mark_failed_workspace_allocations(found, serials, set(reported), set(ran_without))
     return [Category(kind) for kind in found.category[found.action == Action.OOM]]
 
 
@@ -229,5 +229,8 @@ def test_a_failure_that_no_other_attempt_follows_is_none_of_a_workspace(events, 
 def test_a_gradient_as_large_as_a_workspace_at_its_address_is_a_gradient():
     events = events_of([alloc(0), alloc(0, Category.GRADIENT)])
     events = dataclasses.replace(events, tensor=np.array([-1, 3], np.int32))
-    assert mark_workspaces(events, np.full(2, 7, np.int32), [WorkspaceUse(BASE, 512, 7)], set())[0] == 0
+    assert (
+        mark_workspace_allocations(events, np.full(2, 7, np.int32), [WorkspaceUse(BASE, 512, 7)], set())[0]
+        == 0
+    )
     assert events.category.tolist() == [Category.WORKSPACE, Category.GRADIENT]

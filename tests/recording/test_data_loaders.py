@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from memfit.recording.data_loaders import ScriptLoaders, ShortLoaders
+from memfit.recording.data_loaders import LoaderShortener, ScriptLoaders
 from memfit.records import Shortened
 
 NUMBERS = TensorDataset(torch.arange(40))
@@ -36,7 +36,7 @@ class Recording(Dataset):
 @pytest.fixture
 def short():
     followed = ScriptLoaders()
-    loaders = ShortLoaders(3, followed)
+    loaders = LoaderShortener(3, followed)
     loaders.install()
     followed.install()
     yield loaders

@@ -9,7 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.recording.loader_scan import BatchSample, DrawnBatch, drawn, only_dimension_that_differs
+from memfit.recording.loader_scan import (
+    DrawnBatch,
+    SampledBatches,
+    measure_drawn_batch,
+    only_dimension_that_differs,
+)
 from memfit.records import BatchSize
 
 
@@ -36,11 +41,11 @@ class Slots:
     ],
 )
 def test_a_batch_has_the_bytes_of_all_tensors_in_it(batch, size, shapes):
-    assert (drawn(batch).bytes, drawn(batch).shapes) == (size, shapes)
+    assert (measure_drawn_batch(batch).bytes, measure_drawn_batch(batch).shapes) == (size, shapes)
 
 
 def sample_of(sizes):
-    sample = BatchSample()
+    sample = SampledBatches()
     for number, size in enumerate(sizes):
         sample.add(DrawnBatch(number, size, ((size,),)))
     return sample
@@ -71,9 +76,9 @@ def test_of_a_long_pass_a_few_batches_are_kept():
 
 
 def test_the_shape_is_that_of_the_tensor_that_differs():
-    sample = BatchSample()
+    sample = SampledBatches()
     for length in (5, 5, 80):
-        sample.add(drawn({"image": torch.zeros(2, 100), "tokens": torch.zeros(2, length)}))
+        sample.add(measure_drawn_batch({"image": torch.zeros(2, 100), "tokens": torch.zeros(2, length)}))
     chosen = sample.chosen()
     largest, median, *_ = sample.describe(chosen)
     assert (largest.shape, median.shape) == ((2, 80), (2, 5))

@@ -5,7 +5,7 @@ import pytest
 from memfit.planning.sample_independence import compare_steps_of_parts, why_samples_depend
 from memfit.records import Change, DividedBatches
 from memfit.run.options import RunOptions
-from memfit.run.resolve_options import ghost_settings
+from memfit.run.resolve_options import resolve_ghost_settings
 from memfit.trials.script_standbys import ScriptRun
 from memfit.trials.trial_run import run_trial
 from support.fed_scripts import (
@@ -40,7 +40,7 @@ def compared(folder, script):
         options = RunOptions()
         divided = DividedBatches(parts, 1, "", "") if parts > 1 else None
         change = Change(operations=True, arguments=arguments, micro_batches=divided)
-        run = ScriptRun((str(path),), options, ghost_settings(options), change)
+        run = ScriptRun((str(path),), options, resolve_ghost_settings(options), change)
         result = run_trial(run, lambda _: None)
         return result.operations
 

@@ -7,17 +7,17 @@ from torch.nn.modules.module import _global_forward_pre_hooks
 
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.recording.event_labels import LabelBook
-from memfit.recording.run_stage_marks import NextForward
+from memfit.recording.run_stage_marks import NextForwardWatcher
 from memfit.records import MarkKind
 
 
 class Noticed:
-    """What a ``NextForward`` notices."""
+    """What a ``NextForwardWatcher`` notices."""
 
     def __init__(self):
         self.hooks, self.book, self.roots, self.calls = InstalledHooks(), LabelBook(), [], 0
         self.in_backward = self.evaluates = False
-        NextForward(self._is_backward, self._on_root).install(self.hooks, self.book)
+        NextForwardWatcher(self._is_backward, self._on_root).install(self.hooks, self.book)
 
     def _is_backward(self):
         self.calls += 1

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from memfit.recording.label_running_modules import tensors_in
-from memfit.recording.saved_tensors import nodes_of, saved_by
+from memfit.recording.label_running_modules import tensors_in_containers
+from memfit.recording.saved_tensors import autograd_nodes_of_tensors, tensors_saved_by_node
 
 
 def saved(*roots):
-    return [saved for node in nodes_of(roots) for saved in saved_by(node)]
+    return [saved for node in autograd_nodes_of_tensors(roots) for saved in tensors_saved_by_node(node)]
 
 
 def storages(found):
@@ -149,4 +149,4 @@ def test_reading_does_not_change_gradients():
 def test_tensors_are_found_in_dataclasses(slots):
     x = torch.ones(2)
     result = make_dataclass("Result", ["logits", "loss"], slots=slots)([x, None], {"mean": x + 1})
-    assert [each.tolist() for each in tensors_in(result)] == [[1, 1], [2, 2]]
+    assert [each.tolist() for each in tensors_in_containers(result)] == [[1, 1], [2, 2]]

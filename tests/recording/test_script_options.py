@@ -11,14 +11,14 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from memfit.recording.data_loaders import ScriptLoaders
-from memfit.recording.script_options import ScriptOptions
+from memfit.recording.script_options import ScriptOptionCollector
 from memfit.records import LoaderBatchSize, ScriptOption, ScriptOptionPurpose
 
 
 @pytest.fixture
 def options():
     """Follow argparse and click; return what collects their options."""
-    collected = ScriptOptions()
+    collected = ScriptOptionCollector()
     collected.install()
     yield collected
     collected._hooks.remove()

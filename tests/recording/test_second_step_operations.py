@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from memfit.patching.installed_hooks import InstalledHooks
-from memfit.recording.second_step_operations import ScriptOperations
+from memfit.recording.second_step_operations import SecondStepRecorder
 from memfit.records import StepOperations
 
 
@@ -16,7 +16,7 @@ def recorded(tmp_path):
     hooks, file = InstalledHooks(), tmp_path / "operations.json"
 
     def run(script):
-        ScriptOperations(file).install(hooks)
+        SecondStepRecorder(file).install(hooks)
         try:
             script()
         finally:

@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from memfit.recording.short_trainers import ShortTrainers
+from memfit.recording.short_trainers import TrainerShortener
 
 DEFAULTS = {
     "max_steps": -1,
@@ -88,7 +88,7 @@ def short(monkeypatch):
         module = ModuleType(name)
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)
-    trainers = ShortTrainers(BATCHES)
+    trainers = TrainerShortener(BATCHES)
     trainers.install()
     yield trainers
     trainers._hooks.remove()

@@ -22,7 +22,7 @@ from memfit.records import (
     ScriptLocation,
 )
 from memfit.report.escape import escaped
-from memfit.report.public_json import public_json_type, public_value, result_to_json
+from memfit.report.public_json import public_json_type, public_json_value, result_to_json
 from memfit.report.terminal.explanation import print_fragmentation
 
 MIB = 1 << 20
@@ -143,7 +143,7 @@ def test_the_json_decodes_to_the_public_schema(answer):
     decoded = msgspec.json.decode(
         result_to_json(explanation_with(answer, FOUND)), type=public_json_type(Explanation)
     )
-    for name, value in public_value(answer).items():
+    for name, value in public_json_value(answer).items():
         assert json.loads(msgspec.json.encode(getattr(decoded, name))) == value
     first, end = decoded.fragmentation.moments
     assert (first.all.allocated, first.all.reserved) == (12 * MIB, 50 * MIB)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from memfit.errors import MemfitError, TargetError, UsageError
-from memfit.run.run_script_as_python import check_script, run_as_main
+from memfit.run.run_script_as_python import check_script_path, run_script_as_main
 
 LATIN = "# café\n".encode("latin-1")
 
@@ -32,21 +32,21 @@ def test_what_python_cannot_read_is_refused_in_one_line(tmp_path, source, stated
     path = tmp_path / "train.py"
     path.write_bytes(source)
     with pytest.raises(TargetError) as caught:
-        check_script(path)
+        check_script_path(path)
     assert str(caught.value).startswith(f"Python refuses {path}: {stated}")
     assert "\n" not in str(caught.value)
 
 
 def test_python_in_place_of_the_script_is_to_be_left_out():
     with pytest.raises(UsageError, match=r"No such script: python3\. Leave out python3"):
-        check_script(Path("python3"))
+        check_script_path(Path("python3"))
 
 
 def test_invalid_syntax_is_shown_as_python_shows_it(tmp_path):
     path = tmp_path / "train.py"
     path.write_text("import torch\nif torch print\n")
     with pytest.raises(TargetError) as caught:
-        check_script(path)
+        check_script_path(path)
     with pytest.raises(SyntaxError) as stated:
         compile(path.read_bytes(), str(path), "exec")
     shown = "".join(traceback.format_exception_only(stated.value)).rstrip()
@@ -54,7 +54,7 @@ def test_invalid_syntax_is_shown_as_python_shows_it(tmp_path):
     assert str(caught.value) == f"Python refuses {path}:\n{shown}"
     path.write_text("# coding: nonsense\n")
     with pytest.raises(TargetError, match=r"SyntaxError: unknown encoding: nonsense$"):
-        check_script(path)
+        check_script_path(path)
 
 
 @pytest.mark.process
@@ -64,7 +64,7 @@ def test_a_script_is_refused_if_and_only_if_python_refuses_it(tmp_path, source):
     path.write_bytes(source)
     refused = subprocess.run([sys.executable, "-I", path], capture_output=True, check=False).returncode
     try:
-        check_script(path)
+        check_script_path(path)
     except TargetError:
         assert refused
     else:
@@ -75,16 +75,16 @@ def test_a_script_is_not_run_and_warns_in_its_own_process_only(tmp_path, monkeyp
     monkeypatch.setattr(builtins, "ran", False, raising=False)
     path = tmp_path / "train.py"
     path.write_text("import builtins\nbuiltins.ran = '\\d'\n")
-    check_script(path)  # warnings are errors in tests
+    check_script_path(path)  # warnings are errors in tests
     assert builtins.ran is False
 
 
 def test_a_folder_is_checked_by_its_main(tmp_path):
     with pytest.raises(MemfitError, match=r"is a folder without a __main__.py"):
-        check_script(tmp_path)
+        check_script_path(tmp_path)
     (tmp_path / "__main__.py").write_bytes(LATIN)
     with pytest.raises(TargetError, match=r"Python refuses .*__main__.py: SyntaxError: line 1"):
-        check_script(tmp_path)
+        check_script_path(tmp_path)
 
 
 def test_a_zip_with_a_main_runs_as_with_python(tmp_path, monkeypatch):
@@ -93,8 +93,8 @@ def test_a_zip_with_a_main_runs_as_with_python(tmp_path, monkeypatch):
     (folder / "__main__.py").write_text("import builtins, sys\nbuiltins.ran = [__name__, *sys.argv]\n")
     path = tmp_path / "app.pyz"
     zipapp.create_archive(folder, path)
-    check_script(path)
+    check_script_path(path)
     monkeypatch.setattr(builtins, "ran", [], raising=False)
     monkeypatch.setattr(sys, "argv", [])
-    run_as_main((str(path), "--big"), module=False)
+    run_script_as_main((str(path), "--big"), module=False)
     assert builtins.ran == ["__main__", str(path), "--big"]

@@ -12,9 +12,9 @@ import pytest
 
 from memfit.python_command import code_running_module
 from memfit.records import Action
-from memfit.run.child_start import ChildSettings, write_settings
+from memfit.run.child_start import ChildSettings, child_settings_as_json
 from memfit.run.options import RunOptions
-from memfit.run.run_script_as_python import end_of
+from memfit.run.run_script_as_python import classify_script_end
 from memfit.trace.trace_file import write_trace
 from support import interrupts
 from support.traces import BASE, Event, freed, segment, trace_of
@@ -174,7 +174,7 @@ def test_a_script_does_not_run_if_memfit_has_gone_before_it_started(tmp_path):
     os.mkfifo(pipe)  # which nothing reads
     (tmp_path / "script.py").write_text("print('ran')")
     settings = tmp_path / "settings.json"
-    settings.write_text(write_settings(ChildSettings(RunOptions(), None, "", "", "", str(pipe))))
+    settings.write_text(child_settings_as_json(ChildSettings(RunOptions(), None, "", "", "", str(pipe))))
     code = code_running_module("memfit.run.child")
     done = subprocess.run(
         [sys.executable, "-c", code, str(settings), "script.py"],
@@ -189,7 +189,7 @@ def test_a_script_does_not_run_if_memfit_has_gone_before_it_started(tmp_path):
 def test_ctrl_c_that_a_library_reports_as_its_own_error_is_an_interruption():
     error = ImportError("numpy failed to import")
     error.__context__ = KeyboardInterrupt()
-    end = end_of(error)
+    end = classify_script_end(error)
     assert (end.reason, end.exit_code) == ("interrupted", 130)
 
 

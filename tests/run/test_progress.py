@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from memfit.cli import command_output
-from memfit.run.parent import Progress
-from memfit.run.parent_pipe import ParentPipe, follow_compilations
+from memfit.run.parent import ScriptProgress
+from memfit.run.parent_pipe import ParentPipe, report_compilations
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_compiling_is_reported_at_once_and_until_it_ends(pipe):
 
 def test_a_compilation_is_followed_from_its_start_to_its_end():
     states = []
-    follow_compilations(states.append)
+    report_compilations(states.append)
     try:
         torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
     finally:
@@ -42,13 +42,13 @@ def test_a_compilation_is_followed_from_its_start_to_its_end():
 @pytest.mark.parametrize(
     ("progress", "text"),
     [
-        (Progress(), "memfit: starting · 7 s"),
-        (Progress(compiling=True), "memfit: compiling · 7 s"),
+        (ScriptProgress(), "memfit: starting · 7 s"),
+        (ScriptProgress(compiling=True), "memfit: compiling · 7 s"),
         (
-            Progress(1, 1 << 30, 2 << 30, compiling=True),
+            ScriptProgress(1, 1 << 30, 2 << 30, compiling=True),
             "memfit: step 2/3 · compiling · allocated 1.00 GiB · peak 2.00 GiB · 7 s",
         ),
-        (Progress(1, 1 << 30, 2 << 30), "memfit: step 2/3 · allocated 1.00 GiB · peak 2.00 GiB · 7 s"),
+        (ScriptProgress(1, 1 << 30, 2 << 30), "memfit: step 2/3 · allocated 1.00 GiB · peak 2.00 GiB · 7 s"),
     ],
 )
 def test_the_progress_line_says_that_the_script_compiles(progress, text):

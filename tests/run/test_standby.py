@@ -14,7 +14,7 @@ from forked_runs import difference
 
 from memfit.records import Change
 from memfit.trials.script_standbys import ForkedScript, ScriptStandbys
-from memfit.trials.side_by_side import side_by_side
+from memfit.trials.side_by_side import run_scripts_side_by_side
 from support.standby_runs import LATE, OPTIONS, TRAIN, Runs, script_of
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("warm_scripts")]
@@ -161,7 +161,7 @@ if not os.path.exists(__file__ + '.ran'):
 
 
 def test_no_further_standby_is_left_where_memory_is_short(tmp_path, monkeypatch):
-    monkeypatch.setattr("memfit.trials.script_standbys.most_in_memory", lambda: 2)
+    monkeypatch.setattr("memfit.trials.script_standbys.scripts_that_fit_in_memory", lambda: 2)
     with ScriptStandbys() as standbys:
         runs = Runs(script_of(tmp_path), standbys)
         for options, forked in ((LATE, False), (OPTIONS, False), (OPTIONS, False), (LATE, True)):
@@ -184,7 +184,7 @@ SCRIPT = os.getpid()
     with ScriptStandbys() as standbys:
         runs = Runs(script, standbys)
         first = runs.run().trace
-        both = side_by_side([Runs(script, standbys).run, Runs(script, standbys).run], 2)
+        both = run_scripts_side_by_side([Runs(script, standbys).run, Runs(script, standbys).run], 2)
         assert len(list(tmp_path.glob("*.py.*"))) == 3
         assert [difference(run.trace, first) for run in both] == ["", ""]
 

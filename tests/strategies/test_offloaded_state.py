@@ -154,7 +154,7 @@ def test_quantised_state_moves_as_well(streams):
 @pytest.mark.parametrize("settings", [OFFLOADED, OptimizerState(offload=True, step_in_backward=True)])
 def test_on_a_cpu_offload_warns_once_and_does_nothing(settings, monkeypatch):
     monkeypatch.setattr(
-        "memfit.strategies.mechanisms.offloaded_optimizer_state.host_copies_for", lambda _: None
+        "memfit.strategies.mechanisms.offloaded_optimizer_state.host_copies_for_device", lambda _: None
     )
     engine = engine_of(net(), settings)
     with pytest.warns(UserWarning, match=r"optimizer_state\.offload does nothing here"):

@@ -31,10 +31,10 @@ from typing import Any, Self
 import msgspec
 
 from memfit.errors import GhostError, TargetError
-from memfit.ghost.build.runtime_library import Build
+from memfit.ghost.build.runtime_library import BuiltGhost
 from memfit.ghost.ghost_device import GhostDevice
 from memfit.ghost.load_ghost import load
-from memfit.ghost.runtime_bindings import Ghost
+from memfit.ghost.runtime_bindings import GhostRuntime
 
 _READY = b"ready"
 _JOB = b"job"
@@ -75,7 +75,7 @@ class ForkPool:
     ...     pool.run(PoolJob("script.py:peak", {"batch": 8}))
     """
 
-    def __init__(self, build: Build, device: GhostDevice) -> None:
+    def __init__(self, build: BuiltGhost, device: GhostDevice) -> None:
         self._device = device
         self._lock = threading.Lock()
         self._control, theirs = socket.socketpair()
@@ -142,7 +142,7 @@ def _serve(control: socket.socket) -> None:
     request = _receive_message(control)
     if request is None:
         return
-    ghost = load(msgspec.json.decode(request, type=Build, dec_hook=lambda kind, value: kind(value)))
+    ghost = load(msgspec.json.decode(request, type=BuiltGhost, dec_hook=lambda kind, value: kind(value)))
     _warm_up()
     control.sendall(_READY)
     while True:
@@ -165,7 +165,7 @@ def _warm_up() -> None:
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
 
 
-def _run_child(channel: socket.socket, ghost: Ghost) -> None:
+def _run_child(channel: socket.socket, ghost: GhostRuntime) -> None:
     """Run one job in this child, send its result, and exit without finalising the interpreter."""
     try:
         request = _receive_message(channel)
@@ -179,7 +179,7 @@ def _run_child(channel: socket.socket, ghost: Ghost) -> None:
         os._exit(0)
 
 
-def _call_target(job: PoolJob, ghost: Ghost) -> _ChildResult:
+def _call_target(job: PoolJob, ghost: GhostRuntime) -> _ChildResult:
     try:
         os.environ.update(job.environment)
         if job.device is not None:

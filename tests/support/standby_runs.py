@@ -9,7 +9,7 @@ from memfit.analysis.trial_result import TrialResult
 from memfit.devices import NO_LIMIT
 from memfit.records import Change
 from memfit.run.options import RunOptions
-from memfit.run.resolve_options import ghost_settings
+from memfit.run.resolve_options import resolve_ghost_settings
 from memfit.trials.script_standbys import ScriptRun
 from memfit.trials.trial_run import run_trial
 
@@ -53,7 +53,7 @@ class Runs:
         return run_trial(self._under(options, change), lambda _: None)
 
     def _under(self, options, change):
-        ghost = msgspec.structs.replace(ghost_settings(options), shown_memory=24 << 30)
+        ghost = msgspec.structs.replace(resolve_ghost_settings(options), shown_memory=24 << 30)
         return ScriptRun((self._script,), options, ghost, change)
 
     def _note(self, progress):

@@ -76,12 +76,12 @@ def scripts():
 
 def _script_process(command, **options):
     """Do what ``subprocess.Popen`` does with the command and the options of ``start_script``."""
-    from memfit.ghost.build.runtime_library import build
-    from memfit.run.child_start import read_settings
+    from memfit.ghost.build.runtime_library import build_ghost
+    from memfit.run.child_start import read_child_settings
 
     start = command.index("-c") + 2
-    settings = read_settings(Path(command[start]).read_text("ascii"))
-    if settings.ghost is None or settings.ghost.build != build():
+    settings = read_child_settings(Path(command[start]).read_text("ascii"))
+    if settings.ghost is None or settings.ghost.build != build_ghost():
         return subprocess.Popen(command, **options)
     streams = {name: options[name] for name in ("stdin", "stdout", "stderr")}
     request = {

@@ -20,10 +20,10 @@ from support.warm_process import TESTS
 def serve():
     """Run the warm process with the ghost; its standard input is the socket."""
     sys.path.remove(TESTS)  # scripts have their own folder there
-    from memfit.ghost.build.runtime_library import build
+    from memfit.ghost.build.runtime_library import build_ghost
     from memfit.ghost.load_ghost import load
 
-    built = build()
+    built = build_ghost()
     ghost = load(built)
     for module in (
         "memfit.api",
@@ -170,11 +170,11 @@ def _loaded(ghost, built):
 def _command_line(built, ghost, argv, leave):
     import memfit.__main__
     import memfit.run.child_start
-    from memfit.run.child_start import read_settings
+    from memfit.run.child_start import read_child_settings
 
     def popen(command, **options):
         start = command.index("-c") + 2
-        settings = read_settings(Path(command[start]).read_text("ascii"))
+        settings = read_child_settings(Path(command[start]).read_text("ascii"))
         if settings.ghost is None or settings.ghost.build != built:
             return subprocess.Popen(command, **options)
         return _Fork(leave, partial(_script_process, ghost, ["-c", *command[start:]], options))
@@ -237,10 +237,10 @@ def _script_process(ghost, argv, options):
     """Run ``memfit.run.child`` in this fork of the process that started the script."""
     import memfit.run.backend
     import memfit.run.child
-    from memfit.ghost.load_ghost import wait_for_autograd
+    from memfit.ghost.load_ghost import wait_for_autograd_threads
 
     _become(argv, options)
-    atexit.register(wait_for_autograd)
+    atexit.register(wait_for_autograd_threads)
     memfit.run.backend.load = lambda built: _loaded(ghost, built)
     memfit.run.child.main()
 

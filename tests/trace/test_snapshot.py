@@ -18,7 +18,7 @@ from memfit.allocator.timeline import memory_timeline, timeline_disagreement_wit
 from memfit.errors import FileFormatError, OutputError
 from memfit.records import Action, EventLabel, Events, Phase, Trace
 from memfit.trace import snapshot as snapshots
-from memfit.trace.snapshot import allocator_settings, read_snapshot, snapshot_of, write_snapshot
+from memfit.trace.snapshot import allocator_settings, read_snapshot, snapshot_of_trace, write_snapshot
 from memfit.trace.trace_file import read_trace, write_trace
 
 DRIVER = Path(__file__).parents[1] / "allocator" / "drive_allocator.py"
@@ -212,7 +212,9 @@ def test_both_spellings_of_a_blocks_state_are_read(tmp_path, written, read):
     snapshot["segments"][0]["blocks"] = [{"size": 2 * MIB, "state": written}]
     trace = read_snapshot(saved(tmp_path, snapshot))
     assert trace.segments[0].blocks[0].state == read
-    states = [block["state"] for segment in snapshot_of(trace)["segments"] for block in segment["blocks"]]
+    states = [
+        block["state"] for segment in snapshot_of_trace(trace)["segments"] for block in segment["blocks"]
+    ]
     assert states == ["active_pending_free" if read == "active_awaiting_free" else read]
 
 
@@ -222,7 +224,7 @@ def test_labels_are_written_as_readable_metadata(tmp_path):
     labelled = replace(
         trace, events=events, labels=(EventLabel(Phase.BACKWARD, "layers.0", "MmBackward0", -1),)
     )
-    history = snapshot_of(labelled)["device_traces"][0]
+    history = snapshot_of_trace(labelled)["device_traces"][0]
     assert [event["user_metadata"] for event in history] == ["", "backward layers.0 MmBackward0"]
 
 
@@ -232,7 +234,7 @@ def test_an_oom_round_trips(tmp_path):
     snapshot["device_traces"][0].append(failed)
     trace = read_snapshot(saved(tmp_path, snapshot))
     assert trace.events.address.tolist()[-1] == 77
-    assert snapshot_of(trace)["device_traces"][0][-1]["device_free"] == 77
+    assert snapshot_of_trace(trace)["device_traces"][0][-1]["device_free"] == 77
     write_snapshot(trace, tmp_path / "copied")
     assert_equal(read_snapshot(tmp_path / "copied"), trace)
 
@@ -259,12 +261,12 @@ def test_settings_round_trip(tmp_path, in_force, found):
     snapshot = small(allocator_settings=in_force)
     assert allocator_settings(snapshot) == found
     trace = read_snapshot(saved(tmp_path, snapshot))
-    assert allocator_settings(snapshot_of(trace)) == found
+    assert allocator_settings(snapshot_of_trace(trace)) == found
 
 
 def test_settings_without_a_key_in_pytorch_go_into_the_string(tmp_path):
     trace = replace(read_snapshot(saved(tmp_path, small())), settings={"conf": "a:1", "backend": "native"})
-    assert allocator_settings(snapshot_of(trace)) == {"conf": "a:1,backend:native"}
+    assert allocator_settings(snapshot_of_trace(trace)) == {"conf": "a:1,backend:native"}
 
 
 # -- files that are not snapshots -------------------------------------------------------------------

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from memfit.devices import find_device
-from memfit.ghost.build.runtime_library import build
+from memfit.ghost.build.runtime_library import build_ghost
 from memfit.ghost.ghost_device import GhostDevice
 from support.fork_pool import ForkPool, PoolJob
 
@@ -26,7 +26,7 @@ STRATEGIES = (
 
 @pytest.fixture(scope="module")
 def pool():
-    with ForkPool(build(), GhostDevice.of(find_device("A100-80GB"))) as pool:
+    with ForkPool(build_ghost(), GhostDevice.of(find_device("A100-80GB"))) as pool:
         yield pool
 
 

@@ -14,7 +14,7 @@ import torch
 
 from memfit.devices import find_device
 from memfit.errors import TornUpdateError, UsageError
-from memfit.ghost.build.runtime_library import build as build_ghost
+from memfit.ghost.build.runtime_library import build_ghost
 from memfit.ghost.ghost_device import GhostDevice
 from support.fault_injection import CASES, FAULTS, Fault, Sweep, build, differing, picture
 from support.fault_injection import mean_loss as loss_of

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from memfit.errors import FileFormatError
-from memfit.train.resume.tensor_files import load_tensors, read_tensor_index, save_tensors
+from memfit.train.resume.tensor_files import load_sharded_tensors, read_tensor_index, save_sharded_tensors
 
 
 def tensors():
@@ -26,13 +26,13 @@ def tensors():
 @pytest.fixture
 def folder(tmp_path):
     with pytest.warns(UserWarning, match="torch.distributed is disabled"):
-        save_tensors(tensors(), tmp_path / "saved", None)
+        save_sharded_tensors(tensors(), tmp_path / "saved", None)
     return tmp_path / "saved"
 
 
 def loaded(folder):
     found = {name: torch.full_like(each, -1) for name, each in tensors().items()}
-    load_tensors(found, read_tensor_index(folder), folder, None)
+    load_sharded_tensors(found, read_tensor_index(folder), folder, None)
     return found
 
 

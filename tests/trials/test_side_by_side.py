@@ -13,7 +13,7 @@ import pytest
 
 from memfit.analysis.trial_result import TrialResult
 from memfit.records import Change, ScriptEnd
-from memfit.run.parent import Progress
+from memfit.run.parent import ScriptProgress
 from memfit.trials import side_by_side
 from memfit.trials.side_by_side import ProgressOfFirst, RunsAhead
 from support.traces import trace_of
@@ -47,7 +47,7 @@ class Script:
 
 @pytest.fixture
 def two_processors(monkeypatch):
-    monkeypatch.setattr(side_by_side, "most_side_by_side", lambda: 2)
+    monkeypatch.setattr(side_by_side, "most_scripts_side_by_side", lambda: 2)
 
 
 def named(*names):
@@ -90,7 +90,7 @@ def test_as_many_run_side_by_side_as_there_are_processors_and_memory_for(
 ):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
     monkeypatch.setattr(side_by_side, "_available_memory", lambda: memory)
-    assert side_by_side.most_side_by_side() == most
+    assert side_by_side.most_scripts_side_by_side() == most
 
 
 def test_the_memory_that_processes_can_still_take_is_that_of_this_machine():
@@ -102,7 +102,7 @@ def test_the_memory_that_processes_can_still_take_is_that_of_this_machine():
 def test_the_first_run_shows_its_progress_and_how_many_are_beside_it():
     shown = []
     progress = ProgressOfFirst(shown.append)
-    first, second = (Progress(step=1, trying=name) for name in "ab")
+    first, second = (ScriptProgress(step=1, trying=name) for name in "ab")
     with progress.of("b"):
         with progress.of("a"):
             progress.show(first)
@@ -128,7 +128,7 @@ def test_the_first_error_ends_the_others():
                 time.sleep(0.01)
 
     with pytest.raises(ValueError):  # noqa: PT011 - its own
-        side_by_side.side_by_side([fails, waits], 2)
+        side_by_side.run_scripts_side_by_side([fails, waits], 2)
 
 
 TWO_RUNS = """

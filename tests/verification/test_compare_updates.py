@@ -8,7 +8,7 @@ import torch
 
 from memfit.records import Equality, InputTensor
 from memfit.verification.compare_updates import (
-    UpdateRun,
+    FirstUpdateRun,
     gradient_difference,
     gradients_keep_promise,
     have_same_inputs,
@@ -38,7 +38,7 @@ def run(tmp_path):
             tensor = torch.as_tensor(value)
             np.save(folder / f"{number}.npy", tensor.reshape(-1).view(torch.uint8).numpy())
             saved.append(SavedGradient(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)))
-        return UpdateRun(folder, FirstUpdate(tuple(saved), inputs, arithmetic))
+        return FirstUpdateRun(folder, FirstUpdate(tuple(saved), inputs, arithmetic))
 
     return written
 

@@ -9,12 +9,12 @@ import os
 
 if gpu := os.environ.get("MEMFIT_REHEARSAL"):
     from memfit.devices import find_device
-    from memfit.ghost.build.runtime_library import build
+    from memfit.ghost.build.runtime_library import build_ghost
     from memfit.ghost.ghost_device import GhostDevice
     from memfit.ghost.load_ghost import load
 
     device = find_device(gpu)
-    ghost = load(build())  # this module keeps the ghost alive, because the runtime calls back into it
+    ghost = load(build_ghost())  # this module keeps the ghost alive, because the runtime calls back into it
     ghost.configure(
         GhostDevice.of(device),
         count=int(os.environ.get("MEMFIT_REHEARSAL_GPUS", "1")),

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from memfit.devices import DEFAULT
 from memfit.errors import UsageError
-from memfit.planning.max_batch import BudgetedScript, find_max_batch
+from memfit.planning.max_batch import MaxBatchScript, find_max_batch
 from memfit.records import MaxBatch
 from memfit.run.job_rank import Rank
 from memfit.run.options import STEPS, RunOptions
-from memfit.run.parent import Progress, script_command
-from memfit.run.resolve_options import ghost_settings
+from memfit.run.parent import ScriptProgress, script_command
+from memfit.run.resolve_options import resolve_ghost_settings
 from memfit.trials.trial_run import trial_runner
 
 
@@ -30,7 +30,7 @@ def max_batch(  # noqa: PLR0913 - one parameter an option
     rank: int = 0,
     steps: int | None = STEPS,
     values: str = "",
-    on_progress: Callable[[Progress], None] = lambda _: None,
+    on_progress: Callable[[ScriptProgress], None] = lambda _: None,
 ) -> MaxBatch:
     """Return the largest batch size with which an unmodified script fits a budget; needs no GPU.
 
@@ -76,9 +76,9 @@ def max_batch(  # noqa: PLR0913 - one parameter an option
     if multiple < 1:
         raise UsageError(f"multiple must be at least 1, not {multiple}.")
     command = script_command(script, arguments, options, None)
-    device = ghost_settings(options).device
+    device = resolve_ghost_settings(options).device
     limited, unlimited = (
         trial_runner(command, way, on_progress) for way in (options, replace(options, unlimited=True))
     )
-    budgeted = BudgetedScript(limited, unlimited, command[1:], device)
+    budgeted = MaxBatchScript(limited, unlimited, command[1:], device)
     return replace(find_max_batch(budgeted, multiple=multiple, option=option), command=command)

@@ -15,7 +15,7 @@ from memfit.input_files import read_input_file
 from memfit.records import Change, CheckVerdict, MemoryBaseline, MemoryCheck, ScriptEnd, Trace
 from memfit.report.public_json import baseline_from_json, baseline_to_json
 from memfit.run.options import STEPS, RunOptions
-from memfit.run.parent import Progress
+from memfit.run.parent import ScriptProgress
 from memfit.trials.trial_run import trial_runner
 
 BASELINE = "memfit-baseline.json"
@@ -37,7 +37,7 @@ def check(  # noqa: PLR0913 - one parameter an option
     steps: int | None = STEPS,
     values: str = "",
     stdout_to_stderr: bool = False,
-    on_progress: Callable[[Progress], None] = lambda _: None,
+    on_progress: Callable[[ScriptProgress], None] = lambda _: None,
 ) -> MemoryCheck:
     """Run an unmodified script on the ghost, and compare its memory with a baseline; needs no GPU.
 

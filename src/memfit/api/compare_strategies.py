@@ -16,8 +16,8 @@ from memfit.errors import TargetError
 from memfit.records import Change, ComparedRun, DeviceUse, ScriptEnd, StrategyComparison, Trace
 from memfit.run.job_rank import Rank
 from memfit.run.options import STEPS, RunOptions
-from memfit.run.parent import Progress, script_command
-from memfit.run.resolve_options import ghost_settings
+from memfit.run.parent import ScriptProgress, script_command
+from memfit.run.resolve_options import resolve_ghost_settings
 from memfit.trials.rank_runs import RankRun, RankRuns, UnfinishedRankError
 
 
@@ -33,7 +33,7 @@ def compare(  # noqa: PLR0913 - one parameter an option
     nnodes: int = 1,
     steps: int | None = STEPS,
     values: str = "",
-    on_progress: Callable[[Progress], None] = lambda _: None,
+    on_progress: Callable[[ScriptProgress], None] = lambda _: None,
 ) -> StrategyComparison:
     """Return what an unmodified script would need with each of memfit's strategies; needs no GPU.
 
@@ -70,7 +70,7 @@ def compare(  # noqa: PLR0913 - one parameter an option
         values=values,
     )
     command = script_command(script, arguments, options, None)
-    device = ghost_settings(options).device
+    device = resolve_ghost_settings(options).device
     base, *others = strategies_to_compare(options.rank.world_size)
     with RankRuns(command, options, on_progress) as ranks:
         first, trace = _as_written(base, command, device, ranks)

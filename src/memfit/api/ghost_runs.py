@@ -26,12 +26,12 @@ from memfit.planning.plan_file import read_plan
 from memfit.records import Change, DryRun, Note, Provenance, RankRole, ScriptLocation, Trace
 from memfit.run.launchers import check_world_size
 from memfit.run.options import RunOptions
-from memfit.run.parent import PATIENCE, Progress, RecordedRun, run_script, script_command
-from memfit.run.resolve_options import ghost_settings
+from memfit.run.parent import PATIENCE, RecordedRun, ScriptProgress, run_script, script_command
+from memfit.run.resolve_options import resolve_ghost_settings
 from memfit.temporary_folders import TemporaryFolder
 from memfit.trace.trace_file import write_trace
 from memfit.trials.script_standbys import ScriptRun, ScriptStandbys
-from memfit.trials.trial_run import injected, trial_runner
+from memfit.trials.trial_run import prepare_injection, trial_runner
 
 LATE = "GPU work that finishes late"
 """The run that finds the most that a script may need where streams race, as the user sees it."""
@@ -69,7 +69,7 @@ def run_on_ghost(  # noqa: PLR0913 - what a dry run is asked for
     all_ranks: bool = False,
     plan: Path | None = None,
     resume_with: Sequence[str] | None = None,
-    on_progress: Callable[[Progress], None],
+    on_progress: Callable[[ScriptProgress], None],
 ) -> FinishedRun:
     """Do what ``dry_run`` does, and return a result whose trace may not have been saved.
 
@@ -171,7 +171,7 @@ class _GhostJob:
     arguments: Sequence[str]
     options: RunOptions
     change: Change
-    on_progress: Callable[[Progress], None]
+    on_progress: Callable[[ScriptProgress], None]
 
     def run(self, output: Path | None, *, advise: bool = False, all_ranks: bool = False) -> FinishedRun:
         """Run the script once, as one process or as every rank in turn."""
@@ -232,12 +232,12 @@ class _GhostJob:
             UsageError: the change does not suit the script.
         """
         options, change, show = self.options, self.change, self.on_progress
-        ghost = ghost_settings(options)
+        ghost = resolve_ghost_settings(options)
         run = ScriptRun(command, options, ghost, change)
         if change == Change() and not injects:
             with standbys.whole(run) as start:
                 return run_script(command, options, ghost, output, show, PATIENCE, start)
-        with injected(change, options, silent=False) as injection, standbys.whole(run) as start:
+        with prepare_injection(change, options, silent=False) as injection, standbys.whole(run) as start:
             changed = command + change.arguments
             recorded = run_script(changed, injection.options, ghost, output, show, PATIENCE, start)
             if why := injection.why_unfit():
@@ -258,7 +258,7 @@ class _GhostJob:
             nonlocal largest
             rank = replace(job, rank=number)
 
-            def show(progress: Progress) -> None:
+            def show(progress: ScriptProgress) -> None:
                 self.on_progress(replace(progress, rank=str(rank)))
 
             one = replace(self, options=replace(self.options, rank=rank), on_progress=show)

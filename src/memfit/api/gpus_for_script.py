@@ -9,12 +9,17 @@ from memfit.analysis.trial_result import RunTrial, TrialResult
 from memfit.devices import Device, all_devices
 from memfit.errors import TargetError
 from memfit.planning.find_plan import find_plan
-from memfit.planning.run_changes_on_ghost import RULE, PlannedScript, host_copy_seconds, roofline_seconds
+from memfit.planning.run_changes_on_ghost import (
+    RULE,
+    PlannedScript,
+    copy_to_host_and_back_seconds,
+    roofline_seconds,
+)
 from memfit.planning.script_changes import AllowedChanges
 from memfit.records import Change, DeviceUse, GpusFor, ScriptEnd, ScriptPlan
 from memfit.run.options import STEPS, RunOptions
-from memfit.run.parent import Progress, script_command
-from memfit.run.resolve_options import ghost_settings
+from memfit.run.parent import ScriptProgress, script_command
+from memfit.run.resolve_options import resolve_ghost_settings
 from memfit.trials.script_standbys import ScriptStandbys
 from memfit.trials.trial_run import trial_runner
 
@@ -28,7 +33,7 @@ def gpus_for(  # noqa: PLR0913 - one parameter an option
     steps: int = STEPS,
     values: str = "",
     bitwise: bool = False,
-    on_progress: Callable[[Progress], None] = lambda _: None,
+    on_progress: Callable[[ScriptProgress], None] = lambda _: None,
 ) -> GpusFor:
     """Return which GPUs of the table (``memfit gpus``) run an unmodified script, as written or under a plan.
 
@@ -54,7 +59,7 @@ def gpus_for(  # noqa: PLR0913 - one parameter an option
     for number, cards in enumerate(alike.values(), 1):
         names = f"{cards[0].name} ({number} of {len(alike)} kinds of GPUs)"
 
-        def show(progress: Progress, names: str = names) -> None:
+        def show(progress: ScriptProgress, names: str = names) -> None:
             on_progress(replace(progress, trying=f"{names}: {progress.trying}"))
 
         try:
@@ -73,7 +78,7 @@ def _plans(
     cards: Sequence[Device],
     options: RunOptions,
     allowed: AllowedChanges,
-    on_progress: Callable[[Progress], None],
+    on_progress: Callable[[ScriptProgress], None],
 ) -> list[ScriptPlan]:
     """Return a plan for each of several GPUs of one compute capability; the largest must come first."""
     largest = replace(options, gpu=cards[0].name, unlimited=True)
@@ -81,8 +86,10 @@ def _plans(
     with ScriptStandbys() as standbys:
         run = _remembered(trial_runner(command, largest, on_progress, standbys=standbys))
         for card in cards:
-            device = ghost_settings(replace(options, gpu=card.name)).device
-            planned = PlannedScript(_on(device, run), roofline_seconds(card), host_copy_seconds(card), RULE)
+            device = resolve_ghost_settings(replace(options, gpu=card.name)).device
+            planned = PlannedScript(
+                _on(device, run), roofline_seconds(card), copy_to_host_and_back_seconds(card), RULE
+            )
             plan = find_plan(planned, device.total.bytes - options.in_use, allowed)
             plans.append(replace(plan, device=device))
     return plans

@@ -15,7 +15,7 @@ from memfit.planning.find_plan import find_plan
 from memfit.planning.run_changes_on_ghost import (
     RULE,
     PlannedScript,
-    host_copy_seconds,
+    copy_to_host_and_back_seconds,
     roofline_seconds,
 )
 from memfit.planning.script_changes import LOW_BIT_STATE, PRECISIONS, AllowedChanges
@@ -23,8 +23,8 @@ from memfit.records import Change, ScriptEnd, ScriptPlan
 from memfit.records.job_command import command_as_typed, is_job_command
 from memfit.run.job_rank import Rank
 from memfit.run.options import STEPS, RunOptions
-from memfit.run.parent import Progress, script_command
-from memfit.run.resolve_options import ghost_settings
+from memfit.run.parent import ScriptProgress, script_command
+from memfit.run.resolve_options import resolve_ghost_settings
 from memfit.strategies.setting_checks import unknown_name_error
 from memfit.temporary_folders import TemporaryFolder
 from memfit.trials.rank_runs import RankRuns, UnfinishedRankError
@@ -52,7 +52,7 @@ def plan(  # noqa: PLR0913 - one parameter an option
     max_slowdown: float | None = None,
     max_time: float | None = None,
     policies: bool = False,
-    on_progress: Callable[[Progress], None] = lambda _: None,
+    on_progress: Callable[[ScriptProgress], None] = lambda _: None,
     on_found: OnFound = lambda _: None,
 ) -> ScriptPlan:
     """Return the fastest plan with which an unmodified script fits a budget; needs no GPU.
@@ -118,7 +118,7 @@ def auto_checkpoint(  # noqa: PLR0913 - one parameter an option
     optimizer: Any = None,
     gpu: str = DEFAULT,
     values: str = "",
-    on_progress: Callable[[Progress], None] = lambda _: None,
+    on_progress: Callable[[ScriptProgress], None] = lambda _: None,
 ) -> ScriptPlan:
     """Checkpoint a live model in place, so that a training step fits a budget at the least time.
 
@@ -208,7 +208,7 @@ def parse_allowed_changes(
 def _plan_for(
     command: tuple[str, ...],
     options: RunOptions,
-    on_progress: Callable[[Progress], None],
+    on_progress: Callable[[ScriptProgress], None],
     allowed: AllowedChanges,
     policies: bool = False,
     max_time: float | None = None,
@@ -220,12 +220,12 @@ def _plan_for(
             f"{command_as_typed(command)[0]}: memfit plans jobs for one GPU. For several, give memfit.Engine "
             "a sharding yourself, or plan for a script."
         )
-    device = ghost_settings(options).device
+    device = resolve_ghost_settings(options).device
     card, job = find_device(options.gpu), options.rank
     until = None if max_time is None else time.monotonic() + max_time
     fits: float | None = None
 
-    def show(progress: Progress) -> None:
+    def show(progress: ScriptProgress) -> None:
         if until is not None and time.monotonic() >= until:
             raise OutOfTimeError
         on_progress(replace(progress, fits=fits))
@@ -252,7 +252,7 @@ def _plan_for(
         planned = PlannedScript(
             runs.run,
             roofline_seconds(card),
-            host_copy_seconds(card),
+            copy_to_host_and_back_seconds(card),
             RULE,
             job.world_size,
             (lambda _: None) if job.world_size > 1 else runs.make,

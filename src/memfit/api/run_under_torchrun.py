@@ -31,8 +31,8 @@ from memfit.api.traces import summarize
 from memfit.records import Change
 from memfit.run.job_rank import Rank
 from memfit.run.options import RunOptions
-from memfit.run.parent import PATIENCE, Progress, run_script, script_command
-from memfit.run.resolve_options import ghost_settings
+from memfit.run.parent import PATIENCE, ScriptProgress, run_script, script_command
+from memfit.run.resolve_options import resolve_ghost_settings
 from memfit.temporary_folders import PREFIX, keep_folder_from_removal
 from memfit.trace.trace_file import read_trace, write_trace
 from memfit.trials.trial_run import trial_runner
@@ -50,7 +50,7 @@ def run_as_torchrun_rank(
     environment: Mapping[str, str],
     *,
     output: Path | None,
-    on_progress: Callable[[Progress], None],
+    on_progress: Callable[[ScriptProgress], None],
 ) -> FinishedRun | None:
     """Run a script as the rank as which torchrun has started this process, beside the others.
 
@@ -68,7 +68,9 @@ def run_as_torchrun_rank(
     """
     command = script_command(script, arguments, options, output)
     early = SharedTraces(options.rank, environment, "early")
-    recorded = run_script(command, options, ghost_settings(options), early.prepare(), on_progress, PATIENCE)
+    recorded = run_script(
+        command, options, resolve_ghost_settings(options), early.prepare(), on_progress, PATIENCE
+    )
     result = summarize(recorded.trace)
     if result.end.reason not in ("end", "steps") or result.end.gave_up:
         early.abandon()

@@ -14,8 +14,8 @@ from memfit.records import DeviceUse, DryRun
 from memfit.report.estimate_result import Estimate
 from memfit.run.job_rank import Rank
 from memfit.run.options import BATCHES, LONGEST_STEPS, SCAN, SECONDS, STEPS, RunOptions
-from memfit.run.parent import Progress, run_script, script_command
-from memfit.run.resolve_options import ghost_settings
+from memfit.run.parent import ScriptProgress, run_script, script_command
+from memfit.run.resolve_options import resolve_ghost_settings
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +50,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     advise: bool = False,
     plan: str | Path | None = None,
     stdout_to_stderr: bool = False,
-    on_progress: Callable[[Progress], None] = lambda _: None,
+    on_progress: Callable[[ScriptProgress], None] = lambda _: None,
 ) -> DryRun:
     """Run an unmodified script on the ghost, and return the GPU memory it would use.
 
@@ -154,7 +154,7 @@ def record(  # noqa: PLR0913 - one parameter an option
     labels: bool = True,
     output: Path | None = None,
     stdout_to_stderr: bool = False,
-    on_progress: Callable[[Progress], None] = lambda _: None,
+    on_progress: Callable[[ScriptProgress], None] = lambda _: None,
 ) -> DryRun:
     """Run an unmodified script on this machine's GPU, and return the GPU memory it used.
 
@@ -189,7 +189,7 @@ def run_on_card(
     options: RunOptions,
     *,
     output: Path | None,
-    on_progress: Callable[[Progress], None],
+    on_progress: Callable[[ScriptProgress], None],
 ) -> FinishedRun:
     """Do what ``record`` does, and return a result whose trace may not have been saved."""
     command = script_command(script, arguments, options, output)
@@ -269,7 +269,7 @@ def estimate(  # noqa: PLR0913 - one parameter an option
             values=values,
         )
         command = script_command(module, arguments, options, None)
-        trace = run_script(command, options, ghost_settings(options), None, lambda _: None).trace
+        trace = run_script(command, options, resolve_ghost_settings(options), None, lambda _: None).trace
         found = summarize(trace)
         if beyond is None:
             return found

@@ -9,8 +9,8 @@ from memfit.errors import UnsuitableEnvironmentError, UsageError
 from memfit.planning.plan_file import read_plan
 from memfit.records import Verification, VerificationVerdict
 from memfit.run.options import RunOptions
-from memfit.run.parent import Progress, script_command
-from memfit.verification.runs_under_plan import measured_peak, verify_plan
+from memfit.run.parent import ScriptProgress, script_command
+from memfit.verification.runs_under_plan import measure_peak_under_plan, verify_plan
 
 _REHEARSAL = "memfit's ghost stands in for the GPU, as in a rehearsal, and the ghost computes no gradients."
 
@@ -21,7 +21,7 @@ def verify(
     *,
     plan: str | Path,
     module: bool = False,
-    on_progress: Callable[[Progress], None] = lambda _: None,
+    on_progress: Callable[[ScriptProgress], None] = lambda _: None,
 ) -> Verification:
     """Return whether a script's first update under a plan has the gradients that the plan promises.
 
@@ -64,5 +64,5 @@ def verify(
         found = replace(found, verdict=VerificationVerdict.NOT_COMPARABLE, reason=_REHEARSAL, peaks=None)
     elif card is None or found.verdict is not VerificationVerdict.VERIFIED:
         return found
-    peak = measured_peak(command, change, module=module, on_progress=on_progress)
+    peak = measure_peak_under_plan(command, change, module=module, on_progress=on_progress)
     return replace(found, measured=peak)

@@ -12,7 +12,7 @@ import msgspec
 from memfit.card.nccl_probe import STAGES, NcclProbeRank, NcclProbeResult
 from memfit.devices import find_device
 from memfit.errors import UnknownDeviceError
-from memfit.ghost.ranks.nccl_memory import KERNELS, Communicator, nccl_memory
+from memfit.ghost.ranks.nccl_memory import KERNELS, NcclCommunicator, nccl_memory
 from memfit.python_command import code_running_module
 from memfit.records import NcclMeasurement, NcclStage
 from memfit.temporary_folders import TemporaryFolder
@@ -56,7 +56,8 @@ def _rule(card: str, ranks: int) -> tuple[int | None, ...]:
     except UnknownDeviceError:
         return (None,) * len(used)
     return tuple(
-        KERNELS + nccl_memory(Communicator(ranks=ranks, local_ranks=ranks, **some), device, os.environ).total
+        KERNELS
+        + nccl_memory(NcclCommunicator(ranks=ranks, local_ranks=ranks, **some), device, os.environ).total
         for some in used
     )
 

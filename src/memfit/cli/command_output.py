@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from memfit.api.ghost_runs import FinishedRun
     from memfit.records import DryRun, ScriptPlan
-    from memfit.run.parent import Progress
+    from memfit.run.parent import ScriptProgress
 
 Output = tuple[Path | None, Callable[[Path], object]]
 """A file, and what writes it; None for an option that was not given."""
@@ -200,7 +200,9 @@ def written_trace_file(output: Path | None, run: "FinishedRun") -> Output:
 
 
 @contextmanager
-def show_script_progress(steps: int | None, reruns: str = RERUNS) -> Iterator[Callable[["Progress"], None]]:
+def show_script_progress(
+    steps: int | None, reruns: str = RERUNS
+) -> Iterator[Callable[["ScriptProgress"], None]]:
     """Show a script's progress for as long as the block lasts.
 
     Args:
@@ -214,7 +216,7 @@ def show_script_progress(steps: int | None, reruns: str = RERUNS) -> Iterator[Ca
     try:
         with show_progress_line() as show:
 
-            def on_progress(progress: "Progress") -> None:
+            def on_progress(progress: "ScriptProgress") -> None:
                 if progress.trying and (text := _announcement(progress, reruns)) not in announced:
                     announced.add(text)
                     move_to_line_start(sys.stderr)
@@ -235,7 +237,7 @@ def text_before_runs(how: str) -> str:
     )
 
 
-def _announcement(progress: "Progress", reruns: str) -> str:
+def _announcement(progress: "ScriptProgress", reruns: str) -> str:
     """Return what is printed before the first run with hidden output of a kind."""
     if progress.forked:
         return FORKED
@@ -243,7 +245,7 @@ def _announcement(progress: "Progress", reruns: str) -> str:
     return f"{reruns}{why}"
 
 
-def _progress_text(progress: "Progress", steps: int | None, elapsed: float) -> str:
+def _progress_text(progress: "ScriptProgress", steps: int | None, elapsed: float) -> str:
     from memfit.units import format_gib
 
     seconds = f"{elapsed:.0f} s"

@@ -31,11 +31,11 @@ from memfit.cli.options import (
 )
 from memfit.errors import UsageError
 from memfit.run.job_rank import ALONE, Rank
-from memfit.run.launchers import started_rank
+from memfit.run.launchers import rank_started_by_torchrun
 from memfit.run.options import BATCHES, LONGEST_STEPS, SCAN, SECONDS, STEPS, RunOptions
 
 if TYPE_CHECKING:
-    from memfit.run.parent import Progress
+    from memfit.run.parent import ScriptProgress
 
 
 @Parameter(name="*")
@@ -180,7 +180,7 @@ def dry_run(
     found = check_script_and_files("dry-run", command, outputs, module=module, ranks=ranks)
     script, arguments, module = (found.pop(name) for name in ("script", "arguments", "module"))
     stands_for = Rank(**found)
-    beside = started_rank(os.environ)
+    beside = rank_started_by_torchrun(os.environ)
     alone = all_ranks or advise or plan is not None or resuming is not None or stands_for != ALONE
     if beside is not None and alone:
         raise UsageError(
@@ -227,5 +227,5 @@ def dry_run(
     return exit_code_of_run(run.result, fail=fail or failed)
 
 
-def _show_nothing(_: "Progress") -> None:
+def _show_nothing(_: "ScriptProgress") -> None:
     """Show no progress."""

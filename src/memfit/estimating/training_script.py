@@ -27,7 +27,7 @@ from memfit.estimating.serialise_model import (
     deserialise_training_step,
     set_torch_backend_flags,
 )
-from memfit.recording.label_running_modules import tensors_in
+from memfit.recording.label_running_modules import tensors_in_containers
 
 _ARGS_AND_KWARGS = 2
 
@@ -100,7 +100,7 @@ def _loss_of_output(output: Any) -> torch.Tensor:
     own = getattr(output, "loss", None)
     if isinstance(own, torch.Tensor):
         return own
-    found = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+    found = [tensor for tensor in tensors_in_containers(output) if tensor.requires_grad]
     if not found:
         raise ValueError(
             "no tensor in the model's output requires grad, so memfit has no loss to use: "

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from memfit.devices import DEFAULT, find_device
 from memfit.errors import MemfitError
-from memfit.ghost.build.runtime_library import Build, build
+from memfit.ghost.build.runtime_library import BuiltGhost, build_ghost
 from memfit.ghost.build.torch_install import find_torch
-from memfit.ghost.cudnn.client import NoAnswerError, installed_cudnn
+from memfit.ghost.cudnn.client import NoCudnnAnswerError, installed_cudnn
 from memfit.ghost.ghost_device import GhostDevice
 from memfit.native_build import find_compiler
 
@@ -17,7 +17,7 @@ _DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class EnvironmentCheck:
     """The result of one check."""
 
     name: str
@@ -27,7 +27,7 @@ class Check:
     details: tuple[str, ...] = ()
 
 
-def diagnose() -> tuple[Check, ...]:
+def diagnose() -> tuple[EnvironmentCheck, ...]:
     """Check Python, torch, the compiler, the ghost (built if necessary), its gaps, cuDNN and GPUs.
 
     Each check reports what was found or how to fix it.
@@ -35,60 +35,62 @@ def diagnose() -> tuple[Check, ...]:
     return (_python(), _torch(), _compiler(), *_ghost(), _gpus())
 
 
-def _python() -> Check:
-    return Check("python", True, f"{platform.python_version()} at {sys.executable}")
+def _python() -> EnvironmentCheck:
+    return EnvironmentCheck("python", True, f"{platform.python_version()} at {sys.executable}")
 
 
-def _torch() -> Check:
+def _torch() -> EnvironmentCheck:
     try:
         torch = find_torch()
     except MemfitError as error:
-        return Check("torch", False, str(error))
-    return Check("torch", True, f"{torch.version}, CUDA {torch.cuda} build")
+        return EnvironmentCheck("torch", False, str(error))
+    return EnvironmentCheck("torch", True, f"{torch.version}, CUDA {torch.cuda} build")
 
 
-def _compiler() -> Check:
+def _compiler() -> EnvironmentCheck:
     try:
-        return Check("compiler", True, " ".join(find_compiler()))
+        return EnvironmentCheck("compiler", True, " ".join(find_compiler()))
     except MemfitError as error:
-        return Check("compiler", False, str(error))
+        return EnvironmentCheck("compiler", False, str(error))
 
 
-def _ghost() -> tuple[Check, ...]:
+def _ghost() -> tuple[EnvironmentCheck, ...]:
     try:
-        built = build()
+        built = build_ghost()
     except MemfitError as error:
-        return (Check("ghost", False, str(error)),)
+        return (EnvironmentCheck("ghost", False, str(error)),)
     state = f"built now in {built.seconds:.1f} s" if built.built else "ready"
     return (
-        Check("ghost", True, f"{state}, for torch {built.torch_version}: {built.folder}"),
+        EnvironmentCheck("ghost", True, f"{state}, for torch {built.torch_version}: {built.folder}"),
         _gaps(built),
         _cudnn(built),
     )
 
 
-def _gaps(built: Build) -> Check:
+def _gaps(built: BuiltGhost) -> EnvironmentCheck:
     text = (
         f"the ghost does not implement {len(built.gaps)} CUDA functions that torch can reach; "
         "a run that calls one reports it"
     )
-    return Check("gaps", True, text, tuple(f"{gap.name}: {gap.reason}" for gap in built.gaps))
+    return EnvironmentCheck("gaps", True, text, tuple(f"{gap.name}: {gap.reason}" for gap in built.gaps))
 
 
-def _cudnn(built: Build) -> Check:
+def _cudnn(built: BuiltGhost) -> EnvironmentCheck:
     try:
         version = installed_cudnn(GhostDevice.of(find_device(DEFAULT)), built).version()
-    except NoAnswerError as error:
+    except NoCudnnAnswerError as error:
         text = f"cannot be queried, so convolution workspaces are sized by fixed rules: {error}"
-        return Check("cudnn", True, text)
-    return Check("cudnn", True, f"version {version}, queried without a GPU for convolution workspaces")
+        return EnvironmentCheck("cudnn", True, text)
+    return EnvironmentCheck(
+        "cudnn", True, f"version {version}, queried without a GPU for convolution workspaces"
+    )
 
 
-def _gpus() -> Check:
+def _gpus() -> EnvironmentCheck:
     names = [
         line.partition(":")[2].strip()
         for path in sorted(_DRIVER.glob("*/information"))
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
         if line.startswith("Model:")
     ]
-    return Check("gpu", True, ", ".join(names) or "none; a dry run needs none")
+    return EnvironmentCheck("gpu", True, ", ".join(names) or "none; a dry run needs none")

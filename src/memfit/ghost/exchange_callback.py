@@ -26,7 +26,7 @@ MESSAGE_CALLBACK = ctypes.CFUNCTYPE(*_MESSAGE)
 EXCHANGE_CALLBACK = ctypes.CFUNCTYPE(*_MESSAGE, ctypes.c_void_p, ctypes.POINTER(ctypes.c_ubyte))
 
 
-def exchange_callback(exchange: Exchange) -> Any:
+def rank_exchange_callback(exchange: Exchange) -> Any:
     """Return a C function that exchanges bytes; it must be referenced as long as the ghost may call it."""
 
     def carry(  # noqa: PLR0913, PLR0917 - those of ghost_exchange
@@ -54,7 +54,7 @@ def exchange_callback(exchange: Exchange) -> Any:
     return EXCHANGE_CALLBACK(carry)
 
 
-def send_callback(send: Send) -> Any:
+def rank_send_callback(send: Send) -> Any:
     """Return a C function that sends a message; it must be referenced like that of the exchange."""
 
     def carry(group: bytes, call: int, source: int, to: int, sent: int | None, size: int) -> int:
@@ -68,7 +68,7 @@ def send_callback(send: Send) -> Any:
     return MESSAGE_CALLBACK(carry)
 
 
-def receive_callback(receive: Receive) -> Any:
+def rank_receive_callback(receive: Receive) -> Any:
     """Return a C function that receives a message; it must be referenced like the others."""
 
     def fetch(group: bytes, call: int, source: int, to: int, received: int, size: int) -> int:

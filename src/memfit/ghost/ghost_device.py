@@ -60,7 +60,7 @@ _FREE = Patch("torch.cuda.memory", "mem_get_info", also="torch.cuda", why="repor
 _TOTAL = Patch("torch._C:_CudaDeviceProperties", "total_memory", why="report a smaller card")
 
 
-def show_memory(total: int) -> None:
+def show_device_memory_to_script(total: int) -> None:
     """Have PyTorch's Python functions report a device of so many bytes, and what is free of them.
 
     A script may choose its batch or its caches by it. PyTorch's C++ code still sees all that the ghost has:

@@ -13,7 +13,7 @@ Kernel = Callable[..., Any]
 """PyTorch's original kernel, called with the op's arguments."""
 
 
-class Overrides:
+class KernelOverrides:
     """ATen kernels, or those of another namespace, that are replaced while this object lives.
 
     A replacement is called as ``function(run, *arguments, **keywords)``, at a cost of about 5 µs per call.
@@ -21,7 +21,7 @@ class Overrides:
     Args:
         patches: declare the ops, of one namespace.
 
-    >>> overrides = Overrides(Patch("torch:ops.aten", "neg", why="show this"))
+    >>> overrides = KernelOverrides(Patch("torch:ops.aten", "neg", why="show this"))
     >>> @overrides.add("neg", "CPU")
     ... def negative(run, tensor):
     ...     return run(tensor) - 1

@@ -19,11 +19,11 @@ from pathlib import Path
 
 from memfit.errors import GhostError
 from memfit.ghost.build.extension_stubs import ExtensionStubs
-from memfit.ghost.build.runtime_library import Build
-from memfit.ghost.runtime_bindings import Ghost
+from memfit.ghost.build.runtime_library import BuiltGhost
+from memfit.ghost.runtime_bindings import GhostRuntime
 
 
-def load(build: Build) -> Ghost:
+def load(build: BuiltGhost) -> GhostRuntime:
     """Load the ghost into this process, before ``import torch``.
 
     Raises:
@@ -50,17 +50,19 @@ def load(build: Build) -> Ghost:
         ) from error
     # Triton links its launchers with the libcuda.so in this folder; without it, Triton asks ldconfig.
     os.environ.setdefault("TRITON_LIBCUDA_PATH", str(build.folder))
-    atexit.register(wait_for_autograd)  # runs after the script's own handlers, which are registered later
+    atexit.register(
+        wait_for_autograd_threads
+    )  # runs after the script's own handlers, which are registered later
     extensions = ExtensionStubs(build, runtime)
     extensions.watch()
-    return Ghost(runtime, build, extensions)
+    return GhostRuntime(runtime, build, extensions)
 
 
 _POLL = 0.002  # seconds; the sleep also releases the GIL to a thread that waits for it
 _TIMEOUT = 1.0  # seconds
 
 
-def wait_for_autograd() -> None:
+def wait_for_autograd_threads() -> None:
     """Wait until PyTorch's backward threads have slept for two polls in a row, for at most a second.
 
     Without such threads, return at once.

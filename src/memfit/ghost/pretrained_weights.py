@@ -46,7 +46,7 @@ _ASSUMED = torch.float32
 """The dtype of a checkpoint that is not known."""
 
 
-def install(modeling: Any, note: NoteCallback, *, no_weights: bool) -> None:
+def substitute_missing_weights(modeling: Any, note: NoteCallback, *, no_weights: bool) -> None:
     """Substitute empty checkpoints for missing ones, from now on.
 
     Args:

@@ -9,7 +9,7 @@ from enum import IntEnum
 
 from memfit.errors import GhostError
 from memfit.ghost.build.extension_stubs import ExtensionStubs
-from memfit.ghost.build.runtime_library import Build
+from memfit.ghost.build.runtime_library import BuiltGhost
 from memfit.ghost.cudnn.cache import EngineConfig
 from memfit.ghost.cudnn.client import installed_cudnn
 from memfit.ghost.exchange_callback import (
@@ -18,12 +18,12 @@ from memfit.ghost.exchange_callback import (
     Exchange,
     Receive,
     Send,
-    exchange_callback,
-    receive_callback,
-    send_callback,
+    rank_exchange_callback,
+    rank_receive_callback,
+    rank_send_callback,
 )
 from memfit.ghost.ghost_device import GhostDevice
-from memfit.ghost.workspaces import Workspaces, WorkspaceSource
+from memfit.ghost.workspaces import WorkspaceSizes, WorkspaceSource
 
 _HOLD_UNTIL_AWAITED = 2  # core/ghost.h
 _CONFIGURE_ERRORS = {
@@ -35,7 +35,7 @@ _CONFIGURE_ERRORS = {
 """Status of ``ghost_configure`` -> the reason."""
 
 
-class LogAction(IntEnum):
+class AllocationLogAction(IntEnum):
     """The kind of an allocation log entry; ``enum ghost_action``."""
 
     MALLOC = 0
@@ -46,10 +46,10 @@ class LogAction(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class LogEvent:
+class AllocationLogEvent:
     """One call of cudaMalloc, cudaFree or their stream-ordered variants."""
 
-    action: LogAction
+    action: AllocationLogAction
     device: int
     address: int
     """For ``OUT_OF_MEMORY``, the bytes still free, including those of the pool for a pool allocation."""
@@ -158,13 +158,13 @@ _WORKSPACE_CALLBACK = ctypes.CFUNCTYPE(
 )
 
 
-class Ghost:
+class GhostRuntime:
     """The loaded runtime's controls. One per process, created by ``load``.
 
     ``extensions`` holds the functions that libraries loaded since then import and the runtime lacks.
     """
 
-    def __init__(self, library: ctypes.CDLL, build: Build, extensions: ExtensionStubs) -> None:
+    def __init__(self, library: ctypes.CDLL, build: BuiltGhost, extensions: ExtensionStubs) -> None:
         self.extensions = extensions
         library.ghost_configure.argtypes = (ctypes.POINTER(_DeviceStruct), ctypes.c_int, ctypes.c_uint64)
         library.ghost_counter.argtypes = (ctypes.c_char_p,)
@@ -189,7 +189,7 @@ class Ghost:
         self._library = library
         self._thread = threading.local()
         self._build = build
-        self.workspaces = Workspaces.read()
+        self.workspaces = WorkspaceSizes.read()
 
     def configure(
         self,
@@ -220,7 +220,7 @@ class Ghost:
                 f"Cannot configure the ghost as {device.name}: {_CONFIGURE_ERRORS.get(status, status)}."
             )
         self._library.ghost_set_context_bytes(context)
-        self.workspaces = Workspaces.read(workspaces, lambda: installed_cudnn(device, self._build))
+        self.workspaces = WorkspaceSizes.read(workspaces, lambda: installed_cudnn(device, self._build))
         self.answer_with(self.workspaces.answer)
 
     def counter(self, name: str) -> int:
@@ -351,8 +351,8 @@ class Ghost:
             send: is called likewise for each short buffer that this rank sends to one other.
             receive: is called when this rank reads one that another has sent to it.
         """
-        self._exchange = exchange_callback(exchange)  # referenced here, like the others
-        self._messages = send_callback(send), receive_callback(receive)
+        self._exchange = rank_exchange_callback(exchange)  # referenced here, like the others
+        self._messages = rank_send_callback(send), rank_receive_callback(receive)
         self._library.ghost_set_messages(*self._messages)
         self._library.ghost_set_exchange(self._exchange)
 
@@ -378,7 +378,7 @@ class Ghost:
         length = min(length, self._library.ghost_workspace_uses(uses, length))
         return [WorkspaceUse(use.address, use.size, use.label) for use in uses[:length]]
 
-    def allocation_log(self) -> list[LogEvent]:
+    def allocation_log(self) -> list[AllocationLogEvent]:
         """Return every cudaMalloc, cudaFree and stream-ordered variant since the log was started.
 
         For allocators whose history PyTorch does not record: ``backend:cudaMallocAsync`` and
@@ -388,6 +388,8 @@ class Ghost:
         events = (_LogEventStruct * length)()
         length = min(length, self._library.ghost_allocation_log(events, length))
         return [
-            LogEvent(LogAction(e.action), e.device, e.address, e.size, e.stream, e.label, e.time_us)
+            AllocationLogEvent(
+                AllocationLogAction(e.action), e.device, e.address, e.size, e.stream, e.label, e.time_us
+            )
             for e in events[:length]
         ]

@@ -26,9 +26,9 @@ import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memfit.ghost.kernel_overrides import Kernel, Overrides
+from memfit.ghost.kernel_overrides import Kernel, KernelOverrides
 from memfit.ghost.note_callback import NoteCallback
-from memfit.ghost.values.known_values import is_plain
+from memfit.ghost.values.known_values import is_plain_tensor
 from memfit.patching.patches import Patch
 from memfit.records import Provenance
 
@@ -74,8 +74,8 @@ class RandomFillSkipper:
     def __init__(self, note: NoteCallback, threshold_elements: int = 1 << 20) -> None:
         self._note = note
         self._threshold = threshold_elements
-        self._zero_pages = ZeroPageTensors()
-        self._overrides = Overrides(_KERNELS)
+        self._zero_pages = _ZeroPageTensors()
+        self._overrides = KernelOverrides(_KERNELS)
         self._removals: list[Callable[[], None]] = []
         for name in _RANDOM_FILLS:
             self._wrap(name, self._random)
@@ -104,7 +104,7 @@ class RandomFillSkipper:
             remove()
 
     def _random(self, method: Kernel, tensor: torch.Tensor, *args: object, **options: object) -> Any:
-        large = tensor.numel() >= self._threshold and is_plain(tensor) and tensor.is_floating_point()
+        large = tensor.numel() >= self._threshold and is_plain_tensor(tensor) and tensor.is_floating_point()
         if large and tensor.is_cpu and not _tracked(tensor) and self._release(tensor):
             self._note(Provenance.ASSUMED, _SKIPPED, "")
             return tensor
@@ -145,7 +145,7 @@ class RandomFillSkipper:
     def _copy(
         self, method: Kernel, tensor: torch.Tensor, source: torch.Tensor, *args: object, **options: object
     ) -> Any:
-        untouched = isinstance(source, torch.Tensor) and self._untouched(source) and is_plain(tensor)
+        untouched = isinstance(source, torch.Tensor) and self._untouched(source) and is_plain_tensor(tensor)
         if untouched and tensor.shape == source.shape and not _tracked(tensor) and self._release(tensor):
             return tensor
         return method(tensor, source, *args, **options)
@@ -175,7 +175,7 @@ class RandomFillSkipper:
 
     def _untouched(self, tensor: torch.Tensor) -> bool:
         """Return whether a method may be skipped: the tensor is large, untouched zeros and not tracked."""
-        large = tensor.numel() >= self._threshold and is_plain(tensor)
+        large = tensor.numel() >= self._threshold and is_plain_tensor(tensor)
         return large and self._zero_pages.untouched(tensor) and not _tracked(tensor)
 
     def _release(self, tensor: torch.Tensor) -> bool:
@@ -213,7 +213,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-class ZeroPageTensors:
+class _ZeroPageTensors:
     """The storages whose pages were released to the kernel, held weakly: they read as zeros.
 
         address    0x..f40      0x..1000                    0x..9000   0x..94c0
@@ -225,7 +225,7 @@ class ZeroPageTensors:
     kernel is asked each time. So no state can become stale: an untouched tensor is zeros, and any write to
     it, by any means, makes it an ordinary one.
 
-    >>> zero_pages = ZeroPageTensors()
+    >>> zero_pages = _ZeroPageTensors()
     >>> weights = torch.full((1024, 1024), 3.0)
     >>> zero_pages.release(weights), zero_pages.untouched(weights), weights.sum().item()
     (True, True, 0.0)

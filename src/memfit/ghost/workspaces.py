@@ -22,15 +22,15 @@ from typing import Any
 import msgspec
 
 from memfit.ghost.cudnn.cache import EngineConfig
-from memfit.ghost.cudnn.client import CudnnClient, NoAnswerError
+from memfit.ghost.cudnn.client import CudnnClient, NoCudnnAnswerError
 from memfit.ghost.cudnn.descriptors import (
     ENGINEHEUR_MODE,
     HEUR_MODE_FALLBACK,
-    Convolution,
-    Descriptor,
-    OperationGraph,
-    TensorShape,
-    operation_of,
+    CudnnConvolution,
+    CudnnDescriptor,
+    CudnnOperationGraph,
+    CudnnTensorShape,
+    cudnn_operation_of_graph,
 )
 from memfit.records import Provenance
 
@@ -73,7 +73,7 @@ class BatchNorm(msgspec.Struct, frozen=True, tag_field="kind", tag="batch norm")
     """``forward``, ``backward``, or ``reserve``: the space that lives from one to the other."""
     mode: int
     operations: int
-    x: TensorShape
+    x: CudnnTensorShape
 
 
 class Dropout(msgspec.Struct, frozen=True, tag_field="kind", tag="dropout"):
@@ -87,7 +87,7 @@ class Dropout(msgspec.Struct, frozen=True, tag_field="kind", tag="dropout"):
 class CTC(msgspec.Struct, frozen=True, tag_field="kind", tag="ctc"):
     """One CTC loss with its gradient."""
 
-    probabilities: TensorShape
+    probabilities: CudnnTensorShape
     """Of shape (steps, batch, alphabet)."""
     longest: int
     """The largest number of labels of any sample."""
@@ -97,7 +97,7 @@ class CTC(msgspec.Struct, frozen=True, tag_field="kind", tag="ctc"):
 class EngineQuery(msgspec.Struct, frozen=True, tag_field="kind", tag="plan"):
     """A request to choose an engine for a graph of operations."""
 
-    descriptor: Descriptor
+    descriptor: CudnnDescriptor
     """The heuristics descriptor, with the graph inside."""
 
 
@@ -105,16 +105,16 @@ class UnknownOperation(msgspec.Struct, frozen=True, tag_field="kind", tag="unkno
     """An operation too large to be described in full."""
 
 
-Operation = Convolution | Recurrent | BatchNorm | Dropout | CTC | OperationGraph | UnknownOperation
+Operation = CudnnConvolution | Recurrent | BatchNorm | Dropout | CTC | CudnnOperationGraph | UnknownOperation
 Question = Operation | EngineQuery
 
 _SUBJECTS: Mapping[type, str] = {
-    Convolution: "convolutions",
+    CudnnConvolution: "convolutions",
     Recurrent: "recurrent networks",
     BatchNorm: "batch normalization",
     Dropout: "the states of dropout between recurrent layers",
     CTC: "the CTC loss",
-    OperationGraph: "attention",
+    CudnnOperationGraph: "attention",
     UnknownOperation: "operations with many dimensions",
 }
 
@@ -171,12 +171,12 @@ class _WorkspaceAnswer:
     """Whether PyTorch would time the configurations on a card."""
 
 
-def no_cudnn() -> CudnnClient:
-    """Stand for a missing cuDNN: raise ``NoAnswerError``."""
-    raise NoAnswerError("no cuDNN is connected")
+def raise_without_cudnn() -> CudnnClient:
+    """Stand for a missing cuDNN: raise ``NoCudnnAnswerError``."""
+    raise NoCudnnAnswerError("no cuDNN is connected")
 
 
-class Workspaces:
+class WorkspaceSizes:
     """The answers, and the source of each.
 
     Args:
@@ -192,7 +192,7 @@ class Workspaces:
         self,
         rules: Mapping[str, Any],
         source: WorkspaceSource = WorkspaceSource.RULES,
-        connect: Callable[[], CudnnClient] = no_cudnn,
+        connect: Callable[[], CudnnClient] = raise_without_cudnn,
     ) -> None:
         self._rules = rules
         self._source = source
@@ -204,8 +204,8 @@ class Workspaces:
     def read(
         cls,
         source: WorkspaceSource = WorkspaceSource.RULES,
-        connect: Callable[[], CudnnClient] = no_cudnn,
-    ) -> "Workspaces":
+        connect: Callable[[], CudnnClient] = raise_without_cudnn,
+    ) -> "WorkspaceSizes":
         """Return the answers by the rules that ship with memfit."""
         return cls(tomllib.loads(RULES.read_text(encoding="utf-8")), source, connect)
 
@@ -219,14 +219,14 @@ class Workspaces:
     def _find(self, question: Question) -> _WorkspaceAnswer:
         if not isinstance(question, EngineQuery):
             return self._by_rule(question)
-        operation = operation_of(question.descriptor)
-        if self._source is not WorkspaceSource.CUDNN or not isinstance(operation, Convolution):
+        operation = cudnn_operation_of_graph(question.descriptor)
+        if self._source is not WorkspaceSource.CUDNN or not isinstance(operation, CudnnConvolution):
             return self._by_rule(operation)
         try:
             if self._client is None:
                 self._client = self._connect()
             result = self._client.answer(msgspec.json.encode(question.descriptor))
-        except NoAnswerError as error:
+        except NoCudnnAnswerError as error:
             return self._by_rule(operation, str(error))
         is_last_list = question.descriptor.values(ENGINEHEUR_MODE) == (HEUR_MODE_FALLBACK,)
         if is_last_list and not result.configurations:
@@ -257,7 +257,7 @@ class Workspaces:
             chosen = self._source is WorkspaceSource.NONE
             reason = "as requested" if chosen else "no sizes are published"
             subjects = ", ".join(unknown)
-            scale = "hundreds" if _SUBJECTS[Convolution] in unknown else "tens"
+            scale = "hundreds" if _SUBJECTS[CudnnConvolution] in unknown else "tens"
             text = f"cuDNN's workspaces for {subjects} are counted as 0 bytes ({reason}); on a card they can"
             yield Provenance.ASSUMED, f"{text} take {scale} of MiB."
 
@@ -275,7 +275,7 @@ class Workspaces:
 
     def _rule(self, operation: Operation) -> WorkspaceRule:
         match operation:
-            case Convolution():
+            case CudnnConvolution():
                 return self._convolution(operation)
             case Recurrent():
                 return self._recurrent(operation)
@@ -284,7 +284,7 @@ class Workspaces:
             case _:
                 return WorkspaceRule()
 
-    def _convolution(self, operation: Convolution) -> WorkspaceRule:
+    def _convolution(self, operation: CudnnConvolution) -> WorkspaceRule:
         facts = {
             "operation": operation.operation,
             "data_type": _DATA_TYPES.get(operation.x.data_type, ""),

@@ -15,7 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
-from memfit.ghost.ranks.collective_release_times import settle_collectives
+from memfit.ghost.ranks.collective_release_times import wait_until_collectives_released
 from memfit.patching.patches import Patch
 from memfit.strategies.mechanisms.optimizer_step import mark_as_step_wrapper, unwrapped_optimizer_step
 
@@ -106,7 +106,7 @@ class HeldBackUpdates:
                 if each.grad is not None and each.grad.layout is torch.strided
             ]
         if self._settles:
-            settle_collectives()
+            wait_until_collectives_released()
         return loss
 
     def _distributed(

@@ -21,14 +21,14 @@ import msgspec
 from memfit.errors import UsageError
 from memfit.injection.injection_files import InjectionReport, InjectionSettings, injection_report_writer
 from memfit.injection.models_of_optimizers import (
-    OptimizedModels,
-    listed_optimizer_parameters,
-    parameters_in_listed,
+    ModelsOfOptimizers,
+    optimizer_parameters_as_lists,
+    parameters_in_optimizer_lists,
 )
 from memfit.patching.after_import import after_import
 from memfit.patching.patches import Patch
 from memfit.random_state import seed_generators
-from memfit.recording.data_loaders import creator
+from memfit.recording.data_loaders import creating_script_line
 from memfit.records import LoaderBatchSize, OperationCounts
 from memfit.run.run_script_as_python import hide_output
 from memfit.user_frame import innermost_line_of_place, innermost_user_line
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from memfit.injection.inject_optimizer_state import OptimizerStateInjector
     from memfit.injection.inject_sharding import ShardingInjector
     from memfit.patching.installed_hooks import InstalledHooks
-    from memfit.recording.second_step_operations import ScriptOperations
+    from memfit.recording.second_step_operations import SecondStepRecorder
     from memfit.strategies.mechanisms.operation_counter import OperationCounter
     from memfit.strategies.plan import Plan
 
@@ -96,7 +96,7 @@ def _inject_now(settings: InjectionSettings, on_report: Callable[[InjectionRepor
 
     change = settings.change
     hooks, recording = InstalledHooks(), InstalledHooks()
-    report, models = _Report(on_report), OptimizedModels()
+    report, models = _Report(on_report), ModelsOfOptimizers()
     models.names.follow(hooks)
     if not change.strategies:
         models.note_optimizers(hooks)
@@ -124,10 +124,10 @@ def _inject_now(settings: InjectionSettings, on_report: Callable[[InjectionRepor
                 hooks.wrap(_OPTIMIZER, "__init__", _fused, on=kind)
     operations = None
     if change.operations:
-        from memfit.recording.second_step_operations import ScriptOperations
+        from memfit.recording.second_step_operations import SecondStepRecorder
 
         seed_generators()  # a script that seeds none must draw the same samples in each run
-        operations = ScriptOperations(Path(settings.operations))
+        operations = SecondStepRecorder(Path(settings.operations))
         operations.install(recording)
     if change.loader is not None:
         hooks.wrap(_LOADER, "__init__", functools.partial(_resized, change.loader))
@@ -171,8 +171,8 @@ class _Injected:
 
     report: _Report
     has_plan: bool
-    models: OptimizedModels
-    operations: "ScriptOperations | None"
+    models: ModelsOfOptimizers
+    operations: "SecondStepRecorder | None"
     recording: "InstalledHooks"
     """Those that record operations."""
 
@@ -206,7 +206,7 @@ _injected: list[_Injected] = []
 class _PlanInjector:
     """Applies a plan to each model whose parameters an optimizer takes, and completes the script's plans."""
 
-    def __init__(self, settings: InjectionSettings, report: _Report, models: OptimizedModels) -> None:
+    def __init__(self, settings: InjectionSettings, report: _Report, models: ModelsOfOptimizers) -> None:
         from memfit.strategies.configuration import configure
 
         change = settings.change
@@ -266,11 +266,11 @@ class _PlanInjector:
     ) -> None:
         if self._sharder is not None and self._sharder.is_ready(optimizer):
             return
-        entries = listed_optimizer_parameters(params)
+        entries = optimizer_parameters_as_lists(params)
         line = innermost_line_of_place(innermost_user_line(sys._getframe(2)))
         chosen = self._optimizer in (None, self._created)
         self._created += 1
-        models = self._models.taken_by(parameters_in_listed(entries)) if chosen else []
+        models = self._models.taken_by(parameters_in_optimizer_lists(entries)) if chosen else []
         for model in models:
             self._apply(model, line)
         if self._sharder is not None:
@@ -386,7 +386,7 @@ def _resized(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    line, _ = creator(sys._getframe(2))
+    line, _ = creating_script_line(sys._getframe(2))
     if batch_size is not None and line == size.line and kwargs.get("batch_sampler") is None:
         batch_size = size.size
     original(loader, dataset, batch_size, *args, **kwargs)

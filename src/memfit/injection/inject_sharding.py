@@ -29,7 +29,7 @@ from memfit.patching.patches import Patch
 from memfit.strategies.apply import apply
 from memfit.strategies.mechanisms.module_patterns import class_name
 from memfit.strategies.plan import Plan
-from memfit.strategies.sharding import Sharding, sharding_of
+from memfit.strategies.sharding import Sharding, sharding_of_model
 from memfit.units import format_bytes
 
 _DDP = Patch("torch.nn.parallel.distributed:DistributedDataParallel", "__init__", why="shard in its place")
@@ -135,7 +135,7 @@ class ShardingInjector:
         """Return how the script shards a model, if memfit can shard its optimizer nevertheless."""
         name = class_name(model.module if isinstance(model, DistributedDataParallel) else model)
         kinds = {class_name(module) for module in model.modules()} & _LINKS.keys()
-        own = sharding_of(model)
+        own = sharding_of_model(model)
         if own is not None and own.mode == "ddp" and self._sharding.mode == "zero1":
             return own
         if own is not None or kinds or any(isinstance(each, DTensor) for each in model.parameters()):

@@ -16,7 +16,7 @@ _OPTIMIZER = Patch("torch.optim.optimizer:Optimizer", "__init__", why="find the 
 
 
 @dataclass(frozen=True, slots=True)
-class OptimizedModel:
+class _OptimizedModel:
     """A model of an optimizer."""
 
     optimizer: int
@@ -26,14 +26,14 @@ class OptimizedModel:
     """The line that creates the optimizer."""
 
 
-class OptimizedModels:
+class ModelsOfOptimizers:
     """Learns the names of modules, and which are the outermost of those that an optimizer takes."""
 
     def __init__(self) -> None:
         from memfit.recording.module_names import ModuleNames
 
         self.names = ModuleNames()
-        self.found: list[OptimizedModel] = []
+        self.found: list[_OptimizedModel] = []
         self.all: list[weakref.ref[Any]] = []
         """Every optimizer that has been created."""
         self.on_found: Callable[[Any], None] = lambda _: None
@@ -58,10 +58,10 @@ class OptimizedModels:
     def _optimized(
         self, original: Callable[..., None], optimizer: Any, params: Any, *args: Any, **kwargs: Any
     ) -> None:
-        entries = listed_optimizer_parameters(params)
+        entries = optimizer_parameters_as_lists(params)
         line = innermost_line_of_place(innermost_user_line(sys._getframe(2)))
-        models = self.taken_by(parameters_in_listed(entries))
-        self.found += [OptimizedModel(len(self.all), weakref.ref(model), line) for model in models]
+        models = self.taken_by(parameters_in_optimizer_lists(entries))
+        self.found += [_OptimizedModel(len(self.all), weakref.ref(model), line) for model in models]
         for model in models:
             self.on_found(model)
         self.all.append(weakref.ref(optimizer))
@@ -69,21 +69,21 @@ class OptimizedModels:
         original(optimizer, entries, *args, **kwargs)
 
 
-def listed_optimizer_parameters(parameters: Any) -> list[Any]:
+def optimizer_parameters_as_lists(parameters: Any) -> list[Any]:
     """Return what an optimizer is given as lists: of parameters, of named ones, or of groups of them."""
     import torch
 
     entries = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     for entry in entries:
         if isinstance(entry, dict):
-            entry["params"] = listed_optimizer_parameters(entry["params"])
+            entry["params"] = optimizer_parameters_as_lists(entry["params"])
     return entries
 
 
-def parameters_in_listed(entries: Iterable[Any]) -> Iterator[Any]:
-    """Yield the parameters in what ``listed_optimizer_parameters`` returned."""
+def parameters_in_optimizer_lists(entries: Iterable[Any]) -> Iterator[Any]:
+    """Yield the parameters in what ``optimizer_parameters_as_lists`` returned."""
     for entry in entries:
         if isinstance(entry, dict):
-            yield from parameters_in_listed(entry["params"])
+            yield from parameters_in_optimizer_lists(entry["params"])
         else:
             yield entry[1] if isinstance(entry, tuple) else entry

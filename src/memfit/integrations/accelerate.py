@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from memfit.errors import UsageError
-from memfit.integrations.trainer_plan import TrainerPlan, WindowDivisor, needs_extra
+from memfit.integrations.trainer_plan import TrainerPlan, WindowDivisor, report_missing_extra
 
-with needs_extra("accelerate"):
+with report_missing_extra("accelerate"):
     from accelerate import Accelerator as _Accelerator
     from accelerate.utils import DistributedType, GradScalerKwargs
 

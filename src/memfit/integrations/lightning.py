@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from memfit.errors import UsageError
-from memfit.integrations.trainer_plan import TrainerPlan, WindowDivisor, needs_extra
+from memfit.integrations.trainer_plan import TrainerPlan, WindowDivisor, report_missing_extra
 from memfit.strategies.apply import revert
 
-with needs_extra("lightning"):
+with report_missing_extra("lightning"):
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.plugins import MixedPrecision
 

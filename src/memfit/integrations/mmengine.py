@@ -20,11 +20,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit.errors import UsageError
-from memfit.integrations.trainer_plan import TrainerPlan, WindowDivisor, needs_extra
+from memfit.integrations.trainer_plan import TrainerPlan, WindowDivisor, report_missing_extra
 from memfit.recording.optimizer_accessors import parameters_of
 from memfit.strategies.precision import DTYPES, LossScale, device_type_of_model
 
-with needs_extra("mmengine"):
+with report_missing_extra("mmengine"):
     from mmengine.hooks import Hook
     from mmengine.optim import OptimWrapper
     from mmengine.registry import HOOKS, OPTIM_WRAPPERS

@@ -244,7 +244,7 @@ def _autocast(precision: Precision | None, trainer: str) -> tuple[Dtype | None, 
 
 
 @contextmanager
-def needs_extra(name: str) -> Iterator[None]:
+def report_missing_extra(name: str) -> Iterator[None]:
     """Report a missing package of the block's imports as one of an extra.
 
     Args:
@@ -253,7 +253,7 @@ def needs_extra(name: str) -> Iterator[None]:
     Raises:
         UsageError: the package is not installed.
 
-    >>> with needs_extra("lightning"):
+    >>> with report_missing_extra("lightning"):
     ...     import tomllib
     """
     try:

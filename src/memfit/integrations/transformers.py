@@ -14,13 +14,13 @@ from memfit.api.runs import estimate as _estimate
 from memfit.devices import DEFAULT
 from memfit.errors import UsageError
 from memfit.estimating.serialise_model import OptimizerCopy
-from memfit.integrations.trainer_plan import TrainerPlan, needs_extra
+from memfit.integrations.trainer_plan import TrainerPlan, report_missing_extra
 from memfit.random_state import get_random_state, set_random_state
 from memfit.strategies.apply import apply_to_optimizer
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.precision import LossScale
 
-with needs_extra("transformers"):
+with report_missing_extra("transformers"):
     from accelerate import Accelerator
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -142,7 +142,7 @@ def estimate(trainer: Trainer, gpu: str = "", *, memory: int | None = None) -> "
         return _estimate(
             trainer.model,
             window,
-            loss=WindowLoss(trainer.accelerator.mixed_precision, trainer.model_accepts_loss_kwargs),
+            loss=_WindowLoss(trainer.accelerator.mixed_precision, trainer.model_accepts_loss_kwargs),
             optimizer=_planned(trainer),
             memory=memory,
             gpu=gpu or DEFAULT,
@@ -154,7 +154,7 @@ def estimate(trainer: Trainer, gpu: str = "", *, memory: int | None = None) -> "
 
 
 @dataclass(slots=True)
-class WindowLoss:
+class _WindowLoss:
     """Runs a window's micro-batches as ``Trainer`` does; the caller runs the last one's backward."""
 
     mixed_precision: str
@@ -184,7 +184,7 @@ class WindowLoss:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedOptimizer:
+class _PlannedOptimizer:
     """Creates, on the ghost, a trainer's optimizer as a plan changes it when training begins."""
 
     unchanged: OptimizerCopy
@@ -198,13 +198,13 @@ class PlannedOptimizer:
         return optimizer
 
 
-def _planned(trainer: Trainer) -> "torch.optim.Optimizer | PlannedOptimizer":
+def _planned(trainer: Trainer) -> "torch.optim.Optimizer | _PlannedOptimizer":
     """Return a trainer's optimizer; if a callback has a plan for it, what creates the planned one."""
     optimizer: torch.optim.Optimizer = trainer.create_optimizer()
     for callback in trainer.callback_handler.callbacks:
         state = callback.plan.changes.optimizer_state if isinstance(callback, PlanTrainerCallback) else None
         if state is not None:
-            return PlannedOptimizer(OptimizerCopy.of(optimizer), trainer.model, state)
+            return _PlannedOptimizer(OptimizerCopy.of(optimizer), trainer.model, state)
     return optimizer
 
 

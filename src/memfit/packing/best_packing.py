@@ -84,17 +84,17 @@ def pack_buffers(
         raise UsageError(f"The search time must be 0 seconds or more, not {seconds}.")
     deadline = time.monotonic() + seconds
     cut = lifetime_sections(buffers)
-    always = mask_of_always_live(cut)
+    always = always_live_mask(cut)
     is_large = len(buffers) - int(always.sum()) > exhaustive_search.MAX_BUFFERS
     if is_large:  # too large to be searched unless it splits into parts
-        always = mask_counted_as_always_live(cut, buffers.size)
+        always = countable_as_always_live_mask(cut, buffers.size)
     base = int(buffers.size[always].sum())
     offset = np.where(always, np.cumsum(np.where(always, buffers.size, 0)) - buffers.size, base)
     best = Packing(buffers, offset, base, base, "one above the other")
     if not always.all():
         room = None if capacity is None else max(capacity - base, 0)
         above = _pack_parts(
-            buffers.where(~always), independent_parts(cut, always), room, deadline, on_progress
+            buffers.where(~always), independent_packing_parts(cut, always), room, deadline, on_progress
         )
         offset[~always] += above.offset
         bound = cut.bound if is_large else base + above.bound
@@ -202,7 +202,7 @@ def _search_capacity(
     def report(nodes: int) -> None:
         on_progress(f"search for {capacity:,} · {nodes:,} nodes")
 
-    found = exhaustive_search.search_packing_within(best.buffers, cut, capacity, deadline, report)
+    found = exhaustive_search.search_packing_within_capacity(best.buffers, cut, capacity, deadline, report)
     if found.offset is not None:
         return _packing(best.buffers, found.offset, best.bound, "by search")
     return replace(best, bound=capacity + 1) if found.is_infeasible else best
@@ -232,7 +232,7 @@ def greedy_packings(buffers: Buffers, cut: LifetimeSections, deadline: float) ->
             first = False
 
 
-def independent_parts(cut: LifetimeSections, always: npt.NDArray[np.bool_]) -> Column:
+def independent_packing_parts(cut: LifetimeSections, always: npt.NDArray[np.bool_]) -> Column:
     """Return the part, from 0, of each buffer that is not always live: parts are packed independently.
 
         │ part 0  │ part 1 │ part 2  │     no buffer is live in two parts
@@ -242,17 +242,17 @@ def independent_parts(cut: LifetimeSections, always: npt.NDArray[np.bool_]) -> C
 
     Consecutive forward passes share only the weights: each pass is a part, and all parts look alike. So are
     the micro-batches of a step that accumulates gradients, once the gradients are treated as always live: see
-    ``mask_counted_as_always_live``.
+    ``countable_as_always_live_mask``.
 
     Args:
         cut: the sections of the buffers.
-        always: mask of the buffers at the bottom: from ``mask_of_always_live``, or
-            ``mask_counted_as_always_live``.
+        always: mask of the buffers at the bottom: from ``always_live_mask``, or
+            ``countable_as_always_live_mask``.
 
     >>> from memfit.packing.buffers import Buffers, lifetime_sections
     >>> rows = Buffers(np.array([0, 0, 3, 4]), np.array([9, 3, 5, 9]), np.array([4, 2, 1, 1]), tuple("abcd"))
     >>> cut = lifetime_sections(rows)
-    >>> independent_parts(cut, mask_of_always_live(cut)).tolist()
+    >>> independent_packing_parts(cut, always_live_mask(cut)).tolist()
     [0, 1, 1]
     """
     first, last = cut.first[~always], cut.last[~always]
@@ -268,12 +268,12 @@ def independent_parts(cut: LifetimeSections, always: npt.NDArray[np.bool_]) -> C
     return np.unique(inside, return_inverse=True)[1]
 
 
-def mask_of_always_live(cut: LifetimeSections) -> npt.NDArray[np.bool_]:
+def always_live_mask(cut: LifetimeSections) -> npt.NDArray[np.bool_]:
     """Return a mask of the buffers that are live in every section."""
     return cut.last - cut.first >= cut.count
 
 
-def mask_counted_as_always_live(cut: LifetimeSections, size: Column) -> npt.NDArray[np.bool_]:
+def countable_as_always_live_mask(cut: LifetimeSections, size: Column) -> npt.NDArray[np.bool_]:
     """Return a mask of the buffers that are always live, or can count as such without raising the bound.
 
     A packing for extended lifetimes is valid for the real ones, too; that no such packing exists proves
@@ -283,7 +283,7 @@ def mask_counted_as_always_live(cut: LifetimeSections, size: Column) -> npt.NDAr
         cut: the sections of the buffers.
         size: the size of each buffer.
     """
-    always, live = mask_of_always_live(cut), cut.live.copy()
+    always, live = always_live_mask(cut), cut.live.copy()
     length = cut.last - cut.first
     for index in np.argsort(-length, kind="stable").tolist():
         first, last = int(cut.first[index]), int(cut.last[index])

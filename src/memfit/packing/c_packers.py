@@ -37,7 +37,7 @@ def place_greedily(
     return offset if _call(load().pack_place, given, (offset,), deadline) == FOUND else None
 
 
-def search_packing_nodes(
+def run_exhaustive_search(
     buffers: Buffers, cut: LifetimeSections, capacity: int, preference: str, node_limit: int, deadline: float
 ) -> tuple[int, int, Column]:
     """Search for offsets within a capacity; return the status, the nodes visited and the offsets."""

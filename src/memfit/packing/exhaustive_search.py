@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from memfit.packing.buffers import Buffers, Column, LifetimeSections
-from memfit.packing.c_packers import FOUND, INFEASIBLE, NODE_LIMIT, search_packing_nodes
+from memfit.packing.c_packers import FOUND, INFEASIBLE, NODE_LIMIT, run_exhaustive_search
 
 PREFERENCES = ("LAT", "TAL", "TLA")
 """Orders of the attempts. Sort keys, largest first: L(ifetime), A(rea), T(otal of the buffer's fullest
@@ -33,7 +33,7 @@ MAX_BUFFERS = 4_000
 
 
 @dataclass(frozen=True, slots=True)
-class PackingSearchResult:
+class CapacitySearchResult:
     """The result of a search. Without offsets and a proof, the time ran out, or the problem is too large."""
 
     offset: Column | None = None
@@ -44,13 +44,13 @@ class PackingSearchResult:
     """Nodes of the search tree that were visited."""
 
 
-def search_packing_within(
+def search_packing_within_capacity(
     buffers: Buffers,
     cut: LifetimeSections,
     capacity: int,
     deadline: float,
     on_progress: Callable[[int], None] = lambda _: None,
-) -> PackingSearchResult:
+) -> CapacitySearchResult:
     """Search for offsets within a capacity.
 
     Args:
@@ -61,18 +61,18 @@ def search_packing_within(
         on_progress: called with the number of nodes visited so far, after each turn.
     """
     if cut.bound > capacity:
-        return PackingSearchResult(is_infeasible=True)
+        return CapacitySearchResult(is_infeasible=True)
     if len(buffers) > MAX_BUFFERS:
-        return PackingSearchResult()
+        return CapacitySearchResult()
     nodes = 0
     for turn in itertools.count(1):
         for preference in PREFERENCES:
             limit = len(buffers) << turn
-            status, visited, offset = search_packing_nodes(
+            status, visited, offset = run_exhaustive_search(
                 buffers, cut, capacity, preference, limit, deadline
             )
             nodes += visited
             on_progress(nodes)
             if status != NODE_LIMIT or time.monotonic() >= deadline:
-                return PackingSearchResult(offset if status == FOUND else None, status == INFEASIBLE, nodes)
+                return CapacitySearchResult(offset if status == FOUND else None, status == INFEASIBLE, nodes)
     raise AssertionError

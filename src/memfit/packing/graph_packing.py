@@ -15,7 +15,7 @@ from memfit.errors import UsageError
 from memfit.packing.allocation_lifetimes import ALIGNMENT
 from memfit.packing.best_packing import Packing
 from memfit.packing.buffers import Buffers
-from memfit.packing.run_packing import IndependentPackings, pack_groups
+from memfit.packing.run_packing import IndependentPackings, pack_independent_groups
 from memfit.records import Dataflow
 from memfit.records.printed_result import PrintedResult
 
@@ -160,7 +160,7 @@ def pack_graph(
         raise UsageError("There is nothing to pack: the graph allocates no memory of its own.")
     devices = list(dict.fromkeys(alias_set.device for alias_set in own))
     groups = [_buffers([alias_set for alias_set in own if alias_set.device == device]) for device in devices]
-    packings = pack_groups(groups, capacity, seconds=seconds, on_progress=on_progress)
+    packings = pack_independent_groups(groups, capacity, seconds=seconds, on_progress=on_progress)
     return GraphPacking(tuple(map(DevicePacking, devices, packings)), sets)
 
 

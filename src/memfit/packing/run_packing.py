@@ -118,7 +118,9 @@ def pack_run_memory(
     groups = {group: buffers for group, buffers in groups.items() if len(buffers)}
     if not groups:
         raise UsageError("There is nothing to pack: the run requested no memory.")
-    packings = pack_groups(list(groups.values()), capacity, seconds=seconds, on_progress=on_progress)
+    packings = pack_independent_groups(
+        list(groups.values()), capacity, seconds=seconds, on_progress=on_progress
+    )
     arenas = tuple(
         PoolPacking(stream, requests.pools[pool], packing)
         for (stream, pool), packing in zip(groups, packings, strict=True)
@@ -128,7 +130,7 @@ def pack_run_memory(
     )
 
 
-def pack_groups(
+def pack_independent_groups(
     groups: Sequence[Buffers], capacity: int | None, *, seconds: float, on_progress: Callable[[str], None]
 ) -> tuple[Packing, ...]:
     """Pack groups of buffers that share no memory, dividing the capacity and the time among them.

@@ -165,10 +165,10 @@ def wrapped(function: Callable[..., Any], around: Callable[..., Any]) -> Callabl
     return call
 
 
-def before(action: Callable[..., None], function: Callable[..., Any]) -> Callable[..., Any]:
+def call_before(action: Callable[..., None], function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``function`` to call ``action`` with the same arguments first.
 
-    >>> before(print, max)(1, 2)
+    >>> call_before(print, max)(1, 2)
     1 2
     2
     """

@@ -12,9 +12,9 @@ from memfit.errors import MemfitError, UsageError
 from memfit.planning.batch_size_changes import (
     ASSUMED,
     SEEN,
-    batch_setting,
-    batch_size,
+    batch_size_of_setting,
     bytes_independent_of_batch,
+    find_batch_size_setting,
 )
 from memfit.planning.fewest_changes import MOST_RUNS, FewestChangesSearch, TriedChanges
 from memfit.planning.run_changes_on_ghost import replayable_run
@@ -111,7 +111,7 @@ def _remarks(trace: Trace, search: FewestChangesSearch, answer: DryRun) -> Itera
     if (sample := _sample(trace, search)) is not None:
         yield f"One sample of a batch takes {format_bytes(sample.bytes)} ({sample.provenance})."
     fails = search.unchanged.fits is False
-    if fails and batch_setting(trace) is None:
+    if fails and find_batch_size_setting(trace) is None:
         yield (
             "memfit did not try a smaller batch: it found no option of the script and no DataLoader that "
             "sets the batch size. Try it yourself: write a smaller batch size into the script."
@@ -126,7 +126,7 @@ def _remarks(trace: Trace, search: FewestChangesSearch, answer: DryRun) -> Itera
 
 def _sample(trace: Trace, search: FewestChangesSearch) -> Figure | None:
     """Return the bytes at the peak that one more sample takes, if a smaller batch has its peak there, too."""
-    setting, before = batch_setting(trace), search.unchanged.run
+    setting, before = find_batch_size_setting(trace), search.unchanged.run
     if setting is None or not (smaller := search.smaller_batches()):
         return None
     size, after = max(smaller.items())
@@ -141,4 +141,6 @@ def _sample(trace: Trace, search: FewestChangesSearch) -> Figure | None:
         - part.bytes
         + bytes_independent_of_batch(after.terms)
     )
-    return Figure(more // (batch_size(setting) - size), worst_provenance(whole.provenance, part.provenance))
+    return Figure(
+        more // (batch_size_of_setting(setting) - size), worst_provenance(whole.provenance, part.provenance)
+    )

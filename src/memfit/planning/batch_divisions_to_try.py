@@ -11,13 +11,13 @@ from dataclasses import replace
 
 from memfit.analysis.trial_result import TrialResult, why_run_failed
 from memfit.planning.batch_size_changes import (
-    batch_divisions,
+    batch_division_changes,
     process_bytes_independent_of_batch,
     why_batches_are_indivisible,
     with_assumption_on_samples,
 )
-from memfit.planning.checkpointing_bases import PlanBase, PlanBases
-from memfit.planning.optimizer_changes import optimizer_state_bytes_saved, updates_in_backward
+from memfit.planning.checkpointing_bases import CheckpointingBase, CheckpointingBases
+from memfit.planning.optimizer_changes import change_updates_in_backward, optimizer_state_bytes_saved
 from memfit.planning.run_changes_on_ghost import PlanRuns
 from memfit.planning.sample_independence import (
     SampleComparison,
@@ -29,7 +29,7 @@ from memfit.records import Change, PlanRun, ScriptEnd
 from memfit.units import format_gib
 
 
-class DivisionsToTry:
+class BatchDivisionsToTry:
     """The divisions that are left for one base after the other.
 
     Args:
@@ -41,12 +41,17 @@ class DivisionsToTry:
     """
 
     def __init__(
-        self, plain: TrialResult, runs: PlanRuns, bases: PlanBases, budget: int, allowed: AllowedChanges
+        self,
+        plain: TrialResult,
+        runs: PlanRuns,
+        bases: CheckpointingBases,
+        budget: int,
+        allowed: AllowedChanges,
     ) -> None:
         self._runs, self._bases, self._budget = runs, bases, budget
         step = plain.operations
         draws = step is not None and any(each.random for each in step.forward)
-        self._ways = batch_divisions(plain.trace, draws=draws) if allowed.rounding else []
+        self._ways = batch_division_changes(plain.trace, draws=draws) if allowed.rounding else []
         self._indivisible = (
             why_batches_are_indivisible(plain.trace) if allowed.rounding and not self._ways else ""
         )
@@ -66,13 +71,13 @@ class DivisionsToTry:
         if self._bases.floors is not None:
             self._bases.floors.parts = 1
 
-    def begin(self, root: PlanBase) -> None:
+    def begin(self, root: CheckpointingBase) -> None:
         """Begin with a base with whole batches: find the divisions that may be enough for it.
 
         Those that did not fit without its change of the optimizer may fit by what that saves.
         """
         self.left = []
-        if updates_in_backward(root.change):
+        if change_updates_in_backward(root.change):
             return
         self.why_no_more = self._indivisible
         for number, way in enumerate(self._ways):
@@ -85,7 +90,7 @@ class DivisionsToTry:
                 return
         self.left = self._ways[-1:]
 
-    def make(self, whole: PlanBase, last: PlanBase) -> list[PlanBase]:
+    def make(self, whole: CheckpointingBase, last: CheckpointingBase) -> list[CheckpointingBase]:
         """Run the script with the next smaller batches; return it as a base, or nothing if it must not be.
 
         Args:
@@ -127,7 +132,7 @@ class DivisionsToTry:
         self._end_if_hopeless(base, last)
         return [base]
 
-    def _end_if_hopeless(self, base: PlanBase, last: PlanBase) -> None:
+    def _end_if_hopeless(self, base: CheckpointingBase, last: CheckpointingBase) -> None:
         """Leave out smaller parts if they can need no less than is too much, whatever is recomputed."""
         run, parts = base.run, base.change.parts
         least = process_bytes_independent_of_batch(run)

@@ -25,19 +25,19 @@ SEEN = "two recorded steps show no samples that depend on each other"
 """In place of ``ASSUMED`` where that is so."""
 
 
-def batch_setting(trace: Trace) -> ScriptOption | LoaderBatchSize | None:
+def find_batch_size_setting(trace: Trace) -> ScriptOption | LoaderBatchSize | None:
     """Return what sets the number of samples in a batch of a script; None if memfit found nothing."""
     return _option(trace, ScriptOptionPurpose.BATCH_SIZE) or trace.loader
 
 
-def batch_size(setting: ScriptOption | LoaderBatchSize) -> int:
+def batch_size_of_setting(setting: ScriptOption | LoaderBatchSize) -> int:
     """Return the number of samples in a batch."""
     return setting.value if isinstance(setting, ScriptOption) else setting.size
 
 
-def with_batch_size(setting: ScriptOption | LoaderBatchSize, size: int) -> Change:
+def batch_size_change(setting: ScriptOption | LoaderBatchSize, size: int) -> Change:
     """Return the change that gives batches another number of samples, and nothing else."""
-    now = batch_size(setting)
+    now = batch_size_of_setting(setting)
     if isinstance(setting, ScriptOption):
         change = Change(arguments=setting.with_value(size))
         how = " ".join(change.arguments)
@@ -55,16 +55,16 @@ def with_batch_size(setting: ScriptOption | LoaderBatchSize, size: int) -> Chang
     )
 
 
-def smaller_batches(trace: Trace) -> list[Change]:
+def smaller_batch_changes(trace: Trace) -> list[Change]:
     """Return the ways to halve a script's batches, once or more, largest first: each update sees fewer."""
-    setting = batch_setting(trace)
+    setting = find_batch_size_setting(trace)
     if setting is None:
         return []
-    size = batch_size(setting)
-    return [with_batch_size(setting, size >> times) for times in range(1, size.bit_length())]
+    size = batch_size_of_setting(setting)
+    return [batch_size_change(setting, size >> times) for times in range(1, size.bit_length())]
 
 
-def batch_divisions(trace: Trace, *, draws: bool) -> list[Change]:
+def batch_division_changes(trace: Trace, *, draws: bool) -> list[Change]:
     """Return the ways to divide a script's batches into equal parts, largest parts first.
 
     By the script's own option if it has one: for the batches in an update, or for ``memfit.Engine``'s parts.
@@ -73,7 +73,7 @@ def batch_divisions(trace: Trace, *, draws: bool) -> list[Change]:
         trace: of the script.
         draws: whether a step draws random numbers.
     """
-    setting = batch_setting(trace)
+    setting = find_batch_size_setting(trace)
     if setting is None:
         return []
     accumulation = (
@@ -82,8 +82,8 @@ def batch_divisions(trace: Trace, *, draws: bool) -> list[Change]:
     parts = _option(trace, ScriptOptionPurpose.PARTS) if isinstance(setting, ScriptOption) else None
     own = accumulation is not None or parts is not None
     ways = []
-    for smaller in smaller_batches(trace):
-        count, rest = divmod(batch_size(setting), smaller.batch_size)
+    for smaller in smaller_batch_changes(trace):
+        count, rest = divmod(batch_size_of_setting(setting), smaller.batch_size)
         if rest:
             continue
         arguments, loader, (how,) = smaller.arguments, smaller.loader, smaller.how
@@ -121,7 +121,7 @@ def batch_divisions(trace: Trace, *, draws: bool) -> list[Change]:
 
 def why_batches_are_indivisible(trace: Trace) -> str:
     """Return why a script's batches cannot be divided, as a clause."""
-    if batch_setting(trace) is not None:
+    if find_batch_size_setting(trace) is not None:
         return "a batch has one sample"
     return "memfit found no option and no DataLoader that sets the batch size"
 
@@ -137,7 +137,7 @@ def with_assumption_on_samples(division: Change, assumed: str) -> Change:
     return replace(division, micro_batches=replace(division.micro_batches, assumed=assumed))
 
 
-def smaller_batches_without_accumulation(division: Change) -> Change:
+def smaller_batch_change_of_division(division: Change) -> Change:
     """Return the change to batches that are as small as a part: each of them has an update."""
     return replace(division, plan={}, micro_batches=None)
 

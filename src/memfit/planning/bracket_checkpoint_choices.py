@@ -17,7 +17,7 @@ _PREDICTED_WITHIN = 0.15
 """Share of what depends on the batch by which a prediction may be too high: with ResNet-50, up to 0.1."""
 
 
-class ChoiceBracket:
+class CheckpointChoiceBracket:
     """Narrows choices for one batch size down.
 
     Args:

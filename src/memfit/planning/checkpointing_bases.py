@@ -14,25 +14,25 @@ from operator import attrgetter
 
 from memfit.analysis.breakdown import CATEGORY_NAMES
 from memfit.analysis.trial_result import TrialResult, why_run_failed
-from memfit.planning.batch_size_changes import batch_divisions
-from memfit.planning.bracket_checkpoint_choices import ChoiceBracket
+from memfit.planning.batch_size_changes import batch_division_changes
+from memfit.planning.bracket_checkpoint_choices import CheckpointChoiceBracket
 from memfit.planning.choose_checkpointing import CheckpointChooser
-from memfit.planning.memory_floor import MemoryFloor, MemoryFloors, floor_of_updates
+from memfit.planning.memory_floor import MemoryFloor, MemoryFloors, memory_floor_of_updates
 from memfit.planning.optimizer_changes import (
     OptimizerChangesToTry,
     bytes_of_category_at_peak,
-    has_all_settings_of,
+    has_all_optimizer_settings_of,
     offloads_state,
     optimizer_changes,
 )
-from memfit.planning.run_changes_on_ghost import PlannedScript, PlanRuns, step_seconds
+from memfit.planning.run_changes_on_ghost import PlannedScript, PlanRuns, forward_and_backward_seconds
 from memfit.planning.script_changes import FUSED_OPTIMIZER, PRECISIONS, AllowedChanges
-from memfit.planning.shardings import with_unsharded_names
+from memfit.planning.shardings import with_unsharded_module_names
 from memfit.records import Category, Change, Phase, PlanRun, ScriptEnd, StepOperations
 
 
 @dataclass(frozen=True, slots=True)
-class PlanBase:
+class CheckpointingBase:
     """The script with batches of one size; what to recompute in it is still to be chosen."""
 
     change: Change
@@ -41,14 +41,14 @@ class PlanBase:
     """With nothing recomputed."""
     update: MemoryFloor
     """What its updates need after the backward, whatever is recomputed and however small batches are."""
-    bracket: ChoiceBracket
+    bracket: CheckpointChoiceBracket
     offload: bool = False
     """Whether the inputs of recomputed modules wait on the host."""
     copies: float = 0.0
     """Time of copies of shards in each micro-batch, relative to a step of the script as written."""
 
 
-class PlanBases:
+class CheckpointingBases:
     """Makes bases.
 
     Args:
@@ -64,9 +64,9 @@ class PlanBases:
     ) -> None:
         self._script, self._plain, self._runs = script, plain, runs
         self._budget, self._allowed = budget, allowed
-        self._made: list[PlanBase] = []
+        self._made: list[CheckpointingBase] = []
         self._refused: list[Change] = []
-        parts = max((way.parts for way in batch_divisions(plain.trace, draws=False)), default=1)
+        parts = max((way.parts for way in batch_division_changes(plain.trace, draws=False)), default=1)
         self.floors = (
             None if script.is_to_be_sharded(plain) else MemoryFloors(plain, parts if allowed.rounding else 1)
         )
@@ -75,27 +75,27 @@ class PlanBases:
         """None with several ranks, which reduce gradients before an update."""
         self._starts: list[PlanRun] = []
         """The script without any change of these."""
-        self._least: PlanBase
+        self._least: CheckpointingBase
         """Of the last start's roots, the one that needs least."""
         self.step = 0.0
         """Seconds of a step as written."""
         if plain.operations is not None:
-            self.step = step_seconds(plain.operations, script.seconds)
+            self.step = forward_and_backward_seconds(plain.operations, script.seconds)
 
-    def base(self, plan: Change, result: TrialResult, run: PlanRun) -> PlanBase:
+    def base(self, plan: Change, result: TrialResult, run: PlanRun) -> CheckpointingBase:
         """Return the base that a run is, whose operations were recorded."""
         operations = result.operations
         if operations is None:
             raise AssertionError  # the caller looks
         if self._plain.operations is not None:
-            operations = with_unsharded_names(self._plain.operations, operations)
+            operations = with_unsharded_module_names(self._plain.operations, operations)
         chooser = CheckpointChooser(operations, self._script.seconds)
-        made = PlanBase(
+        made = CheckpointingBase(
             plan,
             operations,
             run,
-            floor_of_updates(result),
-            ChoiceBracket(chooser, self._runs, run, self.step),
+            memory_floor_of_updates(result),
+            CheckpointChoiceBracket(chooser, self._runs, run, self.step),
         )
         self._made.append(made)
         return made
@@ -115,7 +115,7 @@ class PlanBases:
         plans += [
             change
             for change in self.optimizer_changes
-            if not any(has_all_settings_of(change, each) for each in self._refused)
+            if not any(has_all_optimizer_settings_of(change, each) for each in self._refused)
         ]
         plans += [PRECISIONS[name] | plan for name in self._allowed.precisions for plan in plans]
         found, needs = [], attrgetter("needs.bytes")
@@ -125,7 +125,7 @@ class PlanBases:
             found.append(max(least, min(updates, key=needs, default=least), key=needs))
         return min(found, key=needs)
 
-    def roots(self, start: PlanBase) -> Iterator[PlanBase]:
+    def roots(self, start: CheckpointingBase) -> Iterator[CheckpointingBase]:
         """Yield the script with whole batches, under changes that lower its peak, until a plan is chosen.
 
         Under each of them, every operation takes no more time.
@@ -135,14 +135,14 @@ class PlanBases:
         for name in self._allowed.precisions:
             plan = start.change | PRECISIONS[name]
             lower = self._lower(start, plan) if self.can_fit(plan) else None
-            roots += [lower] if isinstance(lower, PlanBase) else []
+            roots += [lower] if isinstance(lower, CheckpointingBase) else []
         roots.sort(key=lambda base: base.run.needs.bytes)
         roots[0] = self._least = self._fused(roots[0])
         for root in roots:
             if self._runs.chosen is None and self.can_fit(root.change):
                 yield root
 
-    def roots_with_other_optimizers(self) -> Iterator[PlanBase]:
+    def roots_with_other_optimizers(self) -> Iterator[CheckpointingBase]:
         """Yield the last start's root that needs least, under each change of the optimizer worth a run."""
         optimizer = None if self._plain.operations is None else self._plain.operations.optimizer
         changes = OptimizerChangesToTry(
@@ -151,13 +151,13 @@ class PlanBases:
         while change := changes.next(self._runs.tried, self._runs.chosen):
             plan = self._least.change | replace(change, optimizer=optimizer)
             made = self._lower(self._least, plan) if self.can_fit(plan) else None
-            if isinstance(made, PlanBase):
+            if isinstance(made, CheckpointingBase):
                 yield self._fused(made)
             elif made is not None:
                 changes.refuse(change)
                 self._refused.append(change)
 
-    def _fused(self, base: PlanBase) -> PlanBase:
+    def _fused(self, base: CheckpointingBase) -> CheckpointingBase:
         """Return a base with fused optimizers, whose updates need no temporaries, if that may make it fit."""
         update = base.update.needs.bytes
         needs_most = base.run.place.phase is Phase.OPTIMIZER or update > self._runs.budget
@@ -165,7 +165,7 @@ class PlanBases:
         if not (self._allowed.rounding and needs_most and without <= self._budget):
             return base
         fused = self._lower(base, base.change | FUSED_OPTIMIZER)
-        return fused if isinstance(fused, PlanBase) else base
+        return fused if isinstance(fused, CheckpointingBase) else base
 
     def _copies_of_state(self) -> float:
         """Return the time of copying the optimizer's state to the host and back, as ``PlanBase.copies``."""
@@ -175,7 +175,7 @@ class PlanBases:
         )
         return self._script.copy(state) / self.step
 
-    def _lower(self, base: PlanBase, plan: Change) -> PlanBase | ScriptEnd | None:
+    def _lower(self, base: CheckpointingBase, plan: Change) -> CheckpointingBase | ScriptEnd | None:
         """Run the script under a change; return it as a base, or nothing if it needs no less than another."""
         relative = functools.partial(self.relative, plan, copies=base.copies)
         made = self._runs.make(plan, relative, operations=True)
@@ -195,13 +195,15 @@ class PlanBases:
         """Return the time of a recorded run's step, relative to the script as written; copies as in Base."""
         if result.operations is None:
             return float("inf")
-        step = plan.parts * (step_seconds(result.operations, self._script.seconds) / self.step + copies)
+        step = plan.parts * (
+            forward_and_backward_seconds(result.operations, self._script.seconds) / self.step + copies
+        )
         return step + (self._copies_of_state() if offloads_state(plan) else 0.0)
 
-    def offloading(self, base: PlanBase) -> PlanBase:
+    def offloading(self, base: CheckpointingBase) -> CheckpointingBase:
         """Return a base in which the inputs of what is recomputed wait on the host."""
         chooser = CheckpointChooser(base.operations, self._script.seconds, self._script.copy)
-        bracket = ChoiceBracket(chooser, self._runs, base.run, self.step)
+        bracket = CheckpointChoiceBracket(chooser, self._runs, base.run, self.step)
         return replace(base, bracket=bracket, offload=True)
 
 

@@ -22,21 +22,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from memfit.planning.mixed_integer_solver import INFINITY, MixedIntegerProgram, ProgramSolution
+from memfit.planning.mixed_integer_solver import INFINITY, MixedIntegerProgram, MixedIntegerSolution
 from memfit.planning.module_checkpoint_options import (
     Copy,
-    RegionOption,
+    ModuleCheckpointOption,
     Seconds,
     bytes_of_storages,
     bytes_recomputed_in_segments,
-    parts_of_call,
-    region_option,
-    region_option_in_parts,
+    module_call_splits_to_try,
+    module_checkpoint_option,
+    module_checkpoint_option_in_parts,
+    parts_of_module_call,
     save_ops_to_try,
-    splits_to_try,
-    useful_region_options,
+    useful_checkpoint_options,
 )
-from memfit.planning.step_memory_model import StepMemoryModel, calls_inside
+from memfit.planning.step_memory_model import StepMemoryModel, module_calls_inside
 from memfit.planning.tensor_recompute_options import TensorRecomputation, tensor_recomputations
 from memfit.planning.uniform_checkpointing import Selection, UniformCheckpointing
 from memfit.records import ModuleCall, StepOperations
@@ -60,7 +60,7 @@ _HALF = 0.5
 """A column of 0 or 1 that is above this is 1."""
 
 
-_Ways = dict[str, list[list[RegionOption]]]
+_Ways = dict[str, list[list[ModuleCheckpointOption]]]
 _Again = dict[str, list[Counter[int]]]
 """By module and way: the bytes that its calls have recomputed when the backward reaches a segment."""
 
@@ -191,7 +191,7 @@ class CheckpointChooser:
         """The fastest of the choices with the smallest predicted peak."""
         return self.choose(int(self.least.peak * (1 + _TOLERANCE)), _LESS) or self.least
 
-    def _selection(self, found: ProgramSolution) -> Selection:
+    def _selection(self, found: MixedIntegerSolution) -> Selection:
         return {
             module: way
             for module, columns in self._columns.items()
@@ -276,14 +276,14 @@ class CheckpointChooser:
 
 def _recomputed(memory: StepMemoryModel, ways: _Ways) -> _Again:
     step = memory.step
-    inside = calls_inside(step.calls)
+    inside = module_calls_inside(step.calls)
     found: _Again = {module: [Counter() for _ in some] for module, some in ways.items()}
     turns: Counter[str] = Counter()
     for number, call in enumerate(step.calls):
         turn = turns[call.module]
         turns[call.module] += 1
         for held, way in zip(found.get(call.module, ()), ways.get(call.module, ()), strict=True):
-            parts = parts_of_call(step, call, inside[number], way[turn].split_at)
+            parts = parts_of_module_call(step, call, inside[number], way[turn].split_at)
             besides = _ON_THEIR_WAY * way[turn].offloaded
             for segment, size in bytes_recomputed_in_segments(memory, parts, way[turn].keeps).items():
                 if besides + size:
@@ -296,7 +296,7 @@ def _ways(memory: StepMemoryModel, seconds: Seconds, copy: Copy | None, dispatch
     calls: dict[str, list[int]] = defaultdict(list)
     for number, call in enumerate(step.calls):
         calls[call.module].append(number)
-    inside = calls_inside(step.calls)
+    inside = module_calls_inside(step.calls)
     changed = frozenset(storage for operation in step.forward for storage in operation.writes)
     everything = bytes_of_storages(step, {storage for call in step.calls for storage in call.saves})
     found: _Ways = {}
@@ -306,23 +306,27 @@ def _ways(memory: StepMemoryModel, seconds: Seconds, copy: Copy | None, dispatch
         first = step.calls[numbers[0]]
         plain = frozenset(storage for number in inside[numbers[0]] for storage in step.calls[number].saves)
         sets = save_ops_to_try(step, first, seconds, changed)
-        tried = [region_option(step, first, ops, seconds, copy, dispatch) for ops in sets]
-        best = useful_region_options(step, tried, plain)
+        tried = [module_checkpoint_option(step, first, ops, seconds, copy, dispatch) for ops in sets]
+        best = useful_checkpoint_options(step, tried, plain)
         least = min((bytes_of_storages(step, option.keeps) for option in best), default=0)
         if best and (bytes_of_storages(step, plain) - least) * len(numbers) >= _WORTH * everything:
             found[module] = [
                 [
-                    region_option(step, step.calls[number], option.save_ops, seconds, copy, dispatch)
+                    module_checkpoint_option(
+                        step, step.calls[number], option.save_ops, seconds, copy, dispatch
+                    )
                     for number in numbers
                 ]
                 for option in best
             ]
             found[module] += [
                 [
-                    region_option_in_parts(step, step.calls[number], inside[number], split_at, seconds, copy)
+                    module_checkpoint_option_in_parts(
+                        step, step.calls[number], inside[number], split_at, seconds, copy
+                    )
                     for number in numbers
                 ]
-                for split_at in splits_to_try(memory, first, inside[numbers[0]])
+                for split_at in module_call_splits_to_try(memory, first, inside[numbers[0]])
             ]
     return found
 

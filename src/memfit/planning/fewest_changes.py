@@ -18,22 +18,22 @@ from memfit.analysis.needed_memory import ReplayedRun
 from memfit.analysis.trial_result import RunTrial
 from memfit.planning.batch_size_changes import (
     BatchSizeRun,
-    batch_divisions,
-    batch_setting,
-    batch_size,
+    batch_division_changes,
+    batch_size_of_setting,
     bytes_independent_of_batch,
+    find_batch_size_setting,
     next_batch_size,
-    smaller_batches,
-    smaller_batches_without_accumulation,
+    smaller_batch_change_of_division,
+    smaller_batch_changes,
 )
 from memfit.planning.run_changes_on_ghost import PlanRuns
 from memfit.planning.sample_independence import compare_steps_of_parts
 from memfit.planning.script_changes import (
     FUSED_OPTIMIZER,
     OFFLOADED_ACTIVATIONS,
-    checkpointing_ways,
+    checkpointing_changes,
     expandable_segments_change,
-    low_precision_options,
+    low_precision_script_options,
 )
 from memfit.records import (
     CallRates,
@@ -109,9 +109,9 @@ class FewestChangesSearch:
         self._budget = room - device.in_use
         self._runs = PlanRuns(run_trial or _never, self._budget, tune=False)
         self._settings = expandable_segments_change(trace)
-        self._setting, self._options = batch_setting(trace), trace.options
-        self._divisions = batch_divisions(trace, draws=False)
-        self._batches = (*self._divisions, *smaller_batches(trace))
+        self._setting, self._options = find_batch_size_setting(trace), trace.options
+        self._divisions = batch_division_changes(trace, draws=False)
+        self._batches = (*self._divisions, *smaller_batch_changes(trace))
         self._known: dict[Change, TriedChanges | None] = {}
         self.undivided: str | None = None
         """Why batches are not divided, as in a plan; empty if they may be, None if that could not be seen."""
@@ -166,8 +166,8 @@ class FewestChangesSearch:
             yield ChangeKind.BATCH, self._batches
         at_peak = {term.name: term.figure.bytes for term in run.terms}
         if at_peak["activations"] > _MUCH * at_peak["allocated"]:
-            yield ChangeKind.CHECKPOINTING, checkpointing_ways(self._options)
-            yield ChangeKind.PRECISION, low_precision_options(self._options)
+            yield ChangeKind.CHECKPOINTING, checkpointing_changes(self._options)
+            yield ChangeKind.PRECISION, low_precision_script_options(self._options)
             yield ChangeKind.OFFLOAD, (OFFLOADED_ACTIVATIONS,)
 
     def _next_base(self, bases: list[TriedChanges]) -> TriedChanges | None:
@@ -197,7 +197,7 @@ class FewestChangesSearch:
         if self._setting is None:
             return None
         by_size = {way.batch_size: way for way in ways}
-        runs = [BatchSizeRun(batch_size(self._setting), base.needs, fits=False)]
+        runs = [BatchSizeRun(batch_size_of_setting(self._setting), base.needs, fits=False)]
         tried: dict[int, TriedChanges] = {}
         fixed = bytes_independent_of_batch(base.run.terms) + base.needs - base.run.reserved.bytes
         while size := next_batch_size(runs, sorted(by_size), self._budget, fixed=fixed, proven=False):
@@ -226,7 +226,7 @@ class FewestChangesSearch:
             self.refused = True
             return None
         words = (f"{what}, operation by operation",)
-        change = replace(smaller_batches_without_accumulation(plan), eager=True, words=words)
+        change = replace(smaller_batch_change_of_division(plan), eager=True, words=words)
         ran = self._runs.run(change, operations=True)
         return None if isinstance(ran, ScriptEnd) else ran[0].operations
 

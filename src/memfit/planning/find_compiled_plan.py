@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 
 from memfit.analysis.trial_result import TrialResult, why_run_failed
 from memfit.planning.batch_size_changes import (
-    batch_divisions,
-    smaller_batches_without_accumulation,
+    batch_division_changes,
+    smaller_batch_change_of_division,
     why_batches_are_indivisible,
     with_assumption_on_samples,
 )
@@ -25,13 +25,13 @@ from memfit.planning.common_plan_search import (
     PlanSearch,
     why_smallest_exceeds_budget,
 )
-from memfit.planning.memory_floor import MemoryFloor, MemoryFloors, floor_of_updates
-from memfit.planning.run_changes_on_ghost import PlanRuns, step_seconds
+from memfit.planning.memory_floor import MemoryFloor, MemoryFloors, memory_floor_of_updates
+from memfit.planning.run_changes_on_ghost import PlanRuns, forward_and_backward_seconds
 from memfit.planning.sample_independence import (
     SampleComparison,
     compare_steps_of_parts,
 )
-from memfit.planning.script_changes import checkpointing_policies, kept_activations_change
+from memfit.planning.script_changes import checkpointing_policy_changes, kept_activations_change
 from memfit.records import Change, PlanRun, ScriptEnd, ScriptPlan, StepOperations
 
 _MOST_RUNS = 6
@@ -67,7 +67,7 @@ class _Family:
     """What ran, by hundredths of these activations."""
 
 
-class CompiledSearch(PlanSearch):
+class CompiledPlanSearch(PlanSearch):
     """A search for a plan of compiled code."""
 
     _compiled = True
@@ -87,7 +87,7 @@ class CompiledSearch(PlanSearch):
             families = self._divided(_Family(Change(), tuned))
             self._sample_families(families)
             if self._best() is None:
-                self._try(families[-1].change | checkpointing_policies(self._optimizer)[0])
+                self._try(families[-1].change | checkpointing_policy_changes(self._optimizer)[0])
         best = self._best()
         if self._runs.budget < self._budget and (best is None or best.time > self._allowed.slowdown):
             self._runs.budget = self._budget  # what fits only now is tight
@@ -101,13 +101,13 @@ class CompiledSearch(PlanSearch):
 
     def _floor(self) -> MemoryFloor:
         """Return the floor of all plans: none changes the optimizer."""
-        ways = (MemoryFloors(self._plain, 1).under(Change()), floor_of_updates(self._plain))
+        ways = (MemoryFloors(self._plain, 1).under(Change()), memory_floor_of_updates(self._plain))
         return max(ways, key=lambda floor: floor.needs.bytes)
 
     def policies(self) -> tuple[PlanRun, ...]:
         """Run the policies that people use; those that the script or its model refuses are left out."""
         runs = PlanRuns(self._script.run, self._budget, tune=self._allowed.allocator, compiled=True)
-        policies = checkpointing_policies(self._optimizer)
+        policies = checkpointing_policy_changes(self._optimizer)
         self._script.run_ahead(_next(runs, policies))
         made = [self._run(policy, runs) for policy in policies]
         return tuple(each[1] for each in made if not isinstance(each, str))
@@ -143,12 +143,12 @@ class CompiledSearch(PlanSearch):
     def _divisions(self) -> list[Change]:
         """Return the ways to divide batches, if they may be."""
         trace = self._plain.trace
-        ways = batch_divisions(trace, draws=False)
+        ways = batch_division_changes(trace, draws=False)
         if not ways:
             self._undivided = why_batches_are_indivisible(trace)
             return []
         draws = self._judge(ways[0])
-        found = [] if self._undivided else batch_divisions(trace, draws=draws)
+        found = [] if self._undivided else batch_division_changes(trace, draws=draws)
         return [with_assumption_on_samples(each, self._samples.assumed) for each in found]
 
     def _judge(self, division: Change) -> bool:
@@ -156,7 +156,7 @@ class CompiledSearch(PlanSearch):
         steps: list[StepOperations] = []
         wanted = [
             (
-                replace(smaller_batches_without_accumulation(change), operations=True, eager=True),
+                replace(smaller_batch_change_of_division(change), operations=True, eager=True),
                 f"{what}, without torch.compile",
             )
             for what, change in (("whole batches", Change()), (division.words[0], division))
@@ -261,7 +261,9 @@ class CompiledSearch(PlanSearch):
         if result.operations is None or self._plain.operations is None:
             return float("inf")
         seconds = self._script.seconds
-        return step_seconds(result.operations, seconds) / step_seconds(self._plain.operations, seconds)
+        return forward_and_backward_seconds(result.operations, seconds) / forward_and_backward_seconds(
+            self._plain.operations, seconds
+        )
 
 
 def _extrapolated(first: _Family, second: _Family, parts: int) -> tuple[float, float]:

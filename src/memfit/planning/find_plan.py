@@ -22,9 +22,9 @@ from itertools import chain
 
 from memfit.analysis.trial_result import TrialResult, why_run_failed
 from memfit.errors import TargetError, UsageError
-from memfit.planning.batch_divisions_to_try import DivisionsToTry
+from memfit.planning.batch_divisions_to_try import BatchDivisionsToTry
 from memfit.planning.bracket_checkpoint_choices import WORTH
-from memfit.planning.checkpointing_bases import PlanBase, PlanBases
+from memfit.planning.checkpointing_bases import CheckpointingBase, CheckpointingBases
 from memfit.planning.choose_checkpointing import CheckpointChoice
 from memfit.planning.common_plan_search import (
     TOO_LATE,
@@ -33,10 +33,14 @@ from memfit.planning.common_plan_search import (
     PlanSearch,
     why_smallest_exceeds_budget,
 )
-from memfit.planning.find_compiled_plan import CompiledSearch
+from memfit.planning.find_compiled_plan import CompiledPlanSearch
 from memfit.planning.mixed_integer_solver import INFINITY
 from memfit.planning.run_changes_on_ghost import PlannedScript, PlanRuns, replayable_runs_of_ranks
-from memfit.planning.script_changes import AllowedChanges, checkpoint_choice_change, checkpointing_policies
+from memfit.planning.script_changes import (
+    AllowedChanges,
+    checkpoint_choice_change,
+    checkpointing_policy_changes,
+)
 from memfit.planning.shardings import (
     OFFLOADED_SHARDS,
     UNSHARDED,
@@ -87,7 +91,7 @@ def find_plan(
             "memfit cannot plan how to train a compiled script on several GPUs. memfit compare --nproc shows "
             "what it needs with DDP, ZeRO-1 and FSDP2."
         )
-    search = (CompiledSearch if compiled else _OperationSearch)(script, plain, budget, allowed, on_found)
+    search = (CompiledPlanSearch if compiled else _OperationSearch)(script, plain, budget, allowed, on_found)
     try:
         found = search.plan()
     except OutOfTimeError:
@@ -116,8 +120,8 @@ class _OperationSearch(PlanSearch):
         super().__init__(script, plain, budget, allowed, on_found)
         self._ran_in_blocks: set[Change] = set()  # the bases that were run with every block checkpointed
         self._refusal = ""  # why nothing can be recomputed
-        self._bases = PlanBases(script, plain, self._runs, budget, allowed)
-        self._divisions = DivisionsToTry(plain, self._runs, self._bases, budget, allowed)
+        self._bases = CheckpointingBases(script, plain, self._runs, budget, allowed)
+        self._divisions = BatchDivisionsToTry(plain, self._runs, self._bases, budget, allowed)
         self._step = self._bases.step
 
     def plan(self) -> ScriptPlan:
@@ -165,7 +169,7 @@ class _OperationSearch(PlanSearch):
         offloaded = self._offloaded_shards(as_written) if self._allowed.rounding else ()
         return self._combine(chain([start], offloaded))
 
-    def _offloaded_shards(self, as_written: PlanRun) -> Iterator[PlanBase]:
+    def _offloaded_shards(self, as_written: PlanRun) -> Iterator[CheckpointingBase]:
         """Yield the script with its shards on the host, if it runs like that."""
         copies = shard_copy_seconds(as_written.terms, self._script.copy, self._script.ranks) / self._step
         made = self._runs.make(OFFLOADED_SHARDS, 1.0 + copies, operations=True)
@@ -175,12 +179,12 @@ class _OperationSearch(PlanSearch):
             self._runs.models = made[0].models
             yield replace(self._bases.base(OFFLOADED_SHARDS, *made), copies=copies)
 
-    def _combine(self, starts: Iterable[PlanBase]) -> ScriptPlan:
+    def _combine(self, starts: Iterable[CheckpointingBase]) -> ScriptPlan:
         """Change more about what does not fit; the next start is made if nothing fits with those before."""
         floor = self._bases.floor()
         if floor is not None and floor.needs.bytes > self._runs.budget:
             self._runs.budget = self._budget  # every plan is tight
-        bases: list[PlanBase] = []
+        bases: list[CheckpointingBase] = []
         for start in starts:
             bases += self._search_roots(self._bases.roots(start))
             if self._bases.optimizer_changes:
@@ -202,9 +206,9 @@ class _OperationSearch(PlanSearch):
         bound = min(base.run.time + base.change.parts * self._least(base) / self._step for base in bases)
         return self._answer(chosen=found, bound=min(bound, found.time))
 
-    def _search_roots(self, roots: Iterable[PlanBase]) -> list[PlanBase]:
+    def _search_roots(self, roots: Iterable[CheckpointingBase]) -> list[CheckpointingBase]:
         """Choose the fastest plan under some roots; return these, and the divisions of their batches."""
-        found: list[PlanBase] = []
+        found: list[CheckpointingBase] = []
         for root in roots:
             self._divisions.begin(root)
             added = [root]
@@ -212,7 +216,7 @@ class _OperationSearch(PlanSearch):
             found += added
         return found
 
-    def _try_the_rest(self, bases: list[PlanBase]) -> PlanRun | None:
+    def _try_the_rest(self, bases: list[CheckpointingBase]) -> PlanRun | None:
         """Return a plan that fits, if one does, of bases in which recomputation alone is not enough."""
         self._divisions.left = []
         found = self._search(bases)
@@ -225,7 +229,7 @@ class _OperationSearch(PlanSearch):
                 return found
         return self._every_block(bases)
 
-    def _tight(self, bases: list[PlanBase]) -> PlanRun | None:
+    def _tight(self, bases: list[CheckpointingBase]) -> PlanRun | None:
         """Return the fastest plan that fits the whole budget, if one does; search bases once more for it."""
         if self._runs.budget == self._budget:
             return None
@@ -234,7 +238,7 @@ class _OperationSearch(PlanSearch):
         self._runs.chosen = min(filter(self._runs.fits, self._ran), key=lambda run: run.time, default=None)
         return self._search(bases) if bases else self._runs.chosen
 
-    def _search(self, bases: list[PlanBase]) -> PlanRun | None:
+    def _search(self, bases: list[CheckpointingBase]) -> PlanRun | None:
         """Return the fastest plan that fits, if one does; bases are added while they may pay."""
         while True:
             fitting = [run for run in (self._runs.chosen, *map(self._best, bases)) if run is not None]
@@ -265,39 +269,39 @@ class _OperationSearch(PlanSearch):
     def _is_exhausted(self) -> bool:
         return self._runs.count >= _MOST_RUNS
 
-    def _may_fit(self, base: PlanBase) -> bool:
+    def _may_fit(self, base: CheckpointingBase) -> bool:
         """Return whether a base may fit, whatever is recomputed in it."""
         return base.update.needs.bytes <= self._runs.budget and self._bases.can_fit(base.change)
 
-    def _best(self, base: PlanBase) -> PlanRun | None:
+    def _best(self, base: CheckpointingBase) -> PlanRun | None:
         """Return the fastest run of a base that fits."""
         if self._runs.fits(base.run):
             return base.run
         return base.bracket.best[1] if base.bracket.best is not None else None
 
-    def _proposal(self, base: PlanBase) -> tuple[PlanBase, CheckpointChoice] | None:
+    def _proposal(self, base: CheckpointingBase) -> tuple[CheckpointingBase, CheckpointChoice] | None:
         choice = None if self._runs.fits(base.run) else base.bracket.next()
         return None if choice is None else (base, choice)
 
-    def _time(self, base: PlanBase, choice: CheckpointChoice) -> float:
+    def _time(self, base: CheckpointingBase, choice: CheckpointChoice) -> float:
         return base.run.time + base.change.parts * choice.seconds / self._step
 
-    def _may_be_taken(self, base: PlanBase) -> bool:
+    def _may_be_taken(self, base: CheckpointingBase) -> bool:
         """Return whether a plan of a base may fit in the time that is allowed."""
         return base.run.time + base.change.parts * base.bracket.least / self._step <= self._allowed.slowdown
 
-    def _least(self, base: PlanBase) -> float:
+    def _least(self, base: CheckpointingBase) -> float:
         """Return a bound of the seconds that what fits adds to a base."""
         if not self._may_fit(base):
             return INFINITY
         return 0.0 if self._runs.fits(base.run) else base.bracket.bound
 
-    def _may_be_smallest(self, base: PlanBase) -> bool:
+    def _may_be_smallest(self, base: CheckpointingBase) -> bool:
         """Return whether a choice in a base is predicted to need less than every plan that ran."""
         smallest = min((run.needs.bytes for run in self._runs.tried), default=base.run.needs.bytes)
         return base.bracket.least_needs < smallest
 
-    def _try(self, base: PlanBase, choice: CheckpointChoice) -> None:
+    def _try(self, base: CheckpointingBase, choice: CheckpointChoice) -> None:
         """Run a plan, and correct the model of its base."""
         change = checkpoint_choice_change(choice, self._optimizer, offload=base.offload)
         made = self._runs.make(base.change | change, self._time(base, choice))
@@ -308,21 +312,21 @@ class _OperationSearch(PlanSearch):
         self._runs.models = result.models
         base.bracket.add(choice, run)
 
-    def _try_every_block(self, bases: list[PlanBase]) -> None:
+    def _try_every_block(self, bases: list[CheckpointingBase]) -> None:
         """Checkpoint every block where the model predicts that nothing can fit: it may predict too much."""
         may_fit = [base for base in bases if self._may_fit(base)]
         left = self._runs.chosen is None and not self._is_exhausted
         if left and may_fit and not any(base.bracket.has_run for base in bases):
             self._runs.chosen = self._every_block(may_fit)
 
-    def _every_block(self, bases: list[PlanBase]) -> PlanRun | None:
+    def _every_block(self, bases: list[CheckpointingBase]) -> PlanRun | None:
         """Checkpoint every block in the base that needs least; None if that does not fit, or was tried."""
         base = min(bases, key=lambda base: base.run.needs.bytes)
         if base.change in self._ran_in_blocks:
             return None
         self._ran_in_blocks.add(base.change)
         made = self._runs.make(
-            base.change | checkpointing_policies(self._optimizer)[0],
+            base.change | checkpointing_policy_changes(self._optimizer)[0],
             functools.partial(self._bases.relative, base.change, copies=base.copies),
             operations=True,
         )
@@ -337,7 +341,7 @@ class _OperationSearch(PlanSearch):
             return ()
         runs = PlanRuns(self._script.run, self._budget, tune=self._allowed.allocator)
         unchanged = UNSHARDED if self._script.is_to_be_sharded(self._plain) else Change()
-        for policy in checkpointing_policies(self._optimizer):
+        for policy in checkpointing_policy_changes(self._optimizer):
             plan = unchanged | policy
             runs.make(plan, functools.partial(self._bases.relative, plan), operations=True)
         return tuple(runs.tried)

@@ -17,11 +17,11 @@ from memfit.analysis.trial_result import RunTrial, TrialResult, why_run_failed
 from memfit.errors import TargetError, UsageError
 from memfit.planning.batch_size_changes import (
     BatchSizeRun,
-    batch_setting,
-    batch_size,
+    batch_size_change,
+    batch_size_of_setting,
     bytes_independent_of_batch,
+    find_batch_size_setting,
     next_batch_size,
-    with_batch_size,
 )
 from memfit.records import (
     BatchLimit,
@@ -49,7 +49,7 @@ _FLAT_OVER = 512
 
 
 @dataclass(frozen=True, slots=True)
-class BudgetedScript:
+class MaxBatchScript:
     """A script to find the largest batch size of."""
 
     limited: RunTrial
@@ -69,7 +69,7 @@ class _Measured:
     raced: bool
 
 
-def find_max_batch(script: BudgetedScript, *, multiple: int = 1, option: str = "") -> MaxBatch:
+def find_max_batch(script: MaxBatchScript, *, multiple: int = 1, option: str = "") -> MaxBatch:
     """Return the largest batch size with which a script fits.
 
     Args:
@@ -82,23 +82,23 @@ def find_max_batch(script: BudgetedScript, *, multiple: int = 1, option: str = "
         TargetError: the script fails, for another reason than the budget.
     """
     trace, first = _measured(script, Change(), 0)
-    setting = _named(option, trace, script.arguments) if option else batch_setting(trace)
+    setting = _named(option, trace, script.arguments) if option else find_batch_size_setting(trace)
     if setting is None:
         raise UsageError(
             "memfit found no option of the script and no DataLoader that sets the batch size. If the script "
             "has such an option, name it: --option --samples. If it has none, give it one."
         )
-    now, samples = batch_size(setting), _samples(setting, trace.loader)
+    now, samples = batch_size_of_setting(setting), _samples(setting, trace.loader)
     sizes = range(multiple, (_LARGEST_SIZE if samples is None else samples) + 1, multiple)
     measured = {now: replace(first, run=replace(first.run, size=now))}
     while (size := _next_size(measured, sizes, script.device)) is not None:
         if len(measured) == _MOST_SIZES or _is_flat([one.run for one in measured.values()]):
             break
-        change = with_batch_size(setting, size)
+        change = batch_size_change(setting, size)
         measured[size] = _measured(script, change, size)[1]
     runs = tuple(measured[number].run for number in sorted(measured))
     largest = max((run.size for run in runs if run.fits and not run.size % multiple), default=None)
-    change_to = None if largest in (None, now) else with_batch_size(setting, largest)
+    change_to = None if largest in (None, now) else batch_size_change(setting, largest)
     shown = measured[runs[0].size if largest is None else largest]
     return MaxBatch(
         device=replace(script.device, nccl=trace.device.nccl),
@@ -116,7 +116,7 @@ def find_max_batch(script: BudgetedScript, *, multiple: int = 1, option: str = "
     )
 
 
-def _measured(script: BudgetedScript, change: Change, size: int) -> tuple[Trace, _Measured]:
+def _measured(script: MaxBatchScript, change: Change, size: int) -> tuple[Trace, _Measured]:
     """Run the script with the budget's memory and, if that is not enough, with unlimited memory.
 
     Args:
@@ -175,7 +175,7 @@ def _named(option: str, trace: Trace, arguments: Sequence[str]) -> ScriptOption:
 
 def _samples(setting: ScriptOption | LoaderBatchSize, loader: LoaderBatchSize | None) -> int | None:
     """Return how many samples the loader has whose batch size is set; None if that is not known."""
-    if loader is None or loader.size != batch_size(setting):
+    if loader is None or loader.size != batch_size_of_setting(setting):
         return None
     return loader.samples
 

@@ -27,9 +27,9 @@ from memfit.analysis.trial_result import TrialResult
 from memfit.planning.module_checkpoint_options import bytes_of_storages
 from memfit.planning.optimizer_changes import (
     IN_8_BITS,
+    change_updates_in_backward,
     has_8_bit_state,
     offloads_state,
-    updates_in_backward,
 )
 from memfit.records import (
     Category,
@@ -125,7 +125,7 @@ class MemoryFloors:
         gradients, state = self._held[Category.GRADIENT], self._held[Category.OPTIMIZER_STATE]
         alone = {name: int(held * gradients[name]) for name in gradients | state}
         waiting = {name: int(left * state[name]) for name in gradients | state}
-        if not updates_in_backward(plan):
+        if not change_updates_in_backward(plan):
             found = {"gradients": sum(alone.values())}
         elif not offloads_state(plan):
             found = {"the largest gradient": max(alone.values(), default=0)}
@@ -147,7 +147,7 @@ class MemoryFloors:
             left: share of the optimizer's state.
         """
         name, size = self._operation
-        parts = 1 if updates_in_backward(plan) else self.parts
+        parts = 1 if change_updates_in_backward(plan) else self.parts
         state = 0 if offloads_state(plan) else self._sum(Category.OPTIMIZER_STATE, left)
         return {"optimizer state": state, name: int(computed * size / parts)}
 
@@ -155,7 +155,7 @@ class MemoryFloors:
         return int(share * self._held[kind].total())
 
 
-def floor_of_updates(result: TrialResult) -> MemoryFloor:
+def memory_floor_of_updates(result: TrialResult) -> MemoryFloor:
     """Return what the updates of a run need, beside what the size of batches may have to do with."""
     trace = result.trace
     line, updating = memory_timeline(trace), _updating(trace)

@@ -19,7 +19,7 @@ _UNSOLVABLE = (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kU
 
 
 @dataclass(frozen=True, slots=True)
-class ProgramSolution:
+class MixedIntegerSolution:
     """The best values found."""
 
     values: tuple[float, ...]
@@ -66,7 +66,7 @@ class MixedIntegerProgram:
         cost_gap: float = 0.0,
         known: float = INFINITY,
         effort: float = 1.0,
-    ) -> ProgramSolution | None:
+    ) -> MixedIntegerSolution | None:
         """Return the best solution found with limited work; None if there is none.
 
         Args:
@@ -96,7 +96,7 @@ class MixedIntegerProgram:
         matrix.start_ = np.cumsum([0, *(len(terms) for terms, _, _ in self._rows)])
         matrix.index_ = np.array([column for terms, _, _ in self._rows for column in terms])
         matrix.value_ = np.array([factor for terms, _, _ in self._rows for factor in terms.values()])
-        highs = highs_solver()
+        highs = new_quiet_highs()
         highs.setOptionValue("mip_rel_gap", gap)
         highs.setOptionValue("mip_abs_gap", cost_gap)
         highs.passModel(program)
@@ -109,10 +109,12 @@ class MixedIntegerProgram:
         info, solution = highs.getInfo(), highs.getSolution()
         objective = float(info.objective_function_value)
         bound = float(info.mip_dual_bound) if any(self._integral) else objective
-        return ProgramSolution(tuple(solution.col_value) if objective < INFINITY else (), objective, bound)
+        return MixedIntegerSolution(
+            tuple(solution.col_value) if objective < INFINITY else (), objective, bound
+        )
 
 
-def highs_solver() -> Any:
+def new_quiet_highs() -> Any:
     """Return HiGHS, silent and on one thread: with more, which of equal solutions it finds varies."""
     with _quiet_stdout():  # the first solver of a process prints HiGHS's version
         highs = highspy.Highs()  # type: ignore[no-untyped-call]

@@ -23,7 +23,7 @@ MOST = 16
 
 
 @dataclass(frozen=True, slots=True)
-class RegionOption:
+class ModuleCheckpointOption:
     """One way to checkpoint a module, in one of its calls."""
 
     save_ops: tuple[str, ...]
@@ -77,14 +77,14 @@ def save_ops_to_try(
     return sets[::every]
 
 
-def region_option(
+def module_checkpoint_option(
     step: StepOperations,
     call: ModuleCall,
     save_ops: tuple[str, ...],
     seconds: Seconds,
     copy: Copy | None = None,
     dispatch: float = 0.0,
-) -> RegionOption:
+) -> ModuleCheckpointOption:
     """Return what a call holds and costs if the module is checkpointed and keeps some operations' results.
 
     Args:
@@ -111,14 +111,14 @@ def region_option(
             keeps.update(operation.creates)
         else:
             again += seconds(operation)
-    return RegionOption(save_ops, frozenset(keeps), again, offloaded)
+    return ModuleCheckpointOption(save_ops, frozenset(keeps), again, offloaded)
 
 
-def useful_region_options(
-    step: StepOperations, options: Iterable[RegionOption], plain: frozenset[int]
-) -> list[RegionOption]:
+def useful_checkpoint_options(
+    step: StepOperations, options: Iterable[ModuleCheckpointOption], plain: frozenset[int]
+) -> list[ModuleCheckpointOption]:
     """Return the options that hold less than plain training, without those that another beats in both."""
-    best: list[RegionOption] = []
+    best: list[ModuleCheckpointOption] = []
     limit = bytes_of_storages(step, plain)
     for option in sorted(options, key=lambda each: (each.seconds, bytes_of_storages(step, each.keeps))):
         if (size := bytes_of_storages(step, option.keeps)) < limit:
@@ -153,7 +153,7 @@ _WORTH = 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class CallPart:
+class ModuleCallPart:
     """One part of a module's call."""
 
     first: int
@@ -165,9 +165,9 @@ class CallPart:
     """The first operation that need not run again to recompute them; the call's first if it saves none."""
 
 
-def parts_of_call(
+def parts_of_module_call(
     step: StepOperations, call: ModuleCall, inner: Sequence[int], split_at: Sequence[str] = ()
-) -> list[CallPart]:
+) -> list[ModuleCallPart]:
     """Return the parts of a call, in order.
 
     Args:
@@ -184,7 +184,7 @@ def parts_of_call(
     begins.sort()
     ends = [*begins[1:], (call.end, call.end_save)]
     return [
-        CallPart(
+        ModuleCallPart(
             first,
             end,
             frozenset(step.saved[first_save:end_save]),
@@ -195,7 +195,7 @@ def parts_of_call(
 
 
 def bytes_recomputed_in_segments(
-    memory: StepMemoryModel, parts: Sequence[CallPart], kept: frozenset[int]
+    memory: StepMemoryModel, parts: Sequence[ModuleCallPart], kept: frozenset[int]
 ) -> dict[int, int]:
     """Return the bytes that have been recomputed when the backward reaches each segment of a call.
 
@@ -225,7 +225,7 @@ def bytes_recomputed_in_segments(
     return found
 
 
-def _on_the_way(memory: StepMemoryModel, first: int, part: CallPart, kept: frozenset[int]) -> int:
+def _on_the_way(memory: StepMemoryModel, first: int, part: ModuleCallPart, kept: frozenset[int]) -> int:
     """Return the most bytes that exist at a time while the parts before one run again.
 
     What nothing saves is freed after the last operation that reads it.
@@ -243,27 +243,29 @@ def _on_the_way(memory: StepMemoryModel, first: int, part: CallPart, kept: froze
     return most
 
 
-def region_option_in_parts(
+def module_checkpoint_option_in_parts(
     step: StepOperations,
     call: ModuleCall,
     inner: Sequence[int],
     split_at: tuple[str, ...],
     seconds: Seconds,
     copy: Copy | None = None,
-) -> RegionOption:
+) -> ModuleCheckpointOption:
     """Return what a call holds and costs if it keeps its inputs, and is recomputed in parts.
 
-    The arguments are those of ``parts_of_call`` and of ``region_option``.
+    The arguments are those of ``parts_of_module_call`` and of ``module_checkpoint_option``.
     """
-    whole = region_option(step, call, (), seconds, copy)
-    parts = parts_of_call(step, call, inner, split_at)
+    whole = module_checkpoint_option(step, call, (), seconds, copy)
+    parts = parts_of_module_call(step, call, inner, split_at)
     again = sum(sum(map(seconds, step.forward[call.first : part.last_saved])) for part in parts[:-1])
     if copy is not None:
         again += (len(parts) - 1) * copy(whole.offloaded) / 2  # each part fetches the inputs
     return replace(whole, seconds=whole.seconds + again, split_at=split_at)
 
 
-def splits_to_try(memory: StepMemoryModel, call: ModuleCall, inner: Sequence[int]) -> list[tuple[str, ...]]:
+def module_call_splits_to_try(
+    memory: StepMemoryModel, call: ModuleCall, inner: Sequence[int]
+) -> list[tuple[str, ...]]:
     """Return where a call is split best: in one place, and in more as long as that lowers what it holds.
 
     Args:
@@ -282,7 +284,7 @@ def splits_to_try(memory: StepMemoryModel, call: ModuleCall, inner: Sequence[int
     kept = frozenset(call.reads)
 
     def most(split_at: tuple[str, ...]) -> int:
-        parts = parts_of_call(memory.step, call, inner, split_at)
+        parts = parts_of_module_call(memory.step, call, inner, split_at)
         held = bytes_recomputed_in_segments(memory, parts, kept)
         return max(held[segment] + memory.besides[segment] for segment in held)
 

@@ -79,7 +79,9 @@ class OptimizerChangesToTry:
         while self._left:
             change = self._left.pop(0)
             runs = [
-                run for run in tried if run.change.micro_batches is None or not updates_in_backward(change)
+                run
+                for run in tried
+                if run.change.micro_batches is None or not change_updates_in_backward(change)
             ]
             if chosen is not None:
                 if self._may_be_faster(change, runs, chosen):
@@ -104,7 +106,7 @@ class OptimizerChangesToTry:
         """Leave out what contains a change that the script cannot make."""
         self._made.remove(change)
         for some in (self._left, self._too_little):
-            some[:] = (each for each in some if not has_all_settings_of(each, change))
+            some[:] = (each for each in some if not has_all_optimizer_settings_of(each, change))
 
     def _may_be_faster(self, change: Change, runs: Sequence[PlanRun], chosen: PlanRun) -> bool:
         time = 1.0 + (self._copies() if offloads_state(change) else 0.0)
@@ -114,7 +116,7 @@ class OptimizerChangesToTry:
         return alone or (chosen in runs and _saves(change, chosen) > 0)
 
 
-def has_all_settings_of(change: Change, other: Change) -> bool:
+def has_all_optimizer_settings_of(change: Change, other: Change) -> bool:
     """Return whether a change of the optimizer has all settings of another."""
     return _settings(other).items() <= _settings(change).items()
 
@@ -124,7 +126,7 @@ def _saves(change: Change, run: PlanRun) -> int:
 
     The allocator's cache shrinks with them, by more or by less.
     """
-    saved = bytes_of_category_at_peak(run, Category.GRADIENT) if updates_in_backward(change) else 0
+    saved = bytes_of_category_at_peak(run, Category.GRADIENT) if change_updates_in_backward(change) else 0
     saved += optimizer_state_bytes_saved(change, run)
     if run.place.phase is Phase.OPTIMIZER:  # it updates a few parameters at a time
         saved += bytes_of_category_at_peak(run, Category.TEMPORARY)
@@ -136,7 +138,7 @@ def bytes_of_category_at_peak(run: PlanRun, category: Category) -> int:
     return sum(term.figure.bytes for term in run.terms if term.name == CATEGORY_NAMES[category])
 
 
-def updates_in_backward(change: Change) -> bool:
+def change_updates_in_backward(change: Change) -> bool:
     """Return whether each backward makes an update under a change: then batches cannot be divided."""
     return "step_in_backward" in _settings(change)
 

@@ -212,11 +212,11 @@ def roofline_seconds(device: Device) -> Callable[[Operation], float]:
     return seconds
 
 
-def host_copy_seconds(device: Device) -> Callable[[int], float]:
+def copy_to_host_and_back_seconds(device: Device) -> Callable[[int], float]:
     """Return how many seconds it takes to copy bytes to the host and back, beside nothing else."""
     return lambda size: 2 * size / device.host_bandwidth
 
 
-def step_seconds(step: StepOperations, seconds: Callable[[Operation], float]) -> float:
+def forward_and_backward_seconds(step: StepOperations, seconds: Callable[[Operation], float]) -> float:
     """Return the seconds of the forward and the backward of a step."""
     return sum(seconds(operation) for operation in (*step.forward, *step.backward))

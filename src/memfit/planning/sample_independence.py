@@ -305,7 +305,7 @@ def compare_step_inputs(whole: StepInputs, parts: StepInputs, count: int) -> Sam
     if not all(_draw_the_same(*each) for each in passes):
         return SampleComparison("with smaller batches, its DataLoader draws other samples")
     compared = [
-        undivided_tensor(*each, count)
+        find_undivided_tensor(*each, count)
         for each in ((whole.copied, parts.copied), (whole.passed, parts.passed))
     ]
     other = next((found for found in compared if isinstance(found, InputTensor)), None)
@@ -316,11 +316,11 @@ def compare_step_inputs(whole: StepInputs, parts: StepInputs, count: int) -> Sam
         return SampleComparison(assumed=_OTHER_CONTENTS)
     return SampleComparison(
         "the parts of a batch have other rows than the whole batch: the script makes them in another way if "
-        f"its batch size is smaller (seen in {dtype_and_shape(other)})"
+        f"its batch size is smaller (seen in {_dtype_and_shape(other)})"
     )
 
 
-def undivided_tensor(whole: InputTensors, parts: InputTensors, count: int) -> InputTensor | bool:
+def find_undivided_tensor(whole: InputTensors, parts: InputTensors, count: int) -> InputTensor | bool:
     """Return the first whole tensor that parts do not divide; else whether any tensor was divided.
 
     Args:
@@ -345,10 +345,10 @@ def undivided_tensor(whole: InputTensors, parts: InputTensors, count: int) -> In
     return divided
 
 
-def dtype_and_shape(tensor: InputTensor) -> str:
+def _dtype_and_shape(tensor: InputTensor) -> str:
     """Return a tensor's dtype and shape, for the user.
 
-    >>> dtype_and_shape(InputTensor("int64", (35, 20), ()))
+    >>> _dtype_and_shape(InputTensor("int64", (35, 20), ()))
     'int64, 35 x 20'
     """
     return f"{tensor.dtype}, {' x '.join(f'{size:,}' for size in tensor.shape)}"

@@ -81,7 +81,7 @@ def checkpoint_choice_change(choice: "CheckpointChoice", optimizer: int | None, 
     return change | strategy_change("offload", {"what": "inputs"}, "inputs offloaded") if offload else change
 
 
-def checkpointing_ways(options: tuple[ScriptOption, ...]) -> tuple[Change, ...]:
+def checkpointing_changes(options: tuple[ScriptOption, ...]) -> tuple[Change, ...]:
     """Return the ways to checkpoint: the script's own option first; nothing if that is on."""
     own = [option for option in options if option.purpose is ScriptOptionPurpose.CHECKPOINTING]
     if any(option.value for option in own):
@@ -92,7 +92,7 @@ def checkpointing_ways(options: tuple[ScriptOption, ...]) -> tuple[Change, ...]:
     )
 
 
-def low_precision_options(options: tuple[ScriptOption, ...]) -> tuple[Change, ...]:
+def low_precision_script_options(options: tuple[ScriptOption, ...]) -> tuple[Change, ...]:
     """Return the script's own options for low precision that are off."""
     return tuple(
         _switched_on(option, option.words[-1].lstrip("-"), "lower precision: results differ")
@@ -145,7 +145,7 @@ _PRODUCTS = (
 )
 
 
-def checkpointing_policies(optimizer: int | None) -> tuple[Change, ...]:
+def checkpointing_policy_changes(optimizer: int | None) -> tuple[Change, ...]:
     """Return the policies: they checkpoint the blocks that a model repeats.
 
     Args:

@@ -66,7 +66,7 @@ def _parameters(terms: tuple[Term, ...]) -> int:
     return sum(term.figure.bytes for term in terms if term.name == "parameters")
 
 
-def with_unsharded_names(plain: StepOperations, sharded: StepOperations) -> StepOperations:
+def with_unsharded_module_names(plain: StepOperations, sharded: StepOperations) -> StepOperations:
     """Return the operations of a sharded model, with its modules named as before.
 
     DistributedDataParallel becomes the parent of the model that it wraps: ``module.blocks.0``.

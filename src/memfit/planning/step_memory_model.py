@@ -73,7 +73,7 @@ class StepMemoryModel:
         return range(bisect_left(self.starts, first), bisect_left(self.starts, end))
 
 
-def calls_inside(calls: Sequence[ModuleCall]) -> list[list[int]]:
+def module_calls_inside(calls: Sequence[ModuleCall]) -> list[list[int]]:
     """Return, for each call, the calls made in it, itself included."""
     inside: list[list[int]] = [[] for _ in calls]
     for number in range(len(calls)):

@@ -24,7 +24,7 @@ from memfit.records import LEAST_RECOMPUTED, ModuleCall, StepOperations, is_reco
 
 
 @dataclass(frozen=True, slots=True)
-class StorageContent:
+class _StorageContent:
     """What a storage holds between two writes."""
 
     storage: int
@@ -38,7 +38,7 @@ class StorageContent:
 class ContentsOfCall:
     """The contents of a module's call."""
 
-    all: tuple[StorageContent, ...]
+    all: tuple[_StorageContent, ...]
     reads: dict[int, tuple[int, ...]]
     """By operation: the contents that it reads."""
     makes: dict[int, tuple[int, ...]]
@@ -49,13 +49,13 @@ class ContentsOfCall:
     @classmethod
     def of(cls, step: StepOperations, call: ModuleCall) -> "ContentsOfCall":
         """Return those of a call."""
-        found: list[StorageContent] = []
+        found: list[_StorageContent] = []
         now: dict[int, int] = {}
 
         def content(storage: int) -> int:
             if storage not in now:
                 now[storage] = len(found)
-                found.append(StorageContent(storage, -1, -1))
+                found.append(_StorageContent(storage, -1, -1))
             return now[storage]
 
         reads, makes, saved = {}, {}, []
@@ -68,8 +68,8 @@ class ContentsOfCall:
                 break
             operation = step.forward[number]
             reads[number] = tuple(map(content, operation.reads))
-            made = [StorageContent(storage, number, -1) for storage in operation.creates]
-            made += [StorageContent(storage, number, content(storage)) for storage in operation.writes]
+            made = [_StorageContent(storage, number, -1) for storage in operation.creates]
+            made += [_StorageContent(storage, number, content(storage)) for storage in operation.writes]
             makes[number] = tuple(range(len(found), len(found) + len(made)))
             now |= {each.storage: len(found) + index for index, each in enumerate(made)}
             found += made
@@ -171,7 +171,7 @@ class ContentsInBackward:
         return self._step.storages[self._contents.all[content].storage]
 
 
-def kept_contents(
+def kept_storage_contents(
     step: StepOperations, call: ModuleCall, save_ops: frozenset[str], contents: ContentsOfCall
 ) -> list[bool]:
     """Return, by content, whether it is kept, or exists when the call begins."""
@@ -249,7 +249,7 @@ def _option(
 ) -> TensorRecomputation:
     step, call = memory.step, memory.step.calls[0]
     backward = ContentsInBackward(
-        step, contents, kept_contents(step, call, frozenset(save_ops), contents), seconds
+        step, contents, kept_storage_contents(step, call, frozenset(save_ops), contents), seconds
     )
     held = backward.run(call)
     more = {number: size - plain[number] for number, size in held.items()}

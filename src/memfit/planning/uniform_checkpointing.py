@@ -10,10 +10,10 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
-from memfit.planning.module_checkpoint_options import RegionOption
+from memfit.planning.module_checkpoint_options import ModuleCheckpointOption
 from memfit.planning.step_memory_model import StepMemoryModel
 
-Ways = Mapping[str, Sequence[Sequence[RegionOption]]]
+Ways = Mapping[str, Sequence[Sequence[ModuleCheckpointOption]]]
 """By module: for each way of checkpointing it, what that means in each of its calls."""
 Selection = Mapping[str, int]
 """By module that is checkpointed: its way."""

@@ -47,7 +47,7 @@ class TorchFunction(NamedTuple):
         return next((how for prefix, how in _HOW.items() for name in names if name.startswith(prefix)), "")
 
 
-def functions_of_events(
+def torch_functions_of_events(
     history: Sequence[Mapping[str, Any]],
 ) -> tuple[npt.NDArray[np.int32], tuple[TorchFunction, ...]]:
     """Return the PyTorch function of each event of a history.
@@ -66,13 +66,13 @@ def functions_of_events(
         frames = event.get("frames", ())
         index = by_stack.get(id(frames))
         if index is None:
-            found = function_of_stack(((frame["filename"], frame["name"]) for frame in frames), root)
+            found = torch_function_of_stack(((frame["filename"], frame["name"]) for frame in frames), root)
             index = by_stack[id(frames)] = table.setdefault(found, len(table))
         column[position] = index
     return column, tuple(table)
 
 
-def function_of_stack(frames: Iterable[tuple[str, str]], root: str) -> TorchFunction:
+def torch_function_of_stack(frames: Iterable[tuple[str, str]], root: str) -> TorchFunction:
     """Return the PyTorch function that a stack ends in.
 
     Args:
@@ -80,7 +80,7 @@ def function_of_stack(frames: Iterable[tuple[str, str]], root: str) -> TorchFunc
         root: PyTorch's folder, with a trailing slash.
 
     >>> frames = [("/t/optim/sgd.py", "_fused_sgd"), ("/t/optim/sgd.py", "sgd"), ("train.py", "main")]
-    >>> function_of_stack(frames, "/t/")
+    >>> torch_function_of_stack(frames, "/t/")
     TorchFunction(name='sgd/_fused_sgd', communicates=False)
     """
     names: list[str] = []

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from memfit.ghost.runtime_bindings import Ghost, LogAction
+from memfit.ghost.runtime_bindings import AllocationLogAction, GhostRuntime
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
-from memfit.recording.event_labels import LabelBook, metadata_of, serial_of
-from memfit.recording.script_recorded_history import FREES, ScriptHistory, with_stacks_of_blocks
+from memfit.recording.event_labels import LabelBook, metadata_of_serial, serial_in_metadata
+from memfit.recording.script_recorded_history import FREES, ScriptRecordedHistory, frees_with_stacks_of_blocks
 from memfit.trace.snapshot import allocator_settings, with_blocks_before_history
 
 _HISTORY = Patch(
@@ -40,11 +40,11 @@ _SNAPSHOT_OPTIONS = inspect.signature(torch.cuda.memory_snapshot).parameters
 # PyTorch 2.10 copies the history into every snapshot.
 _WITHOUT_EVENTS = {"include_traces": False} if "include_traces" in _SNAPSHOT_OPTIONS else {}
 _HISTORY_NAMES = {
-    LogAction.MALLOC: ("alloc",),
-    LogAction.MALLOC_ASYNC: ("alloc",),
-    LogAction.FREE: FREES,
-    LogAction.FREE_ASYNC: FREES,
-    LogAction.OUT_OF_MEMORY: ("oom",),
+    AllocationLogAction.MALLOC: ("alloc",),
+    AllocationLogAction.MALLOC_ASYNC: ("alloc",),
+    AllocationLogAction.FREE: FREES,
+    AllocationLogAction.FREE_ASYNC: FREES,
+    AllocationLogAction.OUT_OF_MEMORY: ("oom",),
 }
 
 
@@ -57,7 +57,7 @@ class AllocatorHistory:
         limit: number of events to keep: the last ones.
     """
 
-    def __init__(self, ghost: Ghost | None, book: LabelBook, limit: int = sys.maxsize) -> None:
+    def __init__(self, ghost: GhostRuntime | None, book: LabelBook, limit: int = sys.maxsize) -> None:
         self._ghost = ghost
         self._book = book
         self._limit = limit
@@ -84,7 +84,7 @@ class AllocatorHistory:
 
     def share_with_script(self, hooks: InstalledHooks) -> None:
         """Answer the script's own calls from this history, which they do not change."""
-        script = ScriptHistory(self._snapshot, self._record_frees)
+        script = ScriptRecordedHistory(self._snapshot, self._record_frees)
 
         def call_on(answer: Callable[..., Any]) -> Callable[..., Any]:
             def around(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -122,7 +122,7 @@ class AllocatorHistory:
 
     def serial_of(self, metadata: str) -> int:
         """Return the serial in an event's metadata, relative to the first that the book has kept, or -1."""
-        return max(-1, serial_of(metadata) - self._book.forgotten)
+        return max(-1, serial_in_metadata(metadata) - self._book.forgotten)
 
     def read(self, index: int, failed: Mapping[str, Any] | None) -> tuple[Mapping[str, Any], dict[str, str]]:
         """Read the history of a device.
@@ -141,12 +141,12 @@ class AllocatorHistory:
                 UNCACHED: os.environ.get(UNCACHED, ""),
             }
             return {"device_traces": [self._ghost_log()], "segments": []}, in_force
-        with without_inductor():
+        with _without_inductor():
             snapshot = self._snapshot()
         if self._has_stacks_of_frees:
-            snapshot["device_traces"][index] = with_stacks_of_blocks(snapshot["device_traces"][index])
+            snapshot["device_traces"][index] = frees_with_stacks_of_blocks(snapshot["device_traces"][index])
         if failed is not None and not self.on:
-            now = {"user_metadata": metadata_of(self._book.forgotten + self._book.moment())}
+            now = {"user_metadata": metadata_of_serial(self._book.forgotten + self._book.moment())}
             snapshot["device_traces"][index].append({**failed, **now})
         in_force = allocator_settings(snapshot) | _environment() | _fraction(index)
         return with_blocks_before_history(snapshot, index), in_force
@@ -154,7 +154,7 @@ class AllocatorHistory:
     def alive(self) -> dict[int, int]:
         """Return the bytes of the allocations that are alive, by address: as requested, if PyTorch knows."""
         if _keeps_history():
-            with without_inductor():
+            with _without_inductor():
                 found = torch.cuda.memory_snapshot(**_WITHOUT_EVENTS)  # type: ignore[no-untyped-call]
             return {
                 block["address"]: block.get("requested_size", block["size"])
@@ -183,7 +183,7 @@ class AllocatorHistory:
                 "size": event.size,
                 "stream": event.stream,
                 "time_us": event.time_us,
-                "user_metadata": metadata_of(event.label),
+                "user_metadata": metadata_of_serial(event.label),
             }
             for event in self._ghost.allocation_log()
             for action in _HISTORY_NAMES[event.action]
@@ -206,7 +206,7 @@ class AllocatorHistory:
 
     def _stamp(self, serial: int) -> None:
         """Stamp a serial on the events from now on, and on the ghost's log of workspaces."""
-        torch._C._cuda_setMemoryMetadata(metadata_of(serial))
+        torch._C._cuda_setMemoryMetadata(metadata_of_serial(serial))
         if self._ghost is not None:
             self._ghost.set_label(serial)
 
@@ -239,7 +239,7 @@ def _fraction(index: int) -> dict[str, str]:
 
 
 @contextmanager
-def without_inductor() -> Iterator[None]:
+def _without_inductor() -> Iterator[None]:
     """Take snapshots in the block without importing ``torch._inductor``.
 
     PyTorch looks it up for the lines of compiled code, and so imports it if nothing else did: more than a
@@ -256,7 +256,7 @@ def without_inductor() -> Iterator[None]:
         del torch._inductor
 
 
-def pinned_peak() -> int:
+def peak_pinned_host_bytes() -> int:
     """Return the most bytes of host memory that PyTorch has pinned.
 
     Its cache of pinned blocks included: PyTorch uses a block again once the copies from it are done.

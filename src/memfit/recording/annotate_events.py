@@ -34,15 +34,17 @@ rounds further, and a failed workspace counts like any other failure."""
 _COMPUTE = {Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.RECOMPUTE}
 
 
-def event_positions(serials: npt.NDArray[np.int32], wanted: list[int]) -> list[int]:
+def _event_positions(serials: npt.NDArray[np.int32], wanted: list[int]) -> list[int]:
     """Return, for each wanted serial, the position of the first event that carries it or a later one."""
     latest = np.maximum.accumulate(serials) if len(serials) else serials
     return [int(position) for position in np.searchsorted(latest, wanted)]
 
 
-def place_marks(marks: list[tuple[int, MarkKind, int]], serials: npt.NDArray[np.int32]) -> tuple[Mark, ...]:
+def place_marks_between_events(
+    marks: list[tuple[int, MarkKind, int]], serials: npt.NDArray[np.int32]
+) -> tuple[Mark, ...]:
     """Return marks with their positions between events."""
-    positions = event_positions(serials, [serial for serial, _, _ in marks])
+    positions = _event_positions(serials, [serial for serial, _, _ in marks])
     return tuple(Mark(at, kind, index) for at, (_, kind, index) in zip(positions, marks, strict=True))
 
 
@@ -52,16 +54,16 @@ def assign_labels_and_owners(
     """Return the events with labels, categories and tensors."""
     label_of = np.array([*book.serials, -1], dtype=np.int32)
     dated = (serials >= 0) & (serials < len(book.serials))
-    label = fill_missing_labels(label_of[np.where(dated, serials, len(book.serials))], book)
+    label = fill_missing_event_labels(label_of[np.where(dated, serials, len(book.serials))], book)
     category = np.zeros(len(events), dtype=np.uint8)
     tensor = np.full(len(events), -1, dtype=np.int32)
     allocated_at: dict[int, int] = {}
     actions, addresses = events.action.tolist(), events.address.tolist()
     labels, ops, seen = book.labels, list(owners.ops), 0
-    backwards = event_positions(
+    backwards = _event_positions(
         serials, [serial for serial, kind, _ in book.marks if kind is MarkKind.BACKWARD]
     )
-    moments = event_positions(serials, [snapshot.serial for snapshot in owners.snapshots])
+    moments = _event_positions(serials, [snapshot.serial for snapshot in owners.snapshots])
     for moment, owned in zip(moments, owners.snapshots, strict=True):
         for position in range(seen, moment):
             if actions[position] in (Action.ALLOC, Action.EARLIER):
@@ -119,12 +121,12 @@ def assign_torch_functions(
     category[allocated & communicates & (category == Category.UNKNOWN)] = Category.COMMUNICATION
     known = np.flatnonzero(allocated & (column > 0))
     pairs, inverse = np.unique(np.stack((label[known], column[known])), axis=1, return_inverse=True)
-    better = [with_op(labels[index], table[function]) for index, function in pairs.T.tolist()]
+    better = [label_with_better_op(labels[index], table[function]) for index, function in pairs.T.tolist()]
     label[known] = np.array([book.add(each) for each in better], np.int32)[inverse.reshape(-1)]
     return replace(events, label=label, category=category)
 
 
-def with_op(label: EventLabel, function: TorchFunction) -> EventLabel:
+def label_with_better_op(label: EventLabel, function: TorchFunction) -> EventLabel:
     """Return a label with the more informative op: its own, or the PyTorch function."""
     if function.how and label.phase is Phase.OPTIMIZER:
         return replace(label, op=f"{label.op} ({function.how})")
@@ -133,7 +135,7 @@ def with_op(label: EventLabel, function: TorchFunction) -> EventLabel:
     return replace(label, op=function.name) if is_better else label
 
 
-def mark_workspaces(
+def mark_workspace_allocations(
     events: Events, serials: npt.NDArray[np.int32], uses: list[WorkspaceUse], reported: set[int]
 ) -> tuple[int, npt.NDArray[np.int64]]:
     """Mark library workspaces, in place: allocations with an address, size and label of the ghost's log.
@@ -177,7 +179,7 @@ def mark_workspaces(
     return missed, np.array(sorted(saved), np.int64)
 
 
-def mark_failed_workspaces(
+def mark_failed_workspace_allocations(
     events: Events, serials: npt.NDArray[np.int32], reported: set[int], ran_without: set[int]
 ) -> None:
     """Mark, in place, the failed allocations of workspaces after which PyTorch tried another plan or a half.
@@ -225,7 +227,7 @@ _RESULTS = (Category.ACTIVATION, Category.OUTPUT)
 _EXISTED_BEFORE = {Category.PARAMETER, Category.BUFFER, Category.INPUT}
 
 
-def fill_missing_labels(label: npt.NDArray[np.int32], book: LabelBook) -> npt.NDArray[np.int32]:
+def fill_missing_event_labels(label: npt.NDArray[np.int32], book: LabelBook) -> npt.NDArray[np.int32]:
     """Give each event without a label the phase of the event before, if there is one.
 
     Args:
@@ -243,7 +245,7 @@ def fill_missing_labels(label: npt.NDArray[np.int32], book: LabelBook) -> npt.ND
     return np.where(label >= 0, label, np.array([*phase_only, -1], np.int32)[before])
 
 
-def infer_forwards(events: Events, book: LabelBook) -> Events:
+def infer_forward_labels(events: Events, book: LabelBook) -> Events:
     """Return the events with computation outside modules labelled as part of the forward.
 
     Args:

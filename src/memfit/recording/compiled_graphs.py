@@ -29,9 +29,9 @@ from memfit.patching.after_import import after_import
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.recording.event_labels import LabelBook
-from memfit.recording.label_running_modules import ModuleHooks, requires_grad
+from memfit.recording.label_running_modules import RunningModuleLabeller, any_output_requires_grad
 from memfit.recording.memory_owners import MemoryOwners
-from memfit.recording.training_steps import StepTracker
+from memfit.recording.training_steps import TrainingStepTracker
 from memfit.records import Phase
 
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(?P<name>.+)_at_(?P<line>\d+)")
@@ -65,7 +65,7 @@ _NEVER_COMPILED = "memfit.ghost", "memfit.recording", "memfit.run"
 
 
 @dataclass
-class CompiledGraph:
+class _CompiledGraph:
     """A compiled graph."""
 
     name: str
@@ -75,7 +75,7 @@ class CompiledGraph:
     has_run: bool = False
 
 
-class CompiledCode:
+class CompiledCodeWatcher:
     """Watches compiled code in this process.
 
     Args:
@@ -90,8 +90,8 @@ class CompiledCode:
         self,
         book: LabelBook,
         hooks: InstalledHooks,
-        steps: StepTracker,
-        modules: ModuleHooks | None,
+        steps: TrainingStepTracker,
+        modules: RunningModuleLabeller | None,
         owners: MemoryOwners,
     ) -> None:
         self._book = book
@@ -99,7 +99,7 @@ class CompiledCode:
         self._steps = steps
         self._modules = modules
         self._owners = owners
-        self._graphs: list[CompiledGraph] = []
+        self._graphs: list[_CompiledGraph] = []
         self._codes: Counter[CodeType] = Counter()
         self._differentiable: dict[int, bool] = {}  # thread -> whether a graph of its region has a backward
 
@@ -205,7 +205,7 @@ class CompiledCode:
     def _compile(self, original: Callable[..., Any], output: Any, *args: Any) -> Any:
         code = output.root_tx.f_code
         source = "compiled autograd" if _in_compiled_autograd() else _describe_code(code)
-        graph = CompiledGraph(f"compiled graph {len(self._graphs)} ({source})")
+        graph = _CompiledGraph(f"compiled graph {len(self._graphs)} ({source})")
         graph.optimizers.update(vars(output).pop(_STEPPING, ()))
         self._graphs.append(graph)
         self._codes[code] += 1
@@ -219,7 +219,7 @@ class CompiledCode:
 
     def _run(
         self,
-        graph: CompiledGraph,
+        graph: _CompiledGraph,
         compiled: Callable[..., Any],
         inputs: tuple[Any, ...],
         keywords: dict[str, Any],
@@ -234,7 +234,7 @@ class CompiledCode:
             self._steps.enter_optimizer(optimizer)
         before = self._book.current()
         label = self._book.labels[before]
-        differentiable = torch.is_grad_enabled() and requires_grad(inputs)
+        differentiable = torch.is_grad_enabled() and any_output_requires_grad(inputs)
         phase = label.phase
         begins_forward = differentiable and phase in BEFORE_FORWARD and not self._steps.in_backward
         if begins_forward:
@@ -246,7 +246,7 @@ class CompiledCode:
             result = compiled(*inputs, **keywords)
         finally:
             self._book.use(before)
-        if differentiable and requires_grad(result):
+        if differentiable and any_output_requires_grad(result):
             self._differentiable[threading.get_ident()] = True
             if self._modules is not None:
                 self._modules.claim((result,), since, label.module, sys._getframe(2), graph.name)

@@ -80,7 +80,7 @@ class GraphCaptures:
         return True
 
 
-def on_side_stream() -> bool:
+def thread_uses_side_stream() -> bool:
     """Return whether the calling thread uses a side stream, as warm-up iterations before a capture do.
 
     Source: the notes on CUDA graphs in PyTorch's documentation ("Whole-network capture").

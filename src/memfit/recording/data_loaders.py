@@ -63,7 +63,7 @@ class ScriptLoaders:
         self._hooks.wrap(_SAMPLER, "__iter__", self._read)
 
     def _create(self, original: Callable[..., None], loader: Any, *args: Any, **kwargs: Any) -> None:
-        created_by = self._creators[loader] = creator(sys._getframe(2))
+        created_by = self._creators[loader] = creating_script_line(sys._getframe(2))
         for action in self.on_creation:
             action(loader)
         original(loader, *args, **kwargs)
@@ -72,11 +72,11 @@ class ScriptLoaders:
 
     def _read(self, original: Callable[..., Any], sampler: Any) -> Any:
         if (size := self._sizes.get(sampler)) is not None:
-            self.last = replace(size, samples=known_length(sampler.sampler))
+            self.last = replace(size, samples=_known_length(sampler.sampler))
         return original(sampler)
 
 
-class ShortLoaders:
+class LoaderShortener:
     """Makes loaders shorter from ``install`` on.
 
     Args:
@@ -108,7 +108,7 @@ class ShortLoaders:
         def shorter(sampler: Any) -> property:
             def index_sampler(self_: Any) -> Any:
                 full = sampler.fget(self_)
-                if self._whole or counts_batches(self_, full) or _is_endless(self_, full):
+                if self._whole or loader_counts_batches(self_, full) or _is_endless(self_, full):
                     return full
                 return _First(full, self.batches)
 
@@ -149,7 +149,7 @@ class ShortLoaders:
     def _begin(self, original: Callable[..., Any], loader: Any) -> Any:
         sampler = loader._index_sampler
         if isinstance(sampler, _First):
-            full = known_length(sampler.all)
+            full = _known_length(sampler.all)
             if full is None or full > self.batches:
                 self._note(loader, full)
         return original(loader)
@@ -159,7 +159,7 @@ class ShortLoaders:
         original(prepared)
         sampler = getattr(prepared, "base_dataloader", prepared)._index_sampler
         if isinstance(sampler, _First):
-            full = known_length(sampler.all)
+            full = _known_length(sampler.all)
             if full is not None and full > self.batches:
                 prepared.remainder = 0
 
@@ -167,20 +167,20 @@ class ShortLoaders:
         self._found[Shortened(self._loaders.line_of(loader), self.batches, full)] = None
 
 
-def counts_batches(loader: Any, sampler: Any) -> bool:
+def loader_counts_batches(loader: Any, sampler: Any) -> bool:
     """Return whether a loader counts the batches of a pass itself, as those do that keep their workers.
 
     Its sampler never ends; a pass has as many batches as the loader is long.
     """
     kind, plain = type(loader), sys.modules[_LOADERS].DataLoader
     own = all(getattr(kind, name) is not getattr(plain, name) for name in ("__len__", "__iter__"))
-    return own and known_length(sampler) is None
+    return own and _known_length(sampler) is None
 
 
 def _is_endless(loader: Any, sampler: Any) -> bool:
     """Return whether a sampler may never end: then the script itself counts what it takes."""
     is_stream = isinstance(loader.dataset, sys.modules["torch.utils.data"].IterableDataset)
-    return not is_stream and known_length(sampler) is None
+    return not is_stream and _known_length(sampler) is None
 
 
 class _First:
@@ -196,7 +196,7 @@ class _First:
         return min(len(self.all), self._most)
 
 
-def known_length(sampler: Any) -> int | None:
+def _known_length(sampler: Any) -> int | None:
     """Return how many samples, or batches, a sampler has; None if it does not know."""
     try:
         return len(sampler)
@@ -204,7 +204,7 @@ def known_length(sampler: Any) -> int | None:
         return None
 
 
-def creator(frame: FrameType) -> tuple[str, str]:
+def creating_script_line(frame: FrameType) -> tuple[str, str]:
     """Return the script's line that created an object, and the library that did so for it.
 
     Args:

@@ -16,7 +16,7 @@ _COMPILATIONS = Patch(
 _SKIPPED = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
 
 
-def never_compile(function: Callable[..., Any]) -> None:
+def exclude_from_compilation(function: Callable[..., Any]) -> None:
     """Have ``torch.compile`` leave out a function that PyTorch calls, perhaps where a script is compiled."""
     _eval_frame.set_code_exec_strategy(function.__code__, _SKIPPED)
 
@@ -49,10 +49,10 @@ class DispatchedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._run(func, args, kwargs or {})
 
 
-never_compile(DispatchedOperations.__torch_dispatch__)
+exclude_from_compilation(DispatchedOperations.__torch_dispatch__)
 
 
-class OperationsBesideGraphs(DispatchedOperations):  # type: ignore[no-untyped-call]
+class DispatchedOperationsBesideGraphs(DispatchedOperations):  # type: ignore[no-untyped-call]
     """The same where ``torch.compile`` compiles: compiled code counts as one operation."""
 
     @classmethod

@@ -117,15 +117,15 @@ class LabelBook:
             listener(kind, index)
 
 
-def metadata_of(serial: int) -> str:
+def metadata_of_serial(serial: int) -> str:
     """Return the metadata string that stands for a serial."""
     return f"{PREFIX}{serial}"
 
 
-def serial_of(metadata: str) -> int:
+def serial_in_metadata(metadata: str) -> int:
     """Return the serial in an event's metadata string, or -1 for a string that memfit did not set.
 
-    >>> serial_of("memfit:17"), serial_of(""), serial_of("mine")
+    >>> serial_in_metadata("memfit:17"), serial_in_metadata(""), serial_in_metadata("mine")
     (17, -1, -1)
     """
     digits = metadata.removeprefix(PREFIX) if metadata.startswith(PREFIX) else ""

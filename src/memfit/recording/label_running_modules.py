@@ -28,7 +28,7 @@ from torch.nn.modules.module import (
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.recording.event_labels import LabelBook
 from memfit.recording.module_names import ModuleNames
-from memfit.recording.training_steps import StepTracker
+from memfit.recording.training_steps import TrainingStepTracker
 from memfit.records import Phase
 from memfit.trace.stack_table import StackTable
 
@@ -37,7 +37,7 @@ CLAIMED = "memfit"
 ACCUMULATE = "AccumulateGrad"
 
 
-class ModuleHooks:
+class RunningModuleLabeller:
     """Labels the running module, forward and backward.
 
     Args:
@@ -54,7 +54,7 @@ class ModuleHooks:
         self,
         book: LabelBook,
         stacks: StackTable,
-        steps: StepTracker,
+        steps: TrainingStepTracker,
         *,
         on_root: Callable[[torch.nn.Module, tuple[object, ...]], None],
         backward: bool,
@@ -85,7 +85,7 @@ class ModuleHooks:
         _, since, path = active[-1]
         if torch.is_grad_enabled() and output is not None:
             self.claim((output,), since, path, sys._getframe(1))
-        self.leave(requires_grad=len(active) == 1 and requires_grad(output))
+        self.leave(requires_grad=len(active) == 1 and any_output_requires_grad(output))
 
     def enter(self, module: torch.nn.Module, arguments: tuple[object, ...] = ()) -> None:
         """Label the calling thread with a module that is about to run."""
@@ -139,7 +139,7 @@ class ModuleHooks:
         """
         if not self._by_module or _backward_is_compiled():
             return  # hooks on nodes would be compiled with the backward
-        nodes = [tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
+        nodes = [tensor.grad_fn for tensor in tensors_in_containers(outputs) if tensor.grad_fn is not None]
         seen = set(nodes)
         by_autocast = torch.is_autocast_enabled("cuda")
         stack: int | None = None
@@ -168,7 +168,7 @@ class ModuleHooks:
         """Label the thread of a backward when it begins, unless modules label it anyway."""
         if self._by_module or _backward_is_compiled():
             return
-        for tensor in tensors_in(roots):
+        for tensor in tensors_in_containers(roots):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(self._labeller("", "", -1))
 
@@ -188,13 +188,13 @@ def _backward_is_compiled() -> bool:
     return bool(getattr(compiled, "compiled_autograd_enabled", False))
 
 
-def running_module(frame: FrameType) -> torch.nn.Module | None:
+def innermost_running_module(frame: FrameType) -> torch.nn.Module | None:
     """Return the innermost module whose call is among the frames from a given one outwards."""
     call = torch.nn.Module._call_impl.__code__
     return next((each.f_locals["self"] for each, _ in walk_stack(frame) if each.f_code is call), None)
 
 
-def tensors_in(value: object, depth: int = 6) -> Iterator[torch.Tensor]:
+def tensors_in_containers(value: object, depth: int = 6) -> Iterator[torch.Tensor]:
     """Yield the tensors of nested tuples, lists, mappings and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
@@ -202,16 +202,16 @@ def tensors_in(value: object, depth: int = 6) -> Iterator[torch.Tensor]:
         return
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from tensors_in(item, depth - 1)
+            yield from tensors_in_containers(item, depth - 1)
     elif isinstance(value, list | tuple | set | frozenset):
         for item in value:
-            yield from tensors_in(item, depth - 1)
+            yield from tensors_in_containers(item, depth - 1)
     elif dataclasses.is_dataclass(value):
         fields = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
         for item in vars(value).values() if hasattr(value, "__dict__") else fields:  # slots have no __dict__
-            yield from tensors_in(item, depth - 1)
+            yield from tensors_in_containers(item, depth - 1)
 
 
-def requires_grad(output: object) -> bool:
+def any_output_requires_grad(output: object) -> bool:
     """Return whether any tensor in an output, however nested, requires a gradient."""
-    return any(tensor.requires_grad for tensor in tensors_in((output,)))
+    return any(tensor.requires_grad for tensor in tensors_in_containers((output,)))

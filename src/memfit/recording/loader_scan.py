@@ -48,13 +48,13 @@ _APART = 0.1
 Shapes = tuple[tuple[int, ...], ...]
 
 
-def arrays_in(value: object, depth: int = _DEPTH) -> Iterator[Any]:
+def _arrays_in(value: object, depth: int = _DEPTH) -> Iterator[Any]:
     """Yield the tensors and NumPy arrays of a batch: of containers, dataclasses and other objects."""
     if isinstance(value, torch.Tensor | np.ndarray):
         yield value
     elif depth and not isinstance(value, _WITHOUT):
         for item in _items(value):
-            yield from arrays_in(item, depth - 1)
+            yield from _arrays_in(item, depth - 1)
 
 
 def _items(value: object) -> Iterable[object]:
@@ -79,13 +79,13 @@ class DrawnBatch:
     """Of its tensors, in the order in which they are found in it."""
 
 
-def drawn(batch: Any) -> DrawnBatch:
+def measure_drawn_batch(batch: Any) -> DrawnBatch:
     """Return a batch with its size."""
-    arrays = list(arrays_in(batch))
+    arrays = list(_arrays_in(batch))
     return DrawnBatch(batch, sum(each.nbytes for each in arrays), tuple(tuple(each.shape) for each in arrays))
 
 
-class BatchSample:
+class SampledBatches:
     """Counts the batches of a pass by size, and keeps a few of them."""
 
     def __init__(self) -> None:
@@ -201,10 +201,10 @@ def scan_loader(
     return scan, chosen
 
 
-def _draw(begin: Callable[[], Any], seconds: float, most: int | None) -> tuple[BatchSample, str]:
+def _draw(begin: Callable[[], Any], seconds: float, most: int | None) -> tuple[SampledBatches, str]:
     """Return the batches of a pass, and why it ended, as in ``LoaderScan``."""
     until = time.monotonic() + seconds
-    sample = BatchSample()
+    sample = SampledBatches()
     iterator = begin()
     try:
         while len(sample.sizes) != most:
@@ -214,8 +214,8 @@ def _draw(begin: Callable[[], Any], seconds: float, most: int | None) -> tuple[B
                 return sample, "pass"
             except Exception as error:  # noqa: BLE001 - the script's data set may raise anything
                 return sample, f"{type(error).__name__}: {error}"
-            sample.add(drawn(batch))
-            if any(isinstance(each, torch.Tensor) and each.is_cuda for each in arrays_in(batch)):
+            sample.add(measure_drawn_batch(batch))
+            if any(isinstance(each, torch.Tensor) and each.is_cuda for each in _arrays_in(batch)):
                 return sample, "gpu"  # memory that the script would not hold
             if time.monotonic() > until:
                 return sample, "time"

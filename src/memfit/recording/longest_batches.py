@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
-from memfit.recording.data_loaders import ScriptLoaders, ShortLoaders, counts_batches
+from memfit.recording.data_loaders import LoaderShortener, ScriptLoaders, loader_counts_batches
 from memfit.records import LoaderScan
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class _Scanned:
         return self.dataset is loader.dataset and self.batch_size == loader.batch_size
 
 
-class LongestBatches:
+class LongestBatchFinder:
     """Looks through loaders from ``install`` on.
 
     Args:
@@ -56,7 +56,7 @@ class LongestBatches:
         self,
         seconds: float,
         loaders: ScriptLoaders,
-        short: ShortLoaders | None,
+        short: LoaderShortener | None,
         recorder: "Callable[[], Recorder | None]",
     ) -> None:
         self._seconds, self._loaders, self._short, self._recorder = seconds, loaders, short, recorder
@@ -96,7 +96,7 @@ class LongestBatches:
             loader,
             lambda: self._in_whole_pass(original, loader),
             self._seconds,
-            most=length if counts_batches(loader, loader._index_sampler) else None,
+            most=length if loader_counts_batches(loader, loader._index_sampler) else None,
             where=self._loaders.line_of(loader),
             of=length,
         )

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from memfit.patching.installed_hooks import InstalledHooks
-from memfit.patching.patches import Patch, before
+from memfit.patching.patches import Patch, call_before
 from memfit.recording.allocator_history import AllocatorHistory
 from memfit.recording.event_labels import LabelBook
 from memfit.recording.memory_owners import MemoryOwners
@@ -66,14 +66,14 @@ _MARKED_CALLS = {
 _PEAKS = Patch("torch._C", *_MARKED_CALLS, why="mark where a script resets peaks or empties the cache")
 
 
-def mark_calls(hooks: InstalledHooks, book: LabelBook) -> None:
+def mark_memory_calls(hooks: InstalledHooks, book: LabelBook) -> None:
     """From now on, add a mark to the book at each such call."""
 
     def marker(kind: MarkKind) -> Callable[..., None]:
         return lambda *_args: book.mark(kind, 0)
 
     for name, kind in _MARKED_CALLS.items():
-        hooks.replace(_PEAKS, name, partial(before, marker(kind)))
+        hooks.replace(_PEAKS, name, partial(call_before, marker(kind)))
 
 
 _AUTOCAST = Patch("torch.amp.autocast_mode:autocast", "__exit__", why="find autocast's copies of parameters")

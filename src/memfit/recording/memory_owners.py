@@ -19,12 +19,25 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
-from memfit.ghost.values.known_values import storage_start
+from memfit.ghost.values.known_values import tensor_storage_address
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
-from memfit.recording.label_running_modules import tensors_in
-from memfit.recording.saved_tensors import Checkpoints, SavedTensorInfo, leaves_of, nodes_of, saved_by
-from memfit.recording.tensor_names import NamedTensor, TensorName, TensorNames, describe, local_piece, parts
+from memfit.recording.label_running_modules import tensors_in_containers
+from memfit.recording.saved_tensors import (
+    NonReentrantCheckpoints,
+    SavedTensorInfo,
+    autograd_nodes_of_tensors,
+    leaves_of_autograd_nodes,
+    tensors_saved_by_node,
+)
+from memfit.recording.tensor_names import (
+    NamedTensor,
+    TensorName,
+    TensorNames,
+    describe_tensors_in_allocation,
+    local_piece_of_dtensor,
+    tensor_parts_by_role,
+)
 from memfit.records import Category, TensorInfo
 
 _FSDP = Patch(
@@ -34,7 +47,7 @@ _FSDP = Patch(
 )
 
 
-class GatheredParameters:
+class _GatheredParameters:
     """Parameters as FSDP2 gathers them from all ranks for a module's computation: they are no rank's share.
 
     Modules hold them in the place of their shares meanwhile. Modules do not name what FSDP1 gathers. Nothing
@@ -96,8 +109,8 @@ class MemoryOwners:
     ops: dict[str, int] = field(default_factory=lambda: {"": 0})
     """Ops that computed saved tensors, with their indices; index 0 stands for no op."""
     snapshots: list[OwnerSnapshot] = field(default_factory=list)
-    checkpoints: Checkpoints = field(default_factory=Checkpoints)
-    gathered: GatheredParameters = field(default_factory=GatheredParameters)
+    checkpoints: NonReentrantCheckpoints = field(default_factory=NonReentrantCheckpoints)
+    gathered: _GatheredParameters = field(default_factory=_GatheredParameters)
     incomplete: bool = False
     """Whether an object could not be inspected."""
     _backwards: list[int] = field(default_factory=list)  # autograd's sequence number at each backward
@@ -168,7 +181,7 @@ class MemoryOwners:
                 NamedTensor(tensor, self._names.of(parameter), f".{key}")
                 for parameter, state in optimizer.state.items()
                 for key, value in (state.items() if isinstance(state, Mapping) else (("state", state),))
-                for tensor in tensors_in(value)
+                for tensor in tensors_in_containers(value)
             ),
         )
 
@@ -177,7 +190,7 @@ class MemoryOwners:
         named = (
             NamedTensor(tensor, TensorName(name))
             for attribute, name in (_PASSED_ON if isinstance(holder, Optimizer) else _OF_SCALER).items()
-            for tensor in tensors_in(getattr(holder, attribute, None))
+            for tensor in tensors_in_containers(getattr(holder, attribute, None))
         )
         self._record(serial, Category.BUFFER, named)
 
@@ -187,9 +200,9 @@ class MemoryOwners:
         Their names are known if a graph saves them.
         """
         rows = array("q")
-        for tensor in tensors_in(arguments):
+        for tensor in tensors_in_containers(arguments):
             if tensor.grad_fn is None:
-                for address in addresses_of([tensor]):
+                for address in gpu_addresses_of_tensors([tensor]):
                     rows.extend((address, NO_TENSOR, 0, 0))
         self.snapshots.append(OwnerSnapshot(serial, Category.INPUT, rows))
 
@@ -206,16 +219,16 @@ class MemoryOwners:
             by_hand: the script has no optimizer. Leaves of more than one graph then count as parameters,
                 whatever their type.
         """
-        root_tensors = list(tensors_in(roots))
-        nodes = [] if _is_traced() else list(nodes_of(root_tensors))
-        leaves = list(leaves_of(nodes))
+        root_tensors = list(tensors_in_containers(roots))
+        nodes = [] if _is_traced() else list(autograd_nodes_of_tensors(root_tensors))
+        leaves = list(leaves_of_autograd_nodes(nodes))
         self._leaves = [weakref.ref(leaf) for leaf in leaves]
         recurring = [leaf for leaf in leaves if by_hand and self._seen_leaves.get(id(leaf)) is leaf]
         self._seen_leaves.update((id(leaf), leaf) for leaf in leaves)
         parameters = (leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter))
         self.record_parameters(serial, [*recurring, *parameters])
         rows_of = {Category.ACTIVATION: array("q"), Category.INPUT: array("q")}
-        for saved in chain(self.checkpoints.inputs(), *map(saved_by, nodes)):
+        for saved in chain(self.checkpoints.inputs(), *map(tensors_saved_by_node, nodes)):
             with self.skipping_failures():
                 earlier = bisect_right(self._backwards, saved.sequence)
                 op = self.ops.setdefault(saved.op, len(self.ops))
@@ -275,7 +288,7 @@ class MemoryOwners:
         name = (
             TensorName(f"{whose} {original.own}", original.module) if original.own else TensorName(saved.what)
         )
-        return describe([NamedTensor(part, name)])
+        return describe_tensors_in_allocation([NamedTensor(part, name)])
 
     def _record(self, serial: int, category: Category, owners: Iterable[NamedTensor]) -> None:
         """Record the addresses of some tensors."""
@@ -291,7 +304,7 @@ class MemoryOwners:
         rows = array("q")
         for address, tensors in by_address.items():
             with self.skipping_failures():
-                rows.extend((address, self._index_of(describe(tensors)), 0, 0))
+                rows.extend((address, self._index_of(describe_tensors_in_allocation(tensors)), 0, 0))
         self.snapshots.append(OwnerSnapshot(serial, category, rows))
 
     def _named(self, tensor: torch.Tensor) -> NamedTensor:
@@ -301,7 +314,7 @@ class MemoryOwners:
         return self.tensors.setdefault(tensor, len(self.tensors))
 
 
-def addresses_of(tensors: Iterable[torch.Tensor]) -> set[int]:
+def gpu_addresses_of_tensors(tensors: Iterable[torch.Tensor]) -> set[int]:
     """Return the addresses of the GPU memory that some tensors use."""
     return {address for tensor in tensors for _, address, _ in _memory(tensor)}
 
@@ -317,11 +330,11 @@ def _memory(tensor: torch.Tensor) -> Iterator[tuple[str, int, torch.Tensor]]:
     Yields:
         The name of the part (``values``; empty for a strided tensor), its address, and the tensor at it.
     """
-    if not local_piece(tensor).is_cuda:
+    if not local_piece_of_dtensor(tensor).is_cuda:
         return
-    for name, part in parts(tensor):
+    for name, part in tensor_parts_by_role(tensor):
         try:
-            address = storage_start(local_piece(part))
+            address = tensor_storage_address(local_piece_of_dtensor(part))
         except (RuntimeError, ValueError):  # wrappers of torch.func (NotImplementedError); lazy tensors
             continue
         if address:
@@ -329,7 +342,7 @@ def _memory(tensor: torch.Tensor) -> Iterator[tuple[str, int, torch.Tensor]]:
 
 
 @dataclass(frozen=True, slots=True)
-class LiveObjects:
+class _LiveObjects:
     """The objects that are alive."""
 
     roots: tuple[torch.nn.Module, ...]
@@ -341,7 +354,7 @@ class LiveObjects:
     """Tensors without one."""
 
 
-def find_live_objects() -> LiveObjects:
+def find_live_objects() -> _LiveObjects:
     """Return every live object, also those that were never met on the way, but for those in ``gc.freeze``.
 
     Examining all objects of the process takes tens of milliseconds, so it is done a few times in a run at
@@ -364,4 +377,4 @@ def find_live_objects() -> LiveObjects:
         differentiable = tuple(tensor for tensor in tensors if tensor.grad_fn is not None)
         others = tuple(tensor for tensor in tensors if tensor.grad_fn is None)
     roots = tuple(module for module in modules if id(module) not in children)
-    return LiveObjects(roots, tuple(optimizers), differentiable, others)
+    return _LiveObjects(roots, tuple(optimizers), differentiable, others)

@@ -39,11 +39,11 @@ _MOST_BYTES = 1 << 27
 _MOST_BATCHES = 1 << 12
 
 
-def fed_tensor(tensor: torch.Tensor) -> InputTensor:
+def digest_tensor_rows(tensor: torch.Tensor) -> InputTensor:
     """Return the digests of a tensor's rows.
 
     >>> whole, part = torch.arange(6).reshape(2, 3), torch.arange(3).reshape(1, 3)
-    >>> fed_tensor(whole).rows[0][:1] == fed_tensor(part).rows[0]
+    >>> digest_tensor_rows(whole).rows[0][:1] == digest_tensor_rows(part).rows[0]
     True
     """
     rows = []
@@ -60,7 +60,7 @@ def _digest(row: npt.NDArray[np.uint8]) -> str:
     return hashlib.blake2b(row.tobytes(), digest_size=8).hexdigest()
 
 
-class FedSampleRecorder:
+class ModelInputRecorder:
     """Records from ``install`` on; calls of the model are for its user to pass on."""
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class FedSampleRecorder:
         """Yield the digests of a tensor, unless enough has been read."""
         if len(self._copied) + len(self._passed) < _MOST_TENSORS and tensor.nbytes <= self._left:
             self._left -= tensor.nbytes
-            yield fed_tensor(tensor)
+            yield digest_tensor_rows(tensor)
 
     def _move_model(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         self._in_model += 1

@@ -26,10 +26,10 @@ _Place = tuple["weakref.ref[Any]", str]
 """A parent, and the name of the module in it."""
 
 
-def without_wrappers(path: str) -> str:
+def path_without_wrappers(path: str) -> str:
     """Return the dotted path of a module or tensor without the parts that wrappers add.
 
-    >>> without_wrappers("_orig_mod.blocks.0._checkpoint_wrapped_module.fc.weight")
+    >>> path_without_wrappers("_orig_mod.blocks.0._checkpoint_wrapped_module.fc.weight")
     'blocks.0.fc.weight'
     """
     return ".".join(part for part in path.split(".") if part not in _WRAPPED)
@@ -125,13 +125,13 @@ def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 _Named = TypeVar("_Named", EventLabel, TensorInfo)
 
 
-def short_names(
+def shorten_module_names(
     labels: tuple[EventLabel, ...], tensors: tuple[TensorInfo, ...] = ()
 ) -> tuple[tuple[EventLabel, ...], tuple[TensorInfo, ...]]:
     """Drop the class of the outermost module from all module names if all dotted names share it.
 
     >>> from memfit.records import Phase
-    >>> [label.module for label in short_names((EventLabel(Phase.FORWARD, "GPT.head", "", -1),))[0]]
+    >>> [label.module for label in shorten_module_names((EventLabel(Phase.FORWARD, "GPT.head", "", -1),))[0]]
     ['head']
     """
     modules = [label.module for label in labels] + [tensor.module for tensor in tensors]

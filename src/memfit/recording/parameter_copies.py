@@ -16,10 +16,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch.optim import Optimizer
 
-from memfit.recording.label_running_modules import tensors_in
-from memfit.recording.memory_owners import MemoryOwners, addresses_of, find_live_objects
+from memfit.recording.label_running_modules import tensors_in_containers
+from memfit.recording.memory_owners import MemoryOwners, find_live_objects, gpu_addresses_of_tensors
 from memfit.recording.optimizer_accessors import parameters_of
-from memfit.recording.tensor_names import local_piece
+from memfit.recording.tensor_names import local_piece_of_dtensor
 
 
 class ParameterCopies:
@@ -58,13 +58,17 @@ class ParameterCopies:
             used = [*stepping, *(one for root in running for one in root.parameters())]
             gradients = (one.grad for one in used if one.is_leaf and one.grad is not None)
             buffers = (one for root in (*running, *outermost) for one in root.buffers())
-            states = tensors_in([optimizer.state for optimizer in optimizers])
-            owned = addresses_of([*used, *gradients, *buffers, *states])
-            others = [one for one in find_live_objects().others if not owned.issuperset(addresses_of([one]))]
-            self._owners.record_copies(serial, copies_of(trained, others))
+            states = tensors_in_containers([optimizer.state for optimizer in optimizers])
+            owned = gpu_addresses_of_tensors([*used, *gradients, *buffers, *states])
+            others = [
+                one
+                for one in find_live_objects().others
+                if not owned.issuperset(gpu_addresses_of_tensors([one]))
+            ]
+            self._owners.record_copies(serial, tensors_copying_parameters(trained, others))
 
 
-def copies_of(
+def tensors_copying_parameters(
     models: Iterable[Sequence[torch.Tensor]], others: Iterable[torch.Tensor]
 ) -> Iterator[torch.Tensor]:
     """Yield the tensors that copy the parameters of a model.
@@ -78,18 +82,21 @@ def copies_of(
         others: tensors that may be copies.
 
     >>> weight, bias = torch.ones(2, 3), torch.ones(2)
-    >>> [tuple(one.shape) for one in copies_of([[weight, bias]], [bias + 1, torch.ones(7), weight + 1])]
+    >>> [
+    ...     tuple(one.shape)
+    ...     for one in tensors_copying_parameters([[weight, bias]], [bias + 1, torch.ones(7), weight + 1])
+    ... ]
     [(2,), (2, 3)]
-    >>> list(copies_of([[weight, bias]], [weight + 1]))
+    >>> list(tensors_copying_parameters([[weight, bias]], [weight + 1]))
     []
     """
     by_shape: dict[torch.Size, list[torch.Tensor]] = {}
     for other in others:
         if other.is_floating_point():
-            by_shape.setdefault(local_piece(other).shape, []).append(other)
+            by_shape.setdefault(local_piece_of_dtensor(other).shape, []).append(other)
     copied: set[torch.Size] = set()
     for parameters in models:
-        shapes = Counter(local_piece(parameter).shape for parameter in parameters)
+        shapes = Counter(local_piece_of_dtensor(parameter).shape for parameter in parameters)
         if all(len(by_shape.get(shape, ())) >= count for shape, count in shapes.items()):
             copied.update(shapes)
     for shape, tensors in by_shape.items():

@@ -20,34 +20,34 @@ import numpy.typing as npt
 import torch
 from torch.optim import Optimizer
 
-from memfit.ghost.runtime_bindings import Ghost
+from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.patching.installed_hooks import InstalledHooks
-from memfit.recording.allocating_functions import functions_of_events
+from memfit.recording.allocating_functions import torch_functions_of_events
 from memfit.recording.allocator_history import AllocatorHistory
 from memfit.recording.annotate_events import (
     assign_labels_and_owners,
     assign_torch_functions,
-    infer_forwards,
-    mark_failed_workspaces,
-    mark_workspaces,
-    place_marks,
+    infer_forward_labels,
+    mark_failed_workspace_allocations,
+    mark_workspace_allocations,
+    place_marks_between_events,
 )
-from memfit.recording.compiled_graphs import BEFORE_FORWARD, CompiledCode
+from memfit.recording.compiled_graphs import BEFORE_FORWARD, CompiledCodeWatcher
 from memfit.recording.event_labels import LabelBook
-from memfit.recording.label_running_modules import ModuleHooks, running_module
+from memfit.recording.label_running_modules import RunningModuleLabeller, innermost_running_module
 from memfit.recording.memory_calls import (
     label_autocast_exits,
-    mark_calls,
+    mark_memory_calls,
     name_autocast_copies,
     record_released_workspaces,
     release_cublas_workspaces,
 )
 from memfit.recording.memory_owners import MemoryOwners, find_live_objects
-from memfit.recording.module_names import short_names
+from memfit.recording.module_names import shorten_module_names
 from memfit.recording.optimizer_accessors import parameters_of
 from memfit.recording.parameter_copies import ParameterCopies
 from memfit.recording.run_stage_marks import RunStageMarks
-from memfit.recording.training_steps import StepTracker
+from memfit.recording.training_steps import TrainingStepTracker
 from memfit.records import DeviceUse, Events, MarkKind, Note, Phase, Provenance, ScriptEnd, Trace
 from memfit.trace.history_columns import history_columns, pool_ids
 from memfit.trace.snapshot import segments_at_end
@@ -79,7 +79,7 @@ class Recorder:
 
     def __init__(
         self,
-        ghost: Ghost | None,
+        ghost: GhostRuntime | None,
         steps: int | None,
         *,
         labels: bool,
@@ -98,7 +98,7 @@ class Recorder:
         self.book = LabelBook()
         self._hooks = InstalledHooks()
         self._history = AllocatorHistory(ghost, self.book, *((_LIVE_HISTORY_LIMIT,) if live else ()))
-        self.steps = StepTracker(
+        self.steps = TrainingStepTracker(
             self.book,
             steps,
             before_optimizer=self._before_optimizer,
@@ -110,14 +110,14 @@ class Recorder:
             end_now=end_now,
         )
         self.stages = RunStageMarks(self.book, self.steps, wanted=steps is None and not live, labelled=labels)
-        self._modules = ModuleHooks(
+        self._modules = RunningModuleLabeller(
             self.book,
             self._stacks,
             self.steps,
             on_root=self._enter_root,
             backward=not live,
         )
-        self._compiled = CompiledCode(
+        self._compiled = CompiledCodeWatcher(
             self.book, self._hooks, self.steps, self._modules if labels else None, self._owners
         )
 
@@ -141,7 +141,7 @@ class Recorder:
         else:
             self._history.share_with_script(self._hooks)
         torch.cuda._lazy_call(self._on_cuda_initialised)  # type: ignore[no-untyped-call]
-        mark_calls(self._hooks, self.book)
+        mark_memory_calls(self._hooks, self.book)
         if not self._live:  # a live run must not pay for snapshots, and needs its workspaces at the end
             record_released_workspaces(self._hooks, self.book, self._history, self._owners)
 
@@ -278,17 +278,17 @@ class Recorder:
         )
         serials = events.label  # what serial_of returned for each
         events = assign_labels_and_owners(events, serials, self.book, self._owners)
-        events = assign_torch_functions(events, self.book, *functions_of_events(history))
+        events = assign_torch_functions(events, self.book, *torch_functions_of_events(history))
         name_autocast_copies(events, self.book)
-        events = infer_forwards(events, self.book)
-        labels, tensors = short_names(tuple(self.book.labels), tuple(self._owners.tensors))
+        events = infer_forward_labels(events, self.book)
+        labels, tensors = shorten_module_names(tuple(self.book.labels), tuple(self._owners.tensors))
         saved = self._mark_workspaces(events, serials)
         return Trace(
             events=events,
             labels=labels,
             stacks=stacks,
             frames=frames,
-            marks=place_marks(self.book.marks, serials),
+            marks=place_marks_between_events(self.book.marks, serials),
             segments=segments_at_end(snapshot, index),
             device=device,
             end=end,
@@ -308,8 +308,8 @@ class Recorder:
         if self._ghost is None:
             return False
         reported = self._ghost.reported_workspaces()
-        missed, saved = mark_workspaces(events, serials, self._ghost.workspace_uses(), reported)
-        mark_failed_workspaces(events, serials, reported, self._ghost.plans_without_workspace())
+        missed, saved = mark_workspace_allocations(events, serials, self._ghost.workspace_uses(), reported)
+        mark_failed_workspace_allocations(events, serials, reported, self._ghost.plans_without_workspace())
         if missed:
             text = (
                 "library workspaces were not found in the allocator history, so they count as other memory."
@@ -358,7 +358,7 @@ class Recorder:
         label_before = self.book.current()
         if not self._with_labels:
             phase, name = self.book.phase, ""
-            module = running_module(sys._getframe(1))
+            module = innermost_running_module(sys._getframe(1))
             if module is not None:
                 name = self._modules.names.full_name(module)
                 phase = Phase.RECOMPUTE if self.steps.in_backward else Phase.FORWARD

@@ -18,7 +18,7 @@ from torch.nn.modules.module import _global_forward_pre_hooks, register_module_f
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.recording.event_labels import LabelBook
-from memfit.recording.training_steps import StepTracker
+from memfit.recording.training_steps import TrainingStepTracker
 from memfit.records import MarkKind, SaveKind, UntrainedForwardReason
 
 _LOADER = Patch("torch.utils.data.dataloader:DataLoader", "_get_iterator", why="number the loaders")
@@ -41,7 +41,7 @@ class RunStageMarks:
         labelled: whether the recorder labels modules, and so calls ``enter_root`` itself.
     """
 
-    def __init__(self, book: LabelBook, steps: StepTracker, *, wanted: bool, labelled: bool) -> None:
+    def __init__(self, book: LabelBook, steps: TrainingStepTracker, *, wanted: bool, labelled: bool) -> None:
         self._book, self._steps, self._labelled = book, steps, labelled
         self.wanted = wanted
         """Whether to mark anything; it may be changed before ``install``."""
@@ -67,7 +67,7 @@ class RunStageMarks:
         hooks.wrap(_FILES, "load", self._load)
         hooks.wrap_when_imported(_SAFETENSORS, save_file=self._save, load_file=self._load)
         if not self._labelled:
-            forwards = NextForward(lambda: self._steps.in_backward, self._enter_unlabelled_root)
+            forwards = NextForwardWatcher(lambda: self._steps.in_backward, self._enter_unlabelled_root)
             forwards.install(hooks, self._book)
 
     def enter_root(self, module: torch.nn.Module) -> bool:
@@ -156,7 +156,7 @@ class RunStageMarks:
 _OF_FORWARDS = (MarkKind.FORWARD, MarkKind.EVALUATION)
 
 
-class NextForward:
+class NextForwardWatcher:
     """Notices the first forward after each mark, and all forwards that train nothing.
 
     PyTorch calls a hook on all modules several hundred times in a step of a large model. The hook here is in

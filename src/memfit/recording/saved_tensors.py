@@ -19,7 +19,7 @@ import torch
 
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
-from memfit.recording.label_running_modules import ACCUMULATE, CLAIMED, tensors_in
+from memfit.recording.label_running_modules import ACCUMULATE, CLAIMED, tensors_in_containers
 
 _CHECKPOINT = Patch("torch.utils.checkpoint:_CheckpointFrame", "__init__", why="find what checkpoints keep")
 
@@ -58,9 +58,11 @@ class SavedTensorInfo(NamedTuple):
     """Whether autocast was on when the module that made the copy returned."""
 
 
-def nodes_of(roots: Iterable[object]) -> Iterator[Any]:
+def autograd_nodes_of_tensors(roots: Iterable[object]) -> Iterator[Any]:
     """Yield the nodes of the graph of some tensors, however nested: the roots of a backward pass."""
-    nodes: list[Any] = [tensor.grad_fn for tensor in tensors_in(roots) if tensor.grad_fn is not None]
+    nodes: list[Any] = [
+        tensor.grad_fn for tensor in tensors_in_containers(roots) if tensor.grad_fn is not None
+    ]
     seen = set(nodes)
     while nodes:
         node = nodes.pop()
@@ -71,7 +73,7 @@ def nodes_of(roots: Iterable[object]) -> Iterator[Any]:
                 nodes.append(following)
 
 
-class Checkpoints:
+class NonReentrantCheckpoints:
     """The non-reentrant checkpoints, whose inputs are not in any node of the graph.
 
     Source: ``_CheckpointFrame`` in torch/utils/checkpoint.py: ``saved_args`` in PyTorch 2.14.1, before that a
@@ -102,12 +104,12 @@ class Checkpoints:
         self._frames.add(frame)
 
 
-def leaves_of(nodes: Iterable[Any]) -> Iterator[torch.Tensor]:
+def leaves_of_autograd_nodes(nodes: Iterable[Any]) -> Iterator[torch.Tensor]:
     """Yield the leaves whose gradients the backward of some nodes accumulates."""
     return (node.variable for node in nodes if node.name().endswith(ACCUMULATE))
 
 
-def saved_by(node: Any) -> Iterator[SavedTensorInfo]:
+def tensors_saved_by_node(node: Any) -> Iterator[SavedTensorInfo]:
     """Yield the tensors that a node has saved."""
     name = node.name()
     for attribute in _raw_attributes(node.__class__):
@@ -121,7 +123,7 @@ def saved_by(node: Any) -> Iterator[SavedTensorInfo]:
                 yield _saved(tensor, what + name, node)
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         for attribute, value in vars(node).items():
-            for tensor in tensors_in((value,)):
+            for tensor in tensors_in_containers((value,)):
                 yield _saved(tensor, f"{attribute} of {name}", node)
 
 
@@ -136,7 +138,7 @@ def _tensors_of(raw: Any) -> Iterator[torch.Tensor]:
         data = raw.data
     except RuntimeError:  # freed, or modified in place since: the backward will raise
         return
-    yield from tensors_in((data,))
+    yield from tensors_in_containers((data,))
 
 
 def _saved(tensor: torch.Tensor, what: str, saver: Any) -> SavedTensorInfo:

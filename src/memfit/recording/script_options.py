@@ -53,7 +53,7 @@ _LOW = ("bf16", "bfloat16", "fp16", "float16")
 """Choices of an option that mean low precision."""
 
 
-class ScriptOptions:
+class ScriptOptionCollector:
     """Collects the options while the script parses them."""
 
     def __init__(self) -> None:

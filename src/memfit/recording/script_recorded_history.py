@@ -48,7 +48,7 @@ class _Period:
         return self.begins[device] <= event and (self.ends is None or event < self.ends[device])
 
 
-class ScriptHistory:
+class ScriptRecordedHistory:
     """What the script's own calls have asked for.
 
     Args:
@@ -162,7 +162,7 @@ def _shown(entry: _Entry, stack: _Stack) -> _Entry:
     return {**entry, **changes}
 
 
-def with_stacks_of_blocks(history: Sequence[_Entry]) -> list[_Entry]:
+def frees_with_stacks_of_blocks(history: Sequence[_Entry]) -> list[_Entry]:
     """Return a history in which frees have the stack of their block, as under the context ``alloc``."""
     stacks: dict[int, _Stack] = {}
     changed = []

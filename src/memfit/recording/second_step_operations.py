@@ -26,8 +26,8 @@ from torch.utils.flop_counter import flop_registry
 from memfit.ghost.compile.compiled_kernel_work import KERNELS
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
-from memfit.recording.dispatched_operations import OperationsBesideGraphs, before_compilations
-from memfit.recording.model_input_digests import FedSampleRecorder
+from memfit.recording.dispatched_operations import DispatchedOperationsBesideGraphs, before_compilations
+from memfit.recording.model_input_digests import ModelInputRecorder
 from memfit.recording.module_names import ModuleNames
 from memfit.recording.step_operations import LeftStorages, StepOperationRecorder
 from memfit.records import StepOperations
@@ -41,7 +41,7 @@ _SOMETHING = 0
 """The storage that stands for what kernels create: which tensors those are is not known."""
 
 
-class ScriptOperations:
+class SecondStepRecorder:
     """Records the second step of the models that a script trains.
 
     Args:
@@ -64,7 +64,7 @@ class ScriptOperations:
         """What torch.compile must not see."""
         self._compiled = CompiledStepRecorder(self._expect_compiled)
         self._is_compiled = False
-        self._samples = FedSampleRecorder()
+        self._samples = ModelInputRecorder()
         self._is_inside = False
         self._kept: tuple[StepOperations, list[int | None]] | None = None
         """The step whose backward needs most so far, and the optimizers of the model's parameters."""
@@ -170,7 +170,7 @@ class CompiledStepRecorder:
 
     def __init__(self, on_compile: Callable[[], None]) -> None:
         self._on_compile = on_compile
-        self._mode = OperationsBesideGraphs(self.run)
+        self._mode = DispatchedOperationsBesideGraphs(self.run)
         self.is_recording = False
         self._in_graph = 0
         self._kernels: list[Operation] = []

@@ -40,7 +40,7 @@ _LIGHTNING = tuple(
 _UNLIMITED = (None, -1)  # as Lightning says it
 
 
-class ShortTrainers:
+class TrainerShortener:
     """Makes the loops of trainers shorter from ``install`` on.
 
     Args:

@@ -95,7 +95,7 @@ class StepOperationRecorder:
             tuple(self._saved_by),
             None if self._is_first else tuple(self._storages.carried),
         )
-        self.left = self._storages.alive(made_of_samples(step))
+        self.left = self._storages.alive(_made_of_samples(step))
         return step
 
     @property
@@ -190,7 +190,7 @@ class StepOperationRecorder:
         return source if source < len(self._sequence) else -1
 
 
-def made_of_samples(step: StepOperations) -> set[int]:
+def _made_of_samples(step: StepOperations) -> set[int]:
     """Return the storages that a step's forward creates or changes by what its model is passed."""
     samples = {storage for call in step.calls if call.parent < 0 for storage in call.reads}
     made: set[int] = set()

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from memfit.recording.module_names import without_wrappers
+from memfit.recording.module_names import path_without_wrappers
 from memfit.records import TensorInfo
 
 _ROWS = ("crow_indices", "col_indices", "values")
@@ -63,7 +63,7 @@ class TensorNames:
         """Learn the names of the tensors of an outermost module; return the tensors, each once."""
         found: dict[int, tuple[torch.Tensor, list[str]]] = {}
         for path, tensor in named:
-            found.setdefault(id(tensor), (tensor, []))[1].append(without_wrappers(path))
+            found.setdefault(id(tensor), (tensor, []))[1].append(path_without_wrappers(path))
         for tensor, paths in found.values():
             module, _, own = f"{root}.{paths[0]}".rpartition(".")
             self._names[id(tensor)] = weakref.ref(tensor), TensorName(own, module, tuple(paths))
@@ -75,22 +75,22 @@ class TensorNames:
         return name if reference is not None and reference() is tensor else TensorName()
 
 
-def local_piece(tensor: Any) -> Any:
+def local_piece_of_dtensor(tensor: Any) -> Any:
     """Return this rank's piece of a DTensor, and any other object unchanged."""
     # Most tensors are plain, and the failed lookup of an attribute would dominate the time.
     return tensor if type(tensor) in _PLAIN else getattr(tensor, "_local_tensor", tensor)
 
 
-def parts(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def tensor_parts_by_role(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors that hold a tensor's data, each with its role: a plain tensor yields only itself.
 
     A wrapper of tensors, as a quantised tensor may be, yields what it wraps (``__tensor_flatten__``).
     bitsandbytes keeps the scales of a quantised parameter in its attributes: they follow the parameter.
 
-    >>> [name for name, _ in parts(torch.eye(2).to_sparse())]
+    >>> [name for name, _ in tensor_parts_by_role(torch.eye(2).to_sparse())]
     ['indices', 'values']
     """
-    here = local_piece(tensor)
+    here = local_piece_of_dtensor(tensor)
     if here.layout is torch.strided:
         yield "", here
     for method in _SPARSE.get(here.layout, ()):
@@ -104,7 +104,7 @@ def _wrapped(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors in a wrapper, however nested, by the names of its attributes."""
     names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
     for name in names:
-        for inner, part in parts(getattr(tensor, name)):
+        for inner, part in tensor_parts_by_role(getattr(tensor, name)):
             yield f"{name}.{inner}".rstrip("."), part
 
 
@@ -124,18 +124,18 @@ def _quantisation_state(holder: object) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{name}.{inner}", part
 
 
-def describe(found: Sequence[NamedTensor]) -> TensorInfo:
+def describe_tensors_in_allocation(found: Sequence[NamedTensor]) -> TensorInfo:
     """Describe the tensors in one allocation.
 
     Args:
         found: at least one tensor, all in the same storage.
     """
     first = found[0]
-    here = local_piece(first.tensor)
+    here = local_piece_of_dtensor(first.tensor)
     dtype, module = str(here.dtype).removeprefix("torch."), first.name.module
     if len(found) == 1:
         return TensorInfo(module, _names(found), dtype, tuple(here.shape))
-    begins = [local_piece(named.tensor).storage_offset() for named in found]
+    begins = [local_piece_of_dtensor(named.tensor).storage_offset() for named in found]
     text = _names([named for named, begin in zip(found, begins, strict=True) if begin == begins[0]])
     others = len(set(begins)) - 1
     if not others:
@@ -151,12 +151,12 @@ def _names(found: Sequence[NamedTensor]) -> str:
     first = found[0]
     others = [path for named in found for path in named.name.paths][1:]
     text = " = ".join((name + first.suffix).lstrip(".") for name in dict.fromkeys([first.name.own, *others]))
-    return text if first.tensor is local_piece(first.tensor) else f"{text} (this rank's)"
+    return text if first.tensor is local_piece_of_dtensor(first.tensor) else f"{text} (this rank's)"
 
 
 def _end(named: NamedTensor) -> int:
     """Return the end of a tensor in its storage, in elements."""
-    tensor = local_piece(named.tensor)
+    tensor = local_piece_of_dtensor(named.tensor)
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last: int = tensor.storage_offset() + sum((size - 1) * step for size, step in steps)
     return last + 1

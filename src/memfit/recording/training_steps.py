@@ -31,7 +31,7 @@ from torch.optim.optimizer import (
 
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
-from memfit.recording.cuda_graphs import GraphCaptures, on_side_stream
+from memfit.recording.cuda_graphs import GraphCaptures, thread_uses_side_stream
 from memfit.recording.event_labels import LabelBook
 from memfit.records import MarkKind, Phase
 
@@ -69,7 +69,7 @@ class TimeIsUp(EnoughStepsReached):
     reason = "time"
 
 
-class StepTracker:
+class TrainingStepTracker:
     """Counts training steps, labels their phases, and ends the script after enough of them.
 
     Args:
@@ -262,7 +262,7 @@ class StepTracker:
 
     def _is_warm_up(self) -> bool:
         """Return whether the step just made was a warm-up; only a limited number of steps can be."""
-        is_warm_up = on_side_stream() and self._warm_up_steps < PATIENCE
+        is_warm_up = thread_uses_side_stream() and self._warm_up_steps < PATIENCE
         self._warm_up_steps += is_warm_up
         return is_warm_up
 

@@ -20,7 +20,7 @@ _LONGEST = 1 << 20
 _MOST_FILES = 100
 
 
-class Evaluations:
+class UnreachedEvaluations:
     """The lines that led to ``train(False)`` of a module, as ``eval()`` does, from ``install`` on."""
 
     def __init__(self) -> None:

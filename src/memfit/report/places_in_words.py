@@ -39,7 +39,11 @@ def location_in_words(place: ScriptLocation) -> str:
 
 def location_in_cell(place: ScriptLocation) -> str:
     """Return the phase, the module and the line of a place, for a cell of a table."""
-    parts = (place.phase, escaped(place.module), escaped(short_path(place.line)))
+    parts = (
+        place.phase,
+        escaped(place.module),
+        escaped(short_path(place.line)),
+    )
     return " · ".join(part for part in parts if part)
 
 

@@ -155,17 +155,17 @@ def result_to_json(result: Any) -> bytes:
     With the standard library: a file name that is not UTF-8 reaches Python as lone surrogates, which
     msgspec rejects and JSON can express.
     """
-    return json.dumps(public_value(result), separators=(",", ":"), allow_nan=False).encode("ascii")
+    return json.dumps(public_json_value(result), separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
-def public_value(value: Any) -> Any:
+def public_json_value(value: Any) -> Any:
     """Return what stands for a value in the public JSON: dictionaries, lists, texts and numbers."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: field.of(value) for field in _public_fields(type(value))}
     if isinstance(value, Mapping):
-        return {str(key): public_value(each) for key, each in value.items()}
+        return {str(key): public_json_value(each) for key, each in value.items()}
     if isinstance(value, tuple | list):
-        return [public_value(each) for each in value]
+        return [public_json_value(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -249,7 +249,7 @@ def _at_path(record: type, name: str, path: str) -> _PublicField:
         for attribute in before:
             if (value := getattr(value, attribute)) is None:
                 return absent
-        return public_value(getattr(value, last))
+        return public_json_value(getattr(value, last))
 
     return _PublicField(name, _public_shape(shape), value_of)
 
@@ -282,7 +282,9 @@ def _public_shape(annotation: Any) -> Any:
 
 def baseline_to_json(baseline: MemoryBaseline) -> bytes:
     """Encode a baseline for version control: a line for each figure, and one for each module."""
-    lines = [f"  {json.dumps(name)}: {_by_lines(value)}" for name, value in public_value(baseline).items()]
+    lines = [
+        f"  {json.dumps(name)}: {_by_lines(value)}" for name, value in public_json_value(baseline).items()
+    ]
     return ("{\n" + ",\n".join(lines) + "\n}\n").encode("ascii")
 
 

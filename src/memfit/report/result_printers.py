@@ -58,7 +58,7 @@ def print_result(result: Any, console: Console, **options: Any) -> None:
     _PRINTERS[type(result)](result, console, **options)
 
 
-def printed_text(result: Any) -> str:
+def printed_text_of_result(result: Any) -> str:
     """Return what is printed of a result."""
     text = io.StringIO()
     # force_jupyter=False: in a notebook rich would display each line instead of writing it to the file.

@@ -18,14 +18,14 @@ from memfit.card.find_card import is_ghost_loaded
 from memfit.card.outside_allocator import OutsideMemoryMeter
 from memfit.devices import find_device, why_torch_lacks_kernels
 from memfit.ghost.load_ghost import load
-from memfit.ghost.ranks.collective_release_times import EarlyCollectives, settle_collectives
-from memfit.ghost.runtime_bindings import Ghost
+from memfit.ghost.ranks.collective_release_times import WatchedCollectives, wait_until_collectives_released
+from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.ghost.workspaces import WorkspaceSource
 from memfit.native_build import cache_folder
 from memfit.patching.after_import import after_import
 from memfit.records import DeviceUse, Figure, MachineKind, Provenance
 from memfit.run.child_start import ChildSettings, GhostSettings
-from memfit.run.communicator_memory import Communicators
+from memfit.run.communicator_memory import CommunicatorMemory
 from memfit.run.job_rank import Rank
 from memfit.run.options import RunOptions
 from memfit.units import format_bytes
@@ -47,7 +47,7 @@ READING_INTERVAL = 0.5  # seconds between two readings of a card: NVML takes mil
 class Backend(ABC):
     """What a script runs on."""
 
-    ghost: Ghost | None = None
+    ghost: GhostRuntime | None = None
     """The ghost if the script runs on it."""
     _recorder: "Recorder | None" = None
     _has_joined = False
@@ -101,9 +101,9 @@ class GhostBackend(Backend):
         self._values: AssumedValues | None = None
         self._host: RandomFillSkipper | None = None
         self._steps = 0
-        self._collectives: EarlyCollectives | None = None
+        self._collectives: WatchedCollectives | None = None
         context = settings.device.context.bytes
-        self.ghost: Ghost = load(settings.build)
+        self.ghost: GhostRuntime = load(settings.build)
         self.ghost.configure(
             settings.stands_for,
             count=settings.visible_devices,
@@ -112,7 +112,7 @@ class GhostBackend(Backend):
             workspaces=WorkspaceSource(options.workspaces),
         )
         device = find_device(settings.device.name)
-        self._communicators = Communicators(self.ghost, device, options.rank.nproc)
+        self._communicators = CommunicatorMemory(self.ghost, device, options.rank.nproc)
         # Now, not when torch has been imported: the loader may be what imports torch.
         after_import(_LOADER, self._patch_weight_loading)
 
@@ -123,14 +123,14 @@ class GhostBackend(Backend):
 
         super().begin(recorder)
         if self._options.finish_late:
-            from memfit.ghost.late_stream_work import finish_late
+            from memfit.ghost.late_stream_work import finish_stream_work_late
 
-            finish_late(self.ghost)
+            finish_stream_work_late(self.ghost)
         else:
-            self._collectives = EarlyCollectives()
+            self._collectives = WatchedCollectives()
             after_import("torch.distributed.distributed_c10d", self._collectives.install)
-        choices = gpu_reads.ValueOptions.parse(self._options.values)
-        self._values = gpu_reads.install(
+        choices = gpu_reads.GpuValueOptions.parse(self._options.values)
+        self._values = gpu_reads.answer_gpu_reads(
             self.ghost,
             choices,
             recorder.note,
@@ -139,11 +139,13 @@ class GhostBackend(Backend):
             senders_exist=self._options.real_ranks,
         )
         if self._settings.shown_memory is not None:
-            from memfit.ghost.ghost_device import show_memory
+            from memfit.ghost.ghost_device import show_device_memory_to_script
 
-            show_memory(self._settings.shown_memory)
+            show_device_memory_to_script(self._settings.shown_memory)
         caches = cache_folder("compiled-graphs")
-        isolate_torch_compile.install(self.ghost, caches, recorder.note, labelled=recorder.book.doing)
+        isolate_torch_compile.isolate_compilation(
+            self.ghost, caches, recorder.note, labelled=recorder.book.doing
+        )
         after_import("torch._inductor.fx_passes.joint_graph", self._follow_folding)
         if self._options.host_memory:
             from memfit.ghost.skip_random_fills import RandomFillSkipper
@@ -158,15 +160,15 @@ class GhostBackend(Backend):
         options, ghost = settings.options, settings.ghost or self._settings
         self.ghost.set_capacity(ghost.stands_for.total_bytes)
         if ghost.shown_memory is not None and self._settings.shown_memory is None:
-            from memfit.ghost.ghost_device import show_memory
+            from memfit.ghost.ghost_device import show_device_memory_to_script
 
-            show_memory(ghost.shown_memory)
+            show_device_memory_to_script(ghost.shown_memory)
         if self._collectives is not None and options.finish_late:
-            from memfit.ghost.late_stream_work import finish_late
+            from memfit.ghost.late_stream_work import finish_stream_work_late
 
             self._collectives.remove()
             self._collectives = None
-            finish_late(self.ghost)
+            finish_stream_work_late(self.ghost)
         self._settings, self._options = ghost, options
 
     def _follow_folding(self) -> None:
@@ -179,7 +181,7 @@ class GhostBackend(Backend):
         from memfit.ghost import pretrained_weights
 
         if self._recorder is not None:
-            pretrained_weights.install(
+            pretrained_weights.substitute_missing_weights(
                 sys.modules[_LOADER], self._recorder.note, no_weights=not self._options.weights
             )
 
@@ -205,7 +207,7 @@ class GhostBackend(Backend):
             self.ghost.hold_events(False)
         self._steps += 1
         if self._steps <= _STEPS_SETTLED:
-            settle_collectives()
+            wait_until_collectives_released()
         if self._options.finish_late:
             self.ghost.finish_late()
 

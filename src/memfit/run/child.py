@@ -24,10 +24,10 @@ from memfit.errors import MemfitError
 from memfit.patching.after_import import after_import
 from memfit.records import ScriptEnd
 from memfit.run.backend import CardBackend, GhostBackend
-from memfit.run.child_start import ChildSettings, read_settings
+from memfit.run.child_start import ChildSettings, read_child_settings
 from memfit.run.interruption import release_ctrl_c
 from memfit.run.launchers import free_port
-from memfit.run.parent_pipe import ParentPipe, end_with_parent, open_pipe
+from memfit.run.parent_pipe import ParentPipe, end_process_with_parent, open_parent_pipe
 from memfit.run.script_process import ScriptProcess
 from memfit.run.standby import StandbyFork
 from memfit.run.started_processes import SETTINGS, SITE, follow_started_processes
@@ -36,9 +36,9 @@ from memfit.run.started_processes import SETTINGS, SITE, follow_started_processe
 def main() -> None:
     """Run the script on the command line."""
     _, path, *command = sys.argv
-    settings = read_settings(Path(path).read_text("ascii"))
-    descriptor = open_pipe(settings.progress)
-    end_with_parent(descriptor)
+    settings = read_child_settings(Path(path).read_text("ascii"))
+    descriptor = open_parent_pipe(settings.progress)
+    end_process_with_parent(descriptor)
     parent = ParentPipe(descriptor)
     faulthandler.enable()
     if settings.options.stdout_to_stderr:
@@ -66,7 +66,7 @@ def follow() -> None:
     """Load the ghost before this process imports torch, and record the process if it uses the GPU."""
     site = Path(sys.modules[SITE].__file__ or "").parent
     try:
-        settings = read_settings((site / SETTINGS).read_text())
+        settings = read_child_settings((site / SETTINGS).read_text())
     except FileNotFoundError:
         return  # memfit has ended
     sys.meta_path.insert(0, _BeforeTorch(settings))
@@ -94,11 +94,11 @@ class _BeforeTorch(importlib.abc.MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         backend = GhostBackend(self._settings.ghost, self._settings.options)
-        after_import("torch", FollowedProcess(self._settings, backend).begin)
+        after_import("torch", _FollowedProcess(self._settings, backend).begin)
         return importlib.util.find_spec(fullname)
 
 
-class FollowedProcess(ScriptProcess):
+class _FollowedProcess(ScriptProcess):
     """A Python process that the script started: it records its peak instead of writing a trace."""
 
     def __init__(self, settings: ChildSettings, backend: GhostBackend) -> None:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from memfit.ghost.build.runtime_library import Build
+from memfit.ghost.build.runtime_library import BuiltGhost
 from memfit.ghost.ghost_device import GhostDevice
 from memfit.python_command import command_running_module
 from memfit.records import DeviceUse
@@ -18,7 +18,7 @@ from memfit.run.options import RunOptions
 class GhostSettings(msgspec.Struct, frozen=True):
     """The ghost that the options ask for: built, and with its device looked up."""
 
-    build: Build
+    build: BuiltGhost
     stands_for: GhostDevice
     device: DeviceUse
     visible_devices: int
@@ -47,7 +47,7 @@ class ChildSettings(msgspec.Struct, frozen=True):
     """Descriptor of the socket of the script's standby (``standby.py``); None if there is to be none."""
 
 
-def write_settings(settings: ChildSettings) -> str:
+def child_settings_as_json(settings: ChildSettings) -> str:
     """Return settings as ASCII JSON.
 
     Written with the standard library, which can represent file names that are not UTF-8.
@@ -55,8 +55,8 @@ def write_settings(settings: ChildSettings) -> str:
     return json.dumps(msgspec.to_builtins(settings, enc_hook=str))
 
 
-def read_settings(text: str) -> ChildSettings:
-    """Read what ``write_settings`` wrote."""
+def read_child_settings(text: str) -> ChildSettings:
+    """Read what ``child_settings_as_json`` wrote."""
     return msgspec.convert(json.loads(text), ChildSettings, dec_hook=lambda kind, value: kind(value))
 
 
@@ -83,10 +83,10 @@ StartScript = Callable[[tuple[str, ...], ChildSettings], RunningScript]
 """What starts a process that runs a script, by its command: ``start_script``, or a standby."""
 
 
-def settings_file(settings: ChildSettings) -> str:
+def write_child_settings_file(settings: ChildSettings) -> str:
     """Write the settings of a run into its folder, and return the path of the file."""
     file = Path(settings.folder) / "settings.json"
-    file.write_text(write_settings(settings), "ascii")
+    file.write_text(child_settings_as_json(settings), "ascii")
     return str(file)
 
 
@@ -102,7 +102,7 @@ def start_script(
     """
     stream = subprocess.DEVNULL if hidden else None
     return subprocess.Popen(
-        [*command_running_module("memfit.run.child"), settings_file(settings), *command],
+        [*command_running_module("memfit.run.child"), write_child_settings_file(settings), *command],
         stdin=stream,
         stdout=stream,
         stderr=stream,

@@ -5,13 +5,13 @@ import sys
 from collections.abc import Iterable
 
 from memfit.devices import Device
-from memfit.ghost.ranks.nccl_memory import KERNELS, Communicator, nccl_memory
-from memfit.ghost.runtime_bindings import CommunicatorUse, Ghost
+from memfit.ghost.ranks.nccl_memory import KERNELS, NcclCommunicator, nccl_memory
+from memfit.ghost.runtime_bindings import CommunicatorUse, GhostRuntime
 from memfit.records import Figure, Provenance
 from memfit.units import format_bytes
 
 
-class Communicators:
+class CommunicatorMemory:
     """Gives the ghost the size of each communicator that the script makes.
 
     Args:
@@ -20,7 +20,7 @@ class Communicators:
         nproc: ranks on each machine.
     """
 
-    def __init__(self, ghost: Ghost, device: Device, nproc: int) -> None:
+    def __init__(self, ghost: GhostRuntime, device: Device, nproc: int) -> None:
         self._ghost = ghost
         self._device = device
         self._nproc = nproc
@@ -47,7 +47,7 @@ class Communicators:
                 self._ghost.take(KERNELS)
         size = max(
             nccl_memory(
-                Communicator(
+                NcclCommunicator(
                     ranks=use.ranks,
                     local_ranks=local,
                     rank=use.rank,

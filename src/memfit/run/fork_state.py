@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.patching.patches import Patch
-from memfit.run.process_tree import descendants
+from memfit.run.process_tree import descendants_of_process
 
 _THREADS = Patch("torch", "set_num_threads", why="keep a fork, whose OpenMP has lost its threads, on one")
 
@@ -31,7 +31,7 @@ _MARK_BAD_FORK = "_ZN5torch5utils22set_device_in_bad_forkEN3c1010DeviceTypeEb"
 
 
 @dataclass(frozen=True, slots=True)
-class OpenFile:
+class _OpenFile:
     """A file of a process, whose position a fork would share."""
 
     descriptor: int
@@ -48,28 +48,28 @@ class OpenFile:
         os.close(own)
 
 
-def is_harmless(started: object) -> bool:
+def is_thread_harmless_to_fork(started: object) -> bool:
     """Return whether a fork can do without a thread."""
     return type(started).__module__ in _HARMLESS
 
 
-def obstacle() -> str:
+def obstacle_to_fork() -> str:
     """Return what of this process a fork would lack, and may need; empty if nothing."""
     if threading.current_thread() is not threading.main_thread():
         return "the script trains in a thread"
     for thread in threading.enumerate():
-        if thread is not threading.main_thread() and not is_harmless(thread):
+        if thread is not threading.main_thread() and not is_thread_harmless_to_fork(thread):
             return f"the script has started a thread ({thread.name})"
     for task in Path("/proc/self/task").iterdir():
         name = (task / "comm").read_text().strip()
         if name.startswith("pt_"):
             return f"PyTorch has started a thread ({name})"
-    if any(descendants(os.getpid())):
+    if any(descendants_of_process(os.getpid())):
         return "the script has started a process"
     return "" if _unmark_bad_fork() is not None else "this PyTorch cannot use CUDA in a fork"
 
 
-def shortage() -> str:
+def memory_shortage_in_fork() -> str:
     """Return that memory has run out, if so: with more of it, the script would have gone on otherwise."""
     import torch
 
@@ -81,7 +81,7 @@ def shortage() -> str:
     return ""
 
 
-def open_files(others: Iterable[int]) -> tuple[list[OpenFile], str]:
+def open_files_of_process(others: Iterable[int]) -> tuple[list[_OpenFile], str]:
     """Return this process's files, and why they cannot all be separated; ``others`` are left alone."""
     found = []
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - names only
@@ -98,16 +98,16 @@ def open_files(others: Iterable[int]) -> tuple[list[OpenFile], str]:
         if not stat.S_ISREG(mode) or access == os.O_RDWR:
             return [], f"the script has {os.readlink(f'/proc/self/fd/{name}')} open"  # noqa: PTH115
         position = os.lseek(descriptor, 0, os.SEEK_CUR)
-        found.append(OpenFile(descriptor, access == os.O_RDONLY, position))
+        found.append(_OpenFile(descriptor, access == os.O_RDONLY, position))
     return found, ""
 
 
-def repair(random_state: Any, files: Iterable[OpenFile]) -> None:
+def repair_fork(random_state: Any, files: Iterable[_OpenFile]) -> None:
     """Have this fork go on as if it were the process that it was forked from.
 
     Args:
         random_state: of Python's global generator before the fork.
-        files: what ``open_files`` returned before the fork.
+        files: what ``open_files_of_process`` returned before the fork.
     """
     import random
 

@@ -68,7 +68,7 @@ _of_main_thread: ContextVar[Interruption | None] = ContextVar("_of_main_thread",
 
 
 @contextmanager
-def shared_with_threads(interruption: Interruption) -> Iterator[None]:
+def share_interruption_with_threads(interruption: Interruption) -> Iterator[None]:
     """Have an interruption also end scripts in threads that run with a copy of the block's context."""
     before = _of_main_thread.set(interruption)
     try:
@@ -107,7 +107,7 @@ def script_handles_ctrl_c(patience: float | None) -> Iterator[Interruption]:
 
 
 @contextmanager
-def ctrl_c_held() -> Iterator[None]:
+def hold_ctrl_c_back() -> Iterator[None]:
     """Hold Ctrl-C back until the end of the block, for this thread and for processes started in the block.
 
     They start with it held back, and release it with ``release_ctrl_c`` when they are ready for it.

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from memfit.errors import UsageError
-from memfit.ghost.ranks.wrap_group_creation import wrap_process_groups
+from memfit.ghost.ranks.wrap_group_creation import wrap_group_creation
 from memfit.run.job_rank import ALONE, Rank
 
 LAUNCHERS = ("torchrun", "accelerate")
@@ -77,10 +77,10 @@ def launched_script(command: Sequence[str], *, module: bool) -> LaunchedScript:
     return LaunchedScript(tuple(command), module)
 
 
-def started_rank(environment: Mapping[str, str]) -> Rank | None:
+def rank_started_by_torchrun(environment: Mapping[str, str]) -> Rank | None:
     """Return the rank as which torchrun has started this process; None if it has not, or only this one.
 
-    >>> started_rank({"WORLD_SIZE": "2"})
+    >>> rank_started_by_torchrun({"WORLD_SIZE": "2"})
     """
     if any(name not in environment for name in _SET_BY_TORCHRUN) or environment["WORLD_SIZE"] == "1":
         return None
@@ -102,7 +102,7 @@ def check_world_size(environment: Mapping[str, str]) -> None:
         )
 
 
-def wrong_size(size: int, job: Rank) -> str:
+def wrong_group_size_error(size: int, job: Rank) -> str:
     """Return that a script joins a process group of another size than the job's."""
     return (
         f"The script joins a process group of {size}, but memfit runs it as {job}. Write --nproc and "
@@ -110,7 +110,7 @@ def wrong_size(size: int, job: Rank) -> str:
     )
 
 
-def check_process_groups(refuse: Callable[[str], object], in_script: Callable[[], bool]) -> None:
+def refuse_process_groups(refuse: Callable[[str], object], in_script: Callable[[], bool]) -> None:
     """Call ``refuse`` with the reason when the script joins a process group of several processes.
 
     Call this once PyTorch's ``distributed_c10d`` has been imported.
@@ -148,7 +148,7 @@ def check_process_groups(refuse: Callable[[str], object], in_script: Callable[[]
             check(group_size)
         return make_group(group_size, group_rank, ranks, backend, *args, **more)
 
-    wrap_process_groups(rendezvous, new_process_group)
+    wrap_group_creation(rendezvous, new_process_group)
 
 
 def _is_on_gpu(backend: str) -> bool:

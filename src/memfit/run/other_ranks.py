@@ -30,7 +30,7 @@ import msgspec
 
 from memfit.run.child_start import ChildSettings, start_script
 from memfit.run.job_rank import Rank
-from memfit.run.process_tree import descendants, kill_descendants
+from memfit.run.process_tree import descendants_of_process, kill_descendants
 
 _MOST = 16
 """Ranks that may run beside the script: each takes about 0.7 GiB of host memory."""
@@ -185,7 +185,7 @@ class StartedRanks:
 
     def wait_for_rank(self) -> None:
         """Wait until the rank to run has ended; at once if this process has started none."""
-        _wait(lambda: self.is_elsewhere() or not any(descendants(os.getpid())), _PATIENCE)
+        _wait(lambda: self.is_elsewhere() or not any(descendants_of_process(os.getpid())), _PATIENCE)
         _wait(lambda: self.traced() or not self._runs(), None)
 
     def why_none_ran(self, rank: Rank) -> str:
@@ -210,7 +210,7 @@ class StartedRanks:
     def _runs(self) -> bool:
         """Return whether the process that runs as the rank has not ended."""
         claimant = self._claimant()
-        return claimant is not None and claimant in descendants(os.getpid())
+        return claimant is not None and claimant in descendants_of_process(os.getpid())
 
 
 def _wait(condition: Callable[[], bool], seconds: float | None) -> None:

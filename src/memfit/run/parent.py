@@ -27,12 +27,12 @@ from memfit.errors import MemfitError, OutputError, TargetError, UsageError
 from memfit.records import ChildProcess, ScriptEnd, Trace
 from memfit.records.job_command import command_as_typed
 from memfit.run.child_start import ChildSettings, GhostSettings, RunningScript, StartScript, start_script
-from memfit.run.interruption import Interruption, ctrl_c_held, script_handles_ctrl_c
+from memfit.run.interruption import Interruption, hold_ctrl_c_back, script_handles_ctrl_c
 from memfit.run.options import RunOptions
 from memfit.run.other_ranks import OtherRanks, StartedRanks
 from memfit.run.parent_pipe import ChildMessage
 from memfit.run.process_tree import kill_descendants
-from memfit.run.run_script_as_python import check_script
+from memfit.run.run_script_as_python import check_script_path
 from memfit.run.started_processes import UnfollowedProcesses, read_started_processes
 from memfit.temporary_folders import TemporaryFolder
 from memfit.trace.trace_file import read_trace
@@ -46,7 +46,7 @@ instructions, and libraries may swallow it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class ScriptProgress:
     """Progress of the script."""
 
     step: int = 0
@@ -86,7 +86,7 @@ def run_script(
     options: RunOptions,
     ghost: GhostSettings | None,
     output: Path | None,
-    on_progress: Callable[[Progress], None],
+    on_progress: Callable[[ScriptProgress], None],
     patience: float | None = 0.0,
     start: StartScript = start_script,
 ) -> RecordedRun:
@@ -151,7 +151,7 @@ def script_command(
         raise UsageError(f"steps must be at least 1, not {options.steps}.")
     command = (str(script), *arguments)
     if not options.module:
-        check_script(Path(command[0]))
+        check_script_path(Path(command[0]))
     check_output_paths({"output": output}, {} if options.module else {"the script": Path(command[0])})
     return command
 
@@ -172,12 +172,12 @@ def _run_process(
     command: tuple[str, ...],
     settings: ChildSettings,
     reader: int,
-    on_progress: Callable[[Progress], None],
+    on_progress: Callable[[ScriptProgress], None],
     interruption: Interruption,
     start: StartScript,
 ) -> ChildMessage:
     """Run the script's process to its end, and return its last message."""
-    with ctrl_c_held():
+    with hold_ctrl_c_back():
         process = start(command, settings)
     last, unfollowed = ChildMessage(), UnfollowedProcesses(process.pid, settings)
     until = None
@@ -190,7 +190,7 @@ def _run_process(
                 until = time.monotonic() + last.patience
             unfollowed.look()
             others.look()
-            on_progress(Progress(last.step, last.allocated, last.peak, compiling=last.compiling))
+            on_progress(ScriptProgress(last.step, last.allocated, last.peak, compiling=last.compiling))
             if interruption.exhausted(writing=last.interrupted and last.end is None):
                 break
             if until is not None and time.monotonic() >= until:

@@ -61,8 +61,8 @@ class ParentPipe:
         """Write to another named pipe from now on, in a fork that ends with its parent."""
         if self._descriptor is not None:
             os.close(self._descriptor)
-        self._descriptor = open_pipe(path)
-        end_with_parent(self._descriptor)
+        self._descriptor = open_parent_pipe(path)
+        end_process_with_parent(self._descriptor)
 
     def compiling(self, compiling: bool) -> None:
         """Report whether the script compiles code."""
@@ -101,7 +101,7 @@ class ParentPipe:
             self._descriptor = None  # the parent has gone
 
 
-def open_pipe(path: str) -> int:
+def open_parent_pipe(path: str) -> int:
     """Return a descriptor that writes to memfit's named pipe; leave if memfit has ended."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
@@ -111,7 +111,7 @@ def open_pipe(path: str) -> int:
     return descriptor
 
 
-def end_with_parent(progress: int) -> None:
+def end_process_with_parent(progress: int) -> None:
     """Have the kernel kill this process when its parent ends, however that ends; leave if it has ended.
 
     Strictly, when the thread that started this process ends; that thread waits for this process.
@@ -123,7 +123,7 @@ def end_with_parent(progress: int) -> None:
         os._exit(TargetError.exit_code)
 
 
-def follow_compilations(report: Callable[[bool], None]) -> None:
+def report_compilations(report: Callable[[bool], None]) -> None:
     """Call ``report`` with True when torch.compile begins to compile, and with False when it ends."""
     from torch._dynamo.callback import callback_handler
 

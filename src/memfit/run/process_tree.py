@@ -16,13 +16,13 @@ def kill_descendants(ancestor: int) -> None:
 
     A process whose parent has ended, such as a daemon's, no longer counts.
     """
-    while found := list(descendants(ancestor)):
+    while found := list(descendants_of_process(ancestor)):
         for process in found:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
 
 
-def descendants(ancestor: int) -> Iterator[int]:
+def descendants_of_process(ancestor: int) -> Iterator[int]:
     """Yield the descendants of a process that are not zombies."""
     children: dict[int, list[int]] = {}
     zombies = set()
@@ -42,7 +42,7 @@ def descendants(ancestor: int) -> Iterator[int]:
         yield from (process for process in found if process not in zombies)
 
 
-def with_environment(text: str) -> Iterator[int]:
+def processes_with_environment(text: str) -> Iterator[int]:
     """Yield the user's processes that started with environment variables in which a text occurs."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:

@@ -10,10 +10,10 @@ from memfit.card.context_measurement import (
 )
 from memfit.devices import NO_LIMIT, Device, find_device
 from memfit.errors import UsageError
-from memfit.ghost.build.runtime_library import build
+from memfit.ghost.build.runtime_library import build_ghost
 from memfit.ghost.build.torch_install import find_torch
 from memfit.ghost.ghost_device import GhostDevice
-from memfit.ghost.values.value_options import ValueOptions
+from memfit.ghost.values.value_options import GpuValueOptions
 from memfit.ghost.workspaces import WorkspaceSource
 from memfit.records import DeviceUse, Figure, Provenance
 from memfit.run.child_start import GhostSettings
@@ -21,7 +21,7 @@ from memfit.run.options import RunOptions
 from memfit.units import format_bytes
 
 
-def ghost_settings(options: RunOptions) -> GhostSettings:
+def resolve_ghost_settings(options: RunOptions) -> GhostSettings:
     """Check the options that concern the GPU, and build the ghost.
 
     Raises:
@@ -30,7 +30,7 @@ def ghost_settings(options: RunOptions) -> GhostSettings:
     """
     memory, in_use = options.memory, options.in_use
     _check_bytes(memory=memory, in_use=in_use)
-    ValueOptions.parse(options.values)
+    GpuValueOptions.parse(options.values)
     if options.workspaces not in tuple(WorkspaceSource):
         raise UsageError(
             f"workspaces must be one of {', '.join(WorkspaceSource)}, not {options.workspaces!r}."
@@ -48,7 +48,7 @@ def ghost_settings(options: RunOptions) -> GhostSettings:
         )
     visible_devices = max(_visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES")), options.rank.devices)
     return GhostSettings(
-        build=build(),
+        build=build_ghost(),
         stands_for=GhostDevice.of(device, total.bytes),
         device=DeviceUse(
             *(device.name, total, context, in_use),

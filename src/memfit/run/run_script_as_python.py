@@ -25,14 +25,14 @@ from typing import Any
 from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import TargetError, UsageError
 from memfit.input_files import check_ordinary_file, read_input_file
-from memfit.patching.patches import before
+from memfit.patching.patches import call_before
 from memfit.records import ScriptEnd
 
 _MAX_BYTES = 1 << 26
 _PYTHON = re.compile(r"python[0-9.]*")
 
 
-def run_as_main(command: tuple[str, ...], *, module: bool) -> None:
+def run_script_as_main(command: tuple[str, ...], *, module: bool) -> None:
     """Run a script, a folder or zip with a ``__main__.py``, or a module, as Python does: as ``__main__``.
 
     Args:
@@ -44,7 +44,7 @@ def run_as_main(command: tuple[str, ...], *, module: bool) -> None:
     if module:
         _first_on_path(str(Path.cwd()))
         runpy.run_module(target, run_name="__main__", alter_sys=True)
-    elif is_package(Path(target)):
+    elif _is_package(Path(target)):
         runpy.run_path(target, run_name="__main__")  # puts it on the path itself
     else:
         _first_on_path(str(Path(target).resolve().parent))
@@ -71,7 +71,7 @@ def _run_file(target: str) -> None:
     exec(code, main_module.__dict__)  # noqa: S102 - running the user's script is the point
 
 
-def end_of(error: BaseException) -> ScriptEnd:
+def classify_script_end(error: BaseException) -> ScriptEnd:
     """Return how a script that raised an exception ended, judged by the whole chain of exceptions.
 
     A loop that catches the exception with which memfit ends it, and calls ``sys.exit(1)``, was still ended by
@@ -80,7 +80,7 @@ def end_of(error: BaseException) -> ScriptEnd:
     """
     chain = _chain(error)
     for link in chain:
-        if ended_by_memfit(type(link)):
+        if _ended_by_memfit(type(link)):
             return ScriptEnd(link.reason, 0)  # type: ignore[attr-defined]
     for link in chain:
         if isinstance(link, KeyboardInterrupt):
@@ -94,7 +94,7 @@ def end_of(error: BaseException) -> ScriptEnd:
     return ScriptEnd("exception", 1, _summary(error), _innermost_user_line(error))
 
 
-def ended_by_memfit(kind: type[BaseException]) -> bool:
+def _ended_by_memfit(kind: type[BaseException]) -> bool:
     """Return whether memfit ended the script with an exception; by name, without importing PyTorch."""
     return any(base.__name__ == "EnoughStepsReached" for base in kind.__mro__)
 
@@ -109,7 +109,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return type(error).__name__ == "OutOfMemoryError" or str(error).startswith("CUDA error: out of memory")
 
 
-def print_as_python_does(error: BaseException, caller: str) -> None:
+def print_exception_as_python_does(error: BaseException, caller: str) -> None:
     """Print what Python would print for a script that raised, with a traceback that begins in the script.
 
     Args:
@@ -165,7 +165,7 @@ def _innermost_user_line(error: BaseException) -> str:
     return lines[-1] if lines else ""
 
 
-def join_threads(timeout: float | None) -> None:
+def join_script_threads(timeout: float | None) -> None:
     """Wait for the threads that Python waits for, at most ``timeout`` seconds in total."""
     until = None if timeout is None else time.monotonic() + timeout
     for thread in threading.enumerate():
@@ -179,7 +179,7 @@ def noting_excepthook(
     """Return a hook that notes the exceptions which end threads, and is silent where memfit ends them."""
 
     def hook(arguments: threading.ExceptHookArgs) -> object:
-        if ended_by_memfit(arguments.exc_type):
+        if _ended_by_memfit(arguments.exc_type):
             return None
         if arguments.exc_value is not None:
             noted.append(arguments.exc_value)
@@ -204,7 +204,7 @@ def flush_output() -> None:
             continue  # closed, or without a reader: Python itself exits silently then
 
 
-def at_process_end(end: Callable[[BaseException | None, bool], object]) -> None:
+def call_at_process_end(end: Callable[[BaseException | None, bool], object]) -> None:
     """Call ``end`` when this process, which another program started, ends by itself.
 
     ``os._exit`` and signals end a process without the call. A process of ``multiprocessing`` has by then
@@ -235,7 +235,7 @@ def at_process_end(end: Callable[[BaseException | None, bool], object]) -> None:
 
 def _at_interpreter_end(end: Callable[[BaseException | None, bool], object]) -> None:
     raised: list[BaseException] = []
-    note_exits(raised.append)
+    note_exit_exceptions(raised.append)
 
     def ended() -> None:
         atexit.unregister(ended)  # memfit then runs all exit handlers, and must not call this one again
@@ -244,18 +244,18 @@ def _at_interpreter_end(end: Callable[[BaseException | None, bool], object]) -> 
     atexit.register(ended)
 
 
-def note_exits(note: Callable[[BaseException], None]) -> None:
+def note_exit_exceptions(note: Callable[[BaseException], None]) -> None:
     """Call ``note`` with the exception that ends this process: of ``sys.exit``, or an uncaught one."""
-    sys.exit = before(lambda code=None, /: note(SystemExit(code)), sys.exit)
-    sys.excepthook = before(lambda _kind, error, _trace: note(error), sys.excepthook)
+    sys.exit = call_before(lambda code=None, /: note(SystemExit(code)), sys.exit)
+    sys.excepthook = call_before(lambda _kind, error, _trace: note(error), sys.excepthook)
 
 
-def is_package(path: Path) -> bool:
+def _is_package(path: Path) -> bool:
     """Return whether Python would run a path by its ``__main__.py``: a folder, or a zip (``zipapp``)."""
     return path.is_dir() or zipfile.is_zipfile(path)
 
 
-def check_script(path: Path) -> None:
+def check_script_path(path: Path) -> None:
     """Check that a path leads to a script that Python accepts. Nothing of it is run.
 
     Raises:
@@ -274,7 +274,7 @@ def check_script(path: Path) -> None:
             f"    pip install nbconvert && jupyter nbconvert --to python {shlex.quote(str(path))}\n"
             f"    sed -i '/^ *[%!]/d; /get_ipython/d' {shlex.quote(str(path.with_suffix('.py')))}"
         )
-    if not is_package(path):
+    if not _is_package(path):
         _check_source(path)
     elif path.is_dir():
         if not (path / "__main__.py").is_file():

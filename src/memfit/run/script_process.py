@@ -17,40 +17,40 @@ from typing import TYPE_CHECKING, NoReturn
 
 from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import MemfitError, TargetError
-from memfit.ghost.compile.lazy_dynamo import import_lazily
-from memfit.ghost.ranks.absent_ranks import stand_for_a_rank
+from memfit.ghost.compile.lazy_dynamo import import_dynamo_lazily
+from memfit.ghost.ranks.absent_ranks import join_groups_with_absent_ranks
 from memfit.ghost.ranks.object_exchange_files import ExchangedObjects
 from memfit.ghost.ranks.present_ranks import PresentRanks
 from memfit.patching.after_import import after_import
-from memfit.patching.patches import before
-from memfit.recording.data_loaders import ScriptLoaders, ShortLoaders
-from memfit.recording.longest_batches import LongestBatches
-from memfit.recording.script_options import ScriptOptions
-from memfit.recording.short_trainers import ShortTrainers
-from memfit.recording.unreached_evaluations import Evaluations
+from memfit.patching.patches import call_before
+from memfit.recording.data_loaders import LoaderShortener, ScriptLoaders
+from memfit.recording.longest_batches import LongestBatchFinder
+from memfit.recording.script_options import ScriptOptionCollector
+from memfit.recording.short_trainers import TrainerShortener
+from memfit.recording.unreached_evaluations import UnreachedEvaluations
 from memfit.records import Provenance, ScriptEnd
 from memfit.run.backend import Backend
-from memfit.run.child_start import ChildSettings, read_settings
-from memfit.run.job_rank import traced_rank
-from memfit.run.launchers import check_process_groups, wrong_size
+from memfit.run.child_start import ChildSettings, read_child_settings
+from memfit.run.job_rank import rank_of_trace
+from memfit.run.launchers import refuse_process_groups, wrong_group_size_error
 from memfit.run.other_ranks import StartedRanks
-from memfit.run.parent_pipe import ParentPipe, follow_compilations, open_pipe
+from memfit.run.parent_pipe import ParentPipe, open_parent_pipe, report_compilations
 from memfit.run.process_tree import kill_descendants
 from memfit.run.run_script_as_python import (
-    at_process_end,
-    end_of,
+    call_at_process_end,
+    classify_script_end,
     flush_output,
-    join_threads,
+    join_script_threads,
     noting_excepthook,
-    print_as_python_does,
-    run_as_main,
+    print_exception_as_python_does,
+    run_script_as_main,
 )
 from memfit.run.started_processes import (
-    ProcessRecord,
+    StartedProcessRecord,
     follow_started_processes,
     read_started_processes,
     record_failing_fork,
-    record_running,
+    record_running_programs,
 )
 
 if TYPE_CHECKING:
@@ -90,32 +90,32 @@ class ScriptProcess:
         self._interrupted = False  # while it stands for the script
         self._runs_as_rank = False  # of a process group that it has joined
         self._steps_reported = 0
-        self._record: ProcessRecord | None = None  # of a process beside the script's
-        self._options, self._loaders = ScriptOptions(), ScriptLoaders()
+        self._record: StartedProcessRecord | None = None  # of a process beside the script's
+        self._options, self._loaders = ScriptOptionCollector(), ScriptLoaders()
         self._loader: LoaderBatchSize | None = None  # that of the last training step
-        self._evaluations = Evaluations()
+        self._evaluations = UnreachedEvaluations()
         self._leaving: set[int] = set()  # threads that have called os._exit
         self.standby: StandbyFork | None = None
-        self._short: tuple[ShortLoaders | ShortTrainers, ...] = ()
-        self._longest: LongestBatches | None = None
+        self._short: tuple[LoaderShortener | TrainerShortener, ...] = ()
+        self._longest: LongestBatchFinder | None = None
         self._change_batches(settings.options.batches, settings.options.scan)
         self._options.install()
         self._loaders.install()
 
     def _change_batches(self, most: int | None, scan: float | None) -> None:
         """End passes after so many batches, and look for the longest one, each if the options say so."""
-        loaders = None if most is None else ShortLoaders(most, self._loaders)
+        loaders = None if most is None else LoaderShortener(most, self._loaders)
         if scan is not None:  # first, so that it can draw from loaders that are not shortened
-            self._longest = LongestBatches(scan, self._loaders, loaders, lambda: self._recorder)
+            self._longest = LongestBatchFinder(scan, self._loaders, loaders, lambda: self._recorder)
             self._longest.install()
         if most is not None and loaders is not None:
-            self._short = (loaders, ShortTrainers(most))
+            self._short = (loaders, TrainerShortener(most))
             for each in self._short:
                 each.install()
 
     def go_on(self, settings: str, called: object) -> None:
         """Go on as another run, in a fork of this process; arguments as in ``StandbyFork``."""
-        before, self._settings = self._settings, read_settings(Path(settings).read_text("ascii"))
+        before, self._settings = self._settings, read_child_settings(Path(settings).read_text("ascii"))
         self._parent.move(self._settings.progress)
         self._pid = self._script = os.getpid()
         self._ranks = StartedRanks(Path(self._settings.folder), self._settings.options.rank.nproc)
@@ -151,10 +151,10 @@ class ScriptProcess:
         self._recorder = recorder
         if self.standby is not None:
             self.standby.watch()
-        after_import("torch._dynamo.callback", lambda: follow_compilations(self._parent.compiling))
+        after_import("torch._dynamo.callback", lambda: report_compilations(self._parent.compiling))
         if self._settings.ghost is not None:
             after_import("torch.distributed.distributed_c10d", self._prepare_process_groups)
-            import_lazily()
+            import_dynamo_lazily()
 
     def _forked(self) -> None:
         if self.standby is None or not self.standby.forking:
@@ -168,7 +168,7 @@ class ScriptProcess:
             self._ranks.note_gpu_use()
         if not self._is_the_script() and self._settings.ghost is not None:
             context = self._settings.ghost.device.context
-            self._record = ProcessRecord(Path(self._settings.folder), context)
+            self._record = StartedProcessRecord(Path(self._settings.folder), context)
             self._record.begin()
 
     def _leave(self, status: int) -> NoReturn:
@@ -189,9 +189,9 @@ class ScriptProcess:
         elif self._settings.options.rank.world_size > 1 and self._backend.ghost is not None:
             exchange = ExchangedObjects(self._folders, self._settings.options.rank.rank)
             launches = partial(self._backend.ghost.counter, "launches")
-            stand_for_a_rank(self._join, self._refuse_group, exchange, launches)
+            join_groups_with_absent_ranks(self._join, self._refuse_group, exchange, launches)
         else:
-            check_process_groups(self._refuse_group, in_script=self._is_the_script)
+            refuse_process_groups(self._refuse_group, in_script=self._is_the_script)
 
     def _folders(self) -> tuple[Path, Path]:
         """Return where the ranks of the job leave objects, and where those of this run ask for others."""
@@ -200,7 +200,7 @@ class ScriptProcess:
 
     def _refuse_group(self, why: str) -> None:
         if not self._is_the_script():
-            self._parent = ParentPipe(open_pipe(self._settings.progress), started=True)
+            self._parent = ParentPipe(open_parent_pipe(self._settings.progress), started=True)
         self._refuse(why, TargetError.exit_code)
 
     def _join(self, rank: int, size: int) -> None:
@@ -212,7 +212,7 @@ class ScriptProcess:
         if size == 1 or self._runs_as_rank:
             return
         if size != job.world_size:
-            self._refuse_group(wrong_size(size, job))
+            self._refuse_group(wrong_group_size_error(size, job))
         self._ranks.join(rank)
         if rank == job.rank and self._ranks.claim():
             self._runs_as_rank = True
@@ -230,14 +230,14 @@ class ScriptProcess:
     def _stand_for_the_script(self) -> None:
         """Have this process, which the script started, write the run's trace when it ends."""
         self._pid = self._script = os.getpid()
-        self._parent = ParentPipe(open_pipe(self._settings.progress), started=True)
+        self._parent = ParentPipe(open_parent_pipe(self._settings.progress), started=True)
         if self._record is not None:
             self._record.withdraw()
             self._record = None
         handle = signal.getsignal(signal.SIGINT)
         if callable(handle) and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, before(self._note_interruption, handle))
-        at_process_end(self._end_as_rank)
+            signal.signal(signal.SIGINT, call_before(self._note_interruption, handle))
+        call_at_process_end(self._end_as_rank)
         self._ranks.wait_for_others()
 
     def _note_interruption(self, *_: object) -> None:
@@ -261,22 +261,22 @@ class ScriptProcess:
             if (preload := self._settings.options.preload) is not None:
                 module, argument = preload
                 importlib.import_module(module).install(argument)
-            run_as_main(self._command, module=self._settings.options.module)
+            run_script_as_main(self._command, module=self._settings.options.module)
         except BaseException as error:  # noqa: BLE001 - a script may end by raising anything
             return self._end_of(error)
-        join_threads(None)  # Python waits for them too; one of them may be the training
+        join_script_threads(None)  # Python waits for them too; one of them may be the training
         if self._enough():
             return ScriptEnd("steps", 0)
         if in_threads:
             self._last_error = in_threads[0]
-            return end_of(in_threads[0])
+            return classify_script_end(in_threads[0])
         return ScriptEnd("end", 0)
 
     def _end_of(self, error: BaseException, *, printed: bool = False) -> ScriptEnd:
         self._last_error = error  # its frames keep the script's objects alive for the recorder
-        end = end_of(error)
+        end = classify_script_end(error)
         if end.reason in ("end", "exception") and not printed:
-            print_as_python_does(error, __file__)
+            print_exception_as_python_does(error, __file__)
         if end.reason == "exception" and (hint := self._backend.hint()):
             print(f"memfit: {hint}", file=sys.stderr)
         return end
@@ -295,7 +295,7 @@ class ScriptProcess:
         self._let_others_end(end)
         if end.reason == "interrupted":
             self._parent.interrupted()
-        record_running(self._settings, self._pid)
+        record_running_programs(self._settings, self._pid)
         try:
             trace = self._trace(end)
             unsaved = self._save(trace) if trace is not None else ""
@@ -306,7 +306,7 @@ class ScriptProcess:
         self._parent.end(end, traced=trace is not None, unsaved=unsaved)
         self._stay(end)
         if run_exit_handlers:
-            join_threads(THREAD_TIMEOUT)
+            join_script_threads(THREAD_TIMEOUT)
             atexit._run_exitfuncs()
         flush_output()
         if end.reason == "interrupted":
@@ -359,7 +359,7 @@ class ScriptProcess:
             return None  # another process writes it; this one may record itself
         if self._recorder is None or not sys.modules["torch"].cuda.is_initialized():
             return None
-        from memfit.recording.allocator_history import pinned_peak
+        from memfit.recording.allocator_history import peak_pinned_host_bytes
         from memfit.versions import software_versions
 
         if end.stopped:
@@ -377,9 +377,9 @@ class ScriptProcess:
             options=self._options.found(),
             loader=self._loader or self._loaders.last,
             children=children,
-            rank=traced_rank(job, os.environ),
+            rank=rank_of_trace(job, os.environ),
             cudnn_workspaces=self._backend.cudnn_workspaces(),
-            pinned=pinned_peak(),
+            pinned=peak_pinned_host_bytes(),
             shortened=tuple(found for each in self._short for found in each.shortened),
             scans=self._longest.scans if self._longest is not None else (),
         )

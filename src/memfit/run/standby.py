@@ -31,8 +31,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from memfit.patching.patches import Patch
-from memfit.run.fork_state import is_harmless, obstacle, open_files, repair, shortage
-from memfit.run.interruption import ctrl_c_held, release_ctrl_c
+from memfit.run.fork_state import (
+    is_thread_harmless_to_fork,
+    memory_shortage_in_fork,
+    obstacle_to_fork,
+    open_files_of_process,
+    repair_fork,
+)
+from memfit.run.interruption import hold_ctrl_c_back, release_ctrl_c
 from memfit.run.process_tree import kill_descendants
 from memfit.run.run_script_as_python import flush_output
 
@@ -127,7 +133,7 @@ class StandbyFork:
         return original(*args, **kwargs)
 
     def _starts(self, original: Callable[..., Any], started: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_harmless(started) and time.monotonic() >= self._made + _RECENT:
+        if not is_thread_harmless_to_fork(started) and time.monotonic() >= self._made + _RECENT:
             self.fork(last=False)
         return original(started, *args, **kwargs)
 
@@ -141,17 +147,17 @@ class StandbyFork:
             return
         if last:
             self._hooks.remove()
-        files, unsafe = open_files({self._progress, self._channel.fileno()})
+        files, unsafe = open_files_of_process({self._progress, self._channel.fileno()})
         handlers = {number: signal.getsignal(number) for number in _SIGNALS}
         if None in handlers.values():
             unsafe = "the script has a signal handler of a library"
-        if why := obstacle() or unsafe or shortage():
+        if why := obstacle_to_fork() or unsafe or memory_shortage_in_fork():
             self._end(why, last=last)
             return
         flush_output()
         ctypes.CDLL(None).fflush(None)
         state = random.getstate()
-        with ctrl_c_held():
+        with hold_ctrl_c_back():
             try:
                 standby = self._fork_standby()
             except OSError as error:  # too many processes, or too little memory
@@ -174,7 +180,7 @@ class StandbyFork:
         except BaseException:  # noqa: BLE001 - the script might catch it, and go on here
             kill_descendants(os.getpid())
             os._exit(1)
-        repair(state, files)
+        repair_fork(state, files)
         _set_handlers(handlers)
         self._go_on(path, self._called)
         release_ctrl_c()
@@ -214,7 +220,9 @@ class StandbyFork:
     def _forked(self) -> int:
         self.forking = True
         try:
-            with warnings.catch_warnings(action="ignore"):  # of threads, which ``obstacle`` has looked at
+            with warnings.catch_warnings(
+                action="ignore"
+            ):  # of threads, which ``obstacle_to_fork`` has looked at
                 return os.fork()
         finally:
             self.forking = False

@@ -23,11 +23,11 @@ from pathlib import Path
 
 import msgspec
 
-from memfit.patching.patches import Patch, before
+from memfit.patching.patches import Patch, call_before
 from memfit.records import ChildProcess, Figure
-from memfit.run.child_start import ChildSettings, write_settings
-from memfit.run.process_tree import descendants, with_environment
-from memfit.run.run_script_as_python import end_of, note_exits
+from memfit.run.child_start import ChildSettings, child_settings_as_json
+from memfit.run.process_tree import descendants_of_process, processes_with_environment
+from memfit.run.run_script_as_python import classify_script_end, note_exit_exceptions
 from memfit.units import format_bytes
 
 SITE = "sitecustomize"
@@ -63,7 +63,7 @@ def follow_started_processes(settings: ChildSettings, instead_of: ChildSettings 
     """
     site = _site(settings)
     site.mkdir(exist_ok=True)
-    (site / SETTINGS).write_text(write_settings(settings))
+    (site / SETTINGS).write_text(child_settings_as_json(settings))
     (site / f"{SITE}.py").write_text(_CODE.format(prefix=sys.prefix))
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     others = [path for path in inherited if instead_of is None or path != str(_site(instead_of))]
@@ -74,7 +74,7 @@ def _site(settings: ChildSettings) -> Path:
     return Path(settings.folder) / "site"
 
 
-def record_process(folder: Path, process: int, name: str, peak: Figure | None, error: str = "") -> None:
+def _record_process(folder: Path, process: int, name: str, peak: Figure | None, error: str = "") -> None:
     """Record a process in the run's folder; the fields are those of ``ChildProcess``."""
     beside = folder / str(process)
     try:
@@ -84,12 +84,12 @@ def record_process(folder: Path, process: int, name: str, peak: Figure | None, e
         return  # memfit has ended, and its folder has gone
 
 
-def forget_process(folder: Path, process: int) -> None:
+def _forget_process(folder: Path, process: int) -> None:
     """Remove the record of a process."""
     (folder / f"{process}{_SUFFIX}").unlink(missing_ok=True)
 
 
-def is_recorded(folder: Path, process: int) -> bool:
+def _is_recorded(folder: Path, process: int) -> bool:
     """Return whether a process has been recorded."""
     return (folder / f"{process}{_SUFFIX}").exists()
 
@@ -100,17 +100,17 @@ def read_started_processes(folder: Path) -> tuple[ChildProcess, ...]:
     return tuple(msgspec.json.decode(path.read_bytes(), type=ChildProcess) for path in found)
 
 
-def name_of_this_process() -> str:
+def _name_of_this_process() -> str:
     """Return this process's name in ``multiprocessing``, or its command."""
     if multiprocessing.parent_process() is not None:
         return multiprocessing.current_process().name
-    return command_name([sys.executable, *sys.orig_argv[1:]])
+    return _command_name([sys.executable, *sys.orig_argv[1:]])
 
 
-def command_name(command: Sequence[str]) -> str:
+def _command_name(command: Sequence[str]) -> str:
     """Return the name that a process is shown by: its command, without folders and shortened.
 
-    >>> command_name(["/usr/bin/python", "worker.py", "--rank", "0"])
+    >>> _command_name(["/usr/bin/python", "worker.py", "--rank", "0"])
     'python worker.py --rank 0'
     """
     name = shlex.join([Path(command[0]).name, *command[1:]] if command else ["?"])
@@ -128,12 +128,12 @@ def record_failing_fork(folder: Path) -> None:
 
     def record(*_: object) -> None:
         why = "CUDA cannot be used in a fork of a process that has used it"
-        record_process(folder, os.getpid(), name_of_this_process(), None, why)
+        _record_process(folder, os.getpid(), _name_of_this_process(), None, why)
 
-    _CUDA.install("_lazy_init", partial(before, record))
+    _CUDA.install("_lazy_init", partial(call_before, record))
 
 
-class ProcessRecord:
+class StartedProcessRecord:
     """Records in the run's folder what this process has held at most, and how it failed.
 
     It does so from its first use of the GPU on, not only at its end: it may be killed, or leave by
@@ -155,8 +155,8 @@ class ProcessRecord:
 
         self._process = os.getpid()
         torch._C._cuda_attach_out_of_memory_observer(self._ran_out)  # type: ignore[attr-defined]
-        os._exit = before(lambda code=None, /: self._leave(SystemExit(code)), os._exit)
-        note_exits(self._leave)
+        os._exit = call_before(lambda code=None, /: self._leave(SystemExit(code)), os._exit)
+        note_exit_exceptions(self._leave)
         self._write()
 
     def update(self) -> None:
@@ -172,12 +172,12 @@ class ProcessRecord:
     def withdraw(self) -> None:
         """Record this process no more, and forget what was recorded: it is a rank."""
         self._process = 0
-        forget_process(self._folder, os.getpid())
+        _forget_process(self._folder, os.getpid())
 
     def _leave(self, error: BaseException) -> None:
         if os.getpid() != self._process:  # a fork of this process, such as a worker of a loader
             return
-        end = end_of(error)
+        end = classify_script_end(error)
         if end.exit_code:
             raised = "" if end.reason == "out of memory" else end.exception
             self._failure = raised or self._shortage or end.exception or f"exit code {end.exit_code}"
@@ -198,10 +198,10 @@ class ProcessRecord:
             return
         self._written = held, failure
         peak = Figure(held + self._context.bytes, self._context.provenance, "reserved + CUDA context")
-        record_process(self._folder, self._process, name_of_this_process(), peak, failure)
+        _record_process(self._folder, self._process, _name_of_this_process(), peak, failure)
 
 
-def record_running(settings: ChildSettings, script: int) -> None:
+def record_running_programs(settings: ChildSettings, script: int) -> None:
     """Record the Python programs that the script has started and that still run when it ends."""
     folder, own = Path(settings.folder), _command(script)
     if settings.ghost is None:
@@ -210,8 +210,8 @@ def record_running(settings: ChildSettings, script: int) -> None:
         command = _command(process)
         if not command or command == own:  # a fork, such as a worker of a loader
             continue
-        if _may_train(command) and not is_recorded(folder, process):
-            record_process(folder, process, command_name(command), None, _STILL_RUNNING)
+        if _may_train(command) and not _is_recorded(folder, process):
+            _record_process(folder, process, _command_name(command), None, _STILL_RUNNING)
 
 
 def _may_train(command: Sequence[str]) -> bool:
@@ -231,7 +231,7 @@ def _may_train(command: Sequence[str]) -> bool:
 def _started(script: int, settings: ChildSettings) -> set[int]:
     """Return the processes that the script has started, also those that have detached themselves from it."""
     inherits = settings.folder  # on PYTHONPATH
-    return set(descendants(script)) | set(with_environment(inherits))
+    return set(descendants_of_process(script)) | set(processes_with_environment(inherits))
 
 
 def _command(process: int) -> list[str]:
@@ -270,5 +270,5 @@ class UnfollowedProcesses:
                 self._known.add(process)
             command = _command(process)
             if not is_followed and _TORCH in maps and command:  # without one, it is ending: its map is torn
-                record_process(Path(self._settings.folder), process, command_name(command), None)
+                _record_process(Path(self._settings.folder), process, _command_name(command), None)
         self._looked = time.monotonic()

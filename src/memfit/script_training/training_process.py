@@ -26,7 +26,7 @@ import msgspec
 
 from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import TargetError
-from memfit.ghost.build.torch_install import installed_version
+from memfit.ghost.build.torch_install import installed_torch_version
 from memfit.injection.inject_plan import inject_change
 from memfit.injection.injection_files import InjectionReport, InjectionSettings
 from memfit.patching.after_import import after_import
@@ -34,8 +34,8 @@ from memfit.planning.plan_file import PlanFile, read_plan
 from memfit.records import Change
 from memfit.records.job_command import command_as_typed
 from memfit.report.escape import escaped
-from memfit.run.run_script_as_python import print_as_python_does, run_as_main
-from memfit.trials.trial_run import why_again
+from memfit.run.run_script_as_python import print_exception_as_python_does, run_script_as_main
+from memfit.trials.trial_run import why_kept_results_were_recomputed
 from memfit.versions import __version__
 from memfit.watching.prediction import PlannedPeak
 from memfit.watching.watch import Watch, watch
@@ -66,7 +66,7 @@ class PlanOutcome:
         self._file, self._plan = file, plan
         self.carried_out = changes_made_in_training(plan.change)
         """What of the plan needs no change of the script."""
-        self.left_out = changes_left_out(plan.change)
+        self.left_out = changes_left_to_user(plan.change)
         """What does, and how to carry it out."""
         self._command = command
         self._as_far = as_far_as_it_goes
@@ -120,7 +120,7 @@ class PlanOutcome:
                 f"{', '.join(report.missing)}"
             )
         if report.again:
-            self._say(f"NOT AS PLANNED: {why_again(report.again)}")
+            self._say(f"NOT AS PLANNED: {why_kept_results_were_recomputed(report.again)}")
         for model, why in zip(report.refused, report.refusals, strict=True):
             if not model or self._plan.made_for(model):
                 self._miss(f"NOT APPLIED{f' to {model}' if model else ''}: {why}")
@@ -226,10 +226,10 @@ def changes_made_in_training(change: Change) -> Change:
     return replace(change, plan=plan, micro_batches=None, arguments=arguments, loader=None)
 
 
-def changes_left_out(change: Change) -> tuple[str, ...]:
+def changes_left_to_user(change: Change) -> tuple[str, ...]:
     """Return what else is in a change, and how to carry it out.
 
-    >>> changes_left_out(Change({"checkpointing": {}, "sharding": {"mode": "fsdp2"}}))
+    >>> changes_left_to_user(Change({"checkpointing": {}, "sharding": {"mode": "fsdp2"}}))
     ('sharding: write model = memfit.apply(model, PLAN) before the optimizer is created.',)
     """
     left_out, divided = [], change.micro_batches
@@ -268,7 +268,7 @@ def main() -> None:
     command = tuple(sys.argv[2:])
     plan = read_plan(Path(settings.plan))
     outcome = PlanOutcome(settings.plan, plan, command, as_far_as_it_goes=settings.as_far_as_it_goes)
-    outcome.begin({"memfit": __version__, "torch": installed_version()})
+    outcome.begin({"memfit": __version__, "torch": installed_torch_version()})
     change = outcome.carried_out
     if change.allocator:
         os.environ[CONF] = change.allocator
@@ -276,12 +276,12 @@ def main() -> None:
     after_import("torch", outcome.watch_steps)
     after_import("torch", _watch(settings, plan, command, whole=not outcome.left_out).start)
     try:
-        run_as_main(command + change.arguments, module=settings.module)
+        run_script_as_main(command + change.arguments, module=settings.module)
     except SystemExit as end:
         if end.code:
             raise
     except BaseException as error:  # noqa: BLE001 - as Python does
-        print_as_python_does(error, __file__)
+        print_exception_as_python_does(error, __file__)
         sys.exit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
     finally:
         ends_well = outcome.end()

@@ -33,7 +33,7 @@ from memfit.strategies.mechanisms.step_in_backward import (
 from memfit.strategies.mechanisms.wrap_forward import forward_wrappers
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.plan import Plan, sharding_conflict
-from memfit.strategies.sharding import sharding_of
+from memfit.strategies.sharding import sharding_of_model
 
 _APPLIED: weakref.WeakKeyDictionary[nn.Module, ExitStack] = weakref.WeakKeyDictionary()
 
@@ -135,7 +135,7 @@ def apply_to_model(model: nn.Module, plan: Plan, *, in_engine: bool = False) -> 
     Raises:
         UsageError: one does not suit.
     """
-    if conflict := sharding_conflict(plan, sharding_of(model)):
+    if conflict := sharding_conflict(plan, sharding_of_model(model)):
         raise UsageError(conflict)
     if model in _APPLIED:
         raise UsageError("The model already has a plan: call memfit.revert(model) to remove it first.")

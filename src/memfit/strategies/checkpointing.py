@@ -34,9 +34,9 @@ from memfit.errors import UsageError
 from memfit.strategies.mechanisms.module_patterns import (
     backbone_blocks,
     class_name,
+    module_without_compile_wrapper,
     modules_named,
     repeated_blocks,
-    unwrapped,
 )
 from memfit.strategies.mechanisms.recompute_forward import CheckpointedForward, RecomputeSettings
 from memfit.strategies.mechanisms.selective_checkpointing import operation_overloads
@@ -178,7 +178,7 @@ class Checkpointing:
             )
             undo.callback(wrap_forward(module, settings, CheckpointedForward))
         if not self.regions:  # a plan has shown what its regions save
-            for message in no_saving_warnings({name: module for name, (module, _) in selected.items()}):
+            for message in _no_saving_warnings({name: module for name, (module, _) in selected.items()}):
                 warn_user(message)
 
         return undo.close
@@ -244,7 +244,7 @@ def _present(name: str, module: nn.Module, split_at: str | tuple[str, ...]) -> t
 
 def _with_forward(name: str, module: nn.Module) -> nn.Module:
     """Return a module to checkpoint: inside a compiled one, where the compiler sees what is recomputed."""
-    inside = unwrapped(module)
+    inside = module_without_compile_wrapper(module)
     if type(inside).forward is nn.Module.forward and "forward" not in inside.__dict__:
         raise UsageError(
             f"checkpointing: {name} is a {class_name(inside)}, which has no forward; did you mean '{name}.*'?"
@@ -252,7 +252,7 @@ def _with_forward(name: str, module: nn.Module) -> nn.Module:
     return inside
 
 
-def no_saving_warnings(regions: dict[str, nn.Module]) -> list[str]:
+def _no_saving_warnings(regions: dict[str, nn.Module]) -> list[str]:
     """Return a warning for each kind of region whose checkpointing saves nothing.
 
     A single operation keeps its input (Linear, Conv2d, LayerNorm) or its result (Softmax): as much as

@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from memfit.errors import UsageError
 from memfit.strategies.mechanisms.sliced_loss import SlicedLoss
 from memfit.strategies.setting_checks import check_dtype_name
-from memfit.strategies.sharding import sharding_of
+from memfit.strategies.sharding import sharding_of_model
 
 Reduction = Literal["mean", "sum"]
 
@@ -239,7 +239,7 @@ def _expect_sliceable(head: nn.Module) -> None:
     """
     tensors = sys.modules.get("torch.distributed.tensor")
     name = type(head).__name__
-    if sharding_of(head) is not None or (
+    if sharding_of_model(head) is not None or (
         tensors is not None and any(isinstance(each, tensors.DTensor) for each in head.parameters())
     ):
         raise UsageError(

@@ -23,7 +23,7 @@ from memfit.errors import FileFormatError, UsageError
 from memfit.input_files import read_input_file
 from memfit.planning.plan_file import read_plan
 from memfit.strategies.arena_settings import ArenaSettings
-from memfit.strategies.legacy_settings import NOTHING, GivenSetting
+from memfit.strategies.legacy_settings import NOTHING, TranslatedSetting
 from memfit.strategies.legacy_settings import READERS as LEGACY_READERS
 from memfit.strategies.plan import Plan
 from memfit.strategies.precision import LossScale
@@ -199,7 +199,7 @@ def _expect_plain(given: Any, name: str, levels: int) -> None:
 # ---- From names to settings -----------------------------------------------------------------------------
 
 
-def _read(name: str, given: Any) -> Iterator[GivenSetting]:
+def _read(name: str, given: Any) -> Iterator[TranslatedSetting]:
     target = ALIASES.get(name, name)
     if name in READERS:
         yield from READERS[name](name, given)
@@ -209,20 +209,22 @@ def _read(name: str, given: Any) -> Iterator[GivenSetting]:
         what = "a setting of memory or precision that memfit reads"
         raise unknown_name_error(what, name, [*TABLES, *ALIASES, *READERS])
     elif given is None:
-        yield GivenSetting(f"{name}=None", None, note=NOTHING)
+        yield TranslatedSetting(f"{name}=None", None, note=NOTHING)
     else:
         yield _setting(f"{name}={given!r}", target, given)
 
 
-def _table(name: str, table: str, given: Any) -> Iterator[GivenSetting]:
+def _table(name: str, table: str, given: Any) -> Iterator[TranslatedSetting]:
     """Read the fields of a strategy or of the arena, true or false, or a value for the first field."""
     known = [field.name for field in fields(TABLES[table])]
     if table == "precision" and isinstance(given, str | int) and type(given) is not bool:
         given = LIGHTNING_PRECISION.get(given, given)
     if given is None or given is False:
-        yield GivenSetting(f"{name}={given!r}", None, note=NOTHING, denies=table if given is False else "")
+        yield TranslatedSetting(
+            f"{name}={given!r}", None, note=NOTHING, denies=table if given is False else ""
+        )
     elif given is True or given == {}:
-        yield GivenSetting(f"{name}={given!r}", table)
+        yield TranslatedSetting(f"{name}={given!r}", table)
     elif isinstance(given, Mapping):
         for field, value in given.items():
             if field not in known:
@@ -237,13 +239,13 @@ def _table(name: str, table: str, given: Any) -> Iterator[GivenSetting]:
         yield _setting(f"{name}={given!r}", f"{table}.{known[0]}", given)
 
 
-def _setting(given: str, target: str, value: Any) -> GivenSetting:
+def _setting(given: str, target: str, value: Any) -> TranslatedSetting:
     if target == "arena.exclude" and isinstance(value, str):
         value = (value,)
-    return GivenSetting(given, target, tuple(value) if isinstance(value, list) else value)
+    return TranslatedSetting(given, target, tuple(value) if isinstance(value, list) else value)
 
 
-def _with_effect(settings: Sequence[GivenSetting]) -> list[GivenSetting]:
+def _with_effect(settings: Sequence[TranslatedSetting]) -> list[TranslatedSetting]:
     """Set nothing for settings that refine a strategy for which no other setting asks."""
     asked = {_table_of(setting) for setting in settings if not setting.only_refines}
     return [
@@ -254,13 +256,13 @@ def _with_effect(settings: Sequence[GivenSetting]) -> list[GivenSetting]:
     ]
 
 
-def _table_of(setting: GivenSetting) -> str:
+def _table_of(setting: TranslatedSetting) -> str:
     return (setting.target or "").partition(".")[0]
 
 
-def _without_contradictions(settings: Sequence[GivenSetting]) -> dict[str, GivenSetting]:
+def _without_contradictions(settings: Sequence[TranslatedSetting]) -> dict[str, TranslatedSetting]:
     """Return the settings by target: explicit ones override defaults of older systems."""
-    chosen: dict[str, GivenSetting] = {}
+    chosen: dict[str, TranslatedSetting] = {}
     for setting in sorted(settings, key=lambda setting: setting.is_default):
         if setting.target is None:
             continue
@@ -279,7 +281,7 @@ def _without_contradictions(settings: Sequence[GivenSetting]) -> dict[str, Given
     return chosen
 
 
-def _compared(setting: GivenSetting) -> Any:
+def _compared(setting: TranslatedSetting) -> Any:
     """Return a value to compare: equal for settings of the same meaning; True and 1 differ."""
     if setting.target == "precision.loss_scale":
         return _loss_scale(setting)
@@ -301,17 +303,17 @@ def _build(strategy: type, values: dict[str, Any], given: str) -> Any:
         raise UsageError(f"{str(error).rstrip('.')}. The configuration sets {given}.") from None
 
 
-def _given_for(chosen: Mapping[str, GivenSetting], strategy: str) -> str:
+def _given_for(chosen: Mapping[str, TranslatedSetting], strategy: str) -> str:
     return ", ".join(
         setting.given for target, setting in chosen.items() if target.partition(".")[0] == strategy
     )
 
 
-def _loss_scale(setting: GivenSetting) -> LossScale | None:
+def _loss_scale(setting: TranslatedSetting) -> LossScale | None:
     return None if setting.value is None else LossScale.of(setting.value)
 
 
-def _norm(setting: GivenSetting) -> float:
+def _norm(setting: TranslatedSetting) -> float:
     value = setting.value
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise UsageError(
@@ -320,7 +322,7 @@ def _norm(setting: GivenSetting) -> float:
     return float(value)
 
 
-def _describe_result(setting: GivenSetting) -> str:
+def _describe_result(setting: TranslatedSetting) -> str:
     if setting.target is None:
         return f"nothing to set: {setting.note}"
     value = "" if setting.value is None else f"={setting.value!r}"

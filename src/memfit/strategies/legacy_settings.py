@@ -14,7 +14,7 @@ from memfit.strategies.setting_checks import unknown_name_error
 
 
 @dataclass(frozen=True, slots=True)
-class GivenSetting:
+class TranslatedSetting:
     """One setting: as the user gave it, and under memfit's name."""
 
     given: str
@@ -32,7 +32,7 @@ class GivenSetting:
     """A target that must not be set to ``value``, or to anything if ``value`` is None."""
 
 
-Reader = Callable[[str, Any], Iterator[GivenSetting]]
+Reader = Callable[[str, Any], Iterator[TranslatedSetting]]
 
 NOTHING = "this is memfit's default"
 _EXCHANGE = {
@@ -49,24 +49,24 @@ WITHOUT_EFFECT = {
 
 def ignored_setting(
     name: str, given: Any, note: str = NOTHING, denies: str = "", value: Any = None
-) -> GivenSetting:
+) -> TranslatedSetting:
     """Return a setting that sets nothing, and says why; unless it is None, it may deny a target."""
-    return GivenSetting(f"{name}={given!r}", None, value, note, denies="" if given is None else denies)
+    return TranslatedSetting(f"{name}={given!r}", None, value, note, denies="" if given is None else denies)
 
 
 def switch_reader(target: str, value: Any = None) -> Reader:
     """Return the reader of a boolean that switches a target on."""
 
-    def read(name: str, given: Any) -> Iterator[GivenSetting]:
+    def read(name: str, given: Any) -> Iterator[TranslatedSetting]:
         if check_setting_type(name, given, bool | None, "true or false"):
-            yield GivenSetting(f"{name}={given!r}", target, value)
+            yield TranslatedSetting(f"{name}={given!r}", target, value)
         else:
             yield ignored_setting(name, given, denies=target, value=value)
 
     return read
 
 
-def read_distributed_optimizer(name: str, given: Any) -> Iterator[GivenSetting]:
+def read_distributed_optimizer(name: str, given: Any) -> Iterator[TranslatedSetting]:
     """Read whether a system's optimizer exchanges gradients between ranks, as MMCV's hooks do."""
     if check_setting_type(name, given, bool | None, "true or false") is False:
         yield ignored_setting(
@@ -84,30 +84,30 @@ def batches_per_update_reader(remainder: str, origin: str, note: str = "") -> Re
     ``note`` says in what its origin differs.
     """
 
-    def read(name: str, given: Any) -> Iterator[GivenSetting]:
+    def read(name: str, given: Any) -> Iterator[TranslatedSetting]:
         if given is None:
             yield ignored_setting(name, given)
             return
-        yield GivenSetting(f"{name}={given!r}", "accumulation.batches_per_update", given, note)
-        yield GivenSetting(
+        yield TranslatedSetting(f"{name}={given!r}", "accumulation.batches_per_update", given, note)
+        yield TranslatedSetting(
             f"{name}={given!r}", "accumulation.remainder", remainder, f"the way of {origin}", is_default=True
         )
 
     return read
 
 
-def read_fp16(name: str, given: Any) -> Iterator[GivenSetting]:
+def _read_fp16(name: str, given: Any) -> Iterator[TranslatedSetting]:
     """Read ``fp16=True``, and MMCV's ``fp16 = dict(loss_scale=512.)``."""
     if given is None or isinstance(given, bool):
         yield from switch_reader("precision.dtype", "fp16")(name, given)
         return
     fields = check_setting_type(name, given, Mapping, "true, false or a dict such as dict(loss_scale=512.)")
-    yield GivenSetting(name, "precision.dtype", "fp16")
+    yield TranslatedSetting(name, "precision.dtype", "fp16")
     yield from _hook(name, fields, ("loss_scale",))
     yield _scale_of_hooks(name)
 
 
-def read_optimizer_config(name: str, given: Any) -> Iterator[GivenSetting]:
+def _read_optimizer_config(name: str, given: Any) -> Iterator[TranslatedSetting]:
     """Read MMCV's ``optimizer_config = dict(type="GradientCumulativeFp16OptimizerHook", ...)``."""
     fields = check_setting_type(name, {} if given is None else given, Mapping, "a dict")
     if not fields:
@@ -116,7 +116,7 @@ def read_optimizer_config(name: str, given: Any) -> Iterator[GivenSetting]:
     if not isinstance(kind, str) or kind not in HOOKS:
         raise unknown_name_error("an MMCV hook that memfit reads", kind, HOOKS)
     if "Fp16" in kind:
-        yield GivenSetting(f"{name}.type={kind!r}", "precision.dtype", "fp16")
+        yield TranslatedSetting(f"{name}.type={kind!r}", "precision.dtype", "fp16")
         yield _scale_of_hooks(f"{name}.type={kind!r}")
     yield from _hook(name, {field: value for field, value in fields.items() if field != "type"}, HOOKS[kind])
 
@@ -130,11 +130,11 @@ HOOKS = {
 """MMCV's hooks (mmcv/runner/hooks/optimizer.py, 1.7), and those of their fields that memfit reads."""
 
 
-def _scale_of_hooks(given: str) -> GivenSetting:
-    return GivenSetting(given, "precision.loss_scale", 512.0, "MMCV's default", is_default=True)
+def _scale_of_hooks(given: str) -> TranslatedSetting:
+    return TranslatedSetting(given, "precision.loss_scale", 512.0, "MMCV's default", is_default=True)
 
 
-def _hook(name: str, fields: Mapping[str, Any], known: tuple[str, ...]) -> Iterator[GivenSetting]:
+def _hook(name: str, fields: Mapping[str, Any], known: tuple[str, ...]) -> Iterator[TranslatedSetting]:
     for field, value in fields.items():
         given = f"{name}.{field}={value!r}"
         if field in _EXCHANGE:
@@ -164,10 +164,10 @@ def _hook(name: str, fields: Mapping[str, Any], known: tuple[str, ...]) -> Itera
         elif field == "cumulative_iters":
             yield from batches_per_update_reader("carry", "MMCV")(f"{name}.{field}", value)
         else:
-            yield GivenSetting(given, "precision.loss_scale", value)
+            yield TranslatedSetting(given, "precision.loss_scale", value)
 
 
-def read_grad_clip(name: str, given: Any) -> GivenSetting:
+def read_grad_clip(name: str, given: Any) -> TranslatedSetting:
     """Read OpenMMLab's ``grad_clip = dict(max_norm=35, norm_type=2)``."""
     if given is None:
         return ignored_setting(name, given, "gradients are not clipped")
@@ -184,18 +184,18 @@ def read_grad_clip(name: str, given: Any) -> GivenSetting:
             f"{name}.norm_type={fields['norm_type']!r} is not supported: memfit clips gradients "
             "only by their 2-norm (norm_type=2)."
         )
-    return GivenSetting(f"{name}={dict(fields)!r}", "max_grad_norm", fields["max_norm"])
+    return TranslatedSetting(f"{name}={dict(fields)!r}", "max_grad_norm", fields["max_norm"])
 
 
-def read_with_cp(name: str, given: Any) -> Iterator[GivenSetting]:
+def _read_with_cp(name: str, given: Any) -> Iterator[TranslatedSetting]:
     """Read MMDetection's ``with_cp``, which checkpoints the residual blocks of a backbone."""
     if check_setting_type(name, given, bool | None, "true or false"):
-        yield GivenSetting(f"{name}={given!r}", "checkpointing.blocks", "backbone")
+        yield TranslatedSetting(f"{name}={given!r}", "checkpointing.blocks", "backbone")
     else:
         yield ignored_setting(name, given, denies="checkpointing")
 
 
-def read_nested_with_cp(name: str, given: Any) -> Iterator[GivenSetting]:
+def _read_nested_with_cp(name: str, given: Any) -> Iterator[TranslatedSetting]:
     """Read ``with_cp`` at any depth of an MMCV model's dict; its other entries are for the model builder.
 
     Of a part other than the backbone it is refused: MMDetection's ``HRFPN``, a neck, checkpoints a single
@@ -205,7 +205,7 @@ def read_nested_with_cp(name: str, given: Any) -> Iterator[GivenSetting]:
         _with_cp(name, check_setting_type(name, given, Mapping | list | tuple, "the dict of a model"))
     )
     for path, value in found:
-        (setting,) = read_with_cp(path, value)
+        (setting,) = _read_with_cp(path, value)
         parts = [part.partition("[")[0] for part in path.split(".")[:-1]]
         if setting.target is not None and len(parts) > 1 and "backbone" not in parts:
             raise UsageError(
@@ -214,7 +214,9 @@ def read_nested_with_cp(name: str, given: Any) -> Iterator[GivenSetting]:
             )
         yield replace(setting, denies="")  # another part of the model may have it
     if not found:
-        yield GivenSetting(name, None, note="memfit reads only with_cp from a model, and this model has none")
+        yield TranslatedSetting(
+            name, None, note="memfit reads only with_cp from a model, and this model has none"
+        )
 
 
 def _with_cp(path: str, given: Any) -> Iterator[tuple[str, Any]]:
@@ -242,7 +244,7 @@ _BLOCK = re.compile(r"\bmem_param\s*:?\s*\{([^{}]*)\}")
 _ENTRY = re.compile(r"""\s*(\w+)\s*:\s*(?:"([^"]*)"|'([^']*)'|(\w+))\s*[,;]?\s*""")
 
 
-def read_mem_param(name: str, given: Any) -> Iterator[GivenSetting]:
+def _read_mem_param(name: str, given: Any) -> Iterator[TranslatedSetting]:
     """Read the memory settings of Caffe's fork, from a dict or a network's text: they set up the arena."""
     fields = parse_mem_param(given) if isinstance(given, str) else given
     for field, value in check_setting_type(
@@ -256,10 +258,10 @@ def read_mem_param(name: str, given: Any) -> Iterator[GivenSetting]:
             if field == "exclude_blob"
             else check_setting_type(path, value, bool, "true or false")
         )
-        yield GivenSetting(f"{path}={value!r}", _MEM_PARAM[field], read)
+        yield TranslatedSetting(f"{path}={value!r}", _MEM_PARAM[field], read)
     for field, default in _MEM_PARAM_DEFAULTS.items():
         if field not in fields:
-            yield GivenSetting(name, _MEM_PARAM[field], default, "Caffe's default", is_default=True)
+            yield TranslatedSetting(name, _MEM_PARAM[field], default, "Caffe's default", is_default=True)
 
 
 def _blobs(name: str, given: Any) -> tuple[str, ...]:
@@ -329,11 +331,11 @@ READERS: dict[str, Reader] = {
     "grad_accumulation_step": batches_per_update_reader("carry", "MindSpore"),
     "accumulate_step": batches_per_update_reader("carry", "MindSpore"),
     "iter_size": batches_per_update_reader("carry", "Caffe"),
-    "fp16": read_fp16,
+    "fp16": _read_fp16,
     "bf16": switch_reader("precision.dtype", "bf16"),
-    "optimizer_config": read_optimizer_config,
-    "with_cp": read_with_cp,
-    "model": read_nested_with_cp,
-    "backbone": read_nested_with_cp,
-    "mem_param": read_mem_param,
+    "optimizer_config": _read_optimizer_config,
+    "with_cp": _read_with_cp,
+    "model": _read_nested_with_cp,
+    "backbone": _read_nested_with_cp,
+    "mem_param": _read_mem_param,
 }

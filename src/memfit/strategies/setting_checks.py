@@ -53,14 +53,14 @@ def _converted(value: Any, kind: Any, what: str) -> Any:
         if isinstance(each, dict) and (unknown := sorted(each.keys() - set(known))):
             raise UsageError(f"{what}: there is no setting {unknown[0]!r}. There are {', '.join(known)}.")
         if isinstance(each, dict) and (
-            missing := [one for one in required_settings(parts[0]) if one not in each]
+            missing := [one for one in _required_settings(parts[0]) if one not in each]
         ):
             raise UsageError(f"{what}: {missing[0]!r} is missing in {each!r}.")
     made: Any = parts[0]
     return tuple(made(**each) if isinstance(each, dict) else each for each in value)
 
 
-def required_settings(kind: Any) -> list[str]:
+def _required_settings(kind: Any) -> list[str]:
     """Return the names of the settings that have no default."""
     return [
         field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING

@@ -196,10 +196,10 @@ class Sharding:
         return init_device_mesh(device, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
-def sharding_of(model: nn.Module) -> Sharding | None:
+def sharding_of_model(model: nn.Module) -> Sharding | None:
     """Return how a model is sharded already, by its classes; None if it is not.
 
-    >>> sharding_of(nn.Linear(2, 2)) is None
+    >>> sharding_of_model(nn.Linear(2, 2)) is None
     True
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")

@@ -14,8 +14,8 @@ from memfit.errors import UsageError
 from memfit.strategies.legacy_settings import (
     NOTHING,
     WITHOUT_EFFECT,
-    GivenSetting,
     Reader,
+    TranslatedSetting,
     batches_per_update_reader,
     check_setting_type,
     ignored_setting,
@@ -53,7 +53,7 @@ _OPTIMIZERS: Mapping[str, tuple[str, Any]] = {
 """HuggingFace's optimizers (transformers/training_args.py, 5.23) that are PyTorch's, or hold less state."""
 
 
-def read_optim_wrapper(name: str, given: Any) -> Iterator[GivenSetting]:
+def _read_optim_wrapper(name: str, given: Any) -> Iterator[TranslatedSetting]:
     """Read MMEngine's ``optim_wrapper`` (mmengine/optim/optimizer, 0.10)."""
     fields = check_setting_type(name, {} if given is None else given, Mapping, "a dict")
     kind = fields.get("type", "OptimWrapper")
@@ -61,7 +61,7 @@ def read_optim_wrapper(name: str, given: Any) -> Iterator[GivenSetting]:
         raise unknown_name_error("an MMEngine wrapper that memfit reads", str(kind), _WRAPPERS)
     is_amp = kind == "AmpOptimWrapper"
     if is_amp and fields.get("dtype") is None:
-        yield GivenSetting(f"{name}.type={kind!r}", "precision.dtype", "fp16")
+        yield TranslatedSetting(f"{name}.type={kind!r}", "precision.dtype", "fp16")
     else:
         yield ignored_setting(f"{name}.type", kind)
     for field, value in fields.items():
@@ -69,10 +69,10 @@ def read_optim_wrapper(name: str, given: Any) -> Iterator[GivenSetting]:
             yield from _wrapper_field(name, field, value, is_amp=is_amp)
 
 
-def _wrapper_field(name: str, field: str, value: Any, *, is_amp: bool) -> Iterator[GivenSetting]:
+def _wrapper_field(name: str, field: str, value: Any, *, is_amp: bool) -> Iterator[TranslatedSetting]:
     path = f"{name}.{field}"
     if field in ("optimizer", "paramwise_cfg", "constructor"):
-        yield GivenSetting(path, None, note=_OWN)
+        yield TranslatedSetting(path, None, note=_OWN)
     elif field in WITHOUT_EFFECT or value is None:
         yield ignored_setting(path, value, WITHOUT_EFFECT.get(field, NOTHING))
     elif field == "accumulative_counts":
@@ -80,17 +80,17 @@ def _wrapper_field(name: str, field: str, value: Any, *, is_amp: bool) -> Iterat
     elif field == "clip_grad":
         yield read_grad_clip(path, value)
     elif field == "loss_scale" and is_amp:
-        yield GivenSetting(f"{path}={value!r}", "precision.loss_scale", value)
+        yield TranslatedSetting(f"{path}={value!r}", "precision.loss_scale", value)
     elif field == "dtype" and is_amp:
         if not isinstance(value, str) or value not in _DTYPES:
             raise UsageError(f"{path} must be one of {', '.join(_DTYPES)}, not {value!r}.")
-        yield GivenSetting(f"{path}={value!r}", "precision.dtype", _DTYPES[value])
+        yield TranslatedSetting(f"{path}={value!r}", "precision.dtype", _DTYPES[value])
     else:
         known = ("accumulative_counts", "clip_grad", *(("dtype", "loss_scale") if is_amp else ()))
         raise unknown_name_error(f"a field of {name}", field, known)
 
 
-def read_mixed_precision(name: str, given: Any) -> Iterator[GivenSetting]:
+def _read_mixed_precision(name: str, given: Any) -> Iterator[TranslatedSetting]:
     """Read Accelerate's ``mixed_precision`` (accelerate/accelerator.py, 1.15)."""
     if given not in (None, *_MIXED_PRECISIONS):
         known = ", ".join(_MIXED_PRECISIONS)
@@ -98,25 +98,25 @@ def read_mixed_precision(name: str, given: Any) -> Iterator[GivenSetting]:
     if given in (None, "no"):
         yield ignored_setting(name, given, denies="precision")
     else:
-        yield GivenSetting(f"{name}={given!r}", "precision.dtype", given)
+        yield TranslatedSetting(f"{name}={given!r}", "precision.dtype", given)
 
 
-def read_clip_norm(name: str, given: Any) -> Iterator[GivenSetting]:
+def _read_clip_norm(name: str, given: Any) -> Iterator[TranslatedSetting]:
     """Read Lightning's ``gradient_clip_val`` and HuggingFace's ``max_grad_norm``, which clip nothing if 0."""
     if given is None or (type(given) is not bool and given == 0):
         yield ignored_setting(name, given, "gradients are not clipped", denies="max_grad_norm")
     else:
-        yield GivenSetting(f"{name}={given!r}", "max_grad_norm", given)
+        yield TranslatedSetting(f"{name}={given!r}", "max_grad_norm", given)
 
 
-def read_gradient_clip_algorithm(name: str, given: Any) -> Iterator[GivenSetting]:
+def _read_gradient_clip_algorithm(name: str, given: Any) -> Iterator[TranslatedSetting]:
     """Read Lightning's ``gradient_clip_algorithm``."""
     if given not in (None, "norm"):
         raise UsageError(f"{name}={given!r} is not supported: memfit clips gradients only by their norm.")
     yield ignored_setting(name, given)
 
 
-def read_checkpointing_kwargs(name: str, given: Any) -> Iterator[GivenSetting]:
+def _read_checkpointing_kwargs(name: str, given: Any) -> Iterator[TranslatedSetting]:
     """Read HuggingFace's ``gradient_checkpointing_kwargs``, which alone switches no checkpointing on."""
     fields = check_setting_type(name, {} if given is None else given, Mapping, "a dict")
     known = ("use_reentrant", "preserve_rng_state")
@@ -124,12 +124,12 @@ def read_checkpointing_kwargs(name: str, given: Any) -> Iterator[GivenSetting]:
         if field not in known:
             raise unknown_name_error(f"a field of {name}", field, known)
         given_field = f"{name}.{field}={value!r}"
-        yield GivenSetting(given_field, f"checkpointing.{field}", value, only_refines=True)
+        yield TranslatedSetting(given_field, f"checkpointing.{field}", value, only_refines=True)
     if not fields:
         yield ignored_setting(name, given)
 
 
-def read_optim(name: str, given: Any) -> Iterator[GivenSetting]:
+def _read_optim(name: str, given: Any) -> Iterator[TranslatedSetting]:
     """Read HuggingFace's ``optim``: whether the step is fused, and how many bits the state has."""
     if not isinstance(given, str) or given not in _OPTIMIZERS:
         known = ", ".join(_OPTIMIZERS)
@@ -138,10 +138,10 @@ def read_optim(name: str, given: Any) -> Iterator[GivenSetting]:
             f"yourself. memfit reads {known}."
         )
     target, value = _OPTIMIZERS[given]
-    yield GivenSetting(f"{name}={given!r}", target or None, value, "" if target else _OWN)
+    yield TranslatedSetting(f"{name}={given!r}", target or None, value, "" if target else _OWN)
 
 
-def read_gradients_mean(name: str, given: Any) -> Iterator[GivenSetting]:
+def _read_gradients_mean(name: str, given: Any) -> Iterator[TranslatedSetting]:
     """Read whether MindSpore averages gradients over devices, or sums them."""
     if check_setting_type(name, given, bool | None, "true or false") is False:
         raise UsageError(
@@ -151,7 +151,7 @@ def read_gradients_mean(name: str, given: Any) -> Iterator[GivenSetting]:
     yield ignored_setting(name, given, "memfit.Sharding averages gradients over ranks" if given else NOTHING)
 
 
-def read_parallel_mode(name: str, given: Any) -> Iterator[GivenSetting]:
+def _read_parallel_mode(name: str, given: Any) -> Iterator[TranslatedSetting]:
     """Read MindSpore's ``parallel_mode``, of which a single device has one, too."""
     if given not in (None, "stand_alone"):
         raise UsageError(
@@ -161,28 +161,28 @@ def read_parallel_mode(name: str, given: Any) -> Iterator[GivenSetting]:
     yield ignored_setting(name, given, denies="sharding")
 
 
-def ignored_setting_reader(why: str) -> Reader:
+def _ignored_setting_reader(why: str) -> Reader:
     """Return the reader of a setting that needs nothing here."""
 
-    def read(name: str, given: Any) -> Iterator[GivenSetting]:
+    def read(name: str, given: Any) -> Iterator[TranslatedSetting]:
         yield ignored_setting(name, given, why)
 
     return read
 
 
 TRAINER_READERS: Mapping[str, Reader] = {
-    "optim_wrapper": read_optim_wrapper,
-    "max_grad_norm": read_clip_norm,
-    "gradient_clip_val": read_clip_norm,
-    "mixed_precision": read_mixed_precision,
-    "gradient_clip_algorithm": read_gradient_clip_algorithm,
-    "gradient_checkpointing_kwargs": read_checkpointing_kwargs,
-    "optim": read_optim,
-    "torch_compile": ignored_setting_reader("compile the model yourself, with torch.compile(model)"),
-    "gradients_mean": read_gradients_mean,
-    "parallel_mode": read_parallel_mode,
+    "optim_wrapper": _read_optim_wrapper,
+    "max_grad_norm": _read_clip_norm,
+    "gradient_clip_val": _read_clip_norm,
+    "mixed_precision": _read_mixed_precision,
+    "gradient_clip_algorithm": _read_gradient_clip_algorithm,
+    "gradient_checkpointing_kwargs": _read_checkpointing_kwargs,
+    "optim": _read_optim,
+    "torch_compile": _ignored_setting_reader("compile the model yourself, with torch.compile(model)"),
+    "gradients_mean": _read_gradients_mean,
+    "parallel_mode": _read_parallel_mode,
     "distributed": read_distributed_optimizer,
-    "_delete_": ignored_setting_reader(WITHOUT_EFFECT["_delete_"]),
+    "_delete_": _ignored_setting_reader(WITHOUT_EFFECT["_delete_"]),
     "fp16_enabled": switch_reader(
         "precision.dtype", "fp16"
     ),  # memfit.Precision sets it where auto_fp16 looks for it

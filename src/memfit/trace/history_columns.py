@@ -47,7 +47,7 @@ def history_columns(
     Raises:
         KeyError, TypeError, ValueError, OverflowError: PyTorch does not write such an event.
 
-    Source: ``TraceEntry`` in torch/cuda/memory.py, PyTorch 2.14.1; ``checked_pool_id`` is in it from 2.12 on.
+    Source: ``TraceEntry`` in torch/cuda/memory.py, PyTorch 2.14.1; ``check_pool_id`` is in it from 2.12 on.
     """
     table = table or StackTable(is_user_file)
     stacks = _stack_column(history, table)
@@ -95,7 +95,7 @@ def pool_ids(
     if None in named or not named:
         return ()
     named += [segment["segment_pool_id"] for segment in segments if "segment_pool_id" in segment]
-    return tuple(dict.fromkeys([DEFAULT_POOL, *map(checked_pool_id, named)]))
+    return tuple(dict.fromkeys([DEFAULT_POOL, *map(check_pool_id, named)]))
 
 
 def _pool_column(history: Sequence[Mapping[str, Any]]) -> npt.NDArray[np.int32] | None:
@@ -105,7 +105,7 @@ def _pool_column(history: Sequence[Mapping[str, Any]]) -> npt.NDArray[np.int32] 
     return np.array(array("i", [number[event["pool_id"]] for event in history]), np.int32)
 
 
-def checked_pool_id(value: Any) -> tuple[int, int]:
+def check_pool_id(value: Any) -> tuple[int, int]:
     """Return a pool id as PyTorch wrote it, checked.
 
     Raises:

@@ -25,7 +25,7 @@ from memfit.records import (
     SnapshotBlock,
     Trace,
 )
-from memfit.trace.history_columns import ACTIONS, checked_pool_id, history_columns, pool_ids, stream_numbers
+from memfit.trace.history_columns import ACTIONS, check_pool_id, history_columns, pool_ids, stream_numbers
 from memfit.trace.safe_pickle import NotPlainDataError, load_plain_pickle
 from memfit.units import MIB
 
@@ -189,7 +189,7 @@ def segments_at_end(snapshot: Mapping[str, Any], device: int = 0) -> tuple[Segme
             size=_number(segment["total_size"]),
             stream=stream_of.setdefault(segment["stream"], len(stream_of)),
             kind=str(segment["segment_type"]),
-            pool=checked_pool_id(segment.get("segment_pool_id", DEFAULT_POOL)),
+            pool=check_pool_id(segment.get("segment_pool_id", DEFAULT_POOL)),
             expandable=bool(segment.get("is_expandable")),
             blocks=_blocks(segment),
         )
@@ -205,11 +205,11 @@ def write_snapshot(trace: Trace, path: Path) -> None:
     Raises:
         OutputError: the file cannot be written.
     """
-    snapshot = snapshot_of(trace)
+    snapshot = snapshot_of_trace(trace)
     write_atomically(path, lambda file: pickle.dump(snapshot, file, protocol=_PROTOCOL))
 
 
-def snapshot_of(trace: Trace) -> dict[str, Any]:
+def snapshot_of_trace(trace: Trace) -> dict[str, Any]:
     """Convert a trace to a memory snapshot: the inverse of ``trace_of_snapshot``, for what it can hold."""
     frames = [{"name": f.function, "filename": f.file, "line": f.line} for f in trace.frames]
     # One list per stack, shared by its events as PyTorch shares it: pickle writes it once.

@@ -44,8 +44,8 @@ from memfit.trace.trace_limits import (
     MAX_EVENTS,
     MAX_HEADER_BYTES,
     MAX_TEXT,
+    excess_rows_of_trace,
     longest_text_in_trace,
-    too_many_rows,
 )
 
 FORMAT = "memfit trace"
@@ -117,7 +117,7 @@ def write_trace(trace: Trace, path: Path) -> None:
         OutputError: the file cannot be written.
         UsageError: the trace is too large to be read back, or the path names something other than a file.
     """
-    if too_many := too_many_rows(trace):
+    if too_many := excess_rows_of_trace(trace):
         raise UsageError(f"Cannot write {path}: the run has {too_many}. Run fewer steps.")
     rest = {name: getattr(trace, name) for name in _rest_of_trace()}
     header = {"format": FORMAT, "version": VERSION, "events": len(trace.events), **rest}
@@ -187,7 +187,7 @@ def _read(file: BinaryIO) -> Trace:
         raise _TraceError(f"is damaged ({error}). Record the run again.") from None
     rest: dict[str, Any] = {name: getattr(header, name) for name in _rest_of_trace()}
     trace = Trace(events=Events(**columns), **rest)
-    if too_many := too_many_rows(trace):
+    if too_many := excess_rows_of_trace(trace):
         raise _TraceError(f"has {too_many}.")
     if (length := longest_text_in_trace(trace)) > MAX_TEXT:
         raise _TraceError(f"contains a text of {length:,} characters, but at most {MAX_TEXT:,} are allowed.")

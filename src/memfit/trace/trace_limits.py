@@ -36,7 +36,7 @@ _TABLES = (
 )
 
 
-def too_many_rows(trace: Trace) -> str:
+def excess_rows_of_trace(trace: Trace) -> str:
     """Return what a trace has too many of; empty if nothing."""
     if len(trace.events) > MAX_EVENTS:
         return f"{len(trace.events):,} events, but a trace can have at most {MAX_EVENTS:,}"

@@ -16,7 +16,7 @@ from torch import nn
 
 from memfit.errors import UsageError
 from memfit.strategies.arena_settings import ArenaSettings
-from memfit.strategies.mechanisms.tensors_in_objects import tensors_in
+from memfit.strategies.mechanisms.tensors_in_objects import tensors_in_object
 from memfit.strategies.precision import device_type_of_model
 from memfit.user_frame import warn_user
 
@@ -116,4 +116,4 @@ def _arena(settings: ArenaSettings, device: str) -> _SharedArena:
 
 def _shown(batch: Any) -> Any:
     """Return what shows a batch's shapes: its tensors, wherever they are, and no numbers that vary."""
-    return tensors_in(batch) or batch
+    return tensors_in_object(batch) or batch

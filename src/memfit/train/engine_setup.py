@@ -23,7 +23,7 @@ from memfit.strategies.mechanisms.master_weights import (
     replace_parameters,
     round_copies_into_parameters,
 )
-from memfit.strategies.mechanisms.module_patterns import class_name, unwrapped
+from memfit.strategies.mechanisms.module_patterns import class_name, module_without_compile_wrapper
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.plan import Plan, sharding_conflict
 from memfit.strategies.precision import Precision, device_type_of_model
@@ -31,7 +31,7 @@ from memfit.strategies.sharding import (
     Sharding,
     check_optimizer_holds_parameters_of,
     module_inside_ddp,
-    sharding_of,
+    sharding_of_model,
     world_size,
 )
 from memfit.train.cuda_graphs import make_step_cuda_graphs
@@ -39,7 +39,7 @@ from memfit.train.data.split_batch import warn_of_batch_norms
 from memfit.train.loss_scaler import LossScaler
 from memfit.train.optimizer_update import OptimizerUpdate, Protect
 from memfit.train.ranks.rank_agreement import (
-    OneRank,
+    SingleRank,
     engine_settings_as_text,
     optimizer_settings_as_text,
     ranks_of_job,
@@ -52,7 +52,7 @@ _CALL = "memfit.Engine"  # as errors name it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PreparedEngine:
+class PreparedEngineParts:
     """What an engine trains with, when its plan is applied."""
 
     model: nn.Module
@@ -70,13 +70,13 @@ def set_up_engine(
     retry: bool,
     protect: Protect,
     arena: bool,
-) -> PreparedEngine:
+) -> PreparedEngineParts:
     """Apply a plan to a job's model and optimizer; with several ranks, all of them call this.
 
     Raises:
         UsageError: the plan does not suit them, or the ranks have different settings.
     """
-    check_trainable_by_ranks(job.model, plan, cuda_graphs=cuda_graphs, arena=arena)
+    _check_trainable_by_ranks(job.model, plan, cuda_graphs=cuda_graphs, arena=arena)
     ranks = ranks_of_job()
     options = {
         "max_grad_norm": max_grad_norm,
@@ -102,28 +102,28 @@ def set_up_engine(
 def _set_up(
     job: Job,
     plan: Plan,
-    ranks: OneRank,
+    ranks: SingleRank,
     max_grad_norm: float | None,
     *,
     cuda_graphs: bool,
     protect: Protect,
-) -> PreparedEngine:
+) -> PreparedEngineParts:
     model, precision = job.model, plan.precision or Precision("fp32")
     accumulation = plan.accumulation or Accumulation()
     if plan.sharding is not None:
-        broadcast_model_from_first_rank(model, ranks)
+        _broadcast_model_from_first_rank(model, ranks)
     masters = float32_copies(model.parameters()) if precision.master_weights else {}
     plain = module_inside_ddp(model)
     applied = apply.apply_to_model(plain, replace(plan, sharding=None), in_engine=True)
     model = model if plan.sharding is None else plan.sharding.shard(model)
-    gradients = rank_gradients_of(model, ranks)
-    optimizer = optimizer_of_sharded_model(job, plan.sharding, model)
+    gradients = _rank_gradients_of(model, ranks)
+    optimizer = _optimizer_of_sharded_model(job, plan.sharding, model)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError(
             "LBFGS evaluates the loss several times per step, but memfit.Engine processes each "
             "batch only once. Use your own training loop; memfit.apply(model, plan) works there."
         )
-    check_gradients_are_reduced(optimizer, plan.sharding, model, ranks)
+    _check_gradients_are_reduced(optimizer, plan.sharding, model, ranks)
     state = applied.optimizer_state or OptimizerState()
     on_optimizer = apply.apply_to_optimizer(optimizer, [model], state, masters=masters, guarded=False)
     if on_optimizer.offloaded is not None or on_optimizer.in_backward is not None:
@@ -153,7 +153,7 @@ def _set_up(
             gradients.agree_before_broadcast(optimizer)
         update.gradients.kept = gradients.allocate() if sums is None else None
     _undo_on_revert(plain, update, gradients)
-    return PreparedEngine(model, update, gradients)
+    return PreparedEngineParts(model, update, gradients)
 
 
 def _undo_on_revert(plain: nn.Module, update: OptimizerUpdate, gradients: RankGradients) -> None:
@@ -197,13 +197,13 @@ _ADD_SHARDING = (
 )
 
 
-def check_trainable_by_ranks(model: nn.Module, plan: Plan, *, cuda_graphs: bool, arena: bool) -> None:
+def _check_trainable_by_ranks(model: nn.Module, plan: Plan, *, cuda_graphs: bool, arena: bool) -> None:
     """Check that an engine can train a model on the ranks that there are.
 
     Raises:
         UsageError: it is not sharded, is sharded twice, or the plan has what several ranks cannot use.
     """
-    found = sharding_of(model)
+    found = sharding_of_model(model)
     if found is not None and plan.sharding is not None:
         raise UsageError(
             f"{class_name(model)} is sharded already, but the plan has {plan.sharding}, too. Use one."
@@ -219,7 +219,7 @@ def check_trainable_by_ranks(model: nn.Module, plan: Plan, *, cuda_graphs: bool,
     if (
         found is not None
         and found.mode == "ddp"
-        and not isinstance(unwrapped(model), DistributedDataParallel)
+        and not isinstance(module_without_compile_wrapper(model), DistributedDataParallel)
     ):
         raise UsageError(
             f"A part of {class_name(model)} is in a DistributedDataParallel. The engine reduces the "
@@ -249,7 +249,7 @@ def check_trainable_by_ranks(model: nn.Module, plan: Plan, *, cuda_graphs: bool,
             raise UsageError(f"An engine cannot combine sharding with {what}. Leave out one of the two.")
 
 
-def broadcast_model_from_first_rank(model: nn.Module, ranks: OneRank) -> None:
+def _broadcast_model_from_first_rank(model: nn.Module, ranks: SingleRank) -> None:
     """Give a model that is not sharded yet the parameters and buffers that it has on rank 0, on all ranks.
 
     As DistributedDataParallel does. fully_shard does not: of different weights it would make a patchwork.
@@ -261,13 +261,13 @@ def broadcast_model_from_first_rank(model: nn.Module, ranks: OneRank) -> None:
         _sync_module_states(model, group, BUCKET_BYTES, 0, empty)  # type: ignore[arg-type]
 
 
-def rank_gradients_of(model: nn.Module, ranks: OneRank) -> RankGradients:
+def _rank_gradients_of(model: nn.Module, ranks: SingleRank) -> RankGradients:
     """Return how the gradients of a model become one mean.
 
     Raises:
         UsageError: the model is sharded over a part of the ranks.
     """
-    inside = unwrapped(model)
+    inside = module_without_compile_wrapper(model)
     if isinstance(inside, DistributedDataParallel):
         if (own := inside.process_group.size()) != world_size():
             raise UsageError(
@@ -275,7 +275,7 @@ def rank_gradients_of(model: nn.Module, ranks: OneRank) -> RankGradients:
                 "An engine trains a model on all ranks of the job."
             )
         return ReplicaGradients(ranks, inside)
-    if sharding_of(model) is None:
+    if sharding_of_model(model) is None:
         return RankGradients(ranks)
     for own in _mesh_sizes(model):
         if own != world_size():
@@ -286,8 +286,8 @@ def rank_gradients_of(model: nn.Module, ranks: OneRank) -> RankGradients:
     return ShardGradients(ranks, model)
 
 
-def check_gradients_are_reduced(
-    optimizer: torch.optim.Optimizer, sharding: Sharding | None, model: nn.Module, ranks: OneRank
+def _check_gradients_are_reduced(
+    optimizer: torch.optim.Optimizer, sharding: Sharding | None, model: nn.Module, ranks: SingleRank
 ) -> None:
     """Check that the gradients of all parameters of an optimizer are reduced.
 
@@ -298,7 +298,7 @@ def check_gradients_are_reduced(
         check_optimizer_holds_parameters_of(model, optimizer)
     ours = set(model.parameters())
     others = [each for each in parameters_of(optimizer) if each not in ours]
-    if others and ranks.size > 1 and sharding_of(model) is not None:
+    if others and ranks.size > 1 and sharding_of_model(model) is not None:
         raise UsageError(
             f"The optimizer updates a parameter of shape {tuple(others[0].shape)} that {class_name(model)} "
             "does not contain. Its gradient is not reduced, and would differ from rank to rank. Make it a "
@@ -320,7 +320,7 @@ def _mesh_sizes(model: nn.Module) -> Iterator[int]:
                 yield group.mesh_info.mesh.size()
 
 
-def optimizer_of_sharded_model(
+def _optimizer_of_sharded_model(
     job: Job, sharding: Sharding | None, model: nn.Module
 ) -> torch.optim.Optimizer:
     """Return a job's optimizer, made of the sharded model's parameters if the job has a function for it.

@@ -17,7 +17,7 @@ from torch import nn
 from memfit.errors import AmbiguousBatchError, UsageError
 from memfit.random_state import get_random_state, set_random_state
 from memfit.strategies.accumulation import Accumulation
-from memfit.strategies.mechanisms.tensors_in_objects import tensor_version, tensors_in
+from memfit.strategies.mechanisms.tensors_in_objects import tensor_version, tensors_in_object
 from memfit.strategies.plan import Plan
 from memfit.strategies.precision import autocast_of_model
 from memfit.train.accumulation_ledger import AccumulationLedger, AccumulationWindowCopy
@@ -339,7 +339,7 @@ def _shallow_copy(batch: Any) -> Any:
 
 
 def _versions(batches: list[Any]) -> list[tuple[torch.Tensor, int]]:
-    return [(tensor, tensor_version(tensor)) for batch in batches for tensor in tensors_in(batch)]
+    return [(tensor, tensor_version(tensor)) for batch in batches for tensor in tensors_in_object(batch)]
 
 
 def _expect_unchanged(batches: list[Any], seen: list[tuple[torch.Tensor, int]]) -> None:

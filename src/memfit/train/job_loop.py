@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     torch.manual_seed(0)
     try:
-        job, batch = load_job(options.job)
+        job, batch = _load_job(options.job)
     except UsageError as error:
         raise SystemExit(str(error)) from None
     job.model.to(options.device)
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         engine.step(tree_map_only(torch.Tensor, lambda tensor: tensor.to(options.device), samples))
 
 
-def load_job(target: str) -> tuple[Job, Callable[[int], Any]]:
+def _load_job(target: str) -> tuple[Job, Callable[[int], Any]]:
     """Return the job that a function in a file makes, and what makes its batches.
 
     Args:
@@ -56,7 +56,7 @@ def load_job(target: str) -> tuple[Job, Callable[[int], Any]]:
     Raises:
         UsageError: there is no such file or function, it returns no ``Job``, or one that makes no batches.
 
-    >>> load_job("nowhere.py:make_job")
+    >>> _load_job("nowhere.py:make_job")
     Traceback (most recent call last):
     memfit.errors.UsageError: There is no file nowhere.py. Write the path of one: FILE.py:FUNCTION.
     """

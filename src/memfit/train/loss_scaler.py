@@ -7,7 +7,7 @@ from msgspec import Meta
 
 from memfit.recording.optimizer_accessors import parameters_of
 from memfit.strategies.precision import LossScale
-from memfit.train.ranks.rank_agreement import OneRank
+from memfit.train.ranks.rank_agreement import SingleRank
 from memfit.user_frame import warn_user
 
 _LOW = 2.0**-10
@@ -22,7 +22,7 @@ class LossScaleState(TypedDict):
 
 
 class _GradScaler(torch.amp.GradScaler):
-    def found_inf(self, optimizer: torch.optim.Optimizer, ranks: OneRank) -> bool:
+    def found_inf(self, optimizer: torch.optim.Optimizer, ranks: SingleRank) -> bool:
         """Return whether unscaling found a gradient that is not finite, on any rank: ``update`` backs off."""
         found = self._found_inf_per_device(optimizer)
         (anywhere,) = ranks.agree("an update", any(bool(flag.item()) for flag in found.values()))
@@ -53,7 +53,7 @@ class LossScaler:
         ranks: that have the same scale, and skip the same windows.
     """
 
-    def __init__(self, settings: LossScale | None, device: str, ranks: OneRank) -> None:
+    def __init__(self, settings: LossScale | None, device: str, ranks: SingleRank) -> None:
         self._settings, self._ranks = settings, ranks
         self._warned = False
         self._static = settings is not None and settings.is_static

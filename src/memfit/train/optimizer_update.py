@@ -24,7 +24,7 @@ from memfit.strategies.apply import AppliedToOptimizer
 from memfit.strategies.mechanisms.master_weights import round_copies_into_parameters
 from memfit.train.cuda_graphs import StepCudaGraphs
 from memfit.train.loss_scaler import LossScaler
-from memfit.train.ranks.rank_agreement import OneRank, is_out_of_memory
+from memfit.train.ranks.rank_agreement import SingleRank, is_out_of_memory
 from memfit.train.step_snapshots import OptimizerBackup
 from memfit.train.training_job import LearningRateSchedule
 from memfit.train.window_gradients import GradientSums, WindowGradients
@@ -75,7 +75,7 @@ class OptimizerUpdate:
         protect: Protect,
         graphs: StepCudaGraphs | None,
         on_optimizer: AppliedToOptimizer,
-        ranks: OneRank,
+        ranks: SingleRank,
     ) -> None:
         if protect not in get_args(Protect):
             raise UsageError(f"protect must be one of {', '.join(get_args(Protect))}, not {protect!r}.")

@@ -10,7 +10,7 @@ from torch import nn
 
 from memfit.errors import AmbiguousBatchError, UsageError
 from memfit.strategies.mechanisms.module_patterns import class_name
-from memfit.train.ranks.rank_agreement import OneRank
+from memfit.train.ranks.rank_agreement import SingleRank
 from memfit.user_frame import warn_user
 
 Metric = Callable[[nn.Module, Any], Any]
@@ -37,7 +37,7 @@ def validation_means(  # noqa: PLR0913 - what the engine knows about its validat
     autocast: Callable[[], AbstractContextManager[Any]],
     step: Callable[[Any], AbstractContextManager[Any]],
     size: Callable[[Any], int],
-    ranks: OneRank,
+    ranks: SingleRank,
     *,
     together: bool,
 ) -> dict[str, float]:
@@ -89,7 +89,7 @@ def warn_of_evaluation_mode(model: nn.Module) -> None:
         )
 
 
-def _equally_many(loader: Iterable[Any], ranks: OneRank) -> Iterator[tuple[Any, bool]]:
+def _equally_many(loader: Iterable[Any], ranks: SingleRank) -> Iterator[tuple[Any, bool]]:
     """Yield batches, and whether they count, until no rank has more of its own."""
     own, last = iter(loader), None
     while True:

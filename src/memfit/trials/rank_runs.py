@@ -19,7 +19,7 @@ from memfit.analysis.trial_result import TrialResult, why_run_failed
 from memfit.records import Change, ScriptEnd, ScriptLocation
 from memfit.run.job_rank import Rank
 from memfit.run.options import RunOptions
-from memfit.run.parent import Progress
+from memfit.run.parent import ScriptProgress
 from memfit.trials.script_standbys import ScriptStandbys
 from memfit.trials.trial_run import trial_runner
 
@@ -67,7 +67,7 @@ class RankRuns:
     """
 
     def __init__(
-        self, command: tuple[str, ...], options: RunOptions, on_progress: Callable[[Progress], None]
+        self, command: tuple[str, ...], options: RunOptions, on_progress: Callable[[ScriptProgress], None]
     ) -> None:
         self._command, self._options = command, options
         self._on_progress = on_progress
@@ -132,7 +132,7 @@ class RankRuns:
         Returns:
             A run of each rank that may need most; or, if a run did not complete, how it ended.
         """
-        sharding = sharding_mode(change)
+        sharding = _sharding_mode(change)
         if sharding in self._ranks:
             return self._run_all(change, what, self._ranks[sharding])
         job = self._options.rank
@@ -184,7 +184,7 @@ class RankRuns:
             self._standbys[rank.rank] = ScriptStandbys().__enter__()
         several = rank.world_size > 1
 
-        def show(now: Progress) -> None:
+        def show(now: ScriptProgress) -> None:
             self._on_progress(replace(now, rank=str(rank) if several else ""))
 
         standbys = self._standbys[rank.rank]
@@ -210,10 +210,10 @@ def _held(run: RankRun) -> _RankMemory:
     )
 
 
-def sharding_mode(change: Change) -> str:
+def _sharding_mode(change: Change) -> str:
     """Return the mode of the sharding in a change; empty without one.
 
-    >>> sharding_mode(Change({"sharding": {"mode": "zero1"}}))
+    >>> _sharding_mode(Change({"sharding": {"mode": "zero1"}}))
     'zero1'
     """
     return str(change.plan.get("sharding", {}).get("mode", ""))

@@ -22,13 +22,13 @@ from memfit.run.child_start import (
     GhostSettings,
     RunningScript,
     StartScript,
-    settings_file,
     start_script,
+    write_child_settings_file,
 )
 from memfit.run.options import RunOptions
 from memfit.run.process_tree import kill_descendants
 from memfit.run.standby import MOST_BYTES, StandbyMessage
-from memfit.trials.side_by_side import most_in_memory
+from memfit.trials.side_by_side import scripts_that_fit_in_memory
 
 _GONE = -signal.SIGKILL
 """The exit code of runs whose standby has gone."""
@@ -140,7 +140,7 @@ class Standby:
             raise AssertionError  # is_ready
         with self._listening:
             with suppress(OSError):  # it has gone: the run ends at once
-                self._channel.send(os.fsencode(settings_file(settings)))
+                self._channel.send(os.fsencode(write_child_settings_file(settings)))
             while (message := self._receive()).ended is not None and message.run:
                 self._ended[message.run] = message.ended
         deadline = time.monotonic() + 2 * self._seconds + _PATIENCE
@@ -275,7 +275,7 @@ class ScriptStandbys:
         """Add the standby of a run that is to begin; return None if it is to leave none."""
         if run.options.real_ranks or self._all_for(run):  # ranks must fork at the same moment
             return None
-        if self._kept and most_in_memory() < _SPARE:
+        if self._kept and scripts_that_fit_in_memory() < _SPARE:
             return None
         unused = [kept for kept in self._kept if kept.users == 0]
         if len(self._kept) >= _MOST:

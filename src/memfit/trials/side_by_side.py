@@ -16,20 +16,20 @@ from typing import TypeVar
 
 from memfit.analysis.trial_result import RunTrial, TrialResult
 from memfit.records import Change, ScriptEnd
-from memfit.run.interruption import script_handles_ctrl_c, shared_with_threads
-from memfit.run.parent import Progress
+from memfit.run.interruption import script_handles_ctrl_c, share_interruption_with_threads
+from memfit.run.parent import ScriptProgress
 
 Result = TypeVar("Result")
 
 _INTERVAL = 0.1  # seconds between two looks at whether the user has pressed Ctrl-C
 
 
-def most_side_by_side() -> int:
+def most_scripts_side_by_side() -> int:
     """Return how many scripts can run side by side if each takes as much memory as the largest so far."""
-    return max(1, min(len(os.sched_getaffinity(0)), most_in_memory()))
+    return max(1, min(len(os.sched_getaffinity(0)), scripts_that_fit_in_memory()))
 
 
-def most_in_memory() -> int:
+def scripts_that_fit_in_memory() -> int:
     """Return how many more scripts there is memory for if each takes as much as the largest so far."""
     largest = 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss  # Linux counts in KiB
     return _available_memory() // max(largest, 1)
@@ -44,7 +44,7 @@ def _available_memory() -> int:
     return 1024 * next((int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), 0)
 
 
-def side_by_side(calls: Sequence[Callable[[], Result]], most: int) -> list[Result]:
+def run_scripts_side_by_side(calls: Sequence[Callable[[], Result]], most: int) -> list[Result]:
     """Make calls that run scripts, in threads, and return their results in the order of the calls.
 
     Args:
@@ -57,7 +57,7 @@ def side_by_side(calls: Sequence[Callable[[], Result]], most: int) -> list[Resul
     """
     with (
         script_handles_ctrl_c(0.0) as interruption,
-        shared_with_threads(interruption),
+        share_interruption_with_threads(interruption),
         ThreadPoolExecutor(most) as threads,
     ):
         futures = [threads.submit(copy_context().run, call) for call in calls]
@@ -82,7 +82,7 @@ class ProgressOfFirst:
         on_progress: as for ``run_script``.
     """
 
-    def __init__(self, on_progress: Callable[[Progress], None]) -> None:
+    def __init__(self, on_progress: Callable[[ScriptProgress], None]) -> None:
         self._on_progress = on_progress
         self._running: list[str] = []
 
@@ -95,7 +95,7 @@ class ProgressOfFirst:
         finally:
             self._running.remove(what)
 
-    def show(self, progress: Progress) -> None:
+    def show(self, progress: ScriptProgress) -> None:
         """Show the progress of a run, if it is the first or the only one; any thread may call this."""
         running = tuple(self._running)
         if not running or progress.trying == running[0]:
@@ -128,10 +128,10 @@ class RunsAhead:
             wanted: the change and the name of each.
         """
         new = [(change, what) for change, what in wanted if change not in self._kept]
-        most = min(len(new), most_side_by_side())
+        most = min(len(new), most_scripts_side_by_side())
         if most < 2:  # noqa: PLR2004 - one run has nothing beside it
             return
-        results = side_by_side([partial(self._named, *each) for each in new], most)
+        results = run_scripts_side_by_side([partial(self._named, *each) for each in new], most)
         for (change, _), result in zip(new, results, strict=True):
             if isinstance(result, TrialResult):
                 self._kept[change] = result

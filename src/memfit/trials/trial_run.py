@@ -13,8 +13,8 @@ from memfit.injection.injection_files import InjectionReport, InjectionSettings
 from memfit.records import Change, ScriptEnd, StepOperations
 from memfit.run.child_start import StartScript, start_script
 from memfit.run.options import RunOptions
-from memfit.run.parent import Progress, run_script
-from memfit.run.resolve_options import ghost_settings
+from memfit.run.parent import ScriptProgress, run_script
+from memfit.run.resolve_options import resolve_ghost_settings
 from memfit.temporary_folders import TemporaryFolder
 from memfit.trials.script_standbys import ScriptRun, ScriptStandbys
 
@@ -26,7 +26,7 @@ _REPORT, _OPERATIONS = "report.json", "operations.json"
 def trial_runner(
     command: tuple[str, ...],
     options: RunOptions,
-    on_progress: Callable[[Progress], None],
+    on_progress: Callable[[ScriptProgress], None],
     always: Change = _NOTHING,
     standbys: ScriptStandbys | None = None,
 ) -> RunTrial:
@@ -34,10 +34,10 @@ def trial_runner(
 
     The change ``always`` is made in every run. A run goes on from one of ``standbys`` if it can.
     """
-    ghost = ghost_settings(options)
+    ghost = resolve_ghost_settings(options)
 
     def run(change: Change, what: str) -> TrialResult | ScriptEnd:
-        def show(progress: Progress) -> None:
+        def show(progress: ScriptProgress) -> None:
             on_progress(replace(progress, trying=what))
 
         own = replace(options, finish_late=change.finish_late)
@@ -48,7 +48,7 @@ def trial_runner(
 
 
 def run_trial(
-    run: ScriptRun, on_progress: Callable[[Progress], None], standbys: ScriptStandbys | None = None
+    run: ScriptRun, on_progress: Callable[[ScriptProgress], None], standbys: ScriptStandbys | None = None
 ) -> TrialResult | ScriptEnd:
     """Run a script with a change, without input and with its output hidden; it may fail.
 
@@ -83,7 +83,7 @@ class _UnfitError(Exception):
 
 
 def _run_once(
-    run: ScriptRun, on_progress: Callable[[Progress], None], start: StartScript
+    run: ScriptRun, on_progress: Callable[[ScriptProgress], None], start: StartScript
 ) -> tuple[TrialResult | ScriptEnd, bool]:
     """Do what ``run_trial`` does; ``start`` as for ``run_script``.
 
@@ -92,9 +92,9 @@ def _run_once(
         did what its plan does not permit after that was applied.
     """
     change = run.change
-    with injected(change, run.options) as injection:
+    with prepare_injection(change, run.options) as injection:
 
-        def watch(progress: Progress) -> None:
+        def watch(progress: ScriptProgress) -> None:
             if injection.report().is_unfit:
                 raise _UnfitError
             on_progress(progress)
@@ -116,15 +116,15 @@ def _run_once(
             return trace.end, False
         report = injection.report()
         if report.again:
-            return ScriptEnd("refused", 0, why_again(report.again)), True
+            return ScriptEnd("refused", 0, why_kept_results_were_recomputed(report.again)), True
         operations = injection.operations()
         return TrialResult(trace, report.models, report.shares, operations, counts=report.operations), True
 
 
-def why_again(again: Mapping[str, int]) -> str:
+def why_kept_results_were_recomputed(again: Mapping[str, int]) -> str:
     """Return what is wrong if kept results are recomputed, as a clause.
 
-    >>> why_again({"aten.addmm.default": 36})
+    >>> why_kept_results_were_recomputed({"aten.addmm.default": 36})
     'the recomputation runs again what the plan keeps: aten.addmm.default (36 times)'
     """
     named = ", ".join(f"{name} ({count} times)" for name, count in again.items())
@@ -171,7 +171,7 @@ class Injection:
 
 
 @contextmanager
-def injected(
+def prepare_injection(
     change: Change, options: RunOptions, *, silent: bool = True, counts_backward: bool = False
 ) -> Iterator[Injection]:
     """Prepare the injection of a change; the script's own options in it are left to the caller.

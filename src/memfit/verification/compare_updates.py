@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.injection.injection_files import InjectionReport
-from memfit.planning.sample_independence import count_elements, undivided_tensor
+from memfit.planning.sample_independence import count_elements, find_undivided_tensor
 from memfit.records import CountedOperations, Equality, GradientDifference, InputTensor
-from memfit.trials.trial_run import why_again
+from memfit.trials.trial_run import why_kept_results_were_recomputed
 from memfit.verification.first_update_process import FirstUpdate
 
 BOUNDS = {"float64": 1e-12, "float32": 1e-5, "tf32": 1e-2, "float16": 1e-2, "bfloat16": 5e-2}
@@ -23,7 +23,7 @@ Sums that cancel out, such as those of a key's bias in an attention, are nothing
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateRun:
+class FirstUpdateRun:
     """A run, and the folder with its gradients."""
 
     folder: Path
@@ -32,7 +32,7 @@ class UpdateRun:
     """What became of the change, and what the update ran."""
 
 
-def gradient_difference(one: UpdateRun, other: UpdateRun, *, parts: int = 1) -> GradientDifference:
+def gradient_difference(one: FirstUpdateRun, other: FirstUpdateRun, *, parts: int = 1) -> GradientDifference:
     """Return by how much the gradients of another run differ.
 
     Args:
@@ -56,7 +56,9 @@ def gradient_difference(one: UpdateRun, other: UpdateRun, *, parts: int = 1) -> 
     return GradientDifference(len(one.update.gradients), equal, worst, where)
 
 
-def _apart(one: UpdateRun, number: int, other: UpdateRun, same: int, parts: int, least: float) -> float:
+def _apart(
+    one: FirstUpdateRun, number: int, other: FirstUpdateRun, same: int, parts: int, least: float
+) -> float:
     """Return by how much a gradient differs in two runs, relative to its largest value, or to ``least``.
 
     Infinite if a value is not finite, unless all bits are equal.
@@ -87,7 +89,7 @@ def largest_allowed_difference(equality: Equality, arithmetic: str) -> float:
 
 
 def gradients_keep_promise(
-    plain: UpdateRun, planned: UpdateRun, apart: GradientDifference, bound: float, *, parts: int = 1
+    plain: FirstUpdateRun, planned: FirstUpdateRun, apart: GradientDifference, bound: float, *, parts: int = 1
 ) -> bool:
     """Return whether two runs with the same inputs have gradients that differ by no more than a bound.
 
@@ -97,7 +99,7 @@ def gradients_keep_promise(
     return bool(plain.update.gradients) and have_same_inputs(plain, planned, parts) and bool(within)
 
 
-def have_same_inputs(one: UpdateRun, other: UpdateRun, parts: int = 1) -> bool:
+def have_same_inputs(one: FirstUpdateRun, other: FirstUpdateRun, parts: int = 1) -> bool:
     """Return whether two runs passed their models the same rows, in the same order.
 
     Args:
@@ -106,13 +108,13 @@ def have_same_inputs(one: UpdateRun, other: UpdateRun, parts: int = 1) -> bool:
         parts: in how many the batches of the other run come.
     """
     mine, others = one.update.inputs, other.update.inputs
-    return not mine if not others else not isinstance(undivided_tensor(mine, others, parts), InputTensor)
+    return not mine if not others else not isinstance(find_undivided_tensor(mine, others, parts), InputTensor)
 
 
 def why_runs_not_comparable(
-    plain: UpdateRun,
-    again: UpdateRun,
-    planned: UpdateRun,
+    plain: FirstUpdateRun,
+    again: FirstUpdateRun,
+    planned: FirstUpdateRun,
     repeats: GradientDifference,
     bound: float,
     *,
@@ -155,12 +157,12 @@ def why_runs_not_comparable(
     return ""
 
 
-def _content(run: UpdateRun, number: int) -> npt.NDArray[np.uint8]:
+def _content(run: FirstUpdateRun, number: int) -> npt.NDArray[np.uint8]:
     content: npt.NDArray[np.uint8] = np.load(run.folder / f"{number}.npy", allow_pickle=False)
     return content
 
 
-def _values(run: UpdateRun, number: int) -> npt.NDArray[np.float64]:
+def _values(run: FirstUpdateRun, number: int) -> npt.NDArray[np.float64]:
     content, dtype = _content(run, number), run.update.gradients[number].dtype
     if dtype == "bfloat16":  # the upper half of a float32
         return (content.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
@@ -188,7 +190,7 @@ def why_other_operations(
     'The update recomputes 60 of 168 operations, the plan 24 of 168 operations.'
     """
     if again:
-        why = why_again(again)
+        why = why_kept_results_were_recomputed(again)
         return f"{why[0].upper()}{why[1:]}."
     if operations is None:
         return ""

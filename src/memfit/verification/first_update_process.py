@@ -15,8 +15,8 @@ import msgspec
 from memfit.patching.after_import import after_import
 from memfit.patching.patches import Patch
 from memfit.records import InputTensor
-from memfit.run.parent_pipe import end_with_parent
-from memfit.run.run_script_as_python import end_of, run_as_main
+from memfit.run.parent_pipe import end_process_with_parent
+from memfit.run.run_script_as_python import classify_script_end, run_script_as_main
 
 _OPTIMIZER = Patch("torch.optim.optimizer:Optimizer", "__init__", why="verify its first update")
 _MODULE = Patch("torch.nn.modules.module:Module", "__call__", why="see what a model is passed")
@@ -79,7 +79,7 @@ def main() -> None:
     """Run the script."""
     settings = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=UpdateSettings)
     command = tuple(sys.argv[2:])
-    end_with_parent(settings.pipe)
+    end_process_with_parent(settings.pipe)
     if settings.on_cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if settings.change:
@@ -88,11 +88,11 @@ def main() -> None:
         install(settings.change)
     after_import("torch", partial(_watch, settings))
     try:
-        run_as_main(command, module=settings.module)
+        run_script_as_main(command, module=settings.module)
     except FirstUpdateReached:
         return
     except BaseException as error:
-        end = end_of(error)
+        end = classify_script_end(error)
         if end.reason == "interrupted":
             raise
         where = f" ({end.where})" if end.where else ""
@@ -195,10 +195,10 @@ class FirstUpdateWatcher:
         import torch
         from torch.utils._pytree import tree_leaves
 
-        from memfit.recording.model_input_digests import fed_tensor
+        from memfit.recording.model_input_digests import digest_tensor_rows
 
         tensors = [each for each in tree_leaves(passed) if isinstance(each, torch.Tensor) and each.ndim]
-        self._inputs += map(fed_tensor, tensors)
+        self._inputs += map(digest_tensor_rows, tensors)
 
     def _note_arithmetic(self, model: Any) -> None:
         import torch

@@ -21,12 +21,12 @@ from memfit.python_command import command_running_module
 from memfit.records import Change, CountedOperations, MeasuredPeak, Verification, VerificationVerdict
 from memfit.records.job_command import command_as_typed
 from memfit.run.options import RunOptions
-from memfit.run.parent import Progress, run_script
+from memfit.run.parent import ScriptProgress, run_script
 from memfit.run.process_tree import kill_descendants
 from memfit.temporary_folders import TemporaryFolder
-from memfit.trials.trial_run import injected
+from memfit.trials.trial_run import prepare_injection
 from memfit.verification.compare_updates import (
-    UpdateRun,
+    FirstUpdateRun,
     gradient_difference,
     gradients_keep_promise,
     largest_allowed_difference,
@@ -44,7 +44,7 @@ def verify_plan(
     *,
     module: bool,
     on_cpu: bool,
-    on_progress: Callable[[Progress], None],
+    on_progress: Callable[[ScriptProgress], None],
 ) -> Verification:
     """Return whether the script's first update under a plan has the gradients that the plan promises.
 
@@ -62,8 +62,8 @@ def verify_plan(
     dropout = change.micro_batches is None or not change.micro_batches.draws
     with TemporaryFolder() as name:
 
-        def run(what: str, change: Change) -> UpdateRun:
-            on_progress(Progress(trying=what))
+        def run(what: str, change: Change) -> FirstUpdateRun:
+            on_progress(ScriptProgress(trying=what))
             folder = Path(name) / what
             folder.mkdir()
             settings = UpdateSettings(str(folder), module, on_cpu, dropout)
@@ -113,10 +113,10 @@ def verify_plan(
     )
 
 
-def _run(command: tuple[str, ...], settings: UpdateSettings, change: Change, what: str) -> UpdateRun:
+def _run(command: tuple[str, ...], settings: UpdateSettings, change: Change, what: str) -> FirstUpdateRun:
     """Run the script under a change until its first update."""
     folder = Path(settings.folder)
-    with injected(change, RunOptions(module=settings.module), counts_backward=True) as injection:
+    with prepare_injection(change, RunOptions(module=settings.module), counts_backward=True) as injection:
         _, intervention = injection.options.preload or ("", "")
         read, write = os.pipe()
         file = folder / "settings.json"
@@ -151,7 +151,7 @@ def _run(command: tuple[str, ...], settings: UpdateSettings, change: Change, wha
         raise TargetError(
             f"memfit ran {command_as_typed(command)[0]} {what}{on}: {update.failure}{'' if on else _ON_CPU}"
         )
-    return UpdateRun(folder, update, report)
+    return FirstUpdateRun(folder, update, report)
 
 
 def _start(command: Sequence[str], conf: str, pipe: int) -> None:
@@ -171,8 +171,8 @@ def _start(command: Sequence[str], conf: str, pipe: int) -> None:
             process.wait()
 
 
-def measured_peak(
-    command: tuple[str, ...], plan: PlanFile, *, module: bool, on_progress: Callable[[Progress], None]
+def measure_peak_under_plan(
+    command: tuple[str, ...], plan: PlanFile, *, module: bool, on_progress: Callable[[ScriptProgress], None]
 ) -> MeasuredPeak:
     """Return the peak of a script under a plan over its first steps, as ``memfit record`` measures it.
 
@@ -187,11 +187,11 @@ def measured_peak(
     """
     change = plan.change
 
-    def show(progress: Progress) -> None:
+    def show(progress: ScriptProgress) -> None:
         on_progress(replace(progress, trying="under the plan, for its peak"))
 
     options = RunOptions(module=module, labels=False, allocator=change.allocator)
-    with injected(change, options) as injection:
+    with prepare_injection(change, options) as injection:
         trace = run_script(command + change.arguments, injection.options, None, None, show).trace
     if not ran_to_completion(trace.end):
         raise TargetError(

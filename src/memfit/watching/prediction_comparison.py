@@ -47,7 +47,7 @@ class PredictionComparison:
         self.expected = predicted.memory
         most = predicted.memory.peak if self._stages is None else predicted.so_far
         expected = most, predicted.memory.allocated
-        found = describe_differences(peak, measured.allocated, expected, "step")
+        found = _describe_differences(peak, measured.allocated, expected, "step")
         yield from self._report("step", f"step {step:,}", found)
 
     def finish(self, now: StepMemory, *, ran_out: bool) -> Iterator[str]:
@@ -72,7 +72,7 @@ class PredictionComparison:
         for each in self._prediction.stages:
             times[each.stage] += 1
             rows.setdefault(_name(each.stage, times[each.stage]), (None, each.peak))
-        return stage_table_lines(rows)
+        return _stage_table_lines(rows)
 
     def _expected(self, step: int) -> PredictedStep:
         """Return the prediction for a step that has just ended: by its number in its stage, if it has one."""
@@ -108,7 +108,7 @@ class PredictionComparison:
             if at_end and self.expected is not None:
                 self.expected = replace(self.expected, peak=max(self.expected.peak, predicted.peak))
             expected = predicted.peak, None if is_over else predicted.allocated
-            found = describe_differences(measured.peak, measured.allocated, expected, "stage")
+            found = _describe_differences(measured.peak, measured.allocated, expected, "stage")
             yield from self._report(stage, f"{stage} {self._times[stage]:,}", found)
 
     def _report(self, kind: str, name: str, found: list[tuple[float, str]]) -> Iterator[str]:
@@ -136,7 +136,7 @@ class PeakComparison:
         """Yield what differs: the first step whose peak is more than predicted."""
         self.expected = StepMemory(self._planned.allocated, measured.allocated)
         peak, predicted = PeakBounds(measured.peak, measured.peak), (self._planned.allocated, None)
-        for more, text in describe_differences(peak, measured.allocated, predicted, "step"):
+        for more, text in _describe_differences(peak, measured.allocated, predicted, "step"):
             if more > 0 and not self._reported:
                 self._reported = True
                 yield f"step {step:,}: {text}"
@@ -163,7 +163,7 @@ _ORIGINS = {
 }
 
 
-def excess_percent(measured: int, predicted: int) -> float:
+def _excess_percent(measured: int, predicted: int) -> float:
     """Return the percentage by which measured bytes exceed the predicted ones; inf if the prediction is 0."""
     if predicted:
         return 100 * (measured - predicted) / predicted
@@ -181,11 +181,11 @@ def step_progress_text(step: int, measured: StepMemory, predicted: StepMemory | 
     line = f"memfit: step {step:,} · peak {format_bytes(measured.peak)} measured"
     if predicted is None:
         return f"{line} · {format_bytes(measured.allocated)} at the end of the step"
-    more = excess_percent(measured.peak, predicted.peak)
+    more = _excess_percent(measured.peak, predicted.peak)
     return f"{line} · {format_bytes(predicted.peak)} predicted" + _percent(" · ", more)
 
 
-def describe_differences(
+def _describe_differences(
     peak: PeakBounds, allocated: int, predicted: tuple[int, int | None], of: str
 ) -> list[tuple[float, str]]:
     """Describe what differs from its prediction by more than the tolerance, each after the excess in percent.
@@ -196,9 +196,9 @@ def describe_differences(
         predicted: the same, the latter None if it is not compared.
         of: ``step`` or ``stage``.
 
-    >>> describe_differences(PeakBounds(3 << 30, 3 << 30), 1 << 30, (2 << 30, 1 << 30), "step")
+    >>> _describe_differences(PeakBounds(3 << 30, 3 << 30), 1 << 30, (2 << 30, 1 << 30), "step")
     [(50.0, 'peak 3.0 GiB measured, 2.0 GiB predicted, +50.00 %')]
-    >>> describe_differences(PeakBounds(1 << 30, 3 << 30), 1 << 30, (2 << 30, 0), "step")
+    >>> _describe_differences(PeakBounds(1 << 30, 3 << 30), 1 << 30, (2 << 30, 0), "step")
     [(inf, 'allocated at the end of the step 1.0 GiB measured, 0 B predicted')]
     """
     pairs = [("peak", peak, predicted[0])]
@@ -206,22 +206,22 @@ def describe_differences(
         pairs.append((f"allocated at the end of the {of}", PeakBounds(allocated, allocated), predicted[1]))
     found = []
     for what, measured, expected in pairs:
-        more = excess_percent(measured.nearest(expected), expected)
+        more = _excess_percent(measured.nearest(expected), expected)
         if abs(more) > TOLERANCE:
-            shown = f"{peak_bounds_text(measured, expected)} measured, {format_bytes(expected)} predicted"
+            shown = f"{_peak_bounds_text(measured, expected)} measured, {format_bytes(expected)} predicted"
             found.append((more, f"{what} {shown}{_percent(', ', more)}"))
     return found
 
 
-def peak_bounds_text(peak: PeakBounds, predicted: int | None) -> str:
+def _peak_bounds_text(peak: PeakBounds, predicted: int | None) -> str:
     """Return what is known of a peak; of one that is higher than predicted, how high it is at least.
 
     >>> (
-    ...     peak_bounds_text(PeakBounds(1 << 30, 1 << 30), 0),
-    ...     peak_bounds_text(PeakBounds(1 << 20, 1 << 30), 1 << 21),
+    ...     _peak_bounds_text(PeakBounds(1 << 30, 1 << 30), 0),
+    ...     _peak_bounds_text(PeakBounds(1 << 20, 1 << 30), 1 << 21),
     ... )
     ('1.0 GiB', 'at most 1.0 GiB')
-    >>> peak_bounds_text(PeakBounds(1 << 20, 1 << 30), 1 << 10)
+    >>> _peak_bounds_text(PeakBounds(1 << 20, 1 << 30), 1 << 10)
     'at least 1.0 MiB'
     """
     if peak.low == peak.high:
@@ -231,13 +231,13 @@ def peak_bounds_text(peak: PeakBounds, predicted: int | None) -> str:
     return f"at most {format_bytes(peak.high)}"
 
 
-def stage_table_lines(rows: Mapping[str, tuple[PeakBounds | None, int | None]]) -> list[str]:
+def _stage_table_lines(rows: Mapping[str, tuple[PeakBounds | None, int | None]]) -> list[str]:
     """Return a line for each stage, below headings.
 
     Args:
         rows: by name, the measured peak and the predicted one; None where the stage does not occur.
 
-    >>> for line in stage_table_lines(
+    >>> for line in _stage_table_lines(
     ...     {"saving": (PeakBounds(3 << 30, 3 << 30), 2 << 30), "loading": (None, 0)}
     ... ):
     ...     print(line)
@@ -251,9 +251,9 @@ def stage_table_lines(rows: Mapping[str, tuple[PeakBounds | None, int | None]]) 
         if measured is not None and predicted is not None:
             nearest = measured.nearest(predicted)
             if measured.low == measured.high or nearest != predicted:
-                more = _percent("", excess_percent(nearest, predicted))
+                more = _percent("", _excess_percent(nearest, predicted))
         shown = "-" if predicted is None else format_bytes(predicted)
-        cells.append((name, shown, "-" if measured is None else peak_bounds_text(measured, predicted), more))
+        cells.append((name, shown, "-" if measured is None else _peak_bounds_text(measured, predicted), more))
     widths = [max(len(row[column]) for row in cells) for column in range(3)]
     return [
         f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip()

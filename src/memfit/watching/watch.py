@@ -41,7 +41,7 @@ LONGEST = 200_000
 """Changes of label after which the recorder drops the past if no training step ends."""
 
 
-class ScalarWriter(Protocol):
+class _ScalarWriter(Protocol):
     """Receives scalars: ``torch.utils.tensorboard.SummaryWriter``, or any object with its method."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int, /) -> Any:
@@ -51,7 +51,7 @@ class ScalarWriter(Protocol):
 def watch(
     prediction: Trace | str | Path | None = None,
     *,
-    writer: ScalarWriter | None = None,
+    writer: _ScalarWriter | None = None,
     folder: str | Path = ".",
     labels: bool = False,
     files: int = 3,
@@ -114,7 +114,7 @@ class Watch:
     def __init__(
         self,
         prediction: Prediction | PlannedPeak | None,
-        writer: ScalarWriter | None,
+        writer: _ScalarWriter | None,
         folder: Path,
         *,
         labels: bool,

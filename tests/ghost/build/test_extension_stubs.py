@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from memfit.ghost.build.extension_stubs import nvidia_imports
-from memfit.ghost.build.runtime_library import build
+from memfit.ghost.build.runtime_library import build_ghost
 from memfit.ghost.build.torch_install import nvidia_library
 from memfit.native_build import find_compiler
 
@@ -37,7 +37,7 @@ class Workshop:
 
     def __init__(self, folder):
         self.folder = folder
-        self.ghost = build()
+        self.ghost = build_ghost()
 
     def library(self, name, source, *options, soname=None):
         path = self.folder / name

@@ -12,8 +12,8 @@ import pytest
 from memfit.errors import GhostError, UnsuitableEnvironmentError
 from memfit.ghost.build import runtime_library as build_module
 from memfit.ghost.build.elf import ElfFile
-from memfit.ghost.build.runtime_library import build, read_gaps
-from memfit.ghost.build.torch_install import find_torch, scan_imports
+from memfit.ghost.build.runtime_library import build_ghost, read_ghost_gaps
+from memfit.ghost.build.torch_install import find_torch, scan_nvidia_imports
 from memfit.native_build import find_compiler
 
 pytestmark = pytest.mark.process
@@ -47,8 +47,8 @@ def fake_torch(tmp_path):
 
 def test_the_ghost_is_built_once_and_then_found_in_the_cache(cache):
     messages = []
-    first = build(report=messages.append)
-    second = build(report=messages.append)
+    first = build_ghost(report=messages.append)
+    second = build_ghost(report=messages.append)
     assert first.built
     assert not second.built
     assert len(messages) == 1
@@ -64,12 +64,12 @@ def test_the_ghost_is_built_once_and_then_found_in_the_cache(cache):
 
 
 def test_every_function_that_torch_imports_is_defined():
-    done = build()
-    wanted = scan_imports(TORCH).symbols
+    done = build_ghost()
+    wanted = scan_nvidia_imports(TORCH).symbols
     assert len(wanted) > 500
     with ElfFile(done.library) as library:
         assert library.defines(set(wanted)) == wanted
-        names = {gap.name for gap in read_gaps()[0]}
+        names = {gap.name for gap in read_ghost_gaps()[0]}
         assert library.defines(names) == names
     known = {gap.name for gap in done.gaps}
     assert "cudaIpcGetEventHandle" in known  # imported
@@ -77,8 +77,8 @@ def test_every_function_that_torch_imports_is_defined():
 
 
 def test_the_empty_libraries_have_their_soname_and_versions():
-    done = build()
-    for soname, versions in scan_imports(TORCH).sonames.items():
+    done = build_ghost()
+    for soname, versions in scan_nvidia_imports(TORCH).sonames.items():
         with ElfFile(done.folder / soname) as empty:
             assert "libghost.so" in empty.needed()
         text = (done.folder / soname).read_bytes()
@@ -98,21 +98,21 @@ def test_four_processes_can_build_at_the_same_time(cache):
 
 
 def test_an_incomplete_build_is_rebuilt(cache):
-    first = build()
+    first = build_ghost()
     (first.folder / "build.json").unlink()
-    assert build().built
+    assert build_ghost().built
 
 
 def test_another_torch_or_other_flags_have_their_own_folder(cache, tmp_path, monkeypatch):
-    first = build()
+    first = build_ghost()
     copy = tmp_path / "site-packages" / "torch"
     (copy / "lib").mkdir(parents=True)
     shutil.copy(TORCH.folder / "version.py", copy)
     for library in TORCH.libraries():
         (copy / "lib" / library.name).symlink_to(library)
-    assert build(copy).built  # no metadata beside it: other versions are assumed
+    assert build_ghost(copy).built  # no metadata beside it: other versions are assumed
     monkeypatch.setattr(build_module, "COMPILE_FLAGS", (*build_module.COMPILE_FLAGS, "-O1"))
-    other = build()
+    other = build_ghost()
     assert other.built
     assert other.folder != first.folder
 
@@ -135,7 +135,7 @@ def test_reported_versions_are_those_torch_was_built_for():
 )
 def test_an_unsuitable_torch_is_refused_with_a_remedy(cache, fake_torch, version, cuda, words):
     with pytest.raises(UnsuitableEnvironmentError) as refused:
-        build(fake_torch(version, cuda))
+        build_ghost(fake_torch(version, cuda))
     assert all(word in str(refused.value) for word in words)
     assert not cache.exists()
 
@@ -162,17 +162,17 @@ def test_building_does_not_import_torch(cache):
 def test_another_platform_is_refused(monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     with pytest.raises(UnsuitableEnvironmentError, match=r"aarch64.*needs Linux on x86-64"):
-        build()
+        build_ghost()
 
 
 def test_a_missing_compiler_is_reported_with_a_remedy(cache, monkeypatch):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UnsuitableEnvironmentError, match="looked for cc, gcc, clang"):
-        build()
+        build_ghost()
     monkeypatch.setenv("CC", "tcc-9")
     with pytest.raises(UnsuitableEnvironmentError, match=r"looked for \$CC \(tcc-9\)"):
-        build()
+        build_ghost()
 
 
 def test_a_failing_compiler_is_reported_with_its_output(cache, tmp_path, monkeypatch):
@@ -181,7 +181,7 @@ def test_a_failing_compiler_is_reported_with_its_output(cache, tmp_path, monkeyp
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
     with pytest.raises(GhostError, match=r"exit code 3(.|\n)*internal compiler error: broken"):
-        build()
+        build_ghost()
     assert [path.suffix for path in (cache / "ghost").iterdir()] == [".lock"]  # nothing half-written
 
 
@@ -191,7 +191,7 @@ def test_a_cache_folder_without_space_is_reported(cache, monkeypatch):
 
     monkeypatch.setattr(build_module.tempfile, "mkdtemp", fail)
     with pytest.raises(GhostError, match=r"No space left on device. Set MEMFIT_CACHE to a writable folder"):
-        build()
+        build_ghost()
 
 
 def test_files_other_than_elf_are_rejected(tmp_path):
@@ -214,12 +214,12 @@ def test_elf_reader_agrees_with_the_loader():
 
 
 def test_a_damaged_build_is_rebuilt(cache):
-    first = build()
+    first = build_ghost()
     first.library.write_bytes(first.library.read_bytes()[:1000])
-    assert build().built
+    assert build_ghost().built
     (first.folder / first.sonames[0]).unlink()
-    assert build().built
-    assert not build().built
+    assert build_ghost().built
+    assert not build_ghost().built
 
 
 def test_cc_can_be_a_command_with_options(monkeypatch):

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from memfit.ghost.build.runtime_library import build
+from memfit.ghost.build.runtime_library import build_ghost
 from memfit.ghost.cudnn import client as client_module
 from memfit.ghost.cudnn.cache import EngineConfig, HeuristicsCache, HeuristicsResult
-from memfit.ghost.cudnn.client import CudnnClient, NoAnswerError
+from memfit.ghost.cudnn.client import CudnnClient, NoCudnnAnswerError
 from memfit.native_build import find_compiler
 from support.cudnn_descriptors import convolution
 
@@ -42,7 +42,7 @@ def fake(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def driver():
-    return build().no_device
+    return build_ghost().no_device
 
 
 def client_of(library, driver, folder):
@@ -50,7 +50,7 @@ def client_of(library, driver, folder):
 
 
 def reason(client, question=QUESTION):
-    with pytest.raises(NoAnswerError) as caught:
+    with pytest.raises(NoCudnnAnswerError) as caught:
         client.answer(question)
     return str(caught.value)
 

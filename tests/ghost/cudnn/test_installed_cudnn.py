@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from memfit.devices import find_device
-from memfit.ghost.build.runtime_library import build
-from memfit.ghost.cudnn.client import NoAnswerError, find_library, installed_cudnn
+from memfit.ghost.build.runtime_library import build_ghost
+from memfit.ghost.cudnn.client import NoCudnnAnswerError, find_torch_library, installed_cudnn
 from memfit.ghost.cudnn.server import OLDEST
 from memfit.ghost.ghost_device import GhostDevice
 from memfit.native_build import find_compiler
@@ -30,17 +30,17 @@ FIRST_CHOICE = {
 def cache(tmp_path_factory):
     """Use an empty cache, so that no answer is from an earlier run; the ghost itself is built already."""
     folder = tmp_path_factory.mktemp("cache")
-    (folder / "ghost").symlink_to(build().folder.parent)
+    (folder / "ghost").symlink_to(build_ghost().folder.parent)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEMFIT_CACHE", str(folder))
         yield folder
 
 
 def installed(gpu):
-    client = installed_cudnn(GhostDevice.of(find_device(gpu)), build())
+    client = installed_cudnn(GhostDevice.of(find_device(gpu)), build_ghost())
     try:
         version = client.answer(convolution("forward")).version
-    except NoAnswerError as error:
+    except NoCudnnAnswerError as error:
         pytest.skip(f"the installed cuDNN cannot be queried: {error}")
     assert version >= OLDEST
     return client, version
@@ -84,7 +84,7 @@ def test_the_machines_driver_is_never_loaded(tmp_path, monkeypatch, shielded):
     if not shielded:
         empty = ("-shared", "-xc", "/dev/null", "-o", "none.so")
         subprocess.run([*find_compiler(), *empty], cwd=tmp_path, check=True)
-        unshielded = dataclasses.replace(build(), no_device=tmp_path / "none.so")
+        unshielded = dataclasses.replace(build_ghost(), no_device=tmp_path / "none.so")
         monkeypatch.setattr(sys.modules[__name__], "build", lambda: unshielded)
     client, _ = installed("A100-80GB")
     # A question that is not cached; the fallbacks include engines that are compiled at run time.
@@ -103,8 +103,8 @@ def test_the_library_installed_with_torch_is_found_first(tmp_path, monkeypatch):
     monkeypatch.setattr("memfit.ghost.cudnn.client._SYSTEM", ())
     monkeypatch.setenv("LD_LIBRARY_PATH", str(elsewhere))
     name = "libcudnn.so.9999"
-    assert find_library(name, torch) is None
+    assert find_torch_library(name, torch) is None
     (elsewhere / name).touch()
-    assert find_library(name, torch) == elsewhere / name
+    assert find_torch_library(name, torch) == elsewhere / name
     (beside / name).touch()
-    assert find_library(name, torch) == beside / name
+    assert find_torch_library(name, torch) == beside / name

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from memfit.ghost.ranks import answering_store
-from memfit.ghost.ranks.answering_store import EndlessWaits
+from memfit.ghost.ranks.answering_store import EndlessWaitDetector
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def clock(monkeypatch):
 def asked(clock, seconds, work=lambda: 0, times=1):
     """Ask for a key every second and return what was refused."""
     refused = []
-    waits = EndlessWaits(refused.append, work)
+    waits = EndlessWaitDetector(refused.append, work)
     for clock[0] in range(seconds):
         for key in [f"0//done/{rank}" for rank in range(times)]:
             waits.ask((key,))
@@ -41,7 +41,7 @@ def test_a_training_loop_may_ask_at_every_step(clock):
 
 def test_a_line_that_asks_seldom_is_not_refused(clock):
     refused = []
-    waits = EndlessWaits(refused.append, lambda: 0)
+    waits = EndlessWaitDetector(refused.append, lambda: 0)
     for clock[0] in (0, 100, 200):
         waits.ask(("done",))
     assert refused == []

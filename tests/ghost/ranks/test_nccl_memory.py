@@ -3,7 +3,7 @@
 import pytest
 
 from memfit.devices import find_device
-from memfit.ghost.ranks.nccl_memory import KERNELS, Communicator, nccl_memory
+from memfit.ghost.ranks.nccl_memory import KERNELS, NcclCommunicator, nccl_memory
 
 MIB = 1 << 20
 A100, H100 = find_device("A100-80GB"), find_device("H100")
@@ -11,23 +11,23 @@ CONNECTION = 12 * MIB  # 2 to send and 10 to receive; on A100 6 and 6
 
 
 def pair(**used):
-    return Communicator(ranks=2, local_ranks=2, **used)
+    return NcclCommunicator(ranks=2, local_ranks=2, **used)
 
 
 def machine(rank=0, **used):
-    return Communicator(ranks=8, local_ranks=8, rank=rank, **used)
+    return NcclCommunicator(ranks=8, local_ranks=8, rank=rank, **used)
 
 
 @pytest.mark.parametrize(("ranks", "published"), [(2, 544), (3, 688), (4, 688)])
 def test_rank_0_of_a_communicator_takes_what_was_measured_on_4_a100(ranks, published):
     """NVIDIA/nccl#964, August 2023: an NCCL that connected all ranks at once, without cuMem."""
-    communicator = Communicator(ranks=ranks, local_ranks=ranks, all_reduces=True)
+    communicator = NcclCommunicator(ranks=ranks, local_ranks=ranks, all_reduces=True)
     assert nccl_memory(communicator, A100, {"NCCL_CUMEM_ENABLE": "0"}).total == published * MIB
 
 
 def test_a_lone_rank_takes_what_was_measured_on_an_rtx_3090():
     """NVIDIA/nccl#2366: 484 MiB. The rule's figure for NCCL's kernels is what this leaves over."""
-    alone = Communicator(ranks=1, local_ranks=1, all_reduces=True)
+    alone = NcclCommunicator(ranks=1, local_ranks=1, all_reduces=True)
     assert nccl_memory(alone, find_device("RTX 3090"), {}).total + KERNELS == 484 * MIB
 
 
@@ -97,7 +97,7 @@ def test_a_split_that_shares_takes_no_connections_of_its_own():
 
 def test_more_machines_do_not_take_more_for_a_ring():
     rings = [
-        nccl_memory(Communicator(ranks=8 * machines, local_ranks=8, collectives=True), H100, {}).ring
+        nccl_memory(NcclCommunicator(ranks=8 * machines, local_ranks=8, collectives=True), H100, {}).ring
         for machines in (2, 16, 128)
     ]
     # 16 channels: this rank is the end of two, where the network's buffers are 10 MiB each way.
@@ -105,7 +105,7 @@ def test_more_machines_do_not_take_more_for_a_ring():
 
 
 def test_peers_on_other_machines_share_buffers():
-    world = Communicator(ranks=16, local_ranks=8, sends=15, receives=15)
+    world = NcclCommunicator(ranks=16, local_ranks=8, sends=15, receives=15)
     memory = nccl_memory(world, H100, {})
     assert memory.peers == 7 * 4 * CONNECTION  # 4 channels a peer: 50 GB/s at 14 a channel
     assert memory.network == 2 * 16 * 16 * 128 * 1024

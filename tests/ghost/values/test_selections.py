@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from memfit.ghost.values.known_values import Known, KnownValues, Selection
-from memfit.ghost.values.propagation_rules import RULES, KnownInputs, union
+from memfit.ghost.values.known_values import KnownIndices, KnownValue, KnownValues
+from memfit.ghost.values.propagation_rules import RULES, KnownInputs, union_of_known_indices
 from support.scripts import check
 
 pytestmark = pytest.mark.warm
@@ -104,10 +104,10 @@ def test_a_tensor_that_took_another_ones_memory_is_not_taken_for_it():
     known, labels, earlier = KnownValues(), torch.zeros(5), torch.zeros(5)
     now = known.state(labels)
     before = now._replace(tensor=TensorWeakRef(earlier))
-    alike = [(3, Selection(now, 0)), (4, Selection(known.state(labels), 0))]
-    assert union(alike).others == 0
+    alike = [(3, KnownIndices(now, 0)), (4, KnownIndices(known.state(labels), 0))]
+    assert union_of_known_indices(alike).others == 0
     del earlier
-    assert union([alike[0], (4, Selection(before, 0))]).others == 4
+    assert union_of_known_indices([alike[0], (4, KnownIndices(before, 0))]).others == 4
 
 
 def test_swapped_tensors_and_keywords_of_scatter_work_as_without_the_ghost(evaluate):
@@ -225,8 +225,8 @@ class Program:
         index = self.indices()
         mask = torch.zeros(len(self.labels), dtype=torch.bool)
         mask[index] = True
-        where = union([(0, None), (len(index), self.known.selection(index))])
-        self.add(mask, Known(False, exceptions=len(index), selection=where))
+        where = union_of_known_indices([(0, None), (len(index), self.known.selection(index))])
+        self.add(mask, KnownValue(False, exceptions=len(index), selection=where))
 
     def combine(self):
         a, b = self.a_mask(), self.a_mask()

@@ -3,7 +3,7 @@
 import pytest
 
 from memfit.errors import UsageError
-from memfit.ghost.values.value_options import ValueOptions, count_of
+from memfit.ghost.values.value_options import GpuValueOptions, chosen_element_count
 
 
 @pytest.mark.parametrize(
@@ -29,19 +29,26 @@ from memfit.ghost.values.value_options import ValueOptions, count_of
 )
 def test_invalid_values_options_are_rejected(text, complaint):
     with pytest.raises(UsageError, match=complaint):
-        ValueOptions.parse(text)
+        GpuValueOptions.parse(text)
 
 
 def test_values_options_are_parsed_with_defaults_spaces_and_any_case():
-    options = ValueOptions.parse(" float=-2e3, all=FALSE ,count=1.0")
+    options = GpuValueOptions.parse(" float=-2e3, all=FALSE ,count=1.0")
     kinds = ("float", "int", "bool", "all", "copy", "count")
     assert [options.choose(kind).value for kind in kinds] == [-2000.0, 1, False, False, 0, 1.0]
-    assert [ValueOptions.parse("").choose(kind).value for kind in kinds] == [1.0, 1, False, True, 0, "upper"]
+    assert [GpuValueOptions.parse("").choose(kind).value for kind in kinds] == [
+        1.0,
+        1,
+        False,
+        True,
+        0,
+        "upper",
+    ]
     counts = [
-        ValueOptions.parse(f"count={text}").choose("count").value
+        GpuValueOptions.parse(f"count={text}").choose("count").value
         for text in ("upper", "0.25", "25%", "1.0", "4", "40", "0")
     ]
-    assert [count_of(count, 10) for count in counts] == [10, 3, 3, 10, 4, 10, 0]
+    assert [chosen_element_count(count, 10) for count in counts] == [10, 3, 3, 10, 4, 10, 0]
 
 
 @pytest.mark.parametrize(
@@ -58,11 +65,11 @@ def test_values_options_are_parsed_with_defaults_spaces_and_any_case():
 )
 def test_a_line_is_named_by_the_end_of_its_path(place, applies):
     lines = [("/lib/torch/ops.py", 4), ("/lib/detection/heads.py", 120)]
-    assert (ValueOptions.parse(f"{place}=7").at_line("int", lines) is not None) == applies
+    assert (GpuValueOptions.parse(f"{place}=7").at_line("int", lines) is not None) == applies
 
 
 def test_of_several_lines_the_innermost_with_a_suitable_value_applies():
-    options = ValueOptions.parse("train.py:3=5,heads.py:120=true")
+    options = GpuValueOptions.parse("train.py:3=5,heads.py:120=true")
     lines = [("/lib/heads.py", 120), ("/home/ada/train.py", 3)]
     assert options.at_line("bool", lines).given == "heads.py:120=true"
     assert options.at_line("int", lines).given == "train.py:3=5"

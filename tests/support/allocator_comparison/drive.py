@@ -20,10 +20,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from memfit.allocator.compiled_allocator import COUNTERS, NAMES
 from memfit.devices import find_device
-from memfit.ghost.build.runtime_library import build
+from memfit.ghost.build.runtime_library import build_ghost
 from memfit.ghost.ghost_device import GhostDevice
 from memfit.ghost.load_ghost import load
-from memfit.ghost.runtime_bindings import Ghost
+from memfit.ghost.runtime_bindings import GhostRuntime
 from support.allocator_comparison.compiled import compiled_model
 from support.allocator_comparison.model import (
     REFUSED,
@@ -85,7 +85,7 @@ class Sizes:
 class Real:
     """PyTorch's allocator on the ghost."""
 
-    def __init__(self, options: dict[str, Any], ghost: Ghost, torch: ModuleType) -> None:
+    def __init__(self, options: dict[str, Any], ghost: GhostRuntime, torch: ModuleType) -> None:
         self._torch = torch
         self._ghost = ghost
         self._held = False
@@ -197,7 +197,7 @@ def operations(options: dict[str, Any], real: Real) -> Iterator[Operation]:
 
 def drive(options: dict[str, Any]) -> dict[str, Any]:
     """Run the operations; stop at the first difference, and write the log if the options name one."""
-    ghost = load(build())
+    ghost = load(build_ghost())
     ghost.configure(GhostDevice.of(find_device("A100-80GB"), options["total"]))
     import torch
 

@@ -5,7 +5,7 @@ import torch
 
 from memfit import LossScale
 from memfit.train.loss_scaler import LossScaler
-from memfit.train.ranks.rank_agreement import OneRank
+from memfit.train.ranks.rank_agreement import SingleRank
 from support import rank_jobs
 
 CASES = "support.fit_rank_cases"
@@ -97,14 +97,14 @@ def test_a_progress_bar_is_drawn_on_the_first_rank_only(two_ranks):
     assert second == ""
 
 
-class OtherRankOverflowed(OneRank):
+class OtherRankOverflowed(SingleRank):
     """A rank whose own gradients are finite; PyTorch 2.14's GradScaler itself sees the shards of others."""
 
     def agree(self, *numbers, failure=0):
         return (1.0,)
 
 
-@pytest.mark.parametrize(("ranks", "scale"), [(OtherRankOverflowed(), 4.0), (OneRank(), 8.0)])
+@pytest.mark.parametrize(("ranks", "scale"), [(OtherRankOverflowed(), 4.0), (SingleRank(), 8.0)])
 def test_a_rank_backs_off_if_another_overflowed(ranks, scale):
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)

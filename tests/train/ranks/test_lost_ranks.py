@@ -57,7 +57,7 @@ def test_the_group_of_an_engine_is_released_at_exit_if_the_script_has_destroyed_
     monkeypatch.setattr(rank_agreement.atexit, "register", lambda *call: at_exit.append(call))
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        ours = rank_agreement.Ranks()
+        ours = rank_agreement.JobRanks()
         ((release, reference),) = at_exit
         release(reference)
         assert ours.control is not None

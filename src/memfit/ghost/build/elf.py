@@ -29,7 +29,7 @@ _HIDDEN = 0x8000
 
 
 @dataclass(frozen=True, slots=True)
-class Import:
+class ImportedSymbol:
     """A symbol that a library imports."""
 
     name: str
@@ -74,7 +74,7 @@ class ElfFile:
         found = self._dynamic(_DT_RUNPATH) or self._dynamic(_DT_RPATH)
         return [folder for text in found for folder in text.split(":") if folder]
 
-    def imports(self) -> list[Import]:
+    def imports(self) -> list[ImportedSymbol]:
         """Return the symbols that it does not define itself."""
         versions, numbers = self._versions_needed(), self._version_numbers()
         found = []
@@ -82,7 +82,7 @@ class ElfFile:
             for i, (name, _, _, section, _, _) in enumerate(_SYMBOL.iter_unpack(data)):
                 if section == _UNDEFINED and name:
                     soname, version = versions.get(numbers[i] if numbers else 0, ("", ""))
-                    found.append(Import(self._text(names + name), soname, version))
+                    found.append(ImportedSymbol(self._text(names + name), soname, version))
         return found
 
     def defines(self, wanted: set[str]) -> set[str]:

@@ -32,7 +32,7 @@ from pathlib import Path
 
 from memfit.errors import GhostError, MemfitError
 from memfit.ghost.build.elf import ElfFile
-from memfit.ghost.build.runtime_library import INCLUDES, Build, make_empty_libraries
+from memfit.ghost.build.runtime_library import INCLUDES, BuiltGhost, make_empty_libraries
 from memfit.ghost.build.torch_install import NvidiaLibrary, is_nvidia_function, nvidia_library
 from memfit.native_build import COMPILE_FLAGS, cache_folder, find_compiler, run_compiler
 
@@ -76,7 +76,7 @@ class ExtensionStubs:
         rejections: why libraries were not loaded, one message each.
     """
 
-    def __init__(self, build: Build, runtime: ctypes.CDLL) -> None:
+    def __init__(self, build: BuiltGhost, runtime: ctypes.CDLL) -> None:
         self.imported_by: dict[str, str] = {}
         self.rejections: list[str] = []
         self._build = build

@@ -26,7 +26,7 @@ import msgspec
 from memfit import native_build
 from memfit.errors import GhostError
 from memfit.ghost.build.elf import ElfFile
-from memfit.ghost.build.torch_install import TorchImports, TorchInstall, find_torch, scan_imports
+from memfit.ghost.build.torch_install import TorchImports, TorchInstall, find_torch, scan_nvidia_imports
 from memfit.native_build import (
     COMPILE_FLAGS,
     SHARED_C,
@@ -45,7 +45,7 @@ _DONE = "build.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class GhostGap:
     """A function that PyTorch can call and the ghost refuses (runtime/gaps.txt)."""
 
     name: str
@@ -54,7 +54,7 @@ class Gap:
 
 
 @dataclass(frozen=True, slots=True)
-class Build:
+class BuiltGhost:
     """A ghost runtime that is ready to be loaded."""
 
     folder: Path
@@ -66,7 +66,7 @@ class Build:
     """The empty libraries in the same folder, which replace NVIDIA's."""
     torch_version: str
     cuda_version: str
-    gaps: tuple[Gap, ...]
+    gaps: tuple[GhostGap, ...]
     """The known gaps: functions that this PyTorch imports or looks up and the ghost refuses."""
     sizes: dict[str, int]
     """Bytes of each library, by file name."""
@@ -76,7 +76,9 @@ class Build:
     """Whether this process built it, rather than finding it in the cache."""
 
 
-def build(torch_folder: Path | None = None, *, report: Callable[[str], None] | None = None) -> Build:
+def build_ghost(
+    torch_folder: Path | None = None, *, report: Callable[[str], None] | None = None
+) -> BuiltGhost:
     """Return the ghost for the installed PyTorch, building it on first use.
 
     Args:
@@ -88,7 +90,7 @@ def build(torch_folder: Path | None = None, *, report: Callable[[str], None] | N
         GhostError: the compiler failed, or the cache folder cannot be written.
 
     Example:
-        >>> build().torch_version  # doctest: +SKIP
+        >>> build_ghost().torch_version  # doctest: +SKIP
         '2.14.1+cu130'
 
     """
@@ -144,10 +146,10 @@ def _fingerprint(torch: TorchInstall, flags: Sequence[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _read(folder: Path) -> Build | None:
+def _read(folder: Path) -> BuiltGhost | None:
     try:
         text = (folder / _DONE).read_bytes()
-        kept = msgspec.json.decode(text, type=Build, dec_hook=lambda kind, value: kind(value))
+        kept = msgspec.json.decode(text, type=BuiltGhost, dec_hook=lambda kind, value: kind(value))
     except (OSError, msgspec.DecodeError):  # missing or unreadable: it is built again
         return None
     # A cache cleaner may have deleted or truncated a library.
@@ -160,17 +162,19 @@ def _read(folder: Path) -> Build | None:
     )  # the cache folder may have been moved
 
 
-def _build_into(folder: Path, torch: TorchInstall, flags: Sequence[str], compiler: Sequence[str]) -> Build:
+def _build_into(
+    folder: Path, torch: TorchInstall, flags: Sequence[str], compiler: Sequence[str]
+) -> BuiltGhost:
     start = time.perf_counter()
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        wanted = scan_imports(torch)
+        wanted = scan_nvidia_imports(torch)
         gaps = _compile_runtime(work, wanted, flags, compiler)
         make_empty_libraries(work, wanted.sonames, work / "libghost.so", compiler)
         _make_no_device(work, compiler)
         # Triton links its launcher with -lcuda, which it searches in $TRITON_LIBCUDA_PATH.
         (work / "libcuda.so").symlink_to("libcuda.so.1")
-        done = Build(
+        done = BuiltGhost(
             folder=folder,
             library=folder / "libghost.so",
             no_device=folder / "libnodevice.so",
@@ -192,7 +196,7 @@ def _build_into(folder: Path, torch: TorchInstall, flags: Sequence[str], compile
 
 def _compile_runtime(
     work: Path, wanted: TorchImports, flags: Sequence[str], compiler: Sequence[str]
-) -> tuple[Gap, ...]:
+) -> tuple[GhostGap, ...]:
     sources = sorted(RUNTIME.rglob("*.c"))
     objects = [work / f"{source.parent.name}-{source.stem}.o" for source in sources]
     flags = (*COMPILE_FLAGS, *flags, *INCLUDES)
@@ -204,7 +208,7 @@ def _compile_runtime(
         for job in jobs:
             job.result()
     written = _linked_without_stubs(work, objects, wanted, compiler)
-    gaps, refusals = read_gaps()
+    gaps, refusals = read_ghost_gaps()
     stubs = work / "stubs.c"
     stubs.write_text(
         _stubs(wanted.symbols - written, {name: refusals[name] for name in refusals.keys() - written})
@@ -227,12 +231,12 @@ def _linked_without_stubs(
     library = work / "written.so"
     run_compiler(*compiler, "-shared", "-o", str(library), *map(str, objects))
     with ElfFile(library) as linked:
-        written = linked.defines(set(wanted.symbols) | {gap.name for gap in read_gaps()[0]})
+        written = linked.defines(set(wanted.symbols) | {gap.name for gap in read_ghost_gaps()[0]})
     library.unlink()
     return written
 
 
-def read_gaps() -> tuple[tuple[Gap, ...], dict[str, int]]:
+def read_ghost_gaps() -> tuple[tuple[GhostGap, ...], dict[str, int]]:
     """Read ``runtime/gaps.txt``: the gaps in order, and the status that each returns."""
     gaps, refusals = [], {}
     library, status, reason = "", 0, ""
@@ -241,7 +245,7 @@ def read_gaps() -> tuple[tuple[Gap, ...], dict[str, int]]:
         if heading:
             library, status, reason = heading[1], int(heading[2]), heading[3]
         elif line and not line.startswith("#"):
-            gaps.append(Gap(line, library, reason))
+            gaps.append(GhostGap(line, library, reason))
             refusals[line] = status
     return tuple(gaps), refusals
 

@@ -92,7 +92,7 @@ def find_torch(folder: Path | None = None) -> TorchInstall:
     return TorchInstall(folder, version, cuda)
 
 
-def installed_version() -> str:
+def installed_torch_version() -> str:
     """Return the version of the PyTorch that this interpreter would import, whichever build it is.
 
     Raises:
@@ -101,7 +101,7 @@ def installed_version() -> str:
     return _assigned(_version_file(_package_folder()), "__version__") or ""
 
 
-def scan_imports(torch: TorchInstall) -> TorchImports:
+def scan_nvidia_imports(torch: TorchInstall) -> TorchImports:
     """Read the NVIDIA libraries and functions that PyTorch's libraries import."""
     sonames: dict[str, set[str]] = {name: set() for name in _LOADED_BY_NAME}
     symbols: set[str] = set()

@@ -20,7 +20,7 @@ dtype of the products, of each kernel."""
 KernelWork = tuple[str, int, int, str]
 
 
-def install() -> None:
+def keep_kernel_work_in_graphs() -> None:
     """Keep it from now on; call directly after torch was imported."""
     after_import("torch._inductor.output_code", lambda: _GRAPH.install("__init__", _noting_kernels))
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from memfit.ghost.values.known_values import Known, KnownValues, is_plain
+from memfit.ghost.values.known_values import KnownValue, KnownValues, is_plain_tensor
 from memfit.patching.patches import Patch
 
 _FOLDER = Patch(
@@ -50,14 +50,19 @@ class _OnCpuToo(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and is_plain(result) and result.is_cuda and result.numel() == 1:
+        if (
+            isinstance(result, torch.Tensor)
+            and is_plain_tensor(result)
+            and result.is_cuda
+            and result.numel() == 1
+        ):
             value = self._computed(func, args, kwargs or {})
             if value is not None:
                 self._known.put(result, value, fresh=not func._schema.is_mutable)
                 self._made[result] = value
         return result
 
-    def _computed(self, func: Any, args: Any, kwargs: Any) -> Known | None:
+    def _computed(self, func: Any, args: Any, kwargs: Any) -> KnownValue | None:
         """Return an operator's result on the CPU; None if an argument is unknown or the CPU has no kernel."""
         twins: list[Any] = []
         leaves, structure = pytree.tree_flatten((args, kwargs))
@@ -71,7 +76,7 @@ class _OnCpuToo(TorchDispatchMode):  # type: ignore[no-untyped-call]
             computed = func(*cpu_args, **cpu_kwargs)
         except (RuntimeError, NotImplementedError):
             return None
-        return None if computed.is_complex() else Known(computed.item())
+        return None if computed.is_complex() else KnownValue(computed.item())
 
     def _twin(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.device):

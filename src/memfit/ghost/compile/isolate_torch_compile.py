@@ -31,9 +31,9 @@ from torch._guards import TracingContext
 
 from memfit.ghost.compile import compiled_kernel_work, skip_triton_codegen
 from memfit.ghost.note_callback import NoteCallback
-from memfit.ghost.runtime_bindings import Ghost
+from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.patching.after_import import after_import
-from memfit.patching.patches import Patch, before, wrapped
+from memfit.patching.patches import Patch, call_before, wrapped
 from memfit.records import Provenance
 
 _TIE_MS = 1000.0
@@ -95,8 +95,8 @@ _OFF = (
 Labelled = Callable[[str], AbstractContextManager[None]]
 
 
-def install(
-    ghost: Ghost, folder: Path, note: NoteCallback, *, labelled: Labelled = lambda _op: nullcontext()
+def isolate_compilation(
+    ghost: GhostRuntime, folder: Path, note: NoteCallback, *, labelled: Labelled = lambda _op: nullcontext()
 ) -> None:
     """Isolate compilation from now on; call once, directly after torch was imported.
 
@@ -106,13 +106,13 @@ def install(
         note: called when a choice was made without timing.
         labelled: returns a context manager that labels the allocations within by an operation.
     """
-    CompilerPatches(ghost, folder, note, labelled).install()
+    _CompilerPatches(ghost, folder, note, labelled).install()
 
 
-class CompilerPatches:
-    """The patches that ``install`` applies."""
+class _CompilerPatches:
+    """The patches that ``isolate_compilation`` applies."""
 
-    def __init__(self, ghost: Ghost, folder: Path, note: NoteCallback, labelled: Labelled) -> None:
+    def __init__(self, ghost: GhostRuntime, folder: Path, note: NoteCallback, labelled: Labelled) -> None:
         self._ghost = ghost
         self._folder = folder
         self._note = note
@@ -132,8 +132,8 @@ class CompilerPatches:
             ("triton.testing", self._skip_triton_timing),
         ):
             after_import(module, action)
-        skip_triton_codegen.install()
-        compiled_kernel_work.install()
+        skip_triton_codegen.skip_machine_code_stages()
+        compiled_kernel_work.keep_kernel_work_in_graphs()
 
     def _set_environment(self, *_args: object, **_options: object) -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self._folder / "inductor")
@@ -152,10 +152,10 @@ class CompilerPatches:
 
     def _redirect_inductor_cache(self) -> None:
         for name in _FOLDERS.names:  # the others import them from here
-            _FOLDERS.install(name, partial(before, self._set_environment))
+            _FOLDERS.install(name, partial(call_before, self._set_environment))
 
     def _configure_each_compilation(self) -> None:
-        _COMPILE.install("compile_fx", partial(before, self._configure_inductor))
+        _COMPILE.install("compile_fx", partial(call_before, self._configure_inductor))
 
     def _redirect_triton_cache(self) -> None:
         from triton import knobs  # type: ignore[import-untyped]
@@ -164,7 +164,7 @@ class CompilerPatches:
             self._set_environment()
             knobs.cache.dir = os.environ["TRITON_CACHE_DIR"]  # a script may also have set this
 
-        _TRITON_CACHE.install("__init__", partial(before, set_folder))
+        _TRITON_CACHE.install("__init__", partial(call_before, set_folder))
 
     def _discard_lines(self) -> None:
         """Keep PyTorch's allocation history from adding script lines to those of Inductor's generated code.

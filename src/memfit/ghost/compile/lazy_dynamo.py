@@ -30,7 +30,7 @@ _OBJECTS = 96_000
 memfit, the import adds 134,668; memfit itself imports some of what Dynamo does."""
 
 
-def import_lazily() -> None:
+def import_dynamo_lazily() -> None:
     """Make the import lazy, unless it has already happened.
 
     Call it after every ``after_import`` of Dynamo or a module in it: their functions are then called when

@@ -50,7 +50,7 @@ class _StageOutput:
     """The entries that the stage added to the kernel's metadata."""
 
 
-def install() -> None:
+def skip_machine_code_stages() -> None:
     """Skip machine code stages from now on; call directly after torch was imported."""
     reuse = _ReusedStages()
     after_import(

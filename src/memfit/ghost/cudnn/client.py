@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from memfit.errors import MemfitError
-from memfit.ghost.build.runtime_library import Build
+from memfit.ghost.build.runtime_library import BuiltGhost
 from memfit.ghost.build.torch_install import find_torch
 from memfit.ghost.cudnn.cache import EngineConfig, HeuristicsCache, HeuristicsResult
 from memfit.ghost.ghost_device import GhostDevice
@@ -29,7 +29,7 @@ _MAX_CRASHES = 2
 _MAX_REPLY_BYTES = 1 << 20
 
 
-class NoAnswerError(Exception):
+class NoCudnnAnswerError(Exception):
     """CuDNN could not be queried, or returned no answer; the message gives the reason."""
 
 
@@ -96,7 +96,7 @@ class CudnnClient:
         library: the libcudnn.so to query.
         before: the libraries to load before it: the libcuda.so.1 that reports no device, then those that
             PyTorch has loaded by then. cuDNN 9.13's own search misses cuBLASLt where wheels install it.
-        device: the device's description, see ``device_properties``.
+        device: the device's description, see ``cudnn_device_properties``.
         cache: the answers of earlier runs.
     """
 
@@ -144,7 +144,7 @@ class CudnnClient:
     def _ask(self, question: bytes | None) -> HeuristicsResult:
         """Ask the server, starting it if necessary; None asks for its version only."""
         if self._given_up:
-            raise NoAnswerError(self._given_up)
+            raise NoCudnnAnswerError(self._given_up)
         try:
             if self._server is None:
                 self._server = _Server(self._greeting)
@@ -168,24 +168,24 @@ class CudnnClient:
             ) from error
         self.missed.update(reply.missed)
         if reply.configurations is None:
-            raise NoAnswerError(f"cuDNN rejected the query: {reply.refused}")
+            raise NoCudnnAnswerError(f"cuDNN rejected the query: {reply.refused}")
         return HeuristicsResult(started.version, reply.configurations)
 
-    def _disconnect(self, reason: str, *, for_good: bool) -> NoAnswerError:
+    def _disconnect(self, reason: str, *, for_good: bool) -> NoCudnnAnswerError:
         """Close the connection, and return the error to raise; ``for_good`` starts no other server."""
         if self._server is not None:
             self._server.close()
             self._server = None
         if for_good:
             self._given_up = reason
-        return NoAnswerError(reason)
+        return NoCudnnAnswerError(reason)
 
     def _reset_after_fork(self) -> None:
         self._lock = threading.Lock()  # another thread may have held it
         self._disconnect("", for_good=False)
 
 
-def installed_cudnn(device: GhostDevice, build: Build) -> CudnnClient:
+def installed_cudnn(device: GhostDevice, build: BuiltGhost) -> CudnnClient:
     """Return a client for the cuDNN that PyTorch would load here.
 
     Raises:
@@ -194,22 +194,22 @@ def installed_cudnn(device: GhostDevice, build: Build) -> CudnnClient:
     try:
         torch = find_torch().folder
     except MemfitError as error:
-        raise NoAnswerError(str(error)) from error
+        raise NoCudnnAnswerError(str(error)) from error
 
     def find(name: str) -> Path | None:
         soname = next((soname for soname in build.sonames if soname.startswith(f"{name}.so")), None)
-        return find_library(soname, torch) if soname else None
+        return find_torch_library(soname, torch) if soname else None
 
     library, cublas = find("libcudnn"), find("libcublasLt")
     if library is None:
-        raise NoAnswerError("libcudnn is not installed; pip install torch installs it")
+        raise NoCudnnAnswerError("libcudnn is not installed; pip install torch installs it")
     before = [build.no_device, *([cublas] if cublas else [])]
-    described = device_properties(device, build.cuda_version)
+    described = cudnn_device_properties(device, build.cuda_version)
     cache = HeuristicsCache.of(cache_folder("cudnn"), library, described)
     return CudnnClient(library, before, described, cache)
 
 
-def device_properties(device: GhostDevice, cuda_version: str) -> Mapping[str, object]:
+def cudnn_device_properties(device: GhostDevice, cuda_version: str) -> Mapping[str, object]:
     """Return the description of a device for cuDNN.
 
     cuDNN 9.24 was observed to use only the compute capability (docs/decisions/0013).
@@ -254,7 +254,7 @@ def device_properties(device: GhostDevice, cuda_version: str) -> Mapping[str, ob
 _SYSTEM = ("/usr/local/cuda/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib")
 
 
-def find_library(soname: str, torch_folder: Path) -> Path | None:
+def find_torch_library(soname: str, torch_folder: Path) -> Path | None:
     """Return the file that PyTorch would load for a SONAME ("libcudnn.so.9"), or None.
 
     Source: the RPATH of libtorch_cuda.so in PyTorch's wheels, then _preload_cuda_deps in

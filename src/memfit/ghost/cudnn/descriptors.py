@@ -24,7 +24,7 @@ _DATA_TYPE, _SIZES, _STRIDES = 901, 902, 903
 _DESCRIPTOR = 15  # cudnnBackendAttributeType_t
 
 
-class Descriptor(msgspec.Struct, frozen=True):
+class CudnnDescriptor(msgspec.Struct, frozen=True):
     """One of cuDNN's backend descriptors."""
 
     type: int
@@ -39,10 +39,10 @@ class Descriptor(msgspec.Struct, frozen=True):
             if attribute == name:
                 found = values
                 if kind == _DESCRIPTOR:
-                    found = tuple(msgspec.convert(value, Descriptor) for value in values)
+                    found = tuple(msgspec.convert(value, CudnnDescriptor) for value in values)
         return found
 
-    def operations(self) -> Iterator["Descriptor"]:
+    def operations(self) -> Iterator["CudnnDescriptor"]:
         """Yield the operations of the graph that this descriptor is or contains."""
         yield from self.values(_OPERATIONGRAPH_OPS)
         for name, kind, _ in self.attributes:
@@ -51,7 +51,7 @@ class Descriptor(msgspec.Struct, frozen=True):
                     yield from part.operations()
 
 
-class TensorShape(msgspec.Struct, frozen=True):
+class CudnnTensorShape(msgspec.Struct, frozen=True):
     """Shape and layout; sizes and strides in elements."""
 
     data_type: int
@@ -59,15 +59,15 @@ class TensorShape(msgspec.Struct, frozen=True):
     strides: tuple[int, ...]
 
 
-class Convolution(msgspec.Struct, frozen=True, tag_field="kind", tag="convolution"):
+class CudnnConvolution(msgspec.Struct, frozen=True, tag_field="kind", tag="convolution"):
     """One convolution. In the backward, ``x``, ``w`` and ``y`` stand for the gradients of their shapes."""
 
     operation: str
     """``forward``, ``data gradient`` or ``weight gradient``."""
     compute_type: int
-    x: TensorShape
-    w: TensorShape
-    y: TensorShape
+    x: CudnnTensorShape
+    w: CudnnTensorShape
+    y: CudnnTensorShape
     padding: tuple[int, ...]
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
@@ -75,14 +75,14 @@ class Convolution(msgspec.Struct, frozen=True, tag_field="kind", tag="convolutio
     """Number of operations that follow in the same graph: bias, activation."""
 
 
-class OperationGraph(msgspec.Struct, frozen=True, tag_field="kind", tag="graph"):
+class CudnnOperationGraph(msgspec.Struct, frozen=True, tag_field="kind", tag="graph"):
     """A graph of operations without a convolution: attention."""
 
     operations: int
 
 
-def operation_of(descriptor: Descriptor) -> Convolution | OperationGraph:
-    """Return a graph's convolution with the operations fused to it, or an ``OperationGraph`` without one."""
+def cudnn_operation_of_graph(descriptor: CudnnDescriptor) -> CudnnConvolution | CudnnOperationGraph:
+    """Return a graph's convolution with the operations fused to it; a ``CudnnOperationGraph`` without one."""
     operations = list(descriptor.operations())
     for operation in operations:
         if operation.type not in _CONVOLUTIONS:
@@ -92,7 +92,7 @@ def operation_of(descriptor: Descriptor) -> Convolution | OperationGraph:
         if not all(parts.values()):
             continue
         (convolution,) = parts.pop("convolution")
-        return Convolution(
+        return CudnnConvolution(
             operation=name,
             compute_type=(convolution.values(_COMPUTE_TYPE) or (0,))[0],
             **{part: _tensor(*tensors) for part, tensors in parts.items()},
@@ -101,10 +101,10 @@ def operation_of(descriptor: Descriptor) -> Convolution | OperationGraph:
             dilation=convolution.values(_DILATION),
             fused=len(operations) - 1,
         )
-    return OperationGraph(len(operations))
+    return CudnnOperationGraph(len(operations))
 
 
-def _tensor(descriptor: Descriptor) -> TensorShape:
-    return TensorShape(
+def _tensor(descriptor: CudnnDescriptor) -> CudnnTensorShape:
+    return CudnnTensorShape(
         (descriptor.values(_DATA_TYPE) or (0,))[0], descriptor.values(_SIZES), descriptor.values(_STRIDES)
     )

@@ -62,7 +62,7 @@ def _dotted(version: int) -> str:
     return f"{major}.{rest // 100}.{rest % 100}"
 
 
-class Cudnn:
+class LoadedCudnn:
     """A loaded libcudnn and the description of one device.
 
     Args:
@@ -192,11 +192,11 @@ def _bits(notes: Sequence[int]) -> int:
     return sum({1 << note for note in notes if 0 <= note < _MAX_NOTES})
 
 
-def serve(channel: socket.socket) -> None:
+def serve_cudnn_questions(channel: socket.socket) -> None:
     """Answer questions until the client disconnects."""
     errors = os.memfd_create("stderr")
     os.dup2(errors, 2)  # cuDNN reports there which driver functions it misses
-    cudnn: Cudnn | None = None
+    cudnn: LoadedCudnn | None = None
     with channel.makefile("r", encoding="utf-8") as questions:
         for question in questions:
             request = json.loads(question)
@@ -204,7 +204,7 @@ def serve(channel: socket.socket) -> None:
             signal.alarm(QUESTION_TIMEOUT)
             try:
                 if cudnn is None:
-                    cudnn = Cudnn(**request)
+                    cudnn = LoadedCudnn(**request)
                     answer = {"version": cudnn.version, "process": os.getpid()}
                 else:
                     answer = {"configurations": cudnn.configurations(request)}
@@ -232,6 +232,6 @@ def main() -> None:
     if os.fork():
         os._exit(0)
     try:
-        serve(socket.socket(fileno=sys.stdin.fileno()))
+        serve_cudnn_questions(socket.socket(fileno=sys.stdin.fileno()))
     except OSError:
         sys.exit(1)  # the client has disconnected

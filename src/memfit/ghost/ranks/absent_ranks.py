@@ -18,9 +18,9 @@ from functools import cache, partial
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from memfit.ghost.ranks.join_and_pipeline_agreements import agree_with_this_rank
+from memfit.ghost.ranks.join_and_pipeline_agreements import assume_ranks_agree_with_this_one
 from memfit.ghost.ranks.object_exchange_files import ExchangedObjects
-from memfit.ghost.ranks.wrap_group_creation import exchange_objects_on_cpu, wrap_process_groups
+from memfit.ghost.ranks.wrap_group_creation import exchange_objects_on_cpu, wrap_group_creation
 from memfit.patching.after_import import after_import
 from memfit.patching.patches import Patch
 
@@ -45,7 +45,7 @@ VARIABLES = {"TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": 
 """The watchdogs would miss the other ranks."""
 
 
-def stand_for_a_rank(
+def join_groups_with_absent_ranks(
     join: Callable[[int, int], object],
     refuse: Callable[[str], object],
     objects: ExchangedObjects,
@@ -65,13 +65,17 @@ def stand_for_a_rank(
     from torch.distributed import distributed_c10d
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the fake backend
 
-    from memfit.ghost.ranks.answering_store import AnsweringStore, EndlessWaits, script_stores
+    from memfit.ghost.ranks.answering_store import (
+        AnsweringStore,
+        EndlessWaitDetector,
+        answering_stores_by_name,
+    )
     from memfit.ghost.ranks.object_collectives import object_exchanges
 
     os.environ.update(VARIABLES)
     plugins = distributed_c10d.Backend._plugins
     plugins["GLOO"] = plugins["FAKE"]
-    waits = EndlessWaits(refuse, work)
+    waits = EndlessWaitDetector(refuse, work)
     store_of = cache(partial(AnsweringStore, waits=waits))
 
     def rendezvous(_find_peers: Any, url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Any:
@@ -103,10 +107,10 @@ def stand_for_a_rank(
     for name, exchange in object_exchanges(refuse, objects).items():
         _EXCHANGES.wrap(name, exchange)
     _EXCHANGES.install("monitored_barrier", lambda _: distributed_c10d.barrier)  # the fake backend has none
-    for name, store in script_stores(waits).items():
+    for name, store in answering_stores_by_name(waits).items():
         _STORES.install(name, partial(_replaced_by, store))
-    wrap_process_groups(rendezvous, new_process_group)
-    agree_with_this_rank()
+    wrap_group_creation(rendezvous, new_process_group)
+    assume_ranks_agree_with_this_one()
     after_import("torch.distributed.checkpoint.utils", lambda: _CHECKPOINTS.wrap("__init__", _plan_alone))
     after_import("torch.distributed.checkpoint.default_planner", _accept_a_part_of_a_checkpoint)
 

@@ -16,7 +16,7 @@ _QUESTIONS = 3
 """How often the line must have asked: it may be slow for another reason."""
 
 
-class EndlessWaits:
+class EndlessWaitDetector:
     """What a script asks of its stores, to notice a question that it would ask for ever.
 
     A training loop that asks once a step gives the GPU work in between. Threads other than the main one may
@@ -67,7 +67,7 @@ class AnsweringStore(dist.Store):  # type: ignore[name-defined, misc]
         waits: notices a script that waits in a loop for what no rank does.
     """
 
-    def __init__(self, world_size: int, waits: EndlessWaits) -> None:
+    def __init__(self, world_size: int, waits: EndlessWaitDetector) -> None:
         super().__init__()
         self._world_size = world_size
         self._waits = waits
@@ -112,7 +112,7 @@ class AnsweringStore(dist.Store):  # type: ignore[name-defined, misc]
         """Do nothing: nothing waits."""
 
 
-def script_stores(waits: EndlessWaits) -> dict[str, type[AnsweringStore]]:
+def answering_stores_by_name(waits: EndlessWaitDetector) -> dict[str, type[AnsweringStore]]:
     """Return what stands for the stores of ``torch.distributed`` that connect ranks, by name."""
 
     class TCPStore(AnsweringStore):

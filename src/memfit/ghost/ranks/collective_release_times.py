@@ -24,7 +24,7 @@ _COLLECTIVES = Patch(
 _WORK = Patch("torch.distributed:Work", "wait", "synchronize", why="see which collectives a script awaits")
 
 
-class EarlyCollectives:
+class WatchedCollectives:
     """Watches the collectives that a script issues from Python."""
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ def _capturing() -> bool:
     return torch.cuda.is_current_stream_capturing()
 
 
-def settle_collectives() -> None:
+def wait_until_collectives_released() -> None:
     """Wait until the watchdog of each process group has released all finished collectives.
 
     PyTorch's watchdog thread does so ten times a second: on a card within about a step, on the ghost after

@@ -42,7 +42,7 @@ _ZERO_OPTIMIZER = Patch(
 )
 
 
-def agree_with_this_rank() -> None:
+def assume_ranks_agree_with_this_one() -> None:
     """Have the modules agree once the script imports them."""
     after_import(
         "torch.distributed.algorithms.join", lambda: _JOIN.wrap("_get_num_nonjoined_procs", _count_none)
@@ -51,7 +51,7 @@ def agree_with_this_rank() -> None:
     after_import("torch.distributed.optim.zero_redundancy_optimizer", _send_state_of_partitions)
 
 
-def agree_between_ranks() -> None:
+def exchange_pipeline_agreements() -> None:
     """Have stages of a pipeline agree, where each rank exists, once the script imports them."""
     after_import("torch.distributed.pipelining.stage", lambda: _vote(_vote_of_all))
 

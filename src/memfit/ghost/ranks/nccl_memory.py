@@ -56,7 +56,7 @@ _MULTICAST_CHANNELS = {9: 16, 10: 24}  # NVLS_NCHANNELS_SM90 and _SM100_NVL (inc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Communicator:
+class NcclCommunicator:
     """A communicator, and what has run on it."""
 
     ranks: int
@@ -95,7 +95,7 @@ class NcclMemory:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-def nccl_memory(communicator: Communicator, device: Device, environment: Mapping[str, str]) -> NcclMemory:
+def nccl_memory(communicator: NcclCommunicator, device: Device, environment: Mapping[str, str]) -> NcclMemory:
     """Return the device memory of a communicator on one rank.
 
     Args:
@@ -106,7 +106,7 @@ def nccl_memory(communicator: Communicator, device: Device, environment: Mapping
             ``NCCL_RUNTIME_CONNECT``, ``NCCL_P2P_DISABLE``, ``NCCL_NVLS_ENABLE`` and a few more.
 
     >>> from memfit.devices import find_device
-    >>> pair = Communicator(ranks=2, local_ranks=2, collectives=True)
+    >>> pair = NcclCommunicator(ranks=2, local_ranks=2, collectives=True)
     >>> nccl_memory(pair, find_device("H100"), {}).ring >> 20  # 24 channels x (2 MiB to send + 10 to receive)
     288
     """
@@ -128,7 +128,9 @@ def nccl_memory(communicator: Communicator, device: Device, environment: Mapping
 class _Rule:
     """The sizes and counts that the parts have in common."""
 
-    def __init__(self, communicator: Communicator, device: Device, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, communicator: NcclCommunicator, device: Device, environment: Mapping[str, str]
+    ) -> None:
         self.of = communicator
         self.environment = environment
         self.generation = device.compute_capability[0]

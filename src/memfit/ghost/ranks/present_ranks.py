@@ -17,9 +17,9 @@ from datetime import timedelta
 from typing import Any
 
 from memfit.ghost.ranks.absent_ranks import VARIABLES
-from memfit.ghost.ranks.join_and_pipeline_agreements import agree_between_ranks
-from memfit.ghost.ranks.wrap_group_creation import exchange_objects_on_cpu, wrap_process_groups
-from memfit.ghost.runtime_bindings import Ghost
+from memfit.ghost.ranks.join_and_pipeline_agreements import exchange_pipeline_agreements
+from memfit.ghost.ranks.wrap_group_creation import exchange_objects_on_cpu, wrap_group_creation
+from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.patching.patches import Patch
 
 _TIMEOUT = timedelta(minutes=5)
@@ -42,7 +42,7 @@ class PresentRanks:
         run: names this run of the script: the store of an earlier one may still hold its keys.
     """
 
-    def __init__(self, ghost: Ghost, run: str) -> None:
+    def __init__(self, ghost: GhostRuntime, run: str) -> None:
         self._ghost = ghost
         self._run = run
         self._store: Any = None
@@ -80,10 +80,10 @@ class PresentRanks:
             exchange_objects_on_cpu(made, lambda group: _gloo(group, store))
             return made
 
-        agree_between_ranks()
+        exchange_pipeline_agreements()
         for name in _ON_A_DEVICE.names:
             _ON_A_DEVICE.wrap(name, _by_the_preferred_device)
-        wrap_process_groups(rendezvous, new_process_group)
+        wrap_group_creation(rendezvous, new_process_group)
 
     def _join(self, store: Any, size: int) -> None:
         store.set_timeout(_TIMEOUT)

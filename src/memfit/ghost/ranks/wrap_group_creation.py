@@ -12,7 +12,7 @@ _GROUPS = Patch(
 )
 
 
-def wrap_process_groups(rendezvous: Callable[..., Any], new_process_group: Callable[..., Any]) -> None:
+def wrap_group_creation(rendezvous: Callable[..., Any], new_process_group: Callable[..., Any]) -> None:
     """Call these in place of the functions from now on; PyTorch's ``distributed_c10d`` has been imported.
 
     Args:

@@ -17,16 +17,16 @@ import torch
 from memfit.errors import TargetError
 from memfit.ghost.note_callback import NoteCallback
 from memfit.ghost.values.known_values import (
-    Basis,
-    Elements,
-    Known,
+    KnownElements,
+    KnownValue,
+    KnownValueBasis,
     KnownValues,
     Number,
-    Routing,
-    rounded,
-    storage_start,
+    TokenCountBasis,
+    round_to_dtype,
+    tensor_storage_address,
 )
-from memfit.ghost.values.value_options import OPERATORS, Chosen, Kind, ValueOptions
+from memfit.ghost.values.value_options import OPERATORS, ChosenGpuValue, GpuValueOptions, Kind
 from memfit.records import Provenance
 from memfit.user_frame import innermost_line_of_place, lines_of_frames, user_line_with_package_line
 
@@ -39,8 +39,8 @@ _MOST_HINTS = 3
 _READ = "The script read a GPU value."
 _NOTHING_COMPUTED = "The ghost computes nothing, so"
 _BASIS_NOTES = {
-    Basis.FINITE: "GPU values are assumed to be finite: the read returned {answer}.",
-    Basis.CHECKED: "Checks on GPU values are assumed to pass: the read returned {answer}. "
+    KnownValueBasis.FINITE: "GPU values are assumed to be finite: the read returned {answer}.",
+    KnownValueBasis.CHECKED: "Checks on GPU values are assumed to pass: the read returned {answer}. "
     "--values all=false or bool=true changes this assumption.",
 }
 
@@ -66,7 +66,7 @@ class AssumedValues:
 
     def __init__(
         self,
-        options: ValueOptions,
+        options: GpuValueOptions,
         note: NoteCallback,
         forward_lines: Callable[[], list[tuple[str, int]]],
         fallback_where: Callable[[], str],
@@ -116,13 +116,13 @@ class AssumedValues:
         pairs = [f"{key}={value}" for key, value in self.options.given.items() if key in specific]
         return [pair for pair in pairs if pair not in self._used]
 
-    def choose(self, kind: Kind, operator: str = "") -> Chosen:
+    def choose(self, kind: Kind, operator: str = "") -> ChosenGpuValue:
         """Return the value for a read that the calling thread is making."""
         chosen = self._chosen_for_line(kind) or self.options.choose(kind, operator)
         self._used.add(chosen.given)
         return chosen
 
-    def _chosen_for_line(self, kind: Kind) -> Chosen | None:
+    def _chosen_for_line(self, kind: Kind) -> ChosenGpuValue | None:
         """Return the value that the user gave for a line that led to this read, or None."""
         chosen = self.options.at_line(kind, self._lines()) if self.options.places else None
         if chosen is not None:
@@ -171,7 +171,7 @@ class AssumedValues:
             self._noted.add((where, text))
             self._note(Provenance.ASSUMED, text, where, sizes=sizes, bound=bound)
 
-    def answer(self, tensor: torch.Tensor, known: Known | None) -> Number | complex:
+    def answer(self, tensor: torch.Tensor, known: KnownValue | None) -> Number | complex:
         """Answer a read of one element of ``tensor``: its ``known`` value, or an assumed one.
 
         Raises:
@@ -179,19 +179,19 @@ class AssumedValues:
         """
         if known is None:
             return self._assumed_value(tensor)
-        if known.basis is Basis.FILLED:
+        if known.basis is KnownValueBasis.FILLED:
             return known.value
-        kind: Kind = "bool" if known.basis is Basis.FINITE or not known.value else "all"
+        kind: Kind = "bool" if known.basis is KnownValueBasis.FINITE or not known.value else "all"
         chosen = self._chosen_for_line(kind)
         answer: Number = known.value if chosen is None else chosen.value
-        text = self._basis_note(known) if chosen is None else f"{_READ} {explained(chosen, kind)}"
+        text = self._basis_note(known) if chosen is None else f"{_READ} {explain_gpu_read(chosen, kind)}"
         self.assume("a check", kind, answer, text)
         return answer
 
-    def _basis_note(self, known: Known) -> str:
+    def _basis_note(self, known: KnownValue) -> str:
         """Return what an assumed value rests on."""
         given = [f"{key}={self.options.given[key]}" for key in ("all", "bool") if key in self.options.given]
-        if known.basis is Basis.CHECKED and given:
+        if known.basis is KnownValueBasis.CHECKED and given:
             return (
                 f"The user chose what checks return (--values {','.join(given)}): one returned {known.value}."
             )
@@ -202,7 +202,7 @@ class AssumedValues:
         chosen = self.choose(kind)
         answer: Number = chosen.value
         what = {"float": "a float", "int": "an integer", "bool": "a boolean"}[kind]
-        self.assume(what, kind, answer, f"{_READ} {explained(chosen, kind)}")
+        self.assume(what, kind, answer, f"{_READ} {explain_gpu_read(chosen, kind)}")
         where = self._last[what].where
         self._assumed[where] += 1
         if self._assumed[where] >= _MAX_READS:
@@ -214,7 +214,7 @@ class AssumedValues:
             )
         return complex(answer) if tensor.is_complex() else answer
 
-    def fill_copy(self, source: torch.Tensor, copy: torch.Tensor, known: Known | None) -> None:
+    def fill_copy(self, source: torch.Tensor, copy: torch.Tensor, known: KnownValue | None) -> None:
         """Fill a copy of many elements on the CPU with the value chosen for them, and note it.
 
         Known zeros remain, and a value that the copy's dtype cannot hold leaves zeros.
@@ -224,17 +224,17 @@ class AssumedValues:
         boolean = source.dtype == torch.bool
         kind: Kind = "bool" if boolean else "copy"
         chosen = self.choose(kind)
-        number = chosen.value if copy.is_complex() else rounded(chosen.value, copy.dtype)
+        number = chosen.value if copy.is_complex() else round_to_dtype(chosen.value, copy.dtype)
         if number:
             copy.data.fill_(number)  # bypasses autograd: the copy keeps its history
         answer = chosen._replace(value=chosen.value if boolean else number or 0)
-        text = f"The script copied GPU values to the CPU. {explained(answer, kind, 'each of them is')}"
+        text = f"The script copied GPU values to the CPU. {explain_gpu_read(answer, kind, 'each of them is')}"
         self.assume(f"a copy of {'booleans' if boolean else 'numbers'}", kind, answer.value, text)
 
-    def note_elements(self, elements: Elements) -> None:
+    def note_elements(self, elements: KnownElements) -> None:
         """Note a read of counts by class, which memfit assumed."""
         total = int(elements.values.sum())
-        if elements.routing is Routing.SENT:
+        if elements.routing is TokenCountBasis.SENT:
             text = f"The script read how often each class occurs: memfit assumed the {total:,} to be even."
             self.assume("counts by class", "", total, text)
 
@@ -273,7 +273,7 @@ class AssumedValues:
 
 def _place_in_memory(tensor: torch.Tensor) -> tuple[int, int, int]:
     """Return storage, offset and number of elements; ``data_ptr()`` would count as a way to write to it."""
-    return storage_start(tensor), int(tensor.storage_offset()), tensor.numel()
+    return tensor_storage_address(tensor), int(tensor.storage_offset()), tensor.numel()
 
 
 def _on_another_thread() -> bool:
@@ -288,7 +288,7 @@ def _kind_of(dtype: torch.dtype) -> Kind:
     return "float" if dtype.is_floating_point or dtype.is_complex else "int"
 
 
-def explained(chosen: Chosen, key: str, returned: str = "it returned") -> str:
+def explain_gpu_read(chosen: ChosenGpuValue, key: str, returned: str = "it returned") -> str:
     """Return why a read returned its value, and how to choose another."""
     if chosen.given:
         return f"The user assumes that {returned} {chosen.value} (--values {chosen.given})."

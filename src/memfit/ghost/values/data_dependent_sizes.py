@@ -20,11 +20,11 @@ from collections.abc import Callable
 
 import torch
 
-from memfit.ghost.kernel_overrides import Kernel, Overrides
-from memfit.ghost.runtime_bindings import Ghost
+from memfit.ghost.kernel_overrides import Kernel, KernelOverrides
+from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.ghost.values.assumed_values import AssumedValues
-from memfit.ghost.values.known_values import Basis
-from memfit.ghost.values.value_options import count_of
+from memfit.ghost.values.known_values import KnownValueBasis
+from memfit.ghost.values.value_options import chosen_element_count
 from memfit.patching.patches import Patch
 
 _CLASSES = 1000
@@ -42,7 +42,9 @@ _NAMES = {"_unique2": "unique", "unique_dim": "unique", "_coalesce": "coalesce"}
 """ATen op -> the operator that scripts call."""
 
 
-def override_sized_ops(overrides: Overrides, values: AssumedValues, ghost: Ghost) -> None:
+def override_ops_with_data_dependent_sizes(
+    overrides: KernelOverrides, values: AssumedValues, ghost: GhostRuntime
+) -> None:
     """Override every op whose result size depends on its input's values."""
     _answer_by_ghost(overrides, values, ghost, "nonzero", "CUDA", _elements)
     _answer_by_ghost(overrides, values, ghost, "_unique2", "CUDA", _elements)
@@ -75,7 +77,12 @@ def _distinct(tensor: torch.Tensor, dim: int = -1, *_: object) -> int:
 
 
 def _answer_by_ghost(
-    overrides: Overrides, values: AssumedValues, ghost: Ghost, op: str, key: str, bound: Callable[..., int]
+    overrides: KernelOverrides,
+    values: AssumedValues,
+    ghost: GhostRuntime,
+    op: str,
+    key: str,
+    bound: Callable[..., int],
 ) -> None:
     """Have the ghost answer the small copies that ``op`` makes with the number of elements found."""
 
@@ -94,7 +101,7 @@ def _answer_by_ghost(
         if found is None:
             name = _NAMES.get(op, op)
             chosen = values.choose("count", name)
-            found = count_of(chosen.value, upper)
+            found = chosen_element_count(chosen.value, upper)
             if chosen.value == "upper":
                 text = f"{name} is assumed to find as many as possible, {upper:,} elements"
             else:
@@ -114,7 +121,7 @@ def _answer_by_ghost(
         return result
 
 
-def _scale_alike(overrides: Overrides, values: AssumedValues, ghost: Ghost) -> None:
+def _scale_alike(overrides: KernelOverrides, values: AssumedValues, ghost: GhostRuntime) -> None:
     """Have ``matrix_exp`` square all its matrices equally often: one group that holds all of them.
 
     Source: ``compute_T18_scale_square``, aten/src/ATen/native/LinearAlgebra.cpp, PyTorch 2.14.
@@ -137,7 +144,7 @@ def _scale_alike(overrides: Overrides, values: AssumedValues, ghost: Ghost) -> N
 def _max_nonzero(values: AssumedValues, tensor: torch.Tensor) -> int:
     """Return an upper bound on nonzero elements; a value known only from a check gives no bound."""
     known = values.known.mostly(tensor)
-    if known is None or known.basis is Basis.CHECKED or known.value:
+    if known is None or known.basis is KnownValueBasis.CHECKED or known.value:
         return tensor.numel()
     return min(known.exceptions or tensor.numel(), tensor.numel())
 
@@ -145,16 +152,16 @@ def _max_nonzero(values: AssumedValues, tensor: torch.Tensor) -> int:
 def _known_count(values: AssumedValues, tensor: torch.Tensor) -> int | None:
     """Return the number of nonzero elements of a uniform tensor; None if its value rests on a check."""
     known = values.known.get(tensor)
-    if known is None or known.basis is Basis.CHECKED:
+    if known is None or known.basis is KnownValueBasis.CHECKED:
         return None
     found = tensor.numel() if known.value else 0
-    if known.basis is Basis.FINITE:
+    if known.basis is KnownValueBasis.FINITE:
         text = f"GPU values are assumed to be finite: {found:,} were selected."
         values.assume("the size of nonzero", "", found, text, sizes=True)
     return found
 
 
-def _answer_by_reads(overrides: Overrides, values: AssumedValues) -> None:
+def _answer_by_reads(overrides: KernelOverrides, values: AssumedValues) -> None:
     """Prepare the values that ops without an upper bound read before they allocate their result."""
 
     @overrides.add("repeat_interleave.Tensor", "CUDA")
@@ -187,7 +194,7 @@ def _answer_by_reads(overrides: Overrides, values: AssumedValues) -> None:
             return run(tensor, weights, minlength)
 
 
-def _keep_padding(overrides: Overrides, values: AssumedValues) -> None:
+def _keep_padding(overrides: KernelOverrides, values: AssumedValues) -> None:
     """Have ``nn.TransformerEncoder`` keep the padding that it would otherwise remove to run faster.
 
     The encoder first checks whether all padding is at the end, and uses the padded batch if it is not.
@@ -204,7 +211,7 @@ def _repeated(values: AssumedValues, elements: int) -> int:
     """Return how many elements ``repeat_interleave`` returns: as chosen, or one for each input element."""
     chosen = values.choose("count", "repeat_interleave")
     is_number = type(chosen.value) is int  # which nothing bounds
-    total = chosen.value if is_number else count_of(chosen.value, elements)
+    total = chosen.value if is_number else chosen_element_count(chosen.value, elements)
     if chosen.given:
         text = f"the user assumes that repeat_interleave returns {total:,} elements"
     else:

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from memfit.ghost.kernel_overrides import Kernel, Overrides
+from memfit.ghost.kernel_overrides import Kernel, KernelOverrides
 from memfit.ghost.values.assumed_values import AssumedValues
-from memfit.ghost.values.known_values import Elements, Known, Routing
-from memfit.ghost.values.small_tensors import even_counts
-from memfit.ghost.values.value_options import count_of
+from memfit.ghost.values.known_values import KnownElements, KnownValue, TokenCountBasis
+from memfit.ghost.values.small_tensors import even_class_counts
+from memfit.ghost.values.value_options import chosen_element_count
 from memfit.patching.patches import Patch
 
 _RECEIVING = Patch(
@@ -36,10 +36,10 @@ _FUNCTIONAL = Patch(
     source="torch/csrc/distributed/c10d/Functional.cpp",
 )
 
-Fact = Known | Elements | None
+Fact = KnownValue | KnownElements | None
 
 
-def follow_exchanges(values: AssumedValues) -> None:
+def track_exchanged_values(values: AssumedValues) -> None:
     """Forget what a collective overwrites, unless this rank's own part tells what it receives.
 
     Process groups do not increment the versions of tensors.
@@ -57,9 +57,9 @@ def follow_exchanges(values: AssumedValues) -> None:
             patch.wrap(name, partial(_receive, values, exchange))
 
 
-def override_functional_exchanges(values: AssumedValues) -> Overrides:
+def override_functional_collectives(values: AssumedValues) -> KernelOverrides:
     """Do the same for the functional collectives, which call no method; return the overrides."""
-    overrides = Overrides(_FUNCTIONAL)
+    overrides = KernelOverrides(_FUNCTIONAL)
 
     def group_of(name: str) -> Any:
         from torch.distributed import distributed_c10d
@@ -92,7 +92,7 @@ def _received(values: AssumedValues, fact: Fact) -> Fact:
 
     Ranks that exist send what they have, and the ghost receives its bytes; only how they route is assumed.
     """
-    routed = isinstance(fact, Elements) and fact.routing is Routing.RECEIVED
+    routed = isinstance(fact, KnownElements) and fact.routing is TokenCountBasis.RECEIVED
     return fact if routed or not values.senders_exist else None
 
 
@@ -142,7 +142,7 @@ def _gather_lists(values: AssumedValues, group: Any, outputs: Any, inputs: Any, 
     facts: Facts = []
     for parts, tensor in zip(outputs, inputs, strict=True):
         fact = _gathered(values, group, tensor)
-        if isinstance(fact, Elements):
+        if isinstance(fact, KnownElements):
             rows = fact.values.view(group.size(), *tensor.shape)
             facts += [
                 (part, fact._replace(values=row))
@@ -174,15 +174,15 @@ def _own(values: AssumedValues, tensor: torch.Tensor) -> Fact:
 def _gathered(values: AssumedValues, group: Any, tensor: torch.Tensor) -> Fact:
     """Return what ranks gather that each send what this one sends, as one tensor with a row for each."""
     fact = _own(values, tensor)
-    if not isinstance(fact, Elements):
+    if not isinstance(fact, KnownElements):
         return fact
     size = int(group.size())
     rows = fact.values.flatten().repeat(size, 1)
-    if fact.routing is Routing.SENT and rows.size(1) % size == 0:
+    if fact.routing is TokenCountBasis.SENT and rows.size(1) % size == 0:
         width = rows.size(1) // size
         mine = slice(group.rank() * width, (group.rank() + 1) * width)
         rows[:, mine] = _routed(values, rows[0], size)
-        fact = fact._replace(routing=Routing.RECEIVED)
+        fact = fact._replace(routing=TokenCountBasis.RECEIVED)
     return fact._replace(values=rows.flatten())
 
 
@@ -190,11 +190,11 @@ def _swapped(values: AssumedValues, group: Any, tensor: torch.Tensor) -> Fact:
     """Return what this rank receives if each rank sends to it what it would send to itself."""
     fact = _own(values, tensor)
     size = int(group.size())
-    if not isinstance(fact, Elements) or fact.values.numel() % size:
-        return fact if isinstance(fact, Known) else None
+    if not isinstance(fact, KnownElements) or fact.values.numel() % size:
+        return fact if isinstance(fact, KnownValue) else None
     flat = fact.values.flatten()
-    if fact.routing is Routing.SENT:
-        return Elements(_routed(values, flat, size).flatten(), Routing.RECEIVED)
+    if fact.routing is TokenCountBasis.SENT:
+        return KnownElements(_routed(values, flat, size).flatten(), TokenCountBasis.RECEIVED)
     return fact._replace(values=flat.view(size, -1)[group.rank()].repeat(size))
 
 
@@ -212,7 +212,7 @@ def _routed(values: AssumedValues, counts: torch.Tensor, ranks: int) -> torch.Te
     if choice.value == "upper":
         received[:, 0] = sent
     else:
-        received = even_counts(count_of(choice.value, ranks * sent, sent), received)
+        received = even_class_counts(chosen_element_count(choice.value, ranks * sent, sent), received)
     rows = int(received.sum())
     text = (
         f"the user assumes that this rank receives {rows:,} rows (--values {choice.given})."

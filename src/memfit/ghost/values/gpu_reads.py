@@ -23,26 +23,26 @@ from typing import Any
 
 import torch
 
-from memfit.ghost.kernel_overrides import Kernel, Overrides
+from memfit.ghost.kernel_overrides import Kernel, KernelOverrides
 from memfit.ghost.note_callback import NoteCallback
-from memfit.ghost.runtime_bindings import Ghost
-from memfit.ghost.values.assumed_values import AssumedValues, GpuRead, explained
-from memfit.ghost.values.data_dependent_sizes import SIZED_KERNELS, override_sized_ops
-from memfit.ghost.values.exchanged_sizes import override_functional_exchanges
-from memfit.ghost.values.known_values import Elements, Known, Number, Selection, is_plain
+from memfit.ghost.runtime_bindings import GhostRuntime
+from memfit.ghost.values.assumed_values import AssumedValues, GpuRead, explain_gpu_read
+from memfit.ghost.values.data_dependent_sizes import SIZED_KERNELS, override_ops_with_data_dependent_sizes
+from memfit.ghost.values.exchanged_sizes import override_functional_collectives
+from memfit.ghost.values.known_values import KnownElements, KnownIndices, KnownValue, Number, is_plain_tensor
 from memfit.ghost.values.propagation_rules import (
     RULES,
     KnownInputs,
     PropagationRule,
-    unscaled,
-    updated_scale,
+    found_inf_after_unscale,
+    loss_scale_after_update,
 )
-from memfit.ghost.values.small_tensors import is_small_integer
-from memfit.ghost.values.torch_patches import patch_torch
-from memfit.ghost.values.value_options import ValueOptions
+from memfit.ghost.values.small_tensors import is_small_integer_tensor
+from memfit.ghost.values.torch_patches import patch_torch_to_track_values
+from memfit.ghost.values.value_options import GpuValueOptions
 from memfit.patching.patches import Patch
 
-__all__ = ["AssumedValues", "GpuRead", "ValueOptions", "install"]
+__all__ = ["AssumedValues", "GpuRead", "GpuValueOptions", "answer_gpu_reads"]
 
 _INFERENCE = Patch("torch._C", "_InferenceMode", why="count the versions of tensors in inference mode, too")
 _AUTOCAST = Patch("torch", "set_autocast_cache_enabled", why="keep autocast's cache off in inference mode")
@@ -64,9 +64,9 @@ _KERNELS = Patch(
 )
 
 
-def install(
-    ghost: Ghost,
-    options: ValueOptions,
+def answer_gpu_reads(
+    ghost: GhostRuntime,
+    options: GpuValueOptions,
     note: NoteCallback,
     *,
     forward_lines: Callable[[], list[tuple[str, int]]] = list,
@@ -89,7 +89,7 @@ def install(
         keeps a reference: the overrides end with it.
     """
     values = AssumedValues(options, note, forward_lines, fallback_where, senders_exist=senders_exist)
-    overrides = Overrides(_KERNELS, SIZED_KERNELS)
+    overrides = KernelOverrides(_KERNELS, SIZED_KERNELS)
     inputs = KnownInputs(values.known, all=options.choose("all").value, any=options.choose("bool").value)
     _answer_scalars(overrides, values, ghost)
     _answer_checks(overrides, values, inputs)
@@ -97,15 +97,15 @@ def install(
         _track(overrides, inputs, op, rule)
     _track_grad_scaler(overrides, inputs)
     _track_constants(overrides, values, ghost)
-    override_sized_ops(overrides, values, ghost)
-    patch_torch(values, ghost)
+    override_ops_with_data_dependent_sizes(overrides, values, ghost)
+    patch_torch_to_track_values(values, ghost)
     _INFERENCE.install("_InferenceMode", lambda _: _NoGrad)
     _AUTOCAST.install("set_autocast_cache_enabled", lambda _: _NoGrad.set_cache)
-    values.keep(overrides, override_functional_exchanges(values))
+    values.keep(overrides, override_functional_collectives(values))
     return values
 
 
-def _answer_scalars(overrides: Overrides, values: AssumedValues, ghost: Ghost) -> None:
+def _answer_scalars(overrides: KernelOverrides, values: AssumedValues, ghost: GhostRuntime) -> None:
     """Answer ``item()``, ``bool()``, ``int()`` and ``float()``, which all end in this op."""
 
     @overrides.add("_local_scalar_dense", "CUDA")
@@ -126,12 +126,12 @@ def _answer_scalars(overrides: Overrides, values: AssumedValues, ghost: Ghost) -
         return values.answer(tensor, known)
 
 
-def _answer_checks(overrides: Overrides, values: AssumedValues, inputs: KnownInputs) -> None:
+def _answer_checks(overrides: KernelOverrides, values: AssumedValues, inputs: KnownInputs) -> None:
     """Answer reads that ops make to check their arguments or to compare two tensors."""
 
     def agree(run: Kernel, a: torch.Tensor, b: torch.Tensor, *args: Any, **options: Any) -> object:
         known = RULES["eq.Tensor"](inputs, a, b)
-        if isinstance(known, Selection) or (known is not None and known.exceptions):
+        if isinstance(known, KnownIndices) or (known is not None and known.exceptions):
             known = None
         if known is None and a.dtype == torch.bool and not a.dim():
             # How PyTorch tests a boolean scalar (``is_scalar_tensor_true``, ATen, 2.14): ``b`` is True.
@@ -142,7 +142,7 @@ def _answer_checks(overrides: Overrides, values: AssumedValues, inputs: KnownInp
         with values.prepared(chosen.value if known is None else known.value) as unread:
             result = run(a, b, *args, **options)
         if known is None and not unread:
-            text = f"The script compared two GPU tensors. {explained(chosen, 'all')}"
+            text = f"The script compared two GPU tensors. {explain_gpu_read(chosen, 'all')}"
             values.assume("a comparison", "all", chosen.value, text)
         return result
 
@@ -166,7 +166,7 @@ def _answer_checks(overrides: Overrides, values: AssumedValues, inputs: KnownInp
                 return run(*args, **options)
 
 
-def _track(overrides: Overrides, inputs: KnownInputs, op: str, rule: PropagationRule) -> None:
+def _track(overrides: KernelOverrides, inputs: KnownInputs, op: str, rule: PropagationRule) -> None:
     """Record the value of ``op``'s result if ``rule`` knows it."""
     packet = getattr(torch.ops.aten, op.partition(".")[0])
 
@@ -183,40 +183,40 @@ def _track(overrides: Overrides, inputs: KnownInputs, op: str, rule: Propagation
         return result
 
 
-def _track_grad_scaler(overrides: Overrides, inputs: KnownInputs) -> None:
+def _track_grad_scaler(overrides: KernelOverrides, inputs: KnownInputs) -> None:
     """Track the loss scale exactly, so that no step is skipped by mistake and ``get_scale()`` is right."""
 
     @overrides.add("_amp_foreach_non_finite_check_and_unscale_", "AutogradCUDA")
     def unscale(run: Kernel, gradients: object, found_inf: torch.Tensor, inv_scale: object) -> None:
-        known = unscaled(inputs, gradients, found_inf, inv_scale)
+        known = found_inf_after_unscale(inputs, gradients, found_inf, inv_scale)
         run(gradients, found_inf, inv_scale)
         inputs.known.put(found_inf, known)
 
     @overrides.add("_amp_update_scale_", "AutogradCUDA")
     def update(run: Kernel, scale: torch.Tensor, tracker: torch.Tensor, *args: Any) -> object:
-        known_scale, known_tracker = updated_scale(inputs, scale, tracker, *args)
+        known_scale, known_tracker = loss_scale_after_update(inputs, scale, tracker, *args)
         result = run(scale, tracker, *args)
         inputs.known.put(scale, known_scale)
         inputs.known.put(tracker, known_tracker)
         return result
 
 
-def _track_constants(overrides: Overrides, values: AssumedValues, ghost: Ghost) -> None:
+def _track_constants(overrides: KernelOverrides, values: AssumedValues, ghost: GhostRuntime) -> None:
     """Record the value in ``torch.tensor(3.5, device="cuda")``, which calls ``lift_fresh`` last."""
 
     @overrides.add("lift_fresh", "CUDA")
     def lift(run: Kernel, tensor: torch.Tensor) -> object:
         result = run(tensor)
-        if is_plain(tensor) and tensor.numel() == 1 and not tensor.is_complex():
+        if is_plain_tensor(tensor) and tensor.numel() == 1 and not tensor.is_complex():
             with values.while_counting():  # leaves the read to the ghost, which has just received the bytes
                 value = tensor.item()
             if ghost.last_read_known():
-                values.known.put(tensor, Known(value), fresh=True)
-        elif is_plain(tensor) and is_small_integer(tensor) and tensor.is_contiguous():
+                values.known.put(tensor, KnownValue(value), fresh=True)
+        elif is_plain_tensor(tensor) and is_small_integer_tensor(tensor) and tensor.is_contiguous():
             with values.while_counting(), torch._C._AutoDispatchBelowAutograd():
                 on_cpu = torch.empty_like(tensor, device="cpu").copy_(tensor)
             if ghost.last_read_known():
-                values.known.put(tensor, Elements(on_cpu), fresh=True)
+                values.known.put(tensor, KnownElements(on_cpu), fresh=True)
         return result
 
 

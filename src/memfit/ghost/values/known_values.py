@@ -32,7 +32,7 @@ Number = bool | int | float
 _data_ptr = torch.Tensor.data_ptr  # the original: ``torch_patches.py`` wraps the method that scripts call
 
 
-class Basis(IntEnum):
+class KnownValueBasis(IntEnum):
     """The basis of a known value, most certain first; a result has the least certain basis of its inputs."""
 
     FILLED = 0  # the script set the value, or it follows from values that the script set
@@ -53,7 +53,7 @@ class TensorState(NamedTuple):
     def is_alive(self) -> bool:
         """Return whether the tensor still exists, in the same storage."""
         noted = self.tensor()
-        return noted is not None and storage_id(noted) == self.storage
+        return noted is not None and tensor_storage_id(noted) == self.storage
 
     def is_unchanged(self, storage: int, tensor: torch.Tensor) -> bool:
         """Return whether a tensor has this storage, and nothing has been written to it since."""
@@ -61,13 +61,13 @@ class TensorState(NamedTuple):
             self.storage == storage
             and self.version == tensor._version
             and self.dtype == tensor.dtype
-            and self.address == storage_start(tensor)
+            and self.address == tensor_storage_address(tensor)
             and not tensor.is_neg()
             and self.is_alive()
         )
 
 
-class Selection(NamedTuple):
+class KnownIndices(NamedTuple):
     """Indices into a vector: all but ``others`` of them are those of elements that hold one value.
 
     Rules: ``propagation_rules.py``.
@@ -78,18 +78,18 @@ class Selection(NamedTuple):
     others: int = 0
 
 
-class Known(NamedTuple):
+class KnownValue(NamedTuple):
     """The value of every element of a tensor, a number of exceptions aside."""
 
     value: Number
-    basis: Basis = Basis.FILLED
+    basis: KnownValueBasis = KnownValueBasis.FILLED
     exceptions: int = 0
     """The largest number of elements that may differ: those written by index since."""
-    selection: Selection | None = None
+    selection: KnownIndices | None = None
     """The indices of the exceptions, if something is known of them; of a vector only."""
 
 
-class Routing(IntEnum):
+class TokenCountBasis(IntEnum):
     """What counts of tokens by expert are based on, most certain first."""
 
     NONE = 0  # they are no such counts
@@ -97,22 +97,22 @@ class Routing(IntEnum):
     RECEIVED = 2  # assumed, or chosen by the user: what the other ranks send
 
 
-class Elements(NamedTuple):
+class KnownElements(NamedTuple):
     """The elements of a small tensor, one by one. Rules: ``small_tensors.py``."""
 
     values: torch.Tensor
     """On the CPU, in the tensor's shape and dtype."""
-    routing: Routing = Routing.NONE
+    routing: TokenCountBasis = TokenCountBasis.NONE
 
 
-def known_number(number: object) -> Known | None:
+def known_value_of_number(number: object) -> KnownValue | None:
     """Return a plain number as a known value; None for anything else, including complex numbers."""
-    return Known(number) if isinstance(number, bool | int | float) else None
+    return KnownValue(number) if isinstance(number, bool | int | float) else None
 
 
 class _Entry(NamedTuple):
     state: TensorState
-    fact: Known | Selection | Elements
+    fact: KnownValue | KnownIndices | KnownElements
     """Of a tensor's elements: their value, as indices, or one by one."""
 
 
@@ -121,7 +121,7 @@ class KnownValues:
 
     >>> values = KnownValues()
     >>> flag = torch.zeros(3)
-    >>> values.put(flag, Known(0.0))
+    >>> values.put(flag, KnownValue(0.0))
     >>> values.get(flag[1:])
     Known(value=0.0, basis=<Basis.FILLED: 0>, exceptions=0, selection=None)
     >>> _ = flag.add_(1)
@@ -136,7 +136,7 @@ class KnownValues:
         self.holds_elements = False
         """Whether the elements of any tensor have been recorded."""
 
-    def get(self, tensor: torch.Tensor) -> Known | None:
+    def get(self, tensor: torch.Tensor) -> KnownValue | None:
         """Return the value of every element of ``tensor``, or None if it is unknown.
 
         A view that reads the bytes as another dtype, negated or conjugated is unknown.
@@ -144,39 +144,39 @@ class KnownValues:
         known = self.mostly(tensor)
         return None if known is None or known.exceptions else known
 
-    def mostly(self, tensor: torch.Tensor) -> Known | None:
+    def mostly(self, tensor: torch.Tensor) -> KnownValue | None:
         """Return the value of all elements of ``tensor`` except ``Known.exceptions`` of them, or None.
 
         >>> values, mask = KnownValues(), torch.zeros(8)
-        >>> values.put(mask, Known(0.0, exceptions=3))
+        >>> values.put(mask, KnownValue(0.0, exceptions=3))
         >>> values.mostly(mask[:4]).exceptions, values.get(mask) is None
         (3, True)
         """
         entry = self._entry(tensor)
-        if entry is None or not isinstance(entry.fact, Known):
+        if entry is None or not isinstance(entry.fact, KnownValue):
             return None
         if entry.state.part == _part(tensor):
             return entry.fact
         exceptions = _seen_through(tensor, entry.fact.exceptions)
         return entry.fact._replace(exceptions=exceptions, selection=None)
 
-    def selection(self, tensor: torch.Tensor) -> Selection | None:
+    def selection(self, tensor: torch.Tensor) -> KnownIndices | None:
         """Return what is known of the elements of ``tensor`` as indices, or None."""
         entry = self._entry(tensor)
-        if entry is None or not isinstance(entry.fact, Selection):
+        if entry is None or not isinstance(entry.fact, KnownIndices):
             return None
         return entry.fact._replace(others=_seen_through(tensor, entry.fact.others))
 
-    def elements(self, tensor: torch.Tensor) -> Elements | None:
+    def elements(self, tensor: torch.Tensor) -> KnownElements | None:
         """Return the elements of ``tensor``, or None if they are not known one by one.
 
         >>> values, sizes = KnownValues(), torch.tensor([3, 4, 5, 6])
-        >>> values.put(sizes, Elements(sizes.clone()))
+        >>> values.put(sizes, KnownElements(sizes.clone()))
         >>> values.elements(sizes[1::2]).values.tolist()
         [4, 6]
         """
         entry = self._entry(tensor)
-        if entry is None or not isinstance(entry.fact, Elements):
+        if entry is None or not isinstance(entry.fact, KnownElements):
             return None
         first: Any = entry.state.part[0]
         at = int(tensor.storage_offset()) - first
@@ -184,13 +184,13 @@ class KnownValues:
 
     def state(self, tensor: torch.Tensor) -> TensorState | None:
         """Return the state of ``tensor`` now; None if a later write to it might not be noticed."""
-        storage = storage_id(tensor)
+        storage = tensor_storage_id(tensor)
         if not storage or storage in self._exposed:
             return None
         return TensorState(
             TensorWeakRef(tensor),
             storage,
-            storage_start(tensor),
+            tensor_storage_address(tensor),
             _part(tensor),
             tensor._version,
             tensor.dtype,
@@ -198,7 +198,7 @@ class KnownValues:
 
     def is_in_state(self, tensor: torch.Tensor, state: TensorState) -> bool:
         """Return whether ``tensor`` still has the state that ``KnownValues.state`` returned for it."""
-        storage = storage_id(tensor)
+        storage = tensor_storage_id(tensor)
         return (
             storage not in self._exposed
             and state.is_unchanged(storage, tensor)
@@ -206,14 +206,18 @@ class KnownValues:
         )
 
     def _entry(self, tensor: torch.Tensor) -> _Entry | None:
-        storage = storage_id(tensor)
+        storage = tensor_storage_id(tensor)
         entry = self._entries.get(storage)
         if entry is None or not _covers(entry.state.part, _part(tensor)):
             return None
         return entry if entry.state.is_unchanged(storage, tensor) else None
 
     def put(
-        self, tensor: torch.Tensor, fact: Known | Selection | Elements | None, *, fresh: bool = False
+        self,
+        tensor: torch.Tensor,
+        fact: KnownValue | KnownIndices | KnownElements | None,
+        *,
+        fresh: bool = False,
     ) -> None:
         """Record what ``tensor`` now holds; with None, that it is unknown.
 
@@ -225,18 +229,18 @@ class KnownValues:
             fact: what is known of its elements.
             fresh: the tensor was just created, so nothing else can reference its storage.
         """
-        storage = storage_id(tensor)
+        storage = tensor_storage_id(tensor)
         self._entries.pop(storage, None)
         if fresh:
             self._exposed.discard(storage)
         if fact is None or not tensor.numel():
             return
-        if isinstance(fact, Known):
-            value = rounded(fact.value, tensor.dtype)
+        if isinstance(fact, KnownValue):
+            value = round_to_dtype(fact.value, tensor.dtype)
             if value is None or (fact.exceptions >= tensor.numel() and fact.selection is None):
                 return
             fact = fact._replace(value=value)
-        if isinstance(fact, Elements):
+        if isinstance(fact, KnownElements):
             if not tensor.is_contiguous():
                 return
             self.holds_elements = True
@@ -248,7 +252,7 @@ class KnownValues:
     def expose(self, tensor: torch.Tensor) -> None:
         """Forget ``tensor``'s storage for good: it may be written without a new version from now on."""
         self.forget(tensor)
-        self._exposed.add(storage_id(tensor))
+        self._exposed.add(tensor_storage_id(tensor))
 
     def clear(self) -> None:
         """Forget everything."""
@@ -256,11 +260,11 @@ class KnownValues:
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Drop the value of ``tensor`` and the weak reference to it."""
-        self._entries.pop(storage_id(tensor), None)
+        self._entries.pop(tensor_storage_id(tensor), None)
 
     def release(self, tensor: torch.Tensor) -> None:
         """Drop every weak reference to ``tensor``: also of what is known of indices into it."""
-        storage = storage_id(tensor)
+        storage = tensor_storage_id(tensor)
         self._entries = {
             key: entry for key, entry in self._entries.items() if storage not in _storages(entry)
         }
@@ -276,9 +280,9 @@ class KnownValues:
 
 def _storages(entry: _Entry) -> tuple[int, ...]:
     """Return the storages of the tensors that an entry refers to."""
-    if isinstance(entry.fact, Elements):
+    if isinstance(entry.fact, KnownElements):
         return (entry.state.storage,)
-    selection = entry.fact if isinstance(entry.fact, Selection) else entry.fact.selection
+    selection = entry.fact if isinstance(entry.fact, KnownIndices) else entry.fact.selection
     return (entry.state.storage,) if selection is None else (entry.state.storage, selection.source.storage)
 
 
@@ -298,12 +302,16 @@ def _seen_through(view: torch.Tensor, elements: int) -> int:
     return min(elements * repeats, view.numel())
 
 
-def rounded(value: Number, dtype: torch.dtype) -> Number | None:
+def round_to_dtype(value: Number, dtype: torch.dtype) -> Number | None:
     """Round a value to ``dtype``; None if it is out of range, or the dtype is complex.
 
-    >>> rounded(0.1, torch.float16), rounded(1e9, torch.float16), rounded(3.0, torch.bool)
+    >>> (
+    ...     round_to_dtype(0.1, torch.float16),
+    ...     round_to_dtype(1e9, torch.float16),
+    ...     round_to_dtype(3.0, torch.bool),
+    ... )
     (0.0999755859375, inf, True)
-    >>> rounded(300, torch.uint8) is None
+    >>> round_to_dtype(300, torch.uint8) is None
     True
     """
     if dtype == torch.bool:
@@ -333,7 +341,7 @@ def _rounded_float(value: float, dtype: torch.dtype) -> float | None:
     return None  # the 8-bit and smaller formats
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
+def is_plain_tensor(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is an ordinary dense one: strided, not nested, and of no subclass."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
@@ -342,9 +350,9 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def storage_id(tensor: torch.Tensor) -> int:
+def tensor_storage_id(tensor: torch.Tensor) -> int:
     """Return an ID of the storage of an ordinary tensor with a version counter; 0 for any other tensor."""
-    if not is_plain(tensor) or tensor.is_inference():
+    if not is_plain_tensor(tensor) or tensor.is_inference():
         return 0
     try:
         return int(torch._C._storage_address(tensor))  # type: ignore[attr-defined]
@@ -352,7 +360,7 @@ def storage_id(tensor: torch.Tensor) -> int:
         return 0
 
 
-def storage_start(tensor: torch.Tensor) -> int:
+def tensor_storage_address(tensor: torch.Tensor) -> int:
     """Return the address of a tensor's storage.
 
     Does not call ``untyped_storage()``: once a gradient's storage has been a Python object, autograd no

@@ -6,7 +6,7 @@
     reductions    all any sum                           all() of unknown values True, any() False: checked
     finiteness    isfinite isnan isinf                  True, False, False: finite
     membership    isin                                  False: checked (no token ends the text)
-    selections    nonzero tensor[indices] cat           what the indices select (``Selection``)
+    selections    nonzero tensor[indices] cat           what the indices select (``KnownIndices``)
     grad scaler   _amp_*                                gradients are finite; the scale is exact
 
 What is known of indices that a script has searched for bounds what a search among them finds. A detection
@@ -33,13 +33,13 @@ from typing import Any
 import torch
 
 from memfit.ghost.values.known_values import (
-    Basis,
-    Known,
+    KnownIndices,
+    KnownValue,
+    KnownValueBasis,
     KnownValues,
     Number,
-    Selection,
-    known_number,
-    rounded,
+    known_value_of_number,
+    round_to_dtype,
 )
 
 
@@ -54,28 +54,28 @@ class KnownInputs:
     all: bool = True
     any: bool = False
 
-    def of(self, operand: object) -> Known | None:
+    def of(self, operand: object) -> KnownValue | None:
         """Return the known value of a tensor or number, or None."""
         if isinstance(operand, torch.Tensor):
             return self.known.get(operand)
-        return known_number(operand)
+        return known_value_of_number(operand)
 
-    def mostly(self, operand: object) -> Known | None:
+    def mostly(self, operand: object) -> KnownValue | None:
         """Return the value of a tensor's elements, some exceptions aside, or of a number; or None."""
         if isinstance(operand, torch.Tensor):
             return self.known.mostly(operand)
-        return known_number(operand)
+        return known_value_of_number(operand)
 
 
-PropagationRule = Callable[..., Known | Selection | None]
+PropagationRule = Callable[..., KnownValue | KnownIndices | None]
 """``rule(inputs, *arguments, **keywords)`` returns what is known of the op's first result, or None."""
 
 
-def _unchanged(inputs: KnownInputs, tensor: torch.Tensor, *_: object, **__: object) -> Known | None:
+def _unchanged(inputs: KnownInputs, tensor: torch.Tensor, *_: object, **__: object) -> KnownValue | None:
     return inputs.of(tensor)
 
 
-def _broadcast(known: Known, operand: object, operands: Sequence[object]) -> Known:
+def _broadcast(known: KnownValue, operand: object, operands: Sequence[object]) -> KnownValue:
     """Return an operand's known value once broadcast to the shape of an elementwise result."""
     if not known.exceptions or not isinstance(operand, torch.Tensor):
         return known
@@ -87,31 +87,31 @@ def _broadcast(known: Known, operand: object, operands: Sequence[object]) -> Kno
     return known._replace(exceptions=known.exceptions * repeats, selection=None)
 
 
-def _operands(inputs: KnownInputs, *operands: object) -> list[Known | None]:
+def _operands(inputs: KnownInputs, *operands: object) -> list[KnownValue | None]:
     """Return the known value of each operand of an elementwise op, broadcast to its result."""
     known = ((inputs.mostly(operand), operand) for operand in operands)
     return [fact and _broadcast(fact, operand, operands) for fact, operand in known]
 
 
-def _compare(function: Callable[[Any, Any], bool], inputs: KnownInputs, a: Any, b: Any) -> Known | None:
+def _compare(function: Callable[[Any, Any], bool], inputs: KnownInputs, a: Any, b: Any) -> KnownValue | None:
     left, right = _operands(inputs, a, b)
     if left is None and right is not None and function is operator.eq and not isinstance(b, torch.Tensor):
-        return where_equal(inputs.known, a, right.value)
+        return known_result_of_equality(inputs.known, a, right.value)
     if left is None or right is None:
         return None
     dtype = torch.result_type(a, b)  # 0.1 rounds differently in half than in float
-    x, y = rounded(left.value, dtype), rounded(right.value, dtype)
+    x, y = round_to_dtype(left.value, dtype), round_to_dtype(right.value, dtype)
     return None if x is None or y is None else _combined(function(x, y), left, right)
 
 
-def _combined(value: Number, left: Known, right: Known) -> Known:
-    where = union((side.exceptions, side.selection) for side in (left, right))
-    return Known(value, max(left.basis, right.basis), left.exceptions + right.exceptions, where)
+def _combined(value: Number, left: KnownValue, right: KnownValue) -> KnownValue:
+    where = union_of_known_indices((side.exceptions, side.selection) for side in (left, right))
+    return KnownValue(value, max(left.basis, right.basis), left.exceptions + right.exceptions, where)
 
 
 def _logic(
     function: Callable[[Any, Any], Number], decides: bool | None, inputs: KnownInputs, *sides: object
-) -> Known | None:
+) -> KnownValue | None:
     """Combine booleans; ``decides`` is the one that determines the result whatever the other operand is."""
     known = [fact._replace(value=bool(fact.value)) for fact in _operands(inputs, *sides) if fact is not None]
     return _settled(known, decides) or (
@@ -119,7 +119,7 @@ def _logic(
     )
 
 
-def _settled(known: Sequence[Known], decides: Number | None) -> Known | None:
+def _settled(known: Sequence[KnownValue], decides: Number | None) -> KnownValue | None:
     """Return the most certain of the operands that determine the result, or None."""
     settled = [fact for fact in known if decides is not None and fact.value == decides]
     return min(settled, key=lambda fact: (fact.exceptions, fact.basis), default=None)
@@ -127,7 +127,7 @@ def _settled(known: Sequence[Known], decides: Number | None) -> Known | None:
 
 def _bitwise(
     function: Callable[[Any, Any], Number], decides: bool | None, inputs: KnownInputs, *sides: object
-) -> Known | None:
+) -> KnownValue | None:
     """Combine bits: bools as in ``_logic``; of integers, both must be known, or one must be 0."""
     if all(isinstance(side, bool) or getattr(side, "dtype", None) == torch.bool for side in sides):
         return _logic(function, decides, inputs, *sides)
@@ -138,75 +138,91 @@ def _bitwise(
     )
 
 
-def _invert(inputs: KnownInputs, tensor: torch.Tensor) -> Known | None:
+def _invert(inputs: KnownInputs, tensor: torch.Tensor) -> KnownValue | None:
     known = inputs.mostly(tensor)
     if known is None:
         return None
     return known._replace(value=not known.value if tensor.dtype == torch.bool else ~int(known.value))
 
 
-def _not(inputs: KnownInputs, tensor: torch.Tensor) -> Known | None:
+def _not(inputs: KnownInputs, tensor: torch.Tensor) -> KnownValue | None:
     known = inputs.mostly(tensor)
     return None if known is None else known._replace(value=not known.value)
 
 
-def _test(function: Callable[[float], bool], usual: bool, inputs: KnownInputs, tensor: torch.Tensor) -> Known:
+def _test(
+    function: Callable[[float], bool], usual: bool, inputs: KnownInputs, tensor: torch.Tensor
+) -> KnownValue:
     """Test for finiteness: ``usual`` is the answer while nothing overflows."""
     known = inputs.of(tensor)
-    return Known(usual, Basis.FINITE) if known is None else Known(function(known.value), known.basis)
+    return (
+        KnownValue(usual, KnownValueBasis.FINITE)
+        if known is None
+        else KnownValue(function(known.value), known.basis)
+    )
 
 
-def _assume_absent(_facts: KnownInputs, *_: object, **__: object) -> Known:
-    return Known(False, Basis.CHECKED)
+def _assume_absent(_facts: KnownInputs, *_: object, **__: object) -> KnownValue:
+    return KnownValue(False, KnownValueBasis.CHECKED)
 
 
-def _reduce(name: str, inputs: KnownInputs, tensor: torch.Tensor, *dims: object, **_: object) -> Known | None:
+def _reduce(
+    name: str, inputs: KnownInputs, tensor: torch.Tensor, *dims: object, **_: object
+) -> KnownValue | None:
     """Reduce by ``all`` or ``any``; along dimensions, unknown stays unknown, as it may select elements."""
     known = inputs.of(tensor)
     if known is not None:
-        return Known(bool(known.value), known.basis)
-    return None if dims else Known(getattr(inputs, name), Basis.CHECKED)
+        return KnownValue(bool(known.value), known.basis)
+    return None if dims else KnownValue(getattr(inputs, name), KnownValueBasis.CHECKED)
 
 
 def _sum(
     inputs: KnownInputs, tensor: torch.Tensor, *dims: Any, dtype: torch.dtype | None = None
-) -> Known | None:
+) -> KnownValue | None:
     """Sum integers over the whole tensor; the rounding of float sums depends on the GPU's order."""
     known = inputs.of(tensor)
     if known is None or dims or dtype is not None or isinstance(known.value, float):
         return None
-    return Known(known.value * tensor.numel(), known.basis)
+    return KnownValue(known.value * tensor.numel(), known.basis)
 
 
-def _nonzero(inputs: KnownInputs, mask: torch.Tensor) -> Selection | None:
-    return found_by_nonzero(inputs.known, mask)
+def _nonzero(inputs: KnownInputs, mask: torch.Tensor) -> KnownIndices | None:
+    return known_indices_of_nonzero(inputs.known, mask)
 
 
-def _index(inputs: KnownInputs, tensor: torch.Tensor, indices: Sequence[object]) -> Known | Selection | None:
-    return indexed(inputs.known, tensor, indices)
+def _index(
+    inputs: KnownInputs, tensor: torch.Tensor, indices: Sequence[object]
+) -> KnownValue | KnownIndices | None:
+    return known_result_of_indexing(inputs.known, tensor, indices)
 
 
-def _cat(inputs: KnownInputs, tensors: Sequence[torch.Tensor], *_: object) -> Known | Selection | None:
+def _cat(
+    inputs: KnownInputs, tensors: Sequence[torch.Tensor], *_: object
+) -> KnownValue | KnownIndices | None:
     """Join vectors: of indices, or of elements that mostly hold the same value."""
     if any(tensor.dim() != 1 for tensor in tensors):
         return None
-    joined = union((tensor.numel(), inputs.known.selection(tensor)) for tensor in tensors)
+    joined = union_of_known_indices((tensor.numel(), inputs.known.selection(tensor)) for tensor in tensors)
     if joined is not None:
         return joined
     known = [inputs.mostly(tensor) for tensor in tensors if tensor.numel()]
     facts = [fact for fact in known if fact is not None]
     if len({fact.value for fact in facts}) != 1 or len(facts) != len(known):
         return None
-    return Known(facts[0].value, max(fact.basis for fact in facts), sum(fact.exceptions for fact in facts))
+    return KnownValue(
+        facts[0].value, max(fact.basis for fact in facts), sum(fact.exceptions for fact in facts)
+    )
 
 
-def unscaled(inputs: KnownInputs, _gradients: object, found_inf: torch.Tensor, _inv_scale: object) -> Known:
+def found_inf_after_unscale(
+    inputs: KnownInputs, _gradients: object, found_inf: torch.Tensor, _inv_scale: object
+) -> KnownValue:
     """Return ``found_inf`` after unscaling: finite gradients leave it unchanged, initially 0."""
     before = inputs.of(found_inf)
-    return Known(before.value if before else 0.0, Basis.FINITE)
+    return KnownValue(before.value if before else 0.0, KnownValueBasis.FINITE)
 
 
-def updated_scale(
+def loss_scale_after_update(
     inputs: KnownInputs,
     scale: torch.Tensor,
     growth_tracker: torch.Tensor,
@@ -214,7 +230,7 @@ def updated_scale(
     growth_factor: float,
     backoff_factor: float,
     growth_interval: int,
-) -> tuple[Known | None, Known | None]:
+) -> tuple[KnownValue | None, KnownValue | None]:
     """Return the loss scale and its growth tracker after an update.
 
     Source: ``amp_update_scale_cuda_kernel``, aten/src/ATen/native/cuda/AmpKernels.cu, PyTorch 2.14.
@@ -224,13 +240,13 @@ def updated_scale(
         return None, None
     basis = max(old.basis, overflow.basis)
     if overflow.value:
-        return Known(old.value * backoff_factor, basis), Known(0, basis)
+        return KnownValue(old.value * backoff_factor, basis), KnownValue(0, basis)
     steps = int(tracker.value) + 1
     if steps != growth_interval:
-        return Known(old.value, basis), Known(steps, basis)
-    grown = rounded(old.value * growth_factor, torch.float32)
+        return KnownValue(old.value, basis), KnownValue(steps, basis)
+    grown = round_to_dtype(old.value * growth_factor, torch.float32)
     grows = grown is not None and math.isfinite(grown)
-    return Known(grown if grows and grown else old.value, basis), Known(0, basis)
+    return KnownValue(grown if grows and grown else old.value, basis), KnownValue(0, basis)
 
 
 _COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
@@ -274,31 +290,33 @@ RULES: Mapping[str, PropagationRule] = {
     "isin.Tensor_Tensor": _assume_absent,
     "isin.Tensor_Scalar": _assume_absent,
 }
-"""ATen op -> its rule; ``unscaled`` and ``updated_scale`` cover the two ops that write several arguments."""
+"""ATen op -> its rule. ``found_inf_after_unscale`` and ``loss_scale_after_update`` cover two more ops."""
 
 
 _INDEX_DTYPES = (torch.int64, torch.int32)
 
 
-def where_equal(known: KnownValues, tensor: object, number: Number) -> Known | None:
+def known_result_of_equality(known: KnownValues, tensor: object, number: Number) -> KnownValue | None:
     """Return the result of ``tensor == number``: where it is true, an unknown vector holds the number."""
     if not isinstance(tensor, torch.Tensor) or tensor.dim() != 1 or tensor.is_floating_point():
         return None
-    source = known.state(tensor) if rounded(number, tensor.dtype) == number else None
+    source = known.state(tensor) if round_to_dtype(number, tensor.dtype) == number else None
     if source is None:
         return None
-    return Known(False, exceptions=tensor.numel(), selection=Selection(source, number))
+    return KnownValue(False, exceptions=tensor.numel(), selection=KnownIndices(source, number))
 
 
-def found_by_nonzero(known: KnownValues, mask: torch.Tensor) -> Selection | None:
+def known_indices_of_nonzero(known: KnownValues, mask: torch.Tensor) -> KnownIndices | None:
     """Return what is known of the indices that ``nonzero`` finds in a mask."""
     fact = known.mostly(mask) if mask.dim() == 1 else None
-    if fact is None or fact.value or fact.basis is not Basis.FILLED:
+    if fact is None or fact.value or fact.basis is not KnownValueBasis.FILLED:
         return None  # what is only assumed of a mask bounds nothing
     return fact.selection
 
 
-def indexed(known: KnownValues, tensor: torch.Tensor, indices: Sequence[object]) -> Known | Selection | None:
+def known_result_of_indexing(
+    known: KnownValues, tensor: torch.Tensor, indices: Sequence[object]
+) -> KnownValue | KnownIndices | None:
     """Return what is known of ``tensor[index]``: elements of a vector, or some of its indices."""
     index = indices[0] if len(indices) == 1 else None
     if not isinstance(index, torch.Tensor) or index.dtype not in _INDEX_DTYPES or tensor.dim() != 1:
@@ -309,10 +327,10 @@ def indexed(known: KnownValues, tensor: torch.Tensor, indices: Sequence[object])
     chosen = known.selection(index) if index.dim() == 1 else None
     if chosen is None or not known.is_in_state(tensor, chosen.source):
         return None
-    return Known(chosen.value, exceptions=chosen.others)
+    return KnownValue(chosen.value, exceptions=chosen.others)
 
 
-def union(parts: Iterable[tuple[int, Selection | None]]) -> Selection | None:
+def union_of_known_indices(parts: Iterable[tuple[int, KnownIndices | None]]) -> KnownIndices | None:
     """Return what is known of all indices of several parts, each given by the most indices that it can hold.
 
     The value that most of them hold is the one with the fewest others.
@@ -328,7 +346,7 @@ def union(parts: Iterable[tuple[int, Selection | None]]) -> Selection | None:
     return min(merged, key=lambda selection: selection.others, default=None)
 
 
-def _agree(one: Selection, other: Selection) -> bool:
+def _agree(one: KnownIndices, other: KnownIndices) -> bool:
     """Return whether two selections are of elements of one tensor with one value."""
     of_one, of_other = one.source, other.source
     alive = of_one.is_alive() and of_other.is_alive()  # or one may have had the other's storage

@@ -20,7 +20,14 @@ from torch.utils._device import _device_constructors
 
 from memfit.dispatch_modes import without_dispatch_modes
 from memfit.ghost.values.assumed_values import AssumedValues
-from memfit.ghost.values.known_values import Basis, Elements, Known, Routing, is_plain, storage_id
+from memfit.ghost.values.known_values import (
+    KnownElements,
+    KnownValue,
+    KnownValueBasis,
+    TokenCountBasis,
+    is_plain_tensor,
+    tensor_storage_id,
+)
 from memfit.patching.patches import Patch
 
 _SMALL = 4096
@@ -44,23 +51,23 @@ _COUNTING_METHODS = Patch("torch._tensor:Tensor", "bincount", "histc", "scatter_
 _ONE_HOT = Patch("torch.nn.functional", "one_hot", why="count by class")
 
 
-def follow_small_tensors(values: AssumedValues) -> None:
+def track_small_tensors(values: AssumedValues) -> None:
     """Follow the elements of small tensors through what a script calls, for the life of the process."""
     follow, count, total = (_noting(note, values) for note in (_follow, _count, _count_by_column))
     for name in _METHODS.names:
         _METHODS.install(name, follow)
     for name in _FUNCTIONS.names:
-        replace_function(_FUNCTIONS, name, follow)
+        replace_torch_function(_FUNCTIONS, name, follow)
     for name in ("bincount", "histc"):
-        replace_function(_COUNTING_FUNCTIONS, name, count)
+        replace_torch_function(_COUNTING_FUNCTIONS, name, count)
         _COUNTING_METHODS.install(name, count)
     _COUNTING_METHODS.wrap("scatter_add_", partial(_add, values))
     _ONE_HOT.install("one_hot", _noting(_mark, values))
     _METHODS.install("sum", total)
-    replace_function(_FUNCTIONS, "sum", total)
+    replace_torch_function(_FUNCTIONS, "sum", total)
 
 
-def replace_function(
+def replace_torch_function(
     patch: Patch, name: str, replacement: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> None:
     """Replace a function of ``torch``, also where PyTorch identifies functions by identity.
@@ -78,15 +85,15 @@ def replace_function(
     patch.install(name, registered)
 
 
-def is_small_integer(tensor: torch.Tensor) -> bool:
+def is_small_integer_tensor(tensor: torch.Tensor) -> bool:
     """Return whether the elements of a tensor may be sizes."""
     return tensor.numel() <= _SMALL and tensor.dtype in _INTEGERS
 
 
-def even_counts(total: int, like: torch.Tensor) -> torch.Tensor:
+def even_class_counts(total: int, like: torch.Tensor) -> torch.Tensor:
     """Return how often each class occurs, as evenly as possible, in the shape and dtype of ``like``.
 
-    >>> even_counts(7, torch.empty(3, dtype=torch.int64)).tolist()
+    >>> even_class_counts(7, torch.empty(3, dtype=torch.int64)).tolist()
     [3, 2, 2]
     """
     classes = like.numel()
@@ -95,19 +102,19 @@ def even_counts(total: int, like: torch.Tensor) -> torch.Tensor:
     return counts.to(like.dtype).view(like.shape)
 
 
-def _known(values: AssumedValues, tensor: torch.Tensor) -> Elements | None:
+def _known(values: AssumedValues, tensor: torch.Tensor) -> KnownElements | None:
     """Return the elements of a tensor, or None."""
     if tensor.is_cpu:
-        return Elements(tensor) if is_small_integer(tensor) else None
-    if not is_plain(tensor) or not tensor.is_cuda:
+        return KnownElements(tensor) if is_small_integer_tensor(tensor) else None
+    if not is_plain_tensor(tensor) or not tensor.is_cuda:
         return None
     found = values.known.elements(tensor)
-    if found is not None or not is_small_integer(tensor):
+    if found is not None or not is_small_integer_tensor(tensor):
         return found
     known = values.known.get(tensor)
-    if known is None or known.basis is not Basis.FILLED:
+    if known is None or known.basis is not KnownValueBasis.FILLED:
         return None
-    return Elements(torch.full(tensor.shape, int(known.value), dtype=tensor.dtype, device="cpu"))
+    return KnownElements(torch.full(tensor.shape, int(known.value), dtype=tensor.dtype, device="cpu"))
 
 
 def _noting(note: Callable[..., None], values: AssumedValues) -> Callable[..., Any]:
@@ -136,28 +143,28 @@ def _follow(
     results = _tensors(result)
     if not results or any(not _is_small_on_gpu(each) for each in results):
         return
-    routings: list[Routing] = []
+    routings: list[TokenCountBasis] = []
     on_cpu = [_on_cpu(values, argument, routings) for argument in args]
     named = {name: _on_cpu(values, argument, routings) for name, argument in options.items()}
     if not routings or any(each is _UNKNOWN for each in (*on_cpu, *named.values())):
         return
     with torch.no_grad():
         computed = function(*on_cpu, **named)
-    given = {storage_id(each) for each in _tensors((*args, *options.values()))}
+    given = {tensor_storage_id(each) for each in _tensors((*args, *options.values()))}
     for on_gpu, known in zip(results, _tensors(computed), strict=True):
         if values.known.elements(on_gpu) is None:
-            fact = Elements(known.contiguous(), max(routings))
-            values.known.put(on_gpu, fact, fresh=storage_id(on_gpu) not in given)  # no view
+            fact = KnownElements(known.contiguous(), max(routings))
+            values.known.put(on_gpu, fact, fresh=tensor_storage_id(on_gpu) not in given)  # no view
 
 
 def _is_small_on_gpu(tensor: torch.Tensor) -> bool:
-    return is_plain(tensor) and tensor.is_cuda and tensor.numel() <= _SMALL
+    return is_plain_tensor(tensor) and tensor.is_cuda and tensor.numel() <= _SMALL
 
 
 _UNKNOWN = object()
 
 
-def _on_cpu(values: AssumedValues, argument: Any, routings: list[Routing]) -> Any:
+def _on_cpu(values: AssumedValues, argument: Any, routings: list[TokenCountBasis]) -> Any:
     """Return an argument with tensors on the CPU, or ``_UNKNOWN``; note the routing of those on the GPU."""
     if isinstance(argument, list | tuple) and any(isinstance(each, torch.Tensor) for each in argument):
         parts = [_on_cpu(values, each, routings) for each in argument]
@@ -184,7 +191,11 @@ def _count(
     """Note what a function counted: the elements of a vector by class."""
     counted = args[0] if args else options["input"]
     if options.get("weights") is None and _is_small_on_gpu(result) and result.numel():
-        values.known.put(result, Elements(even_counts(counted.numel(), result), Routing.SENT), fresh=True)
+        values.known.put(
+            result,
+            KnownElements(even_class_counts(counted.numel(), result), TokenCountBasis.SENT),
+            fresh=True,
+        )
 
 
 def _add(
@@ -201,7 +212,7 @@ def _add(
     counts = self.dim() == 1 and _value(values, self) == 0 and _value(values, src) == 1
     result = function(self, dim, index, src)
     if counts and _is_small_on_gpu(self):
-        values.known.put(result, Elements(even_counts(index.numel(), self), Routing.SENT))
+        values.known.put(result, KnownElements(even_class_counts(index.numel(), self), TokenCountBasis.SENT))
     return result
 
 
@@ -214,8 +225,8 @@ def _mark(
     **__: object,
 ) -> None:
     """Note a result of ``one_hot``: of each row, one element is not zero."""
-    if is_plain(result) and result.is_cuda:
-        values.known.put(result, Known(0, exceptions=tensor.numel()), fresh=True)
+    if is_plain_tensor(result) and result.is_cuda:
+        values.known.put(result, KnownValue(0, exceptions=tensor.numel()), fresh=True)
 
 
 def _count_by_column(
@@ -223,15 +234,21 @@ def _count_by_column(
 ) -> None:
     """Note a sum over the rows of a mask that is zero but for some elements: it counts those by column."""
     mask = args[0] if args else options["input"]
-    if not _is_small_on_gpu(result) or not is_plain(mask) or mask.dtype not in {torch.bool, *_INTEGERS}:
+    if (
+        not _is_small_on_gpu(result)
+        or not is_plain_tensor(mask)
+        or mask.dtype not in {torch.bool, *_INTEGERS}
+    ):
         return
     known = values.known.mostly(mask) if mask.dim() > 1 and result.shape == mask.shape[-1:] else None
     if known is not None and not known.value and known.exceptions:
-        counts = even_counts(known.exceptions, result)
-        values.known.put(result, Elements(counts, Routing.SENT), fresh=True)
+        counts = even_class_counts(known.exceptions, result)
+        values.known.put(result, KnownElements(counts, TokenCountBasis.SENT), fresh=True)
 
 
 def _value(values: AssumedValues, tensor: torch.Tensor) -> object:
     """Return the one value that all elements of a tensor on the GPU are known to have, or None."""
-    known: Known | None = values.known.get(tensor) if is_plain(tensor) and tensor.is_cuda else None
+    known: KnownValue | None = (
+        values.known.get(tensor) if is_plain_tensor(tensor) and tensor.is_cuda else None
+    )
     return None if known is None else known.value

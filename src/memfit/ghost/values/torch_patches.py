@@ -21,20 +21,24 @@ from typing import Any
 import torch
 
 from memfit.dispatch_modes import without_dispatch_modes
-from memfit.ghost.runtime_bindings import Ghost
+from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.ghost.values.assumed_values import AssumedValues
-from memfit.ghost.values.exchanged_sizes import follow_exchanges
-from memfit.ghost.values.known_values import Elements, Known, is_plain, known_number
-from memfit.ghost.values.propagation_rules import union
-from memfit.ghost.values.small_tensors import follow_small_tensors, is_small_integer, replace_function
-from memfit.patching.patches import Patch, before, wrapped
+from memfit.ghost.values.exchanged_sizes import track_exchanged_values
+from memfit.ghost.values.known_values import KnownElements, KnownValue, is_plain_tensor, known_value_of_number
+from memfit.ghost.values.propagation_rules import union_of_known_indices
+from memfit.ghost.values.small_tensors import (
+    is_small_integer_tensor,
+    replace_torch_function,
+    track_small_tensors,
+)
+from memfit.patching.patches import Patch, call_before, wrapped
 
 _SMALL = 1 << 16
 """The largest CPU copy, in elements, that is filled with its known value."""
 
-_ZERO, _ONE = Known(0), Known(1)
+_ZERO, _ONE = KnownValue(0), KnownValue(1)
 
-_FACTORIES: dict[str, Known | int | None] = {
+_FACTORIES: dict[str, KnownValue | int | None] = {
     **dict.fromkeys(("empty", "empty_like", "empty_strided")),
     "full": 1,
     "full_like": 1,
@@ -43,7 +47,7 @@ _FACTORIES: dict[str, Known | int | None] = {
     "zeros": _ZERO,
     "zeros_like": _ZERO,
 }
-_METHODS: dict[str, Known | int | None] = {
+_METHODS: dict[str, KnownValue | int | None] = {
     **dict.fromkeys(("new_empty", "new_empty_strided")),
     "new_full": 2,
     "new_ones": _ONE,
@@ -78,10 +82,10 @@ _SWAPPING = Patch("torch.utils", "swap_tensors", why="drop the references that i
 _LISTWISE = Patch("torch", "_foreach_*_", "_fused_*_", why="forget values that are written past autograd")
 
 
-def patch_torch(values: AssumedValues, ghost: Ghost) -> None:
+def patch_torch_to_track_values(values: AssumedValues, ghost: GhostRuntime) -> None:
     """Wrap every function of the table above, for the life of the process."""
     for name, value in _FACTORIES.items():
-        replace_function(_FACTORY, name, partial(wrapped, around=partial(_record, values, value)))
+        replace_torch_function(_FACTORY, name, partial(wrapped, around=partial(_record, values, value)))
     for name, value in _METHODS.items():
         _FILLING.wrap(name, partial(_record, values, value))
     _track_indexed_writes(values)
@@ -93,25 +97,29 @@ def patch_torch(values: AssumedValues, ghost: Ghost) -> None:
     _answer_copies(arrived)
     _forget_exposed(values)
     _forget_uncounted(values)
-    follow_small_tensors(values)
-    follow_exchanges(values)
+    track_small_tensors(values)
+    track_exchanged_values(values)
 
 
 def _record(
-    values: AssumedValues, value: Known | int | None, function: Callable[..., Any], *args: Any, **options: Any
+    values: AssumedValues,
+    value: KnownValue | int | None,
+    function: Callable[..., Any],
+    *args: Any,
+    **options: Any,
 ) -> Any:
     """Call a function and record its result's value: ``value``, or the argument at that position."""
     result = function(*args, **options)
-    if not torch.compiler.is_compiling() and is_plain(result) and result.is_cuda:
+    if not torch.compiler.is_compiling() and is_plain_tensor(result) and result.is_cuda:
         known = _number_at(value, args, options) if isinstance(value, int) else value
         values.known.put(result, known, fresh=not function.__name__.endswith("_"))
     return result
 
 
-def _number_at(position: int, args: tuple[object, ...], options: dict[str, object]) -> Known | None:
+def _number_at(position: int, args: tuple[object, ...], options: dict[str, object]) -> KnownValue | None:
     if len(args) > position:
-        return known_number(args[position])
-    return known_number(options.get("fill_value", options.get("value")))
+        return known_value_of_number(args[position])
+    return known_value_of_number(options.get("fill_value", options.get("value")))
 
 
 def _track_indexed_writes(values: AssumedValues) -> None:
@@ -124,13 +132,13 @@ def _track_indexed_writes(values: AssumedValues) -> None:
         *args: Any,
         **options: Any,
     ) -> Any:
-        known = values.known.mostly(self) if is_plain(self) and self.is_cuda else None
+        known = values.known.mostly(self) if is_plain_tensor(self) and self.is_cuda else None
         result = method(self, *args, **options)
         count = written(self, *args, **options) if known is not None else None
         if known is not None and count is not None:
             at = args[0] if written is _selected and self.dim() == 1 else None
             new = values.known.selection(at) if isinstance(at, torch.Tensor) else None
-            where = union([(known.exceptions, known.selection), (count, new)])
+            where = union_of_known_indices([(known.exceptions, known.selection), (count, new)])
             fact = known._replace(exceptions=known.exceptions + count, selection=where)
             values.known.put(self, fact)
         return result
@@ -158,20 +166,22 @@ def _selected(tensor: torch.Tensor, index: object, _value: object) -> int | None
     return selected * math.prod(tensor.shape[len(indices) :])
 
 
-def _arrived(values: AssumedValues, ghost: Ghost, source: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+def _arrived(
+    values: AssumedValues, ghost: GhostRuntime, source: torch.Tensor, copy: torch.Tensor
+) -> torch.Tensor:
     """Propagate what is known to a copy, or put it into a copy on the CPU; return the copy.
 
     One element is answered as ``item()`` answers it.
     """
     if source.is_cpu:
-        if is_small_integer(source):
+        if is_small_integer_tensor(source):
             on_cpu = source.detach().to(copy.dtype, memory_format=torch.contiguous_format, copy=True)
-            values.known.put(copy, Elements(on_cpu), fresh=True)
+            values.known.put(copy, KnownElements(on_cpu), fresh=True)
         return copy
     elements = values.known.elements(source)
     known = values.known.get(source)
     if copy.is_cuda:
-        fact: Known | Elements | None = values.known.mostly(source)
+        fact: KnownValue | KnownElements | None = values.known.mostly(source)
         if elements is not None:
             fact = elements._replace(values=elements.values.to(copy.dtype).contiguous())
         if fact is not None and copy is not source:
@@ -192,7 +202,7 @@ def _answer_copies(arrived: Callable[..., torch.Tensor]) -> None:
 
     def move(method: Callable[..., Any], self: torch.Tensor, *args: Any, **options: Any) -> Any:
         result = method(self, *args, **options)
-        if self is result or not (is_plain(self) and is_plain(result)):
+        if self is result or not (is_plain_tensor(self) and is_plain_tensor(result)):
             return result
         return arrived(self, result) if self.is_cuda or result.is_cuda else result
 
@@ -200,12 +210,12 @@ def _answer_copies(arrived: Callable[..., torch.Tensor]) -> None:
         copy_: Callable[..., Any], self: torch.Tensor, src: torch.Tensor, *args: Any, **options: Any
     ) -> Any:
         result = copy_(self, src, *args, **options)
-        from_ghost = self.is_cpu and isinstance(src, torch.Tensor) and src.is_cuda and is_plain(src)
+        from_ghost = self.is_cpu and isinstance(src, torch.Tensor) and src.is_cuda and is_plain_tensor(src)
         return arrived(src, result) if from_ghost and self.shape == src.shape else result
 
     def write(setitem: Callable[..., None], self: torch.Tensor, index: Any, value: Any) -> None:
         setitem(self, index, value)
-        if self.is_cpu and isinstance(value, torch.Tensor) and value.is_cuda and is_plain(value):
+        if self.is_cpu and isinstance(value, torch.Tensor) and value.is_cuda and is_plain_tensor(value):
             with torch.no_grad():
                 arrived(value, self[index])
 
@@ -219,11 +229,11 @@ def _answer_copies(arrived: Callable[..., torch.Tensor]) -> None:
 
 def _to_array(numpy: Callable[..., Any], self: torch.Tensor, *, force: bool = False) -> Any:
     """Copy with ``cpu()`` first, as ``_to_list`` does."""
-    return numpy(self.cpu() if force and is_plain(self) and self.is_cuda else self, force=force)
+    return numpy(self.cpu() if force and is_plain_tensor(self) and self.is_cuda else self, force=force)
 
 
 def _to_list(tolist: Callable[..., Any], self: torch.Tensor) -> Any:
-    return tolist(self.cpu() if is_plain(self) and self.is_cuda else self)
+    return tolist(self.cpu() if is_plain_tensor(self) and self.is_cuda else self)
 
 
 def _forget_exposed(values: AssumedValues) -> None:
@@ -232,7 +242,7 @@ def _forget_exposed(values: AssumedValues) -> None:
     def expose(*given: object, **_: object) -> None:
         for each in given:
             for part in each if isinstance(each, tuple | list) else (each,):
-                if isinstance(part, torch.Tensor) and is_plain(part) and part.is_cuda:
+                if isinstance(part, torch.Tensor) and is_plain_tensor(part) and part.is_cuda:
                     values.known.expose(part)
 
     def exposing(data: Any) -> property:
@@ -252,11 +262,11 @@ def _forget_exposed(values: AssumedValues) -> None:
 
     _DATA.install("data", exposing)
     for name in _EXPOSING.names:
-        _EXPOSING.install(name, partial(before, expose))
-    _DLPACK.install("to_dlpack", partial(before, expose))
-    _PRESERVING.install("__init__", partial(before, expose))
-    _GRAPH.install("replay", partial(before, lambda _: values.known.clear()))
-    _SWAPPING.install("swap_tensors", partial(before, release))
+        _EXPOSING.install(name, partial(call_before, expose))
+    _DLPACK.install("to_dlpack", partial(call_before, expose))
+    _PRESERVING.install("__init__", partial(call_before, expose))
+    _GRAPH.install("replay", partial(call_before, lambda _: values.known.clear()))
+    _SWAPPING.install("swap_tensors", partial(call_before, release))
 
 
 def _forget_uncounted(values: AssumedValues) -> None:
@@ -269,4 +279,4 @@ def _forget_uncounted(values: AssumedValues) -> None:
                     values.known.forget(tensor)
 
     for name in _LISTWISE.present():
-        _LISTWISE.install(name, partial(before, forget))
+        _LISTWISE.install(name, partial(call_before, forget))

@@ -56,7 +56,7 @@ _EXAMPLE = (
 )
 
 
-class Chosen(NamedTuple):
+class ChosenGpuValue(NamedTuple):
     """The value for one read."""
 
     value: Any
@@ -65,7 +65,7 @@ class Chosen(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class ValueOptions:
+class GpuValueOptions:
     """The values a script reads from the GPU, which the ghost does not compute."""
 
     given: Mapping[str, str] = field(default_factory=dict)
@@ -103,16 +103,16 @@ class ValueOptions:
         """The keys that name a line."""
         return tuple(key for key in self.given if _PLACE.fullmatch(key))
 
-    def choose(self, kind: Kind, operator: str = "") -> Chosen:
+    def choose(self, kind: Kind, operator: str = "") -> ChosenGpuValue:
         """Return the value for a read for which the user gave no line; ``operator`` finds a count.
 
         >>> options = ValueOptions.parse("count=0.5,unique=3")
         >>> options.choose("count", "unique"), options.choose("count", "mode").value
         (Chosen(value=3, given='unique=3'), 0.5)
         """
-        return self._given(kind, operator) or self._given(kind, kind) or Chosen(_DEFAULTS[kind], "")
+        return self._given(kind, operator) or self._given(kind, kind) or ChosenGpuValue(_DEFAULTS[kind], "")
 
-    def at_line(self, kind: Kind, lines: Iterable[tuple[str, int]]) -> Chosen | None:
+    def at_line(self, kind: Kind, lines: Iterable[tuple[str, int]]) -> ChosenGpuValue | None:
         """Return the value that the user gave for the innermost of these lines, or None.
 
         >>> options = ValueOptions.parse("heads.py:120=256")
@@ -123,16 +123,21 @@ class ValueOptions:
         named = (place for line in lines for place in self.places if _names(place, *line))
         return next(filter(None, (self._given(kind, place) for place in named)), None)
 
-    def _given(self, kind: Kind, key: str) -> Chosen | None:
+    def _given(self, kind: Kind, key: str) -> ChosenGpuValue | None:
         """Return the value of a key for a kind of read; None if it was not given, or is not of that kind."""
         value = _PARSERS[kind](self.given[key]) if key in self.given else None
-        return None if value is None else Chosen(value, f"{key}={self.given[key]}")
+        return None if value is None else ChosenGpuValue(value, f"{key}={self.given[key]}")
 
 
-def count_of(count: Count, upper: int, even: int | None = None) -> int:
+def chosen_element_count(count: Count, upper: int, even: int | None = None) -> int:
     """Return the number of elements found, of at most ``upper``; ``even`` is the even share, if there is one.
 
-    >>> count_of("upper", 10), count_of(0.25, 10), count_of(4, 3), count_of("even", 10, 2)
+    >>> (
+    ...     chosen_element_count("upper", 10),
+    ...     chosen_element_count(0.25, 10),
+    ...     chosen_element_count(4, 3),
+    ...     chosen_element_count("even", 10, 2),
+    ... )
     (10, 3, 3, 2)
     """
     match count:

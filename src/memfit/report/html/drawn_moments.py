@@ -21,7 +21,7 @@ MOST_BLOCKS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class CombinedBlocks:
+class _CombinedBlocks:
     """Changes of the blocks that are drawn together, as columns of equal length, sorted by moment."""
 
     moment: Numbers
@@ -41,7 +41,7 @@ class DrawnTimeline:
     """Here born, freed and done count moments; the number of moments means never."""
     old: int
     """Number of blocks older than the history; they come first."""
-    rest: CombinedBlocks
+    rest: _CombinedBlocks
     together: int
     """Number of blocks that are drawn together."""
 
@@ -68,7 +68,7 @@ def choose_drawn_blocks(
     if not count:
         nothing = np.zeros(0, np.int64)
         return DrawnTimeline(
-            nothing, blocks[nothing], 0, CombinedBlocks(nothing, nothing, nothing, nothing), 0
+            nothing, blocks[nothing], 0, _CombinedBlocks(nothing, nothing, nothing, nothing), 0
         )
     peak = peak_after_caught_failures(trace, line)
     chosen = _chosen(blocks, peak, most)
@@ -111,7 +111,7 @@ def _in_moments(blocks: BlockColumns, events: Numbers) -> BlockColumns:
     )
 
 
-def _rest(blocks: BlockColumns) -> CombinedBlocks:
+def _rest(blocks: BlockColumns) -> _CombinedBlocks:
     """Sum the changes of blocks at each moment."""
     seen = blocks[blocks.born < blocks.freed]  # the others exist only between two moments
     kinds = EARLIER + 1
@@ -124,7 +124,7 @@ def _rest(blocks: BlockColumns) -> CombinedBlocks:
         np.add.at(sums, place.reshape(-1), sign * np.tile(column, 2))
         return sums
 
-    return CombinedBlocks(
+    return _CombinedBlocks(
         moment=keys // kinds,
         category=keys % kinds,
         requested=summed(seen.requested),

@@ -64,7 +64,7 @@ Source: Okabe and Ito, Color Universal Design (2008); categories that share a co
 
 
 @dataclass(frozen=True, slots=True)
-class TimelineLayer:
+class _TimelineLayer:
     """A category of memory in the stacked timeline."""
 
     name: str
@@ -74,7 +74,7 @@ class TimelineLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class DrawnFailure:
+class _DrawnFailure:
     """An allocation that failed."""
 
     at: int
@@ -89,12 +89,12 @@ class DrawnFailure:
 class PageFacts:
     """Facts about the whole run. Moments are indices into the drawn moments: see ``drawn_moments.py``."""
 
-    layers: tuple[TimelineLayer, ...]
+    layers: tuple[_TimelineLayer, ...]
     """From the bottom of the stack; rounding comes last."""
     phases: tuple[Phase, ...]
     shortcuts: tuple[int, ...]
     """The moments to look at: see the function ``shortcuts``."""
-    failures: tuple[DrawnFailure, ...]
+    failures: tuple[_DrawnFailure, ...]
     """Allocations that failed."""
     old: int
     """Number of blocks older than the history; they come first."""
@@ -107,7 +107,7 @@ class PageFacts:
     """Device memory available to PyTorch's allocator, in bytes; 0 if unknown."""
 
 
-def page_facts(
+def _page_facts(
     trace: Trace, picture: DrawnTimeline, near: tuple[MemoryPeak, ...], summary: DryRun
 ) -> PageFacts:
     """Collect the facts for the page.
@@ -130,7 +130,7 @@ def page_facts(
         shortcuts=moments([one.event for one in near]),
         failures=tuple(
             map(
-                DrawnFailure,
+                _DrawnFailure,
                 moments(failed.tolist()),
                 *(column[failed].tolist() for column in (trace.events.size, trace.events.address)),
             )
@@ -143,23 +143,25 @@ def page_facts(
     )
 
 
-def _layers(trace: Trace, picture: DrawnTimeline) -> tuple[TimelineLayer, ...]:
+def _layers(trace: Trace, picture: DrawnTimeline) -> tuple[_TimelineLayer, ...]:
     provenances = category_provenance(trace)
-    layers = [TimelineLayer(CATEGORY_NAMES[one], provenances[one], *paint) for one, paint in _COLOURS.items()]
+    layers = [
+        _TimelineLayer(CATEGORY_NAMES[one], provenances[one], *paint) for one, paint in _COLOURS.items()
+    ]
     if picture.old:
-        layers.append(TimelineLayer(EARLIER_NAME, Provenance.ASSUMED, "#4d4d4d", hatched=True))
+        layers.append(_TimelineLayer(EARLIER_NAME, Provenance.ASSUMED, "#4d4d4d", hatched=True))
     return (
         *layers,
-        TimelineLayer(ROUNDING, worst_provenance(*provenances.values()), "#8c8c8c", hatched=True),
+        _TimelineLayer(ROUNDING, worst_provenance(*provenances.values()), "#8c8c8c", hatched=True),
     )
 
 
-def layer_of_category(categories: Numbers) -> Numbers:
+def _layer_of_category(categories: Numbers) -> Numbers:
     """Return the layer index of each category in a column of blocks."""
     return np.argsort([*_COLOURS, EARLIER])[categories]
 
 
-def moments_to_jump_to(trace: Trace, line: Timeline) -> tuple[MemoryPeak, ...]:
+def _moments_to_jump_to(trace: Trace, line: Timeline) -> tuple[MemoryPeak, ...]:
     """Return the moments to look at: the peak, those just below it, and the peak of each phase and stage.
 
     A phase or stage that already contains one of these moments gets none of its own.
@@ -229,7 +231,7 @@ def page_payload(
     """
     blocks = block_columns_of_trace(trace, attribution)
     ranges = reserved_ranges_of_trace(trace)
-    near = moments_to_jump_to(trace, line)
+    near = _moments_to_jump_to(trace, line)
     picture = choose_drawn_blocks(trace, line, blocks, ranges, [one.event for one in near], most)
     columns = {
         **_moments(trace, line, attribution, picture, words),
@@ -238,7 +240,7 @@ def page_payload(
         **_ranges(ranges, picture),
         **_stacks(trace, words),
     }
-    found = page_facts(trace, picture, near, summary)
+    found = _page_facts(trace, picture, near, summary)
     table, rank = words.in_order()
     columns |= {name: rank[columns[name]] for name in _OF_WORDS}
     return PagePayload(found, near, _packed(found, table, columns))
@@ -291,7 +293,7 @@ def _blocks(trace: Trace, attribution: Attribution, picture: DrawnTimeline, word
         "block.address": blocks.address,
         "block.requested": blocks.requested,
         "block.beyond": blocks.size - blocks.requested,
-        "block.layer": layer_of_category(blocks.category),
+        "block.layer": _layer_of_category(blocks.category),
         "block.phase": blocks.phase,
         "block.stack": blocks.stack + 1,
         **{f"block.{name}": np.array(table, np.int64)[column] for name, (table, column) in texts.items()},
@@ -302,7 +304,7 @@ def _rest(picture: DrawnTimeline) -> Columns:
     rest = picture.rest
     return {
         "rest.moment": rest.moment,
-        "rest.layer": layer_of_category(rest.category),
+        "rest.layer": _layer_of_category(rest.category),
         "rest.requested": rest.requested,
         "rest.beyond": rest.size - rest.requested,
     }

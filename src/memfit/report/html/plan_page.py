@@ -16,7 +16,7 @@ from string import Template
 from memfit.records import Provenance, ScriptPlan
 from memfit.records.job_command import command_as_typed
 from memfit.report.html.safe_page import PageTextTable, content_security_policy, read_page_asset
-from memfit.report.terminal.plan_chart import DrawnPlan, PlanKind, drawn_plans, in_drawing_order
+from memfit.report.terminal.plan_chart import DrawnPlan, PlanKind, drawn_plans, plans_in_drawing_order
 from memfit.report.terminal.script_plan import plan_changes_in_words, plan_detail_lines, plan_verdict
 from memfit.units import format_gib, unit_for_table
 
@@ -175,7 +175,7 @@ def _points(plans: list[DrawnPlan], memory: _Axis, time: _Axis, unit: int) -> It
     numbers = {id(each): number for number, each in enumerate(plans)}
     spots = [
         (each, memory.at(each.run.needs.bytes / unit), time.at(each.run.time))
-        for each in in_drawing_order(plans)
+        for each in plans_in_drawing_order(plans)
     ]
     named: list[tuple[float, float]] = []
     for each, x, y in reversed(spots):

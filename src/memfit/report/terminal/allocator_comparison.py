@@ -100,7 +100,8 @@ def _advice(result: AllocatorComparison) -> Text:
         )
     text = Text("Worth setting: " if best.setting.conf else "Worth unsetting: ", style="bold")
     text.append(
-        f"PYTORCH_ALLOC_CONF={escaped(best.setting.conf or current.setting.conf)}", style="bold green"
+        f"PYTORCH_ALLOC_CONF={escaped(best.setting.conf or current.setting.conf)}",
+        style="bold green",
     )
     if not current.replay.fits:
         return text.append("  then the run fits" + _at_a_cost(best), style="not bold")

@@ -128,7 +128,10 @@ def _trials(report: CardContextReport) -> Table:
     last = _figures(report.stages[-1])
     for trial in report.trials:
         if not trial.stages:
-            table.add_row(trial.what, f"failed: {escaped((trial.failed.splitlines() or ['no output'])[-1])}")
+            table.add_row(
+                trial.what,
+                f"failed: {escaped((trial.failed.splitlines() or ['no output'])[-1])}",
+            )
             continue
         changes = map(sub, _figures(trial.stages[-1]), last)
         table.add_row(trial.what, *(f"{change / MIB:+,.1f}" for change in changes))

@@ -47,13 +47,13 @@ def print_explanation(
     unit = unit_for_table(summary.peak_reserved)
     if by is None and explanation.at == "peak":
         print_summary(summary, console, notes=notes)
-        print_moments_below_peak(explanation, unit, console)
+        _print_moments_below_peak(explanation, unit, console)
     else:
-        print_breakdown(held, by or GroupBy.CATEGORY, unit, console)
+        _print_breakdown(held, by or GroupBy.CATEGORY, unit, console)
     console.print("\nLargest:")
     for live in held.largest[:_LARGEST]:
         console.print(f"  {_described(live)}")
-    print_phase_changes(explanation.ledger, unit, console)
+    _print_phase_changes(explanation.ledger, unit, console)
     if explanation.fragmentation is not None:
         print_fragmentation(explanation.fragmentation, console)
     if notes and (by is not None or explanation.at != "peak"):
@@ -61,7 +61,7 @@ def print_explanation(
             console.print(line)
 
 
-def print_moments_below_peak(explanation: Explanation, unit: Unit, console: Console) -> None:
+def _print_moments_below_peak(explanation: Explanation, unit: Unit, console: Console) -> None:
     """Print the moments just below the peak."""
     if explanation.below_peak:
         console.print("\nJust below the peak:")
@@ -71,7 +71,7 @@ def print_moments_below_peak(explanation: Explanation, unit: Unit, console: Cons
         console.print(f"  -{less:.1f} %  {size}  {location_in_words(moment.place)}")
 
 
-def print_breakdown(held: Breakdown, by: GroupBy, unit: Unit, console: Console) -> None:
+def _print_breakdown(held: Breakdown, by: GroupBy, unit: Unit, console: Console) -> None:
     """Print what holds memory at a moment; the rows sum to what is allocated."""
     console.print(f"Allocated, by {by}: {location_in_words(held.place)}")
     table = plain_table("rrrw")
@@ -94,7 +94,7 @@ def breakdown_row_name(name: str, by: GroupBy) -> str:
     return escaped((short_path(name) if by is GroupBy.LINE else name) or _UNNAMED.get(by, ""))
 
 
-def print_phase_changes(changes: tuple[PhaseChange, ...], unit: Unit, console: Console) -> None:
+def _print_phase_changes(changes: tuple[PhaseChange, ...], unit: Unit, console: Console) -> None:
     """Print what each phase changed, in blocks; a phase's categories add up to its total."""
     table = plain_table("lrrr", "", "allocated", "change", "at its peak")
 

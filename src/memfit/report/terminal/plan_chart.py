@@ -41,7 +41,7 @@ def drawn_plans(result: ScriptPlan) -> list[DrawnPlan]:
     return [each for each in found if isfinite(each.run.time)]
 
 
-def in_drawing_order(plans: list[DrawnPlan]) -> list[DrawnPlan]:
+def plans_in_drawing_order(plans: list[DrawnPlan]) -> list[DrawnPlan]:
     """Return plans in the order in which they are drawn, so that none hides what the answer is about."""
     return sorted(plans, key=lambda each: each.kind in (PlanKind.TOO_SLOW, PlanKind.CHOSEN))
 
@@ -61,7 +61,7 @@ _MARGIN = 8
 def plan_chart_lines(result: ScriptPlan) -> Iterator[str]:
     """Yield the lines of a chart of everything that ran, and what its letters stand for."""
     letters, plans = iter(_LETTERS), drawn_plans(result)
-    marks = [(_MARKS.get(each.kind) or next(letters), each.run) for each in in_drawing_order(plans)]
+    marks = [(_MARKS.get(each.kind) or next(letters), each.run) for each in plans_in_drawing_order(plans)]
     sizes = [*(run.needs.bytes for _, run in marks), result.budget]
     times = [run.time for _, run in marks]
     low, high, slowest, fastest = min(sizes), max(sizes), max(times), min(times)

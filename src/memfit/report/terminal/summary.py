@@ -64,7 +64,7 @@ def print_summary(result: DryRun, console: Console, *, hints: bool = True, notes
             console.print(Text(escaped(text), style=style))
         console.print()
     console.print(f"Peak in: {location_in_words(result.peak_place)}")
-    console.print(peak_term_table(result, console.width))
+    console.print(_peak_term_table(result, console.width))
     for line in (*_below_table(result), *note_lines(result, full=notes, hints=hints)):
         console.print(line)
     if result.advice is not None:
@@ -211,7 +211,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 _WITH_BARS, _WITH_SHARES = 80, 56  # terminal columns from which on they are shown
 
 
-def peak_term_table(result: DryRun, width: int) -> Table:
+def _peak_term_table(result: DryRun, width: int) -> Table:
     """Return the terms of the peak; below them, what two tools would show of it.
 
     nvidia-smi lists a process. The first version of ``nvmlDeviceGetMemoryInfo`` counts all that is used on

@@ -49,7 +49,7 @@ def verdict_of_run(result: DryRun, *, hints: bool = True) -> VerdictLines:
     if result.verdict in ("fits", "tight"):
         return VerdictLines(
             result.verdict.upper() + " SO FAR" * result.is_partial,
-            memory_needed_and_taken(result),
+            _memory_needed_and_taken(result),
             "green" if result.verdict == "fits" else "yellow",
             _after_caught(result),
             (*_uncertain(result), *_bound(result, hints=hints), _covers(result, hints=hints)),
@@ -57,7 +57,7 @@ def verdict_of_run(result: DryRun, *, hints: bool = True) -> VerdictLines:
     if result.verdict != "unknown":
         return _failure(result, hints=hints)
     failed = result.end.reason in ("exception", "interrupted") or result.end.gave_up
-    *before, last = memory_needed_and_taken(result) if failed else (memory_needed(result),)
+    *before, last = _memory_needed_and_taken(result) if failed else (_memory_needed(result),)
     ended = [f"The {'resumed ' * result.resumed}script ended with {_ended(result.end)}"] if failed else []
     return VerdictLines(
         "INCOMPLETE",
@@ -174,11 +174,11 @@ def _failure(result: DryRun, *, hints: bool) -> VerdictLines:
     if failure is None and result.range is not None:
         has = format_gib(result.device.total.bytes - result.device.in_use)
         return VerdictLines(
-            word, (f"needs {format_gib_range(*process_bytes_range(result))}; this GPU has {has}",), colour
+            word, (f"needs {_format_gib_range(*_process_bytes_range(result))}; this GPU has {has}",), colour
         )
     if failure is None and result.end.reason != "out of memory":
         why = "NCCL takes the memory that is missing after PyTorch has reserved its own."
-        return VerdictLines(word, (memory_needed(result),), colour, lines=(why,))
+        return VerdictLines(word, (_memory_needed(result),), colour, lines=(why,))
     if failure is None:  # the script raised the error itself
         where = f"  {escaped(short_path(result.end.where))}" if result.end.where else ""
         return VerdictLines(word, (f"{escaped(_first_line(result.end.exception))}{where}",), colour)
@@ -189,7 +189,7 @@ def _failure(result: DryRun, *, hints: bool) -> VerdictLines:
         *_bound(result, hints=hints),
         " ".join(_remarks(result, failure, hints=hints)),
     )
-    return VerdictLines(word, (memory_shortage(result),), colour, lines=tuple(filter(None, lines)))
+    return VerdictLines(word, (_memory_shortage(result),), colour, lines=tuple(filter(None, lines)))
 
 
 def _fragmented(result: DryRun, failure: OutOfMemory) -> str:
@@ -234,25 +234,27 @@ def is_pytorch_snapshot(result: DryRun) -> bool:
 # ---- figures ----------------------------------------------------------------------------------------------
 
 
-def memory_needed_and_taken(result: DryRun) -> tuple[str, ...]:
+def _memory_needed_and_taken(result: DryRun) -> tuple[str, ...]:
     """Return what the run needs, what it takes on this GPU if that is more, and what it leaves."""
     room = result.device.total.bytes - result.device.in_use
-    least, most = process_bytes_range(result)
+    least, most = _process_bytes_range(result)
     if result.caught:  # its attempts fill the GPU, whatever its size
         cached = result.peak_reserved - result.peak_allocated
         return f"takes {_of_gpu(result, least, most)}", f"{format_gib(cached)} of it only cached"
     left = (
-        f"at least {format_gib(room - most)}" if result.bound else format_gib_range(room - most, room - least)
+        f"at least {format_gib(room - most)}"
+        if result.bound
+        else _format_gib_range(room - most, room - least)
     )
-    as_much = memory_needed(result) == f"needs {_of_gpu(result, least, most)}"
+    as_much = _memory_needed(result) == f"needs {_of_gpu(result, least, most)}"
     takes = "" if as_much else f", takes {_amount(result, least, most)}"
-    return f"{memory_needed(result)}{takes}", f"leaves {left}"
+    return f"{_memory_needed(result)}{takes}", f"leaves {left}"
 
 
-def memory_needed(result: DryRun) -> str:
+def _memory_needed(result: DryRun) -> str:
     """Return what the run needs, of what this GPU has."""
     if result.needs is None:
-        return f"needs {_of_gpu(result, *process_bytes_range(result))}"
+        return f"needs {_of_gpu(result, *_process_bytes_range(result))}"
     ends = [each.bytes for each in (result.needs, result.needs_without_workspaces) if each is not None]
     return f"needs {_of_gpu(result, min(ends), max(ends))}"
 
@@ -264,10 +266,10 @@ def _of_gpu(result: DryRun, least: int, most: int) -> str:
 def _amount(result: DryRun, least: int, most: int) -> str:
     """Return between which figures the process and others are."""
     least, most = (end + result.device.in_use for end in (least, most))
-    return f"at most {format_gib(most)}" if result.bound else format_gib_range(least, most)
+    return f"at most {format_gib(most)}" if result.bound else _format_gib_range(least, most)
 
 
-def process_bytes_range(result: DryRun) -> tuple[int, int]:
+def _process_bytes_range(result: DryRun) -> tuple[int, int]:
     """Return the process's bytes on this GPU, least and most: the same if they are no range."""
     process = result.peak_process.bytes
     return (
@@ -281,13 +283,13 @@ def _in_mib(amount: int) -> str:
     return f"{amount / MIB:,.0f} MiB"
 
 
-def format_gib_range(least: int, most: int, shown: Callable[[int], str] = format_gib) -> str:
+def _format_gib_range(least: int, most: int, shown: Callable[[int], str] = format_gib) -> str:
     """Return "1.50 to 1.75 GiB"; one figure where both read alike."""
     low, high = shown(least), shown(most)
     return high if low == high else f"{low.split()[0]} to {high}"
 
 
-def memory_shortage(result: DryRun) -> str:
+def _memory_shortage(result: DryRun) -> str:
     """Return what the run needs in all, if that is known, beside what the GPU has."""
     has, others, bare = result.device.total.bytes, result.device.in_use, result.needs_without_workspaces
     if result.needs is None:
@@ -301,5 +303,5 @@ def memory_shortage(result: DryRun) -> str:
     elif shown(bare.bytes + others) == shown(has):  # the GPU on which it failed is the lower end
         amount = f"up to {shown(most)}"
     else:
-        amount = format_gib_range(bare.bytes + others, most, shown)
+        amount = _format_gib_range(bare.bytes + others, most, shown)
     return f"needs {amount}; this GPU has {shown(has)}"

@@ -29,7 +29,7 @@ class WholeWordsConsole(Console):
         if isinstance(found, str):
             found = Text(found)
         return (
-            found if self.soft_wrap or not isinstance(found, Text) else wrap_between_words(found, self.width)
+            found if self.soft_wrap or not isinstance(found, Text) else _wrap_between_words(found, self.width)
         )
 
 
@@ -43,10 +43,10 @@ class _WholeTable:
         yield from console.render(self._table, unlimited.update(width=width))
 
 
-def wrap_between_words(text: Text, width: int) -> Text:
+def _wrap_between_words(text: Text, width: int) -> Text:
     r"""Return a text whose lines have at most ``width`` columns, except those of a single longer word.
 
-    >>> wrap_between_words(Text("at /a/long/path:3 it ran out"), 10).plain
+    >>> _wrap_between_words(Text("at /a/long/path:3 it ran out"), 10).plain
     'at\n/a/long/path:3\nit ran out'
     """
     lines = (

@@ -38,7 +38,7 @@ class BufferTracker:
     """Of the region, for the warning."""
     _changed: dict[tuple[bool, ...], set[Slot]] = field(default_factory=dict)
 
-    def snapshot(self, region: nn.Module) -> "BufferSnapshot":
+    def snapshot(self, region: nn.Module) -> "_BufferSnapshot":
         """Copy the buffers that the coming forward may change."""
         parts = list(region.modules())
         found = {
@@ -63,9 +63,9 @@ class BufferTracker:
             if buffer is None
         ]
         versions = {slot: tensor_version(buffer) for slot, buffer in found.items()}
-        return BufferSnapshot(parts, kind, known is None, found, versions, copied, absent)
+        return _BufferSnapshot(parts, kind, known is None, found, versions, copied, absent)
 
-    def record_changes(self, snapshot: "BufferSnapshot") -> None:
+    def record_changes(self, snapshot: "_BufferSnapshot") -> None:
         """Record which buffers the forward changed; drop the copies of the others."""
         known = self._changed.setdefault(snapshot.kind, set())
         if snapshot.first:
@@ -89,7 +89,7 @@ class BufferTracker:
 
 
 @dataclass(slots=True)
-class BufferSnapshot:
+class _BufferSnapshot:
     """A region's buffers before one forward."""
 
     parts: list[nn.Module]

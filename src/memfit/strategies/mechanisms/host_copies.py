@@ -47,7 +47,7 @@ class HostCopies:
 
 
 @dataclass(frozen=True, slots=True)
-class PendingCopy:
+class _PendingCopy:
     """A copy that runs beside a computing stream."""
 
     done: torch.cuda.Event
@@ -77,7 +77,7 @@ class SideStreamCopies(HostCopies):
         super().__init__(device)
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def wait(self, copy: PendingCopy) -> None:
+    def wait(self, copy: _PendingCopy) -> None:
         """Have the current stream wait for a copy, and the stream beside which the copy began."""
         now = torch.cuda.current_stream(self._device)
         now.wait_event(copy.done)
@@ -89,10 +89,10 @@ class SideStreamCopies(HostCopies):
         """Wait for the side stream."""
         self._side.synchronize()
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, on_device: torch.Tensor) -> PendingCopy:
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, on_device: torch.Tensor) -> _PendingCopy:
         now = torch.cuda.current_stream(self._device)
         self._side.wait_stream(now)
         with torch.cuda.stream(self._side):
             target.copy_(source, non_blocking=True)
             done: torch.cuda.Event = self._side.record_event()
-        return PendingCopy(done, now, on_device)
+        return _PendingCopy(done, now, on_device)

@@ -64,8 +64,8 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     Empty if it has none. Single operations, such as a list of Linear, are not blocks: blocks have submodules.
     """
     found: dict[str, nn.Module] = {}
-    for name, module in [("", unwrapped(model)), *_named(model)]:
-        inside = unwrapped(module)
+    for name, module in [("", module_without_compile_wrapper(model)), *_named(model)]:
+        inside = module_without_compile_wrapper(module)
         if not isinstance(inside, nn.ModuleList | nn.Sequential) or name.startswith(
             tuple(f"{n}." for n in found)
         ):
@@ -73,7 +73,9 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
         named = {f"{name}.{key}".lstrip("."): child for key, child in inside.named_children()}
         for _, run in groupby(named.items(), key=lambda item: class_name(item[1])):
             blocks = dict(run)
-            if len(blocks) > 1 and all(any(unwrapped(block).children()) for block in blocks.values()):
+            if len(blocks) > 1 and all(
+                any(module_without_compile_wrapper(block).children()) for block in blocks.values()
+            ):
                 found |= blocks
     return found
 
@@ -88,14 +90,18 @@ def backbone_blocks(model: nn.Module) -> dict[str, nn.Module]:
     parts = {"": model} | dict(_named(model))
     prefix = next((name for name in parts if name.rpartition(".")[2] == "backbone"), "")
     inside = {name: part for name, part in parts.items() if name.startswith(f"{prefix}.") or not prefix}
-    residual = {name: part for name, part in inside.items() if hasattr(type(unwrapped(part)), "expansion")}
+    residual = {
+        name: part
+        for name, part in inside.items()
+        if hasattr(type(module_without_compile_wrapper(part)), "expansion")
+    }
     if residual:
         return residual
     found = repeated_blocks(parts[prefix])
     return {f"{prefix}.{name}".lstrip("."): block for name, block in found.items()}
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
+def module_without_compile_wrapper(module: nn.Module) -> nn.Module:
     """Return the module that torch.compile wrapped; the module itself if it is not compiled."""
     inside = getattr(module, COMPILED, module)
     return inside if isinstance(inside, nn.Module) else module
@@ -103,7 +109,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def class_name(module: nn.Module) -> str:
     """Return the name of a module's class; of the original, if torch.compile wrapped it."""
-    return type(unwrapped(module)).__name__
+    return type(module_without_compile_wrapper(module)).__name__
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -29,7 +29,7 @@ BLOCK_BYTES = 16 * 2**20
 """Bytes of neighbouring parameters that share a block: copying their state takes longer than its launch."""
 
 
-def host_copies_for(device: torch.device) -> HostCopies | None:
+def host_copies_for_device(device: torch.device) -> HostCopies | None:
     """Return what copies between a device and the host; None for the host."""
     return SideStreamCopies(device) if device.type == "cuda" else None
 
@@ -354,7 +354,7 @@ class OffloadedOptimizerState:
     def _copies_for(self, device: torch.device) -> list[HostCopies]:
         """Return the copies to and from a device, each with a stream of its own; none for the host."""
         if device not in self._copies:
-            both = (host_copies_for(device), host_copies_for(device))
+            both = (host_copies_for_device(device), host_copies_for_device(device))
             self._copies[device] = [copies for copies in both if copies is not None]
         return self._copies[device]
 

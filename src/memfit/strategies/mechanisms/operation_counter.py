@@ -19,7 +19,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from memfit.patching.installed_hooks import InstalledHooks
-from memfit.recording.dispatched_operations import OperationsBesideGraphs, before_compilations, never_compile
+from memfit.recording.dispatched_operations import (
+    DispatchedOperationsBesideGraphs,
+    before_compilations,
+    exclude_from_compilation,
+)
 from memfit.recording.optimizer_accessors import parameters_of
 from memfit.records import OperationCounts, is_counted_operation
 
@@ -75,7 +79,7 @@ class OperationCounter:
     ) -> None:
         self._on_counted, self._in_backward = on_counted, in_backward
         self._hooks = InstalledHooks()
-        self._mode = OperationsBesideGraphs(self._run)
+        self._mode = DispatchedOperationsBesideGraphs(self._run)
         self._modes = ExitStack()
         self._parameters: set[int] = set()
         self._is_compiled = False
@@ -186,8 +190,8 @@ def _leave(model: nn.Module, *_: Any) -> None:
         counter.leave()
 
 
-never_compile(_enter)
-never_compile(_leave)
+exclude_from_compilation(_enter)
+exclude_from_compilation(_leave)
 
 
 def _counter_of(model: nn.Module) -> OperationCounter | None:

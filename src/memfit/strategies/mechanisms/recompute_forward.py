@@ -34,7 +34,7 @@ from memfit.strategies.mechanisms.selective_checkpointing import (
     selective_contexts_for_compile,
 )
 from memfit.strategies.mechanisms.single_tensor_recompute import recompute_single_tensors
-from memfit.strategies.mechanisms.tensors_in_objects import tensor_version, tensors_in
+from memfit.strategies.mechanisms.tensors_in_objects import tensor_version, tensors_in_object
 from memfit.strategies.mechanisms.wrap_forward import Forward, WrappedForward
 from memfit.user_frame import warn_user
 
@@ -229,7 +229,7 @@ class CheckpointedCall:
     ) -> None:
         """Refuse tensors inside objects: reentrant checkpointing loses their gradients."""
         for leaf in leaves:
-            if not isinstance(leaf, torch.Tensor) and any(map(matters, tensors_in(leaf))):
+            if not isinstance(leaf, torch.Tensor) and any(map(matters, tensors_in_object(leaf))):
                 raise UsageError(
                     f"{self._name} cannot be checkpointed with use_reentrant=True: its forward {verb} an "
                     f"object of type {type(leaf).__name__} that contains tensors. The gradients of these "
@@ -260,7 +260,7 @@ class CheckpointedCall:
 
     def _first(self, leaves: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         versions = [tensor_version(each) for each in leaves]
-        holders = [(each, tensors_in(each)) for each in leaves if not isinstance(each, torch.Tensor)]
+        holders = [(each, tensors_in_object(each)) for each in leaves if not isinstance(each, torch.Tensor)]
         unpreserved = (
             (torch.get_rng_state(), DrawnRandomNumbers.start(self._region.generators))
             if self._buffers.first and self._draws is None
@@ -276,7 +276,7 @@ class CheckpointedCall:
         if reentrant:
             self._warn_of_attributes(attributes)
         for each, held in holders:
-            if not _same_objects(held, tensors_in(each)):
+            if not _same_objects(held, tensors_in_object(each)):
                 raise UsageError(
                     f"{self._name} cannot be checkpointed: its forward changes an argument of type "
                     f"{type(each).__name__}. The recomputation would start from the changed object. Do not "

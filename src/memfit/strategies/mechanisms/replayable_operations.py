@@ -144,7 +144,7 @@ class ArgumentLayout(NamedTuple):
         return leaves[: self.positional], dict(zip(self.names, leaves[self.positional :], strict=True))
 
 
-def flat_values(value: Any) -> list[Any]:
+def flatten_values(value: Any) -> list[Any]:
     """Return an argument or the results of an operation as a list."""
     if isinstance(value, torch.Tensor):
         return [value]
@@ -196,7 +196,7 @@ class NotedOperation:
         args, kwargs = self._layout.put_together(arguments)
         # With gradients, as in the forward: oneDNN's LSTM makes its workspace only then.
         with mark_as_recomputed(), torch.enable_grad():
-            results = flat_values(self._operation(*args, **kwargs))
+            results = flatten_values(self._operation(*args, **kwargs))
         for made, tensors in ((self.creates, results), (self.changes, arguments)):
             for index, reference in made.items():
                 if (still := reference()) is not None:

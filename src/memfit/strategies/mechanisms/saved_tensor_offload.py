@@ -23,7 +23,7 @@ from memfit.strategies.mechanisms.host_copies import HostCopies
 from memfit.strategies.mechanisms.tensors_in_objects import tensor_version
 
 
-class KeptTensor:
+class _KeptTensor:
     """A saved tensor that stays on the device.
 
     With hooks, autograd leaves it to them to check whether the tensor was written to before its use.
@@ -46,7 +46,7 @@ class KeptTensor:
         return self._tensor
 
 
-class OffloadedStorage:
+class _OffloadedStorage:
     """A storage that is on the host, or on its way there or back."""
 
     __slots__ = (
@@ -64,7 +64,7 @@ class OffloadedStorage:
         "version",
     )
 
-    def __init__(self, tensor: torch.Tensor, previous: "OffloadedStorage | None") -> None:
+    def __init__(self, tensor: torch.Tensor, previous: "_OffloadedStorage | None") -> None:
         self.version, self.shape = tensor._version, tensor.shape
         self._root, self._region = weakref.ref(_root(tensor)), _region(tensor)
         self.modified = False
@@ -109,7 +109,7 @@ class OffloadedStorage:
             raise _modified(self.shape)
 
 
-class DeviceLane:
+class _DeviceLane:
     """The storages that move between one device and the host.
 
     Args:
@@ -119,13 +119,13 @@ class DeviceLane:
 
     def __init__(self, copies: HostCopies, prefetch: int) -> None:
         self._copies, self._prefetch = copies, prefetch
-        self._leaving: deque[weakref.ref[OffloadedStorage]] = deque()
-        self._arriving: dict[OffloadedStorage, Any] = {}
-        self._last: weakref.ref[OffloadedStorage] | None = None
+        self._leaving: deque[weakref.ref[_OffloadedStorage]] = deque()
+        self._arriving: dict[_OffloadedStorage, Any] = {}
+        self._last: weakref.ref[_OffloadedStorage] | None = None
 
-    def offload(self, tensor: torch.Tensor) -> OffloadedStorage:
+    def offload(self, tensor: torch.Tensor) -> _OffloadedStorage:
         """Begin to move a tensor's storage to the host."""
-        storage = OffloadedStorage(tensor, self._last() if self._last else None)
+        storage = _OffloadedStorage(tensor, self._last() if self._last else None)
         self._last = weakref.ref(storage)
         storage.on_host, storage.leaving = self._copies.to_host(_bytes_of(tensor))
         self._leaving.append(weakref.ref(storage))
@@ -133,7 +133,7 @@ class DeviceLane:
             self._release_source(self._leaving.popleft()())
         return storage
 
-    def fetch(self, storage: OffloadedStorage) -> torch.Tensor:
+    def fetch(self, storage: _OffloadedStorage) -> torch.Tensor:
         """Return a storage's bytes on the device, and begin to fetch those that backward needs next.
 
         Raises:
@@ -149,7 +149,7 @@ class DeviceLane:
         if storage.users <= 0:
             # The caller holds the bytes from now on; a second backward fetches them again.
             storage.fetched = None
-        following: OffloadedStorage | None = storage
+        following: _OffloadedStorage | None = storage
         for _ in range(self._prefetch):
             following = following.previous() if following and following.previous else None
             if following is not None and following.on_device() is None:
@@ -162,7 +162,7 @@ class DeviceLane:
             self._copies.wait(copy)
         self._arriving.clear()
 
-    def _begin_fetch(self, storage: OffloadedStorage) -> torch.Tensor:
+    def _begin_fetch(self, storage: _OffloadedStorage) -> torch.Tensor:
         if storage.on_host is None:
             raise AssertionError("this storage was fetched before it was offloaded")
         # The dictionary holds the storage too: if the graph is dropped, its memory must not be reused while
@@ -170,7 +170,7 @@ class DeviceLane:
         storage.fetched, self._arriving[storage] = self._copies.to_device(storage.on_host)
         return storage.fetched
 
-    def _release_source(self, storage: OffloadedStorage | None) -> None:
+    def _release_source(self, storage: _OffloadedStorage | None) -> None:
         # None if the graph was dropped: its memory may be overwritten while the copy reads it, but nothing
         # will read the copy.
         if storage is not None:
@@ -185,15 +185,15 @@ class SavedTensorOffloader:
     Args:
         copies: makes the copies of a device; None for a device whose tensors stay.
         min_bytes: smaller storages stay.
-        prefetch: as for ``DeviceLane``.
+        prefetch: as for ``_DeviceLane``.
     """
 
     def __init__(
         self, copies: Callable[[torch.device], HostCopies | None], min_bytes: int, prefetch: int
     ) -> None:
         self._copies, self._min_bytes, self._prefetch = copies, min_bytes, prefetch
-        self._lanes: dict[torch.device, DeviceLane | None] = {}
-        self._offloaded: weakref.WeakValueDictionary[StorageWeakRef, OffloadedStorage] = (
+        self._lanes: dict[torch.device, _DeviceLane | None] = {}
+        self._offloaded: weakref.WeakValueDictionary[StorageWeakRef, _OffloadedStorage] = (
             weakref.WeakValueDictionary()
         )
         self._owned: set[int] = set()
@@ -229,10 +229,10 @@ class SavedTensorOffloader:
     def _pack(self, tensor: torch.Tensor) -> Any:
         lane = self._lane(tensor.device)
         if lane is None or not _readable(tensor) or tensor.is_inference():
-            return KeptTensor(tensor)
+            return _KeptTensor(tensor)
         storage = storage_of(tensor)
         if storage.nbytes() < self._min_bytes or storage.data_ptr() in self._owned:
-            return KeptTensor(tensor)
+            return _KeptTensor(tensor)
         # The reference, while it is held, keeps another storage from getting the same address.
         reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         offloaded = self._offloaded.get(reference)
@@ -243,17 +243,17 @@ class SavedTensorOffloader:
         return offloaded, lane, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
 
     def _unpack(self, packed: Any) -> torch.Tensor:
-        if isinstance(packed, KeptTensor):
+        if isinstance(packed, _KeptTensor):
             return packed.unpack()
         offloaded, lane, dtype, offset, shape, stride = packed
         storage = lane.fetch(offloaded).untyped_storage()
         empty = torch.empty(0, dtype=dtype, device=storage.device)
         return empty.set_(storage, offset, shape, stride)
 
-    def _lane(self, device: torch.device) -> DeviceLane | None:
+    def _lane(self, device: torch.device) -> _DeviceLane | None:
         if device not in self._lanes:
             copies = self._copies(device)
-            self._lanes[device] = DeviceLane(copies, self._prefetch) if copies is not None else None
+            self._lanes[device] = _DeviceLane(copies, self._prefetch) if copies is not None else None
         return self._lanes[device]
 
 

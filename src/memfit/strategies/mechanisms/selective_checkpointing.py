@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
 )
 
 from memfit.errors import UsageError
-from memfit.recording.dispatched_operations import OperationsBesideGraphs
+from memfit.recording.dispatched_operations import DispatchedOperationsBesideGraphs
 from memfit.strategies.mechanisms.replayable_operations import NotedTensor
 
 _Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -48,13 +48,13 @@ class KeptResults:
         # Read before the checkpoint adds its own: offloading sees kept results as it sees saved tensors.
         self._hooks = _hooks_of_the_script()
 
-    def forward(self) -> OperationsBesideGraphs:
+    def forward(self) -> DispatchedOperationsBesideGraphs:
         """Return the context for the forward: it keeps results."""
-        return OperationsBesideGraphs(self._keep)
+        return DispatchedOperationsBesideGraphs(self._keep)
 
-    def recomputation(self) -> OperationsBesideGraphs:
+    def recomputation(self) -> DispatchedOperationsBesideGraphs:
         """Return the context for one recomputation: kept results stand in for their operations."""
-        return OperationsBesideGraphs(_Recomputation(self._results).run)
+        return DispatchedOperationsBesideGraphs(_Recomputation(self._results).run)
 
     def others(self) -> dict[Any, int]:
         """Return, by operation of which results are to be kept, how often the forward called it otherwise."""

@@ -36,7 +36,7 @@ from memfit.strategies.mechanisms.replayable_operations import (
     NotedView,
     PlaceInStorage,
     copy_of_storage,
-    flat_values,
+    flatten_values,
 )
 
 _STATISTICS = {
@@ -68,7 +68,7 @@ def recompute_single_tensors(is_kept: Callable[[Any], bool], forward: Callable[[
         with (
             saved_tensors_hooks(tape.save, _read),
             DispatchedOperations(tape.run),
-            observe_triton_launches(tape.may_write),
+            _observe_triton_launches(tape.may_write),
         ):
             return forward()
     finally:
@@ -102,12 +102,12 @@ class _Tape:
         before = {
             id(each): self._before_write(each, is_read=kind.creates)
             for place, name in kind.written
-            for each in flat_values(_argument(place, name, args, kwargs))
+            for each in flatten_values(_argument(place, name, args, kwargs))
             if isinstance(each, torch.Tensor)
         }
         drawn = torch_generator_positions() if kind.may_draw else None
         result = operation(*args, **kwargs)
-        created = self._created(flat_values(result), tensors)
+        created = self._created(flatten_values(result), tensors)
         changed = {
             index: each
             for index, each in enumerate(leaves)
@@ -263,7 +263,7 @@ _KERNEL = Patch("triton.runtime.jit:JITFunction", "run", why="see the arguments 
 
 
 @contextmanager
-def observe_triton_launches(about_to_run: Callable[[Any], None]) -> Iterator[None]:
+def _observe_triton_launches(about_to_run: Callable[[Any], None]) -> Iterator[None]:
     """Within the block, call a function with the arguments of each Triton kernel before it runs."""
     hooks = InstalledHooks()
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 
-def tensors_in(value: object, depth: int = 4) -> list[torch.Tensor]:
+def tensors_in_object(value: object, depth: int = 4) -> list[torch.Tensor]:
     """Return the tensors that an object holds, up to ``depth`` levels deep; modules are not searched."""
     if isinstance(value, torch.Tensor):
         return [value]
@@ -18,7 +18,7 @@ def tensors_in(value: object, depth: int = 4) -> list[torch.Tensor]:
         held = value.values()
     else:
         held = getattr(value, "__dict__", {}).values()
-    return [tensor for each in held for tensor in tensors_in(each, depth - 1)]
+    return [tensor for each in held for tensor in tensors_in_object(each, depth - 1)]
 
 
 def tensor_version(value: object) -> int:

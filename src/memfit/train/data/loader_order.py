@@ -20,7 +20,7 @@ from msgspec import Meta
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from memfit.errors import UsageError
-from memfit.train.ranks.rank_agreement import OneRank
+from memfit.train.ranks.rank_agreement import SingleRank
 from memfit.user_frame import warn_user
 
 
@@ -107,7 +107,7 @@ _DIVIDES = -1.0
 """In place of a digest, of a loader that divides the data, or of which memfit cannot tell."""
 
 
-def set_sampler_epoch(loader: Iterable[Any], epoch: int, ranks: OneRank) -> None:
+def set_sampler_epoch(loader: Iterable[Any], epoch: int, ranks: SingleRank) -> None:
     """Set the epoch of a loader's sampler, and warn if every rank may train on the same data.
 
     All ranks call this at the same time.

@@ -23,7 +23,7 @@ from memfit.random_state import generator_states, get_random_state, set_generato
 from memfit.strategies.accumulation import Accumulation, Remainder
 from memfit.train.data.loader_order import batches_already_read, loader_order_of
 from memfit.train.progress_bar import show_rereading_progress
-from memfit.train.ranks.rank_agreement import OneRank
+from memfit.train.ranks.rank_agreement import SingleRank
 from memfit.user_frame import warn_user
 
 _LOADER_PARTS = ("sampler", "batch_sampler", "dataset")
@@ -48,7 +48,7 @@ class LoaderPosition:
     loader: Any = None
     """The loader of the epoch, until it ends."""
     carried: int = 0
-    ranks: OneRank = field(default_factory=OneRank)
+    ranks: SingleRank = field(default_factory=SingleRank)
     """That train together, each with a loader of its own."""
     _iterating: bool = False
     _open: int = 0
@@ -135,7 +135,7 @@ class LoaderPosition:
         """
         self._own = _generators_of(loader)
         saved, random = self._resumed or ({}, {})
-        self.loader, self.batch_size = loader, loader_batch_size(loader)
+        self.loader, self.batch_size = loader, _loader_batch_size(loader)
         consumed, order = saved.get("consumed", 0), saved.get("order", {"ranks": 1})
         sizes = {saved["batch_size"], self.batch_size} - {None} if consumed else set()
         if consumed and order["ranks"] != self.ranks.size:
@@ -256,11 +256,11 @@ def _warn_of_persistent_workers(loader: Any) -> None:
         )
 
 
-def loader_batch_size(loader: Any) -> int | None:
+def _loader_batch_size(loader: Any) -> int | None:
     """Return a loader's ``batch_size``; None if it has no such attribute.
 
     >>> from torch.utils.data import DataLoader
-    >>> loader_batch_size(DataLoader(range(8), batch_size=4)), loader_batch_size([])
+    >>> _loader_batch_size(DataLoader(range(8), batch_size=4)), _loader_batch_size([])
     (4, None)
     """
     given = getattr(loader, "batch_size", None)
@@ -286,7 +286,7 @@ def check_loader_batch_size(settings: Accumulation, loader: Any) -> None:
         UsageError: the sizes differ.
     """
     name = "micro_batch_size" if settings.gathers else "global_batch_size"
-    given, expected = loader_batch_size(loader), getattr(settings, name)
+    given, expected = _loader_batch_size(loader), getattr(settings, name)
     if None in (given, expected) or given == expected:
         return
     why = (

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from memfit.errors import AmbiguousBatchError, UsageError
-from memfit.strategies.mechanisms.tensors_in_objects import tensors_in
+from memfit.strategies.mechanisms.tensors_in_objects import tensors_in_object
 from memfit.train.data.batch_layout import (
     Path,
     Role,
@@ -173,7 +173,9 @@ class _Splitter:
     @cached_property
     def _has_squares(self) -> bool:
         """Whether the samples may be sequences of as many entries as there are samples."""
-        squares = (each for each in tensors_in(self._batch) if each.shape[:2] == (self._size, self._size))
+        squares = (
+            each for each in tensors_in_object(self._batch) if each.shape[:2] == (self._size, self._size)
+        )
         return self._size > 1 and len(list(squares)) > 1
 
     def learn(self, value: Any, path: Path = ()) -> None:

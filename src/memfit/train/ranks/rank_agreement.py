@@ -48,7 +48,7 @@ class PeerOutOfMemoryError(Exception):
     """Another rank ran out of memory, and all of them try again."""
 
 
-class OneRank:
+class SingleRank:
     """A single process, which agrees with itself at no cost."""
 
     rank, size = 0, 1
@@ -84,7 +84,7 @@ class OneRank:
         """Do nothing: the exception says everything."""
 
 
-class Ranks(OneRank):
+class JobRanks(SingleRank):
     """The ranks of the default process group; create it on all of them at the same time."""
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class Ranks(OneRank):
             UsageError: the ranks are in different calls, or the facts differ.
         """
         self._call, facts = call, {} if failure else same()
-        mark = -math.inf if failure else digest_of_rank_facts(call, facts)
+        mark = -math.inf if failure else _digest_of_rank_facts(call, facts)
         own = failure, self.rank + 1 if failure else 0, mark, -abs(mark), *numbers
         key = self._key()
         worst, who, most, least, *maxima = self._exchange([*map(float, own)], torch.distributed.ReduceOp.MAX)
@@ -177,7 +177,7 @@ class Ranks(OneRank):
         self.guarded(
             lambda: torch.distributed.all_gather_object(own, (call, dict(facts)), group=self.control)
         )
-        error = UsageError(first_difference_between_ranks(own))
+        error = UsageError(_first_difference_between_ranks(own))
         error.is_reported = True  # type: ignore[attr-defined]
         return error
 
@@ -230,7 +230,7 @@ class Ranks(OneRank):
         return f"{self._prefix}/{self._exchanges}"
 
 
-def _release(reference: "ref[Ranks]") -> None:
+def _release(reference: "ref[JobRanks]") -> None:
     """Release a group that the script has destroyed, while Python still runs.
 
     A thread of Gloo that needs Python's lock while the interpreter ends aborts the process.
@@ -240,9 +240,9 @@ def _release(reference: "ref[Ranks]") -> None:
         ranks.control = None
 
 
-def ranks_of_job() -> OneRank:
+def ranks_of_job() -> SingleRank:
     """Return the ranks of the default process group; without one, or alone in it, a single process."""
-    return OneRank() if world_size() == 1 else Ranks()
+    return SingleRank() if world_size() == 1 else JobRanks()
 
 
 def _timeout_of_job() -> timedelta | None:
@@ -280,20 +280,20 @@ def is_out_of_memory(error: BaseException) -> bool:
     return error.__cause__ is not None and is_out_of_memory(error.__cause__)
 
 
-def digest_of_rank_facts(call: str, facts: Facts) -> float:
+def _digest_of_rank_facts(call: str, facts: Facts) -> float:
     """Return a number that is the same for the same call and facts, and almost surely another for others."""
     text = "\0".join([call, *(f"{name}\0{value}" for name, value in facts.items())])
     return float(int.from_bytes(blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()))
 
 
-def first_difference_between_ranks(ranks: Sequence[tuple[str, Facts]]) -> str:
+def _first_difference_between_ranks(ranks: Sequence[tuple[str, Facts]]) -> str:
     """Return a message about the first difference between ranks.
 
     Args:
         ranks: of each rank, the call that it is in, and its facts.
 
     >>> print(
-    ...     first_difference_between_ranks([("engine.step", {"lr": "0.1"}), ("engine.step", {"lr": "0.2"})])
+    ...     _first_difference_between_ranks([("engine.step", {"lr": "0.1"}), ("engine.step", {"lr": "0.2"})])
     ... )
     The ranks have different settings: lr is 0.1 on rank 0, and 0.2 on rank 1. Pass the same on all ranks.
     """

@@ -19,9 +19,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit.errors import UsageError
-from memfit.strategies.mechanisms.tensors_in_objects import tensors_in
+from memfit.strategies.mechanisms.tensors_in_objects import tensors_in_object
 from memfit.train.accumulation_window import AccumulationWindow
-from memfit.train.ranks.rank_agreement import OneRank
+from memfit.train.ranks.rank_agreement import SingleRank
 from memfit.train.window_gradients import KeptGradients, WindowGradients
 
 Phase = Literal["preparation", "forward", "backward", "update"]
@@ -37,7 +37,7 @@ class RankGradients:
 
     reduces_in_backward = False
 
-    def __init__(self, ranks: OneRank) -> None:
+    def __init__(self, ranks: SingleRank) -> None:
         self.ranks = ranks
 
     def open(self, window: AccumulationWindow, *, pads: bool) -> int:  # noqa: ARG002 - as below
@@ -69,7 +69,7 @@ class ReplicaGradients(RankGradients):
         replica: reduces nothing in the script's backwards from here on.
     """
 
-    def __init__(self, ranks: OneRank, replica: DistributedDataParallel) -> None:
+    def __init__(self, ranks: SingleRank, replica: DistributedDataParallel) -> None:
         super().__init__(ranks)
         self._replica = replica
         self._broadcasts = False  # in zero1's step, whose ranks wait for each other there
@@ -126,7 +126,7 @@ class ReplicaGradients(RankGradients):
             gradients.multiply(factor)
             window.loss = None if window.loss is None else window.loss * factor
         window.total, window.weight = mean or None, mean
-        average_loss_over_ranks(window, self.ranks, self._replica)
+        _average_loss_over_ranks(window, self.ranks, self._replica)
         unused = self._unused(held) if lacking_anywhere else []
         if gradients.sums is None:
             self._reduce()
@@ -211,7 +211,7 @@ class ShardGradients(RankGradients):
 
     reduces_in_backward = True
 
-    def __init__(self, ranks: OneRank, model: nn.Module) -> None:
+    def __init__(self, ranks: SingleRank, model: nn.Module) -> None:
         super().__init__(ranks)
         self._model = model
         self._agreed = False
@@ -263,7 +263,7 @@ class ShardGradients(RankGradients):
         if not weights:
             window.total = None
             return
-        average_loss_over_ranks(window, self.ranks, self._model)
+        _average_loss_over_ranks(window, self.ranks, self._model)
 
     def are_apart(self, phase: Phase) -> bool:
         """Return whether the ranks run a phase without collective operations: only before a window."""
@@ -273,7 +273,7 @@ class ShardGradients(RankGradients):
 def _watch_results(reference: "ref[ShardGradients]", _module: nn.Module, _inputs: Any, results: Any) -> None:
     gradients = reference()
     if gradients is not None:
-        for each in tensors_in(results):
+        for each in tensors_in_object(results):
             if each.requires_grad:
                 each.register_hook(gradients.of_result)  # type: ignore[no-untyped-call]
 
@@ -303,7 +303,7 @@ def _expect_weighed_alike(window: AccumulationWindow, given: float, others: floa
         )
 
 
-def average_loss_over_ranks(window: AccumulationWindow, ranks: OneRank, model: nn.Module) -> None:
+def _average_loss_over_ranks(window: AccumulationWindow, ranks: SingleRank, model: nn.Module) -> None:
     """Replace a window's loss by the mean over the ranks; a rank without data has none of its own."""
     if ranks.size == 1 or not window.weight:
         return

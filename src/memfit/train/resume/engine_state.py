@@ -21,13 +21,13 @@ from memfit.train.optimizer_update import INTERRUPTED
 from memfit.train.resume.saved_engine_parts import (
     EngineParts,
     adopt_zero1_groups,
-    bare_model,
-    class_path,
+    class_name_with_module,
     get_optimizer_state,
     gradient_precision_of,
+    indices_of_own_parameters,
     localised_optimizer_state,
+    model_without_wrappers,
     named_parameters,
-    own_parameter_indices,
     parameter_names_by_group,
     tensors_outside_state_dict,
 )
@@ -48,7 +48,7 @@ def get_engine_state(parts: EngineParts) -> dict[str, Any]:
             "a callback's on_window_end."
         )
     scheduler = parts.scheduler
-    model = bare_model(parts).state_dict()
+    model = model_without_wrappers(parts).state_dict()
     return {
         "version": VERSION,
         "steps": parts.steps,
@@ -60,9 +60,9 @@ def get_engine_state(parts: EngineParts) -> dict[str, Any]:
         "others": {name: tensor.detach() for name, tensor in tensors_outside_state_dict(parts).items()},
         "groups": parameter_names_by_group(parts),
         "optimizer": get_optimizer_state(parts.optimizer),
-        "optimizer_class": class_path(local_optimizer(parts.optimizer)),
+        "optimizer_class": class_name_with_module(local_optimizer(parts.optimizer)),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
-        "scheduler_class": None if scheduler is None else class_path(scheduler),
+        "scheduler_class": None if scheduler is None else class_name_with_module(scheduler),
         "schedule": str(ledger.update.schedule),
         "precision": gradient_precision_of(parts),
         "scaler": ledger.update.scaler.state_dict(),
@@ -106,7 +106,7 @@ def load_engine_state(
                     f"Cannot resume: {part} did not accept its saved state ({error!r})."
                 ) from error
         undo.pop_all()
-    model, parameters = bare_model(parts), named_parameters(parts)
+    model, parameters = model_without_wrappers(parts), named_parameters(parts)
     model.load_state_dict(state["model"])
     with torch.no_grad():
         for name, tensor in tensors_outside_state_dict(parts).items():
@@ -177,7 +177,7 @@ def _load_optimizer(parts: EngineParts, run: SavedRun, undo: ExitStack) -> None:
                 state[name] = independent_copy(value)
     values = run["model"] | run["others"]
     names = [name for group in run["groups"] for name in group]
-    own = [names[index] for index in own_parameter_indices(parts.optimizer)]
+    own = [names[index] for index in indices_of_own_parameters(parts.optimizer)]
     for index, (name, parameter) in enumerate(zip(own, parameters_of(optimizer), strict=True)):
         if values[name].dtype == parameter.dtype:
             _keep_dtypes(optimizer.state[parameter], saved["state"].get(index, {}))
@@ -201,7 +201,7 @@ def _master_weights(parts: EngineParts) -> dict[str, torch.Tensor]:
     masters = parts.ledger.update.values_of_masters()
     return {
         name: masters[parameter].detach()
-        for name, parameter in bare_model(parts).named_parameters(remove_duplicate=False)
+        for name, parameter in model_without_wrappers(parts).named_parameters(remove_duplicate=False)
         if parameter in masters
     }
 

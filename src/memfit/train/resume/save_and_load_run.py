@@ -28,13 +28,13 @@ import torch
 
 from memfit.errors import UsageError
 from memfit.recording.optimizer_accessors import local_optimizer
-from memfit.train.ranks.rank_agreement import OneRank
+from memfit.train.ranks.rank_agreement import SingleRank
 from memfit.train.resume import state_file
 from memfit.train.resume.engine_state import get_engine_state, load_engine_state
 from memfit.train.resume.saved_engine_parts import (
     EngineParts,
-    bare_model,
-    own_parameter_indices,
+    indices_of_own_parameters,
+    model_without_wrappers,
     parameter_names_by_group,
 )
 from memfit.train.resume.saved_run_compatibility import (
@@ -55,7 +55,7 @@ from memfit.train.resume.saved_run_format import (
 from memfit.train.resume.split_run_state import (
     change_random_states,
     empty_tensors_of_rank,
-    is_sharded,
+    is_dtensor,
     join_run_state,
     random_state_of_new_rank,
     random_state_with_all_gpus,
@@ -63,7 +63,7 @@ from memfit.train.resume.split_run_state import (
     rank_part_of_single_process_run,
     split_run_state,
 )
-from memfit.train.resume.tensor_files import load_tensors, read_tensor_index, save_tensors
+from memfit.train.resume.tensor_files import load_sharded_tensors, read_tensor_index, save_sharded_tensors
 
 
 class ResumableRun(ABC):
@@ -137,7 +137,7 @@ class ResumableRun(ABC):
             elif _is_divided(parts):
                 saved = _divide(parts, saved)
         if reads_folder:
-            ranks.guarded(lambda: load_tensors(tensors, index, folder, ranks.control))
+            ranks.guarded(lambda: load_sharded_tensors(tensors, index, folder, ranks.control))
             saved = join_run_state(parts, shared["run"], own, entries, tensors)
         load_engine_state(parts, saved, lambda: _all_or_none(ranks, "engine.load"))
         self.epoch = parts.epoch
@@ -159,7 +159,7 @@ def _save_divided_run(parts: EngineParts, path: Path) -> None:
         kept = {index: each for index, each in run.entries.items() if owners[index] == ranks.rank}
         rank_file: RankRunFile = {"version": VERSION, "rank": ranks.rank, "entries": kept, "run": own}
         state_file.save_state_file({**rank_file}, folder / _file_of(ranks.rank))
-    ranks.guarded(lambda: save_tensors(run.tensors, folder, ranks.control))
+    ranks.guarded(lambda: save_sharded_tensors(run.tensors, folder, ranks.control))
     with _all_or_none(ranks, "engine.save"):
         if ranks.rank == 0:
             _expect_shared_folder(folder, ranks.size)
@@ -177,7 +177,7 @@ def _save_divided_run(parts: EngineParts, path: Path) -> None:
 
 
 @contextmanager
-def _all_or_none(ranks: OneRank, call: str) -> Iterator[None]:
+def _all_or_none(ranks: SingleRank, call: str) -> Iterator[None]:
     """Complete only if all ranks do: a rank that fails ends the others with its error."""
     try:
         yield
@@ -189,7 +189,9 @@ def _all_or_none(ranks: OneRank, call: str) -> Iterator[None]:
 
 def _is_divided(parts: EngineParts) -> bool:
     """Return whether a file cannot hold the run: there are several ranks, or tensors are DTensors."""
-    return parts.ranks.size > 1 or any(is_sharded(each) for each in bare_model(parts).parameters())
+    return parts.ranks.size > 1 or any(
+        is_dtensor(each) for each in model_without_wrappers(parts).parameters()
+    )
 
 
 # ---- Files ---------------------------------------------------------------------------------------------
@@ -210,7 +212,7 @@ def _owners(parts: EngineParts) -> list[int]:
         return [0] * count
     own: list[list[int]] = [[]] * parts.ranks.size
     torch.distributed.all_gather_object(
-        own, own_parameter_indices(parts.optimizer), group=parts.ranks.control
+        own, indices_of_own_parameters(parts.optimizer), group=parts.ranks.control
     )
     rank_of = {index: rank for rank, indices in enumerate(own) for index in indices}
     return [rank_of[index] for index in range(count)]
@@ -239,7 +241,7 @@ def _read_rank_files(
     rank, ranks = parts.ranks.rank, parts.ranks.size
     check_parameter_groups(parameter_names_by_group(parts), shared["run"]["groups"])
     known = rank if rank < shared["ranks"] else 0
-    owner_of = {index: shared["owners"][index] for index in own_parameter_indices(parts.optimizer)}
+    owner_of = {index: shared["owners"][index] for index in indices_of_own_parameters(parts.optimizer)}
     files = {
         each: check_rank_run_file(state_file.load_state_file(folder / _file_of(each)), each)
         for each in sorted({known, *owner_of.values()})

@@ -22,12 +22,12 @@ from torch.optim import Optimizer
 
 from memfit.recording.optimizer_accessors import local_optimizer, parameters_of
 from memfit.strategies.accumulation import Accumulation
-from memfit.strategies.mechanisms.module_patterns import unwrapped
+from memfit.strategies.mechanisms.module_patterns import module_without_compile_wrapper
 from memfit.strategies.plan import Plan
 from memfit.train.accumulation_ledger import AccumulationLedger
 from memfit.train.callbacks import Callback
 from memfit.train.full_batch_steps import FullBatchStepper
-from memfit.train.ranks.rank_agreement import OneRank
+from memfit.train.ranks.rank_agreement import SingleRank
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +42,7 @@ class EngineParts:
     accumulation: Accumulation
     ledger: AccumulationLedger
     full_batch: FullBatchStepper
-    ranks: OneRank
+    ranks: SingleRank
     epoch: int
 
     @property
@@ -51,14 +51,14 @@ class EngineParts:
         return self.accumulation.steps
 
 
-def bare_model(parts: EngineParts) -> nn.Module:
+def model_without_wrappers(parts: EngineParts) -> nn.Module:
     """Return the model inside torch.compile's and DistributedDataParallel's wrappers.
 
     Its parameters are the shards that fully_shard made, and not what a forward gathered.
     """
-    model = unwrapped(parts.model)
+    model = module_without_compile_wrapper(parts.model)
     if isinstance(model, DistributedDataParallel):
-        model = unwrapped(model.module)
+        model = module_without_compile_wrapper(model.module)
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None:
         for module in model.modules():
@@ -69,7 +69,7 @@ def bare_model(parts: EngineParts) -> nn.Module:
 
 def named_parameters(parts: EngineParts) -> dict[str, nn.Parameter]:
     """Return the model's parameters by name, and the optimizer's others, such as a loss's, by index."""
-    found = dict(bare_model(parts).named_parameters())
+    found = dict(model_without_wrappers(parts).named_parameters())
     known = {id(parameter) for parameter in (*found.values(), *parts.ledger.update.masters.values())}
     for number, group in enumerate(parts.optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
@@ -80,7 +80,7 @@ def named_parameters(parts: EngineParts) -> dict[str, nn.Parameter]:
 
 def tensors_outside_state_dict(parts: EngineParts) -> dict[str, torch.Tensor]:
     """Return what the model's ``state_dict`` leaves out: a loss's parameters, non-persistent buffers."""
-    model = bare_model(parts)
+    model = model_without_wrappers(parts)
     known = model.state_dict().keys()
     found = (*named_parameters(parts).items(), *model.named_buffers())
     return {name: tensor for name, tensor in found if name not in known}
@@ -107,7 +107,7 @@ def gradient_precision_of(parts: EngineParts) -> dict[str, Any]:
     }
 
 
-def class_path(value: object) -> str:
+def class_name_with_module(value: object) -> str:
     """Return the name of an object's class, with its module."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
@@ -115,7 +115,7 @@ def class_path(value: object) -> str:
 # ---- The state of an optimizer on this rank, with the indices of all parameters ---------------------------
 
 
-def own_parameter_indices(optimizer: Optimizer) -> list[int]:
+def indices_of_own_parameters(optimizer: Optimizer) -> list[int]:
     """Return the indices, among all parameters, of those that this rank updates, in its own order."""
     index = {id(parameter): number for number, parameter in enumerate(parameters_of(optimizer))}
     return [index[id(parameter)] for parameter in parameters_of(local_optimizer(optimizer))]
@@ -126,7 +126,7 @@ def get_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
     local = local_optimizer(optimizer)
     if local is optimizer:
         return optimizer.state_dict()
-    own, state = own_parameter_indices(optimizer), local.state_dict()["state"]
+    own, state = indices_of_own_parameters(optimizer), local.state_dict()["state"]
     return {
         "state": {own[number]: each for number, each in state.items()},
         "param_groups": Optimizer.state_dict(optimizer)["param_groups"],
@@ -142,7 +142,7 @@ def localised_optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> di
     return {
         "state": {
             number: saved["state"][index]
-            for number, index in enumerate(own_parameter_indices(optimizer))
+            for number, index in enumerate(indices_of_own_parameters(optimizer))
             if index in saved["state"]
         },
         "param_groups": [

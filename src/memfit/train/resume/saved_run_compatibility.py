@@ -8,9 +8,9 @@ from memfit.errors import UsageError
 from memfit.recording.optimizer_accessors import local_optimizer
 from memfit.train.resume.saved_engine_parts import (
     EngineParts,
-    bare_model,
-    class_path,
+    class_name_with_module,
     gradient_precision_of,
+    model_without_wrappers,
     named_parameters,
     parameter_names_by_group,
     tensors_outside_state_dict,
@@ -26,12 +26,12 @@ def check_run_suits_engine(parts: EngineParts, state: SavedRun) -> None:
         UsageError: model, optimizer or scheduler differ from those saved; or the state was saved inside a
             window, which another precision or accumulation cannot complete.
     """
-    model = bare_model(parts).state_dict()
+    model = model_without_wrappers(parts).state_dict()
     check_saved_shapes(model, state["model"])
     _expect_values(state["model"])
     for what, here, there in (
-        ("optimizer", class_path(local_optimizer(parts.optimizer)), state["optimizer_class"]),
-        ("scheduler", parts.scheduler and class_path(parts.scheduler), state["scheduler_class"]),
+        ("optimizer", class_name_with_module(local_optimizer(parts.optimizer)), state["optimizer_class"]),
+        ("scheduler", parts.scheduler and class_name_with_module(parts.scheduler), state["scheduler_class"]),
     ):
         if here != there:
             raise UsageError(

@@ -27,9 +27,9 @@ from memfit.errors import UsageError
 from memfit.random_state import arrays_to_tensors
 from memfit.train.resume.saved_engine_parts import (
     EngineParts,
-    bare_model,
+    indices_of_own_parameters,
+    model_without_wrappers,
     named_parameters,
-    own_parameter_indices,
 )
 from memfit.train.resume.saved_run_compatibility import check_saved_shapes
 from memfit.train.resume.saved_run_format import SavedParameterState
@@ -56,7 +56,7 @@ def split_run_state(parts: EngineParts, state: dict[str, Any]) -> SplitRun:
         UsageError: the optimizer divides a tensor in another way than its parameter.
     """
     tensors: dict[str, torch.Tensor] = {}
-    model, parameters = {}, dict(bare_model(parts).named_parameters(remove_duplicate=False))
+    model, parameters = {}, dict(model_without_wrappers(parts).named_parameters(remove_duplicate=False))
     for name, value in state["model"].items():
         if name in parameters and _is_plain(value):
             tensors[f"model.{name}"] = value.detach()
@@ -72,7 +72,7 @@ def split_run_state(parts: EngineParts, state: dict[str, Any]) -> SplitRun:
             tensors[_entry(name, key)] = value.detach()
         others = {key: value for key, value in entry.items() if key not in kept}
         entries[index] = {"tensors": list(kept), "values": others}
-    gradients = {name: local_part(each) for name, each in state["gradients"].items()}
+    gradients = {name: _local_part(each) for name, each in state["gradients"].items()}
     own = {name: state[name] for name in _OWN} | {"model": model, "gradients": gradients}
     shared = {name: value for name, value in state.items() if name not in own and name != "optimizer"}
     return SplitRun(tensors, shared | {"optimizer": state["optimizer"]["param_groups"]}, own, entries)
@@ -96,7 +96,7 @@ def empty_tensors_of_rank(
         UsageError: the engine's model has other parameters.
         KeyError: a tensor is missing.
     """
-    model = bare_model(parts)
+    model = model_without_wrappers(parts)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     here = {name: each for name, each in model.state_dict().items() if name in parameters}
     there = {
@@ -107,7 +107,7 @@ def empty_tensors_of_rank(
     check_saved_shapes(here, there)
     likes = {f"model.{name}": each for name, each in here.items()}
     of_name, names = named_parameters(parts), _names(shared)
-    for index in own_parameter_indices(parts.optimizer):
+    for index in indices_of_own_parameters(parts.optimizer):
         for key in entries[index]["tensors"] if index in entries else ():
             likes[_entry(names[index], key)] = of_name[names[index]]
     return {name: _empty(like, stored[name]) for name, like in likes.items()}
@@ -126,11 +126,11 @@ def join_run_state(
     state = {
         index: {key: tensors[_entry(names[index], key)] for key in entries[index]["tensors"]}
         | entries[index]["values"]
-        for index in own_parameter_indices(parts.optimizer)
+        for index in indices_of_own_parameters(parts.optimizer)
         if index in entries
     }
     gradients = {
-        name: sharded_like_from_part(each, of_name[name]) if name in of_name else each
+        name: _sharded_like_from_part(each, of_name[name]) if name in of_name else each
         for name, each in own["gradients"].items()
     }
     return {
@@ -144,7 +144,7 @@ def join_run_state(
 
 def rank_part_of_single_process_run(parts: EngineParts, saved: dict[str, Any]) -> dict[str, Any]:
     """Return a rank's part of a state that a single process saved, and that suits the engine."""
-    likes, names, of_name = bare_model(parts).state_dict(), _names(saved), named_parameters(parts)
+    likes, names, of_name = model_without_wrappers(parts).state_dict(), _names(saved), named_parameters(parts)
     model = {name: _divided(value, likes[name]) for name, value in saved["model"].items()}
     state = {
         index: {key: _divided(value, of_name[names[index]]) for key, value in entry.items()}
@@ -157,8 +157,8 @@ def rank_part_of_single_process_run(parts: EngineParts, saved: dict[str, Any]) -
 
 def _divided(value: Any, like: Any) -> Any:
     """Return this rank's part of a tensor, if it has the shape of one that is divided."""
-    divides = is_sharded(like) and isinstance(value, torch.Tensor) and value.shape == like.shape
-    return sharded_like_from_whole(value, like) if divides else value
+    divides = is_dtensor(like) and isinstance(value, torch.Tensor) and value.shape == like.shape
+    return _sharded_like_from_whole(value, like) if divides else value
 
 
 def _names(state: dict[str, Any]) -> list[str]:
@@ -173,13 +173,13 @@ def _is_plain(value: Any) -> bool:
     """Return whether the folder can hold a value: a dense tensor, or one divided into dense tensors."""
     if not isinstance(value, torch.Tensor):
         return False
-    part = local_part(value)
+    part = _local_part(value)
     return type(part) in (torch.Tensor, torch.nn.Parameter) and part.layout is torch.strided
 
 
 def _expect_divided_alike(what: str, value: torch.Tensor, parameter: torch.Tensor) -> None:
-    if is_sharded(value) and not (
-        is_sharded(parameter) and value.shape == parameter.shape and value.placements == parameter.placements  # type: ignore[attr-defined]
+    if is_dtensor(value) and not (
+        is_dtensor(parameter) and value.shape == parameter.shape and value.placements == parameter.placements  # type: ignore[attr-defined]
     ):
         raise UsageError(
             f"Cannot save the run: the optimizer divides {what} in another way than its parameter. memfit "
@@ -188,52 +188,52 @@ def _expect_divided_alike(what: str, value: torch.Tensor, parameter: torch.Tenso
 
 
 def _empty(like: torch.Tensor, stored: Any) -> torch.Tensor:
-    if is_sharded(like) and like.shape == stored.size:
-        return empty_like_on_host(like, stored.properties.dtype)
+    if is_dtensor(like) and like.shape == stored.size:
+        return _empty_like_on_host(like, stored.properties.dtype)
     return torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
 
 
 # ---- Shards of DTensors: this rank's part as a plain tensor, and back, without communication -------------
 
 
-def is_sharded(value: Any) -> bool:
+def is_dtensor(value: Any) -> bool:
     """Return whether a value is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
+def _local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor: all of a plain one."""
-    if not is_sharded(tensor):
+    if not is_dtensor(tensor):
         return tensor.detach()
     part: torch.Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
     return part
 
 
-def empty_like_on_host(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _empty_like_on_host(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return an empty tensor on the host, divided over the ranks like another."""
     return torch.empty_like(like.detach(), device="cpu", dtype=dtype, requires_grad=False)
 
 
-def sharded_like_from_part(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _sharded_like_from_part(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return a tensor that is divided like another, from this rank's part of it."""
-    if not is_sharded(like):
+    if not is_dtensor(like):
         return part
-    whole = empty_like_on_host(like, part.dtype)
-    local_part(whole).copy_(part)
+    whole = _empty_like_on_host(like, part.dtype)
+    _local_part(whole).copy_(part)
     return whole
 
 
-def sharded_like_from_whole(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _sharded_like_from_whole(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return a tensor that is divided like another, from all of it."""
-    if not is_sharded(like) or is_sharded(whole):
+    if not is_dtensor(like) or is_dtensor(whole):
         return whole
     from torch.distributed.tensor import distribute_tensor
 
     mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
     # Every rank has all of it (src_data_rank=None): nothing is sent.
     divided = distribute_tensor(whole.to(mesh.device_type), mesh, placements, src_data_rank=None)
-    return sharded_like_from_part(local_part(divided), like)
+    return _sharded_like_from_part(_local_part(divided), like)
 
 
 # ---- Random numbers of the ranks -------------------------------------------------------------------------

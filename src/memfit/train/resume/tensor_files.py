@@ -47,7 +47,7 @@ _FILE = re.compile(r"__\d+_\d+\.distcp")
 _Places = dict[MetadataIndex, _StorageInfo]
 
 
-def save_tensors(tensors: Mapping[str, torch.Tensor], folder: Path, group: Any) -> None:
+def save_sharded_tensors(tensors: Mapping[str, torch.Tensor], folder: Path, group: Any) -> None:
     """Write tensors to a new folder; every rank of a process group calls this, with its shards.
 
     Raises:
@@ -61,7 +61,9 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], folder: Path, group: Any) 
         raise OutputError(f"Cannot save the run to {folder}: {_causes(error)}") from error
 
 
-def load_tensors(tensors: Mapping[str, torch.Tensor], index: Metadata, folder: Path, group: Any) -> None:
+def load_sharded_tensors(
+    tensors: Mapping[str, torch.Tensor], index: Metadata, folder: Path, group: Any
+) -> None:
     """Read tensors of a folder into these, of the same shapes; every rank calls this, with its shards.
 
     Raises:
