@@ -101,11 +101,11 @@ HOST_SETTINGS = ("pinned_num_register_threads:3", "pinned_num_register_threads:3
 SCRIPT = """
 import json, sys
 from memfit.devices import find_device
-from memfit.ghost.build.runtime_library import build
+from memfit.ghost.build.runtime_library import build_ghost
 from memfit.ghost.ghost_device import GhostDevice
 from memfit.ghost.load_ghost import load
 
-load(build()).configure(GhostDevice.of(find_device("A100-80GB"), 1 << 33))
+load(build_ghost()).configure(GhostDevice.of(find_device("A100-80GB"), 1 << 33))
 import torch
 
 found = []

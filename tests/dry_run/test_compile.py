@@ -73,10 +73,10 @@ BARE = """
     from contextlib import suppress
     from pathlib import Path
     from memfit.devices import find_device
-    from memfit.ghost.build.runtime_library import build
+    from memfit.ghost.build.runtime_library import build_ghost
     from memfit.ghost.ghost_device import GhostDevice
     from memfit.ghost.load_ghost import load
-    ghost = load(build())
+    ghost = load(build_ghost())
     ghost.configure(GhostDevice.of(find_device("A100-80GB")))
     import torch
     from memfit.ghost.compile import isolate_torch_compile

@@ -12,7 +12,7 @@ from support import warm_process
 from support.scripts import INSTALL_VALUES
 
 LOAD_GHOST = """
-from memfit.ghost.build.runtime_library import build
+from memfit.ghost.build.runtime_library import build_ghost
 from memfit.ghost.ghost_device import GhostDevice
 from memfit.ghost.load_ghost import load
 
@@ -22,7 +22,7 @@ DEVICE = GhostDevice(
     shared_per_multiprocessor=167936, l2_bytes=41943040, memory_bus_bits=5120, clock_khz=1410000,
     memory_clock_khz=1593000,
 )
-ghost = load(build())
+ghost = load(build_ghost())
 ghost.configure(DEVICE)
 """
 

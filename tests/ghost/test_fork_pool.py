@@ -41,10 +41,10 @@ def test_peaks_equal_those_of_a_separate_process(pool, device):
 import json, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from memfit.devices import find_device
-from memfit.ghost.build.runtime_library import build
+from memfit.ghost.build.runtime_library import build_ghost
 from memfit.ghost.ghost_device import GhostDevice
 from memfit.ghost.load_ghost import load
-load(build()).configure(GhostDevice.of(find_device("A100-80GB")))
+load(build_ghost()).configure(GhostDevice.of(find_device("A100-80GB")))
 import fork_pool_targets
 print(json.dumps(fork_pool_targets.gpt2_small(batch=2)))
 sys.stdout.flush()

@@ -199,7 +199,7 @@ def test_the_stream_ordered_allocator_reports_the_pools_figures(on_ghost):
     out = on_ghost(
         THREE_STEPS
         + """
-    from memfit.ghost.runtime_bindings import LogAction
+    from memfit.ghost.runtime_bindings import AllocationLogAction
     print({event.action.name for event in log} == {"MALLOC_ASYNC", "FREE_ASYNC"}, {e.label for e in log[:5]})
     print(peak == allocated, torch.cuda.max_memory_reserved() == ghost.counter("used_peak") == 32 << 20)
     """,
@@ -335,7 +335,7 @@ def test_loading_after_torch_is_refused(on_ghost):
     out = on_ghost("""
         from memfit.errors import GhostError
         try:
-            load(build())
+            load(build_ghost())
         except GhostError as error:
             print(error)
     """)

@@ -45,13 +45,13 @@ INSTALL_VALUES = """
 import json, math
 import torch.nn.functional as F
 from memfit.ghost.values import gpu_reads
-from memfit.ghost.values.value_options import ValueOptions
+from memfit.ghost.values.value_options import GpuValueOptions
 
 notes = []
 
 def install(options=""):
     return gpu_reads.install(
-        ghost, ValueOptions.parse(options), lambda *note, **_: notes.append(note),
+        ghost, GpuValueOptions.parse(options), lambda *note, **_: notes.append(note),
         fallback_where=lambda: "layers.0",
     )
 """

@@ -136,12 +136,12 @@ TWO_RUNS = """
     from functools import partial
     from memfit.run.options import RunOptions
     from memfit.run.parent import run_script
-    from memfit.run.resolve_options import ghost_settings
-    from memfit.trials.side_by_side import side_by_side
+    from memfit.run.resolve_options import resolve_ghost_settings
+    from memfit.trials.side_by_side import run_scripts_side_by_side
 
     options = RunOptions()
-    run = partial(run_script, options=options, ghost=ghost_settings(options), output=None, on_progress=str)
-    side_by_side([partial(run, ("script.py", name)) for name in "ab"], 2)
+    run = partial(run_script, options=options, ghost=resolve_ghost_settings(options), output=None, on_progress=str)
+    run_scripts_side_by_side([partial(run, ("script.py", name)) for name in "ab"], 2)
 """
 SLEEPS = """
     import signal, sys, time

@@ -87,8 +87,8 @@ def test_the_empty_libraries_have_their_soname_and_versions():
 
 def test_four_processes_can_build_at_the_same_time(cache):
     script = (
-        "from memfit.ghost.build.runtime_library import build\n"
-        "b = build(); print(b.built, b.library.exists())"
+        "from memfit.ghost.build.runtime_library import build_ghost\n"
+        "b = build_ghost(); print(b.built, b.library.exists())"
     )
     processes = [
         subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) for _ in range(4)
@@ -144,7 +144,7 @@ def test_a_missing_torch_is_reported():
     script = (
         "import importlib.util as u; find = u.find_spec\n"
         "u.find_spec = lambda name, *a: None if name == 'torch' else find(name, *a)\n"
-        "from memfit.ghost.build.runtime_library import build\nbuild()"
+        "from memfit.ghost.build.runtime_library import build_ghost\nbuild_ghost()"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert "PyTorch is not installed" in done.stderr
@@ -152,8 +152,8 @@ def test_a_missing_torch_is_reported():
 
 def test_building_does_not_import_torch(cache):
     script = (
-        "import sys; from memfit.ghost.build.runtime_library import build\n"
-        "build(); print('torch' in sys.modules)"
+        "import sys; from memfit.ghost.build.runtime_library import build_ghost\n"
+        "build_ghost(); print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

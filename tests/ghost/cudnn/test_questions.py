@@ -13,12 +13,12 @@ from torch import nn
 import torch.nn.functional as F
 import msgspec
 from memfit.ghost.cudnn.cache import EngineConfig
-from memfit.ghost.cudnn.descriptors import operation_of
+from memfit.ghost.cudnn.descriptors import cudnn_operation_of_graph
 from memfit.ghost.workspaces import EngineQuery, Question
 questions, shown, ANSWER = [], {}, 0
 def remember(question):
     decoded = msgspec.json.decode(question, type=Question)
-    operation = operation_of(decoded.descriptor) if isinstance(decoded, EngineQuery) else decoded
+    operation = cudnn_operation_of_graph(decoded.descriptor) if isinstance(decoded, EngineQuery) else decoded
     questions.append(msgspec.json.decode(msgspec.json.encode(operation)))
     return [EngineConfig(ANSWER), EngineConfig(0)]
 ghost.answer_with(remember)

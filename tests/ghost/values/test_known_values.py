@@ -182,15 +182,15 @@ def test_views_with_another_dtype_or_range_are_unknown(evaluate):
 
 def test_values_are_rounded_as_tensors_round_them(on_ghost):
     script = """
-from memfit.ghost.values.known_values import rounded
+from memfit.ghost.values.known_values import round_to_dtype
 torch.manual_seed(0)
 numbers = [0.1, -0.1, 1e-45, 1e-8, 65504.0, 65519.9, 65520.0, 3.39e38, 3.4e38, 3.5e38, 1e300, -math.inf, 0.0]
 numbers += (torch.randn(500, dtype=torch.float64) * 10 ** torch.randint(-9, 9, (500,))).tolist()
 for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
     for number in numbers:
         held = torch.tensor(number, dtype=torch.float64).to(dtype).item()
-        assert rounded(number, dtype) == held, (number, dtype)
-assert math.isnan(rounded(math.nan, torch.bfloat16))
-print(rounded(2.7, torch.int8), rounded(200, torch.int8), rounded(math.inf, torch.long))
+        assert round_to_dtype(number, dtype) == held, (number, dtype)
+assert math.isnan(round_to_dtype(math.nan, torch.bfloat16))
+print(round_to_dtype(2.7, torch.int8), round_to_dtype(200, torch.int8), round_to_dtype(math.inf, torch.long))
 """
     assert on_ghost(INSTALL_VALUES + script) == "2 None None\n"
