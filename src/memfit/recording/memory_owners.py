@@ -82,7 +82,8 @@ class MemoryOwners:
     """Parameters as FSDP2 gathers them from all ranks for a module's computation: they are no rank's share.
     Modules hold them in the place of their shares meanwhile; they do not name what FSDP1 gathers.
 
-    Source: ``FSDPParam.init_unsharded_param``, torch/distributed/fsdp/_fully_shard/_fsdp_param.py, PyTorch 2.14.
+    Source: ``FSDPParam.init_unsharded_param``, torch/distributed/fsdp/_fully_shard/_fsdp_param.py, PyTorch
+    2.14.
     """
 
     def watch(self, hooks: InstalledHooks) -> None:
