@@ -20,7 +20,7 @@ from measuring import EXAMPLES, ROOT, at_least_1, command_line, in_turns, load_g
 
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.replay import replay_requests
-from memfit.allocator.requests import AllocatorRequests, RequestKind, read_requests
+from memfit.allocator.requests import AllocatorRequests, RequestKind, allocator_requests_of_trace
 
 sys.path.insert(0, str(ROOT / "tests"))
 from support.allocator_comparison.drive import Sizes
@@ -53,7 +53,7 @@ def training_operations(count: int) -> list[Operation]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.memfit"
         memfit.dry_run(EXAMPLES / "gpt.py", output=path, stdout_to_stderr=True)
-        requests = read_requests(memfit.read(path))
+        requests = allocator_requests_of_trace(memfit.read(path))
     once = [
         (number, size if ask == RequestKind.MALLOC else 0)
         for ask, number, size in zip(requests.ask, requests.block, requests.size, strict=True)

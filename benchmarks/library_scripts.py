@@ -35,7 +35,7 @@ from measuring import ROOT, command_line, memfit_json, table, write_json
 
 import memfit
 from memfit.allocator.timeline import memory_timeline
-from memfit.analysis.attribution import attribute
+from memfit.analysis.attribution import attribute_allocations
 from memfit.records import Attribution, Category, MarkKind, Trace
 from memfit.units import format_bytes
 
@@ -156,7 +156,7 @@ def measure(script: LibraryScript, folder: Path) -> Result:
         failures.append("the run under attribution_truth.py failed")
     elif not failures:
         truth = json.loads(facts.read_text())
-        compared = tuple(worst(rows(trace, attribute(trace, line), truth)))
+        compared = tuple(worst(rows(trace, attribute_allocations(trace, line), truth)))
         failures += [
             f"{row.name} at {row.moment}: {row.ours:,} B, truth {row.truth:,} B"
             for row in compared

@@ -30,7 +30,7 @@ from typing import Any
 from measuring import command_line, traced, write_json
 
 import memfit
-from memfit.allocator.requests import read_requests
+from memfit.allocator.requests import allocator_requests_of_trace
 from memfit.packing.allocation_lifetimes import buffers_of_requests, buffers_of_step, last_full_step
 from memfit.packing.best_packing import Packing, mask_of_always_live, pack_buffers
 from memfit.packing.buffers import Buffers, lifetime_sections
@@ -159,7 +159,7 @@ def large() -> Iterator[dict[str, Any]]:
     """Pack problems of more than 50,000 buffers."""
     print(f"\n{'':24}{'buffers':>10}{'height/bound':>14}{'wall, CPU':>16}{'within 1.005':>18}")
     for job, options in LARGE.items():
-        requests = read_requests(trace_of(*job.split(), *options))
+        requests = allocator_requests_of_trace(trace_of(*job.split(), *options))
         (buffers,) = buffers_of_requests(requests).values()
         step = last_full_step(requests)
         yield pack_many(job, buffers_of_step(buffers, *step[1:]) if step else buffers, CLOSE)

@@ -13,7 +13,7 @@ import pytest
 
 import memfit
 from memfit.allocator.timeline import memory_timeline
-from memfit.analysis.attribution import attribute
+from memfit.analysis.attribution import attribute_allocations
 from memfit.analysis.breakdown import breakdown_at
 from memfit.records import Category, GroupBy, MarkKind, Phase, TensorInfo
 from support import warm_process
@@ -103,7 +103,7 @@ def both(folder, script, *arguments, options=()):
 def check(folder, script, *arguments, options=()):
     trace, truth = both(folder, script, *arguments, options=options)
     line = memory_timeline(trace)
-    attribution = attribute(trace, line)
+    attribution = attribute_allocations(trace, line)
     ours = of_memfit(trace, attribution)
     differences = [
         f"{moment} {number + 1}: {name} {one[name]:,}, truth {other[name]:,}"

@@ -55,13 +55,13 @@ def rows(tmp_path_factory):
     """Return rows of a comparison for four ranks, by name."""
     script = tmp_path_factory.mktemp("compare") / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    every = strategy_comparison.compared_strategies
+    every = strategy_comparison.strategies_to_compare
 
     def some(world_size):
         return [one for one in every(world_size) if one.name in NAMES]
 
     with pytest.MonkeyPatch.context() as patch, warm_process.scripts():
-        patch.setattr(compare_strategies, "compared_strategies", some)
+        patch.setattr(compare_strategies, "strategies_to_compare", some)
         return {run.name: run for run in memfit.compare(script, nproc=RANKS, gpu="H100").runs}
 
 

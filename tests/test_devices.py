@@ -17,10 +17,10 @@ from memfit.devices import (
     _key,
     _table,
     all_devices,
+    architectures_run_on_device,
     context_observations,
     find_device,
     mig_slices,
-    runs_on_device,
     why_torch_lacks_kernels,
 )
 from memfit.errors import UnknownDeviceError
@@ -322,7 +322,7 @@ def test_slices_fit_on_their_card(device: Device):
     ],
 )
 def test_binary_and_ptx_compatibility(capability, architectures, runs):
-    assert runs_on_device(find_device(capability), architectures) is runs
+    assert architectures_run_on_device(find_device(capability), architectures) is runs
 
 
 CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]

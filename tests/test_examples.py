@@ -16,7 +16,7 @@ import pytest
 
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.replay import replay_requests
-from memfit.allocator.requests import read_requests
+from memfit.allocator.requests import allocator_requests_of_trace
 from memfit.allocator.timeline import memory_timeline
 from memfit.records import MarkKind
 from memfit.trace.trace_file import read_trace
@@ -175,7 +175,7 @@ def assert_replay_reproduces(trace):
     """
     device = trace.device
     replayed = replay_requests(
-        read_requests(trace),
+        allocator_requests_of_trace(trace),
         AllocatorConfig.read(trace.settings),
         total=device.total.bytes,
         taken=device.context.bytes + device.in_use,

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 import memfit
-from memfit.cli.main import exit_code_of
+from memfit.cli.main import run_command
 from memfit.devices import find_device
 from memfit.errors import TargetError
 from memfit.records import GpusFor
@@ -73,7 +73,7 @@ def test_a_script_that_runs_on_no_gpu_is_reported_as_such(tmp_path, monkeypatch)
 
 
 def test_a_script_without_for_is_pointed_out(capsys):
-    assert exit_code_of(["gpus", "train.py"]) == 2
+    assert run_command(["gpus", "train.py"]) == 2
     assert "Did you mean memfit gpus --for train.py?" in capsys.readouterr().err
-    assert exit_code_of(["gpus", "--for"]) == 2
+    assert run_command(["gpus", "--for"]) == 2
     assert "No script given" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from memfit.analysis.strategy_comparison import compared_strategies
+from memfit.analysis.strategy_comparison import strategies_to_compare
 from memfit.analysis.trial_result import TrialResult
 from memfit.api import compare_strategies
 from memfit.errors import TargetError
@@ -67,7 +67,7 @@ def compare(monkeypatch):
 def test_each_row_says_what_its_run_needs_and_whether_that_fits(compare):
     sizes = {"as written": 950, "checkpointing": 100, "offload": 899}
     _found, rows = compare(lambda name, *_: run_of(sizes.get(name, 800)), nproc=1)
-    assert list(rows) == [one.name for one in compared_strategies(1)]
+    assert list(rows) == [one.name for one in strategies_to_compare(1)]
     assert [rows[name].verdict for name in sizes] == ["does not fit", "fits", "fits"]
     assert rows["checkpointing"].needs.bytes == 200 * MIB
     assert rows["checkpointing"].change == -850 * MIB
@@ -100,7 +100,7 @@ def test_ranks_that_hold_the_same_are_run_once(compare):
     compare(lambda *_: run_of(100))
     assert len(compare.made) == 16
     assert {made[:2] for made in compare.made if made[0].startswith(("DDP", "FSDP2"))} == {
-        (one.name, 1) for one in compared_strategies(4) if one.name.startswith(("DDP", "FSDP2"))
+        (one.name, 1) for one in strategies_to_compare(4) if one.name.startswith(("DDP", "FSDP2"))
     }
 
 

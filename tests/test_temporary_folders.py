@@ -12,7 +12,12 @@ from pathlib import Path
 import pytest
 
 from memfit import temporary_folders
-from memfit.temporary_folders import PREFIX, TemporaryFolder, hold_folder, remove_abandoned_folders
+from memfit.temporary_folders import (
+    PREFIX,
+    TemporaryFolder,
+    keep_folder_from_removal,
+    remove_abandoned_folders,
+)
 
 
 @pytest.fixture
@@ -26,7 +31,7 @@ def temporary(tmp_path, monkeypatch):
 def left_behind(folder, name="memfit-left"):
     """Make a folder as a killed process leaves it."""
     path = folder / name
-    os.close(hold_folder(path))
+    os.close(keep_folder_from_removal(path))
     (path / "more").mkdir()
     (path / "more" / "file").write_text("left")
     return path
@@ -101,7 +106,7 @@ def test_a_folder_that_is_being_removed_is_made_again_before_it_is_held(temporar
     with (path / temporary_folders._MARK).open() as mark:
         fcntl.flock(mark, fcntl.LOCK_EX)
         held = []
-        thread = threading.Thread(target=lambda: held.append(hold_folder(path)))
+        thread = threading.Thread(target=lambda: held.append(keep_folder_from_removal(path)))
         thread.start()
         thread.join(0.2)
         assert not held
@@ -114,7 +119,7 @@ def test_a_folder_that_is_being_removed_is_made_again_before_it_is_held(temporar
 
 def test_the_last_of_several_that_hold_a_folder_releases_it(temporary):
     path = temporary / f"{PREFIX}ranks"
-    first, second = hold_folder(path), hold_folder(path)
+    first, second = keep_folder_from_removal(path), keep_folder_from_removal(path)
     os.close(first)
     remove_abandoned_folders()
     assert path.exists()

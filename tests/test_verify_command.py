@@ -8,7 +8,7 @@ import textwrap
 import pytest
 import torch
 
-from memfit.cli.main import exit_code_of
+from memfit.cli.main import run_command
 from support.warm_process import verify_on_cpu
 
 pytestmark = pytest.mark.process
@@ -131,7 +131,7 @@ def test_a_script_that_makes_no_update_is_reported_with_its_error(tmp_path, caps
     script, plan = tmp_path / "train.py", tmp_path / "plan.json"
     script.write_text("import torch\ntorch.cuda.get_device_name()\n")
     plan.write_text('{"plan": {}}')
-    assert exit_code_of(["verify", "--plan", str(plan), str(script)]) == 3
+    assert run_command(["verify", "--plan", str(plan), str(script)]) == 3
     message = capsys.readouterr().err
     assert (
         "as written on the CPU, because this machine has no GPU that PyTorch can use: it ended with"
@@ -141,5 +141,5 @@ def test_a_script_that_makes_no_update_is_reported_with_its_error(tmp_path, caps
 
 
 def test_a_command_without_a_plan_is_refused(capsys):
-    assert exit_code_of(["verify", "train.py"]) == 2
+    assert run_command(["verify", "train.py"]) == 2
     assert "No plan given" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from memfit import __version__
-from memfit.atomic_files import write_bytes
+from memfit.atomic_files import write_output_file
 from memfit.card.find_card import Card
 from memfit.devices import find_device
 from memfit.errors import UnknownDeviceError
@@ -131,8 +131,8 @@ class ResultFile:
 
     def keep(self) -> None:
         """Write both files."""
-        write_bytes(self.path, msgspec.json.format(msgspec.json.encode(self.content)) + b"\n")
-        write_bytes(self.path.with_suffix(".md"), self._markdown(self.content).encode())
+        write_output_file(self.path, msgspec.json.format(msgspec.json.encode(self.content)) + b"\n")
+        write_output_file(self.path.with_suffix(".md"), self._markdown(self.content).encode())
 
     def shown(self, names: Iterable[str]) -> int:
         """Print the table; return 1 if one of the names failed or was not run."""

@@ -36,7 +36,7 @@ from memfit.card.context_measurement import measure_context
 from memfit.card.find_card import find_card
 from memfit.devices import find_device
 from memfit.errors import MemfitError, UnknownDeviceError
-from memfit.records import ContextReport, DryRun
+from memfit.records import CardContextReport, DryRun
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -155,7 +155,7 @@ def compare_job(job: ValidationJob, gpu: str, total: int, seconds: float, folder
     return {**outcome, "difference": msgspec.to_builtins(differs)}
 
 
-def calibration(seconds: float) -> tuple[ContextReport, dict[str, Any]]:
+def calibration(seconds: float) -> tuple[CardContextReport, dict[str, Any]]:
     """Measure the CUDA context, and the figures that only a card can report.
 
     Raises:

@@ -14,9 +14,9 @@ def main() -> None:
     by a signal, or ignore it.
     """
     ctrl_c_ends_at_once()
-    from memfit.cli.main import exit_code_of
+    from memfit.cli.main import run_command
 
-    code = exit_code_of(sys.argv[1:])
+    code = run_command(sys.argv[1:])
     atexit._run_exitfuncs()
     sys.stderr.flush()
     os._exit(code)

@@ -87,7 +87,7 @@ def check_output_paths(outputs: Mapping[str, Path | None], inputs: Mapping[str, 
             raise UsageError(f"{option} {path} would overwrite {before}. Name another file.")
 
 
-def write_bytes(path: Path, content: bytes) -> None:
+def write_output_file(path: Path, content: bytes) -> None:
     """Write a file atomically, or write to it directly if it is not an ordinary one (``/dev/stdout``).
 
     Raises:

@@ -206,7 +206,7 @@ def compile_c_library(sources: Path, library: Path) -> Path:
 
 
 @contextmanager
-def locked_file(path: Path) -> Iterator[None]:
+def hold_file_lock(path: Path) -> Iterator[None]:
     """Hold a lock file, so that processes that start together compile once; exiting releases it."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -4,13 +4,13 @@ import subprocess
 import sys
 
 
-def python_command(module: str) -> list[str]:
+def command_running_module(module: str) -> list[str]:
     """Return the command that runs a module's ``main`` with this interpreter and its options (``-O``)."""
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    return [sys.executable, *flags, "-c", python_code(module)]
+    return [sys.executable, *flags, "-c", code_running_module(module)]
 
 
-def python_code(module: str) -> str:
+def code_running_module(module: str) -> str:
     """Return the code for ``python -c`` that runs a module's ``main``.
 
     Not ``python -m``, which searches the working folder first, where a user's ``platform.py`` would replace

@@ -33,7 +33,7 @@ _NUMPY_POSITION = 624 * 4
 """Offset of the position in ``mt19937_state``: after the words (numpy/random/src/mt19937/mt19937.h)."""
 
 
-class PythonGenerator:
+class _PythonGenerator:
     """The generator behind the functions of ``random``."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class PythonGenerator:
         random.setstate(state)
 
 
-class NumpyGenerator:
+class _NumpyGenerator:
     """The generator behind ``numpy.random.rand`` and NumPy's other legacy functions."""
 
     def __init__(self) -> None:
@@ -83,10 +83,10 @@ class NumpyGenerator:
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restore a state that ``get_state`` returned."""
-        np.random.set_state(tensors_to_arrays(state))  # noqa: NPY002 - the global one
+        np.random.set_state(_tensors_to_arrays(state))  # noqa: NPY002 - the global one
 
 
-PYTHON, NUMPY = PythonGenerator(), NumpyGenerator()
+PYTHON, NUMPY = _PythonGenerator(), _NumpyGenerator()
 
 
 def seed_generators() -> None:
@@ -169,9 +169,9 @@ def _set_state(generator: Any, state: Any) -> None:
     elif isinstance(generator, random.Random):
         generator.setstate(state)
     elif hasattr(generator, "bit_generator"):
-        generator.bit_generator.state = tensors_to_arrays(state)
+        generator.bit_generator.state = _tensors_to_arrays(state)
     else:
-        generator.set_state(tensors_to_arrays(state))
+        generator.set_state(_tensors_to_arrays(state))
 
 
 @dataclass(slots=True)
@@ -199,7 +199,7 @@ class DrawnRandomNumbers:
         self.before = [
             (generator, state)
             for generator, state in self.before
-            if not same_generator_state(state, generator.get_state())
+            if not _same_generator_state(state, generator.get_state())
         ]
 
     @contextmanager
@@ -215,7 +215,7 @@ class DrawnRandomNumbers:
                 generator.set_state(state)
 
 
-def generator_positions() -> tuple[Any, ...]:
+def torch_generator_positions() -> tuple[Any, ...]:
     """Return where PyTorch's global generators are, to be compared."""
     import torch
 
@@ -225,7 +225,7 @@ def generator_positions() -> tuple[Any, ...]:
     return own, *(each.get_offset() for each in torch.cuda.default_generators)
 
 
-def same_generator_state(one: Any, other: Any) -> bool:
+def _same_generator_state(one: Any, other: Any) -> bool:
     """Return whether two states of a generator, PyTorch's included, are equal."""
     if one is other:
         return True
@@ -235,7 +235,7 @@ def same_generator_state(one: Any, other: Any) -> bool:
         return torch.equal(one, other)
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(
-            same_generator_state(value, other[name]) for name, value in one.items()
+            _same_generator_state(value, other[name]) for name, value in one.items()
         )
     return bool(one == other)
 
@@ -253,10 +253,10 @@ def arrays_to_tensors(value: Any) -> Any:
     return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
 
-def tensors_to_arrays(value: Any) -> Any:
+def _tensors_to_arrays(value: Any) -> Any:
     """Undo ``arrays_to_tensors``."""
     import torch
 
     if isinstance(value, dict):
-        return {name: tensors_to_arrays(inner) for name, inner in value.items()}
+        return {name: _tensors_to_arrays(inner) for name, inner in value.items()}
     return value.numpy() if isinstance(value, torch.Tensor) else value

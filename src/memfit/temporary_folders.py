@@ -24,7 +24,7 @@ class TemporaryFolder(tempfile.TemporaryDirectory[str]):
         """Make the folder, and remove those that killed processes have left."""
         remove_abandoned_folders()
         super().__init__(prefix=PREFIX)
-        self._lock = hold_folder(Path(self.name))
+        self._lock = keep_folder_from_removal(Path(self.name))
 
     def cleanup(self) -> None:
         """Remove the folder."""
@@ -32,7 +32,7 @@ class TemporaryFolder(tempfile.TemporaryDirectory[str]):
         os.close(self._lock)
 
 
-def hold_folder(folder: Path) -> int:
+def keep_folder_from_removal(folder: Path) -> int:
     """Keep a folder from being removed while the returned descriptor is open; make it if need be."""
     mark = folder / _MARK
     while True:

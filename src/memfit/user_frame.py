@@ -19,7 +19,7 @@ GENERATED = re.compile(
 _OWN = f"{Path(__file__).parent}{os.sep}"
 
 
-def user_line(start: FrameType | None = None) -> str:
+def innermost_user_line(start: FrameType | None = None) -> str:
     """Return the innermost line of Python code outside PyTorch, memfit and the standard library.
 
     A line outside ``site-packages`` takes precedence: a loss computed inside ``transformers`` belongs to the
@@ -31,7 +31,7 @@ def user_line(start: FrameType | None = None) -> str:
     Returns:
         ``file:line``, or an empty string if Python has no such frame (on PyTorch's autograd thread).
 
-    >>> user_line().endswith(":1")  # this line, as doctest numbers it
+    >>> innermost_user_line().endswith(":1")  # this line, as doctest numbers it
     True
     """
     user, installed = _innermost(lines_of_frames(start or sys._getframe(1)))
@@ -62,14 +62,14 @@ def warn_user(message: str) -> None:
     )
 
 
-def user_place(lines: Iterable[tuple[str, int]]) -> str:
+def user_line_with_package_line(lines: Iterable[tuple[str, int]]) -> str:
     """Return the innermost line of the user's code, with the line of an installed package that it called.
 
     Args:
         lines: as ``lines_of_frames`` returns them.
 
     Returns:
-        ``/home/ada/train.py:65, in trl/trainer/grpo_trainer.py:1887``; empty as for ``user_line``.
+        ``/home/ada/train.py:65, in trl/trainer/grpo_trainer.py:1887``; empty as for ``innermost_user_line``.
     """
     user, installed = _innermost(lines)
     return f"{user}, in {_below_package_root(installed)}" if user and installed else user or installed

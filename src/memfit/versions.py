@@ -5,7 +5,7 @@ import platform
 __version__ = "0.1.0"
 
 
-def versions() -> dict[str, str]:
+def software_versions() -> dict[str, str]:
     """Return the versions that are known in every process; a backend adds its own."""
     import torch
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.replay import replay_requests
-from memfit.allocator.requests import read_requests
+from memfit.allocator.requests import allocator_requests_of_trace
 from memfit.errors import FileFormatError, UsageError
 from memfit.records import Action, Mark, MarkKind, Segment
 from support.reference_allocator.caching_allocator import CachingAllocator
@@ -26,7 +26,7 @@ CONFIGS = [
 def outcome(trace):
     """Replay a trace under several settings; return the message if it is refused."""
     try:
-        requests = read_requests(trace)
+        requests = allocator_requests_of_trace(trace)
     except FileFormatError as error:
         return str(error)
     for config in CONFIGS:
@@ -209,4 +209,4 @@ def test_any_settings_are_read_or_refused(conf):
     assert config.large_segment_size > 0
     assert len(config.roundup_power2_divisions) == 16
     if config.has_segments:
-        replay_requests(read_requests(trace_of(WHOLE)), config, total=GIB)
+        replay_requests(allocator_requests_of_trace(trace_of(WHOLE)), config, total=GIB)

@@ -9,7 +9,7 @@ import pytest
 import memfit
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.replay import replay_requests as replayed
-from memfit.allocator.requests import RequestKind, read_requests
+from memfit.allocator.requests import RequestKind, allocator_requests_of_trace
 from memfit.errors import FileFormatError
 from memfit.records import Action, Mark, MarkKind, SnapshotBlock
 from memfit.trace.trace_file import read_trace
@@ -37,7 +37,7 @@ def segment_freed(address, size, pool):
 
 def request_names(trace):
     """Return the requests, with the number of their private pool if any."""
-    found = read_requests(trace)
+    found = allocator_requests_of_trace(trace)
     rows = zip(found.ask, found.pool, strict=True)
     return [f"{RequestKind(ask).name} {pool}" if pool else RequestKind(ask).name for ask, pool in rows]
 
@@ -63,7 +63,7 @@ def test_replays_of_random_scripts_equal_every_figure_of_pytorch(dry_run, conf, 
     run = dry_run(JOB.read_text(), seed, "300", *arguments, options=options, env=environment)
     assert run.answer["end"]["reason"] == "end", run.out
     trace = read_trace(trace)
-    found = read_requests(trace)
+    found = allocator_requests_of_trace(trace)
     counts = {ask: list(found.ask).count(ask) for ask in RequestKind}
     assert counts[RequestKind.CAPTURE_BEGIN] == counts[RequestKind.CAPTURE_END] > 3, seed
     assert len(found.pools) > 5
@@ -91,7 +91,7 @@ def test_private_pools_do_not_share_segments():
     """The same requests share one segment in the default pool, and take two in different pools."""
     size = 12 * MIB
     in_two_pools = [*used(A, size, 0), *used(B, size, 1)]
-    result = replayed(read_requests(history(*in_two_pools)), AllocatorConfig(), total=GIB)
+    result = replayed(allocator_requests_of_trace(history(*in_two_pools)), AllocatorConfig(), total=GIB)
     assert [(segment.size, segment.pool) for segment in result.segments] == [(size, (0, 0)), (size, GRAPH)]
 
 
@@ -107,14 +107,14 @@ def test_a_private_pool_released_by_empty_cache_was_unused():
     assert request_names(trace) == wanted
     unmarked = history(*events, statistics=NEVER_SHORT)
     assert request_names(unmarked) == wanted
-    result = replayed(read_requests(unmarked), AllocatorConfig(), total=GIB)
+    result = replayed(allocator_requests_of_trace(unmarked), AllocatorConfig(), total=GIB)
     assert result.segments == ()
 
 
 def test_memory_of_a_used_private_pool_stays():
     events = [*used(A, 12 * MIB, 1), *used(B, 12 * MIB, 0), segment_freed(B, 12 * MIB, 0)]
     (left,) = replayed(
-        read_requests(history(*events, statistics=NEVER_SHORT)), AllocatorConfig(), total=GIB
+        allocator_requests_of_trace(history(*events, statistics=NEVER_SHORT)), AllocatorConfig(), total=GIB
     ).segments
     assert left.pool == GRAPH
 
@@ -123,7 +123,7 @@ def test_a_release_from_private_pools_alone_ends_their_mem_pools():
     events = [*used(C, 12 * MIB, 0), *used(A, 12 * MIB, 2), segment_freed(A, 12 * MIB, 2)]
     trace = history(*events, statistics=NEVER_SHORT)
     assert request_names(trace)[-2:] == ["RELEASE_POOL 2", "EMPTY_POOL 2"]
-    result = replayed(read_requests(trace), AllocatorConfig(), total=GIB)
+    result = replayed(allocator_requests_of_trace(trace), AllocatorConfig(), total=GIB)
     assert [segment.pool for segment in result.segments] == [(0, 0)]  # the cache was not emptied
     assert result.statistics["num_sync_all_streams"] == 1
 
@@ -135,14 +135,14 @@ def test_a_marked_end_of_a_mem_pool_counts_without_a_release():
     )
     assert request_names(trace) == ["MALLOC 2", "RELEASE_POOL 2", "EMPTY_POOL 2"]
     unknown = history(*used(A, 12 * MIB, 0), marks=[(0, MarkKind.MEM_POOL_GONE, 77)])
-    assert read_requests(unknown).pools == (*POOLS, (0, 77))
+    assert allocator_requests_of_trace(unknown).pools == (*POOLS, (0, 77))
 
 
 def test_a_malloc_short_of_memory_releases_unused_pools():
     events = [*used(A, 40 * MIB, 1), segment_freed(A, 40 * MIB, 1), *used(B, 50 * MIB, 0)[:2]]
     trace = history(*events)  # of a device known to have at least 50 MiB
     assert request_names(trace) == ["MALLOC 1", "FREE", "RELEASE_POOL 1", "MALLOC"]
-    result = replayed(read_requests(trace), AllocatorConfig(), total=60 * MIB)
+    result = replayed(allocator_requests_of_trace(trace), AllocatorConfig(), total=60 * MIB)
     assert result.statistics["num_alloc_retries"] == 1
     assert result.fits
 
@@ -192,8 +192,8 @@ def test_a_capture_releases_no_memory():
     events = [*used(A, 40 * MIB, 0), *used(B, 50 * MIB, 1)[:2]]
     free, captured = history(*events), history(*events, marks=marks)
     assert request_names(captured) == ["MALLOC", "FREE", "CAPTURE_BEGIN", "MALLOC 1", "CAPTURE_END"]
-    assert replayed(read_requests(free), AllocatorConfig(), total=60 * MIB).fits
-    failed = replayed(read_requests(captured), AllocatorConfig(), total=60 * MIB)
+    assert replayed(allocator_requests_of_trace(free), AllocatorConfig(), total=60 * MIB).fits
+    failed = replayed(allocator_requests_of_trace(captured), AllocatorConfig(), total=60 * MIB)
     assert (failed.failure.event, failed.failure.requested) == (5, 50 * MIB)
 
 
@@ -207,7 +207,7 @@ def test_blocks_freed_during_a_capture_wait_for_its_end():
     ]
     events[3:3] = used(B, 12 * MIB, 0)[:2]
     trace = history(*events, marks=[(0, MarkKind.CAPTURE_BEGIN, 0), (5, MarkKind.CAPTURE_END, 0)])
-    found = read_requests(trace)
+    found = allocator_requests_of_trace(trace)
     assert "GONE_ON" in request_names(trace)
     result = replayed(found, AllocatorConfig(), total=GIB)
     assert [segment.size for segment in result.segments] == [12 * MIB, 12 * MIB]  # A was reused
@@ -222,7 +222,7 @@ def test_earlier_memory_has_the_stream_and_pool_it_has_at_the_end():
             segment(B, 12 * MIB, pool=MEM_POOL, blocks=[replace(old, address=B, state="inactive")]),
         ],
     )
-    found = read_requests(trace)
+    found = allocator_requests_of_trace(trace)
     assert list(zip(found.stream[:2], found.pool[:2], strict=True)) == [(0, 1), (3, 2)]
 
 
@@ -238,7 +238,7 @@ def test_private_pools_without_recorded_pools_are_refused(fields):
     with pytest.raises(
         FileFormatError, match=r"private memory pools.*Record the run with PyTorch 2\.12 or later"
     ):
-        read_requests(trace_of(used(A, 12 * MIB, 0), **fields))
+        allocator_requests_of_trace(trace_of(used(A, 12 * MIB, 0), **fields))
 
 
 def test_the_setting_without_caching_is_not_tried_with_captured_graphs():

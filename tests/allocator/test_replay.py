@@ -6,8 +6,12 @@ import pytest
 
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.replay import replay_requests
-from memfit.allocator.requests import AllocatorRequests, RequestKind, read_requests
-from memfit.allocator.setting_outcomes import recommended_outcome, replay_setting, smallest_device_that_fits
+from memfit.allocator.requests import AllocatorRequests, RequestKind, allocator_requests_of_trace
+from memfit.allocator.setting_outcomes import (
+    recommended_setting_outcome,
+    replay_under_setting,
+    smallest_device_that_fits,
+)
 from memfit.errors import FileFormatError, UsageError
 from memfit.records import Action, AllocatorSetting, CallRates, FailedMalloc, Mark, MarkKind, SettingOutcome
 from support.traces import freed, trace_of
@@ -47,7 +51,7 @@ def test_a_replay_equals_the_real_allocator(drive, situation):
     config = AllocatorConfig.read(trace.settings)
     if situation == "garbage collection":  # the driver sets the limit by a call, which no history records
         config = changed(config, per_process_memory_fraction=0.8)
-    result = replay_requests(read_requests(trace), config, total=TOTAL[situation] << 30)
+    result = replay_requests(allocator_requests_of_trace(trace), config, total=TOTAL[situation] << 30)
     assert result.peak_allocated == truth[:, 1].max()
     assert result.peak_reserved == truth[:, 2].max()
     assert result.statistics["num_alloc_retries"] == trace.statistics["num_alloc_retries"]
@@ -66,7 +70,7 @@ def test_a_block_used_by_another_stream_waits_for_its_completed_free():
             (Action.ALLOC, 0x1000, 2 * MIB),
         ]
     )
-    found = read_requests(trace)
+    found = allocator_requests_of_trace(trace)
     assert request_names(found) == ["MALLOC", "FREE_LATER", "MALLOC", "GONE_ON", "MALLOC"]
     result = replay_requests(found, AllocatorConfig(), total=GIB)
     assert result.statistics["active_bytes.all.peak"] == 4 * MIB
@@ -85,20 +89,20 @@ def test_empty_cache_is_recognised_by_a_mark_or_by_its_releases():
     )
     wanted = ["MALLOC", "FREE", "EMPTY_CACHE", "MALLOC"]
     trace = changed(trace_of(events), statistics={"num_alloc_retries": 0})
-    assert request_names(read_requests(trace)) == wanted
+    assert request_names(allocator_requests_of_trace(trace)) == wanted
     marked = changed(trace, marks=(Mark(4, MarkKind.EMPTY_CACHE, 0),))
-    assert request_names(read_requests(marked)) == wanted
+    assert request_names(allocator_requests_of_trace(marked)) == wanted
     full = changed(
         trace, statistics={}, device=changed(trace.device, total=changed(trace.device.total, bytes=21 * MIB))
     )
     # The second malloc was short of memory.
-    assert request_names(read_requests(full)) == ["MALLOC", "FREE", "MALLOC"]
+    assert request_names(allocator_requests_of_trace(full)) == ["MALLOC", "FREE", "MALLOC"]
 
 
 def test_a_free_of_an_unknown_block_names_the_event():
     trace = trace_of([(Action.FREE_REQUESTED, 0x7000, 512)])
     with pytest.raises(FileFormatError, match=r"Event 0 of 1 \(kind free_requested, 512 bytes at 0x7000"):
-        read_requests(trace)
+        allocator_requests_of_trace(trace)
 
 
 def test_a_replay_ends_at_the_first_malloc_that_fails():
@@ -110,7 +114,9 @@ def test_a_replay_ends_at_the_first_malloc_that_fails():
             (Action.ALLOC, 0x20000000, 40 * MIB),
         ]
     )
-    result = replay_requests(read_requests(trace), AllocatorConfig(), total=64 * MIB, taken=2 * MIB)
+    result = replay_requests(
+        allocator_requests_of_trace(trace), AllocatorConfig(), total=64 * MIB, taken=2 * MIB
+    )
     assert not result.fits
     assert result.failure == FailedMalloc(3, 40 * MIB, 32 * MIB)
     assert result.peak_reserved == 30 * MIB
@@ -123,7 +129,9 @@ def test_without_a_cache_every_tensor_costs_two_calls():
             (Action.ALLOC, 0x1000, 2 * MIB),
             *freed(0x1000, 2 * MIB),
         ]
-    result = replay_requests(read_requests(trace_of(events)), AllocatorConfig(caching=False), total=GIB)
+    result = replay_requests(
+        allocator_requests_of_trace(trace_of(events)), AllocatorConfig(caching=False), total=GIB
+    )
     assert (result.calls.malloc, result.calls.free) == (5, 5)
     assert result.peak_reserved == 2 * MIB
 
@@ -138,7 +146,7 @@ def test_the_smallest_capacity_is_found_from_above():
             (Action.ALLOC, 0x20000000, 40 * MIB),
         ]
     )
-    found = read_requests(trace)
+    found = allocator_requests_of_trace(trace)
     size = smallest_device_that_fits(found, AllocatorSetting(), taken=2 * MIB, version=(2, 14))
     assert size == 42 * MIB  # the allocator releases the cached 30 MiB because the 40 do not fit beside them
     assert replay_requests(found, AllocatorConfig(), total=size, taken=2 * MIB).fits
@@ -151,7 +159,7 @@ def test_after_so_many_replays_the_strides_to_the_smallest_capacity_double():
     for number in range(100):
         block = (0x10000000 + (number << 32), (40 + 2 * number) * MIB)
         events += [(Action.SEGMENT_ALLOC, *block), (Action.ALLOC, *block), *freed(*block)]
-    found = read_requests(trace_of(events))
+    found = allocator_requests_of_trace(trace_of(events))
     tried: list[int] = []
 
     def size(exhaustive, **more):
@@ -178,25 +186,25 @@ def test_only_a_setting_that_gains_is_recommended():
         return SettingOutcome(AllocatorSetting(conf), done, seconds)
 
     now = row(1000 * MIB, conf="")
-    assert recommended_outcome([row(999 * MIB)], now) is None  # saves too little
-    assert recommended_outcome([row(900 * MIB, seconds=0.5)], now) is None  # slower
-    assert recommended_outcome([row(900 * MIB, fits=False)], now) is None
+    assert recommended_setting_outcome([row(999 * MIB)], now) is None  # saves too little
+    assert recommended_setting_outcome([row(900 * MIB, seconds=0.5)], now) is None  # slower
+    assert recommended_setting_outcome([row(900 * MIB, fits=False)], now) is None
     best = row(800 * MIB)
-    assert recommended_outcome([row(900 * MIB), best], now) is best
-    assert recommended_outcome([best], row(100 * MIB, fits=False, conf="")) is best
+    assert recommended_setting_outcome([row(900 * MIB), best], now) is best
+    assert recommended_setting_outcome([best], row(100 * MIB, fits=False, conf="")) is best
 
 
 def test_pytorch_accepts_every_setting_that_is_tried():
-    from memfit.allocator.setting_outcomes import config_of_setting, settings_worth_trying
+    from memfit.allocator.setting_outcomes import allocator_config_of_setting, allocator_settings_worth_trying
 
     for version in ((2, 8), (2, 14)):
-        names = [setting.name for setting in settings_worth_trying(version)]
+        names = [setting.name for setting in allocator_settings_worth_trying(version)]
         assert len(set(names)) == len(names)
-        for setting in settings_worth_trying(version):
-            config_of_setting(setting)
-    assert not any("large_segment" in setting.conf for setting in settings_worth_trying((2, 8)))
+        for setting in allocator_settings_worth_trying(version):
+            allocator_config_of_setting(setting)
+    assert not any("large_segment" in setting.conf for setting in allocator_settings_worth_trying((2, 8)))
     with pytest.raises(UsageError, match="max_split_size_mb:3 "):
-        replay_setting(
+        replay_under_setting(
             _NOTHING,
             AllocatorSetting("max_split_size_mb:3"),
             total=GIB,

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.allocator.config import INTERVALS, AllocatorConfig
-from memfit.allocator.rounding import round_size, segment_size, should_split_block
+from memfit.allocator.rounding import round_size, segment_bytes_for_request, should_split_block
 
 MIB = 1 << 20
 sizes = st.one_of(
@@ -67,12 +67,17 @@ def test_rounding_is_minimal_and_idempotent(size, each):
     ],
 )
 def test_segment_sizes(size, segment):
-    assert segment_size(size) == segment
+    assert segment_bytes_for_request(size) == segment
 
 
 def test_large_segment_size_serves_requests_up_to_10_mib():
     config = AllocatorConfig(large_segment_size=48 * MIB)
-    assert [segment_size(n * MIB, config) for n in (1, 2, 9, 10)] == [2 * MIB, 48 * MIB, 48 * MIB, 10 * MIB]
+    assert [segment_bytes_for_request(n * MIB, config) for n in (1, 2, 9, 10)] == [
+        2 * MIB,
+        48 * MIB,
+        48 * MIB,
+        10 * MIB,
+    ]
 
 
 @pytest.mark.parametrize(

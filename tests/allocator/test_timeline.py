@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.allocator.timeline import disagreement_with_pytorch, memory_timeline
+from memfit.allocator.timeline import memory_timeline, timeline_disagreement_with_pytorch
 from memfit.errors import FileFormatError
 from memfit.records import Action, Mark, MarkKind, Segment, SnapshotBlock
 from support.traces import BASE, freed, segment, trace_of
@@ -25,7 +25,7 @@ def test_the_timeline_is_exact_after_every_operation(drive, situation):
     at = np.searchsorted(operations, truth[:, 0], side="right") - 1
     np.testing.assert_array_equal(derived.allocated[at], truth[:, 1])
     np.testing.assert_array_equal(derived.reserved[at], truth[:, 2])
-    assert disagreement_with_pytorch(trace, derived) == ""
+    assert timeline_disagreement_with_pytorch(trace, derived) == ""
 
 
 def test_the_compared_histories_have_shortages_and_shared_blocks(drive):
@@ -263,7 +263,7 @@ def test_a_forged_history_is_replayed_or_refused(history, segments_):
 def test_a_disagreement_with_the_statistics_is_reported(statistics, words):
     history = [SEGMENT, ALLOC, (Action.ALLOC, BASE + 512, 1), (Action.FREE_REQUESTED, BASE + 512, 1)]
     trace = trace_of(history, statistics=statistics)
-    found = disagreement_with_pytorch(trace, memory_timeline(trace))
+    found = timeline_disagreement_with_pytorch(trace, memory_timeline(trace))
     assert words in found
     assert bool(found) == bool(words)
 
@@ -272,4 +272,4 @@ def test_the_peak_counts_from_the_last_reset():
     history = [SEGMENT, ALLOC, (Action.ALLOC, BASE + 512, 1), (Action.FREE_REQUESTED, BASE + 512, 1)]
     trace = trace_of(history, statistics={"allocated_bytes.all.peak": 512})
     reset = replace(trace, marks=(Mark(4, MarkKind.RESET_PEAK, 0),))
-    assert disagreement_with_pytorch(reset, memory_timeline(reset)) == ""
+    assert timeline_disagreement_with_pytorch(reset, memory_timeline(reset)) == ""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from memfit.analysis.allocator_comparison import compare_settings
+from memfit.analysis.allocator_comparison import compare_allocator_settings
 from memfit.devices import find_device
 from memfit.errors import UsageError
 from memfit.records import Action, DeviceUse, Figure, Mark, MarkKind, Provenance, ScriptEnd
@@ -30,27 +30,27 @@ CARD = find_device("RTX-3060")
     ],
 )
 def test_the_device_is_that_of_the_trace_unless_overridden(options, total, taken):
-    found = compare_settings(trace_of(HISTORY, device=DEVICE), [], **options)
+    found = compare_allocator_settings(trace_of(HISTORY, device=DEVICE), [], **options)
     assert (found.total, found.taken) == (total, taken)
 
 
 def test_a_trace_without_a_device_needs_one_named():
     with pytest.raises(UsageError, match="Name a GPU with --gpu, or give the GPU's memory with --memory"):
-        compare_settings(trace_of(HISTORY), [])
-    assert compare_settings(trace_of(HISTORY), [], memory=GIB).total == GIB
+        compare_allocator_settings(trace_of(HISTORY), [])
+    assert compare_allocator_settings(trace_of(HISTORY), [], memory=GIB).total == GIB
 
 
 @pytest.mark.parametrize(("memory", "shown"), [(0, "0 B"), (612 * MIB, "612.0 MiB")])
 def test_no_memory_left_is_an_error(memory, shown):
     words = f"of its {shown}, the CUDA context uses 512.0 MiB, and other processes use 100.0 MiB"
     with pytest.raises(UsageError, match=words):
-        compare_settings(trace_of(HISTORY, device=DEVICE), [], memory=memory)
+        compare_allocator_settings(trace_of(HISTORY, device=DEVICE), [], memory=memory)
 
 
 def test_the_traces_own_settings_come_first_and_once():
     trace = trace_of(HISTORY, device=DEVICE, settings={"conf": "max_split_size_mb:64"})
     tried = []
-    found = compare_settings(
+    found = compare_allocator_settings(
         trace, ["expandable_segments:True", "max_split_size_mb:64"], on_progress=tried.append
     )
     assert tried == ["max_split_size_mb:64", "expandable_segments:True"]
@@ -77,17 +77,17 @@ def test_the_traces_own_settings_come_first_and_once():
 def test_invalid_options_are_refused(options, words):
     trace = trace_of(HISTORY, device=DEVICE, versions={"torch": options.pop("torch", "2.11.0")})
     with pytest.raises(UsageError, match=words):
-        compare_settings(trace, options.pop("confs", []), **options)
+        compare_allocator_settings(trace, options.pop("confs", []), **options)
 
 
 def test_a_single_conf_may_be_a_string():
-    found = compare_settings(trace_of(HISTORY, device=DEVICE), "expandable_segments:True")
+    found = compare_allocator_settings(trace_of(HISTORY, device=DEVICE), "expandable_segments:True")
     assert [row.setting.name for row in found.outcomes] == ["", "expandable_segments:True"]
 
 
 def test_only_settings_of_the_version_are_tried():
     trace = trace_of(HISTORY, device=DEVICE, versions={"torch": "2.10.0"})
-    tried = " ".join(row.setting.name for row in compare_settings(trace, None).outcomes)
+    tried = " ".join(row.setting.name for row in compare_allocator_settings(trace, None).outcomes)
     assert "max_split_size_mb" in tried
     assert "large_segment" not in tried
 
@@ -97,37 +97,41 @@ def test_the_cache_is_emptied_each_step_only_if_steps_are_known():
     for marks in (steps, []):
         tried = [
             row.setting.name
-            for row in compare_settings(trace_of(HISTORY, device=DEVICE, marks=marks), None).outcomes
+            for row in compare_allocator_settings(
+                trace_of(HISTORY, device=DEVICE, marks=marks), None
+            ).outcomes
         ]
         assert ("empty_cache() every step" in tried) == bool(marks)
 
 
 def test_a_replay_that_does_not_end_as_pytorch_did_is_noted():
     end = {"allocated_bytes.all.current": 0, "reserved_bytes.all.current": 20 * MIB}
-    agrees = compare_settings(trace_of(HISTORY, device=DEVICE, statistics=end), [])
+    agrees = compare_allocator_settings(trace_of(HISTORY, device=DEVICE, statistics=end), [])
     assert not [note for note in agrees.notes if "does not model" in note.text]
     end["allocated_bytes.all.current"] = 512
-    differs = compare_settings(trace_of(HISTORY, device=DEVICE, statistics=end), [])
+    differs = compare_allocator_settings(trace_of(HISTORY, device=DEVICE, statistics=end), [])
     (note,) = [note for note in differs.notes if "does not model" in note.text]
     assert "but PyTorch ended with 512 allocated and 20,971,520 reserved" in note.text
     assert note.provenance is Provenance.ASSUMED
-    elsewhere = compare_settings(trace_of(HISTORY, device=DEVICE, statistics=end), [], memory=GIB)
+    elsewhere = compare_allocator_settings(trace_of(HISTORY, device=DEVICE, statistics=end), [], memory=GIB)
     assert not [note for note in elsewhere.notes if "does not model" in note.text]
 
 
 def test_a_harmful_setting_is_worth_unsetting():
     small = [(Action.SEGMENT_ALLOC, BASE, 48 * MIB), (Action.ALLOC, BASE, 33 * MIB)]
     trace = trace_of(small, device=DEVICE, settings={"conf": "roundup_power2_divisions:2"})
-    found = compare_settings(trace, [""])
+    found = compare_allocator_settings(trace, [""])
     assert found.recommended is found.outcomes[1]
 
 
 def test_unknowns_are_noted():
-    known = compare_settings(trace_of(HISTORY, device=DEVICE, versions={"torch": "2.14.1"}), [])
+    known = compare_allocator_settings(trace_of(HISTORY, device=DEVICE, versions={"torch": "2.14.1"}), [])
     assert known.notes == ()
     late = [*freed(BASE, 2 * MIB), (Action.SEGMENT_FREE, BASE, 20 * MIB)]
     end = ScriptEnd("out of memory", 1)
-    notes = [note.text for note in compare_settings(trace_of(late, (), end=end), [], memory=GIB).notes]
+    notes = [
+        note.text for note in compare_allocator_settings(trace_of(late, (), end=end), [], memory=GIB).notes
+    ]
     assert [" ".join(text.split()[:4]) for text in notes] == [
         "A memory snapshot does",
         "The CUDA context is",

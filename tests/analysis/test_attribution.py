@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from memfit.allocator.timeline import memory_timeline
-from memfit.analysis.attribution import attribute
+from memfit.analysis.attribution import attribute_allocations
 from memfit.analysis.breakdown import LARGEST, breakdown_at, peak_event
-from memfit.analysis.explanation import phase_ledger
-from memfit.analysis.script_location import location_at
+from memfit.analysis.explanation import memory_changes_by_phase
+from memfit.analysis.script_location import script_location_at
 from memfit.errors import UsageError
 from memfit.records import (
     Action,
@@ -66,7 +66,7 @@ def run(*history, end="steps"):
 
 
 def categories(trace):
-    return [Category(code).name for code in attribute(trace, memory_timeline(trace)).category]
+    return [Category(code).name for code in attribute_allocations(trace, memory_timeline(trace)).category]
 
 
 F, L, B, R, O, S, I, W = (  # noqa: E741 - short, for tables
@@ -107,7 +107,7 @@ F, L, B, R, O, S, I, W = (  # noqa: E741 - short, for tables
 )
 def test_an_allocation_has_the_category_of_its_life(history, expected):
     trace = run(*history)
-    attribution = attribute(trace, memory_timeline(trace))
+    attribution = attribute_allocations(trace, memory_timeline(trace))
     (which,) = np.flatnonzero(attribution.requested == 100)
     assert Category(attribution.category[which]).name == expected
 
@@ -132,7 +132,7 @@ def step(place=1):
 )
 def test_what_outlives_whole_training_steps_is_held_by_the_script(history, expected):
     trace = run(*history)
-    attribution = attribute(trace, memory_timeline(trace))
+    attribution = attribute_allocations(trace, memory_timeline(trace))
     (which,) = np.flatnonzero(attribution.requested == 100)
     assert Category(attribution.category[which]).name == expected
 
@@ -163,7 +163,7 @@ def forwards(number, place=1):
 )
 def test_what_outlives_an_evaluation_s_forwards_is_held_by_the_script(history, expected):
     trace = run(*history)
-    attribution = attribute(trace, memory_timeline(trace))
+    attribution = attribute_allocations(trace, memory_timeline(trace))
     (which,) = np.flatnonzero(attribution.requested == 100)
     assert Category(attribution.category[which]).name == expected
 
@@ -185,16 +185,16 @@ def test_an_event_without_a_label_is_unknown():
 def test_phases_agree_everywhere():
     trace = run(made(0, 1000, S), made(2, 9, F), made(3, 9, F)._replace(label=-1), made(4, 9, B))
     line = memory_timeline(trace)
-    attribution = attribute(trace, line)
+    attribution = attribute_allocations(trace, line)
     phases = [tuple(Phase)[code] for code in attribution.phase_of_event]
-    assert phases == [location_at(trace, event).phase for event in range(len(trace.events))]
+    assert phases == [script_location_at(trace, event).phase for event in range(len(trace.events))]
     for phase in dict.fromkeys(phases):
         at = peak_event(trace, line, phase)
         assert phases[at] is phase
         assert line.allocated[at] == max(
             level for other, level in zip(phases, line.allocated.tolist(), strict=True) if other is phase
         )
-    assert [change.phase for change in phase_ledger(trace, line, attribution)] == [S, F, S, B]
+    assert [change.phase for change in memory_changes_by_phase(trace, line, attribution)] == [S, F, S, B]
 
 
 HELD = (
@@ -214,7 +214,7 @@ HELD = (
 def test_rows_of_every_kind_sum_to_the_allocated_bytes():
     trace = run(*HELD)
     line = memory_timeline(trace)
-    attribution = attribute(trace, line)
+    attribution = attribute_allocations(trace, line)
     for event in range(len(trace.events)):
         found = breakdown_at(trace, line, attribution, event)
         assert found.allocated == line.allocated[event]
@@ -234,7 +234,7 @@ def test_a_tensor_belongs_to_the_module_that_owns_it():
         tensors=(TensorInfo("blocks.1.fc", "weight", "float32", (250,)),),
     )
     line = memory_timeline(trace)
-    found = breakdown_at(trace, line, attribute(trace, line), len(trace.events) - 1)
+    found = breakdown_at(trace, line, attribute_allocations(trace, line), len(trace.events) - 1)
     names = {row.name: row.bytes for row in found.rows[GroupBy.MODULE]}
     assert names["blocks.0-1.fc"] == 1000  # the forward's blocks are gone by then
     assert (found.largest[0].name, found.largest[0].shape) == ("weight", (250,))
@@ -260,7 +260,7 @@ def test_a_missing_moment_is_refused(at):
 def test_the_ledger_has_the_change_of_each_phase():
     trace = run(*HELD)
     line = memory_timeline(trace)
-    changes = phase_ledger(trace, line, attribute(trace, line))
+    changes = memory_changes_by_phase(trace, line, attribute_allocations(trace, line))
     assert [(change.phase, dict(change.by_category)) for change in changes] == [
         (Phase.SETUP, {"parameters": 1024}),
         (Phase.FORWARD, {"activations": 512}),
@@ -276,7 +276,7 @@ def test_the_ledger_has_the_change_of_each_phase():
 def test_recomputation_is_part_of_its_backward_in_the_ledger():
     trace = run(made(0, 9, F), made(1, 9, B), made(2, 9, R), made(3, 9, B), made(4, 9, O))
     line = memory_timeline(trace)
-    changes = phase_ledger(trace, line, attribute(trace, line))
+    changes = memory_changes_by_phase(trace, line, attribute_allocations(trace, line))
     assert [(change.phase, change.step) for change in changes] == [(S, 0), (F, 1), (B, 1), (O, 1)]
     assert (changes[2].change, changes[2].peak) == (3 * 512, 4 * 512)
 
@@ -284,8 +284,8 @@ def test_recomputation_is_part_of_its_backward_in_the_ledger():
 def test_a_trace_without_events_has_no_breakdown():
     trace = trace_of([])
     line = memory_timeline(trace)
-    attribution = attribute(trace, line)
+    attribution = attribute_allocations(trace, line)
     assert len(attribution.category) == 0
-    assert phase_ledger(trace, line, attribution) == ()
+    assert memory_changes_by_phase(trace, line, attribution) == ()
     with pytest.raises(UsageError, match="allocated no memory"):
         peak_event(trace, line, "peak")

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from memfit.analysis.baseline_check import baseline_of, check_memory
-from memfit.analysis.summary import summarize
+from memfit.analysis.baseline_check import compare_with_baseline, memory_baseline_of_run
+from memfit.analysis.summary import summarize_trace
 from memfit.errors import FileFormatError
 from memfit.records import Category, CheckVerdict, Figure, MemoryCheck, Provenance
 from memfit.report.public_json import baseline_from_json, baseline_to_json, public_json_type, result_to_json
@@ -17,10 +17,10 @@ from memfit.report.terminal.run_differences import print_memory_check
 from support.advised_runs import trace
 
 RUN = trace(1000)
-FOUND = summarize(RUN)
+FOUND = summarize_trace(RUN)
 PEAK = 10_000_000
 BASE = replace(
-    baseline_of(RUN, FOUND),
+    memory_baseline_of_run(RUN, FOUND),
     phase="backward",
     module="net",
     peak={"allocated": PEAK, "reserved": 2 * PEAK, "process": 3 * PEAK},
@@ -45,7 +45,7 @@ def grown(by=0, *, modules=None, terms=None, **more):
 
 def check(run, tolerance=0.01, *, fits=True, baseline=BASE):
     needs = Figure(run.peak["process"], Provenance.ASSUMED)
-    return check_memory(baseline, run, FOUND, needs, tolerance, fits=fits)
+    return compare_with_baseline(baseline, run, FOUND, needs, tolerance, fits=fits)
 
 
 def named(figures):
@@ -164,10 +164,12 @@ def test_the_json_has_what_grew():
 
 
 def test_the_baseline_of_a_run_has_its_terms_and_modules():
-    found = baseline_of(RUN, FOUND)
+    found = memory_baseline_of_run(RUN, FOUND)
     assert found.peak["allocated"] == FOUND.peak_allocated
     assert sum(size for held in found.modules.values() for size in held.values()) == 1000 << 20
     kinds = {term for held in found.modules.values() for term in held}
     assert kinds == {"activations"}
     assert found.terms["activations"] == 1000 << 20
-    assert set(baseline_of(trace(9, category=Category.PARAMETER), FOUND).modules[""]) == {"parameters"}
+    assert set(memory_baseline_of_run(trace(9, category=Category.PARAMETER), FOUND).modules[""]) == {
+        "parameters"
+    }

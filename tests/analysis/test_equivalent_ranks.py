@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from memfit.analysis.equivalent_ranks import find_held, ranks_by_role
+from memfit.analysis.equivalent_ranks import find_what_ranks_hold, ranks_by_role
 from memfit.records import ByteRange, PeakRange, RankRole, ScriptLocation
 from memfit.report.places_in_words import format_ranks
 
@@ -29,19 +29,19 @@ def test_every_rank_has_what_it_holds_and_none_runs_twice(nproc, nnodes, held_by
         ran.append(rank)
         return held_by(rank)
 
-    assert find_held(nproc, nnodes, run) == {rank: held_by(rank) for rank in range(nproc * nnodes)}
+    assert find_what_ranks_hold(nproc, nnodes, run) == {rank: held_by(rank) for rank in range(nproc * nnodes)}
     assert len(set(ran)) == len(ran)
     assert {*range(nproc), *range(nproc * (nnodes - 1), nproc * nnodes)} <= set(ran)
 
 
 def test_ranks_that_differ_only_between_equal_machines_are_missed():
-    held = find_held(1, 9, lambda rank: rank == 4)
+    held = find_what_ranks_hold(1, 9, lambda rank: rank == 4)
     assert not any(held.values())  # the note of --all-ranks says that memfit assumes it
 
 
 def test_machines_that_are_alike_are_run_once_at_each_end():
     ran = []
-    find_held(8, 128, ran.append)
+    find_what_ranks_hold(8, 128, ran.append)
     assert sorted(ran) == [*range(8), *range(1016, 1024)]
 
 

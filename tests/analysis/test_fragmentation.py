@@ -2,7 +2,7 @@
 
 import pytest
 
-from memfit.analysis.fragmentation import END, PEAK_ALLOCATED, PEAK_RESERVED, fragmentation
+from memfit.analysis.fragmentation import END, PEAK_ALLOCATED, PEAK_RESERVED, classify_unrequested_bytes
 from memfit.errors import FileFormatError, UsageError
 from memfit.records import (
     Action,
@@ -45,7 +45,7 @@ def fragmentation_of(history, segments=None, at=None, **fields):
     """Return the fragmentation of a history at some moments."""
     frames = tuple(Frame("/somewhere/train.py", line, "main", user=True) for line in LINES)
     trace = trace_of(history, segments, labels=LABELS, stacks=((0,), (1,), (2,)), frames=frames, **fields)
-    return fragmentation(trace, at)
+    return classify_unrequested_bytes(trace, at)
 
 
 PINNED = (

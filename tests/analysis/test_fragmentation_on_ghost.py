@@ -9,9 +9,15 @@ import pytest
 
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.replay import replay_requests
-from memfit.allocator.requests import AllocatorRequests, RequestKind, read_requests
+from memfit.allocator.requests import AllocatorRequests, RequestKind, allocator_requests_of_trace
 from memfit.allocator.timeline import memory_timeline
-from memfit.analysis.fragmentation import END, HOLES, PEAK_ALLOCATED, PEAK_RESERVED, fragmentation
+from memfit.analysis.fragmentation import (
+    END,
+    HOLES,
+    PEAK_ALLOCATED,
+    PEAK_RESERVED,
+    classify_unrequested_bytes,
+)
 from memfit.records import Action, Provenance, Segment, SnapshotBlock
 
 MIB = 1 << 20
@@ -112,7 +118,7 @@ def assert_agreement(moment, segments):
 
 def test_the_end_equals_pytorchs_snapshot(drive, situation):
     trace, _, _ = drive(situation)
-    found = fragmentation(trace)
+    found = classify_unrequested_bytes(trace)
     end = found.moments[-1]
     assert (end.name, found.provenance) == (END, Provenance.EXACT)
     assert_agreement(end, trace.segments)
@@ -138,7 +144,7 @@ def test_the_end_equals_pytorchs_snapshot(drive, situation):
 
 def test_the_peaks_equal_pytorchs(drive, situation):
     trace, _, _ = drive(situation)
-    peaks = {moment.name: moment.all for moment in fragmentation(trace).moments}
+    peaks = {moment.name: moment.all for moment in classify_unrequested_bytes(trace).moments}
     assert peaks[PEAK_RESERVED].reserved == trace.statistics["reserved_bytes.all.peak"]
     assert peaks[PEAK_ALLOCATED].allocated == trace.statistics["allocated_bytes.all.peak"]
 
@@ -147,14 +153,14 @@ def test_every_moment_sums_to_the_timeline(drive, situation):
     trace, _, _ = drive(situation)
     dice = random.Random(20261122)  # noqa: S311
     at = {str(n): dice.randint(1, len(trace.events)) for n in range(15)}
-    for moment in fragmentation(trace, at).moments:
+    for moment in classify_unrequested_bytes(trace, at).moments:
         assert_agreement(moment, rebuilt_segments(trace, moment.events))
 
 
 def test_every_moment_equals_a_replay(drive, situation):
     """Until memory first runs short: from there, a replay needs the device's size, which a snapshot lacks."""
     trace, _, _ = drive(situation)
-    requests = read_requests(trace)
+    requests = allocator_requests_of_trace(trace)
     short = np.isin(trace.events.action, (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP, Action.OOM))
     if situation in NEVER_SHORT:
         short[:] = False
@@ -170,7 +176,7 @@ def test_every_moment_equals_a_replay(drive, situation):
         columns = (getattr(requests, name)[: index + 1] for name in names)
         first = AllocatorRequests(*columns, pools=requests.pools)
         result = replay_requests(first, AllocatorConfig.read(trace.settings), total=80 << 30)
-        (moment,) = fragmentation(trace, {"then": requests.event[index] + 1}).moments
+        (moment,) = classify_unrequested_bytes(trace, {"then": requests.event[index] + 1}).moments
         assert_agreement(moment, result.segments)
 
 
@@ -180,8 +186,8 @@ def test_a_late_history_gives_the_same_fragmentation(drive, situation):
     trace, _, _ = drive(situation, history_from=700)
     missing = len(whole.events) - len(trace.events)
     at = {str(count): count for count in (0, 1, *range(50, len(trace.events), 150), len(trace.events))}
-    known = fragmentation(whole, {name: missing + count for name, count in at.items()})
-    found = fragmentation(trace, at)
+    known = classify_unrequested_bytes(whole, {name: missing + count for name, count in at.items()})
+    found = classify_unrequested_bytes(trace, at)
     assert missing > 500
     assert found.provenance is (Provenance.EXACT if situation == "expandable" else Provenance.ASSUMED)
     for moment, truth in zip(found.moments, known.moments, strict=True):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import memfit
-from memfit.analysis.breakdown import compare_runs
+from memfit.analysis.breakdown import compare_run_breakdowns
 from memfit.analysis.fold_module_paths import fold_module_paths
 from memfit.errors import UsageError
 from memfit.records import (
@@ -43,14 +43,14 @@ def rows(found):
 
 def test_layers_are_folded_over_both_runs():
     two, four = (run(*[f"blocks.{n}.fc" for n in range(count)], "head") for count in (2, 4))
-    found = compare_runs(two, four, by=GroupBy.MODULE)
+    found = compare_run_breakdowns(two, four, by=GroupBy.MODULE)
     assert rows(found) == {"blocks.0-3.fc": (1200, 2400), "head": (600, 600), "rounding": (1272, 2120)}
     assert found.allocated == (3072, 5120)
     assert found.reserved == (2 << 20, 2 << 20)
 
 
 def test_a_module_named_rounding_is_not_the_row_rounding():
-    found = compare_runs(run("rounding"), run("rounding", "head"), by=GroupBy.MODULE)
+    found = compare_run_breakdowns(run("rounding"), run("rounding", "head"), by=GroupBy.MODULE)
     assert sorted((row.name, row.before, row.after) for row in found.rows) == [
         ("head", 0, 600),
         ("rounding", 424, 848),
@@ -60,13 +60,13 @@ def test_a_module_named_rounding_is_not_the_row_rounding():
 
 @pytest.mark.parametrize("by", GroupBy)
 def test_rows_sum_to_the_allocated_bytes(by):
-    found = compare_runs(run("a", "b", "rounding"), run("b"), by=by)
+    found = compare_run_breakdowns(run("a", "b", "rounding"), run("b"), by=by)
     assert (sum(row.before for row in found.rows), sum(row.after for row in found.rows)) == found.allocated
 
 
 def test_a_moment_that_one_run_lacks_is_refused():
     with pytest.raises(UsageError, match="has no backward phase"):
-        compare_runs(run("a"), run("a"), "backward")
+        compare_run_breakdowns(run("a"), run("a"), "backward")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.explanation import explain_trace
-from memfit.analysis.run_stages import stage_spans, stage_uses
+from memfit.analysis.run_stages import memory_use_by_stage, stage_spans
 from memfit.errors import UsageError
 from memfit.records import Action, Category, Mark, MarkKind, Stage
 from support.stage_marks import LETTERS, NAMES, ORDERS
@@ -43,7 +43,7 @@ def test_a_trace_that_starts_in_the_middle_of_a_run_has_no_setup():
     history = [(Action.EARLIER, BASE, 512), (Action.ALLOC, BASE + 512, 512)]
     trace = trace_of(history, marks=tuple(Mark(1, *LETTERS[letter]) for letter in "Bfv"))
     assert [(span.begin, span.stage) for span in stage_spans(trace)] == [(1, Stage.EVALUATION)]
-    assert stage_uses(trace, memory_timeline(trace_of([]))) == ()
+    assert memory_use_by_stage(trace, memory_timeline(trace_of([]))) == ()
 
 
 def with_levels(*, keeps):
@@ -67,7 +67,7 @@ def with_levels(*, keeps):
 @pytest.mark.parametrize("keeps", [True, False])
 def test_each_stage_has_its_own_peak_and_what_it_leaves_behind(keeps):
     trace = with_levels(keeps=keeps)
-    uses = {use.stage: use for use in stage_uses(trace, memory_timeline(trace))}
+    uses = {use.stage: use for use in memory_use_by_stage(trace, memory_timeline(trace))}
     assert list(uses) == [Stage.SETUP, Stage.TRAINING, Stage.EVALUATION]
     assert (uses[Stage.TRAINING].times, uses[Stage.EVALUATION].times) == (2, 1)
     assert uses[Stage.EVALUATION].allocated == 3 * SIZE
@@ -80,7 +80,7 @@ def test_each_stage_has_its_own_peak_and_what_it_leaves_behind(keeps):
 def test_workspaces_are_not_left_behind():
     trace = with_levels(keeps=True)
     trace.events.category[2] = Category.WORKSPACE
-    assert not any(use.leaves for use in stage_uses(trace, memory_timeline(trace)))
+    assert not any(use.leaves for use in memory_use_by_stage(trace, memory_timeline(trace)))
 
 
 def test_the_moment_of_a_stage_can_be_explained():
@@ -98,6 +98,8 @@ def test_a_stage_that_allocates_nothing_has_what_it_found_and_no_place():
     end = len(trace.events)
     marks = (*trace.marks, Mark(end - 2, *LETTERS["t"]), Mark(end - 2, *LETTERS["b"]))
     trace = replace(trace, marks=tuple(sorted(marks, key=lambda mark: mark.position)))
-    saving = next(use for use in stage_uses(trace, memory_timeline(trace)) if use.stage is Stage.SAVING)
+    saving = next(
+        use for use in memory_use_by_stage(trace, memory_timeline(trace)) if use.stage is Stage.SAVING
+    )
     assert saving.place is None
     assert saving.allocated == 2 * SIZE

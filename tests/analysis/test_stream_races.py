@@ -1,7 +1,7 @@
 """The range between a run whose side streams finish early and one whose side streams finish late."""
 
-from memfit.analysis.stream_races import with_upper_bound
-from memfit.analysis.summary import summarize
+from memfit.analysis.stream_races import with_stream_race_range
+from memfit.analysis.summary import summarize_trace
 from memfit.records import Action, ByteRange, DeviceUse, Figure, Provenance
 from support.traces import BASE, trace_of
 
@@ -12,7 +12,7 @@ DEVICE = DeviceUse("A100-80GB", Figure(1 << 40, Provenance.EXACT), Figure(100 * 
 def holding(allocated, reserved):
     """Return the summary of a run that holds so many MiB."""
     history = [(Action.SEGMENT_ALLOC, BASE, reserved * MIB), (Action.ALLOC, BASE, allocated * MIB)]
-    return summarize(trace_of(history, device=DEVICE))
+    return summarize_trace(trace_of(history, device=DEVICE))
 
 
 def mebibytes(size):
@@ -20,19 +20,19 @@ def mebibytes(size):
 
 
 def test_a_range_ends_at_what_late_work_needs():
-    found = with_upper_bound(holding(10, 20), holding(14, 30)).range
+    found = with_stream_race_range(holding(10, 20), holding(14, 30)).range
     assert mebibytes(found.allocated) == ByteRange(10, 14)
     assert mebibytes(found.reserved) == ByteRange(20, 30)
     assert mebibytes(found.process) == ByteRange(120, 130)
 
 
 def test_a_figure_that_late_work_lowers_is_no_range_upside_down():
-    found = with_upper_bound(holding(10, 20), holding(9, 30)).range
+    found = with_stream_race_range(holding(10, 20), holding(9, 30)).range
     assert mebibytes(found.allocated) == ByteRange(9, 10)
     assert mebibytes(found.reserved) == ByteRange(20, 30)
 
 
 def test_late_work_that_needs_no_more_leaves_the_early_answer():
     early = holding(10, 20)
-    assert with_upper_bound(early, holding(10, 20)) is early
-    assert with_upper_bound(early, holding(9, 20)) is early
+    assert with_stream_race_range(early, holding(10, 20)) is early
+    assert with_stream_race_range(early, holding(9, 20)) is early

@@ -4,9 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from memfit.analysis.needed_memory import needed_without_workspaces, with_needs, with_workspace_range
-from memfit.analysis.stream_races import with_upper_bound
-from memfit.analysis.summary import summarize
+from memfit.analysis.needed_memory import (
+    memory_needed_without_workspaces,
+    with_needed_memory,
+    with_range_by_workspaces,
+)
+from memfit.analysis.stream_races import with_stream_race_range
+from memfit.analysis.summary import summarize_trace
 from memfit.records import (
     Action,
     ByteRange,
@@ -45,7 +49,7 @@ def convolving(workspace, *, total=1 << 40, category=Category.WORKSPACE, reporte
 
 
 def ranged(trace):
-    return with_workspace_range(trace, with_needs(trace, summarize(trace)))
+    return with_range_by_workspaces(trace, with_needed_memory(trace, summarize_trace(trace)))
 
 
 def test_the_lower_end_has_no_workspaces():
@@ -91,9 +95,9 @@ def test_a_tight_run_has_a_range_too():
 @pytest.mark.parametrize(("workspace", "is_range"), [(12 * MIB, True), (10 * MIB, False)])
 def test_ends_within_2_percent_of_the_process_are_one_figure(workspace, is_range):
     trace = convolving(workspace)
-    found = summarize(trace)
+    found = summarize_trace(trace)
     assert found.peak_process.bytes == CONTEXT + 400 * MIB + workspace
-    assert (with_workspace_range(trace, found) is not found) is is_range
+    assert (with_range_by_workspaces(trace, found) is not found) is is_range
 
 
 def test_only_workspaces_of_cudnn_s_plans_are_left_out():
@@ -125,7 +129,7 @@ def test_the_verdict_is_that_of_the_run_without_workspaces_if_it_needs_more(tota
     ]
     on = replace(device(total * MIB), context=assumed, in_use=in_use * MIB)
     trace = trace_of(history, device=on, labels=LABELS, cudnn_workspaces=(100 * MIB,))
-    assert summarize(trace).verdict == "fits"
+    assert summarize_trace(trace).verdict == "fits"
     found = ranged(trace)
     assert (found.verdict, found.range.process) == (verdict, ByteRange(600 * MIB, 640 * MIB))
     least, most = (f"{(mib + in_use) / 1024:.2f}" for mib in (600, 640))
@@ -161,11 +165,11 @@ def test_a_run_that_does_not_fit_needs_less_without_workspaces(workspace, least)
     # Without any, it needs 400 MiB and the context; but it failed on a GPU of 518 MiB.
     trace = convolving(workspace)
     needs = Figure(CONTEXT + 400 * MIB + workspace, Provenance.SIMULATED)
-    found = needed_without_workspaces(trace, summarize(trace), device(0), needs, 518 * MIB)
+    found = memory_needed_without_workspaces(trace, summarize_trace(trace), device(0), needs, 518 * MIB)
     assert (found and found.bytes) == least
     large = device(CONTEXT)
-    bare = needed_without_workspaces(
-        convolving(200 * MIB), summarize(trace), large, Figure(700 * MIB, Provenance.EXACT)
+    bare = memory_needed_without_workspaces(
+        convolving(200 * MIB), summarize_trace(trace), large, Figure(700 * MIB, Provenance.EXACT)
     )
     assert bare.bytes == CONTEXT + 400 * MIB
 
@@ -174,14 +178,14 @@ def test_a_run_that_does_not_fit_needs_less_without_workspaces(workspace, least)
 def test_workspaces_of_at_most_2_percent_are_not_told_apart(workspace, is_notable):
     trace = convolving(workspace)
     needs = Figure(CONTEXT + 400 * MIB + workspace, Provenance.SIMULATED)
-    found = needed_without_workspaces(trace, summarize(trace), device(CONTEXT), needs)
+    found = memory_needed_without_workspaces(trace, summarize_trace(trace), device(CONTEXT), needs)
     assert (found is not None) is is_notable
 
 
 def test_a_run_without_convolutions_needs_nothing_else_without_workspaces():
     trace = convolving(200 * MIB, reported=())
     needs = Figure(700 * MIB, Provenance.EXACT)
-    assert needed_without_workspaces(trace, summarize(trace), device(500 * MIB), needs) is None
+    assert memory_needed_without_workspaces(trace, summarize_trace(trace), device(500 * MIB), needs) is None
 
 
 def trace_without_room():
@@ -191,7 +195,7 @@ def trace_without_room():
 
 
 def test_a_range_of_streams_contains_that_of_workspaces():
-    early, late = ranged(convolving(200 * MIB)), summarize(convolving(300 * MIB))
-    found = with_upper_bound(early, late).range
+    early, late = ranged(convolving(200 * MIB)), summarize_trace(convolving(300 * MIB))
+    found = with_stream_race_range(early, late).range
     assert found.reserved == ByteRange(400 * MIB, 700 * MIB)
     assert found.causes == (RangeCause.STREAMS, RangeCause.WORKSPACES)

@@ -11,13 +11,13 @@ from torch import nn
 
 import memfit
 from memfit.arenas import arena_library
-from memfit.arenas.arena_memory import CudaMemory
+from memfit.arenas.arena_memory import CudaArenaMemory
 from memfit.errors import UsageError
 
 
 def pages_move():
     leave(64)
-    CudaMemory()
+    CudaArenaMemory()
     with torch.cuda.stream(torch.cuda.Stream()):
         waits = mib(16)
         waits.record_stream(torch.cuda.Stream())
@@ -32,7 +32,7 @@ def pages_move():
 
 def out_of_memory():
     leave(64)
-    CudaMemory()
+    CudaArenaMemory()
     kept = mib(16)
     for size in (64, 1 << 40):
         try:
@@ -43,7 +43,7 @@ def out_of_memory():
 
 
 def fraction():
-    CudaMemory()
+    CudaArenaMemory()
     torch.cuda.set_per_process_memory_fraction(64 * MIB / TOTAL)
     kept = mib(48)
     try:
@@ -55,7 +55,7 @@ def fraction():
 
 def arena_short_of_memory():
     leave(64)
-    place = CudaMemory()
+    place = CudaArenaMemory()
     kept = mib(16)
     print(place.reserve(32 * MIB), place.reserve(49 * MIB), used() - TOTAL / MIB + 64)
     print(place.reserve(48 * MIB), len(kept) // MIB)
@@ -83,7 +83,7 @@ def engine():
 
 
 def captured():
-    CudaMemory()
+    CudaArenaMemory()
     x = mib(2)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -101,7 +101,7 @@ def captured():
 
 
 def pool_of_two_graphs():
-    CudaMemory()
+    CudaArenaMemory()
     first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(first):
         x = mib(8).zero_()
@@ -117,7 +117,7 @@ def pool_of_two_graphs():
 
 def capture_within_a_step():
     """The arena places and records nothing of a graph, even if the capture is on the step's own stream."""
-    place, side = CudaMemory(), torch.cuda.Stream()
+    place, side = CudaArenaMemory(), torch.cuda.Stream()
     place.reserve(16 * MIB)
     size, offset = torch.tensor([8 * MIB] * 2).numpy(), torch.tensor([0, 8 * MIB]).numpy()
     plan = arena_library.load().plan_new(2, size.ctypes.data, offset.ctypes.data)
@@ -136,7 +136,7 @@ def capture_within_a_step():
 
 
 def recorded_with_another_stream():
-    place = CudaMemory()
+    place = CudaArenaMemory()
     arena_library.load().arena_begin(place.arena, arena_library.RECORDING, place.lane(), None)
     x, y = mib(1), mib(2)
     x.record_stream(torch.cuda.Stream())
@@ -148,7 +148,7 @@ def recorded_with_another_stream():
 
 def capture_out_of_memory():
     leave(16)
-    CudaMemory()
+    CudaArenaMemory()
     mib(4)  # freed, and still mapped
     try:
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
@@ -160,7 +160,7 @@ def capture_out_of_memory():
 
 
 def two_captures():
-    CudaMemory()
+    CudaArenaMemory()
     first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(first):
         mib(2).zero_()
@@ -171,7 +171,7 @@ def two_captures():
 
 
 def mem_pool():
-    CudaMemory()
+    CudaArenaMemory()
     try:
         torch.cuda.MemPool()
     except RuntimeError as error:
@@ -182,7 +182,7 @@ def mem_pool():
 
 
 def forked():
-    CudaMemory()
+    CudaArenaMemory()
     x = mib(8)
     sys.stdout.flush()
     child = os.fork()
@@ -196,13 +196,13 @@ def forked():
 def too_late():
     torch.cuda.init()
     try:
-        CudaMemory()
+        CudaArenaMemory()
     except UsageError as error:
         print(error)
 
 
 def several_gpus():
-    place = CudaMemory()
+    place = CudaArenaMemory()
     with torch.cuda.device(1):
         x = torch.empty(4 * MIB, device="cuda")
         place.lane()

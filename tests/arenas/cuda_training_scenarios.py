@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 import memfit
 from memfit.arenas import arena_library
-from memfit.arenas.arena_memory import CudaMemory
+from memfit.arenas.arena_memory import CudaArenaMemory
 
 
 def cnn():
@@ -66,7 +66,7 @@ def expandable():
 
 
 def heap():
-    CudaMemory()
+    CudaArenaMemory()
     train()
 
 
@@ -208,7 +208,7 @@ def benchmark():
 
 
 def own_stream():
-    CudaMemory()
+    CudaArenaMemory()
     first = mib(8).data_ptr()
     second = mib(8).data_ptr()
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -219,7 +219,7 @@ def own_stream():
 
 
 def other_stream():
-    CudaMemory()
+    CudaArenaMemory()
     ghost.hold_events(True)
     x = mib(8)
     first = x.data_ptr()
@@ -237,7 +237,7 @@ def other_stream():
 
 
 def placed_and_used_by_another_stream():
-    place = CudaMemory()
+    place = CudaArenaMemory()
     place.reserve(16 * MIB)
     size, offset = torch.tensor([8 * MIB] * 3).numpy(), torch.tensor([0, 0, 0]).numpy()
     plan = arena_library.load().plan_new(3, size.ctypes.data, offset.ctypes.data)
@@ -256,7 +256,7 @@ def placed_and_used_by_another_stream():
 
 
 def used_by_the_stream_of_a_later_step():
-    place, side = CudaMemory(), torch.cuda.Stream()
+    place, side = CudaArenaMemory(), torch.cuda.Stream()
     place.reserve(16 * MIB)
 
     def begin(size, at):
@@ -282,7 +282,7 @@ def used_by_the_stream_of_a_later_step():
 
 def several_arenas_in_turn():
     """A step on another stream may reuse the memory of an earlier step once that step's work is done."""
-    place = CudaMemory()
+    place = CudaArenaMemory()
     place.reserve(16 * MIB)
     size, offset = torch.tensor([8 * MIB]).numpy(), torch.tensor([0]).numpy()
     plan = arena_library.load().plan_new(1, size.ctypes.data, offset.ctypes.data)

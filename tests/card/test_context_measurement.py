@@ -9,11 +9,11 @@ import pytest
 
 import memfit
 from memfit.card import context_measurement
-from memfit.card.context_measurement import keep_measured_context, measured_context
+from memfit.card.context_measurement import keep_measured_context, saved_context_measurement
 from memfit.card.context_probe import ContextProbeSettings
 from memfit.devices import find_device
 from memfit.ghost.build.torch_install import find_torch
-from memfit.records import ContextReport, ContextStage, ContextTrial, MachineKind, Provenance
+from memfit.records import CardContextReport, CardContextStage, CardContextTrial, MachineKind, Provenance
 from memfit.report.terminal.doctor import context_toml_lines
 from memfit.run.options import RunOptions
 from memfit.run.resolve_options import ghost_settings
@@ -26,10 +26,10 @@ TORCH = find_torch().version
 def report(tmp_path, monkeypatch):
     monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path))
     stages = (
-        ContextStage("one 4-byte tensor", 512, 2 * MIB, 302 * MIB),
-        ContextStage("first backward", 20 * MIB, 26 * MIB, 647 * MIB),
+        CardContextStage("one 4-byte tensor", 512, 2 * MIB, 302 * MIB),
+        CardContextStage("first backward", 20 * MIB, 26 * MIB, 647 * MIB),
     )
-    return ContextReport(
+    return CardContextReport(
         "NVIDIA A100-SXM4-80GB",
         "580.1",
         "13.0",
@@ -83,25 +83,27 @@ def test_a_rehearsal_is_never_kept(report):
 def test_a_kept_measurement_is_the_context_of_that_card_and_torch(report):
     kept = keep_measured_context(report)
     assert kept is not None
-    figure = measured_context(find_device("A100-80GB"), TORCH)
+    figure = saved_context_measurement(find_device("A100-80GB"), TORCH)
     assert figure is not None
     assert figure.bytes == 621 * MIB
     assert figure.provenance is Provenance.MEASURED
     for part in ("doctor --context", "2026-01-02", "driver 580.1", TORCH, "first backward"):
         assert part in figure.source
-    assert measured_context(find_device("H100"), TORCH) is None
-    assert measured_context(find_device("A100-80GB:1g.10gb"), TORCH) is None
-    assert measured_context(find_device("A100-80GB"), "2.0.0") is None
+    assert saved_context_measurement(find_device("H100"), TORCH) is None
+    assert saved_context_measurement(find_device("A100-80GB:1g.10gb"), TORCH) is None
+    assert saved_context_measurement(find_device("A100-80GB"), "2.0.0") is None
 
 
 def test_a_kept_measurement_with_every_kernel_loaded_is_for_dry_runs_with_that_setting(report):
     card = find_device("A100-80GB")
     keep_measured_context(report)
-    assert measured_context(card, TORCH, eager=True) is None
-    stages = (ContextStage("first backward", 20 * MIB, 26 * MIB, 1_926 * MIB),)
-    keep_measured_context(replace(report, trials=(ContextTrial("CUDA_MODULE_LOADING=EAGER", "", stages),)))
-    assert measured_context(card, TORCH, eager=True).bytes == 1_900 * MIB
-    assert measured_context(card, TORCH).bytes == 621 * MIB
+    assert saved_context_measurement(card, TORCH, eager=True) is None
+    stages = (CardContextStage("first backward", 20 * MIB, 26 * MIB, 1_926 * MIB),)
+    keep_measured_context(
+        replace(report, trials=(CardContextTrial("CUDA_MODULE_LOADING=EAGER", "", stages),))
+    )
+    assert saved_context_measurement(card, TORCH, eager=True).bytes == 1_900 * MIB
+    assert saved_context_measurement(card, TORCH).bytes == 621 * MIB
 
 
 @pytest.mark.parametrize(("value", "more"), [("EAGER", 1_250 * MIB), ("LAZY", 0), ("DEFAULT", 0)])
@@ -143,7 +145,7 @@ def test_the_latest_measurement_is_used(report):
     keep_measured_context(report)
     later = replace(report, day="2026-03-04", driver="590.2", stages=report.stages[:1])
     keep_measured_context(later)
-    figure = measured_context(find_device("A100-80GB"), TORCH)
+    figure = saved_context_measurement(find_device("A100-80GB"), TORCH)
     assert figure is not None
     assert figure.bytes == 300 * MIB
 
@@ -153,7 +155,7 @@ def test_a_damaged_measurement_file_is_ignored(report, content):
     kept = keep_measured_context(report)
     assert kept is not None
     kept.write_text(content)
-    assert measured_context(find_device("A100-80GB"), TORCH) is None
+    assert saved_context_measurement(find_device("A100-80GB"), TORCH) is None
 
 
 def test_a_rehearsal_among_the_kept_files_is_ignored(report):
@@ -161,7 +163,7 @@ def test_a_rehearsal_among_the_kept_files_is_ignored(report):
     assert kept is not None
     kept.write_text(kept.read_text().replace('"card",', '"rehearsal",'))
     assert '"rehearsal"' in kept.read_text()
-    assert measured_context(find_device("A100-80GB"), TORCH) is None
+    assert saved_context_measurement(find_device("A100-80GB"), TORCH) is None
 
 
 @pytest.mark.slow

@@ -9,11 +9,11 @@ from torch.nn.utils import parametrizations
 
 from memfit.errors import NotSentError, UsageError
 from memfit.estimating.serialise_model import (
-    backend_flags,
     collect_training_step,
     deserialise_training_step,
     serialise_training_step,
-    set_backend_flags,
+    set_torch_backend_flags,
+    torch_backend_flags,
 )
 
 
@@ -243,12 +243,12 @@ def test_only_an_optimizer_that_shares_no_parameter_with_the_model_is_refused():
 
 
 def test_switches_round_trip():
-    before = backend_flags()
+    before = torch_backend_flags()
     changed = {**before, "matmul precision": "high", "default dtype": torch.float64, "cuDNN benchmark": True}
     try:
-        set_backend_flags(changed)
-        assert backend_flags() == changed
+        set_torch_backend_flags(changed)
+        assert torch_backend_flags() == changed
         assert torch.empty(0).dtype is torch.float64
         assert torch.backends.cudnn.benchmark
     finally:
-        set_backend_flags(before)
+        set_torch_backend_flags(before)

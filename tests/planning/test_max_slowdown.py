@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 
-from memfit.api.planning import allowed_changes
+from memfit.api.planning import parse_allowed_changes
 from memfit.errors import UsageError
 from memfit.planning.script_changes import AllowedChanges
 from memfit.records import ScriptPlan
@@ -68,5 +68,5 @@ def test_below_what_any_plan_reaches_a_limit_of_time_changes_nothing():
 @pytest.mark.parametrize("limit", [0.99, -1.0, float("nan")])
 def test_a_limit_that_not_even_the_script_as_written_keeps_is_refused(limit):
     with pytest.raises(UsageError, match=r"max_slowdown is .*give a number of at least 1, for example 1.3"):
-        allowed_changes(bitwise=False, max_slowdown=limit)
-    assert allowed_changes(bitwise=False, max_slowdown=1).slowdown == 1
+        parse_allowed_changes(bitwise=False, max_slowdown=limit)
+    assert parse_allowed_changes(bitwise=False, max_slowdown=1).slowdown == 1

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from memfit.allocator.timeline import disagreement_with_pytorch, memory_timeline
+from memfit.allocator.timeline import memory_timeline, timeline_disagreement_with_pytorch
 from memfit.records import Action, Category, MarkKind, Phase
 from memfit.trace.trace_file import read_trace
 
@@ -52,7 +52,7 @@ def trace_of(dry_run):
         run = dry_run(script, options=("-o", "run.memfit", *options))
         assert run.code == 0, run.err
         trace = read_trace(run.folder / "run.memfit")
-        assert disagreement_with_pytorch(trace, memory_timeline(trace)) == ""
+        assert timeline_disagreement_with_pytorch(trace, memory_timeline(trace)) == ""
         return trace
 
     return record

@@ -6,7 +6,7 @@ import json
 import msgspec
 from rich.console import Console
 
-from memfit.analysis.allocator_comparison import compare_settings
+from memfit.analysis.allocator_comparison import compare_allocator_settings
 from memfit.records import Action, AllocatorComparison, DeviceUse, Figure, Mark, MarkKind, Provenance
 from memfit.report.public_json import public_json_type, result_to_json
 from memfit.report.terminal.allocator_comparison import print_allocator_comparison
@@ -26,7 +26,7 @@ STEPS = [Mark(position, MarkKind.TRAINING_STEP, step) for step, position in enum
 
 def compared(confs, marks=(), **options):
     trace = trace_of(HISTORY, device=DEVICE, settings=ROUNDED, marks=marks, versions={"torch": "2.14.1"})
-    return compare_settings(trace, confs, **options)
+    return compare_allocator_settings(trace, confs, **options)
 
 
 def printed(found, width=80):

@@ -7,10 +7,10 @@ from memfit.allocator.block_lifetimes import FREE, LIVE, BlockTracker
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.initial_state import reconstruct_initial_state
 from memfit.allocator.timeline import memory_timeline
-from memfit.analysis.attribution import attribute
+from memfit.analysis.attribution import attribute_allocations
 from memfit.analysis.breakdown import breakdown_at
-from memfit.analysis.script_location import location_at
-from memfit.analysis.summary import summarize
+from memfit.analysis.script_location import script_location_at
+from memfit.analysis.summary import summarize_trace
 from memfit.records import (
     Action,
     EventLabel,
@@ -31,14 +31,16 @@ def drawn(trace, most=100_000, *, source=True):
     line = memory_timeline(trace)
     words = PageTextTable(source=source)
     return unpacked(
-        page_payload(trace, line, attribute(trace, line), summarize(trace), words, most=most).text
+        page_payload(
+            trace, line, attribute_allocations(trace, line), summarize_trace(trace), words, most=most
+        ).text
     )
 
 
 def check_sums(trace, held, moments):
     """Check that layers equal the rows of ``explain`` at some moments, and sum to the allocated bytes."""
     line = memory_timeline(trace)
-    attribution = attribute(trace, line)
+    attribution = attribute_allocations(trace, line)
     for moment in moments:
         event = int(held.columns["moment.event"][moment])
         explained = breakdown_at(trace, line, attribution, event).rows[GroupBy.CATEGORY]
@@ -187,7 +189,7 @@ def test_moments_and_blocks_are_in_the_payload():
 def test_every_moment_has_its_step():
     trace = run(marks=(Mark(0, MarkKind.FORWARD, 0), *run().marks))
     columns = drawn(trace).columns
-    steps = [location_at(trace, event).step for event in columns["moment.event"].tolist()]
+    steps = [script_location_at(trace, event).step for event in columns["moment.event"].tolist()]
     assert columns["moment.step"].tolist() == steps
     assert set(steps) == {0, 1, 2, 3}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from memfit.python_command import python_code
+from memfit.python_command import code_running_module
 from memfit.records import Action
 from memfit.run.child_start import ChildSettings, write_settings
 from memfit.run.options import RunOptions
@@ -175,7 +175,7 @@ def test_a_script_does_not_run_if_memfit_has_gone_before_it_started(tmp_path):
     (tmp_path / "script.py").write_text("print('ran')")
     settings = tmp_path / "settings.json"
     settings.write_text(write_settings(ChildSettings(RunOptions(), None, "", "", "", str(pipe))))
-    code = python_code("memfit.run.child")
+    code = code_running_module("memfit.run.child")
     done = subprocess.run(
         [sys.executable, "-c", code, str(settings), "script.py"],
         cwd=tmp_path,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from memfit.cli.main import exit_code_of
+from memfit.cli.main import run_command
 from memfit.planning.plan_file import read_plan
 from memfit.records import Change
 from memfit.script_training.training_process import changes_left_out, changes_made_in_training
@@ -211,5 +211,5 @@ def test_wrong_usage_is_refused_before_the_script_starts(
     (tmp_path / "script.py").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "execv", None)
-    assert exit_code_of(["train", *arguments]) == 2
+    assert run_command(["train", *arguments]) == 2
     assert says in capsys.readouterr().err

@@ -3,7 +3,7 @@
 import json
 
 from memfit.allocator.timeline import memory_timeline
-from memfit.analysis.attribution import attribute
+from memfit.analysis.attribution import attribute_allocations
 from memfit.analysis.breakdown import describe_allocation
 from memfit.trace.trace_file import read_trace
 
@@ -31,7 +31,7 @@ def run_and_attribute(dry_run, script, steps=1000):
     done = dry_run(BEGIN + script, options=("-o", "run.memfit", "--steps", str(steps)))
     assert done.code == 0, done.err
     trace = read_trace(done.folder / "run.memfit")
-    attribution = attribute(trace, memory_timeline(trace))
+    attribution = attribute_allocations(trace, memory_timeline(trace))
     found = [describe_allocation(trace, attribution, index) for index in range(len(attribution.born))]
     assert not [allocation for allocation in found if allocation.category == "unknown"]
     return found, trace, json.loads((done.folder / "truth.json").read_text())

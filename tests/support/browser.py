@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from memfit.allocator.timeline import memory_timeline
-from memfit.analysis.attribution import attribute
+from memfit.analysis.attribution import attribute_allocations
 from memfit.analysis.breakdown import breakdown_at
 from memfit.records import GroupBy
 from support.html_reports import unpacked
@@ -77,7 +77,7 @@ def check(page, trace, text):
     now = shown(page)
     event = int(unpacked(text).columns["moment.event"][now.moment])
     line = memory_timeline(trace)
-    rows = breakdown_at(trace, line, attribute(trace, line), event).rows[GroupBy.CATEGORY]
+    rows = breakdown_at(trace, line, attribute_allocations(trace, line), event).rows[GroupBy.CATEGORY]
     assert now.layers == {row.name: row.bytes for row in rows if row.bytes}
     assert now.allocated == now.table == now.icicle == line.allocated[event]
     assert now.reserved == line.reserved[event]

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from memfit.allocator.timeline import memory_timeline
-from memfit.analysis.attribution import attribute
-from memfit.analysis.summary import summarize
+from memfit.analysis.attribution import attribute_allocations
+from memfit.analysis.summary import summarize_trace
 from memfit.records import (
     Action,
     Category,
@@ -133,9 +133,9 @@ def evil():
 def report(trace, *, advice=None, needs=None, untried=None, ranks=(), peaks=None, **options):
     """Return the HTML page of a trace."""
     line = memory_timeline(trace)
-    summary = summarize(trace)
+    summary = summarize_trace(trace)
     found = replace(summary, advice=advice, needs=needs, untried=untried, ranks=ranks, range=peaks)
-    return run_report_html(trace, line, attribute(trace, line), found, **options)
+    return run_report_html(trace, line, attribute_allocations(trace, line), found, **options)
 
 
 def unpacked(text):

@@ -14,7 +14,7 @@ import pytest
 
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.initial_state import reconstruct_initial_state
-from memfit.allocator.timeline import disagreement_with_pytorch, memory_timeline
+from memfit.allocator.timeline import memory_timeline, timeline_disagreement_with_pytorch
 from memfit.errors import FileFormatError, OutputError
 from memfit.records import Action, EventLabel, Events, Phase, Trace
 from memfit.trace import snapshot as snapshots
@@ -73,7 +73,7 @@ def assert_equal(left, right):
 def test_a_real_snapshot_is_read_to_the_byte(tmp_path, real):
     trace = read_snapshot(saved(tmp_path, real["snapshot"]))
     referee = replace(trace, statistics=real["statistics"])
-    assert disagreement_with_pytorch(referee, memory_timeline(trace)) == ""
+    assert timeline_disagreement_with_pytorch(referee, memory_timeline(trace)) == ""
     for name in ("allocated", "reserved"):
         key = f"{name}_bytes.all.current"
         assert trace.statistics[key] == real["statistics"][key]
@@ -156,7 +156,10 @@ def test_a_snapshot_without_the_keys_that_early_versions_lack_is_read(tmp_path, 
     trace = read_snapshot(saved(tmp_path, early))
     now = read_snapshot(saved(tmp_path, real["snapshot"]))
     assert (
-        disagreement_with_pytorch(replace(trace, statistics=real["statistics"]), memory_timeline(trace)) == ""
+        timeline_disagreement_with_pytorch(
+            replace(trace, statistics=real["statistics"]), memory_timeline(trace)
+        )
+        == ""
     )
     assert [s.blocks for s in trace.segments] == [s.blocks for s in now.segments]
     assert now.events.pool is not None

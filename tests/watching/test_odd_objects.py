@@ -3,7 +3,7 @@
 import pytest
 
 from memfit.allocator.timeline import memory_timeline
-from memfit.analysis.attribution import attribute
+from memfit.analysis.attribution import attribute_allocations
 from memfit.analysis.breakdown import breakdown_at
 from memfit.records import GroupBy
 from memfit.trace.trace_file import read_trace
@@ -60,6 +60,6 @@ def test_a_post_mortem_skips_objects_that_raise(rehearse, tmp_path):
         trace = read_trace(tmp_path / f"memfit-oom-{number}.memfit")
         assert any("were skipped" in note.text for note in trace.notes) == incomplete
         line = memory_timeline(trace)
-        found = breakdown_at(trace, line, attribute(trace, line), len(trace.events) - 1)
+        found = breakdown_at(trace, line, attribute_allocations(trace, line), len(trace.events) - 1)
         rows = {row.name: row.bytes for row in found.rows[GroupBy.CATEGORY]}
         assert (rows["parameters"], rows["optimizer state"]) == (PARAMETERS, 2 * PARAMETERS)

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from memfit.allocator.timeline import disagreement_with_pytorch, memory_timeline
-from memfit.analysis.attribution import attribute
+from memfit.allocator.timeline import memory_timeline, timeline_disagreement_with_pytorch
+from memfit.analysis.attribution import attribute_allocations
 from memfit.analysis.breakdown import breakdown_at
-from memfit.analysis.summary import summarize
+from memfit.analysis.summary import summarize_trace
 from memfit.records import Category, GroupBy, MachineKind
 from memfit.trace.trace_file import read_trace
 from support.scripts import WATCHED
@@ -100,7 +100,7 @@ CONTINUES = """
 
 def rows_at_the_end(trace):
     line = memory_timeline(trace)
-    found = breakdown_at(trace, line, attribute(trace, line), len(trace.events) - 1)
+    found = breakdown_at(trace, line, attribute_allocations(trace, line), len(trace.events) - 1)
     return found, {row.name: row.bytes for row in found.rows[GroupBy.CATEGORY] if row.bytes}
 
 
@@ -121,8 +121,10 @@ def test_a_post_mortem_names_what_held_the_memory(rehearse, tmp_path, labels):
     assert len(lines) == 5
 
     trace = read_trace(tmp_path / "memfit-oom-1.memfit")
-    assert disagreement_with_pytorch(trace, memory_timeline(trace)) == ""  # with PyTorch's own counters
-    answer = summarize(trace)
+    assert (
+        timeline_disagreement_with_pytorch(trace, memory_timeline(trace)) == ""
+    )  # with PyTorch's own counters
+    answer = summarize_trace(trace)
     assert (answer.verdict, answer.device.machine, answer.steps) == (
         "out of memory",
         MachineKind.REHEARSAL,

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.free_ranges import ImpossibleEventError, impossible_event
+from memfit.allocator.free_ranges import ImpossibleEventError, impossible_event_error
 from memfit.allocator.initial_state import InitialAllocatorState
 from memfit.allocator.rounding import round_size, should_split_block
 from memfit.records import Action, Events
@@ -97,7 +97,7 @@ class BlockTracker:
                 else:
                     blocks.segment(action, address, size)
         except ImpossibleEventError as error:
-            raise impossible_event(self._events, position, error) from None
+            raise impossible_event_error(self._events, position, error) from None
         self._done = max(self._done, count)
 
     def blocks(self) -> list[TrackedBlock]:

@@ -85,7 +85,7 @@ load = LIBRARY.load
 
 
 @dataclass(frozen=True, slots=True)
-class StateAfterRequests:
+class _StateAfterRequests:
     """The state of an allocator once it has served requests."""
 
     position: int
@@ -133,7 +133,7 @@ class CompiledAllocator:
             )
         return status != _OUT_OF_MEMORY
 
-    def outcome(self) -> StateAfterRequests:
+    def outcome(self) -> _StateAfterRequests:
         """Return the result of serving."""
         figures = (ctypes.c_int64 * (_FIGURES + 3 * _CALLS))()
         steps: int = self._library.allocator_outcome(self._handle, figures)
@@ -143,7 +143,7 @@ class CompiledAllocator:
         )
         position, requested, free, most_taken = figures[:_FIGURES]
         per_step = last - before if steps > 1 else None
-        return StateAfterRequests(position, requested, free, most_taken, all_calls, per_step)
+        return _StateAfterRequests(position, requested, free, most_taken, all_calls, per_step)
 
     def address(self, block: int) -> int:
         """Return the address of the block with a number; 0, as in C, if it is not in use."""

@@ -151,7 +151,7 @@ class AllocatorConfig:
         return config
 
 
-def check_settings_exist(conf: str, version: tuple[int, int]) -> None:
+def check_torch_has_settings(conf: str, version: tuple[int, int]) -> None:
     """Raise if a version of PyTorch lacks a setting.
 
     Raises:
@@ -166,19 +166,19 @@ def check_settings_exist(conf: str, version: tuple[int, int]) -> None:
             )
 
 
-def settings_made_by_script(settings: Mapping[str, str]) -> str:
+def allocator_settings_made_by_script(settings: Mapping[str, str]) -> str:
     """Return the settings that the script made itself, beyond those of the environment.
 
     ``memfit.arena`` is left out: PyTorch's allocator cannot be replayed under it.
 
-    >>> settings_made_by_script({"conf": "expandable_segments:True", "expandable_segments": "True"})
+    >>> allocator_settings_made_by_script({"conf": "expandable_segments:True", "expandable_segments": "True"})
     ''
-    >>> settings_made_by_script({"conf": "", "per_process_memory_fraction": "0.5"})
+    >>> allocator_settings_made_by_script({"conf": "", "per_process_memory_fraction": "0.5"})
     'per_process_memory_fraction:0.5'
-    >>> settings_made_by_script({"backend": ARENA})
+    >>> allocator_settings_made_by_script({"backend": ARENA})
     ''
     """
-    conf = settings_from_environment(settings)
+    conf = allocator_conf_from_environment(settings)
     by_conf = AllocatorConfig.read({"conf": conf})
     in_force = {**parse_allocator_conf(settings.get("conf", "")), **settings}
     return ",".join(
@@ -190,7 +190,7 @@ def settings_made_by_script(settings: Mapping[str, str]) -> str:
     )
 
 
-def settings_from_environment(settings: Mapping[str, str]) -> str:
+def allocator_conf_from_environment(settings: Mapping[str, str]) -> str:
     """Return ``PYTORCH_ALLOC_CONF``; a snapshot holds only the last string that PyTorch received."""
     return settings.get("environment", settings.get("conf", ""))
 

@@ -23,7 +23,7 @@ class ImpossibleEventError(Exception):
     """The event contradicts the rest of the history; the message gives the reason, the caller the event."""
 
 
-def impossible_event(events: Events, position: int, reason: ImpossibleEventError) -> FileFormatError:
+def impossible_event_error(events: Events, position: int, reason: ImpossibleEventError) -> FileFormatError:
     """Return an error that names the impossible event of a history."""
     action = Action(events.action[position]).name.lower()
     address, size = int(events.address[position]), int(events.size[position])

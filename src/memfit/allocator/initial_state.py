@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.free_ranges import EXPANDABLE, FreeRanges, ImpossibleEventError, impossible_event
+from memfit.allocator.free_ranges import EXPANDABLE, FreeRanges, ImpossibleEventError, impossible_event_error
 from memfit.allocator.rounding import SMALL_SIZE, round_size, should_split_block
 from memfit.errors import FileFormatError
 from memfit.records import Action, Events, Segment, Trace
@@ -108,7 +108,7 @@ def _undo(
                 undo[actions[position]](addresses[position], sizes[position])
         return rewind.initial_state(reserved)
     except ImpossibleEventError as error:
-        raise impossible_event(events, position, error) from None
+        raise impossible_event_error(events, position, error) from None
 
 
 def _check_tiling(segments: Iterable[Segment]) -> None:

@@ -29,7 +29,7 @@ def replay_requests(
     """Replay requests under settings on a device.
 
     Args:
-        asked: what ``read_requests(trace)`` returned.
+        asked: what ``allocator_requests_of_trace(trace)`` returned.
         config: the settings to replay under.
         total: bytes of the device.
         taken: bytes of it that the context and other processes hold.
@@ -50,7 +50,7 @@ def replay_requests(
             "release parts of segments."
         )
     if not config.caching:
-        return replay_uncached(asked, total=total, taken=taken)
+        return _replay_uncached(asked, total=total, taken=taken)
     with compiled_allocator.open_compiled_allocator(
         config,
         blocks=max(asked.block, default=-1) + 1,
@@ -81,7 +81,7 @@ _MALLOC, _FAILED, _STEP = map(int, (RequestKind.MALLOC, RequestKind.FAILED, Requ
 _FREES = frozenset(map(int, (RequestKind.FREE, RequestKind.FREE_LATER)))  # cudaFree waits for every stream
 
 
-def replay_uncached(asked: AllocatorRequests, *, total: int, taken: int) -> ReplayResult:
+def _replay_uncached(asked: AllocatorRequests, *, total: int, taken: int) -> ReplayResult:
     """Replay requests without a cache; arguments as those of ``replay_requests``."""
     calls = DriverCalls()
     free = least_free = total - taken

@@ -118,7 +118,7 @@ _KIND_OF_MARK = {
 }
 
 
-def read_requests(trace: Trace) -> AllocatorRequests:
+def allocator_requests_of_trace(trace: Trace) -> AllocatorRequests:
     """Read the requests of a trace.
 
     Blocks that were live before a late history come first, as mallocs of their sizes.

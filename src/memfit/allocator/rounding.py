@@ -53,7 +53,7 @@ def round_size(size: int, config: AllocatorConfig = _DEFAULTS) -> int:
     return -(-size // step) * step
 
 
-def segment_size(size: int, config: AllocatorConfig = _DEFAULTS) -> int:
+def segment_bytes_for_request(size: int, config: AllocatorConfig = _DEFAULTS) -> int:
     """Return the bytes PyTorch asks cudaMalloc for when no cached block serves a request.
 
     Expandable segments map whole handles instead: 2 MiB each in the small pool, ``large_segment_size``
@@ -65,7 +65,7 @@ def segment_size(size: int, config: AllocatorConfig = _DEFAULTS) -> int:
 
     Source: ``get_allocation_size``, c10/cuda/CUDACachingAllocator.cpp.
 
-    >>> segment_size(4), segment_size(11 * MIB)
+    >>> segment_bytes_for_request(4), segment_bytes_for_request(11 * MIB)
     (2097152, 12582912)
     """
     rounded = round_size(size, config)
@@ -91,7 +91,7 @@ def device_bytes_for_request(size: int, config: AllocatorConfig = _DEFAULTS) -> 
     """
     if not config.has_segments:
         return size
-    whole = segment_size(size, config)
+    whole = segment_bytes_for_request(size, config)
     if not config.expandable_segments or whole == SMALL_SEGMENT:
         return whole
     return -(-whole // config.large_segment_size) * config.large_segment_size

@@ -17,7 +17,7 @@ NEGLIGIBLE = 1e-3
 """Seconds a step that a setting may cost and still be recommended; the report names the cost."""
 
 
-def config_of_setting(setting: AllocatorSetting) -> AllocatorConfig:
+def allocator_config_of_setting(setting: AllocatorSetting) -> AllocatorConfig:
     """Read a setting.
 
     Raises:
@@ -38,7 +38,7 @@ def config_of_setting(setting: AllocatorSetting) -> AllocatorConfig:
     return config if setting.caching else AllocatorConfig(caching=False)
 
 
-def replay_setting(
+def replay_under_setting(
     asked: AllocatorRequests,
     setting: AllocatorSetting,
     *,
@@ -48,7 +48,7 @@ def replay_setting(
     rates: CallRates,
 ) -> SettingOutcome:
     """Replay requests under a setting."""
-    config = config_of_setting(setting)
+    config = allocator_config_of_setting(setting)
     done = replay_requests(
         asked,
         config,
@@ -80,7 +80,7 @@ def smallest_device_that_fits(
     double, and then a failure is followed by bisection; larger devices that were not tried may then fail.
 
     Args:
-        asked: what ``read_requests(trace)`` returned.
+        asked: what ``allocator_requests_of_trace(trace)`` returned.
         setting: the settings to replay under.
         taken: bytes that the context and other processes hold.
         version: of PyTorch, major and minor.
@@ -88,7 +88,7 @@ def smallest_device_that_fits(
         exhaustive: how many replays descend in steps of 2 MiB.
         on_replay: called with each capacity tried.
     """
-    config = config_of_setting(setting)
+    config = allocator_config_of_setting(setting)
     fraction = config.per_process_memory_fraction
 
     def enough_for(capacity: int) -> int | None:
@@ -135,7 +135,7 @@ def _granules(size: int) -> int:
     return -(-size // GRANULE) * GRANULE
 
 
-def settings_worth_trying(version: tuple[int, int]) -> tuple[AllocatorSetting, ...]:
+def allocator_settings_worth_trying(version: tuple[int, int]) -> tuple[AllocatorSetting, ...]:
     """Return the settings worth trying, best known first."""
     confs = ["", "expandable_segments:True", "max_split_size_mb:128", "max_split_size_mb:512"]
     confs += ["roundup_power2_divisions:8"]
@@ -147,7 +147,9 @@ def settings_worth_trying(version: tuple[int, int]) -> tuple[AllocatorSetting, .
     return (*settings, AllocatorSetting(empty_cache_each_step=True), AllocatorSetting(caching=False))
 
 
-def recommended_outcome(outcomes: Iterable[SettingOutcome], current: SettingOutcome) -> SettingOutcome | None:
+def recommended_setting_outcome(
+    outcomes: Iterable[SettingOutcome], current: SettingOutcome
+) -> SettingOutcome | None:
     """Return the outcome that reserves least, if it is worth setting; otherwise None.
 
     It must fit when the current settings do not, or reserve at least 1 % less, and cost at most

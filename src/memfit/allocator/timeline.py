@@ -50,7 +50,7 @@ def memory_timeline(trace: Trace) -> Timeline:
     )
 
 
-def disagreement_with_pytorch(trace: Trace, derived: Timeline) -> str:
+def timeline_disagreement_with_pytorch(trace: Trace, derived: Timeline) -> str:
     """Compare a timeline with PyTorch's own statistics, the referee.
 
     Args:

@@ -4,15 +4,19 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from memfit.allocator.config import check_settings_exist, settings_from_environment, settings_made_by_script
-from memfit.allocator.requests import AllocatorRequests, RequestKind, read_requests
+from memfit.allocator.config import (
+    allocator_conf_from_environment,
+    allocator_settings_made_by_script,
+    check_torch_has_settings,
+)
+from memfit.allocator.requests import AllocatorRequests, RequestKind, allocator_requests_of_trace
 from memfit.allocator.setting_outcomes import (
-    recommended_outcome,
-    replay_setting,
-    settings_worth_trying,
+    allocator_settings_worth_trying,
+    recommended_setting_outcome,
+    replay_under_setting,
     smallest_device_that_fits,
 )
-from memfit.analysis.script_location import location_at
+from memfit.analysis.script_location import script_location_at
 from memfit.devices import Device
 from memfit.errors import UsageError
 from memfit.records import (
@@ -33,7 +37,7 @@ NEWEST = (2, 14)
 """PyTorch version assumed for a snapshot, which records none."""
 
 
-def compare_settings(
+def compare_allocator_settings(
     trace: Trace,
     confs: Iterable[str] | str | None,
     *,
@@ -47,7 +51,7 @@ def compare_settings(
 
     Args:
         trace: the history to replay.
-        confs: values of ``PYTORCH_ALLOC_CONF``; None tries ``settings_worth_trying``.
+        confs: values of ``PYTORCH_ALLOC_CONF``; None tries ``allocator_settings_worth_trying``.
         device: replaces the device that the trace was made for.
         memory: bytes of device memory instead of that device's.
         in_use: bytes that other processes hold; by default as when the trace was made.
@@ -63,7 +67,7 @@ def compare_settings(
         FileFormatError: the trace does not record the requests.
     """
     total, context = _gpu(trace, device, memory)
-    asked = read_requests(trace)
+    asked = allocator_requests_of_trace(trace)
     version, rates = torch_version(trace), CallRates()
     others = trace.device.in_use if in_use is None else in_use
     for name, value in (("memory", total), ("in_use", others)):
@@ -75,28 +79,28 @@ def compare_settings(
             f"The GPU has no memory left for the script: of its {format_bytes(total)}, the CUDA context uses "
             f"{format_bytes(context)}, and other processes use {format_bytes(others)}."
         )
-    script = settings_made_by_script(trace.settings)
-    own = AllocatorSetting(settings_from_environment(trace.settings))
+    script = allocator_settings_made_by_script(trace.settings)
+    own = AllocatorSetting(allocator_conf_from_environment(trace.settings))
     if isinstance(confs, str):
         confs = (confs,)
     for conf in confs or ():
-        check_settings_exist(conf, version)
+        check_torch_has_settings(conf, version)
     tried = [*map(AllocatorSetting, confs)] if confs is not None else _worth_trying(asked, version)
     outcomes: list[SettingOutcome] = []
     for setting in (replace(setting, script=script) for setting in dict.fromkeys((own, *tried))):
         on_progress(setting.name or "default")
-        row = replay_setting(asked, setting, total=total, taken=taken, version=version, rates=rates)
+        row = replay_under_setting(asked, setting, total=total, taken=taken, version=version, rates=rates)
         if smallest:
             size = smallest_device_that_fits(asked, setting, taken=taken, version=version)
             row = replace(row, smallest=size)
         outcomes.append(replace(row, replay=_located(trace, row.replay), current=not outcomes))
     return AllocatorComparison(
         outcomes=tuple(outcomes),
-        recommended=recommended_outcome(outcomes[1:], outcomes[0]),
+        recommended=recommended_setting_outcome(outcomes[1:], outcomes[0]),
         total=total,
         taken=taken,
         rates=rates,
-        notes=tuple(caveats_of_replays(trace, asked, outcomes, total=total, taken=taken, context=context)),
+        notes=tuple(_caveats_of_replays(trace, asked, outcomes, total=total, taken=taken, context=context)),
     )
 
 
@@ -104,7 +108,7 @@ def _located(trace: Trace, replay: ReplayResult) -> ReplayResult:
     """Return a replay of a trace with the place of its failure, if there is one."""
     if (failure := replay.failure) is None:
         return replay
-    return replace(replay, failure=replace(failure, where=location_at(trace, failure.event)))
+    return replace(replay, failure=replace(failure, where=script_location_at(trace, failure.event)))
 
 
 def _gpu(trace: Trace, device: Device | None, memory: int | None) -> tuple[int, int]:
@@ -136,7 +140,7 @@ def _worth_trying(asked: AllocatorRequests, version: tuple[int, int]) -> list[Al
     steps = RequestKind.STEP in asked.ask
     return [
         setting
-        for setting in settings_worth_trying(version)
+        for setting in allocator_settings_worth_trying(version)
         if (steps or not setting.empty_cache_each_step) and (setting.caching or not asked.captures)
     ]
 
@@ -147,7 +151,7 @@ def torch_version(trace: Trace) -> tuple[int, int]:
     return (int(found[1]), int(found[2])) if found else NEWEST
 
 
-def caveats_of_replays(
+def _caveats_of_replays(
     trace: Trace,
     asked: AllocatorRequests,
     outcomes: Sequence[SettingOutcome],
@@ -181,7 +185,7 @@ def _of_the_settings(trace: Trace, outcomes: Sequence[SettingOutcome]) -> Iterat
             Provenance.ASSUMED,
             f"A memory snapshot does not record its PyTorch version; memfit assumes {version}.",
         )
-    script = settings_made_by_script(trace.settings)
+    script = allocator_settings_made_by_script(trace.settings)
     if script:
         yield Note(Provenance.EXACT, f"The script itself sets {script}, so every row includes this setting.")
     if any(not row.setting.caching for row in outcomes):

@@ -21,8 +21,8 @@ and freed. Anything else is ``UNKNOWN``.
 import numpy as np
 import numpy.typing as npt
 
-from memfit.analysis.peak_after_caught_failures import failed_allocations
-from memfit.analysis.script_location import NOWHERE, line_of, phase_of_events
+from memfit.analysis.peak_after_caught_failures import failed_allocation_events
+from memfit.analysis.script_location import NOWHERE, phase_of_events, script_line_of_event
 from memfit.records import Action, Attribution, Category, MarkKind, Phase, Timeline, Trace
 
 _STAGES = {
@@ -44,7 +44,7 @@ _FORWARDS_OUTLIVED = 3
 Numbers = npt.NDArray[np.int64]
 
 
-def attribute(trace: Trace, line: Timeline) -> Attribution:
+def attribute_allocations(trace: Trace, line: Timeline) -> Attribution:
     """Determine what each allocation of a trace is for.
 
     Args:
@@ -85,7 +85,7 @@ def _categories(
     trace: Trace, born: Numbers, freed: Numbers, phase: npt.NDArray[np.uint8]
 ) -> npt.NDArray[np.uint8]:
     category = trace.events.category[born].copy()
-    failed = failed_allocations(trace)
+    failed = failed_allocation_events(trace)
     if trace.end.reason == "out of memory" and len(failed):
         # Memory that the exception freed while unwinding would have stayed.
         freed = np.where(freed > failed[-1], len(phase), freed)
@@ -168,6 +168,6 @@ def _lines(trace: Trace, born: Numbers) -> tuple[tuple[str, ...], npt.NDArray[np
     """Return the lines that made allocations; each pair of stack and label is resolved once."""
     places = np.stack((trace.events.stack[born], trace.events.label[born]), axis=1)
     unique, first, inverse = np.unique(places, axis=0, return_index=True, return_inverse=True)
-    lines, of_place = _interned([line_of(trace, int(born[event])) for event in first])
+    lines, of_place = _interned([script_line_of_event(trace, int(born[event])) for event in first])
     del unique
     return lines, of_place[inverse.reshape(-1)] if len(born) else np.zeros(0, np.int32)

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 
 from memfit.allocator.timeline import memory_timeline
-from memfit.analysis.attribution import attribute
+from memfit.analysis.attribution import attribute_allocations
 from memfit.analysis.breakdown import CATEGORY_NAMES
-from memfit.analysis.peak_after_caught_failures import overall_peak
+from memfit.analysis.peak_after_caught_failures import peak_after_caught_failures
 from memfit.records import (
     Category,
     CheckedFigure,
@@ -38,7 +38,7 @@ _NEGLIGIBLE = 1e-5
 """Share of the peak."""
 
 
-def baseline_of(trace: Trace, found: DryRun) -> MemoryBaseline:
+def memory_baseline_of_run(trace: Trace, found: DryRun) -> MemoryBaseline:
     """Return what a run held at its peak.
 
     Args:
@@ -64,8 +64,8 @@ def baseline_of(trace: Trace, found: DryRun) -> MemoryBaseline:
 def _held_by_modules(trace: Trace) -> dict[str, dict[str, int]]:
     """Return the requested bytes at the peak of a run, by module and category."""
     line = memory_timeline(trace)
-    held = attribute(trace, line)
-    alive = held.alive(overall_peak(trace, line))
+    held = attribute_allocations(trace, line)
+    alive = held.alive(peak_after_caught_failures(trace, line))
     kinds = len(Category)
     keys, index = np.unique(
         held.module[alive].astype(np.int64) * kinds + held.category[alive], return_inverse=True
@@ -78,7 +78,7 @@ def _held_by_modules(trace: Trace) -> dict[str, dict[str, int]]:
     return {module: found[module] for module in sorted(found)}
 
 
-def check_memory(
+def compare_with_baseline(
     baseline: MemoryBaseline,
     run: MemoryBaseline,
     found: DryRun,

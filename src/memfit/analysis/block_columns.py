@@ -59,7 +59,7 @@ class BlockColumns:
         return type(self)(*(getattr(self, column.name)[which] for column in fields(self)))
 
 
-def blocks_of(trace: Trace, attribution: Attribution) -> BlockColumns:
+def block_columns_of_trace(trace: Trace, attribution: Attribution) -> BlockColumns:
     """Return all blocks of a trace as columns.
 
     Args:

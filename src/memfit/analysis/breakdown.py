@@ -14,16 +14,16 @@ import numpy.typing as npt
 
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.timeline import memory_timeline
-from memfit.analysis.attribution import Numbers, attribute
+from memfit.analysis.attribution import Numbers, attribute_allocations
 from memfit.analysis.fold_module_paths import fold_module_paths
-from memfit.analysis.peak_after_caught_failures import overall_peak
-from memfit.analysis.run_stages import in_stage, stage_spans
+from memfit.analysis.peak_after_caught_failures import peak_after_caught_failures
+from memfit.analysis.run_stages import events_in_stage, stage_spans
 from memfit.analysis.script_location import (
-    least_certain,
-    location_at,
+    least_certain_provenance,
     phase_of_events,
-    steps_at,
-    steps_before,
+    script_location_at,
+    steps_completed_at_events,
+    steps_completed_before,
 )
 from memfit.errors import UsageError
 from memfit.records import (
@@ -86,15 +86,15 @@ def peak_event(trace: Trace, line: Timeline, at: str) -> int:
     if not len(allocated):
         raise UsageError("This run allocated no memory, so there is nothing to explain.")
     if at == "peak":
-        return overall_peak(trace, line)
+        return peak_after_caught_failures(trace, line)
     if at.isdecimal() and len(at) < _DIGITS:
-        within = steps_at(trace, np.arange(len(allocated))) == int(at) - 1
-        none = f"{steps_before(trace, len(allocated))} training steps"
+        within = steps_completed_at_events(trace, np.arange(len(allocated))) == int(at) - 1
+        none = f"{steps_completed_before(trace, len(allocated))} training steps"
     elif at in _MOMENTS:
         within = phase_of_events(trace) == list(Phase).index(Phase(at))
         none = f"no {at} phase"
     elif at in _STAGES:
-        within = in_stage(trace, Stage(at))
+        within = events_in_stage(trace, Stage(at))
         stages = ", ".join(dict.fromkeys(span.stage for span in stage_spans(trace)))
         none = f"no {at}: " + (
             f"its stages are {stages}. Of a run that resumed, memfit keeps the trace only if it needs more"
@@ -148,7 +148,7 @@ def breakdown_at(
     largest = alive[np.argsort(-requested, kind="stable")[:LARGEST]]
     return Breakdown(
         event=event,
-        place=location_at(trace, event),
+        place=script_location_at(trace, event),
         allocated=allocated,
         rows=rows,
         largest=tuple(describe_allocation(trace, attribution, int(index)) for index in largest),
@@ -170,7 +170,7 @@ def describe_allocation(trace: Trace, attribution: Attribution, index: int) -> L
         name=what.name if what is not None else "",
         dtype=what.dtype if what is not None else "",
         shape=what.shape if what is not None else None,
-        born=location_at(trace, event),
+        born=script_location_at(trace, event),
     )
 
 
@@ -182,12 +182,12 @@ def category_provenance(trace: Trace) -> dict[Category, Provenance]:
     a live object affects every category.
     """
     unsure = [note for note in trace.notes if note.sizes]
-    rest = least_certain(note for note in unsure if not note.workspaces)
+    rest = least_certain_provenance(note for note in unsure if not note.workspaces)
     if not AllocatorConfig.read(trace.settings).has_segments:
         return dict.fromkeys(CATEGORY_NAMES, rest)  # rows are what CUDA took, and its rounding is assumed
-    objects = least_certain(note for note in unsure if note.objects)
-    workspaces = least_certain(note for note in unsure if note.workspaces or note.objects)
-    saved = worst_provenance(rest, least_certain(note for note in unsure if note.activations))
+    objects = least_certain_provenance(note for note in unsure if note.objects)
+    workspaces = least_certain_provenance(note for note in unsure if note.workspaces or note.objects)
+    saved = worst_provenance(rest, least_certain_provenance(note for note in unsure if note.activations))
     by_kind = {Category.WORKSPACE: workspaces, Category.ACTIVATION: saved}
     return {kind: objects if kind in _HELD_BY_OBJECTS else by_kind.get(kind, rest) for kind in CATEGORY_NAMES}
 
@@ -213,7 +213,7 @@ def _rows(
     return sorted(rows, key=lambda row: -row.bytes)
 
 
-def split_named_rows(rows: Sequence[BreakdownRow]) -> tuple[Sequence[BreakdownRow], Sequence[BreakdownRow]]:
+def _split_named_rows(rows: Sequence[BreakdownRow]) -> tuple[Sequence[BreakdownRow], Sequence[BreakdownRow]]:
     """Split the named rows from the rest: rounding, and bytes from before the history."""
     rest = 2 if rows[-1].name == EARLIER else 1
     return rows[:-rest], rows[-rest:]
@@ -229,7 +229,7 @@ def _rest(
     return rows
 
 
-def compare_runs(
+def compare_run_breakdowns(
     before: Trace, after: Trace, at: str = "peak", by: GroupBy = GroupBy.CATEGORY
 ) -> RunDifference:
     """Compare two runs.
@@ -247,12 +247,12 @@ def compare_runs(
     """
     runs = (before, after)
     lines = [memory_timeline(run) for run in runs]
-    attributions = [attribute(run, line) for run, line in zip(runs, lines, strict=True)]
+    attributions = [attribute_allocations(run, line) for run, line in zip(runs, lines, strict=True)]
     found = [
         breakdown_at(run, line, own, peak_event(run, line, at), beside=other.modules)
         for run, line, own, other in zip(runs, lines, attributions, reversed(attributions), strict=True)
     ]
-    named, rest = zip(*(split_named_rows(one.rows[by]) for one in found), strict=True)
+    named, rest = zip(*(_split_named_rows(one.rows[by]) for one in found), strict=True)
     changed = [*_changed(*named), *_changed(*rest)]
     return RunDifference(
         at=at,

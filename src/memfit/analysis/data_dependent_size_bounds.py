@@ -13,14 +13,14 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from memfit.analysis.script_location import stack_of
+from memfit.analysis.script_location import stack_of_event
 from memfit.records import Action, MarkKind, SizeBound, Timeline, Trace
 
 _Marks = list[tuple[int, int]]
 """(position, number from 1 among all marks of the trace) of some marks, in order."""
 
 
-def size_bounds(trace: Trace, line: Timeline, event: int) -> tuple[SizeBound, ...]:
+def data_dependent_size_bounds(trace: Trace, line: Timeline, event: int) -> tuple[SizeBound, ...]:
     """Return the sizes found before an event, with the bytes that follow from each; the most first.
 
     Each block, and a request that fails at the event, counts for the last bound of a file on its stack.
@@ -33,7 +33,7 @@ def size_bounds(trace: Trace, line: Timeline, event: int) -> tuple[SizeBound, ..
     alive[event] |= trace.events.action[event] == Action.OOM
     blocks = np.flatnonzero(alive)
     began = _last_before(_marks(trace, MarkKind.TRAINING_STEP), blocks)
-    stacks = np.array([stack_of(trace, block) for block in blocks.tolist()], np.int64)
+    stacks = np.array([stack_of_event(trace, block) for block in blocks.tolist()], np.int64)
     last = np.zeros((len(moments), len(blocks)), np.int64)  # the mark of each bound before each block, or 0
     for row, (bound, marks) in enumerate(moments.items()):
         found = _last_before(marks, blocks)

@@ -16,7 +16,7 @@ from memfit.records import DryRun, PeakRange, RankRole
 Held = TypeVar("Held")
 
 
-def find_held(nproc: int, nnodes: int, run: Callable[[int], Held]) -> dict[int, Held]:
+def find_what_ranks_hold(nproc: int, nnodes: int, run: Callable[[int], Held]) -> dict[int, Held]:
     """Return what every rank holds.
 
     Args:
@@ -28,7 +28,7 @@ def find_held(nproc: int, nnodes: int, run: Callable[[int], Held]) -> dict[int, 
     >>> def first_machine_holds_more(rank):
     ...     asked.append(rank)
     ...     return rank < 2
-    >>> held = find_held(2, 64, first_machine_holds_more)
+    >>> held = find_what_ranks_hold(2, 64, first_machine_holds_more)
     >>> sum(held.values()), len(held), len(asked)
     (2, 128, 14)
     """
@@ -50,9 +50,9 @@ def find_held(nproc: int, nnodes: int, run: Callable[[int], Held]) -> dict[int, 
     return dict(sorted(held.items()))
 
 
-def role_of(rank: int, result: DryRun) -> RankRole:
+def rank_role_of_run(rank: int, result: DryRun) -> RankRole:
     """Return what a rank holds, from its run."""
-    process = bytes_needed(result) if result.ran_out else result.peak_process.bytes
+    process = _bytes_needed(result) if result.ran_out else result.peak_process.bytes
     return RankRole(
         rank=rank,
         also=(),
@@ -62,12 +62,12 @@ def role_of(rank: int, result: DryRun) -> RankRole:
     )
 
 
-def weight_of_rank(result: DryRun) -> tuple[bool, int]:
+def rank_run_sort_key(result: DryRun) -> tuple[bool, int]:
     """Return what to compare the runs of two ranks by: one that failed is worse than one that needs more."""
-    return result.verdict == "unknown", bytes_needed(result)
+    return result.verdict == "unknown", _bytes_needed(result)
 
 
-def bytes_needed(result: DryRun) -> int:
+def _bytes_needed(result: DryRun) -> int:
     """Return the bytes that a rank's process needs, as far as they are known."""
     return (result.needs or result.peak_process).bytes
 

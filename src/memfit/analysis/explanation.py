@@ -4,12 +4,12 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.allocator.timeline import memory_timeline
-from memfit.analysis.attribution import attribute
+from memfit.analysis.attribution import attribute_allocations
 from memfit.analysis.breakdown import CATEGORY_NAMES, breakdown_at, peak_event
-from memfit.analysis.fragmentation import fragmentation
-from memfit.analysis.peak_after_caught_failures import overall_peak
-from memfit.analysis.script_location import location_at, step_ends, step_of
-from memfit.analysis.summary import summarize_attributed
+from memfit.analysis.fragmentation import classify_unrequested_bytes
+from memfit.analysis.peak_after_caught_failures import peak_after_caught_failures
+from memfit.analysis.script_location import script_location_at, step_end_events, training_step_of_event
+from memfit.analysis.summary import summarize_attributed_trace
 from memfit.records import (
     Action,
     Attribution,
@@ -44,15 +44,15 @@ def explain_trace(trace: Trace, at: str = "peak", *, fragments: bool = False) ->
         FileFormatError: the history contradicts itself.
     """
     line = memory_timeline(trace)
-    attribution = attribute(trace, line)
-    found = summarize_attributed(trace, line, attribution)
+    attribution = attribute_allocations(trace, line)
+    found = summarize_attributed_trace(trace, line, attribution)
     return Explanation(
         summary=found,
         below_peak=secondary_peaks(trace, line),
         at=at,
         held=breakdown_at(trace, line, attribution, peak_event(trace, line, at)),
-        ledger=phase_ledger(trace, line, attribution),
-        fragmentation=fragmentation(trace) if fragments else None,
+        ledger=memory_changes_by_phase(trace, line, attribution),
+        fragmentation=classify_unrequested_bytes(trace) if fragments else None,
     )
 
 
@@ -71,8 +71,8 @@ def secondary_peaks(trace: Trace, line: Timeline) -> tuple[MemoryPeak, ...]:
     """
     if not len(line.allocated):
         return ()
-    peak = overall_peak(trace, line)
-    ends = step_ends(trace)
+    peak = peak_after_caught_failures(trace, line)
+    ends = step_end_events(trace)
     step = int(np.searchsorted(ends, peak, side="right"))
     begin = ends[step - 1] if step else 0
     end = ends[step] if step < len(ends) else None
@@ -90,10 +90,12 @@ def secondary_peaks(trace: Trace, line: Timeline) -> tuple[MemoryPeak, ...]:
             break
         at = int(np.argmax(np.where(far, level, -1)))
         found.append(begin + at)
-    return tuple(MemoryPeak(event, location_at(trace, event), int(line.allocated[event])) for event in found)
+    return tuple(
+        MemoryPeak(event, script_location_at(trace, event), int(line.allocated[event])) for event in found
+    )
 
 
-def phase_ledger(
+def memory_changes_by_phase(
     trace: Trace, line: Timeline, attribution: Attribution, steps: int = 2
 ) -> tuple[PhaseChange, ...]:
     """Return what each stretch of a phase changed, up to the end of ``steps`` training steps.
@@ -106,7 +108,7 @@ def phase_ledger(
 
     Consecutive calls of modules are one forward; recomputations are part of their backward.
     """
-    ends = step_ends(trace)
+    ends = step_end_events(trace)
     events = len(trace.events) if len(ends) <= steps else ends[steps - 1]
     phase = attribution.phase_of_event[:events].copy()
     phase[phase == _PHASES.index(Phase.RECOMPUTE)] = _PHASES.index(Phase.BACKWARD)
@@ -117,7 +119,7 @@ def phase_ledger(
     )  # allocations from before the history are no change
     edges = np.flatnonzero(np.diff(phase[first:])) + 1 + first
     begins, stops = [first, *edges.tolist()], [*edges.tolist(), events]
-    levels = by_category(attribution, len(trace.events))
+    levels = allocated_bytes_by_category(attribution, len(trace.events))
     changes = []
     for begin, stop in zip(begins, stops, strict=True):
         before = levels[:, begin - 1] if begin else np.zeros(len(Category), np.int64)
@@ -127,7 +129,7 @@ def phase_ledger(
         found = _PHASES[phase[begin]]
         changes.append(
             PhaseChange(
-                step=step_of(trace, begin, found),
+                step=training_step_of_event(trace, begin, found),
                 phase=found,
                 by_category=tuple(
                     (CATEGORY_NAMES[kind], int(more[kind])) for kind in CATEGORY_NAMES if more[kind]
@@ -140,7 +142,7 @@ def phase_ledger(
     return tuple(changes)
 
 
-def by_category(attribution: Attribution, events: int) -> npt.NDArray[np.int64]:
+def allocated_bytes_by_category(attribution: Attribution, events: int) -> npt.NDArray[np.int64]:
     """Return the bytes of allocated blocks: one row per ``Category``, one column per event."""
     levels = np.zeros((len(Category), events + 1), np.int64)
     np.add.at(levels, (attribution.category, attribution.born), attribution.block)

@@ -22,8 +22,8 @@ from memfit.allocator.free_ranges import EXPANDABLE
 from memfit.allocator.initial_state import reconstruct_initial_state
 from memfit.allocator.rounding import SMALL_SEGMENT, SMALL_SIZE, round_size
 from memfit.allocator.timeline import memory_timeline
-from memfit.analysis.peak_after_caught_failures import overall_peak
-from memfit.analysis.script_location import least_certain, location_at
+from memfit.analysis.peak_after_caught_failures import peak_after_caught_failures
+from memfit.analysis.script_location import least_certain_provenance, script_location_at
 from memfit.errors import FileFormatError, UsageError
 from memfit.records import (
     Action,
@@ -47,7 +47,7 @@ HOLES = 5
 _BEFORE_ALL = ScriptLocation(0, Phase.SETUP, "", "", "")
 
 
-def fragmentation(trace: Trace, at: Mapping[str, int] | None = None) -> Fragmentation:
+def classify_unrequested_bytes(trace: Trace, at: Mapping[str, int] | None = None) -> Fragmentation:
     """Classify the reserved bytes that were not requested, at some moments of a run.
 
     Args:
@@ -88,7 +88,7 @@ def fragmentation(trace: Trace, at: Mapping[str, int] | None = None) -> Fragment
             )
     tracker.advance_to(len(trace.events))  # to know when blocks are freed
     classifier = _Classifier(trace, config, tracker)
-    sure = least_certain(note for note in trace.notes if note.sizes)
+    sure = least_certain_provenance(note for note in trace.notes if note.sizes)
     return Fragmentation(
         worst_provenance(sure, Provenance.ASSUMED) if start.uncertain else sure,
         "",
@@ -116,7 +116,7 @@ def _moments(trace: Trace, line: Timeline) -> dict[str, int]:
     served = most & (trace.events.action == Action.ALLOC)
     return {
         PEAK_RESERVED: int(np.argmax(served if served.any() else most)) + 1,
-        PEAK_ALLOCATED: overall_peak(trace, line) + 1,
+        PEAK_ALLOCATED: peak_after_caught_failures(trace, line) + 1,
         END: len(trace.events),
     }
 
@@ -144,7 +144,7 @@ class _Classifier:
         holes: list[
             tuple[int, str, int, list[TrackedBlock]]
         ] = []  # bytes, pool, index in the segment, segment
-        for segment in by_segment(pieces):
+        for segment in blocks_by_segment(pieces):
             kind = self._kind(segment, events)
             rows = found[kind]
             used = any(piece.state != FREE for piece in segment)
@@ -167,7 +167,7 @@ class _Classifier:
         return ReservedMemoryUse(
             name,
             events,
-            location_at(self._trace, events - 1) if events else _BEFORE_ALL,
+            script_location_at(self._trace, events - 1) if events else _BEFORE_ALL,
             small + large,
             small,
             large,
@@ -240,14 +240,14 @@ class _Classifier:
             size=piece.stop - piece.start,
             category=category.name.lower(),
             state=piece.state,
-            born=None if born is None else location_at(self._trace, born),
+            born=None if born is None else script_location_at(self._trace, born),
             freed=None
             if freed is None or freed == len(self._trace.events)
-            else location_at(self._trace, freed),
+            else script_location_at(self._trace, freed),
         )
 
 
-def by_segment(pieces: Iterable[TrackedBlock]) -> Iterator[list[TrackedBlock]]:
+def blocks_by_segment(pieces: Iterable[TrackedBlock]) -> Iterator[list[TrackedBlock]]:
     """Group blocks, which come in order of address, by segment."""
     segment: list[TrackedBlock] = []
     for piece in pieces:

@@ -14,12 +14,12 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from memfit.allocator.config import settings_from_environment, settings_made_by_script
+from memfit.allocator.config import allocator_conf_from_environment, allocator_settings_made_by_script
 from memfit.allocator.replay import replay_requests
-from memfit.allocator.requests import AllocatorRequests, RequestKind, read_requests
-from memfit.allocator.setting_outcomes import config_of_setting, smallest_device_that_fits
+from memfit.allocator.requests import AllocatorRequests, RequestKind, allocator_requests_of_trace
+from memfit.allocator.setting_outcomes import allocator_config_of_setting, smallest_device_that_fits
 from memfit.analysis.allocator_comparison import torch_version
-from memfit.analysis.script_location import least_certain
+from memfit.analysis.script_location import least_certain_provenance
 from memfit.devices import NO_LIMIT
 from memfit.errors import FileFormatError, MemfitError, UsageError
 from memfit.records import (
@@ -54,7 +54,7 @@ class ReplayedRun:
     found: DryRun
     """Its summary."""
     asked: AllocatorRequests
-    """What ``read_requests(trace)`` returned."""
+    """What ``allocator_requests_of_trace(trace)`` returned."""
     conf: str = ""
     """``PYTORCH_ALLOC_CONF``; empty for the run's own."""
     late: bool = False
@@ -67,7 +67,7 @@ class ReplayedRun:
         Raises:
             MemfitError: its history is incomplete, or the allocator was not PyTorch's own.
         """
-        return cls(trace, found, read_requests(trace), late=late)
+        return cls(trace, found, allocator_requests_of_trace(trace), late=late)
 
     @cached_property
     def unlimited(self) -> ReplayResult:
@@ -78,7 +78,7 @@ class ReplayedRun:
         """ReplayResult the run on a GPU with so many bytes."""
         return replay_requests(
             self.asked,
-            config_of_setting(self._setting),
+            allocator_config_of_setting(self._setting),
             total=total,
             taken=self.taken,
             version=torch_version(self.trace),
@@ -97,7 +97,10 @@ class ReplayedRun:
             return self._reserved(self.unlimited, self.unlimited.most_taken)
         smallest = self._smallest()
         if smallest > fails_at:
-            done, fraction = self.on(smallest), config_of_setting(self._setting).per_process_memory_fraction
+            done, fraction = (
+                self.on(smallest),
+                allocator_config_of_setting(self._setting).per_process_memory_fraction,
+            )
             return self._reserved(done, done.most_taken if fraction is None else smallest)
         # The replay would fit, but the run itself did not: it may do other things where memory is short.
         return Figure(
@@ -125,7 +128,8 @@ class ReplayedRun:
     def _setting(self) -> AllocatorSetting:
         settings = self.trace.settings
         return AllocatorSetting(
-            self.conf or settings_from_environment(settings), script=settings_made_by_script(settings)
+            self.conf or allocator_conf_from_environment(settings),
+            script=allocator_settings_made_by_script(settings),
         )
 
     @property
@@ -135,16 +139,18 @@ class ReplayedRun:
 
     @property
     def _sure(self) -> Provenance:
-        return least_certain(note for note in self.trace.notes if note.sizes)
+        return least_certain_provenance(note for note in self.trace.notes if note.sizes)
 
 
-def process_bytes(reserved: Figure, device: DeviceUse) -> Figure:
+def process_bytes_with_reserved(reserved: Figure, device: DeviceUse) -> Figure:
     """Return the bytes of a process in which PyTorch has so many reserved."""
     outside = device.outside
     return Figure(reserved.bytes + outside.bytes, worst_provenance(reserved.provenance, outside.provenance))
 
 
-def needed_process(trace: Trace, found: DryRun, device: DeviceUse, *, fails_at: int = 0) -> Figure:
+def process_bytes_on_smallest_gpu(
+    trace: Trace, found: DryRun, device: DeviceUse, *, fails_at: int = 0
+) -> Figure:
     """Return the bytes of the process of a run on the smallest GPU on which it fits.
 
     Args:
@@ -157,11 +163,11 @@ def needed_process(trace: Trace, found: DryRun, device: DeviceUse, *, fails_at: 
         reserved = ReplayedRun.of(trace, found).needs(fails_at)
     except (FileFormatError, UsageError):  # memfit has no model of that allocator
         return found.peak_process
-    needs = process_bytes(reserved, device)
+    needs = process_bytes_with_reserved(reserved, device)
     return needs if fails_at else min(needs, found.peak_process, key=lambda figure: figure.bytes)
 
 
-def with_needs(trace: Trace, found: DryRun) -> DryRun:
+def with_needed_memory(trace: Trace, found: DryRun) -> DryRun:
     """Return a run's result with what it needs, if it fits its GPU; the verdict follows what it needs.
 
     Args:
@@ -170,12 +176,12 @@ def with_needs(trace: Trace, found: DryRun) -> DryRun:
     """
     if found.verdict not in ("fits", "tight") or found.caught:  # a script that runs out adapts to its GPU
         return found
-    needs = needed_process(trace, found, found.device)
+    needs = process_bytes_on_smallest_gpu(trace, found, found.device)
     left = found.device.total.bytes - found.device.in_use - needs.bytes
     return replace(found, needs=needs, verdict="tight" if left < found.uncertainty else "fits")
 
 
-def with_workspace_range(trace: Trace, found: DryRun) -> DryRun:
+def with_range_by_workspaces(trace: Trace, found: DryRun) -> DryRun:
     """Return a run's result, as a range if its peaks depend on cuDNN's workspaces by over 2 % of the process.
 
     Args:
@@ -198,7 +204,10 @@ def with_workspace_range(trace: Trace, found: DryRun) -> DryRun:
     process = either.process
     if process.most - process.least <= _NOTABLE * found.peak_process.bytes:
         return found
-    needs, least = found.needs or found.peak_process, process_bytes(without_workspaces.needs(), found.device)
+    needs, least = (
+        found.needs or found.peak_process,
+        process_bytes_with_reserved(without_workspaces.needs(), found.device),
+    )
     # Without workspaces a run may need more: their blocks are not there to reuse.
     left = found.device.total.bytes - found.device.in_use - max(needs.bytes, least.bytes)
     return replace(
@@ -210,7 +219,7 @@ def with_workspace_range(trace: Trace, found: DryRun) -> DryRun:
     )
 
 
-def needed_without_workspaces(
+def memory_needed_without_workspaces(
     trace: Trace, found: DryRun, device: DeviceUse, needs: Figure, fails_at: int = 0
 ) -> Figure | None:
     """Return what a run needs if its convolutions use no workspaces.
@@ -230,7 +239,7 @@ def needed_without_workspaces(
     run = _without(trace, found, of_plans) if of_plans.any() else None
     if run is None:
         return None
-    least = process_bytes(run.needs(fails_at), device)
+    least = process_bytes_with_reserved(run.needs(fails_at), device)
     return least if needs.bytes - least.bytes > _NOTABLE * needs.bytes else None
 
 

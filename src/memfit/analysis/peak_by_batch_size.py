@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from memfit.analysis.peak_after_caught_failures import answered_events
+from memfit.analysis.peak_after_caught_failures import events_after_caught_failures
 from memfit.records import (
     DeviceUse,
     LoaderScan,
@@ -50,9 +50,9 @@ class _Use:
     """Whether it is the first training step, before which the optimizer has no state."""
 
 
-def longest_batches(trace: Trace, line: Timeline) -> tuple[LongestBatch, ...]:
+def fit_peaks_to_batch_sizes(trace: Trace, line: Timeline) -> tuple[LongestBatch, ...]:
     """Return what was measured for each loader that was looked through, and the line through it."""
-    answered = np.where(answered_events(trace, line), line.allocated, 0)
+    answered = np.where(events_after_caught_failures(trace, line), line.allocated, 0)
     served: list[list[_Served]] = [[] for _ in trace.scans]
     for order, mark in enumerate(trace.marks):
         number, choice = divmod(mark.index, _BATCHES)
@@ -62,7 +62,9 @@ def longest_batches(trace: Trace, line: Timeline) -> tuple[LongestBatch, ...]:
         LongestBatch(scan, _measured(scan, _uses(trace, scan, own), answered))
         for scan, own in zip(trace.scans, served, strict=True)
     )
-    return tuple(longest_within(_with_line(each), room_on(trace.device)) for each in found)
+    return tuple(
+        with_largest_batch_within(_with_line(each), allocator_room_on_device(trace.device)) for each in found
+    )
 
 
 def _measured(
@@ -88,12 +90,12 @@ def _measured(
     return tuple(sorted(measured, key=lambda each: -each.batch.bytes))
 
 
-def room_on(device: DeviceUse) -> int:
+def allocator_room_on_device(device: DeviceUse) -> int:
     """Return the bytes that a device has for PyTorch's allocator."""
     return device.total.bytes - device.in_use - device.outside.bytes
 
 
-def longest_within(found: LongestBatch, room: int) -> LongestBatch:
+def with_largest_batch_within(found: LongestBatch, room: int) -> LongestBatch:
     """Return the same with the largest batch by its line that allocates at most ``room`` bytes."""
     scan = found.scan
     if found.per_byte is None or found.fixed is None or found.per_byte <= 0 or room < found.fixed:

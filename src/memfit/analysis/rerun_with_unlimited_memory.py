@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from memfit.analysis.needed_memory import needed_process, needed_without_workspaces
-from memfit.analysis.peak_after_caught_failures import failed_allocations
-from memfit.analysis.peak_by_batch_size import longest_within, room_on
-from memfit.analysis.summary import summarize
+from memfit.analysis.needed_memory import memory_needed_without_workspaces, process_bytes_on_smallest_gpu
+from memfit.analysis.peak_after_caught_failures import failed_allocation_events
+from memfit.analysis.peak_by_batch_size import allocator_room_on_device, with_largest_batch_within
+from memfit.analysis.summary import summarize_trace
 from memfit.analysis.trial_result import RunTrial, TrialResult
 from memfit.ctrl_c import INTERRUPTED
 from memfit.devices import NO_LIMIT
@@ -15,20 +15,20 @@ from memfit.units import format_bytes, format_gib
 _EVEN = "routing=even"
 
 
-def needs_more(found: DryRun) -> bool:
+def needs_unlimited_rerun(found: DryRun) -> bool:
     """Return whether only a run with unlimited memory tells what the script needs."""
     return found.ran_out and found.end.reason != "interrupted"
 
 
-def run_unlimited(run: RunTrial) -> TrialResult | ScriptEnd:
+def run_with_unlimited_memory(run: RunTrial) -> TrialResult | ScriptEnd:
     """Run the script as written with unlimited memory; it fails if even that is too little for a request."""
     unlimited = run(Change(), "with unlimited memory")
-    if isinstance(unlimited, TrialResult) and len(failed_allocations(unlimited.trace)):
+    if isinstance(unlimited, TrialResult) and len(failed_allocation_events(unlimited.trace)):
         return ScriptEnd("refused", 1, f"the script ran out of memory even with {format_bytes(NO_LIMIT)}.")
     return unlimited
 
 
-def find_total(found: DryRun, run: RunTrial) -> DryRun:
+def find_total_need(found: DryRun, run: RunTrial) -> DryRun:
     """Find what a run that does not fit needs in total, by a rerun with unlimited memory.
 
     Args:
@@ -40,21 +40,25 @@ def find_total(found: DryRun, run: RunTrial) -> DryRun:
         batches, or with ``untried`` if the rerun did not complete; unchanged if it fits or the user
         interrupted it.
     """
-    if not needs_more(found):
+    if not needs_unlimited_rerun(found):
         return found
     try:
-        unlimited = run_unlimited(run)
+        unlimited = run_with_unlimited_memory(run)
     except KeyboardInterrupt:
         return replace(found, untried=ScriptEnd("interrupted", INTERRUPTED))
     if not isinstance(unlimited, TrialResult):
         return replace(found, untried=unlimited)
-    total = summarize(unlimited.trace)
-    needs = needed_process(unlimited.trace, total, found.device, fails_at=found.device.total.bytes)
-    least = needed_without_workspaces(unlimited.trace, total, found.device, needs, found.device.total.bytes)
+    total = summarize_trace(unlimited.trace)
+    needs = process_bytes_on_smallest_gpu(
+        unlimited.trace, total, found.device, fails_at=found.device.total.bytes
+    )
+    least = memory_needed_without_workspaces(
+        unlimited.trace, total, found.device, needs, found.device.total.bytes
+    )
     # What it reserves beyond what it allocates will be missing on this device, too.
     allocated = total.peak_allocated / max(needs.bytes - found.device.outside.bytes, 1)
-    room = int(room_on(found.device) * min(allocated, 1.0))
-    longest = tuple(longest_within(each, room) for each in total.longest)
+    room = int(allocator_room_on_device(found.device) * min(allocated, 1.0))
+    longest = tuple(with_largest_batch_within(each, room) for each in total.longest)
     return replace(
         found,
         needs=needs,
@@ -64,21 +68,21 @@ def find_total(found: DryRun, run: RunTrial) -> DryRun:
     )
 
 
-def rests_on_routing(trace: Trace) -> bool:
+def assumes_worst_token_routing(trace: Trace) -> bool:
     """Return whether a size assumes that all tokens of all ranks go to this rank's experts."""
     return any(note.bound == "routing" for note in trace.notes)
 
 
-def with_even_routing(values: str) -> str:
+def even_routing_option(values: str) -> str:
     """Return the option ``--values`` for a run whose tokens are routed evenly.
 
-    >>> with_even_routing("float=0.5"), with_even_routing("")
+    >>> even_routing_option("float=0.5"), even_routing_option("")
     ('float=0.5,routing=even', 'routing=even')
     """
     return ",".join(filter(None, (values, _EVEN)))
 
 
-def beside_even_routing(most: DryRun, run: RunTrial) -> DryRun:
+def with_even_routing_note(most: DryRun, run: RunTrial) -> DryRun:
     """Return a result with a note on what the run needs if tokens are routed evenly.
 
     Args:
@@ -88,7 +92,7 @@ def beside_even_routing(most: DryRun, run: RunTrial) -> DryRun:
     trial = run(Change(), "even routing")
     if not isinstance(trial, TrialResult):
         return most
-    even = summarize(trial.trace)
+    even = summarize_trace(trial.trace)
     text = (
         f"If tokens are routed evenly (--values {_EVEN}), this rank needs "
         f"{format_gib(even.peak_process.bytes)}: {format_bytes(even.peak_allocated)} allocated, "

@@ -9,7 +9,7 @@ from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.free_ranges import EXPANDABLE
 from memfit.allocator.initial_state import InitialAllocatorState, reconstruct_initial_state
 from memfit.allocator.rounding import SMALL_SEGMENT
-from memfit.analysis.fragmentation import by_segment
+from memfit.analysis.fragmentation import blocks_by_segment
 from memfit.records import Action, Trace
 
 
@@ -28,12 +28,12 @@ class ReservedRange:
     expandable: bool
 
 
-def has_segments(trace: Trace) -> bool:
+def reserves_in_segments(trace: Trace) -> bool:
     """Return whether the allocator of the run reserved memory in segments, which its history then records."""
     return AllocatorConfig.read(trace.settings).has_segments
 
 
-def ranges_of(trace: Trace) -> list[ReservedRange]:
+def reserved_ranges_of_trace(trace: Trace) -> list[ReservedRange]:
     """Return all reserved ranges by ``born``; none for an allocator without segments."""
     config = AllocatorConfig.read(trace.settings)
     if not config.has_segments:
@@ -78,5 +78,5 @@ def _first(trace: Trace, config: AllocatorConfig, start: InitialAllocatorState) 
             one[0].start, one[-1].stop, -1, len(trace.events),
             one[-1].stop - one[0].start == SMALL_SEGMENT, one[0].segment == EXPANDABLE,
         )
-        for one in by_segment(pieces)
+        for one in blocks_by_segment(pieces)
     ]  # fmt: skip

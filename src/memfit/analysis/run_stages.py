@@ -16,8 +16,16 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.analysis.loader_passes import LoaderPasses
-from memfit.analysis.peak_after_caught_failures import answered_events, highest_event
-from memfit.analysis.script_location import least_certain, line_of, location_at, step_ends
+from memfit.analysis.peak_after_caught_failures import (
+    events_after_caught_failures,
+    highest_after_caught_failures,
+)
+from memfit.analysis.script_location import (
+    least_certain_provenance,
+    script_line_of_event,
+    script_location_at,
+    step_end_events,
+)
 from memfit.records import (
     Action,
     Category,
@@ -50,7 +58,7 @@ class StageSpan:
     stage: Stage
 
 
-def stage_uses(trace: Trace, line: Timeline, failure: int | None = None) -> tuple[StageUse, ...]:
+def memory_use_by_stage(trace: Trace, line: Timeline, failure: int | None = None) -> tuple[StageUse, ...]:
     """Return what each stage uses, in the order in which the script enters them.
 
     Args:
@@ -64,7 +72,7 @@ def stage_uses(trace: Trace, line: Timeline, failure: int | None = None) -> tupl
     if _starts_late(trace):
         return ()
     spans = stage_spans(trace)
-    answered = answered_events(trace, line)
+    answered = events_after_caught_failures(trace, line)
     uses = (
         _use(trace, line, answered, failure, [span for span in spans if span.stage is stage])
         for stage in dict.fromkeys(span.stage for span in spans)
@@ -85,20 +93,20 @@ def _use(
         trace: of the run.
         line: its timeline.
         answered: the events that the answer is about.
-        failure: as in ``stage_uses``.
+        failure: as in ``memory_use_by_stage``.
         spans: those of the stage.
     """
     own, entered = _events(trace, spans)
     inside = (own | entered) & answered
     if not inside.any():
         return None
-    peak = highest_event(line.allocated, inside)
+    peak = highest_after_caught_failures(line.allocated, inside)
     reserved = int(line.reserved[inside].max())
-    sure = least_certain(note for note in trace.notes if note.sizes)
+    sure = least_certain_provenance(note for note in trace.notes if note.sizes)
     outside = trace.device.outside
     stage = spans[0].stage
     ran_out = failure is not None and bool(own[failure])
-    place = location_at(trace, failure if failure is not None and ran_out else peak)
+    place = script_location_at(trace, failure if failure is not None and ran_out else peak)
     leaves, leaves_line = _left(trace, line, spans) if stage in _LEAVES else (0, "")
     return StageUse(
         stage=stage,
@@ -124,12 +132,12 @@ def _records_gradients(marks: Sequence[Mark]) -> bool:
     )
 
 
-def stage_at(trace: Trace, event: int) -> str:
+def stage_of_event(trace: Trace, event: int) -> str:
     """Return the stage of an event; empty for a run whose marks do not tell stages apart."""
     return next((str(span.stage) for span in stage_spans(trace) if span.begin <= event < span.end), "")
 
 
-def in_stage(trace: Trace, stage: Stage) -> npt.NDArray[np.bool_]:
+def events_in_stage(trace: Trace, stage: Stage) -> npt.NDArray[np.bool_]:
     """Return which events show what the script holds in a stage: its own, and the one before it enters it."""
     own, entered = _events(trace, [span for span in stage_spans(trace) if span.stage is stage])
     return own | entered
@@ -153,7 +161,7 @@ def stage_spans(trace: Trace) -> list[StageSpan]:
     marks = trace.marks
     if not any(map(_is_of_stages, marks)):
         return []
-    spans = spans_between(marks, len(trace.events), ran_out=trace.end.reason == "out of memory")
+    spans = stage_spans_between(marks, len(trace.events), ran_out=trace.end.reason == "out of memory")
     return spans[1:] if _starts_late(trace) else spans
 
 
@@ -161,7 +169,7 @@ def _starts_late(trace: Trace) -> bool:
     return bool(np.any(trace.events.action == Action.EARLIER))
 
 
-def spans_between(
+def stage_spans_between(
     marks: Sequence[Mark],
     end: int,
     *,
@@ -308,7 +316,7 @@ def _left(trace: Trace, line: Timeline, spans: Sequence[StageSpan]) -> tuple[int
 
     What training needs is not counted: workspaces, and the model and optimizer that a script may make here.
     """
-    ends = step_ends(trace)
+    ends = step_end_events(trace)
     born = (trace.events.action == Action.ALLOC) & ~np.isin(trace.events.category, _NEEDED)
     most, where = 0, ""
     for span in spans:
@@ -325,6 +333,6 @@ def _left(trace: Trace, line: Timeline, spans: Sequence[StageSpan]) -> tuple[int
 def _line_of_most(trace: Trace, line: Timeline, events: npt.NDArray[np.int64]) -> str:
     sizes: dict[str, int] = {}
     for event in events.tolist():
-        at = line_of(trace, event)
+        at = script_line_of_event(trace, event)
         sizes[at] = sizes.get(at, 0) + int(line.block_size[event])
     return max(sizes, key=lambda at: sizes[at], default="")

@@ -23,7 +23,7 @@ NOWHERE = EventLabel(Phase.SETUP, "", "", -1)
 _PHASES = tuple(Phase)
 
 
-def location_at(trace: Trace, event: int) -> ScriptLocation:
+def script_location_at(trace: Trace, event: int) -> ScriptLocation:
     """Return where the script was at an event; for older allocations, where the history begins."""
     recorded = np.flatnonzero(trace.events.action[event:] != Action.EARLIER)
     event += int(recorded[0]) if len(recorded) else 0
@@ -31,52 +31,52 @@ def location_at(trace: Trace, event: int) -> ScriptLocation:
         return ScriptLocation(0, Phase.SETUP, "", "", "")
     label, frame = _label(trace, event), _frame(trace, event)
     return ScriptLocation(
-        step=step_of(trace, event, label.phase),
+        step=training_step_of_event(trace, event, label.phase),
         phase=label.phase,
         module=label.module,
         op=label.op,
-        line=line_of(trace, event),
+        line=script_line_of_event(trace, event),
         function=frame.function if frame is not None and frame.function != "<module>" else "",
     )
 
 
 def phase_of_events(trace: Trace) -> npt.NDArray[np.uint8]:
-    """Return each event's phase, as an index into ``tuple(Phase)``; the same as in ``location_at``."""
+    """Return each event's phase, as an index into ``tuple(Phase)``; the same as in ``script_location_at``."""
     index = np.array([_PHASES.index(label.phase) for label in (*trace.labels, NOWHERE)], np.uint8)
     return index[trace.events.label]
 
 
-def step_ends(trace: Trace) -> list[int]:
+def step_end_events(trace: Trace) -> list[int]:
     """Return the indices of the events before which training steps ended."""
     return [mark.position for mark in trace.marks if mark.kind is MarkKind.TRAINING_STEP]
 
 
-def step_of(trace: Trace, event: int, phase: Phase) -> int:
+def training_step_of_event(trace: Trace, event: int, phase: Phase) -> int:
     """Return the training step of an event in a phase, from 1; 0 for the setup before the first."""
-    return int(steps_of(trace, np.array([event]), np.array([_PHASES.index(phase)]))[0])
+    return int(training_steps_of_events(trace, np.array([event]), np.array([_PHASES.index(phase)]))[0])
 
 
-def steps_of(
+def training_steps_of_events(
     trace: Trace, events: npt.NDArray[np.int64], phase: npt.NDArray[np.integer]
 ) -> npt.NDArray[np.int64]:
-    """Return the training step of each event, as ``step_of`` does; ``phase``: see ``phase_of_events``."""
-    ended = steps_at(trace, events)
+    """Return each event's training step, as ``training_step_of_event`` does, given ``phase_of_events``."""
+    ended = steps_completed_at_events(trace, events)
     return np.where((ended == 0) & (phase == _PHASES.index(Phase.SETUP)), 0, ended + 1)
 
 
-def steps_before(trace: Trace, event: int) -> int:
+def steps_completed_before(trace: Trace, event: int) -> int:
     """Return the number of training steps completed before an event, including those before the history."""
-    return int(steps_at(trace, np.array([event]))[0])
+    return int(steps_completed_at_events(trace, np.array([event]))[0])
 
 
-def steps_at(trace: Trace, events: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the number of completed training steps for each event, as ``steps_before`` does."""
+def steps_completed_at_events(trace: Trace, events: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the number of completed training steps for each event, as ``steps_completed_before`` does."""
     marks = [mark for mark in trace.marks if mark.kind is MarkKind.TRAINING_STEP]
     completed = np.array([0, *(mark.index + 1 for mark in marks)])
-    return completed[np.searchsorted(step_ends(trace), events, side="right")]
+    return completed[np.searchsorted(step_end_events(trace), events, side="right")]
 
 
-def line_of(trace: Trace, event: int) -> str:
+def script_line_of_event(trace: Trace, event: int) -> str:
     """Return ``file:line`` of the innermost frame that is the user's own, or else of the innermost.
 
     In the backward, where Python has no frame, the forward's.
@@ -86,12 +86,12 @@ def line_of(trace: Trace, event: int) -> str:
 
 
 def _frame(trace: Trace, event: int) -> Frame | None:
-    stack = stack_of(trace, event)
+    stack = stack_of_event(trace, event)
     frames = [trace.frames[index] for index in trace.stacks[stack]] if stack >= 0 else []
     return next((frame for frame in frames if frame.user), frames[0] if frames else None)
 
 
-def stack_of(trace: Trace, event: int) -> int:
+def stack_of_event(trace: Trace, event: int) -> int:
     """Return the index of an event's stack, in the backward that of the forward; -1 without a frame."""
     stack = int(trace.events.stack[event])
     return stack if stack >= 0 else _label(trace, event).stack
@@ -102,6 +102,6 @@ def _label(trace: Trace, event: int) -> EventLabel:
     return trace.labels[index] if index >= 0 else NOWHERE
 
 
-def least_certain(unsure: Iterable[Note]) -> Provenance:
+def least_certain_provenance(unsure: Iterable[Note]) -> Provenance:
     """Return the provenance of a figure that depends on sizes with these notes: the least certain one."""
     return worst_provenance(Provenance.EXACT, *(note.provenance for note in unsure))

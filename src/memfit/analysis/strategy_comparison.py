@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from memfit.analysis.needed_memory import needed_process
-from memfit.analysis.stream_races import with_upper_bound
-from memfit.analysis.summary import summarize
-from memfit.analysis.trial_result import TrialResult, why_it_failed
+from memfit.analysis.needed_memory import process_bytes_on_smallest_gpu
+from memfit.analysis.stream_races import with_stream_race_range
+from memfit.analysis.summary import summarize_trace
+from memfit.analysis.trial_result import TrialResult, why_run_failed
 from memfit.records import (
     ByteRange,
     Change,
@@ -31,12 +31,12 @@ class ComparedStrategies:
     change: Change
 
 
-def compared_strategies(world_size: int) -> Iterator[ComparedStrategies]:
+def strategies_to_compare(world_size: int) -> Iterator[ComparedStrategies]:
     """Yield what to compare: the script as written, then each sharding, with and without the rest.
 
-    >>> [one.name for one in compared_strategies(1)]
+    >>> [one.name for one in strategies_to_compare(1)]
     ['as written', 'checkpointing', 'offload', 'checkpointing + offload']
-    >>> len(list(compared_strategies(8)))
+    >>> len(list(strategies_to_compare(8)))
     16
     """
     yield from _variants("", "")
@@ -64,7 +64,9 @@ def _variants(name: str, mode: str) -> Iterator[ComparedStrategies]:
         yield ComparedStrategies(names or AS_WRITTEN, Change(plan))
 
 
-def refused_with(of: ComparedStrategies, refused: Mapping[Change, ScriptEnd]) -> ScriptEnd | None:
+def why_strategies_are_refused(
+    of: ComparedStrategies, refused: Mapping[Change, ScriptEnd]
+) -> ScriptEnd | None:
     """Return why strategies cannot be applied, if some of them alone cannot.
 
     Args:
@@ -75,7 +77,7 @@ def refused_with(of: ComparedStrategies, refused: Mapping[Change, ScriptEnd]) ->
     return next((end for change, end in refused.items() if change.plan.items() <= ours), None)
 
 
-def first_rank(nproc: int) -> int:
+def first_rank_that_holds_most(nproc: int) -> int:
     """Return a rank that holds most where all ranks hold the same in PyTorch's allocator.
 
     NCCL connects the ranks of a machine in a chain: those at its ends take less. Of two, the first takes
@@ -84,16 +86,16 @@ def first_rank(nproc: int) -> int:
     return 1 if nproc > 2 else 0  # noqa: PLR2004 - the shortest chain that has an inside
 
 
-def ranks_with_most(shares: Sequence[int], nproc: int) -> tuple[int, ...]:
+def ranks_that_may_need_most(shares: Sequence[int], nproc: int) -> tuple[int, ...]:
     """Return the ranks that may need most, given the bytes of each rank's share.
 
     Args:
         shares: by rank.
         nproc: ranks on each machine.
 
-    >>> ranks_with_most([9, 5, 5, 4], 4)  # the largest share, and the largest inside of NCCL's chain
+    >>> ranks_that_may_need_most([9, 5, 5, 4], 4)  # the largest share, and the largest inside of NCCL's chain
     (0, 1)
-    >>> ranks_with_most([5, 5, 5, 4], 4)
+    >>> ranks_that_may_need_most([5, 5, 5, 4], 4)
     (1,)
     """
     inside = [rank for rank in range(len(shares)) if 0 < rank % nproc < nproc - 1]
@@ -101,7 +103,7 @@ def ranks_with_most(shares: Sequence[int], nproc: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys([largest, *([max(inside, key=shares.__getitem__)] if inside else [])]))
 
 
-def compared_run(
+def compared_run_of_trial(
     of: ComparedStrategies, rank: int, early: TrialResult, late: TrialResult | None, device: DeviceUse
 ) -> ComparedRun:
     """Return what a run with strategies needs.
@@ -113,13 +115,13 @@ def compared_run(
         late: the same, with GPU work that finishes late; None if no streams race.
         device: the device to fit.
     """
-    trace, found = early.trace, summarize(early.trace)
+    trace, found = early.trace, summarize_trace(early.trace)
     if late is not None:
         after = replace(late.trace, device=trace.device)
-        found = with_upper_bound(found, summarize(after))
+        found = with_stream_race_range(found, summarize_trace(after))
         trace = trace if found.range is None else after
     device = replace(device, nccl=trace.device.nccl)
-    needs = needed_process(trace, found, device)
+    needs = process_bytes_on_smallest_gpu(trace, found, device)
     peak = found.range or PeakRange.exactly(found.peak_allocated, found.peak_reserved, needs.bytes)
     least = peak.process.least if found.range else needs.bytes
     return ComparedRun(
@@ -135,7 +137,7 @@ def compared_run(
     )
 
 
-def with_changes(runs: Sequence[ComparedRun]) -> tuple[ComparedRun, ...]:
+def with_change_from_first_run(runs: Sequence[ComparedRun]) -> tuple[ComparedRun, ...]:
     """Return runs with what each needs beyond the first, the script as written."""
     base = runs[0].needs
     return tuple(
@@ -144,9 +146,9 @@ def with_changes(runs: Sequence[ComparedRun]) -> tuple[ComparedRun, ...]:
     )
 
 
-def impossible_run(of: ComparedStrategies, end: ScriptEnd) -> ComparedRun:
+def compared_run_that_failed(of: ComparedStrategies, end: ScriptEnd) -> ComparedRun:
     """Return that strategies cannot be applied, or that the script fails with them, and why."""
-    return ComparedRun(of.name, of.change.code, reason=why_it_failed(end))
+    return ComparedRun(of.name, of.change.code, reason=why_run_failed(end))
 
 
 def _verdict(found: DryRun, least: int, most: int, device: DeviceUse) -> str:

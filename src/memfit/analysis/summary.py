@@ -9,20 +9,26 @@ import numpy.typing as npt
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.initial_state import reconstruct_initial_state
 from memfit.allocator.rounding import device_bytes_for_request
-from memfit.allocator.timeline import disagreement_with_pytorch, memory_timeline
-from memfit.analysis.attribution import attribute
+from memfit.allocator.timeline import memory_timeline, timeline_disagreement_with_pytorch
+from memfit.analysis.attribution import attribute_allocations
 from memfit.analysis.breakdown import CATEGORY_NAMES, ROUNDING, breakdown_at, category_provenance
-from memfit.analysis.data_dependent_size_bounds import size_bounds
+from memfit.analysis.data_dependent_size_bounds import data_dependent_size_bounds
 from memfit.analysis.peak_after_caught_failures import (
-    answered_events,
-    caught_failures,
-    failed_allocations,
-    highest_event,
-    overall_peak,
+    caught_failure_events,
+    events_after_caught_failures,
+    failed_allocation_events,
+    highest_after_caught_failures,
+    peak_after_caught_failures,
 )
-from memfit.analysis.peak_by_batch_size import longest_batches
-from memfit.analysis.run_stages import stage_at, stage_uses
-from memfit.analysis.script_location import least_certain, line_of, location_at, step_ends, steps_before
+from memfit.analysis.peak_by_batch_size import fit_peaks_to_batch_sizes
+from memfit.analysis.run_stages import memory_use_by_stage, stage_of_event
+from memfit.analysis.script_location import (
+    least_certain_provenance,
+    script_line_of_event,
+    script_location_at,
+    step_end_events,
+    steps_completed_before,
+)
 from memfit.records import (
     DEFAULT_POOL,
     Action,
@@ -50,34 +56,34 @@ _NOTABLE = 0.01
 """Share of the allocated bytes from which on a note names the line of what the script holds."""
 
 
-def summarize(trace: Trace) -> DryRun:
+def summarize_trace(trace: Trace) -> DryRun:
     """Return what a script uses, from its trace alone.
 
     Returns:
         The verdict, the peaks in bytes, the terms that sum to them, and notes.
     """
     line = memory_timeline(trace)
-    return summarize_attributed(trace, line, attribute(trace, line))
+    return summarize_attributed_trace(trace, line, attribute_allocations(trace, line))
 
 
-def summarize_attributed(trace: Trace, line: Timeline, attribution: Attribution) -> DryRun:
+def summarize_attributed_trace(trace: Trace, line: Timeline, attribution: Attribution) -> DryRun:
     """Return the summary of a trace whose timeline and attribution exist already."""
-    steps = steps_before(trace, len(trace.events))
-    peak = overall_peak(trace, line)
+    steps = steps_completed_before(trace, len(trace.events))
+    peak = peak_after_caught_failures(trace, line)
     allocated = int(line.allocated[peak]) if len(line.allocated) else 0
     reserved = _reserved(trace, line)
     context = trace.device.context
     failed = _out_of_memory(trace, line)
     # Sums over the allocator's history are exact, unless a requested size was itself assumed.
-    sure = least_certain(note for note in trace.notes if note.sizes)
+    sure = least_certain_provenance(note for note in trace.notes if note.sizes)
     outside = trace.device.outside
     what = "CUDA context" if trace.device.nccl is None else outside.source
     process = Figure(
         reserved + outside.bytes, worst_provenance(sure, outside.provenance), f"reserved + {what}"
     )
     # A script that recovered has had PyTorch release its cache, and its attempts have filled the cache again.
-    needed = allocated + outside.bytes if len(caught_failures(trace)) else process.bytes
-    bounds = size_bounds(trace, line, _deciding_event(trace, line, peak))
+    needed = allocated + outside.bytes if len(caught_failure_events(trace)) else process.bytes
+    bounds = data_dependent_size_bounds(trace, line, _deciding_event(trace, line, peak))
     return DryRun(
         verdict=_verdict(trace, failed, needed, is_bound=bool(bounds)),
         device=trace.device,
@@ -102,14 +108,16 @@ def summarize_attributed(trace: Trace, line: Timeline, attribution: Attribution)
         versions=trace.versions,
         command=trace.command,
         uncertainty=_uncertainty(trace.device),
-        caught=len(caught_failures(trace)),
+        caught=len(caught_failure_events(trace)),
         children=trace.children,
         bounds=bounds,
         rank=trace.rank,
         pinned=_pinned(trace),
-        stages=stage_uses(trace, line, None if len(caught_failures(trace)) else _reported_failure(trace)),
+        stages=memory_use_by_stage(
+            trace, line, None if len(caught_failure_events(trace)) else _reported_failure(trace)
+        ),
         shortened=trace.shortened,
-        longest=longest_batches(trace, line),
+        longest=fit_peaks_to_batch_sizes(trace, line),
     )
 
 
@@ -124,7 +132,7 @@ def _pinned(trace: Trace) -> Figure | None:
 
 def _reserved(trace: Trace, line: Timeline) -> int:
     """Return the peak of reserved bytes; for CUDA's own pool, from PyTorch's counter."""
-    own = int(line.reserved[answered_events(trace, line)].max(initial=0))
+    own = int(line.reserved[events_after_caught_failures(trace, line)].max(initial=0))
     if AllocatorConfig.read(trace.settings).has_segments:
         return own
     return max(own, trace.statistics.get("reserved_bytes.all.peak", 0))
@@ -132,10 +140,10 @@ def _reserved(trace: Trace, line: Timeline) -> int:
 
 def _deciding_event(trace: Trace, line: Timeline, peak: int) -> int:
     """Return the event that decides the answer: the failure, or the later peak of allocated and reserved."""
-    failures = failed_allocations(trace)
-    if len(failures) and not len(caught_failures(trace)):
+    failures = failed_allocation_events(trace)
+    if len(failures) and not len(caught_failure_events(trace)):
         return int(failures[-1])
-    return max(peak, highest_event(line.reserved, answered_events(trace, line)))
+    return max(peak, highest_after_caught_failures(line.reserved, events_after_caught_failures(trace, line)))
 
 
 def _uncertainty(device: DeviceUse) -> int:
@@ -147,7 +155,7 @@ def _uncertainty(device: DeviceUse) -> int:
 def _verdict(trace: Trace, failed: OutOfMemory | None, needed: int, *, is_bound: bool) -> str:
     if trace.end.reason == "out of memory":
         return "may not fit" if is_bound else "out of memory"
-    if failed is not None and not len(caught_failures(trace)):
+    if failed is not None and not len(caught_failure_events(trace)):
         return "may not fit" if is_bound else "does not fit"
     ended_early = trace.end.reason in ("exception", "interrupted") or trace.end.gave_up
     device = trace.device
@@ -176,12 +184,12 @@ def _by_category(
 
 
 def _placed(trace: Trace, event: int) -> ScriptLocation:
-    return replace(location_at(trace, event), stage=stage_at(trace, event))
+    return replace(script_location_at(trace, event), stage=stage_of_event(trace, event))
 
 
 def _reported_failure(trace: Trace) -> int | None:
     """Return the failed allocation to report: the one that ended the script, or the first if it continued."""
-    failures = failed_allocations(trace)
+    failures = failed_allocation_events(trace)
     if not len(failures):
         return None
     return int(failures[-1] if trace.end.reason == "out of memory" else failures[0])
@@ -212,7 +220,7 @@ def _growth(trace: Trace, line: Timeline) -> Growth:
     step's own tensors may be of any size (batches of varying length). The pool of a CUDA graph is permanent
     from its capture on, so it does not count.
     """
-    ends = step_ends(trace)
+    ends = step_end_events(trace)
     if len(ends) <= 1 or Action.EARLIER in trace.events.action:  # frees of older allocations are unknown
         return Growth(None, 0, "", leak=False)
     held, own = _held(trace, line, ends)
@@ -265,7 +273,7 @@ def _growing_line(trace: Trace, line: Timeline, ends: list[int]) -> str:
     for moment, born_before, sign in ((second, first, -1), (third, second, 1)):
         for event in _alive(trace, line, moment).tolist():
             if event < born_before:
-                held[line_of(trace, event)] += sign * int(trace.events.size[event])
+                held[script_line_of_event(trace, event)] += sign * int(trace.events.size[event])
     return max(held, key=lambda where: held[where], default="")
 
 
@@ -302,7 +310,7 @@ def _notes(trace: Trace, line: Timeline, steps: int) -> list[Note]:
         notes.append(Note(sure, text + (short if before.uncertain else "."), sizes=bool(before.uncertain)))
     # Without a cache PyTorch counts nothing, so there is nothing to compare.
     counted = AllocatorConfig.read(trace.settings).caching
-    if counted and (differs := disagreement_with_pytorch(trace, line)):
+    if counted and (differs := timeline_disagreement_with_pytorch(trace, line)):
         text = f"{differs} The figures may be off by the difference."
         notes.append(Note(Provenance.ASSUMED, text, sizes=True))
     if failed := np.count_nonzero(events.action[events.category == Category.WORKSPACE] == Action.OOM):

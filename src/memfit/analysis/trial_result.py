@@ -34,7 +34,7 @@ def ran_to_completion(end: ScriptEnd) -> bool:
     return (end.stopped or end.reason == "end") and not end.exit_code
 
 
-def why_it_failed(end: ScriptEnd) -> str:
+def why_run_failed(end: ScriptEnd) -> str:
     """Return why a run under a change did not complete, as a clause or a sentence."""
     if end.reason == "refused":
         return end.exception

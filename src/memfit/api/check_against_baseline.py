@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from memfit.analysis.baseline_check import baseline_of, check_memory
-from memfit.analysis.summary import summarize
-from memfit.analysis.trial_result import TrialResult, ran_to_completion, why_it_failed
+from memfit.analysis.baseline_check import compare_with_baseline, memory_baseline_of_run
+from memfit.analysis.summary import summarize_trace
+from memfit.analysis.trial_result import TrialResult, ran_to_completion, why_run_failed
 from memfit.api.ghost_runs import FinishedRun, run_on_ghost
-from memfit.atomic_files import check_output_path, write_bytes
+from memfit.atomic_files import check_output_path, write_output_file
 from memfit.devices import DEFAULT
 from memfit.errors import TargetError, UsageError
 from memfit.input_files import read_input_file
@@ -88,16 +88,16 @@ def check(  # noqa: PLR0913 - one parameter an option
     needs = found.needs or found.peak_process
     if not fits:
         trace = _unlimited(done, options, on_progress)
-        found = summarize(trace)
+        found = summarize_trace(trace)
     _expect_complete(trace)
-    run = baseline_of(trace, found)
+    run = memory_baseline_of_run(trace, found)
     if before is not None:
-        result = check_memory(before, run, found, needs, tolerance, fits=fits)
+        result = compare_with_baseline(before, run, found, needs, tolerance, fits=fits)
     else:
         fitting = CheckVerdict.FITS if file is None else CheckVerdict.WRITTEN
         result = MemoryCheck(fitting if fits else CheckVerdict.NO_FIT, tolerance, run, needs)
     if update and fits and file is not None:
-        write_bytes(file, baseline_to_json(run))
+        write_output_file(file, baseline_to_json(run))
     return result
 
 
@@ -121,7 +121,7 @@ def _unlimited(done: FinishedRun, options: RunOptions, on_progress: Callable[[Pr
     trial = run(Change(), "with unlimited memory")
     if isinstance(trial, TrialResult):
         return replace(trial.trace, device=done.result.device, command=command)
-    raise TargetError(f"memfit cannot check the script: {why_it_failed(trial)}")
+    raise TargetError(f"memfit cannot check the script: {why_run_failed(trial)}")
 
 
 def _expect_complete(trace: Trace) -> None:
@@ -134,7 +134,7 @@ def _expect_complete(trace: Trace) -> None:
     if trace.end.reason == "interrupted":
         raise KeyboardInterrupt
     if not ran_to_completion(trace.end):
-        raise TargetError(f"memfit cannot check the script: {why_it_failed(trace.end)}")
+        raise TargetError(f"memfit cannot check the script: {why_run_failed(trace.end)}")
     if trace.children:
         raise TargetError(
             "memfit cannot check the script: it started other processes that use the GPU, whose memory is "

@@ -5,11 +5,11 @@ from pathlib import Path
 
 from memfit.analysis.strategy_comparison import (
     ComparedStrategies,
-    compared_run,
-    compared_strategies,
-    impossible_run,
-    refused_with,
-    with_changes,
+    compared_run_of_trial,
+    compared_run_that_failed,
+    strategies_to_compare,
+    why_strategies_are_refused,
+    with_change_from_first_run,
 )
 from memfit.devices import DEFAULT
 from memfit.errors import TargetError
@@ -71,7 +71,7 @@ def compare(  # noqa: PLR0913 - one parameter an option
     )
     command = script_command(script, arguments, options, None)
     device = ghost_settings(options).device
-    base, *others = compared_strategies(options.rank.world_size)
+    base, *others = strategies_to_compare(options.rank.world_size)
     with RankRuns(command, options, on_progress) as ranks:
         first, trace = _as_written(base, command, device, ranks)
         runs, interrupted = [first], False
@@ -79,9 +79,9 @@ def compare(  # noqa: PLR0913 - one parameter an option
         try:
             for number, one in enumerate(others, 2):
                 what = f"{one.name} ({number} of {len(others) + 1})"
-                found = refused_with(one, refused) or ranks.under(one.change, what)
+                found = why_strategies_are_refused(one, refused) or ranks.under(one.change, what)
                 if isinstance(found, ScriptEnd):
-                    runs.append(impossible_run(one, found))
+                    runs.append(compared_run_that_failed(one, found))
                     if found.reason == "refused":
                         refused[one.change] = found
                 else:
@@ -92,7 +92,7 @@ def compare(  # noqa: PLR0913 - one parameter an option
         device=device,
         nproc=nproc,
         nnodes=nnodes,
-        runs=with_changes(runs),
+        runs=with_change_from_first_run(runs),
         command=command,
         versions=trace.versions,
         distributed=ranks.distributed,
@@ -115,7 +115,7 @@ def _as_written(
         runs = ranks.as_written(base.change, base.name)
     except UnfinishedRankError as error:
         which = f"As {error.rank}, " if error.rank.world_size > 1 else ""
-        why = impossible_run(base, error.end).reason
+        why = compared_run_that_failed(base, error.end).reason
         raise TargetError(f"{which}{command[0]} cannot be compared: {why}") from None
     largest = _largest(base, runs, device)
     if ranks.distributed:
@@ -125,5 +125,5 @@ def _as_written(
 
 def _largest(of: ComparedStrategies, runs: list[RankRun], device: DeviceUse) -> ComparedRun:
     """Return the run of the rank that needs most."""
-    compared = (compared_run(of, run.rank.rank, run.first, run.late, device) for run in runs)
+    compared = (compared_run_of_trial(of, run.rank.rank, run.first, run.late, device) for run in runs)
     return max(compared, key=lambda run: run.needs.bytes if run.needs is not None else 0)

@@ -5,14 +5,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from memfit.analysis.equivalent_ranks import find_held, ranks_by_role, role_of, weight_of_rank
-from memfit.analysis.rerun_with_unlimited_memory import (
-    beside_even_routing,
-    find_total,
-    rests_on_routing,
-    with_even_routing,
+from memfit.analysis.equivalent_ranks import (
+    find_what_ranks_hold,
+    rank_role_of_run,
+    rank_run_sort_key,
+    ranks_by_role,
 )
-from memfit.analysis.stream_races import may_race, with_upper_bound
+from memfit.analysis.rerun_with_unlimited_memory import (
+    assumes_worst_token_routing,
+    even_routing_option,
+    find_total_need,
+    with_even_routing_note,
+)
+from memfit.analysis.stream_races import may_streams_race, with_stream_race_range
 from memfit.analysis.trial_result import TrialResult
 from memfit.api.traces import summarize
 from memfit.errors import MemfitError, OutputError, TargetError, UsageError
@@ -147,7 +152,7 @@ def _larger_of(first: FinishedRun, resumed: FinishedRun, output: Path | None) ->
         out_of_memory=failed and replace(failed, place=_in_resumed(failed.place)),
         resumed=True,
     )
-    return FinishedRun(resumed.trace, result, save_trace(resumed.trace, output))
+    return FinishedRun(resumed.trace, result, try_to_save_trace(resumed.trace, output))
 
 
 def _in_resumed(place: ScriptLocation) -> ScriptLocation:
@@ -155,7 +160,7 @@ def _in_resumed(place: ScriptLocation) -> ScriptLocation:
 
 
 def _severity(result: DryRun) -> tuple[bool, tuple[bool, int]]:
-    return result.ran_out, weight_of_rank(result)
+    return result.ran_out, rank_run_sort_key(result)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +187,7 @@ class _GhostJob:
                     "then --advise with the --rank that needs most."
                 )
             return self._run_all_ranks(output)
-        output = own_file(output, rank.rank)
+        output = trace_file_of_rank(output, rank.rank)
         if rank.world_size == 1:
             check_world_size(os.environ)
         command = script_command(self.script, self.arguments, self.options, output)
@@ -200,16 +205,20 @@ class _GhostJob:
         if advise:
             advised = find_advice(recorded.trace, result, run_trial)
             return FinishedRun(recorded.trace, advised, recorded.unsaved)
-        result = find_total(result, run_trial)
-        if rests_on_routing(recorded.trace):
-            even = replace(unlimited, values=with_even_routing(self.options.values))
-            result = beside_even_routing(result, trial_runner(command, even, self.on_progress, self.change))
+        result = find_total_need(result, run_trial)
+        if assumes_worst_token_routing(recorded.trace):
+            even = replace(unlimited, values=even_routing_option(self.options.values))
+            result = with_even_routing_note(
+                result, trial_runner(command, even, self.on_progress, self.change)
+            )
         found = FinishedRun(recorded.trace, result, recorded.unsaved)
-        if result.verdict in ("fits", "tight") and may_race(recorded.trace):
+        if result.verdict in ("fits", "tight") and may_streams_race(recorded.trace):
             late = run_trial(Change(finish_late=True), LATE)
             if isinstance(late, TrialResult):
-                most = larger_with_late_work(found, late.trace)
-                return found if most is found else replace(most, unsaved=save_trace(most.trace, output))
+                most = larger_need_with_late_work(found, late.trace)
+                return (
+                    found if most is found else replace(most, unsaved=try_to_save_trace(most.trace, output))
+                )
         return found
 
     def _recorded(
@@ -254,17 +263,17 @@ class _GhostJob:
 
             one = replace(self, options=replace(self.options, rank=rank), on_progress=show)
             try:
-                found = one.run(own_file(output, number) if one_each else None)
+                found = one.run(trace_file_of_rank(output, number) if one_each else None)
             except MemfitError as error:
                 raise type(error)(f"{str(rank).capitalize()}: {error}") from error
             if found.result.end.reason == "interrupted":
                 raise KeyboardInterrupt
             unsaved.append(found.unsaved)
-            if largest is None or weight_of_rank(found.result) > weight_of_rank(largest.result):
+            if largest is None or rank_run_sort_key(found.result) > rank_run_sort_key(largest.result):
                 largest = found
-            return role_of(number, found.result)
+            return rank_role_of_run(number, found.result)
 
-        held = find_held(job.nproc, job.nnodes, run)
+        held = find_what_ranks_hold(job.nproc, job.nnodes, run)
         if largest is None:
             raise AssertionError  # a job has ranks
         ran = sum(role.rank == rank for rank, role in held.items())
@@ -276,27 +285,27 @@ class _GhostJob:
             )
             result = replace(result, notes=(*result.notes, Note(Provenance.ASSUMED, text, sizes=True)))
         if not one_each:
-            unsaved.append(save_trace(largest.trace, output))
+            unsaved.append(try_to_save_trace(largest.trace, output))
         return FinishedRun(largest.trace, result, next(filter(None, unsaved), None))
 
 
-def larger_with_late_work(early: FinishedRun, late: Trace) -> FinishedRun:
+def larger_need_with_late_work(early: FinishedRun, late: Trace) -> FinishedRun:
     """Return the larger of two answers: a run, and the same with work on side streams that finishes late."""
     trace = replace(late, device=early.trace.device, command=early.trace.command)
-    result = with_upper_bound(early.result, summarize(trace))
+    result = with_stream_race_range(early.result, summarize(trace))
     return early if result.range is None else FinishedRun(trace, result, None)
 
 
-def own_file(output: Path | None, rank: int) -> Path | None:
+def trace_file_of_rank(output: Path | None, rank: int) -> Path | None:
     """Return the file of a rank's trace: ``{rank}`` in its name stands for the rank.
 
-    >>> own_file(Path("run-{rank}.memfit"), 7)
+    >>> trace_file_of_rank(Path("run-{rank}.memfit"), 7)
     PosixPath('run-7.memfit')
     """
     return None if output is None else output.with_name(output.name.replace(RANK, str(rank)))
 
 
-def save_trace(trace: Trace, output: Path | None) -> OutputError | None:
+def try_to_save_trace(trace: Trace, output: Path | None) -> OutputError | None:
     """Write a trace to a file, if there is one; return why it could not be written."""
     if output is None:
         return None

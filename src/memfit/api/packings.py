@@ -4,9 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
-from memfit.allocator.requests import read_requests
-from memfit.analysis.allocator_comparison import compare_settings
-from memfit.analysis.script_location import least_certain
+from memfit.allocator.requests import allocator_requests_of_trace
+from memfit.analysis.allocator_comparison import compare_allocator_settings
+from memfit.analysis.script_location import least_certain_provenance
 from memfit.api.traces import read
 from memfit.devices import NO_LIMIT
 from memfit.packing import best_packing
@@ -85,13 +85,13 @@ def pack(
     reserved: tuple[SettingOutcome, ...] = ()
     is_of_cpu = trace.device.machine is MachineKind.CPU  # PyTorch caches no CPU memory
     if not is_of_cpu:
-        reserved = compare_settings(
+        reserved = compare_allocator_settings(
             trace, "expandable_segments:True", memory=NO_LIMIT, on_progress=on_progress
         ).outcomes
     return pack_run_memory(
-        read_requests(trace),
+        allocator_requests_of_trace(trace),
         reserved,
-        least_certain(note for note in trace.notes if note.sizes),
+        least_certain_provenance(note for note in trace.notes if note.sizes),
         alignment=CPU_ALIGNMENT if is_of_cpu else ALIGNMENT,
         capacity=capacity,
         seconds=seconds,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.analysis.trial_result import TrialResult, why_it_failed
+from memfit.analysis.trial_result import TrialResult, why_run_failed
 from memfit.devices import DEFAULT, find_device
 from memfit.errors import UsageError
 from memfit.planning.common_plan_search import OnFound, OutOfTimeError
@@ -105,7 +105,7 @@ def plan(  # noqa: PLR0913 - one parameter an option
         in_use=in_use,
         values=values,
     )
-    allowed = allowed_changes(bitwise=bitwise, allow=allow, max_slowdown=max_slowdown)
+    allowed = parse_allowed_changes(bitwise=bitwise, allow=allow, max_slowdown=max_slowdown)
     command = script_command(script, arguments, options, None)
     return _plan_for(command, options, on_progress, allowed, policies, max_time, on_found)
 
@@ -177,7 +177,7 @@ def auto_checkpoint(  # noqa: PLR0913 - one parameter an option
     return found
 
 
-def allowed_changes(
+def parse_allowed_changes(
     *, bitwise: bool, allow: Sequence[str] = (), max_slowdown: float | None = None
 ) -> AllowedChanges:
     """Return what a plan may change, given as for ``plan``.
@@ -269,7 +269,7 @@ def _run_ranks(ranks: RankRuns, change: Change, what: str) -> TrialResult | Scri
     except UnfinishedRankError as error:
         if error.rank.world_size == 1:
             return error.end
-        return ScriptEnd("refused", error.end.exit_code, f"as {error.rank}, {why_it_failed(error.end)}")
+        return ScriptEnd("refused", error.end.exit_code, f"as {error.rank}, {why_run_failed(error.end)}")
     if isinstance(runs, ScriptEnd):
         return runs
     first, *others = (result for run in runs for result in run.results)

@@ -16,17 +16,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from memfit.analysis.equivalent_ranks import ranks_by_role, role_of, weight_of_rank
-from memfit.analysis.stream_races import may_race
+from memfit.analysis.equivalent_ranks import rank_role_of_run, rank_run_sort_key, ranks_by_role
+from memfit.analysis.stream_races import may_streams_race
 from memfit.analysis.trial_result import TrialResult
-from memfit.api.ghost_runs import LATE, RANK, FinishedRun, larger_with_late_work, own_file, save_trace
+from memfit.api.ghost_runs import (
+    LATE,
+    RANK,
+    FinishedRun,
+    larger_need_with_late_work,
+    trace_file_of_rank,
+    try_to_save_trace,
+)
 from memfit.api.traces import summarize
 from memfit.records import Change
 from memfit.run.job_rank import Rank
 from memfit.run.options import RunOptions
 from memfit.run.parent import PATIENCE, Progress, run_script, script_command
 from memfit.run.resolve_options import ghost_settings
-from memfit.temporary_folders import PREFIX, hold_folder
+from memfit.temporary_folders import PREFIX, keep_folder_from_removal
 from memfit.trace.trace_file import read_trace, write_trace
 from memfit.trials.trial_run import trial_runner
 
@@ -36,7 +43,7 @@ _NAMES_OF_JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELAS
 _INTERVAL = 0.1  # seconds between two looks at what the other ranks have written
 
 
-def run_beside_ranks(
+def run_as_torchrun_rank(
     script: str | Path,
     arguments: Sequence[str],
     options: RunOptions,
@@ -66,10 +73,12 @@ def run_beside_ranks(
     if result.end.reason not in ("end", "steps") or result.end.gave_up:
         early.abandon()
         return FinishedRun(
-            recorded.trace, result, save_trace(recorded.trace, own_file(output, options.rank.rank))
+            recorded.trace,
+            result,
+            try_to_save_trace(recorded.trace, trace_file_of_rank(output, options.rank.rank)),
         )
     late = None
-    if _RACES in early.exchange(_RACES * may_race(recorded.trace)).values():
+    if _RACES in early.exchange(_RACES * may_streams_race(recorded.trace)).values():
         late = SharedTraces(options.rank, environment, "late")
         path = late.prepare()
         unlimited = replace(options, unlimited=True)
@@ -85,12 +94,12 @@ def run_beside_ranks(
         for rank in range(options.rank.rank, options.rank.rank + options.rank.nproc)
     }
     (late or early).remove()
-    largest = max(ranks.values(), key=lambda rank: weight_of_rank(rank.result))
-    roles = ranks_by_role((number, role_of(number, rank.result)) for number, rank in ranks.items())
+    largest = max(ranks.values(), key=lambda rank: rank_run_sort_key(rank.result))
+    roles = ranks_by_role((number, rank_role_of_run(number, rank.result)) for number, rank in ranks.items())
     to_save = {output: largest.trace}
     if output is not None and RANK in output.name:
-        to_save = {own_file(output, number): rank.trace for number, rank in ranks.items()}
-    unsaved = [save_trace(trace, path) for path, trace in to_save.items()]
+        to_save = {trace_file_of_rank(output, number): rank.trace for number, rank in ranks.items()}
+    unsaved = [try_to_save_trace(trace, path) for path, trace in to_save.items()]
     result = replace(largest.result, ranks=roles)
     return FinishedRun(largest.trace, result, next(filter(None, unsaved), None))
 
@@ -116,7 +125,7 @@ class SharedTraces:
     def prepare(self) -> Path:
         """Return where this rank's trace is to be written; what an earlier job has left is removed."""
         self._release()
-        self._lock = hold_folder(self._folder)
+        self._lock = keep_folder_from_removal(self._folder)
         for suffix in ("memfit", "remark", "heard"):
             self._file(suffix).unlink(missing_ok=True)
         return self.trace(self._rank.rank)
@@ -168,4 +177,4 @@ def _read(rank: int, early: SharedTraces, late: SharedTraces | None) -> Finished
     """Return what a rank holds: at most, if streams race."""
     trace = read_trace(early.trace(rank))
     found = FinishedRun(trace, summarize(trace), None)
-    return found if late is None else larger_with_late_work(found, read_trace(late.trace(rank)))
+    return found if late is None else larger_need_with_late_work(found, read_trace(late.trace(rank)))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.analysis.needed_memory import needed_process, needed_without_workspaces
+from memfit.analysis.needed_memory import memory_needed_without_workspaces, process_bytes_on_smallest_gpu
 from memfit.api.ghost_runs import FinishedRun, run_on_ghost
 from memfit.api.traces import summarize, write_html
 from memfit.card.find_card import find_card
@@ -254,11 +254,11 @@ def estimate(  # noqa: PLR0913 - one parameter an option
     >>> answer.fits(), answer.breakdown["parameters"].bytes  # doctest: +SKIP
     (True, 4198400)
     """
-    from memfit.estimating.model_dry_run import GhostRunner
+    from memfit.estimating.model_dry_run import ModelDryRun
     from memfit.estimating.serialise_model import collect_training_step, serialise_training_step
 
     run_job = functools.partial(_run_module, in_use=in_use, steps=steps, values=values)
-    run = GhostRunner(
+    run = ModelDryRun(
         serialise_training_step(collect_training_step(model, inputs, loss, optimizer, steps)), run_job
     )
     first = unlimited = run(gpu, memory)
@@ -296,6 +296,6 @@ def _run_module(  # noqa: PLR0913 - one parameter an option
     found = summarize(trace)
     if beyond is None:
         return found
-    needs = needed_process(trace, found, beyond, fails_at=beyond.total.bytes)
-    least = needed_without_workspaces(trace, found, beyond, needs, beyond.total.bytes)
+    needs = process_bytes_on_smallest_gpu(trace, found, beyond, fails_at=beyond.total.bytes)
+    least = memory_needed_without_workspaces(trace, found, beyond, needs, beyond.total.bytes)
     return dataclasses.replace(found, needs=needs, needs_without_workspaces=least)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from memfit.allocator.timeline import memory_timeline
 from memfit.analysis import summary
-from memfit.analysis.allocator_comparison import compare_settings
-from memfit.analysis.attribution import attribute
-from memfit.analysis.breakdown import compare_runs
+from memfit.analysis.allocator_comparison import compare_allocator_settings
+from memfit.analysis.attribution import attribute_allocations
+from memfit.analysis.breakdown import compare_run_breakdowns
 from memfit.analysis.explanation import explain_trace
-from memfit.analysis.needed_memory import with_needs, with_workspace_range
-from memfit.atomic_files import write_bytes
+from memfit.analysis.needed_memory import with_needed_memory, with_range_by_workspaces
+from memfit.atomic_files import write_output_file
 from memfit.devices import find_device
 from memfit.planning.advice import find_advice
 from memfit.records import AllocatorComparison, DryRun, Explanation, GroupBy, RunDifference, Trace
@@ -37,11 +37,11 @@ def summarize(trace: Trace) -> DryRun:
     Raises:
         FileFormatError: the history contradicts itself.
     """
-    return _with_needs(trace, summary.summarize(trace))
+    return _with_needs(trace, summary.summarize_trace(trace))
 
 
 def _with_needs(trace: Trace, found: DryRun) -> DryRun:
-    return with_workspace_range(trace, with_needs(trace, found))
+    return with_range_by_workspaces(trace, with_needed_memory(trace, found))
 
 
 def explain(target: Trace | str | Path, at: str = "peak", *, fragments: bool = False) -> Explanation:
@@ -70,7 +70,7 @@ def explain(target: Trace | str | Path, at: str = "peak", *, fragments: bool = F
     found = _with_needs(trace, explanation.summary)
     advised = find_advice(trace, found)  # the script is not run: settings of the allocator only
     shown = advised if advised.advice else found
-    return replace(explanation, summary=shown, page=lambda: html_report(trace, shown))
+    return replace(explanation, summary=shown, page=lambda: _html_report(trace, shown))
 
 
 def diff(
@@ -89,7 +89,7 @@ def diff(
         FileFormatError: a file is neither of them, or contradicts itself.
     """
     runs = [run if isinstance(run, Trace) else read(run) for run in (before, after)]
-    return compare_runs(runs[0], runs[1], at, GroupBy(by))
+    return compare_run_breakdowns(runs[0], runs[1], at, GroupBy(by))
 
 
 def replay(
@@ -118,7 +118,7 @@ def replay(
         UsageError: PyTorch does not accept a setting, or the device does not exist.
         FileFormatError: the trace does not hold the sizes that were requested.
     """
-    return compare_settings(
+    return compare_allocator_settings(
         trace,
         confs,
         device=find_device(gpu) if gpu is not None else None,
@@ -129,7 +129,7 @@ def replay(
     )
 
 
-def html_report(trace: Trace, result: DryRun, *, source: bool = True) -> str:
+def _html_report(trace: Trace, result: DryRun, *, source: bool = True) -> str:
     """Return a report for the browser: one page that loads nothing else, opened at the peak.
 
     Args:
@@ -138,20 +138,20 @@ def html_report(trace: Trace, result: DryRun, *, source: bool = True) -> str:
         source: whether to include file names, line numbers and the command.
     """
     line = memory_timeline(trace)
-    return run_report_html(trace, line, attribute(trace, line), result, source=source)
+    return run_report_html(trace, line, attribute_allocations(trace, line), result, source=source)
 
 
 def write_html(trace: Trace, result: DryRun, path: Path, *, source: bool = True) -> None:
     """Write the report for the browser to a file, atomically."""
-    write_bytes(path, html_report(trace, result, source=source).encode(errors="replace"))
+    write_output_file(path, _html_report(trace, result, source=source).encode(errors="replace"))
 
 
 def chrome_trace(trace: Trace) -> bytes:
     """Return the timeline by category as a Chrome trace (JSON), which Perfetto reads as well."""
     line = memory_timeline(trace)
-    return trace_exports.chrome_trace_of_run(trace, line, attribute(trace, line))
+    return trace_exports.chrome_trace_of_run(trace, line, attribute_allocations(trace, line))
 
 
 def allocation_table(trace: Trace) -> str:
     """Return every allocation as a row of comma-separated values."""
-    return trace_exports.allocations_csv(trace, attribute(trace, memory_timeline(trace)))
+    return trace_exports.allocations_csv(trace, attribute_allocations(trace, memory_timeline(trace)))

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
-from memfit.analysis.allocator_comparison import compare_settings
+from memfit.analysis.allocator_comparison import compare_allocator_settings
 from memfit.arenas import arena_library
 from memfit.arenas.arena_memory import ArenaMemory
 from memfit.arenas.arena_trace import trace_of_arena_log
-from memfit.arenas.excluded_module_outputs import HeldOutputs
+from memfit.arenas.excluded_module_outputs import ExcludedModuleOutputs
 from memfit.arenas.repeated_step import MOST_DROPS, RepeatedStep
 from memfit.arenas.step_plan import (
     StepKey,
@@ -67,7 +67,7 @@ class Arena:
         self,
         memory: ArenaMemory | None,
         settings: ArenaSettings,
-        held_outputs: HeldOutputs,
+        held_outputs: ExcludedModuleOutputs,
         path: Path | None,
         *,
         history: bool,
@@ -171,7 +171,7 @@ class Arena:
         """Yield what PyTorch's allocator would have reserved, by setting."""
         if self._memory is None or self._memory.name == "cpu" or not self._has_history:
             return
-        found = compare_settings(self.trace(), "expandable_segments:True", memory=NO_LIMIT)
+        found = compare_allocator_settings(self.trace(), "expandable_segments:True", memory=NO_LIMIT)
         for row in found.outcomes:
             name = f"reserved, {row.setting.name or 'default settings'}"
             yield Term(name, Figure(row.replay.peak_reserved, Provenance.SIMULATED, "an exact replay"))

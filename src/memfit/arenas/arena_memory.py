@@ -21,7 +21,7 @@ from memfit.user_frame import warn_user
 _LIBRARY = b"libc10.so"
 
 
-class CpuMemory:
+class CpuArenaMemory:
     """CPU memory: PyTorch's allocations in this process are routed through ``c/cpu_allocator.c``."""
 
     name = "cpu"
@@ -99,7 +99,7 @@ _BENCHMARK = (
 )
 
 
-class CudaMemory:
+class CudaArenaMemory:
     """CUDA memory: ``c/cuda_allocator.c`` replaces PyTorch's allocator in this process.
 
     Raises:
@@ -196,7 +196,7 @@ class CudaMemory:
         return int(found)
 
 
-ArenaMemory = CpuMemory | CudaMemory
+ArenaMemory = CpuArenaMemory | CudaArenaMemory
 """The memory that an arena places allocations in."""
 
 

@@ -23,7 +23,7 @@ from memfit.records import (
     ScriptEnd,
     Trace,
 )
-from memfit.versions import versions
+from memfit.versions import software_versions
 
 _CUT = "The arena's log was full before the run ended; later allocations are missing from this trace."
 
@@ -75,7 +75,7 @@ def trace_of_arena_log(
         end=ScriptEnd("steps", 0),
         settings={"backend": ARENA},
         statistics={},
-        versions=versions(),
+        versions=software_versions(),
         command=tuple(sys.argv),
         pools=(DEFAULT_POOL,),
         notes=(Note(Provenance.EXACT, _CUT, sizes=True),) if is_cut else (),

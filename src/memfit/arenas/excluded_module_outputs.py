@@ -17,7 +17,7 @@ from memfit.errors import UsageError
 from memfit.strategies.mechanisms.module_patterns import COMPILED, modules_named
 
 
-class HeldOutputs(Mapping[nn.Module | str, list[Any]]):
+class ExcludedModuleOutputs(Mapping[nn.Module | str, list[Any]]):
     """What each excluded module returned in the last step, call by call: by module, and by name.
 
     A parameter or a buffer is found by its name, too; iterating yields modules only.
@@ -100,7 +100,7 @@ class HeldOutputs(Mapping[nn.Module | str, list[Any]]):
         return len(self._outputs)
 
 
-def split_excluded_modules(
+def split_excluded_modules_and_names(
     exclude: "nn.Module | str | Iterable[nn.Module | str]",
 ) -> tuple[list[nn.Module], list[str]]:
     """Return the modules and the names in ``memfit.arena(exclude=...)``.

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from memfit.arenas.arena import Arena
-from memfit.arenas.arena_memory import ArenaMemory, CpuMemory, CudaMemory
-from memfit.arenas.excluded_module_outputs import HeldOutputs, split_excluded_modules
+from memfit.arenas.arena_memory import ArenaMemory, CpuArenaMemory, CudaArenaMemory
+from memfit.arenas.excluded_module_outputs import ExcludedModuleOutputs, split_excluded_modules_and_names
 from memfit.errors import UsageError
 from memfit.recording.recorder import installed_recorder
 from memfit.strategies.arena_settings import ArenaSettings
@@ -62,7 +62,7 @@ def arena(
     """
     if device not in {None, "cpu", "cuda"}:
         raise UsageError(f"device={device!r} is not supported. Pass 'cpu' or 'cuda'.")
-    modules, names = split_excluded_modules(exclude)
+    modules, names = split_excluded_modules_and_names(exclude)
     if settings is not None:
         if (optimize_train, optimize_test, modules, names) != (None, None, [], []):
             raise UsageError(
@@ -83,7 +83,9 @@ def arena(
         _last[device].close()
     is_used = chosen.optimize_train or chosen.optimize_test or history
     memory = _memory_of(device) if is_used else None
-    _last[device] = made = Arena(memory, chosen, HeldOutputs(modules, chosen.exclude), path, history=history)
+    _last[device] = made = Arena(
+        memory, chosen, ExcludedModuleOutputs(modules, chosen.exclude), path, history=history
+    )
     return made
 
 
@@ -107,9 +109,9 @@ def _settings_of(given: Any) -> ArenaSettings:
 
 def _memory_of(device: str) -> ArenaMemory | None:
     if device == "cpu":
-        return CpuMemory()
+        return CpuArenaMemory()
     if installed_recorder() is None:
-        return CudaMemory()
+        return CudaArenaMemory()
     warn_user(
         "memfit.arena does nothing in this run: memfit is recording the script, and reports the memory that "
         "PyTorch's own allocator uses.",

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from memfit.arenas.arena_library import LIVES
-from memfit.atomic_files import write_bytes
+from memfit.atomic_files import write_output_file
 from memfit.errors import FileFormatError
 from memfit.input_files import read_input_file
 from memfit.packing.best_packing import pack_buffers
@@ -167,7 +167,7 @@ def write_step_plans(plans: Mapping[StepKey, StepPlan], path: Path) -> None:
         )
         for key, plan in plans.items()
     ]
-    write_bytes(path, msgspec.json.encode(_File(FORMAT, VERSION, rows)) + b"\n")
+    write_output_file(path, msgspec.json.encode(_File(FORMAT, VERSION, rows)) + b"\n")
 
 
 def read_step_plans(path: Path, alignment: int) -> dict[StepKey, StepPlan]:

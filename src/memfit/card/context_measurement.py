@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from memfit.atomic_files import write_bytes
+from memfit.atomic_files import write_output_file
 from memfit.card.context_probe import ContextProbeResult, ContextProbeSettings
 from memfit.card.find_card import find_card
 from memfit.card.nccl_measurement import measure_nccl
@@ -24,8 +24,15 @@ from memfit.devices import Device, context_observations, find_device
 from memfit.errors import FileFormatError, TargetError, UnknownDeviceError
 from memfit.input_files import read_input_file
 from memfit.native_build import cache_folder
-from memfit.python_command import python_code
-from memfit.records import ContextReport, ContextStage, ContextTrial, Figure, MachineKind, Provenance
+from memfit.python_command import code_running_module
+from memfit.records import (
+    CardContextReport,
+    CardContextStage,
+    CardContextTrial,
+    Figure,
+    MachineKind,
+    Provenance,
+)
 from memfit.units import format_bytes
 
 _TIMEOUT = 180  # seconds for one process; the first on a machine may compile kernels
@@ -68,7 +75,7 @@ CHANGES = (
 )
 
 
-def measure_context() -> ContextReport:
+def measure_context() -> CardContextReport:
     """Measure the context of this machine's first GPU, in a fresh process for each change: half a minute.
 
     Raises:
@@ -83,8 +90,8 @@ def measure_context() -> ContextReport:
     for change in CHANGES:
         probed = _probe(change.environment, ContextProbeSettings(change.cudnn))
         failed, stages = (probed, ()) if isinstance(probed, str) else ("", probed.stages)
-        trials.append(ContextTrial(change.what, change.why, stages, failed))
-    return ContextReport(
+        trials.append(CardContextTrial(change.what, change.why, stages, failed))
+    return CardContextReport(
         card=plain.card,
         driver=plain.driver,
         cuda=plain.cuda,
@@ -99,7 +106,7 @@ def measure_context() -> ContextReport:
     )
 
 
-def keep_measured_context(report: ContextReport) -> Path | None:
+def keep_measured_context(report: CardContextReport) -> Path | None:
     """Keep a measurement for later dry runs and return its path; None for a rehearsal, not kept.
 
     Raises:
@@ -109,11 +116,11 @@ def keep_measured_context(report: ContextReport) -> Path | None:
         return None
     name = re.sub(r"[^\w.+]+", "_", f"{report.card}-{report.driver or report.cuda}-{report.torch}")
     path = cache_folder(_KIND) / f"{name}.json"
-    write_bytes(path, msgspec.json.format(msgspec.json.encode(report)))
+    write_output_file(path, msgspec.json.format(msgspec.json.encode(report)))
     return path
 
 
-def measured_context(device: Device, torch_version: str, *, eager: bool = False) -> Figure | None:
+def saved_context_measurement(device: Device, torch_version: str, *, eager: bool = False) -> Figure | None:
     """Return the context measured for a device with this torch; None without such a measurement.
 
     Args:
@@ -141,7 +148,7 @@ def measured_context(device: Device, torch_version: str, *, eager: bool = False)
     return Figure(last.outside, Provenance.MEASURED, source)
 
 
-def _stages(report: ContextReport, *, eager: bool) -> tuple[ContextStage, ...]:
+def _stages(report: CardContextReport, *, eager: bool) -> tuple[CardContextStage, ...]:
     if not eager:
         return report.stages
     return next((trial.stages for trial in report.trials if trial.what == _EAGER), ())
@@ -154,10 +161,10 @@ def _is(name: str, device: Device) -> bool:
         return False
 
 
-def _read(path: Path) -> ContextReport | None:
+def _read(path: Path) -> CardContextReport | None:
     """Read a kept measurement; None if the file is not one, or is a rehearsal's."""
     try:
-        report = msgspec.json.decode(read_input_file(path, _MAX_FILE), type=ContextReport)
+        report = msgspec.json.decode(read_input_file(path, _MAX_FILE), type=CardContextReport)
     except (FileFormatError, msgspec.DecodeError):
         return None
     return report if report.machine is MachineKind.CARD and report.stages else None
@@ -176,7 +183,7 @@ def _probe(environment: Mapping[str, str], settings: ContextProbeSettings) -> Co
             [
                 sys.executable,
                 "-c",
-                python_code("memfit.card.context_probe"),
+                code_running_module("memfit.card.context_probe"),
                 msgspec.json.encode(settings).decode(),
             ],
             capture_output=True,
@@ -205,12 +212,12 @@ def loads_kernels_eagerly(environment: Mapping[str, str]) -> bool:
     return environment.get(name) == value
 
 
-def bytes_of_eager_loading() -> tuple[int, str]:
+def eager_kernel_loading_bytes() -> tuple[int, str]:
     """Return the bytes that loading every kernel adds, and their source: the same process, run both ways.
 
     The code of PyTorch and its libraries is loaded, whatever the size of the card.
 
-    >>> bytes_of_eager_loading()[0] >> 20
+    >>> eager_kernel_loading_bytes()[0] >> 20
     1250
     """
     eager = next(seen for seen in context_observations() if seen.what == _ALL_AT_ONCE)

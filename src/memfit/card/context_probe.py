@@ -10,13 +10,13 @@ import msgspec
 
 from memfit.card.find_card import find_card
 from memfit.card.outside_allocator import OutsideMemoryMeter
-from memfit.records import ContextStage
+from memfit.records import CardContextStage
 
 
 class ContextProbeResult(msgspec.Struct, frozen=True):
     """What one process measured."""
 
-    stages: tuple[ContextStage, ...]
+    stages: tuple[CardContextStage, ...]
     way: str
     """How the process's bytes were determined."""
     card: str
@@ -36,7 +36,7 @@ class ContextProbeSettings(msgspec.Struct, frozen=True):
     cudnn: bool = True
 
 
-def use_card_in_stages(cudnn: bool = True) -> Iterator[str]:
+def _use_card_in_stages(cudnn: bool = True) -> Iterator[str]:
     """Use the card, and yield the name of each stage when it is complete.
 
     Args:
@@ -65,10 +65,12 @@ def main() -> None:
     import torch
 
     measured, way = [], ""
-    for what in use_card_in_stages(settings.cudnn):
+    for what in _use_card_in_stages(settings.cudnn):
         torch.cuda.synchronize()
         reading = meter.read()
-        measured.append(ContextStage(what, torch.cuda.memory_allocated(0), reading.reserved, reading.process))
+        measured.append(
+            CardContextStage(what, torch.cuda.memory_allocated(0), reading.reserved, reading.process)
+        )
         way = reading.way
     card = find_card("measure the CUDA context")
     print(

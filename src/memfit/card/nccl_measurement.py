@@ -13,7 +13,7 @@ from memfit.card.nccl_probe import STAGES, NcclProbeRank, NcclProbeResult
 from memfit.devices import find_device
 from memfit.errors import UnknownDeviceError
 from memfit.ghost.ranks.nccl_memory import KERNELS, Communicator, nccl_memory
-from memfit.python_command import python_code
+from memfit.python_command import code_running_module
 from memfit.records import NcclMeasurement, NcclStage
 from memfit.temporary_folders import TemporaryFolder
 
@@ -68,7 +68,7 @@ def _probe(gpus: list[str], folder: Path) -> NcclProbeResult | str:
             [
                 sys.executable,
                 "-c",
-                python_code("memfit.card.nccl_probe"),
+                code_running_module("memfit.card.nccl_probe"),
                 msgspec.json.encode(NcclProbeRank(rank, len(gpus), str(folder / "store"))).decode(),
             ],
             stdout=subprocess.PIPE,

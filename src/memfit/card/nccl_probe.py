@@ -32,7 +32,7 @@ class NcclProbeResult(msgspec.Struct, frozen=True):
 STAGES = ("before", "communicator", "first all-gather", "first all-reduce", "first all-to-all")
 
 
-def use_nccl_in_stages(settings: NcclProbeRank) -> Iterator[None]:
+def _use_nccl_in_stages(settings: NcclProbeRank) -> Iterator[None]:
     """Join a process group and use it; pause after each of ``STAGES``."""
     import torch
     from torch import distributed
@@ -67,7 +67,7 @@ def main() -> None:
     import torch
 
     outside = []
-    for _ in use_nccl_in_stages(settings):
+    for _ in _use_nccl_in_stages(settings):
         torch.cuda.synchronize()
         outside.append(meter.read().outside)
     if settings.rank == 0:

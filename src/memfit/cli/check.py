@@ -7,8 +7,18 @@ from typing import Annotated
 from cyclopts import Parameter
 
 import memfit
-from memfit.cli.command_output import progress, write_result
-from memfit.cli.options import Budget, Json, Module, Script, Values, json_file, read_as, script_to_run, share
+from memfit.cli.command_output import show_script_progress, write_result
+from memfit.cli.options import (
+    Json,
+    MemoryBudget,
+    Module,
+    Script,
+    Values,
+    check_script_and_files,
+    json_output_file,
+    option_read_by,
+    parse_percentage,
+)
 from memfit.report.escape import escaped
 from memfit.run.options import STEPS
 
@@ -18,8 +28,10 @@ def check(
     module: Module = False,
     baseline: Path = Path("memfit-baseline.json"),
     update: bool = False,
-    tolerance: Annotated[float, read_as(share), Parameter(show_default=lambda _: "1%")] = 0.01,
-    budget: Budget = Budget(),
+    tolerance: Annotated[
+        float, option_read_by(parse_percentage), Parameter(show_default=lambda _: "1%")
+    ] = 0.01,
+    budget: MemoryBudget = MemoryBudget(),
     steps: int = STEPS,
     json: Json = None,
     values: Values = (),
@@ -39,9 +51,11 @@ def check(
         tolerance: By how much each figure may grow, for example 0.5%. With 0%, not by a byte.
         steps: Stop the script after this many training steps.
     """
-    outputs = {"--json": json_file(json), "--baseline": baseline if update else None}
-    options = script_to_run("check", command, outputs, module=module, inputs={"--baseline": baseline})
-    with progress(steps) as show:
+    outputs = {"--json": json_output_file(json), "--baseline": baseline if update else None}
+    options = check_script_and_files(
+        "check", command, outputs, module=module, inputs={"--baseline": baseline}
+    )
+    with show_script_progress(steps) as show:
         result = memfit.check(
             **options,
             **vars(budget),

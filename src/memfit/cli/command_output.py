@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memfit.atomic_files import write_bytes
-from memfit.cli.options import json_file
+from memfit.atomic_files import write_output_file
+from memfit.cli.options import json_output_file
 from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import MemfitError, OutputError, TargetError
 from memfit.report.escape import escaped
@@ -56,16 +56,16 @@ def write_result(result: object, json: str | None, *files: Output, **shown: obje
     from memfit.report.result_printers import print_result
 
     def write_output() -> None:
-        with stdout() as console:
+        with console_on_stdout() as console:
             if json == "-":
                 console.file.write(result_to_json(result).decode() + "\n")
             else:
                 print_result(result, console, **shown)
 
     def write_json(path: Path) -> None:
-        write_bytes(path, result_to_json(result) + b"\n")
+        write_output_file(path, result_to_json(result) + b"\n")
 
-    outputs = ((json_file(json), write_json), *files)
+    outputs = ((json_output_file(json), write_json), *files)
     jobs: list[Callable[[], object]] = [write_output]
     jobs += [partial(write, path) for path, write in outputs if path is not None]
     try:
@@ -98,7 +98,7 @@ def write_plan(
             why = "none was found in time" if plan.out_of_time else "no plan fits"
             print(f"memfit: {path} was not written, because {why}.", file=sys.stderr)
             return
-        write_bytes(path, result_to_json(plan) + b"\n")
+        write_output_file(path, result_to_json(plan) + b"\n")
         ranks = f"--nproc {plan.nproc} " * (plan.nproc > 1) + f"--nnodes {plan.nnodes} " * (plan.nnodes > 1)
         ranks += "--all-ranks " * (plan.world_size > 1)
         command = f"memfit dry-run {ranks}--plan {shlex.quote(str(path))} SCRIPT"
@@ -107,7 +107,7 @@ def write_plan(
     def write_page(path: Path) -> None:
         from memfit.report.html.plan_page import plan_report_html
 
-        write_bytes(path, plan_report_html(plan, output).encode(errors="replace"))
+        write_output_file(path, plan_report_html(plan, output).encode(errors="replace"))
 
     write_result(plan, json, (output, write_file), (html, write_page), file=output)
 
@@ -132,7 +132,7 @@ class PlanSoFar:
         self._time = plan.chosen.time
         if self._output is not None:
             with suppress(MemfitError):
-                write_bytes(self._output, result_to_json(plan) + b"\n")
+                write_output_file(self._output, result_to_json(plan) + b"\n")
 
     @contextmanager
     def named_on_ctrl_c(self) -> Iterator[None]:
@@ -147,7 +147,7 @@ class PlanSoFar:
             raise KeyboardInterrupt(f"{what}: {where}") from None
 
 
-def exit_code(result: "DryRun", *, fail: bool) -> int:
+def exit_code_of_run(result: "DryRun", *, fail: bool) -> int:
     """Return the exit code of a run."""
     if "interrupted" in (result.end.reason, result.untried.reason if result.untried else ""):
         return INTERRUPTED
@@ -157,7 +157,7 @@ def exit_code(result: "DryRun", *, fail: bool) -> int:
 
 
 @contextmanager
-def stdout() -> Iterator["Console"]:
+def console_on_stdout() -> Iterator["Console"]:
     """Yield a console that prints on standard output.
 
     Raises:
@@ -182,25 +182,25 @@ def stdout() -> Iterator["Console"]:
         raise OutputError(f"Cannot write to standard output: {error.strerror}.") from None
 
 
-def trace_file(output: Path | None, run: "FinishedRun") -> Output:
+def written_trace_file(output: Path | None, run: "FinishedRun") -> Output:
     """Return the file of a run's trace, which the run has written: it remains to print its path."""
-    from memfit.api.ghost_runs import RANK, own_file
+    from memfit.api.ghost_runs import RANK, trace_file_of_rank
 
     def report(path: Path) -> None:
         if run.unsaved is not None:
             raise run.unsaved
         ranks = run.result.ranks if RANK in path.name else ()
-        own = own_file(path, run.result.rank.rank if run.result.rank is not None else 0)
+        own = trace_file_of_rank(path, run.result.rank.rank if run.result.rank is not None else 0)
         text = f"Trace: {own}  (memfit explain {own})"
         if len(ranks) > 1:
-            text = f"Traces: {path}  (memfit diff {own} {own_file(path, ranks[-1].rank)})"
+            text = f"Traces: {path}  (memfit diff {own} {trace_file_of_rank(path, ranks[-1].rank)})"
         print(escaped(text), file=sys.stderr)
 
     return output, report
 
 
 @contextmanager
-def progress(steps: int | None, reruns: str = RERUNS) -> Iterator[Callable[["Progress"], None]]:
+def show_script_progress(steps: int | None, reruns: str = RERUNS) -> Iterator[Callable[["Progress"], None]]:
     """Show a script's progress for as long as the block lasts.
 
     Args:
@@ -227,7 +227,7 @@ def progress(steps: int | None, reruns: str = RERUNS) -> Iterator[Callable[["Pro
             move_to_line_start(stream)
 
 
-def running(how: str) -> str:
+def text_before_runs(how: str) -> str:
     """Return what is printed before the runs of a command that runs the script several times."""
     return (
         f"memfit: running the script {how}, without terminal input and with its output hidden. Each run "

@@ -1,8 +1,17 @@
 """``memfit compare``."""
 
 import memfit
-from memfit.cli.command_output import progress, running, write_result
-from memfit.cli.options import JobSize, Json, Module, Script, Target, Values, json_file, script_to_run
+from memfit.cli.command_output import show_script_progress, text_before_runs, write_result
+from memfit.cli.options import (
+    JobSize,
+    Json,
+    Module,
+    Script,
+    TargetGpu,
+    Values,
+    check_script_and_files,
+    json_output_file,
+)
 from memfit.ctrl_c import INTERRUPTED
 from memfit.run.options import STEPS
 
@@ -10,7 +19,7 @@ from memfit.run.options import STEPS
 def compare(
     *command: Script,
     module: Module = False,
-    target: Target = Target(),
+    target: TargetGpu = TargetGpu(),
     ranks: JobSize = JobSize(),
     steps: int = STEPS,
     json: Json = None,
@@ -28,8 +37,10 @@ def compare(
     Args:
         steps: Stop each run after this many training steps.
     """
-    options = script_to_run("compare", command, {"--json": json_file(json)}, module=module, ranks=ranks)
-    with progress(steps, reruns=running("once for each row")) as show:
+    options = check_script_and_files(
+        "compare", command, {"--json": json_output_file(json)}, module=module, ranks=ranks
+    )
+    with show_script_progress(steps, reruns=text_before_runs("once for each row")) as show:
         result = memfit.compare(
             **options, **vars(target), steps=steps, values=",".join(values), on_progress=show
         )

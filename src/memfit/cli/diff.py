@@ -6,7 +6,7 @@ from typing import Literal
 import memfit
 from memfit.atomic_files import check_output_paths
 from memfit.cli.command_output import write_result
-from memfit.cli.options import Json, json_file
+from memfit.cli.options import Json, json_output_file
 
 
 def diff(
@@ -30,6 +30,6 @@ def diff(
             run (training, evaluation, saving, loading), or the number of a training step, such as 2.
         by: Sum the allocated memory by category, module, line or op.
     """
-    check_output_paths({"--json": json_file(json)}, {"the first run": before, "the second run": after})
+    check_output_paths({"--json": json_output_file(json)}, {"the first run": before, "the second run": after})
     write_result(memfit.diff(before, after, at, by), json)
     return 0

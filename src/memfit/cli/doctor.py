@@ -4,7 +4,7 @@ import io
 import sys
 from contextlib import redirect_stderr
 
-from memfit.cli.command_output import stdout
+from memfit.cli.command_output import console_on_stdout
 
 
 def doctor(
@@ -31,7 +31,7 @@ def doctor(
     from memfit.report.terminal.doctor import print_diagnosis
 
     findings = diagnose()
-    with stdout() as console:
+    with console_on_stdout() as console:
         return print_diagnosis(findings, console, details=gaps)
 
 
@@ -40,7 +40,7 @@ def _measure_context() -> int:
     from memfit.report.terminal.doctor import context_toml_lines, print_context_stages
 
     report = measure_context()
-    with stdout() as console:
+    with console_on_stdout() as console:
         print_context_stages(report, console)
     if saved := keep_measured_context(report):
         print(f"Saved for dry runs for this GPU with this PyTorch version: {saved}", file=sys.stderr)
@@ -55,5 +55,5 @@ def _list_patches() -> int:
 
     with redirect_stderr(io.StringIO()):  # libraries warn when they are imported
         names = replaced_names()
-    with stdout() as console:
+    with console_on_stdout() as console:
         return print_patched_names(names, console)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from memfit.cli.command_output import Output as OutputFile
-from memfit.cli.command_output import exit_code, progress, trace_file, write_result
+from memfit.cli.command_output import exit_code_of_run, show_script_progress, write_result, written_trace_file
 from memfit.cli.options import (
     GHOST,
     TARGET,
@@ -24,10 +24,10 @@ from memfit.cli.options import (
     Output,
     RankOfJob,
     Script,
-    Target,
+    TargetGpu,
     ToEnd,
-    json_file,
-    script_to_run,
+    check_script_and_files,
+    json_output_file,
 )
 from memfit.errors import UsageError
 from memfit.run.job_rank import ALONE, Rank
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class Length:
+class RunLength:
     """How much of the script runs."""
 
     steps: int | None = None
@@ -103,10 +103,10 @@ class Length:
 def dry_run(
     *command: Script,
     module: Module = False,
-    target: Target = Target(),
+    target: TargetGpu = TargetGpu(),
     ranks: RankOfJob = RankOfJob(),
     all_ranks: Annotated[bool, Parameter(group=TARGET)] = False,
-    length: Length = Length(),
+    length: RunLength = RunLength(),
     output: Output = None,
     json: Json = None,
     html: Html = None,
@@ -172,12 +172,12 @@ def dry_run(
             its rules. With 'none', it counts each workspace as 0 bytes.
     """
     from memfit.api.ghost_runs import FinishedRun, run_on_ghost
-    from memfit.api.run_under_torchrun import run_beside_ranks
+    from memfit.api.run_under_torchrun import run_as_torchrun_rank
     from memfit.api.traces import write_html
 
     limits, resuming = length.limits(), length.resuming()
-    outputs = {"-o": output, "--html": html, "--json": json_file(json)}
-    found = script_to_run("dry-run", command, outputs, module=module, ranks=ranks)
+    outputs = {"-o": output, "--html": html, "--json": json_output_file(json)}
+    found = check_script_and_files("dry-run", command, outputs, module=module, ranks=ranks)
     script, arguments, module = (found.pop(name) for name in ("script", "arguments", "module"))
     stands_for = Rank(**found)
     beside = started_rank(os.environ)
@@ -202,9 +202,9 @@ def dry_run(
     )
     quiet = beside is not None and beside.local > 0
     run: FinishedRun | None
-    with nullcontext(_show_nothing) if quiet else progress(options.steps) as show:
+    with nullcontext(_show_nothing) if quiet else show_script_progress(options.steps) as show:
         if beside is not None:
-            run = run_beside_ranks(
+            run = run_as_torchrun_rank(
                 script, arguments, options, dict(os.environ), output=output, on_progress=show
             )
         else:
@@ -222,9 +222,9 @@ def dry_run(
     if run is None:  # the first rank of this machine reports
         return 0
     page: OutputFile = (html, partial(write_html, run.trace, run.result))
-    write_result(run.result, json, page, trace_file(output, run), notes=notes)
+    write_result(run.result, json, page, written_trace_file(output, run), notes=notes)
     failed = beside is not None and not run.result.ranks  # torchrun must end the other ranks
-    return exit_code(run.result, fail=fail or failed)
+    return exit_code_of_run(run.result, fail=fail or failed)
 
 
 def _show_nothing(_: "Progress") -> None:

@@ -9,7 +9,7 @@ from cyclopts import Parameter
 import memfit
 from memfit.atomic_files import check_output_paths
 from memfit.cli.command_output import write_result
-from memfit.cli.options import OUTPUT, Html, Json, Notes, json_file
+from memfit.cli.options import OUTPUT, Html, Json, Notes, json_output_file
 
 
 def explain(
@@ -45,11 +45,11 @@ def explain(
             from returning the largest holes to the GPU.
     """
     from memfit.api.traces import allocation_table, chrome_trace, write_html
-    from memfit.atomic_files import write_bytes
+    from memfit.atomic_files import write_output_file
     from memfit.records import GroupBy
 
     outputs = {"--snapshot": snapshot, "--html": html, "--chrome": chrome, "--csv": csv}
-    check_output_paths({**outputs, "--json": json_file(json)}, {"the input": path})
+    check_output_paths({**outputs, "--json": json_output_file(json)}, {"the input": path})
     trace = memfit.read(path)
     explanation = memfit.explain(trace, at, fragments=fragmentation)
     write_result(
@@ -57,8 +57,8 @@ def explain(
         json,
         (snapshot, partial(memfit.write_snapshot, trace)),
         (html, partial(write_html, trace, explanation.summary, source=source)),
-        (chrome, lambda path: write_bytes(path, chrome_trace(trace))),
-        (csv, lambda path: write_bytes(path, allocation_table(trace).encode())),
+        (chrome, lambda path: write_output_file(path, chrome_trace(trace))),
+        (csv, lambda path: write_output_file(path, allocation_table(trace).encode())),
         by=None if by is None else GroupBy(by),
         notes=notes,
     )

@@ -5,8 +5,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 import memfit
-from memfit.cli.command_output import progress, running, stdout, write_result
-from memfit.cli.options import InUse, Json, Module, Script, Values, json_file, script_to_run
+from memfit.cli.command_output import console_on_stdout, show_script_progress, text_before_runs, write_result
+from memfit.cli.options import InUse, Json, Module, Script, Values, check_script_and_files, json_output_file
 from memfit.errors import UsageError
 from memfit.run.options import STEPS
 
@@ -32,8 +32,8 @@ def gpus(
     if not for_script:
         return _list(command)
 
-    options = script_to_run("gpus --for", command, {"--json": json_file(json)}, module=module)
-    with progress(steps, reruns=running("for each kind of GPU and each plan")) as show:
+    options = check_script_and_files("gpus --for", command, {"--json": json_output_file(json)}, module=module)
+    with show_script_progress(steps, reruns=text_before_runs("for each kind of GPU and each plan")) as show:
         result = memfit.gpus_for(
             **options,
             in_use=in_use,
@@ -52,6 +52,6 @@ def _list(command: tuple[str, ...]) -> int:
 
     if command:
         raise UsageError(f"memfit gpus takes no script. Did you mean memfit gpus --for {' '.join(command)}?")
-    with stdout() as console:
+    with console_on_stdout() as console:
         print_devices(all_devices(), console)
     return 0

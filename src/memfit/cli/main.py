@@ -70,10 +70,10 @@ for flag in ("--help", "--version"):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit with its code."""
-    sys.exit(exit_code_of(list(sys.argv[1:] if arguments is None else arguments)))
+    sys.exit(run_command(list(sys.argv[1:] if arguments is None else arguments)))
 
 
-def exit_code_of(tokens: list[str]) -> int:
+def run_command(tokens: list[str]) -> int:
     """Run a command and return its exit code."""
     try:
         with SignalsAsExceptions():

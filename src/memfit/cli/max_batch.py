@@ -5,17 +5,17 @@ from typing import Annotated
 from cyclopts import Parameter
 
 import memfit
-from memfit.cli.command_output import progress, running, write_result
+from memfit.cli.command_output import show_script_progress, text_before_runs, write_result
 from memfit.cli.options import (
-    Budget,
     Fail,
     Json,
+    MemoryBudget,
     Module,
     RankOfJob,
     Script,
     Values,
-    json_file,
-    script_to_run,
+    check_script_and_files,
+    json_output_file,
 )
 from memfit.run.options import STEPS
 
@@ -23,7 +23,7 @@ from memfit.run.options import STEPS
 def max_batch(
     *command: Script,
     module: Module = False,
-    budget: Budget = Budget(),
+    budget: MemoryBudget = MemoryBudget(),
     ranks: RankOfJob = RankOfJob(),
     option: Annotated[str, Parameter(allow_leading_hyphen=True)] = "",
     multiple: int = 1,
@@ -46,8 +46,10 @@ def max_batch(
         steps: Stop each run after this many training steps.
         fail: Exit with code 1 if no batch size fits.
     """
-    options = script_to_run("max-batch", command, {"--json": json_file(json)}, module=module, ranks=ranks)
-    with progress(steps, reruns=running("with one batch size after another")) as show:
+    options = check_script_and_files(
+        "max-batch", command, {"--json": json_output_file(json)}, module=module, ranks=ranks
+    )
+    with show_script_progress(steps, reruns=text_before_runs("with one batch size after another")) as show:
         result = memfit.max_batch(
             **options,
             **vars(budget),

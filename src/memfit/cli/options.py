@@ -24,7 +24,7 @@ _PROBABLY_NOT_BYTES = 1 << 20
 _NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?")
 
 
-def read_as(read: Callable[[str], object]) -> Parameter:
+def option_read_by(read: Callable[[str], object]) -> Parameter:
     """Return the parameter of an option whose text a function reads; its errors are shown as they are."""
 
     def convert(_type: object, tokens: Sequence[Token]) -> object:
@@ -33,13 +33,13 @@ def read_as(read: Callable[[str], object]) -> Parameter:
     return Parameter(converter=convert, metavar="STR")
 
 
-def gpu_memory(text: str) -> int:
+def parse_gpu_memory(text: str) -> int:
     """Return the bytes of a GPU's memory that an option gives, such as ``12GiB``.
 
     Raises:
         UsageError: the text is not an amount of memory, or probably lacks its unit.
 
-    >>> gpu_memory("0"), gpu_memory("1GiB")
+    >>> parse_gpu_memory("0"), parse_gpu_memory("1GiB")
     (0, 1073741824)
     """
     from memfit.units import parse_bytes
@@ -52,13 +52,13 @@ def gpu_memory(text: str) -> int:
     return amount
 
 
-def share(text: str) -> float:
+def parse_percentage(text: str) -> float:
     """Return the share that an option gives in percent.
 
     Raises:
         UsageError: the text is not a percentage.
 
-    >>> share("0.5%")
+    >>> parse_percentage("0.5%")
     0.005
     """
     number, percent = text.strip().removesuffix("%").strip(), text.strip().endswith("%")
@@ -126,18 +126,18 @@ GpuName = Annotated[
 ]
 GpuMemory = Annotated[
     int | None,
-    read_as(gpu_memory),
+    option_read_by(parse_gpu_memory),
     Parameter(help="Assume this much GPU memory instead of the GPU's own, for example 12GiB."),
 ]
 _IN_USE = Parameter(
     help="Assume that the desktop or other jobs already use this much GPU memory, for example 1.5GiB."
 )
-InUse = Annotated[int, read_as(gpu_memory), _IN_USE]
+InUse = Annotated[int, option_read_by(parse_gpu_memory), _IN_USE]
 
 
 @Parameter(name="*", group=TARGET)
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class TargetGpu:
     """The GPU of a run."""
 
     gpu: GpuName = DEFAULT
@@ -147,21 +147,21 @@ class Target:
 
 @Parameter(name="*", group=TARGET)
 @dataclass(frozen=True, kw_only=True)
-class RecordedTarget:
+class ReplayTarget:
     """The GPU on which a recorded run is replayed; None for what it was recorded with."""
 
     gpu: str | None = None
     """Assume this GPU instead of the one that the run was recorded for."""
     memory: GpuMemory = None
-    in_use: Annotated[int | None, read_as(gpu_memory), _IN_USE] = None
+    in_use: Annotated[int | None, option_read_by(parse_gpu_memory), _IN_USE] = None
 
 
 @Parameter(name="*", group=TARGET)
 @dataclass(frozen=True, kw_only=True)
-class Budget:
+class MemoryBudget:
     """The GPU memory that a script may use."""
 
-    budget: Annotated[int | None, read_as(gpu_memory)] = None
+    budget: Annotated[int | None, option_read_by(parse_gpu_memory)] = None
     """How much GPU memory the script may use, for example 8GiB. It includes the CUDA context, as with
     memfit dry-run --memory. By default, the memory of the GPU."""
     gpu: GpuName = DEFAULT
@@ -189,12 +189,12 @@ class RankOfJob(JobSize):
     """Which of the processes to run, counted from 0 over all machines. The others do not exist."""
 
 
-def json_file(json: str | None) -> Path | None:
+def json_output_file(json: str | None) -> Path | None:
     """Return the file that ``--json`` names; None if it names none, or standard output (``-``)."""
     return None if json in (None, "-") else Path(str(json))
 
 
-def expect_plan(name: str, plan: Path | None) -> Path:
+def require_plan(name: str, plan: Path | None) -> Path:
     """Return the plan that a command needs.
 
     Args:
@@ -211,7 +211,7 @@ def expect_plan(name: str, plan: Path | None) -> Path:
     return plan
 
 
-def expect_script(name: str, command: Sequence[str], files: Mapping[str, str | Path | None]) -> None:
+def require_script(name: str, command: Sequence[str], files: Mapping[str, str | Path | None]) -> None:
     """Check that a command has a script to run.
 
     Args:
@@ -233,7 +233,7 @@ def expect_script(name: str, command: Sequence[str], files: Mapping[str, str | P
     raise UsageError(f"No script given. Run memfit {name} SCRIPT.py [ARGS...], or use -m MODULE.")
 
 
-def script_to_run(
+def check_script_and_files(
     name: str,
     command: Sequence[str],
     outputs: Mapping[str, Path | None],
@@ -260,7 +260,7 @@ def script_to_run(
         UsageError: there is no script, an output would overwrite it or another output, or launcher and
             options both say how many processes there are.
     """
-    expect_script(name, command, {**outputs, **(inputs or {})})
+    require_script(name, command, {**outputs, **(inputs or {})})
     keywords: dict[str, Any] = {"module": module}
     if ranks is not None:
         launched = launched_script(command, module=module)

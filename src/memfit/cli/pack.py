@@ -8,7 +8,7 @@ from cyclopts import Parameter
 import memfit
 from memfit.atomic_files import check_output_paths
 from memfit.cli.command_output import Output, write_result
-from memfit.cli.options import OUTPUT, Fail, Json, json_file, read_as
+from memfit.cli.options import OUTPUT, Fail, Json, json_output_file, option_read_by
 from memfit.errors import UsageError
 from memfit.units import parse_bytes
 
@@ -17,7 +17,7 @@ def pack(
     path: Path,
     /,
     *,
-    capacity: Annotated[int | None, read_as(parse_bytes)] = None,
+    capacity: Annotated[int | None, option_read_by(parse_bytes)] = None,
     seconds: float = 10.0,
     csv: Annotated[Path | None, Parameter(group=OUTPUT)] = None,
     json: Json = None,
@@ -39,19 +39,19 @@ def pack(
         fail: Exit with code 1 if memfit finds no packing that fits within --capacity.
     """
     from memfit.api.packings import pack_table
-    from memfit.atomic_files import write_bytes
+    from memfit.atomic_files import write_output_file
     from memfit.packing.csv_table import packing_to_csv
     from memfit.report.terminal.packing import PackingSizes
     from memfit.report.terminal.progress_line import show_progress_line
 
     if fail and capacity is None:
         raise UsageError("--fail needs a capacity to compare with. Add one, for example --capacity 8GiB.")
-    check_output_paths({"--csv": csv, "--json": json_file(json)}, {"the input": path})
+    check_output_paths({"--csv": csv, "--json": json_output_file(json)}, {"the input": path})
     with show_progress_line() as show:
         run = pack_table if path.suffix.lower() == ".csv" else memfit.pack
         packing = run(
             path, capacity, seconds=seconds, on_progress=lambda what: show(f"memfit: packing, {what}")
         )
-    table: Output = (csv, lambda path: write_bytes(path, packing_to_csv(packing.parts).encode()))
+    table: Output = (csv, lambda path: write_output_file(path, packing_to_csv(packing.parts).encode()))
     write_result(PackingSizes.of(packing, capacity), json, table)
     return int(fail and capacity is not None and packing.height > capacity)

@@ -6,20 +6,20 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 import memfit
-from memfit.cli.command_output import PlanSoFar, progress, running, write_plan
+from memfit.cli.command_output import PlanSoFar, show_script_progress, text_before_runs, write_plan
 from memfit.cli.options import (
     OUTPUT,
-    Budget,
     Fail,
     JobSize,
     Json,
+    MemoryBudget,
     Module,
     Output,
     Script,
     Values,
-    json_file,
-    read_as,
-    script_to_run,
+    check_script_and_files,
+    json_output_file,
+    option_read_by,
 )
 from memfit.errors import UsageError
 from memfit.run.options import STEPS
@@ -31,12 +31,12 @@ _LEAST_STEPS = 2
 def plan(
     *command: Script,
     module: Module = False,
-    budget: Budget = Budget(),
+    budget: MemoryBudget = MemoryBudget(),
     ranks: JobSize = JobSize(),
     bitwise: bool = False,
     allow: tuple[Literal["amp", "bf16", "8bit"], ...] = (),
     max_slowdown: float | None = None,
-    max_time: Annotated[float | None, read_as(parse_seconds)] = None,
+    max_time: Annotated[float | None, option_read_by(parse_seconds)] = None,
     steps: int = STEPS,
     chart: Annotated[bool, Parameter(group=OUTPUT)] = False,
     html: Annotated[Path | None, Parameter(group=OUTPUT)] = None,
@@ -83,10 +83,13 @@ def plan(
     """
     if steps < _LEAST_STEPS:
         raise UsageError(f"--steps {steps} is too few: memfit records the second training step.")
-    outputs = {"-o": output, "--html": html, "--json": json_file(json)}
-    options = script_to_run("plan", command, outputs, module=module, ranks=ranks)
+    outputs = {"-o": output, "--html": html, "--json": json_output_file(json)}
+    options = check_script_and_files("plan", command, outputs, module=module, ranks=ranks)
     found = PlanSoFar(output)
-    with found.named_on_ctrl_c(), progress(steps, reruns=running("once for each plan")) as show:
+    with (
+        found.named_on_ctrl_c(),
+        show_script_progress(steps, reruns=text_before_runs("once for each plan")) as show,
+    ):
         result = memfit.plan(
             **options,
             **vars(budget),

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from memfit.cli.command_output import exit_code, progress, trace_file, write_result
+from memfit.cli.command_output import exit_code_of_run, show_script_progress, write_result, written_trace_file
 from memfit.cli.options import (
     Fail,
     Json,
@@ -12,8 +12,8 @@ from memfit.cli.options import (
     Output,
     Script,
     ToEnd,
-    json_file,
-    script_to_run,
+    check_script_and_files,
+    json_output_file,
 )
 from memfit.errors import UsageError
 from memfit.run.options import STEPS, RunOptions
@@ -45,8 +45,8 @@ def record(
     from memfit.api.runs import run_on_card
 
     trace = Path("run.memfit") if output is None else output
-    outputs = {"-o": trace, "--json": json_file(json)}
-    script = script_to_run("record", command, outputs, module=module)
+    outputs = {"-o": trace, "--json": json_output_file(json)}
+    script = check_script_and_files("record", command, outputs, module=module)
     if output is None and trace.exists():
         raise UsageError(
             f"{trace} already exists. Name another file with -o, or overwrite the existing one with "
@@ -58,7 +58,7 @@ def record(
         labels=labels,
         stdout_to_stderr=json == "-",
     )
-    with progress(options.steps) as show:
+    with show_script_progress(options.steps) as show:
         run = run_on_card(script["script"], script["arguments"], options, output=trace, on_progress=show)
-    write_result(run.result, json, trace_file(trace, run), notes=notes)
-    return exit_code(run.result, fail=fail)
+    write_result(run.result, json, written_trace_file(trace, run), notes=notes)
+    return exit_code_of_run(run.result, fail=fail)

@@ -8,7 +8,7 @@ from cyclopts import Parameter
 import memfit
 from memfit.atomic_files import check_output_paths
 from memfit.cli.command_output import write_result
-from memfit.cli.options import Fail, Json, RecordedTarget, json_file
+from memfit.cli.options import Fail, Json, ReplayTarget, json_output_file
 
 if TYPE_CHECKING:
     from memfit.records import AllocatorComparison
@@ -19,7 +19,7 @@ def replay(
     /,
     *,
     alloc_conf: Annotated[list[str] | None, Parameter(allow_leading_hyphen=True)] = None,
-    target: RecordedTarget = RecordedTarget(),
+    target: ReplayTarget = ReplayTarget(),
     json: Json = None,
     fail: Fail = False,
 ) -> int:
@@ -42,7 +42,7 @@ def allocator(
     path: Path,
     /,
     *,
-    target: RecordedTarget = RecordedTarget(),
+    target: ReplayTarget = ReplayTarget(),
     json: Json = None,
 ) -> int:
     """For each allocator setting, report how much memory a recorded run reserves and which GPU is big enough.
@@ -61,7 +61,7 @@ def allocator(
 
 
 def _compared(
-    path: Path, settings: list[str] | None, target: RecordedTarget, json: str | None, *, smallest: bool
+    path: Path, settings: list[str] | None, target: ReplayTarget, json: str | None, *, smallest: bool
 ) -> "AllocatorComparison":
     """Replay a run under allocator settings, with a progress line, and print what comes of it.
 
@@ -74,7 +74,7 @@ def _compared(
     """
     from memfit.report.terminal.progress_line import show_progress_line
 
-    check_output_paths({"--json": json_file(json)}, {"the input": path})
+    check_output_paths({"--json": json_output_file(json)}, {"the input": path})
     trace = memfit.read(path)
     with show_progress_line() as show:
         comparison = memfit.replay(

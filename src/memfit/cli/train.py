@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-from memfit.cli.options import Module, Script, expect_plan, expect_script
+from memfit.cli.options import Module, Script, require_plan, require_script
 from memfit.errors import UsageError
 from memfit.records.job_command import is_job_command
 
@@ -32,14 +32,14 @@ def train(
         prediction: The trace that memfit dry-run --plan plan.json -o FILE wrote, to compare each step with.
     """
     from memfit.planning.plan_file import read_plan
-    from memfit.python_command import python_command
+    from memfit.python_command import command_running_module
     from memfit.run.options import RunOptions
     from memfit.run.parent import script_command
     from memfit.script_training.training_process import TrainSettings
     from memfit.trace.trace_file import read_trace
 
-    expect_script("train", command, {"--plan": plan, "--prediction": prediction})
-    plan = expect_plan("train", plan)
+    require_script("train", command, {"--plan": plan, "--prediction": prediction})
+    plan = require_plan("train", plan)
     if module and is_job_command(command):
         raise UsageError(
             "memfit train trains scripts. Train a job in a script of your own: "
@@ -52,6 +52,6 @@ def train(
     settings = TrainSettings(
         str(plan), module, "" if prediction is None else str(prediction), as_far_as_it_goes
     )
-    process = python_command("memfit.script_training.training_process")
+    process = command_running_module("memfit.script_training.training_process")
     # In place of this process: signals, the exit code and torchrun's bookkeeping are the script's.
     os.execv(sys.executable, [*process, settings.to_json(), *target])  # noqa: S606

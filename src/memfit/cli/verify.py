@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import memfit
-from memfit.cli.command_output import progress, write_result
-from memfit.cli.options import Json, Module, Script, expect_plan, json_file, script_to_run
+from memfit.cli.command_output import show_script_progress, write_result
+from memfit.cli.options import Json, Module, Script, check_script_and_files, json_output_file, require_plan
 
 _RUNS = (
     "memfit: running the script until its first update, as written and under the plan, without terminal "
@@ -33,9 +33,9 @@ def verify(
     """
     from memfit.records import VerificationVerdict
 
-    outputs = {"--json": json_file(json)}
-    options = script_to_run("verify", command, outputs, module=module, inputs={"--plan": plan})
-    with progress(None, reruns=_RUNS) as show:
-        result = memfit.verify(**options, plan=expect_plan("verify", plan), on_progress=show)
+    outputs = {"--json": json_output_file(json)}
+    options = check_script_and_files("verify", command, outputs, module=module, inputs={"--plan": plan})
+    with show_script_progress(None, reruns=_RUNS) as show:
+        result = memfit.verify(**options, plan=require_plan("verify", plan), on_progress=show)
     write_result(result, json)
     return 0 if result.verdict is VerificationVerdict.VERIFIED else 1

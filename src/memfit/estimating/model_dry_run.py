@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from memfit.errors import TargetError
-from memfit.estimating.serialise_model import PackedModel
+from memfit.estimating.serialise_model import SerialisedModel
 from memfit.records import DeviceUse, DryRun, Note, Provenance
 from memfit.temporary_folders import TemporaryFolder
 
@@ -16,10 +16,10 @@ _LOSS_CALL = (
 
 
 @dataclass(frozen=True, slots=True)
-class GhostRunner:
+class ModelDryRun:
     """Runs a model's training step on the ghost of any GPU; ``Estimate`` keeps it for ``fits(gpu)``."""
 
-    model: PackedModel
+    model: SerialisedModel
     dry_run: Callable[..., DryRun]
     """Runs a module on the ghost with the options of the estimate."""
 

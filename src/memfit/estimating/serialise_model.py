@@ -92,7 +92,7 @@ class _NotCopyableError(pickle.PicklingError):
     """An object that pickle accepts but would recreate differently."""
 
 
-class ModelPickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _ModelPickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles tensors without their contents, and collects every module it meets."""
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -149,7 +149,7 @@ def _code_in_file(file: str, code: types.CodeType) -> types.CodeType:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedModel:
+class SerialisedModel:
     """A model and its training step, serialised."""
 
     data: bytes
@@ -191,7 +191,7 @@ def collect_training_step(
         optimizer=OptimizerCopy.of(optimizer) if isinstance(optimizer, Optimizer) else optimizer,
         steps=steps,
         autocast=torch.is_autocast_enabled("cuda"),
-        flags=backend_flags(),
+        flags=torch_backend_flags(),
     )
 
 
@@ -220,7 +220,7 @@ def _steps_without_closure(kind: type[Optimizer]) -> bool:
     return all(each.default is not each.empty or each.kind in _ANY_NUMBER for each in takes)
 
 
-def serialise_training_step(step: TrainingStep) -> PackedModel:
+def serialise_training_step(step: TrainingStep) -> SerialisedModel:
     """Serialise a training step.
 
     Raises:
@@ -228,7 +228,7 @@ def serialise_training_step(step: TrainingStep) -> PackedModel:
     """
     file = io.BytesIO()
     pickle.dump(sys.path, file)  # first: the rest is imported along it
-    pickler = ModelPickler(file)
+    pickler = _ModelPickler(file)
     try:
         pickler.dump(step)
         pickler.dump(pickler.roots)
@@ -241,7 +241,9 @@ def serialise_training_step(step: TrainingStep) -> PackedModel:
     assumed = {_NO_LOSS: step.loss is None and step.optimizer is not None, _DETACHED: pickler.detached}
     notes = tuple(note for note, applies in assumed.items() if applies)
     calls_loss = step.loss is not None and not isinstance(step.loss, torch.nn.Module)
-    return PackedModel(file.getvalue(), f"memfit.estimate({type(step.model).__name__})", notes, calls_loss)
+    return SerialisedModel(
+        file.getvalue(), f"memfit.estimate({type(step.model).__name__})", notes, calls_loss
+    )
 
 
 def deserialise_training_step(data: bytes) -> tuple[TrainingStep, list[torch.nn.Module]]:
@@ -287,7 +289,7 @@ def _culprit(step: TrainingStep) -> tuple[str, object, str]:
 
 def _failure(part: object) -> str:
     try:
-        ModelPickler(io.BytesIO()).dump(part)
+        _ModelPickler(io.BytesIO()).dump(part)
     except RecursionError:
         return "it is nested too deeply"
     except _FAILURES as error:
@@ -351,13 +353,13 @@ _SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 """Name -> functions that read and set the switch."""
 
 
-def backend_flags() -> dict[str, Any]:
+def torch_backend_flags() -> dict[str, Any]:
     """Return the values of the switches in this process."""
     return {name: read() for name, (read, _) in _SWITCHES.items()}
 
 
-def set_backend_flags(values: Mapping[str, Any]) -> None:
-    """Set the switches to values that ``backend_flags`` returned in another process."""
+def set_torch_backend_flags(values: Mapping[str, Any]) -> None:
+    """Set the switches to values that ``torch_backend_flags`` returned in another process."""
     for name, value in values.items():
         read, write = _SWITCHES[name]
         if read() != value:

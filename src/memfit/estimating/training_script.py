@@ -25,7 +25,7 @@ from memfit.estimating.serialise_model import (
     OptimizerCopy,
     TrainingStep,
     deserialise_training_step,
-    set_backend_flags,
+    set_torch_backend_flags,
 )
 from memfit.recording.label_running_modules import tensors_in
 
@@ -36,7 +36,7 @@ def main() -> None:
     """Run the training step in the file that the command line names."""
     torch.cuda.init()  # type: ignore[no-untyped-call]  # so that any failure from here on leaves a trace
     step, roots = deserialise_training_step(Path(sys.argv[1]).read_bytes())
-    set_backend_flags(step.flags)
+    set_torch_backend_flags(step.flags)
     for module in roots:
         module.to("cuda")
     try:
@@ -52,22 +52,22 @@ def main() -> None:
 def _infer(step: TrainingStep) -> None:
     with torch.no_grad():
         for _ in range(step.steps):
-            inputs = batch_on_gpu(step.inputs)
+            inputs = _batch_on_gpu(step.inputs)
             with torch.autocast("cuda", enabled=step.autocast):
-                output = call_model(step.model, inputs)  # noqa: F841 - alive until the next, as in the user's loop
+                output = _call_model(step.model, inputs)  # noqa: F841 - alive until the next, as in the user's loop
 
 
 def _train(step: TrainingStep, optimizer: Optimizer | None) -> None:
     for _ in range(step.steps + 1):  # the recorder ends the loop after the requested steps
-        inputs = batch_on_gpu(step.inputs)
+        inputs = _batch_on_gpu(step.inputs)
         (optimizer or step.model).zero_grad()
         with torch.autocast("cuda", enabled=step.autocast):
             if step.loss is not None and not isinstance(step.loss, torch.nn.Module):
                 loss = step.loss(step.model, inputs)
             else:
                 # The output stays alive during the backward, as in the user's loop.
-                output = call_model(step.model, inputs if step.loss is None else inputs[0])
-                loss = loss_of_output(output) if step.loss is None else step.loss(output, inputs[1])
+                output = _call_model(step.model, inputs if step.loss is None else inputs[0])
+                loss = _loss_of_output(output) if step.loss is None else step.loss(output, inputs[1])
         loss.backward()
         if optimizer is not None:
             optimizer.step()
@@ -80,7 +80,7 @@ def _optimizer(step: TrainingStep) -> Optimizer | None:
     return created
 
 
-def call_model(model: Any, inputs: Any) -> Any:
+def _call_model(model: Any, inputs: Any) -> Any:
     """Call a model with inputs of ``estimate``: a tuple of arguments, a mapping of keywords, or both."""
     if isinstance(inputs, Mapping):
         return model(**inputs)
@@ -91,7 +91,7 @@ def call_model(model: Any, inputs: Any) -> Any:
     return model(*inputs)
 
 
-def loss_of_output(output: Any) -> torch.Tensor:
+def _loss_of_output(output: Any) -> torch.Tensor:
     """Return an output's ``.loss``, or else the sum of its tensors that require grad (a dict of losses).
 
     Raises:
@@ -109,16 +109,16 @@ def loss_of_output(output: Any) -> torch.Tensor:
     return functools.reduce(operator.add, (tensor.sum() if tensor.dim() else tensor for tensor in found))
 
 
-def batch_on_gpu(batch: Any) -> Any:
+def _batch_on_gpu(batch: Any) -> Any:
     """Return a batch with its tensors on the GPU."""
     if hasattr(batch, "to"):
         return batch.to("cuda")
     if isinstance(batch, Mapping):
-        return {key: batch_on_gpu(value) for key, value in batch.items()}
+        return {key: _batch_on_gpu(value) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(batch_on_gpu, batch))
+        return type(batch)(*map(_batch_on_gpu, batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(map(batch_on_gpu, batch))
+        return type(batch)(map(_batch_on_gpu, batch))
     return batch
 
 

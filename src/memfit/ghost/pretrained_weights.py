@@ -19,7 +19,7 @@ from memfit.ghost.note_callback import NoteCallback
 from memfit.patching.patches import Patch
 from memfit.records import Provenance
 from memfit.temporary_folders import TemporaryFolder
-from memfit.user_frame import user_line
+from memfit.user_frame import innermost_user_line
 
 _FIND = Patch(
     "transformers.modeling_utils",
@@ -115,7 +115,9 @@ class _EmptyCheckpoints:
         # What was made counts: the script may ask for another dtype than that of the checkpoint.
         made = " and ".join(dict.fromkeys(str(parameter.dtype) for parameter in model.parameters()))
         text = (_DTYPE_KNOWN if stored else _DTYPE_ASSUMED).format(name=name, dtype=made)
-        self._note(Provenance.ASSUMED, text, user_line(), sizes=stored is None, objects=stored is None)
+        self._note(
+            Provenance.ASSUMED, text, innermost_user_line(), sizes=stored is None, objects=stored is None
+        )
         return result
 
     def _stored_dtype(self, name: Any, download: Mapping[str, Any]) -> torch.dtype | None:

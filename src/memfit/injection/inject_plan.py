@@ -31,7 +31,7 @@ from memfit.random_state import seed_generators
 from memfit.recording.data_loaders import creator
 from memfit.records import LoaderBatchSize, OperationCounts
 from memfit.run.run_script_as_python import hide_output
-from memfit.user_frame import innermost_line_of_place, user_line
+from memfit.user_frame import innermost_line_of_place, innermost_user_line
 
 if TYPE_CHECKING:
     from memfit.injection.inject_optimizer_state import OptimizerStateInjector
@@ -267,7 +267,7 @@ class _PlanInjector:
         if self._sharder is not None and self._sharder.is_ready(optimizer):
             return
         entries = listed_optimizer_parameters(params)
-        line = innermost_line_of_place(user_line(sys._getframe(2)))
+        line = innermost_line_of_place(innermost_user_line(sys._getframe(2)))
         chosen = self._optimizer in (None, self._created)
         self._created += 1
         models = self._models.taken_by(parameters_in_listed(entries)) if chosen else []
@@ -339,7 +339,7 @@ class _PlanInjector:
         return result
 
     def _planned_by_script(self, model: Any) -> None:
-        name = f"{self._names.full_name(model)} (plan: {innermost_line_of_place(user_line())})"
+        name = f"{self._names.full_name(model)} (plan: {innermost_line_of_place(innermost_user_line())})"
         self._has_plan(model, name)
 
     def _has_plan(self, model: Any, name: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from memfit.patching.patches import Patch
-from memfit.user_frame import innermost_line_of_place, user_line
+from memfit.user_frame import innermost_line_of_place, innermost_user_line
 
 if TYPE_CHECKING:
     from memfit.patching.installed_hooks import InstalledHooks
@@ -59,7 +59,7 @@ class OptimizedModels:
         self, original: Callable[..., None], optimizer: Any, params: Any, *args: Any, **kwargs: Any
     ) -> None:
         entries = listed_optimizer_parameters(params)
-        line = innermost_line_of_place(user_line(sys._getframe(2)))
+        line = innermost_line_of_place(innermost_user_line(sys._getframe(2)))
         models = self.taken_by(parameters_in_listed(entries))
         self.found += [OptimizedModel(len(self.all), weakref.ref(model), line) for model in models]
         for model in models:

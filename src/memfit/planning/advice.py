@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from memfit.allocator.config import AllocatorConfig
-from memfit.analysis.needed_memory import needed_without_workspaces
-from memfit.analysis.rerun_with_unlimited_memory import needs_more, run_unlimited
+from memfit.analysis.needed_memory import memory_needed_without_workspaces
+from memfit.analysis.rerun_with_unlimited_memory import needs_unlimited_rerun, run_with_unlimited_memory
 from memfit.analysis.trial_result import RunTrial, TrialResult, ran_to_completion
 from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import MemfitError, UsageError
@@ -58,10 +58,12 @@ def find_advice(trace: Trace, found: DryRun, run_trial: RunTrial | None = None) 
 def _advised(trace: Trace, answer: DryRun, run_trial: RunTrial | None) -> Iterator[DryRun]:
     """Yield the answer again whenever it grows."""
     first: TrialResult | ScriptEnd = TrialResult(trace) if ran_to_completion(trace.end) else trace.end
-    if needs_more(answer) or answer.caught:  # what the script did after it caught an error needs less
+    if (
+        needs_unlimited_rerun(answer) or answer.caught
+    ):  # what the script did after it caught an error needs less
         if run_trial is None:
             return
-        first = run_unlimited(run_trial)
+        first = run_with_unlimited_memory(run_trial)
     if not isinstance(first, TrialResult):
         yield replace(answer, untried=first)
         return
@@ -74,7 +76,7 @@ def _advised(trace: Trace, answer: DryRun, run_trial: RunTrial | None) -> Iterat
     bounds = run.found.bounds if answer.ran_out else ()
     needs, least = search.unchanged.run.needs, None
     if answer.ran_out:
-        least = needed_without_workspaces(
+        least = memory_needed_without_workspaces(
             first.trace, run.found, answer.device, needs, answer.device.total.bytes
         )
     answer = replace(answer, needs=needs, needs_without_workspaces=least, bounds=bounds or answer.bounds)

@@ -9,7 +9,7 @@ allocated
 
 from dataclasses import replace
 
-from memfit.analysis.trial_result import TrialResult, why_it_failed
+from memfit.analysis.trial_result import TrialResult, why_run_failed
 from memfit.planning.batch_size_changes import (
     batch_divisions,
     process_bytes_independent_of_batch,
@@ -101,7 +101,7 @@ class DivisionsToTry:
         )
         operations, samples = None, SampleComparison()
         if isinstance(made, ScriptEnd):
-            fault = why_it_failed(made)
+            fault = why_run_failed(made)
         elif (operations := made[0].operations) is None:
             fault = f"memfit saw no two updates of {plan.parts} batches each (the script ends before)"
         else:

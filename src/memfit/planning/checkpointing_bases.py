@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from memfit.analysis.breakdown import CATEGORY_NAMES
-from memfit.analysis.trial_result import TrialResult, why_it_failed
+from memfit.analysis.trial_result import TrialResult, why_run_failed
 from memfit.planning.batch_size_changes import batch_divisions
 from memfit.planning.bracket_checkpoint_choices import ChoiceBracket
 from memfit.planning.choose_checkpointing import CheckpointChooser
@@ -197,7 +197,7 @@ class PlanBases:
         relative = functools.partial(self.relative, plan, copies=base.copies)
         made = self._runs.make(plan, relative, operations=True)
         if isinstance(made, ScriptEnd):
-            self._runs.drop(plan, why_it_failed(made))
+            self._runs.drop(plan, why_run_failed(made))
             return made
         if made[0].operations is None:
             return None

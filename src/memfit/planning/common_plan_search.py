@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import isfinite
 
-from memfit.analysis.needed_memory import needed_without_workspaces
-from memfit.analysis.summary import summarize
+from memfit.analysis.needed_memory import memory_needed_without_workspaces
+from memfit.analysis.summary import summarize_trace
 from memfit.analysis.trial_result import TrialResult
 from memfit.errors import TargetError
 from memfit.planning.memory_floor import MemoryFloor
@@ -123,10 +123,14 @@ class PlanSearch(ABC):
         as_written = self._as_written
         if as_written is None:
             raise TargetError(TOO_LATE)
-        trace, operations, found = self._plain.trace, self._plain.operations, summarize(self._plain.trace)
+        trace, operations, found = (
+            self._plain.trace,
+            self._plain.operations,
+            summarize_trace(self._plain.trace),
+        )
         needs, bare, slowdown = as_written.needs, None, self._allowed.slowdown
         if needs.bytes > self._budget:
-            bare = needed_without_workspaces(trace, found, trace.device, needs)
+            bare = memory_needed_without_workspaces(trace, found, trace.device, needs)
         too_slow = chosen if chosen is not None and chosen.time > slowdown else None
         chosen = None if too_slow is not None else chosen
         in_model = chosen is None or any(traits_of_strategy(name).is_in_model for name in chosen.change.plan)

@@ -14,7 +14,7 @@ Whether samples are independent is read from eager runs: graphs do not show it.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from memfit.analysis.trial_result import TrialResult, why_it_failed
+from memfit.analysis.trial_result import TrialResult, why_run_failed
 from memfit.planning.batch_size_changes import (
     batch_divisions,
     smaller_batches_without_accumulation,
@@ -165,7 +165,7 @@ class CompiledSearch(PlanSearch):
         for eager, what in wanted:
             run = self._script.run(eager, what)
             if isinstance(run, ScriptEnd) or run.operations is None:
-                why = why_it_failed(run) if isinstance(run, ScriptEnd) else _UNSEEN
+                why = why_run_failed(run) if isinstance(run, ScriptEnd) else _UNSEEN
                 self._undivided = f"{_NOT_EAGER}{why}"
                 return False
             steps.append(run.operations)
@@ -250,7 +250,7 @@ class CompiledSearch(PlanSearch):
         """Run a plan; return why it cannot be run, if so, as a clause."""
         made = runs.make(plan, self._time, operations=True)
         if isinstance(made, ScriptEnd):
-            return why_it_failed(made)
+            return why_run_failed(made)
         if made[0].operations is None:
             runs.tried.pop()
             return _UNSEEN

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
 
-from memfit.analysis.trial_result import TrialResult, why_it_failed
+from memfit.analysis.trial_result import TrialResult, why_run_failed
 from memfit.errors import TargetError, UsageError
 from memfit.planning.batch_divisions_to_try import DivisionsToTry
 from memfit.planning.bracket_checkpoint_choices import WORTH
@@ -80,7 +80,7 @@ def find_plan(
     except OutOfTimeError:
         raise TargetError(TOO_LATE) from None
     if isinstance(plain, ScriptEnd):
-        raise TargetError(f"memfit cannot plan for the script: {why_it_failed(plain)}")
+        raise TargetError(f"memfit cannot plan for the script: {why_run_failed(plain)}")
     compiled = plain.operations is not None and plain.operations.compiled
     if script.is_to_be_sharded(plain) and compiled:
         raise UsageError(
@@ -141,7 +141,7 @@ class _OperationSearch(PlanSearch):
         for sharding in shardings_to_try(rounding=self._allowed.rounding):
             made = self._runs.make(sharding, 1.0, operations=True)
             if isinstance(made, ScriptEnd):
-                self._runs.drop(sharding, why_it_failed(made))
+                self._runs.drop(sharding, why_run_failed(made))
                 continue
             result, run = made
             self._runs.models = result.models
@@ -171,7 +171,7 @@ class _OperationSearch(PlanSearch):
         copies = shard_copy_seconds(as_written.terms, self._script.copy, self._script.ranks) / self._step
         made = self._runs.make(OFFLOADED_SHARDS, 1.0 + copies, operations=True)
         if isinstance(made, ScriptEnd):
-            self._runs.drop(OFFLOADED_SHARDS, why_it_failed(made))
+            self._runs.drop(OFFLOADED_SHARDS, why_run_failed(made))
         elif made[0].operations is not None:
             self._runs.models = made[0].models
             yield replace(self._bases.base(OFFLOADED_SHARDS, *made), copies=copies)
@@ -295,7 +295,7 @@ class _OperationSearch(PlanSearch):
         change = checkpoint_choice_change(choice, self._optimizer, offload=base.offload)
         made = self._runs.make(base.change | change, self._time(base, choice))
         if isinstance(made, ScriptEnd):
-            self._refusal = f"With {', '.join((*base.change.words, *change.words))}, {why_it_failed(made)}"
+            self._refusal = f"With {', '.join((*base.change.words, *change.words))}, {why_run_failed(made)}"
             return
         result, run = made
         self._runs.models = result.models

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from memfit.analysis.needed_memory import needed_process
-from memfit.analysis.peak_after_caught_failures import failed_allocations
-from memfit.analysis.stream_races import may_race
-from memfit.analysis.summary import summarize
-from memfit.analysis.trial_result import RunTrial, TrialResult, why_it_failed
+from memfit.analysis.needed_memory import process_bytes_on_smallest_gpu
+from memfit.analysis.peak_after_caught_failures import failed_allocation_events
+from memfit.analysis.stream_races import may_streams_race
+from memfit.analysis.summary import summarize_trace
+from memfit.analysis.trial_result import RunTrial, TrialResult, why_run_failed
 from memfit.errors import TargetError, UsageError
 from memfit.planning.batch_size_changes import (
     BatchSizeRun,
@@ -128,16 +128,18 @@ def _measured(script: BudgetedScript, change: Change, size: int) -> tuple[Trace,
     for late in (False, True):
         tried = replace(change, finish_late=late)
         result = script.limited(tried, what)
-        fits = isinstance(result, TrialResult) and not len(failed_allocations(result.trace))
+        fits = isinstance(result, TrialResult) and not len(failed_allocation_events(result.trace))
         if not fits:
             result = script.unlimited(tried, f"{what}, with unlimited memory")
         if isinstance(result, ScriptEnd):
             raise TargetError(_failure(what, result, change))
         trace = result.trace
-        if not fits or not may_race(trace):
+        if not fits or not may_streams_race(trace):
             break
-    found = summarize(trace)
-    needs = needed_process(trace, found, trace.device, fails_at=0 if fits else script.device.total.bytes)
+    found = summarize_trace(trace)
+    needs = process_bytes_on_smallest_gpu(
+        trace, found, trace.device, fails_at=0 if fits else script.device.total.bytes
+    )
     run = BatchRun(
         size=size,
         fits=fits,
@@ -150,7 +152,7 @@ def _measured(script: BudgetedScript, change: Change, size: int) -> tuple[Trace,
 
 
 def _failure(what: str, end: ScriptEnd, change: Change) -> str:
-    reason = f"memfit ran the script with {what}: {why_it_failed(end)}"
+    reason = f"memfit ran the script with {what}: {why_run_failed(end)}"
     if change == Change():
         return reason
     return f"{reason}. If the batch size must be a multiple of a number, give that number to --multiple."

@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.allocator.timeline import memory_timeline
-from memfit.analysis.attribution import attribute
+from memfit.analysis.attribution import attribute_allocations
 from memfit.analysis.breakdown import CATEGORY_NAMES
-from memfit.analysis.script_location import least_certain, phase_of_events
+from memfit.analysis.script_location import least_certain_provenance, phase_of_events
 from memfit.analysis.trial_result import TrialResult
 from memfit.planning.module_checkpoint_options import bytes_of_storages
 from memfit.planning.optimizer_changes import (
@@ -88,7 +88,7 @@ class MemoryFloors:
         trace = self._trace
         found = {kind: Counter[_Parameter]() for kind in (*_FIXED, *_UPDATED)}
         line = memory_timeline(trace)
-        attribution = attribute(trace, line)
+        attribution = attribute_allocations(trace, line)
         updating = _updating(trace)
         for index in attribution.alive(int(updating[-1])) if len(updating) else ():
             kind = Category(trace.events.category[attribution.born[index]])  # as seen in a live object
@@ -161,7 +161,7 @@ def floor_of_updates(result: TrialResult) -> MemoryFloor:
     line, updating = memory_timeline(trace), _updating(trace)
     found: Counter[str] = Counter()
     if len(updating):
-        attribution = attribute(trace, line)
+        attribution = attribute_allocations(trace, line)
         made_in_update = attribution.phase == list(Phase).index(Phase.OPTIMIZER)
         for index in attribution.alive(int(updating[line.allocated[updating].argmax()])):
             kind = Category(attribution.category[index])
@@ -184,7 +184,7 @@ def _rounded(size: int) -> int:
 
 def _floor(trace: Trace, held: Mapping[str, int]) -> MemoryFloor:
     outside = trace.device.outside
-    sizes = least_certain(note for note in trace.notes if note.sizes)
+    sizes = least_certain_provenance(note for note in trace.notes if note.sizes)
     sure = worst_provenance(Provenance.SIMULATED, sizes, outside.provenance)
     terms = {"CUDA context": outside.bytes, **held}
     return MemoryFloor(

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from memfit.analysis.needed_memory import ReplayedRun, process_bytes
-from memfit.analysis.summary import summarize
+from memfit.analysis.needed_memory import ReplayedRun, process_bytes_with_reserved
+from memfit.analysis.summary import summarize_trace
 from memfit.analysis.trial_result import RunTrial, TrialResult
 from memfit.devices import Device
 from memfit.planning.script_changes import expandable_segments_change
@@ -158,7 +158,7 @@ class PlanRuns:
         rank = run.trace.rank
         return PlanRun(
             plan,
-            process_bytes(reserved, run.trace.device),
+            process_bytes_with_reserved(reserved, run.trace.device),
             reserved,
             time,
             run.found.peak_place,
@@ -179,7 +179,7 @@ def replayable_run(result: TrialResult) -> ReplayedRun:
     Raises:
         MemfitError: its history is incomplete, or the allocator was not PyTorch's own.
     """
-    return ReplayedRun.of(result.trace, summarize(result.trace), late=result.late)
+    return ReplayedRun.of(result.trace, summarize_trace(result.trace), late=result.late)
 
 
 def replayable_runs_of_ranks(result: TrialResult) -> list[ReplayedRun]:

@@ -6,7 +6,7 @@ Smaller batches, and batches in parts, are in ``batch_size_changes.py``.
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from memfit.allocator.config import AllocatorConfig, settings_from_environment
+from memfit.allocator.config import AllocatorConfig, allocator_conf_from_environment
 from memfit.records import Change, ScriptOption, ScriptOptionPurpose, Trace
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def expandable_segments_change(trace: Trace) -> Change | None:
     """Return the setting of the allocator, beside the script's own; None if it is on already."""
     if AllocatorConfig.read(trace.settings).expandable_segments:
         return None
-    conf = ",".join(filter(None, (settings_from_environment(trace.settings), _EXPANDABLE)))
+    conf = ",".join(filter(None, (allocator_conf_from_environment(trace.settings), _EXPANDABLE)))
     return Change(allocator=conf, words=("expandable segments",), how=(f"PYTORCH_ALLOC_CONF={conf}",))
 
 

@@ -17,7 +17,7 @@ from memfit.patching.after_import import after_import
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.records import LoaderBatchSize, Shortened
-from memfit.user_frame import is_user_file, user_line
+from memfit.user_frame import innermost_user_line, is_user_file
 
 _LOADERS = "torch.utils.data.dataloader"
 _CREATED = Patch(
@@ -214,4 +214,4 @@ def creator(frame: FrameType) -> tuple[str, str]:
         ``file:line``, and the name of a package; empty if the script itself created the object.
     """
     library = "" if is_user_file(frame.f_code.co_filename) else frame.f_globals.get("__name__", "")
-    return user_line(frame), library.partition(".")[0]
+    return innermost_user_line(frame), library.partition(".")[0]

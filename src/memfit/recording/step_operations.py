@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from memfit.random_state import generator_positions
+from memfit.random_state import torch_generator_positions
 from memfit.recording.dispatched_operations import DispatchedOperations
 from memfit.recording.tensor_storage import storage_of
 from memfit.records.step_operations import ModuleCall, Operation, StepOperations
@@ -147,7 +147,7 @@ class StepOperationRecorder:
     def run(self, operation: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation, and record it."""
         random = _RANDOM in operation.tags
-        drawn = generator_positions() if random else None
+        drawn = torch_generator_positions() if random else None
         self._memory.before()
         began = time.process_time()
         result = operation(*args, **kwargs)
@@ -170,7 +170,7 @@ class StepOperationRecorder:
                 flops=formula(*args, **kwargs, out_val=result) if formula is not None else 0,
                 moved=sum(each.numel() * each.element_size() for each in (*passed, *tensors)),
                 dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
-                random=random and drawn != generator_positions(),
+                random=random and drawn != torch_generator_positions(),
                 seconds=seconds,
                 allocated=self._memory.highest(),
                 sums=_sums(operation, args, kwargs),

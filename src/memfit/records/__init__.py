@@ -17,7 +17,13 @@ from memfit.records.allocator_comparison import (
 )
 from memfit.records.attributed_allocations import Attribution
 from memfit.records.baseline_check import CheckedFigure, CheckVerdict, MemoryBaseline, MemoryCheck
-from memfit.records.card_context import ContextReport, ContextStage, ContextTrial, NcclMeasurement, NcclStage
+from memfit.records.card_context import (
+    CardContextReport,
+    CardContextStage,
+    CardContextTrial,
+    NcclMeasurement,
+    NcclStage,
+)
 from memfit.records.dataflow import Dataflow, GraphValue
 from memfit.records.dry_run import (
     Advice,

@@ -6,7 +6,7 @@ from memfit.records.trace import MachineKind
 
 
 @dataclass(frozen=True, slots=True)
-class ContextStage:
+class CardContextStage:
     """What a process held on a card at one stage of its use. Bytes."""
 
     what: str
@@ -24,13 +24,13 @@ class ContextStage:
 
 
 @dataclass(frozen=True, slots=True)
-class ContextTrial:
+class CardContextTrial:
     """The same stages under a changed setting."""
 
     what: str
     """The change, as written: "CUDA_MODULE_LOADING=EAGER"."""
     why: str
-    stages: tuple[ContextStage, ...]
+    stages: tuple[CardContextStage, ...]
     failed: str = ""
     """The last lines of the error, if the trial failed; then there are no stages."""
 
@@ -58,7 +58,7 @@ class NcclMeasurement:
 
 
 @dataclass(frozen=True, slots=True)
-class ContextReport:
+class CardContextReport:
     """What a process holds on a card, stage by stage, and what changes it."""
 
     card: str
@@ -76,7 +76,7 @@ class ContextReport:
     """How the process's bytes were measured."""
     day: str
     """The date: "2026-05-17"."""
-    stages: tuple[ContextStage, ...]
-    trials: tuple[ContextTrial, ...]
+    stages: tuple[CardContextStage, ...]
+    trials: tuple[CardContextTrial, ...]
     nccl: NcclMeasurement | None = None
     """None with a single GPU."""

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from memfit.analysis.breakdown import CATEGORY_NAMES
-from memfit.analysis.explanation import by_category
-from memfit.analysis.script_location import step_of
+from memfit.analysis.explanation import allocated_bytes_by_category
+from memfit.analysis.script_location import training_step_of_event
 from memfit.records import Action, Attribution, Category, MarkKind, Phase, Timeline, Trace
 from memfit.report.escape import escaped
 
@@ -42,7 +42,7 @@ def chrome_trace_of_run(trace: Trace, line: Timeline, attribution: Attribution) 
 def _trace_events(trace: Trace, line: Timeline, attribution: Attribution) -> Iterator[dict[str, Any]]:
     times = _times(trace)
     yield {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": " ".join(trace.command) or "memfit"}}
-    levels = by_category(attribution, len(trace.events))
+    levels = allocated_bytes_by_category(attribution, len(trace.events))
     columns = {CATEGORY_NAMES[kind]: levels[kind] for kind in Category} | {
         "allocated": line.allocated,
         "reserved": line.reserved,
@@ -104,7 +104,7 @@ def allocations_csv(trace: Trace, attribution: Attribution) -> str:
             "" if earlier else born,
             freed if freed < len(trace.events) else "",
             *(requested, block, CATEGORY_NAMES[Category(category)]),
-            *(("", "") if earlier else (step_of(trace, born, _PHASES[phase]), _PHASES[phase])),
+            *(("", "") if earlier else (training_step_of_event(trace, born, _PHASES[phase]), _PHASES[phase])),
             _cell(attribution.modules[module]),
             _cell(attribution.ops[op]),
             *(("", "", "") if held is None else (_cell(held.name), _cell(held.dtype), _sizes(held.shape))),

@@ -10,7 +10,7 @@ import msgspec
 
 from memfit.ghost.build.runtime_library import Build
 from memfit.ghost.ghost_device import GhostDevice
-from memfit.python_command import python_command
+from memfit.python_command import command_running_module
 from memfit.records import DeviceUse
 from memfit.run.options import RunOptions
 
@@ -102,7 +102,7 @@ def start_script(
     """
     stream = subprocess.DEVNULL if hidden else None
     return subprocess.Popen(
-        [*python_command("memfit.run.child"), settings_file(settings), *command],
+        [*command_running_module("memfit.run.child"), settings_file(settings), *command],
         stdin=stream,
         stdout=stream,
         stderr=stream,

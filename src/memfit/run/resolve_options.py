@@ -3,7 +3,11 @@
 import itertools
 import os
 
-from memfit.card.context_measurement import bytes_of_eager_loading, loads_kernels_eagerly, measured_context
+from memfit.card.context_measurement import (
+    eager_kernel_loading_bytes,
+    loads_kernels_eagerly,
+    saved_context_measurement,
+)
 from memfit.devices import NO_LIMIT, Device, find_device
 from memfit.errors import UsageError
 from memfit.ghost.build.runtime_library import build
@@ -69,10 +73,10 @@ def _total(device: Device) -> Figure:
 
 def _context(device: Device) -> Figure:
     eager = loads_kernels_eagerly(os.environ)
-    kept = measured_context(device, find_torch().version, eager=eager)
+    kept = saved_context_measurement(device, find_torch().version, eager=eager)
     if kept is not None:
         return kept
-    more, why = bytes_of_eager_loading() if eager else (0, "")
+    more, why = eager_kernel_loading_bytes() if eager else (0, "")
     source = "; ".join(filter(None, (device.sources["context_bytes"], why)))
     return Figure(device.context_bytes + more, Provenance.ASSUMED, source)
 

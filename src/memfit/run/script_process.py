@@ -360,13 +360,13 @@ class ScriptProcess:
         if self._recorder is None or not sys.modules["torch"].cuda.is_initialized():
             return None
         from memfit.recording.allocator_history import pinned_peak
-        from memfit.versions import versions
+        from memfit.versions import software_versions
 
         if end.stopped:
             end = replace(end, evaluation=self._evaluations.not_run())
         if self._parent.started and self._ranks.script_used_gpu():
             self._recorder.note(Provenance.ASSUMED, _ALSO_USED, sizes=True)
-        all_versions = versions() | self._backend.versions()
+        all_versions = software_versions() | self._backend.versions()
         job = self._settings.options.rank
         trace = self._recorder.finish(
             self._backend.device(), end, self._command or tuple(sys.argv), all_versions, index=job.device

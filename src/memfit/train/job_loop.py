@@ -1,6 +1,6 @@
-"""Train a job of the user's by an engine, as commands do for a target such as ``training_job.py:make_job``.
+"""Train a job of the user's by an engine, as commands do for a target such as ``job.py:make_job``.
 
-    memfit plan --budget 8GiB training_job.py:make_job --batch-size 64
+    memfit plan --budget 8GiB job.py:make_job --batch-size 64
 
 ``--parts-per-batch`` is how a plan has the engine divide batches.
 """

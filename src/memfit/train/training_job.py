@@ -38,7 +38,7 @@ class Job:
     """The norm to which a window's gradients are clipped, once: those of the optimizer's parameters."""
     batch: Callable[[int], Any] | None = None
     """``batch(size)`` returns a batch of so many samples, on any device, for the commands that run a job:
-    ``memfit plan training_job.py:make_job``. Random values do. An engine does not call it."""
+    ``memfit plan job.py:make_job``. Random values do. An engine does not call it."""
 
 
 def as_job(job: Job | nn.Module, *parts: Any) -> Job:

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Self
 
-from memfit.analysis.equivalent_ranks import find_held
-from memfit.analysis.strategy_comparison import first_rank, ranks_with_most
-from memfit.analysis.stream_races import may_race
-from memfit.analysis.summary import summarize
-from memfit.analysis.trial_result import TrialResult, why_it_failed
+from memfit.analysis.equivalent_ranks import find_what_ranks_hold
+from memfit.analysis.strategy_comparison import first_rank_that_holds_most, ranks_that_may_need_most
+from memfit.analysis.stream_races import may_streams_race
+from memfit.analysis.summary import summarize_trace
+from memfit.analysis.trial_result import TrialResult, why_run_failed
 from memfit.records import Change, ScriptEnd, ScriptLocation
 from memfit.run.job_rank import Rank
 from memfit.run.options import RunOptions
@@ -111,7 +111,7 @@ class RankRuns:
                 roles[role] = found
             return held
 
-        find_held(job.nproc, job.nnodes, held_by)
+        find_what_ranks_hold(job.nproc, job.nnodes, held_by)
         runs = sorted(roles.values(), key=_process, reverse=True)
         self._ranks[""], self.count = tuple(run.rank for run in runs), ran
         for number in self._standbys.keys() - {run.rank.rank for run in runs}:
@@ -136,14 +136,14 @@ class RankRuns:
         if sharding in self._ranks:
             return self._run_all(change, what, self._ranks[sharding])
         job = self._options.rank
-        inside = replace(job, rank=first_rank(job.nproc), own_gpu_only=True)
+        inside = replace(job, rank=first_rank_that_holds_most(job.nproc), own_gpu_only=True)
         if self.distributed:
             inside = self._ranks[""][0]
         first = self._run(change, what, inside)
         if isinstance(first, ScriptEnd):
             return first
         shares = first.first.shares
-        numbers = ranks_with_most(shares, job.nproc) if shares else (inside.rank,)
+        numbers = ranks_that_may_need_most(shares, job.nproc) if shares else (inside.rank,)
         missing = tuple(replace(inside, rank=number) for number in numbers if number != inside.rank)
         found = self._run_all(change, what, missing)
         if isinstance(found, ScriptEnd):
@@ -159,7 +159,7 @@ class RankRuns:
             if isinstance(run, ScriptEnd):
                 if len(ranks) == 1:
                     return run
-                return ScriptEnd("refused", run.exit_code, f"as {rank}, {why_it_failed(run)}")
+                return ScriptEnd("refused", run.exit_code, f"as {rank}, {why_run_failed(run)}")
             found.append(run)
         return found
 
@@ -174,7 +174,7 @@ class RankRuns:
         first, again = self._once(change, what, rank), None
         if isinstance(first, ScriptEnd):
             return first
-        if not change.finish_late and may_race(first.trace):
+        if not change.finish_late and may_streams_race(first.trace):
             again = self._once(replace(change, finish_late=True), what, rank)
         return RankRun(rank, first, again if isinstance(again, TrialResult) else None)
 
@@ -200,11 +200,11 @@ class RankRuns:
 
 
 def _process(run: RankRun) -> int:
-    return summarize(run.results[-1].trace).peak_process.bytes
+    return summarize_trace(run.results[-1].trace).peak_process.bytes
 
 
 def _held(run: RankRun) -> _RankMemory:
-    found, nccl = summarize(run.first.trace), run.first.trace.device.nccl
+    found, nccl = summarize_trace(run.first.trace), run.first.trace.device.nccl
     return _RankMemory(
         found.peak_allocated, found.peak_reserved, found.peak_place, 0 if nccl is None else nccl.bytes
     )

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import msgspec
 
-from memfit.analysis.summary import summarize
-from memfit.analysis.trial_result import ran_to_completion, why_it_failed
+from memfit.analysis.summary import summarize_trace
+from memfit.analysis.trial_result import ran_to_completion, why_run_failed
 from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import TargetError, UsageError
 from memfit.planning.plan_file import PlanFile
-from memfit.python_command import python_command
+from memfit.python_command import command_running_module
 from memfit.records import Change, CountedOperations, MeasuredPeak, Verification, VerificationVerdict
 from memfit.records.job_command import command_as_typed
 from memfit.run.options import RunOptions
@@ -130,7 +130,7 @@ def _run(command: tuple[str, ...], settings: UpdateSettings, change: Change, wha
         try:
             _start(
                 [
-                    *python_command("memfit.verification.first_update_process"),
+                    *command_running_module("memfit.verification.first_update_process"),
                     str(file),
                     *command,
                     *change.arguments,
@@ -195,9 +195,9 @@ def measured_peak(
         trace = run_script(command + change.arguments, injection.options, None, None, show).trace
     if not ran_to_completion(trace.end):
         raise TargetError(
-            f"memfit trained {command_as_typed(command)[0]} under the plan, but {why_it_failed(trace.end)}"
+            f"memfit trained {command_as_typed(command)[0]} under the plan, but {why_run_failed(trace.end)}"
         )
-    found = summarize(trace)
+    found = summarize_trace(trace)
     return MeasuredPeak(
         found.peak_allocated,
         found.peak_reserved,

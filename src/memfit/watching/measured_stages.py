@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from memfit.analysis.loader_passes import LoaderPasses
-from memfit.analysis.run_stages import spans_between
+from memfit.analysis.run_stages import stage_spans_between
 from memfit.records import Mark, MarkKind, Stage
 from memfit.watching.prediction import StepMemory
 
@@ -152,7 +152,7 @@ class MeasuredStages:
         stage = self.current.stage
         if not self._may_change and stage is Stage.TRAINING:
             marks = []
-        spans = spans_between(marks, len(parts), ran_out=ran_out, stage=stage, passes=self._passes)
+        spans = stage_spans_between(marks, len(parts), ran_out=ran_out, stage=stage, passes=self._passes)
         for span in spans:
             for peak, allocated in parts[span.begin : span.end]:
                 if span.stage is not self.current.stage:

@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 
 from memfit.allocator.timeline import memory_timeline
-from memfit.analysis.attribution import attribute
+from memfit.analysis.attribution import attribute_allocations
 from memfit.analysis.breakdown import breakdown_at
-from memfit.analysis.run_stages import stage_at
-from memfit.analysis.summary import summarize_attributed
-from memfit.atomic_files import write_bytes
+from memfit.analysis.run_stages import stage_of_event
+from memfit.analysis.summary import summarize_attributed_trace
+from memfit.atomic_files import write_output_file
 from memfit.card.find_card import is_ghost_loaded
 from memfit.card.outside_allocator import BY_CARD, read_outside_memory
 from memfit.errors import UsageError
@@ -32,8 +32,8 @@ from memfit.report.html import run_report_html
 from memfit.report.places_in_words import location_in_words, short_path
 from memfit.trace.trace_file import write_trace
 from memfit.units import format_bytes
-from memfit.user_frame import user_line
-from memfit.versions import versions
+from memfit.user_frame import innermost_user_line
+from memfit.versions import software_versions
 
 _ROWS = 3
 
@@ -95,7 +95,7 @@ def write_postmortem(recorder: Recorder, failure: AllocationFailure, folder: Pat
     Raises:
         UsageError: the folder is not writable.
     """
-    where = user_line()
+    where = innermost_user_line()
     device = _device(failure.device)
     shortage = f"{format_bytes(failure.requested)} requested, {format_bytes(failure.free)} free"
     if failure.total < device.total.bytes:
@@ -104,16 +104,16 @@ def write_postmortem(recorder: Recorder, failure: AllocationFailure, folder: Pat
         device,
         ScriptEnd("out of memory", 1, f"torch.OutOfMemoryError: {shortage}", where),
         tuple(sys.argv),
-        versions(),
+        software_versions(),
         index=failure.device,
         failed={"action": "oom", "device_free": failure.free, "size": failure.requested, "stream": 0},
     )
     line = memory_timeline(trace)
-    attribution = attribute(trace, line)
+    attribution = attribute_allocations(trace, line)
     found = breakdown_at(trace, line, attribution, len(trace.events) - 1)
     rows = [row for row in found.rows[GroupBy.CATEGORY] if row.bytes][:_ROWS]
     most = ", ".join(f"{row.name} {format_bytes(row.bytes)}" for row in rows)
-    stage = stage_at(trace, len(trace.events) - 1)
+    stage = stage_of_event(trace, len(trace.events) - 1)
     place = replace(found.place, line=found.place.line or where, stage=stage)
     yield f"out of memory: {shortage}, in {location_in_words(place)}"
     yield f"{format_bytes(found.allocated)} allocated: {most}".removesuffix(": ")
@@ -121,8 +121,8 @@ def write_postmortem(recorder: Recorder, failure: AllocationFailure, folder: Pat
     yield f"written: {short_path(str(name))} (memfit explain)"
     report = name.with_suffix(".html")
     try:
-        text = run_report_html(trace, line, attribution, summarize_attributed(trace, line, attribution))
-        write_bytes(report, text.encode(errors="replace"))
+        text = run_report_html(trace, line, attribution, summarize_attributed_trace(trace, line, attribution))
+        write_output_file(report, text.encode(errors="replace"))
     except Exception as error:  # noqa: BLE001 - the trace, which holds the same, is written
         yield f"no report was written: {type(error).__name__}: {error}"
     else:

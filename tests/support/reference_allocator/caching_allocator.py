@@ -27,7 +27,7 @@ from bisect import bisect_left, insort
 
 from memfit.allocator.compiled_allocator import NUMBERED
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.rounding import SMALL_SIZE, least_split_remainder, round_size, segment_size
+from memfit.allocator.rounding import SMALL_SIZE, least_split_remainder, round_size, segment_bytes_for_request
 from memfit.errors import UsageError
 from memfit.records import DEFAULT_POOL, Segment
 from support.reference_allocator import expandable_blocks
@@ -270,7 +270,7 @@ class CachingAllocator(Segments):
         return block
 
     def _alloc_block(self, pool: BlockPool, stream: int, size: int) -> Block | None:
-        wanted = segment_size(size, self.config)
+        wanted = segment_bytes_for_request(size, self.config)
         if self._allowed is not None and self.reserved + wanted > self._allowed:
             return None
         if self.config.throw_on_cudamalloc_oom and wanted > self.memory.total - self.memory.used:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
-from memfit.allocator.rounding import GRANULE, round_size, segment_size
+from memfit.allocator.rounding import GRANULE, round_size, segment_bytes_for_request
 from memfit.units import MIB
 from support.reference_allocator.blocks import SIZE_SHIFT, Block, BlockPool
 from support.reference_allocator.caching_allocator import CachingAllocator
@@ -235,7 +235,7 @@ def check_refusal(allocator: CachingAllocator, size: int) -> list[Violation]:
         size: bytes as requested.
     """
     config, memory = allocator.config, allocator.memory
-    wanted = segment_size(size, config)
+    wanted = segment_bytes_for_request(size, config)
     room = memory.total - memory.used
     if allocator._allowed is not None:
         room = min(room, allocator._allowed - allocator.reserved)

@@ -32,7 +32,7 @@ from memfit.native_build import (
     SHARED_C,
     cache_folder,
     find_compiler,
-    locked_file,
+    hold_file_lock,
     run_compiler,
     shared_c_headers,
 )
@@ -101,7 +101,7 @@ def build(torch_folder: Path | None = None, *, report: Callable[[str], None] | N
         return found
     compiler = find_compiler()
     try:
-        with locked_file(folder.with_name(f"{folder.name}.lock")):
+        with hold_file_lock(folder.with_name(f"{folder.name}.lock")):
             found = _read(folder)
             if found:
                 return found

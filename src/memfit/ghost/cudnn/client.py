@@ -19,7 +19,7 @@ from memfit.ghost.build.torch_install import find_torch
 from memfit.ghost.cudnn.cache import EngineConfig, HeuristicsCache, HeuristicsResult
 from memfit.ghost.ghost_device import GhostDevice
 from memfit.native_build import cache_folder
-from memfit.python_command import python_code
+from memfit.python_command import code_running_module
 
 START_TIMEOUT = 30.0
 """Seconds within which the server must have loaded cuDNN."""
@@ -59,7 +59,7 @@ class _Server:
                 # The process forks at once and its parent half exits, which is what run() waits for: a script
                 # that waits for its own children never meets the server.
                 subprocess.run(
-                    [sys.executable, "-c", python_code("memfit.ghost.cudnn.server")],
+                    [sys.executable, "-c", code_running_module("memfit.ghost.cudnn.server")],
                     stdin=server_end.fileno(),
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from memfit.user_frame import user_line
+from memfit.user_frame import innermost_user_line
 
 _PATIENCE = 5.0
 """Seconds in which a line may ask for the same keys, while the GPU has no work."""
@@ -41,7 +41,7 @@ class EndlessWaits:
         if worked != self._worked:
             self._worked = worked
             self._asked.clear()
-        place = user_line()
+        place = innermost_user_line()
         began, times = self._asked.get((place, keys), (now, 0))
         self._asked[place, keys] = began, times + 1
         if times >= _QUESTIONS and now - began > _PATIENCE:

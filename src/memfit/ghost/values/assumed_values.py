@@ -28,7 +28,7 @@ from memfit.ghost.values.known_values import (
 )
 from memfit.ghost.values.value_options import OPERATORS, Chosen, Kind, ValueOptions
 from memfit.records import Provenance
-from memfit.user_frame import innermost_line_of_place, lines_of_frames, user_place
+from memfit.user_frame import innermost_line_of_place, lines_of_frames, user_line_with_package_line
 
 _MAX_READS = 100_000
 """Assumed values that one line may read without a training step, before its loop counts as endless."""
@@ -50,7 +50,7 @@ class GpuRead:
     """One read of an unknown GPU value, and the value the ghost returned."""
 
     where: str
-    """As of ``user_place``, or the module if Python has no frame."""
+    """As of ``user_line_with_package_line``, or the module if Python has no frame."""
     what: str
     """What was read: ``a float``, ``a copy of numbers``, ``the size of nonzero``."""
     key: str
@@ -143,7 +143,7 @@ class AssumedValues:
 
         None if it has not been searched. With Python frames of the user's, it is a search of its own.
         """
-        if not _on_another_thread() or user_place(lines_of_frames()):
+        if not _on_another_thread() or user_line_with_package_line(lines_of_frames()):
             return None
         return self._found.get(_place_in_memory(tensor))
 
@@ -164,7 +164,7 @@ class AssumedValues:
             sizes: as in ``Note``.
             bound: as in ``Note``; such a note is made each time, because its moments are recorded.
         """
-        where = user_place(self._lines()) or self._fallback_where()
+        where = user_line_with_package_line(self._lines()) or self._fallback_where()
         self._last.pop(what, None)
         self._last[what] = GpuRead(where, what, key, answer)
         if bound or (where, text) not in self._noted:

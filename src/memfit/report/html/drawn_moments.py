@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.analysis.block_columns import EARLIER, BlockColumns, Numbers
-from memfit.analysis.peak_after_caught_failures import failed_allocations, overall_peak
+from memfit.analysis.peak_after_caught_failures import failed_allocation_events, peak_after_caught_failures
 from memfit.analysis.reserved_ranges import ReservedRange
 from memfit.records import Action, MarkKind, Timeline, Trace
 
@@ -70,14 +70,14 @@ def choose_drawn_blocks(
         return DrawnTimeline(
             nothing, blocks[nothing], 0, CombinedBlocks(nothing, nothing, nothing, nothing), 0
         )
-    peak = overall_peak(trace, line)
+    peak = peak_after_caught_failures(trace, line)
     chosen = _chosen(blocks, peak, most)
     kept = blocks[chosen]
     events = np.unique(
         np.concatenate((
             kept.born, kept.freed, kept.done,
             np.array([event for one in ranges for event in (one.born, one.freed)], np.int64),
-            failed_allocations(trace),
+            failed_allocation_events(trace),
             np.array([m.position - 1 for m in trace.marks if m.kind is not MarkKind.SIZE_BOUND], np.int64),
             [peak, int(np.argmax(line.reserved)), count - 1], np.array(also, np.int64),
         ))

@@ -16,15 +16,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from memfit.analysis.block_columns import EARLIER, Numbers, blocks_of
+from memfit.analysis.block_columns import EARLIER, Numbers, block_columns_of_trace
 from memfit.analysis.breakdown import CATEGORY_NAMES, ROUNDING, category_provenance, peak_event
 from memfit.analysis.breakdown import EARLIER as EARLIER_NAME
 from memfit.analysis.explanation import secondary_peaks
 from memfit.analysis.fold_module_paths import fold_module_paths
-from memfit.analysis.peak_after_caught_failures import failed_allocations, overall_peak
-from memfit.analysis.reserved_ranges import ReservedRange, ranges_of
+from memfit.analysis.peak_after_caught_failures import failed_allocation_events, peak_after_caught_failures
+from memfit.analysis.reserved_ranges import ReservedRange, reserved_ranges_of_trace
 from memfit.analysis.run_stages import stage_spans
-from memfit.analysis.script_location import line_of, location_at, steps_of
+from memfit.analysis.script_location import script_line_of_event, script_location_at, training_steps_of_events
 from memfit.records import (
     Action,
     Attribution,
@@ -122,7 +122,7 @@ def page_facts(
     def moments(events: list[int]) -> tuple[int, ...]:
         return tuple(np.searchsorted(picture.events, events).tolist())
 
-    failed = failed_allocations(trace)
+    failed = failed_allocation_events(trace)
     device = summary.device
     return PageFacts(
         layers=_layers(trace, picture),
@@ -166,7 +166,7 @@ def moments_to_jump_to(trace: Trace, line: Timeline) -> tuple[MemoryPeak, ...]:
     """
     if not len(line.allocated):
         return ()
-    found = [_at(trace, line, overall_peak(trace, line)), *secondary_peaks(trace, line)]
+    found = [_at(trace, line, peak_after_caught_failures(trace, line)), *secondary_peaks(trace, line)]
     seen = {trace.labels[label].phase for label in np.unique(trace.events.label) if label >= 0}
     for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):
         if phase in seen and phase not in {one.place.phase for one in found}:
@@ -185,7 +185,7 @@ def _stages_without(trace: Trace, found: Sequence[MemoryPeak]) -> Iterator[Stage
 
 
 def _at(trace: Trace, line: Timeline, event: int) -> MemoryPeak:
-    return MemoryPeak(event, location_at(trace, event), int(line.allocated[event]))
+    return MemoryPeak(event, script_location_at(trace, event), int(line.allocated[event]))
 
 
 _MOST_FRAMES = 30
@@ -227,8 +227,8 @@ def page_payload(
     Raises:
         FileFormatError: an address or a size is beyond what any device has.
     """
-    blocks = blocks_of(trace, attribution)
-    ranges = ranges_of(trace)
+    blocks = block_columns_of_trace(trace, attribution)
+    ranges = reserved_ranges_of_trace(trace)
     near = moments_to_jump_to(trace, line)
     picture = choose_drawn_blocks(trace, line, blocks, ranges, [one.event for one in near], most)
     columns = {
@@ -260,12 +260,12 @@ def _moments(
     return {
         "moment.event": events,
         "moment.phase": phase,
-        "moment.step": steps_of(trace, where, phase),
+        "moment.step": training_steps_of_events(trace, where, phase),
         "moment.place": place.reshape(-1),
         "moment.reserved": line.reserved[events],
         "place.module": _indices(words.index(label.module if label else "") for label in labels),
         "place.op": _indices(words.index(label.op if label else "") for label in labels),
-        "place.line": _indices(words.line(line_of(trace, event)) for event in at),
+        "place.line": _indices(words.line(script_line_of_event(trace, event)) for event in at),
     }
 
 

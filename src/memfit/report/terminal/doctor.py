@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.patching.patches import ReplacedName
-from memfit.records import ContextReport, ContextStage, MachineKind, NcclMeasurement
+from memfit.records import CardContextReport, CardContextStage, MachineKind, NcclMeasurement
 from memfit.report.escape import escaped
 from memfit.report.terminal.layout import plain_table
 from memfit.units import MIB
@@ -63,7 +63,7 @@ def print_patched_names(names: Sequence[ReplacedName], console: Console) -> int:
     return _CANNOT_RUN if missing else 0
 
 
-def print_context_stages(report: ContextReport, console: Console) -> None:
+def print_context_stages(report: CardContextReport, console: Console) -> None:
     """Print what the process held after each stage, and what it held at the end with each change."""
     versions = f"driver {report.driver or 'unknown'} (CUDA {report.cuda}) · torch {report.torch}"
     console.print(Text(f"{escaped(report.card)} · {escaped(versions)}", style="bold"))
@@ -82,7 +82,7 @@ def print_context_stages(report: ContextReport, console: Console) -> None:
         )
 
 
-def context_toml_lines(report: ContextReport) -> str:
+def context_toml_lines(report: CardContextReport) -> str:
     """Return a card's measurement as lines for ``devices.toml``; they name no person and no machine."""
     source = f"memfit doctor --context, {report.day}"
     facts = {
@@ -105,7 +105,7 @@ def _quoted(text: str) -> str:
     return json.dumps(text)
 
 
-def _stages(report: ContextReport) -> Table:
+def _stages(report: CardContextReport) -> Table:
     table = plain_table("wrrrr", "after the", *_FIGURES)
     for stage in report.stages:
         table.add_row(stage.what, *(f"{figure / MIB:,.1f}" for figure in _figures(stage)))
@@ -123,7 +123,7 @@ def _nccl(measured: NcclMeasurement) -> Table:
     return table
 
 
-def _trials(report: ContextReport) -> Table:
+def _trials(report: CardContextReport) -> Table:
     table = plain_table("wrrrr", "at the end, with", *_FIGURES)
     last = _figures(report.stages[-1])
     for trial in report.trials:
@@ -135,5 +135,5 @@ def _trials(report: ContextReport) -> Table:
     return table
 
 
-def _figures(stage: ContextStage) -> tuple[int, int, int, int]:
+def _figures(stage: CardContextStage) -> tuple[int, int, int, int]:
     return stage.allocated, stage.reserved, stage.process, stage.outside

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from memfit.patching.after_import import after_import
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
-from memfit.random_state import generator_positions
+from memfit.random_state import torch_generator_positions
 from memfit.recording.dispatched_operations import DispatchedOperations
 from memfit.recording.tensor_storage import storage_of
 from memfit.records import LEAST_RECOMPUTED, is_recomputable_operation
@@ -105,7 +105,7 @@ class _Tape:
             for each in flat_values(_argument(place, name, args, kwargs))
             if isinstance(each, torch.Tensor)
         }
-        drawn = generator_positions() if kind.may_draw else None
+        drawn = torch_generator_positions() if kind.may_draw else None
         result = operation(*args, **kwargs)
         created = self._created(flat_values(result), tensors)
         changed = {
@@ -113,7 +113,7 @@ class _Tape:
             for index, each in enumerate(leaves)
             if id(each) in before and self._noted(each) is not None
         }
-        is_kept |= not kind.can_run_again or (kind.may_draw and drawn != generator_positions())
+        is_kept |= not kind.can_run_again or (kind.may_draw and drawn != torch_generator_positions())
         if is_kept:
             for each in changed.values():
                 self._of(each).noted = None

@@ -29,7 +29,7 @@ from memfit.patching.patches import Patch
 from memfit.recording.optimizer_accessors import optimizer_name, parameters_of
 from memfit.strategies.mechanisms.offloaded_optimizer_state import OffloadedOptimizerState
 from memfit.strategies.mechanisms.optimizer_step import check_updates_are_independent, step_some_parameters
-from memfit.user_frame import innermost_line_of_place, is_user_file, user_line
+from memfit.user_frame import innermost_line_of_place, innermost_user_line, is_user_file
 
 
 def raise_loop_unsuitable_error(why: str) -> None:
@@ -206,7 +206,7 @@ _WATCHED: Any = property(_read, _write, _PLAIN.__delete__)
 def _name(reader: FrameType) -> str:
     """Return the innermost function of a library that reads, and the user's line that calls it."""
     frame: FrameType | None = reader
-    line = innermost_line_of_place(user_line(reader))
+    line = innermost_line_of_place(innermost_user_line(reader))
     while frame is not None and not is_user_file(frame.f_code.co_filename):
         if not frame.f_code.co_name.startswith(("_", "<")):
             return f"{frame.f_code.co_name} ({line})" if line else frame.f_code.co_name

@@ -29,7 +29,7 @@ from memfit.report.places_in_words import format_ranks
 from memfit.strategies.plan import Plan
 from memfit.strategies.sharding import world_size
 from memfit.train.ranks.lost_ranks import RankProcesses, is_broken_connection
-from memfit.user_frame import innermost_line_of_place, user_place
+from memfit.user_frame import innermost_line_of_place, user_line_with_package_line
 
 Facts = Mapping[str, str]
 """Values by name, each as it is written in an error."""
@@ -262,7 +262,7 @@ def _line_of(error: BaseException) -> str:
     while trace is not None:
         lines.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
         trace = trace.tb_next
-    line = innermost_line_of_place(user_place(reversed(lines)))
+    line = innermost_line_of_place(user_line_with_package_line(reversed(lines)))
     return f" ({line})" if line else ""
 
 
