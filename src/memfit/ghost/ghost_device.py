@@ -1,6 +1,5 @@
 """The device that the ghost stands in for, as the runtime is configured with it and as a script sees it."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
@@ -68,13 +67,9 @@ def show_memory(total: int) -> None:
     ``set_per_process_memory_fraction`` takes its share of that.
     """
 
-    def shown(original: Callable[[Any], tuple[int, int]]) -> Callable[[Any], tuple[int, int]]:
-        @functools.wraps(original)
-        def mem_get_info(device: Any = None) -> tuple[int, int]:
-            free, all_memory = original(device)
-            return max(total - (all_memory - free), 0), total
+    def mem_get_info(original: Callable[[Any], tuple[int, int]], device: Any = None) -> tuple[int, int]:
+        free, all_memory = original(device)
+        return max(total - (all_memory - free), 0), total
 
-        return mem_get_info
-
-    _FREE.install("mem_get_info", shown)
+    _FREE.wrap("mem_get_info", mem_get_info)
     _TOTAL.install("total_memory", lambda _: property(lambda _: total))

@@ -1,8 +1,6 @@
 """Have GPU work of a stream finish late: when the host waits for it."""
 
-import functools
 from functools import partial
-from typing import Any
 
 from memfit.ghost.runtime_bindings import Ghost
 from memfit.patching.after_import import after_import
@@ -27,9 +25,9 @@ def finish_late(ghost: Ghost) -> None:
 
     ghost.finish_late()
     for kind in (_EVENT, _STREAM):
-        kind.install("query", partial(_waiting, wait=lambda self: self.synchronize()))
+        kind.install("query", partial(before, lambda self: self.synchronize()))
     if distributed.is_available():
-        _WORK.install("is_completed", partial(_waiting, wait=lambda self: self.wait()))
+        _WORK.install("is_completed", partial(before, lambda self: self.wait()))
         after_import("torch.distributed.distributed_c10d", _wait_before_groups_end)
 
 
@@ -38,14 +36,3 @@ def _wait_before_groups_end() -> None:
     import torch
 
     _GROUPS.install("destroy_process_group", partial(before, lambda *_, **__: torch.cuda.synchronize()))
-
-
-def _waiting(query: Any, wait: Any) -> Any:
-    """Return a method that waits before it asks."""
-
-    @functools.wraps(query)
-    def waited(self: Any) -> bool:
-        wait(self)
-        return bool(query(self))
-
-    return waited

@@ -15,7 +15,6 @@ generator: the script stays deterministic, but later random numbers differ from 
 """
 
 import ctypes
-import functools
 import math
 import mmap
 import os
@@ -96,14 +95,7 @@ class RandomFillSkipper:
         self._wrap("copy_", self._copy)
 
     def _wrap(self, name: str, function: Callable[..., Any]) -> None:
-        def wrapped(method: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(method)
-            def call(self: torch.Tensor, *args: Any, **options: Any) -> Any:
-                return function(method, self, *args, **options)
-
-            return call
-
-        self._removals.append(_METHODS.install(name, wrapped))
+        self._removals.append(_METHODS.wrap(name, function))
 
     def remove(self) -> None:
         """Stop skipping fills; tensors without memory keep reading as zeros."""

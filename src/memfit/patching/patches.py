@@ -87,6 +87,10 @@ class Patch:
 
         return remove
 
+    def wrap(self, name: str, around: Callable[..., Any], *, on: Any = None) -> Callable[[], None]:
+        """Replace a function by ``around(original, ...)``, as ``install`` does; methods pass their object."""
+        return self.install(name, functools.partial(wrapped, around=around), on=on)
+
     @property
     def module(self) -> str:
         """The module of the owner."""
@@ -145,6 +149,20 @@ def _set(owner: Any, name: str, value: object) -> Callable[[], None]:
             setattr(owner, name, before)
 
     return restore
+
+
+def wrapped(function: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function like ``function`` that calls ``around(function, ...)``.
+
+    >>> wrapped(max, around=lambda original, *args: -original(*args))(1, 2)
+    -2
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        return around(function, *args, **options)
+
+    return call
 
 
 def before(action: Callable[..., None], function: Callable[..., Any]) -> Callable[..., Any]:

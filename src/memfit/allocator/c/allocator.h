@@ -213,6 +213,20 @@ static inline void *or_give_up(struct allocator *a, void *memory)
 #define INSERT(a, array, index, item)                                                                        \
     (or_give_up((a), array_insert(array, index)), (array)->items[index] = (item))
 
+/* Set `index` to that of the first of `count` sorted items for which `before`, a condition on `middle`, fails. */
+#define BISECT(index, count, before)                                                                         \
+    do {                                                                                                     \
+        size_t low = 0, high = (count);                                                                      \
+        while (low < high) {                                                                                 \
+            size_t middle = (low + high) / 2;                                                                \
+            if (before)                                                                                      \
+                low = middle + 1;                                                                            \
+            else                                                                                             \
+                high = middle;                                                                               \
+        }                                                                                                    \
+        index = low;                                                                                         \
+    } while (0)
+
 /* rounding.c */
 int64_t round_up(int64_t size, int64_t step);
 int64_t round_size(const struct settings *settings, int64_t size);

@@ -7,7 +7,6 @@ on tensors of one element and reads the result. A wrong value would change the p
 Source: ``UniformValueConstantFolder`` in torch/_inductor/fx_passes/joint_graph.py, PyTorch 2.14.1.
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -30,15 +29,11 @@ def track_folded_constants(known: KnownValues) -> None:
         known: the known values of tensors, from which reads are answered.
     """
 
-    def tracking(run: Any) -> Any:
-        @functools.wraps(run)
-        def run_tracked(self: Any) -> Any:
-            with _OnCpuToo(known):
-                return run(self)
+    def run_on_cpu_too(run: Any, folder: Any) -> Any:
+        with _OnCpuToo(known):
+            return run(folder)
 
-        return run_tracked
-
-    _FOLDER.install("run", tracking)
+    _FOLDER.wrap("run", run_on_cpu_too)
 
 
 class _OnCpuToo(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -20,7 +20,6 @@ Time. Compilation runs in this process: a worker process would import PyTorch wi
 Machine code is generated only once, because no GPU runs it (``skip_triton_codegen.py``).
 """
 
-import functools
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -34,7 +33,7 @@ from memfit.ghost.compile import compiled_kernel_work, skip_triton_codegen
 from memfit.ghost.note_callback import NoteCallback
 from memfit.ghost.runtime_bindings import Ghost
 from memfit.patching.after_import import after_import
-from memfit.patching.patches import Patch, before
+from memfit.patching.patches import Patch, before, wrapped
 from memfit.records import Provenance
 
 _TIE_MS = 1000.0
@@ -179,39 +178,29 @@ class CompilerPatches:
         timings: dict[str, Any] = {}
         _TIMINGS.install("get_local_cache", lambda _: lambda _: timings)
         _TIMINGS.install("update_local_cache", lambda _: lambda _, cache: timings.update(cache))
-        _GRAPH_CACHE.install("_save_graph", lambda save: staticmethod(_unless_timed(save)))
-        _AUTOGRAD_CACHE.install("save", lambda save: staticmethod(_unless_timed(save)))
+        _GRAPH_CACHE.install("_save_graph", lambda save: staticmethod(wrapped(save, _unless_timed)))
+        _AUTOGRAD_CACHE.install("save", lambda save: staticmethod(wrapped(save, _unless_timed)))
 
     def _skip_inductor_timing(self) -> None:
-        _TRITON_TIMING.install("benchmark_gpu", self._skip_timing)
-        _INDUCTOR_TIMING.install("benchmark_gpu", self._skip_timing)
+        _TRITON_TIMING.wrap("benchmark_gpu", self._skip_timing)
+        _INDUCTOR_TIMING.wrap("benchmark_gpu", self._skip_timing)
 
     def _skip_triton_timing(self) -> None:
         for name in _TIMING_FUNCTIONS.names:
-            _TIMING_FUNCTIONS.install(name, self._skip_timing)
+            _TIMING_FUNCTIONS.wrap(name, self._skip_timing)
 
-    def _skip_timing(self, benchmark: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function that times a kernel, so that all kernels take equally long."""
-
-        @functools.wraps(benchmark)
-        def timed(*args: Any, **options: Any) -> Any:
-            context = TracingContext.try_get()
-            if context is not None:
-                vars(context)[_TIMED] = True
-            text = _KERNEL_NOT_TIMED if context is None else _GRAPH_NOT_TIMED
-            self._note(Provenance.ASSUMED, text, "", sizes=context is not None)
-            with self._labelled(_TIMING), self._ghost.answering_elapsed(_TIE_MS):
-                return benchmark(*args, **options)
-
-        return timed
+    def _skip_timing(self, benchmark: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call a function that times a kernel, and have all kernels take equally long."""
+        context = TracingContext.try_get()
+        if context is not None:
+            vars(context)[_TIMED] = True
+        text = _KERNEL_NOT_TIMED if context is None else _GRAPH_NOT_TIMED
+        self._note(Provenance.ASSUMED, text, "", sizes=context is not None)
+        with self._labelled(_TIMING), self._ghost.answering_elapsed(_TIE_MS):
+            return benchmark(*args, **options)
 
 
-def _unless_timed(save: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function that saves a compiled graph, so that graphs that depend on timings are not saved."""
-
-    @functools.wraps(save)
-    def save_unless_timed(*args: Any, **options: Any) -> Any:
-        if not getattr(TracingContext.try_get(), _TIMED, False):
-            save(*args, **options)
-
-    return save_unless_timed
+def _unless_timed(save: Callable[..., Any], *args: Any, **options: Any) -> None:
+    """Save a compiled graph, unless it depends on timings."""
+    if not getattr(TracingContext.try_get(), _TIMED, False):
+        save(*args, **options)

@@ -13,7 +13,6 @@ a multiprocessor than it has, which only the later stages detect. So do reductio
 among which such checks choose, and kernels that are written to a file for use elsewhere.
 """
 
-import functools
 from collections.abc import Callable, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -56,11 +55,9 @@ def install() -> None:
     reuse = _ReusedStages()
     after_import(
         "torch._inductor.runtime.triton_heuristics",
-        lambda: _AUTOTUNER.install("_precompile_config", reuse.marking_skippable_kernels),
+        lambda: _AUTOTUNER.wrap("_precompile_config", reuse.mark_skippable_kernel),
     )
-    after_import(
-        "triton.backends.nvidia.compiler", lambda: _BACKEND.install("add_stages", reuse.reusing_stages)
-    )
+    after_import("triton.backends.nvidia.compiler", lambda: _BACKEND.wrap("add_stages", reuse.reuse_stages))
 
 
 def _is_skippable(kernel: Any) -> bool:
@@ -80,27 +77,28 @@ class _ReusedStages:
         self._first: dict[tuple[Any, str], _StageOutput] = {}
         self._skippable: ContextVar[bool] = ContextVar("skippable", default=False)
 
-    def marking_skippable_kernels(self, compile_one: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(compile_one)
-        def precompile(kernel: Any, *args: Any, **options: Any) -> Any:
-            before = self._skippable.set(_is_skippable(kernel))
-            try:
-                return compile_one(kernel, *args, **options)
-            finally:
-                self._skippable.reset(before)
+    def mark_skippable_kernel(
+        self, compile_one: Callable[..., Any], kernel: Any, *args: Any, **options: Any
+    ) -> Any:
+        before = self._skippable.set(_is_skippable(kernel))
+        try:
+            return compile_one(kernel, *args, **options)
+        finally:
+            self._skippable.reset(before)
 
-        return precompile
-
-    def reusing_stages(self, add_stages: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(add_stages)
-        def add(backend: Any, stages: dict[str, _Stage], *args: Any, **options: Any) -> None:
-            add_stages(backend, stages, *args, **options)
-            if self._skippable.get() and _LAST_FULL_STAGE in stages:
-                later = list(stages)[list(stages).index(_LAST_FULL_STAGE) + 1 :]
-                for name in later:
-                    stages[name] = self._run_once((backend.target, name), stages[name])
-
-        return add
+    def reuse_stages(
+        self,
+        add_stages: Callable[..., None],
+        backend: Any,
+        stages: dict[str, _Stage],
+        *args: Any,
+        **options: Any,
+    ) -> None:
+        add_stages(backend, stages, *args, **options)
+        if self._skippable.get() and _LAST_FULL_STAGE in stages:
+            later = list(stages)[list(stages).index(_LAST_FULL_STAGE) + 1 :]
+            for name in later:
+                stages[name] = self._run_once((backend.target, name), stages[name])
 
     def _run_once(self, key: tuple[Any, str], stage: _Stage) -> _Stage:
         def run(source: Any, metadata: MutableMapping[str, Any]) -> Any:

@@ -12,15 +12,15 @@ libraries/nccl_collectives.c). A sum over ranks is unknown, like any number that
 that only another rank has, memfit runs that rank, too (``object_exchange_files.py``).
 """
 
-import functools
 import os
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from memfit.ghost.ranks.join_and_pipeline_agreements import agree_with_this_rank
 from memfit.ghost.ranks.object_exchange_files import ExchangedObjects
-from memfit.ghost.ranks.wrap_group_creation import wrap_process_groups
+from memfit.ghost.ranks.wrap_group_creation import exchange_objects_on_cpu, wrap_process_groups
 from memfit.patching.after_import import after_import
 from memfit.patching.patches import Patch
 
@@ -61,18 +61,18 @@ def stand_for_a_rank(
         objects: those that this rank sends to others, and that others send to it.
         work: returns a number that grows whenever the script gives the GPU work.
     """
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import FakeProcessGroup
     from torch.distributed import distributed_c10d
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the fake backend
 
     from memfit.ghost.ranks.answering_store import AnsweringStore, EndlessWaits, script_stores
-    from memfit.ghost.ranks.object_collectives import exchanging_functions
+    from memfit.ghost.ranks.object_collectives import object_exchanges
 
     os.environ.update(VARIABLES)
     plugins = distributed_c10d.Backend._plugins
     plugins["GLOO"] = plugins["FAKE"]
     waits = EndlessWaits(refuse, work)
-    store_of = functools.cache(functools.partial(AnsweringStore, waits=waits))
+    store_of = cache(partial(AnsweringStore, waits=waits))
 
     def rendezvous(_find_peers: Any, url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Any:
         in_url = dict(parse_qsl(urlsplit(url).query))
@@ -80,6 +80,9 @@ def stand_for_a_rank(
         size = world_size if world_size > 0 else int(in_url.get("world_size") or os.environ["WORLD_SIZE"])
         join(rank, size)
         yield store_of(size), rank, size
+
+    def fake(group: Any) -> tuple[Any, Any]:
+        return group.BackendType.CUSTOM, FakeProcessGroup._create_internal(group.rank(), group.size())
 
     def new_process_group(
         make_group: Any,
@@ -94,18 +97,17 @@ def stand_for_a_rank(
         if not ranks:  # the default group, perhaps with a store of the script's own
             join(group_rank, group_size)
         made = make_group(group_size, group_rank, ranks, backend, store_of(group_size), *args, **more)
-        if isinstance(made[0], dist.ProcessGroup):
-            _exchange_objects_on_cpu(made[0])
+        exchange_objects_on_cpu(made, fake)
         return made
 
-    functions = exchanging_functions(refuse, objects)
-    functions["monitored_barrier"] = distributed_c10d.barrier  # the fake backend has none
-    for patch, replacements in ((_EXCHANGES, functions), (_STORES, script_stores(waits))):
-        for name, replacement in replacements.items():
-            patch.install(name, functools.partial(_replaced_by, replacement))
+    for name, exchange in object_exchanges(refuse, objects).items():
+        _EXCHANGES.wrap(name, exchange)
+    _EXCHANGES.install("monitored_barrier", lambda _: distributed_c10d.barrier)  # the fake backend has none
+    for name, store in script_stores(waits).items():
+        _STORES.install(name, partial(_replaced_by, store))
     wrap_process_groups(rendezvous, new_process_group)
     agree_with_this_rank()
-    after_import("torch.distributed.checkpoint.utils", _plan_checkpoints_alone)
+    after_import("torch.distributed.checkpoint.utils", lambda: _CHECKPOINTS.wrap("__init__", _plan_alone))
     after_import("torch.distributed.checkpoint.default_planner", _accept_a_part_of_a_checkpoint)
 
 
@@ -113,36 +115,14 @@ def _replaced_by(replacement: Any, _original: Any) -> Any:
     return replacement
 
 
-def _exchange_objects_on_cpu(group: Any) -> None:
-    """Give a group of GPUs a fake backend for the CPU, where the bytes of objects are known.
-
-    PyTorch prefers the CPU for objects if a group has a backend for it (``_get_object_coll_device``).
-    """
-    import torch
-    from torch._C._distributed_c10d import FakeProcessGroup
-
-    cpu = torch.device("cpu")
-    if cpu not in group._device_types:
-        name, description = group.group_name, group.group_desc
-        fake = FakeProcessGroup._create_internal(group.rank(), group.size())
-        group._register_backend(cpu, group.BackendType.CUSTOM, fake)
-        group._set_group_name(name)  # the group reads both from one of its backends
-        group._set_group_desc(description)
-
-
-def _plan_checkpoints_alone() -> None:
+def _plan_alone(
+    prepare: Callable[..., None], wrapper: Any, group: Any, _use_dist: bool, coordinator_rank: int
+) -> None:
     """Have distributed checkpoints be planned by this rank: the others' parts are not known.
 
     Ranks send what each of them saves to the first, which plans the files and answers.
     """
-
-    def alone(prepare: Callable[..., None]) -> Callable[..., None]:
-        def prepare_alone(wrapper: Any, group: Any, _use_dist: bool, coordinator_rank: int) -> None:
-            prepare(wrapper, group, use_dist=False, coordinator_rank=coordinator_rank)
-
-        return prepare_alone
-
-    _CHECKPOINTS.install("__init__", alone)
+    prepare(wrapper, group, use_dist=False, coordinator_rank=coordinator_rank)
 
 
 def _accept_a_part_of_a_checkpoint() -> None:

@@ -8,7 +8,6 @@ PyTorch checks ten times a second. Without this, a run's peak would depend on th
 Source: ``stashed_for_allocator_safety_``, torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, PyTorch 2.14.
 """
 
-import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -46,51 +45,38 @@ class EarlyCollectives:
         self._wait: Any = work.wait
         for name in _COLLECTIVES.present():
             if "-> c10d::Work" in (getattr(group, name).__doc__ or ""):
-                _COLLECTIVES.install(name, self._released)
+                _COLLECTIVES.wrap(name, self._release)
         for name in _WORK.names:
-            _WORK.install(name, self._noted)
-        _COLLECTIVES.install("_start_coalescing", self._started)
+            _WORK.wrap(name, self._note_wait)
+        _COLLECTIVES.wrap("_start_coalescing", self._start)
 
     def remove(self) -> None:
         """Leave all collectives as they are from now on."""
         self._removed = True
 
-    def _started(self, start: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(start)
-        def started(*args: Any) -> Any:
-            self._coalescing = []
-            return start(*args)
+    def _start(self, start: Callable[..., Any], *args: Any) -> Any:
+        self._coalescing = []
+        return start(*args)
 
-        return started
+    def _release(self, issue: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Issue a collective, and have it hold nothing once it has been issued."""
+        if self._removed:
+            return issue(*args, **kwargs)
+        held = list(_tensors((*args, *kwargs.values())))
+        work = issue(*args, **kwargs)
+        if issue.__name__ == "_end_coalescing":
+            held, self._coalescing = self._coalescing or [], None
+        if self._coalescing is not None:
+            self._coalescing += held
+        elif work is not None and held and held[0].is_cuda and not _capturing():
+            self._wait(work)
+            for tensor in held:
+                weakref.finalize(tensor, self._dropped, weakref.ref(work)).atexit = False
+        return work
 
-    def _released(self, issue: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a collective that holds nothing once it has been issued."""
-
-        @functools.wraps(issue)
-        def released(*args: Any, **kwargs: Any) -> Any:
-            if self._removed:
-                return issue(*args, **kwargs)
-            held = list(_tensors((*args, *kwargs.values())))
-            work = issue(*args, **kwargs)
-            if issue.__name__ == "_end_coalescing":
-                held, self._coalescing = self._coalescing or [], None
-            if self._coalescing is not None:
-                self._coalescing += held
-            elif work is not None and held and held[0].is_cuda and not _capturing():
-                self._wait(work)
-                for tensor in held:
-                    weakref.finalize(tensor, self._dropped, weakref.ref(work)).atexit = False
-            return work
-
-        return released
-
-    def _noted(self, wait: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(wait)
-        def noted(work: Any, *args: Any, **kwargs: Any) -> Any:
-            self._awaited.add(work)
-            return wait(work, *args, **kwargs)
-
-        return noted
+    def _note_wait(self, wait: Callable[..., Any], work: Any, *args: Any, **kwargs: Any) -> Any:
+        self._awaited.add(work)
+        return wait(work, *args, **kwargs)
 
     def _dropped(self, issued: Callable[[], Any]) -> None:
         """A tensor is gone: before the script waited for its collective, if the script still can."""

@@ -14,7 +14,6 @@ Source: torch/distributed/algorithms/join.py, pipelining/stage.py (``_warmup_*``
 zero_redundancy_optimizer.py, PyTorch 2.14.1. Earlier versions of pipelining do not vote.
 """
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -45,7 +44,9 @@ _ZERO_OPTIMIZER = Patch(
 
 def agree_with_this_rank() -> None:
     """Have the modules agree once the script imports them."""
-    after_import("torch.distributed.algorithms.join", _join_together)
+    after_import(
+        "torch.distributed.algorithms.join", lambda: _JOIN.wrap("_get_num_nonjoined_procs", _count_none)
+    )
     after_import("torch.distributed.pipelining.stage", lambda: _vote(lambda _, own: own))
     after_import("torch.distributed.optim.zero_redundancy_optimizer", _send_state_of_partitions)
 
@@ -55,18 +56,10 @@ def agree_between_ranks() -> None:
     after_import("torch.distributed.pipelining.stage", lambda: _vote(_vote_of_all))
 
 
-def _join_together() -> None:
+def _count_none(count: Callable[[Any], int], join: Any) -> int:
     """Have ``Join`` find, once this rank has no more inputs, that no rank has."""
-
-    def counting(count: Callable[[Any], int]) -> Callable[[Any], int]:
-        @functools.wraps(count)
-        def counted(self: Any) -> int:
-            count(self)  # it allocates
-            return 0
-
-        return counted
-
-    _JOIN.install("_get_num_nonjoined_procs", counting)
+    count(join)  # it allocates
+    return 0
 
 
 def _vote_of_all(stage: Any, own: int) -> int:
@@ -84,57 +77,41 @@ def _vote(result: Callable[[Any, int], int]) -> None:
 
     own_votes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
-    def voting(vote: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(vote)
-        def voted(self: Any, has_backward: bool, *args: Any, **options: Any) -> Any:
-            infers = stages.InferenceMode.needs_dynamic(self._user_meta, has_backward)  # type: ignore[attr-defined]
-            own_votes[self] = int(not infers)
-            return vote(self, has_backward, *args, **options)
+    def vote(original: Callable[..., Any], self: Any, has_backward: bool, *args: Any, **options: Any) -> Any:
+        infers = stages.InferenceMode.needs_dynamic(self._user_meta, has_backward)  # type: ignore[attr-defined]
+        own_votes[self] = int(not infers)
+        return original(self, has_backward, *args, **options)
 
-        return voted
+    def agree(original: Callable[..., Any], self: Any, *args: Any, **options: Any) -> Any:
+        return original(self, *args, **options).fill_(result(self, own_votes[self]))
 
-    def agreeing(result_of: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(result_of)
-        def agreed(self: Any, *args: Any, **options: Any) -> Any:
-            return result_of(self, *args, **options).fill_(result(self, own_votes[self]))
-
-        return agreed
-
-    _STAGE.install("_warmup_forward_vote", voting)
-    _STAGE.install("_warmup_backward_result", agreeing)
+    _STAGE.wrap("_warmup_forward_vote", vote)
+    _STAGE.wrap("_warmup_backward_result", agree)
 
 
 def _send_state_of_partitions() -> None:
     """Have the other ranks send state for their parameters, with the entries that this rank's state has."""
+    import torch.distributed as dist
+
     consolidating: list[Any] = []
 
-    def noting(consolidate: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(consolidate)
-        def consolidated(self: Any, *args: Any, **options: Any) -> None:
-            consolidating.append(self)
-            try:
-                consolidate(self, *args, **options)
-            finally:
-                consolidating.pop()
+    def consolidate(original: Callable[..., None], optimizer: Any, *args: Any, **options: Any) -> None:
+        consolidating.append(optimizer)
+        try:
+            original(optimizer, *args, **options)
+        finally:
+            consolidating.pop()
 
-        return consolidated
+    def send(
+        original: Callable[..., Any], obj: Any, src_rank: int, group: Any = None, device: Any = "cpu"
+    ) -> Any:
+        if dist.get_rank() == src_rank or not consolidating:
+            return original(obj, src_rank, group, device)
+        optimizer = consolidating[-1]
+        return _state_of_partition(optimizer, dist.get_group_rank(optimizer.process_group, src_rank), device)
 
-    def sending(send: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(send)
-        def sent(obj: Any, src_rank: int, group: Any = None, device: Any = "cpu") -> Any:
-            import torch.distributed as dist
-
-            if dist.get_rank() == src_rank or not consolidating:
-                return send(obj, src_rank, group, device)
-            optimizer = consolidating[-1]
-            return _state_of_partition(
-                optimizer, dist.get_group_rank(optimizer.process_group, src_rank), device
-            )
-
-        return sent
-
-    _ZERO.install("_broadcast_object", sending)
-    _ZERO_OPTIMIZER.install("consolidate_state_dict", noting)
+    _ZERO.wrap("_broadcast_object", send)
+    _ZERO_OPTIMIZER.wrap("consolidate_state_dict", consolidate)
 
 
 def _state_of_partition(optimizer: Any, rank: int, device: Any) -> dict[str, Any]:

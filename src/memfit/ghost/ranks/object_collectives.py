@@ -14,10 +14,10 @@ import torch.distributed as dist
 from memfit.ghost.ranks.object_exchange_files import ExchangedObjects
 
 
-def exchanging_functions(
+def object_exchanges(
     refuse: Callable[[str], object], objects: ExchangedObjects
 ) -> dict[str, Callable[..., Any]]:
-    """Return the functions of ``torch.distributed`` that exchange objects, by name.
+    """Return what to wrap around functions of ``torch.distributed`` that exchange objects, by their names.
 
     Args:
         refuse: called with the reason when the script needs an object that cannot be had.
@@ -30,7 +30,7 @@ def exchanging_functions(
         "send_object_list": lists.send,
         "recv_object_list": lists.recv,
     }
-    return {name: _exchanging(getattr(dist, name), exchange) for name, exchange in exchanges.items()}
+    return {name: functools.partial(_exchange, exchange) for name, exchange in exchanges.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,17 +95,11 @@ def _is_placeholder(own: object) -> bool:
     return own is None or (isinstance(own, dict | list | set | tuple | str) and not own)
 
 
-def _exchanging(function: Callable[..., Any], exchange: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls ``exchange(run, arguments)``; ``run`` calls the original."""
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def call(*args: Any, **options: Any) -> Any:
-        given = signature.bind(*args, **options)
-        given.apply_defaults()
-        return exchange(functools.partial(function, *args, **options), given.arguments)
-
-    return call
+def _exchange(exchange: Callable[..., Any], function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call ``exchange(run, arguments)`` in place of a function; ``run`` calls it."""
+    given = inspect.signature(function).bind(*args, **options)
+    given.apply_defaults()
+    return exchange(functools.partial(function, *args, **options), given.arguments)
 
 
 def _rank_of(given: Mapping[str, Any], name: str, default: int | None) -> int | None:

@@ -8,7 +8,6 @@ objects (all_gather_object, …) on the GPU   go through Gloo, where their bytes
                                             says on which device (stages of a pipeline do)
 """
 
-import functools
 import inspect
 import os
 import time
@@ -19,7 +18,7 @@ from typing import Any
 
 from memfit.ghost.ranks.absent_ranks import VARIABLES
 from memfit.ghost.ranks.join_and_pipeline_agreements import agree_between_ranks
-from memfit.ghost.ranks.wrap_group_creation import wrap_process_groups
+from memfit.ghost.ranks.wrap_group_creation import exchange_objects_on_cpu, wrap_process_groups
 from memfit.ghost.runtime_bindings import Ghost
 from memfit.patching.patches import Patch
 
@@ -78,13 +77,12 @@ class PresentRanks:
                 self._join(store.clone(), size)
                 joined()
             made = make_group(size, rank, ranks, backend, store, *args, **more)
-            if isinstance(made[0], dist.ProcessGroup):
-                _exchange_objects_on_cpu(made[0], store)
+            exchange_objects_on_cpu(made, lambda group: _gloo(group, store))
             return made
 
         agree_between_ranks()
         for name in _ON_A_DEVICE.names:
-            _ON_A_DEVICE.install(name, _by_the_preferred_device)
+            _ON_A_DEVICE.wrap(name, _by_the_preferred_device)
         wrap_process_groups(rendezvous, new_process_group)
 
     def _join(self, store: Any, size: int) -> None:
@@ -145,29 +143,15 @@ def _read(value: bytes) -> bytes | None:
     return value[1:] if value[:1] == b"\1" else None
 
 
-def _by_the_preferred_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that sends objects by the device that PyTorch prefers, not by one it is given."""
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def call(*args: Any, **options: Any) -> Any:
-        given = signature.bind(*args, **options)
-        given.arguments["device"] = None
-        return function(*given.args, **given.kwargs)
-
-    return call
+def _by_the_preferred_device(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Send objects by the device that PyTorch prefers, not by one that the script names."""
+    given = inspect.signature(function).bind(*args, **options)
+    given.arguments["device"] = None
+    return function(*given.args, **given.kwargs)
 
 
-def _exchange_objects_on_cpu(group: Any, store: Any) -> None:
-    """Give a group of GPUs a Gloo backend for the CPU, which PyTorch prefers for objects."""
-    import torch
+def _gloo(group: Any, store: Any) -> tuple[Any, Any]:
     from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
-    cpu = torch.device("cpu")
-    if cpu not in group._device_types:
-        name, description = group.group_name, group.group_desc
-        own = PrefixStore(f"memfit/{name}", store)
-        gloo = ProcessGroupGloo(own, group.rank(), group.size(), timeout=_TIMEOUT)
-        group._register_backend(cpu, group.BackendType.GLOO, gloo)
-        group._set_group_name(name)
-        group._set_group_desc(description)
+    own = PrefixStore(f"memfit/{group.group_name}", store)
+    return group.BackendType.GLOO, ProcessGroupGloo(own, group.rank(), group.size(), timeout=_TIMEOUT)

@@ -6,7 +6,6 @@ every rank sends all its tokens to one expert of this rank, the most that it can
 share or a number choose otherwise, spread over the senders and this rank's experts.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -55,7 +54,7 @@ def follow_exchanges(values: AssumedValues) -> None:
     for patch in (_RECEIVING, _BROADCAST) if values.senders_exist else (_RECEIVING,):
         for name in patch.present():
             exchange = exchanges.get(name, _nothing)
-            patch.install(name, partial(_receiving, values=values, exchange=exchange))
+            patch.wrap(name, partial(_receive, values, exchange))
 
 
 def override_functional_exchanges(values: AssumedValues) -> Overrides:
@@ -97,22 +96,24 @@ def _received(values: AssumedValues, fact: Fact) -> Fact:
     return fact if routed or not values.senders_exist else None
 
 
-def _receiving(method: Callable[..., Any], values: AssumedValues, exchange: Callable[..., Any]) -> Any:
-    """Wrap a method of process groups to forget what it overwrites, and to record what is known instead."""
-
-    @functools.wraps(method)
-    def call(group: Any, *arguments: Any, **options: Any) -> Any:
-        if group.size() == 1:
-            return method(group, *arguments, **options)
-        given = (*arguments, *options.values())
-        facts = exchange(values, group, *given)
-        _forget(values, given[:1])
-        result = method(group, *arguments, **options)
-        for tensor, fact in facts:
-            values.known.put(tensor, _received(values, fact))
-        return result
-
-    return call
+def _receive(
+    values: AssumedValues,
+    exchange: Callable[..., Any],
+    method: Callable[..., Any],
+    group: Any,
+    *arguments: Any,
+    **options: Any,
+) -> Any:
+    """Call a method of process groups: forget what it overwrites, and record what is known instead."""
+    if group.size() == 1:
+        return method(group, *arguments, **options)
+    given = (*arguments, *options.values())
+    facts = exchange(values, group, *given)
+    _forget(values, given[:1])
+    result = method(group, *arguments, **options)
+    for tensor, fact in facts:
+        values.known.put(tensor, _received(values, fact))
+    return result
 
 
 def _forget(values: AssumedValues, received: object) -> None:

@@ -46,17 +46,18 @@ _ONE_HOT = Patch("torch.nn.functional", "one_hot", why="count by class")
 
 def follow_small_tensors(values: AssumedValues) -> None:
     """Follow the elements of small tensors through what a script calls, for the life of the process."""
+    follow, count, total = (_noting(note, values) for note in (_follow, _count, _count_by_column))
     for name in _METHODS.names:
-        _METHODS.install(name, partial(_followed, values=values))
+        _METHODS.install(name, follow)
     for name in _FUNCTIONS.names:
-        replace_function(_FUNCTIONS, name, partial(_followed, values=values))
+        replace_function(_FUNCTIONS, name, follow)
     for name in ("bincount", "histc"):
-        replace_function(_COUNTING_FUNCTIONS, name, partial(_counting, values=values))
-        _COUNTING_METHODS.install(name, partial(_counting, values=values))
-    _COUNTING_METHODS.install("scatter_add_", partial(_adding, values=values))
-    _ONE_HOT.install("one_hot", partial(_marking, values=values))
-    _METHODS.install("sum", partial(_summing, values=values))
-    replace_function(_FUNCTIONS, "sum", partial(_summing, values=values))
+        replace_function(_COUNTING_FUNCTIONS, name, count)
+        _COUNTING_METHODS.install(name, count)
+    _COUNTING_METHODS.wrap("scatter_add_", partial(_add, values))
+    _ONE_HOT.install("one_hot", _noting(_mark, values))
+    _METHODS.install("sum", total)
+    replace_function(_FUNCTIONS, "sum", total)
 
 
 def replace_function(
@@ -109,43 +110,44 @@ def _known(values: AssumedValues, tensor: torch.Tensor) -> Elements | None:
     return Elements(torch.full(tensor.shape, int(known.value), dtype=tensor.dtype, device="cpu"))
 
 
-def _noting(function: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
-    """Wrap a function to call ``note(result, *arguments, **options)`` after it, unless it is compiled."""
+def _noting(note: Callable[..., None], values: AssumedValues) -> Callable[..., Any]:
+    """Return a wrapper of functions that calls ``note(values, function, result, ...)``, unless compiled."""
 
-    @functools.wraps(function)
-    def call(*args: Any, **options: Any) -> Any:
-        result = function(*args, **options)
-        if not torch.compiler.is_compiling():
-            with without_dispatch_modes():
-                note(result, *args, **options)
-        return result
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            result = function(*args, **options)
+            if not torch.compiler.is_compiling():
+                with without_dispatch_modes():
+                    note(values, function, result, *args, **options)
+            return result
 
-    return call
+        return call
+
+    return noting
 
 
-def _followed(function: Callable[..., Any], values: AssumedValues) -> Callable[..., Any]:
-    """Wrap a function to compute its result on the CPU, too, if at least one tensor's elements are known."""
-
-    def compute(result: object, *args: Any, **options: Any) -> None:
-        if not values.known.holds_elements:
-            return
-        results = _tensors(result)
-        if not results or any(not _is_small_on_gpu(each) for each in results):
-            return
-        routings: list[Routing] = []
-        on_cpu = [_on_cpu(values, argument, routings) for argument in args]
-        named = {name: _on_cpu(values, argument, routings) for name, argument in options.items()}
-        if not routings or any(each is _UNKNOWN for each in (*on_cpu, *named.values())):
-            return
-        with torch.no_grad():
-            computed = function(*on_cpu, **named)
-        given = {storage_id(each) for each in _tensors((*args, *options.values()))}
-        for on_gpu, known in zip(results, _tensors(computed), strict=True):
-            if values.known.elements(on_gpu) is None:
-                fact = Elements(known.contiguous(), max(routings))
-                values.known.put(on_gpu, fact, fresh=storage_id(on_gpu) not in given)  # no view
-
-    return _noting(function, compute)
+def _follow(
+    values: AssumedValues, function: Callable[..., Any], result: object, *args: Any, **options: Any
+) -> None:
+    """Compute a result on the CPU, too, if at least one tensor's elements are known."""
+    if not values.known.holds_elements:
+        return
+    results = _tensors(result)
+    if not results or any(not _is_small_on_gpu(each) for each in results):
+        return
+    routings: list[Routing] = []
+    on_cpu = [_on_cpu(values, argument, routings) for argument in args]
+    named = {name: _on_cpu(values, argument, routings) for name, argument in options.items()}
+    if not routings or any(each is _UNKNOWN for each in (*on_cpu, *named.values())):
+        return
+    with torch.no_grad():
+        computed = function(*on_cpu, **named)
+    given = {storage_id(each) for each in _tensors((*args, *options.values()))}
+    for on_gpu, known in zip(results, _tensors(computed), strict=True):
+        if values.known.elements(on_gpu) is None:
+            fact = Elements(known.contiguous(), max(routings))
+            values.known.put(on_gpu, fact, fresh=storage_id(on_gpu) not in given)  # no view
 
 
 def _is_small_on_gpu(tensor: torch.Tensor) -> bool:
@@ -176,56 +178,57 @@ def _tensors(result: object) -> Iterable[torch.Tensor]:
     return [part for part in parts if isinstance(part, torch.Tensor)]
 
 
-def _counting(function: Callable[..., Any], values: AssumedValues) -> Callable[..., Any]:
-    """Wrap a function that counts the elements of a vector by class."""
-
-    def count(result: torch.Tensor, *args: Any, **options: Any) -> None:
-        counted = args[0] if args else options["input"]
-        if options.get("weights") is None and _is_small_on_gpu(result) and result.numel():
-            values.known.put(result, Elements(even_counts(counted.numel(), result), Routing.SENT), fresh=True)
-
-    return _noting(function, count)
+def _count(
+    values: AssumedValues, _function: object, result: torch.Tensor, *args: Any, **options: Any
+) -> None:
+    """Note what a function counted: the elements of a vector by class."""
+    counted = args[0] if args else options["input"]
+    if options.get("weights") is None and _is_small_on_gpu(result) and result.numel():
+        values.known.put(result, Elements(even_counts(counted.numel(), result), Routing.SENT), fresh=True)
 
 
-def _adding(function: Callable[..., Any], values: AssumedValues) -> Callable[..., Any]:
-    """Wrap ``scatter_add_``: ones added to a vector of zeros count the indices."""
-
-    @functools.wraps(function)
-    def call(self: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling():
-            return function(self, dim, index, src)  # type: ignore[no-any-return]
-        counts = self.dim() == 1 and _value(values, self) == 0 and _value(values, src) == 1
-        result: torch.Tensor = function(self, dim, index, src)
-        if counts and _is_small_on_gpu(self):
-            values.known.put(result, Elements(even_counts(index.numel(), self), Routing.SENT))
-        return result
-
-    return call
-
-
-def _marking(function: Callable[..., Any], values: AssumedValues) -> Callable[..., Any]:
-    """Wrap ``one_hot``: of each row, one element is not zero."""
-
-    def mark(result: torch.Tensor, tensor: torch.Tensor, *_: object, **__: object) -> None:
-        if is_plain(result) and result.is_cuda:
-            values.known.put(result, Known(0, exceptions=tensor.numel()), fresh=True)
-
-    return _noting(function, mark)
+def _add(
+    values: AssumedValues,
+    function: Callable[..., torch.Tensor],
+    self: torch.Tensor,
+    dim: int,
+    index: torch.Tensor,
+    src: torch.Tensor,
+) -> torch.Tensor:
+    """Call ``scatter_add_``: ones added to a vector of zeros count the indices."""
+    if torch.compiler.is_compiling():
+        return function(self, dim, index, src)
+    counts = self.dim() == 1 and _value(values, self) == 0 and _value(values, src) == 1
+    result = function(self, dim, index, src)
+    if counts and _is_small_on_gpu(self):
+        values.known.put(result, Elements(even_counts(index.numel(), self), Routing.SENT))
+    return result
 
 
-def _summing(function: Callable[..., Any], values: AssumedValues) -> Callable[..., Any]:
-    """Wrap ``sum``: over the rows of a mask that is zero but for some elements, it counts those by column."""
+def _mark(
+    values: AssumedValues,
+    _function: object,
+    result: torch.Tensor,
+    tensor: torch.Tensor,
+    *_: object,
+    **__: object,
+) -> None:
+    """Note a result of ``one_hot``: of each row, one element is not zero."""
+    if is_plain(result) and result.is_cuda:
+        values.known.put(result, Known(0, exceptions=tensor.numel()), fresh=True)
 
-    def count(result: torch.Tensor, *args: Any, **options: Any) -> None:
-        mask = args[0] if args else options["input"]
-        if not _is_small_on_gpu(result) or not is_plain(mask) or mask.dtype not in {torch.bool, *_INTEGERS}:
-            return
-        known = values.known.mostly(mask) if mask.dim() > 1 and result.shape == mask.shape[-1:] else None
-        if known is not None and not known.value and known.exceptions:
-            counts = even_counts(known.exceptions, result)
-            values.known.put(result, Elements(counts, Routing.SENT), fresh=True)
 
-    return _noting(function, count)
+def _count_by_column(
+    values: AssumedValues, _function: object, result: torch.Tensor, *args: Any, **options: Any
+) -> None:
+    """Note a sum over the rows of a mask that is zero but for some elements: it counts those by column."""
+    mask = args[0] if args else options["input"]
+    if not _is_small_on_gpu(result) or not is_plain(mask) or mask.dtype not in {torch.bool, *_INTEGERS}:
+        return
+    known = values.known.mostly(mask) if mask.dim() > 1 and result.shape == mask.shape[-1:] else None
+    if known is not None and not known.value and known.exceptions:
+        counts = even_counts(known.exceptions, result)
+        values.known.put(result, Elements(counts, Routing.SENT), fresh=True)
 
 
 def _value(values: AssumedValues, tensor: torch.Tensor) -> object:

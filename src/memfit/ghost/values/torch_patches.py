@@ -13,7 +13,6 @@
 PyTorch's C++ code fills and copies tensors, gradients among others, without calling these functions.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -28,7 +27,7 @@ from memfit.ghost.values.exchanged_sizes import follow_exchanges
 from memfit.ghost.values.known_values import Elements, Known, is_plain, known_number
 from memfit.ghost.values.propagation_rules import union
 from memfit.ghost.values.small_tensors import follow_small_tensors, is_small_integer, replace_function
-from memfit.patching.patches import Patch, before
+from memfit.patching.patches import Patch, before, wrapped
 
 _SMALL = 1 << 16
 """The largest CPU copy, in elements, that is filled with its known value."""
@@ -82,39 +81,31 @@ _LISTWISE = Patch("torch", "_foreach_*_", "_fused_*_", why="forget values that a
 def patch_torch(values: AssumedValues, ghost: Ghost) -> None:
     """Wrap every function of the table above, for the life of the process."""
     for name, value in _FACTORIES.items():
-        replace_function(_FACTORY, name, partial(_recording, value=value, values=values))
+        replace_function(_FACTORY, name, partial(wrapped, around=partial(_record, values, value)))
     for name, value in _METHODS.items():
-        _FILLING.install(name, partial(_recording, value=value, values=values))
+        _FILLING.wrap(name, partial(_record, values, value))
     _track_indexed_writes(values)
-    answered = _copies_answered(values, ghost)
 
     def arrived(source: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
         with without_dispatch_modes():
-            return answered(source, copy)
+            return _arrived(values, ghost, source, copy)
 
     _answer_copies(arrived)
-    _answer_writes(arrived)
-    _convert_copies()
     _forget_exposed(values)
     _forget_uncounted(values)
     follow_small_tensors(values)
     follow_exchanges(values)
 
 
-def _recording(
-    function: Callable[..., Any], value: Known | int | None, values: AssumedValues
-) -> Callable[..., Any]:
-    """Wrap ``function`` to record its result's value: ``value``, or the argument at that position."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **options: Any) -> Any:
-        result = function(*args, **options)
-        if not torch.compiler.is_compiling() and is_plain(result) and result.is_cuda:
-            known = _number_at(value, args, options) if isinstance(value, int) else value
-            values.known.put(result, known, fresh=not function.__name__.endswith("_"))
-        return result
-
-    return call
+def _record(
+    values: AssumedValues, value: Known | int | None, function: Callable[..., Any], *args: Any, **options: Any
+) -> Any:
+    """Call a function and record its result's value: ``value``, or the argument at that position."""
+    result = function(*args, **options)
+    if not torch.compiler.is_compiling() and is_plain(result) and result.is_cuda:
+        known = _number_at(value, args, options) if isinstance(value, int) else value
+        values.known.put(result, known, fresh=not function.__name__.endswith("_"))
+    return result
 
 
 def _number_at(position: int, args: tuple[object, ...], options: dict[str, object]) -> Known | None:
@@ -126,24 +117,26 @@ def _number_at(position: int, args: tuple[object, ...], options: dict[str, objec
 def _track_indexed_writes(values: AssumedValues) -> None:
     """Keep the known value of a tensor that is written by index: it holds for all other elements."""
 
-    def tracking(method: Callable[..., Any], written: Callable[..., int | None]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def call(self: torch.Tensor, *args: Any, **options: Any) -> Any:
-            known = values.known.mostly(self) if is_plain(self) and self.is_cuda else None
-            result = method(self, *args, **options)
-            count = written(self, *args, **options) if known is not None else None
-            if known is not None and count is not None:
-                at = args[0] if written is _selected and self.dim() == 1 else None
-                new = values.known.selection(at) if isinstance(at, torch.Tensor) else None
-                where = union([(known.exceptions, known.selection), (count, new)])
-                fact = known._replace(exceptions=known.exceptions + count, selection=where)
-                values.known.put(self, fact)
-            return result
+    def write(
+        written: Callable[..., int | None],
+        method: Callable[..., Any],
+        self: torch.Tensor,
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        known = values.known.mostly(self) if is_plain(self) and self.is_cuda else None
+        result = method(self, *args, **options)
+        count = written(self, *args, **options) if known is not None else None
+        if known is not None and count is not None:
+            at = args[0] if written is _selected and self.dim() == 1 else None
+            new = values.known.selection(at) if isinstance(at, torch.Tensor) else None
+            where = union([(known.exceptions, known.selection), (count, new)])
+            fact = known._replace(exceptions=known.exceptions + count, selection=where)
+            values.known.put(self, fact)
+        return result
 
-        return call
-
-    _WRITING.install("__setitem__", partial(tracking, written=_selected))
-    _WRITING.install("scatter_", partial(tracking, written=_scattered))
+    _WRITING.wrap("__setitem__", partial(write, _selected))
+    _WRITING.wrap("scatter_", partial(write, _scattered))
 
 
 def _scattered(_tensor: torch.Tensor, *args: Any, **options: Any) -> int:
@@ -165,99 +158,72 @@ def _selected(tensor: torch.Tensor, index: object, _value: object) -> int | None
     return selected * math.prod(tensor.shape[len(indices) :])
 
 
-def _copies_answered(values: AssumedValues, ghost: Ghost) -> Callable[..., torch.Tensor]:
-    """Return the function that propagates what is known to a copy, or puts it into a copy on the CPU.
+def _arrived(values: AssumedValues, ghost: Ghost, source: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    """Propagate what is known to a copy, or put it into a copy on the CPU; return the copy.
 
     One element is answered as ``item()`` answers it.
     """
-
-    def arrived(source: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
-        if source.is_cpu:
-            if is_small_integer(source):
-                on_cpu = source.detach().to(copy.dtype, memory_format=torch.contiguous_format, copy=True)
-                values.known.put(copy, Elements(on_cpu), fresh=True)
-            return copy
-        elements = values.known.elements(source)
-        known = values.known.get(source)
-        if copy.is_cuda:
-            fact: Known | Elements | None = values.known.mostly(source)
-            if elements is not None:
-                fact = elements._replace(values=elements.values.to(copy.dtype).contiguous())
-            if fact is not None and copy is not source:
-                values.known.put(copy, fact, fresh=True)
-        elif elements is not None and copy.is_cpu:
-            copy.data.copy_(elements.values)  # bypasses autograd: the copy keeps its history
-            values.note_elements(elements)
-        elif copy.is_cpu and source.numel() and (known is not None or not ghost.last_read_known()):
-            if source.numel() == 1 or (known is not None and source.numel() <= _SMALL):
-                copy.data.fill_(values.answer(source, known))  # bypasses autograd: the copy keeps its history
-            else:
-                values.fill_copy(source, copy, known)
+    if source.is_cpu:
+        if is_small_integer(source):
+            on_cpu = source.detach().to(copy.dtype, memory_format=torch.contiguous_format, copy=True)
+            values.known.put(copy, Elements(on_cpu), fresh=True)
         return copy
-
-    return arrived
+    elements = values.known.elements(source)
+    known = values.known.get(source)
+    if copy.is_cuda:
+        fact: Known | Elements | None = values.known.mostly(source)
+        if elements is not None:
+            fact = elements._replace(values=elements.values.to(copy.dtype).contiguous())
+        if fact is not None and copy is not source:
+            values.known.put(copy, fact, fresh=True)
+    elif elements is not None and copy.is_cpu:
+        copy.data.copy_(elements.values)  # bypasses autograd: the copy keeps its history
+        values.note_elements(elements)
+    elif copy.is_cpu and source.numel() and (known is not None or not ghost.last_read_known()):
+        if source.numel() == 1 or (known is not None and source.numel() <= _SMALL):
+            copy.data.fill_(values.answer(source, known))  # bypasses autograd: the copy keeps its history
+        else:
+            values.fill_copy(source, copy, known)
+    return copy
 
 
 def _answer_copies(arrived: Callable[..., torch.Tensor]) -> None:
-    def moving(method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def call(self: torch.Tensor, *args: Any, **options: Any) -> Any:
-            result = method(self, *args, **options)
-            if self is result or not (is_plain(self) and is_plain(result)):
-                return result
-            return arrived(self, result) if self.is_cuda or result.is_cuda else result
+    """Answer what a script copies to the CPU, or writes into tensors there."""
 
-        return call
+    def move(method: Callable[..., Any], self: torch.Tensor, *args: Any, **options: Any) -> Any:
+        result = method(self, *args, **options)
+        if self is result or not (is_plain(self) and is_plain(result)):
+            return result
+        return arrived(self, result) if self.is_cuda or result.is_cuda else result
+
+    def copy(
+        copy_: Callable[..., Any], self: torch.Tensor, src: torch.Tensor, *args: Any, **options: Any
+    ) -> Any:
+        result = copy_(self, src, *args, **options)
+        from_ghost = self.is_cpu and isinstance(src, torch.Tensor) and src.is_cuda and is_plain(src)
+        return arrived(src, result) if from_ghost and self.shape == src.shape else result
+
+    def write(setitem: Callable[..., None], self: torch.Tensor, index: Any, value: Any) -> None:
+        setitem(self, index, value)
+        if self.is_cpu and isinstance(value, torch.Tensor) and value.is_cuda and is_plain(value):
+            with torch.no_grad():
+                arrived(value, self[index])
 
     for name in ("to", "cpu", "cuda"):
-        _COPYING.install(name, moving)
+        _COPYING.wrap(name, move)
+    _COPYING.wrap("copy_", copy)
+    _COPYING.wrap("__setitem__", write)
+    _COPYING.wrap("numpy", _to_array)
+    _COPYING.wrap("tolist", _to_list)
 
 
-def _answer_writes(arrived: Callable[..., torch.Tensor]) -> None:
-    """Answer what a script writes into tensors on the CPU."""
-
-    def copying(copy_: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(copy_)
-        def call(self: torch.Tensor, src: torch.Tensor, *args: Any, **options: Any) -> Any:
-            result = copy_(self, src, *args, **options)
-            from_ghost = self.is_cpu and isinstance(src, torch.Tensor) and src.is_cuda and is_plain(src)
-            return arrived(src, result) if from_ghost and self.shape == src.shape else result
-
-        return call
-
-    def writing(setitem: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(setitem)
-        def call(self: torch.Tensor, index: Any, value: Any) -> None:
-            setitem(self, index, value)
-            if self.is_cpu and isinstance(value, torch.Tensor) and value.is_cuda and is_plain(value):
-                with torch.no_grad():
-                    arrived(value, self[index])
-
-        return call
-
-    _COPYING.install("copy_", copying)
-    _COPYING.install("__setitem__", writing)
+def _to_array(numpy: Callable[..., Any], self: torch.Tensor, *, force: bool = False) -> Any:
+    """Copy with ``cpu()`` first, as ``_to_list`` does."""
+    return numpy(self.cpu() if force and is_plain(self) and self.is_cuda else self, force=force)
 
 
-def _convert_copies() -> None:
-    """Have the conversions to lists and arrays copy with ``cpu()`` first."""
-
-    def to_array(numpy: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(numpy)
-        def call(self: torch.Tensor, *, force: bool = False) -> Any:
-            return numpy(self.cpu() if force and is_plain(self) and self.is_cuda else self, force=force)
-
-        return call
-
-    def to_list(tolist: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(tolist)
-        def call(self: torch.Tensor) -> Any:
-            return tolist(self.cpu() if is_plain(self) and self.is_cuda else self)
-
-        return call
-
-    _COPYING.install("numpy", to_array)
-    _COPYING.install("tolist", to_list)
+def _to_list(tolist: Callable[..., Any], self: torch.Tensor) -> Any:
+    return tolist(self.cpu() if is_plain(self) and self.is_cuda else self)
 
 
 def _forget_exposed(values: AssumedValues) -> None:
