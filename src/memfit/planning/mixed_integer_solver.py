@@ -74,7 +74,7 @@ class MixedIntegerProgram:
             fixed: values of columns.
             gap: how far from the bound the cost of a solution may be, relative to it.
             cost_gap: how far from the bound it may be, in units of cost; the larger of the two counts.
-            known: the cost of a solution that is known already: only better ones are looked for.
+            known: the cost of a solution that is known already: HiGHS looks for better ones only.
             effort: how much of the usual work HiGHS may do.
         """
         columns = len(self._costs)
