@@ -140,7 +140,8 @@ TWO_RUNS = """
     from memfit.trials.side_by_side import run_scripts_side_by_side
 
     options = RunOptions()
-    run = partial(run_script, options=options, ghost=resolve_ghost_settings(options), output=None, on_progress=str)
+    ghost = resolve_ghost_settings(options)
+    run = partial(run_script, options=options, ghost=ghost, output=None, on_progress=str)
     run_scripts_side_by_side([partial(run, ("script.py", name)) for name in "ab"], 2)
 """
 SLEEPS = """
