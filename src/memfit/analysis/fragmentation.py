@@ -157,7 +157,7 @@ class _Classifier:
                     holes.append((size, kind, index, segment))
                 else:
                     rows["cached"] += size
-        small, large = ReservedBytes.of(**found["small"]), ReservedBytes.of(**found["large"])
+        small, large = ReservedBytes(**found["small"]), ReservedBytes(**found["large"])
         return ReservedMemoryUse(
             name,
             events,

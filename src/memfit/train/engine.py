@@ -228,7 +228,7 @@ class Engine(ResumableRun):
         """Train for one epoch, and yield the result of each update."""
         if not self._accumulation.gathers:
             for batches in self._groups_of_one(loader):
-                yield self.step(*batches) if batches else self._full_batch.take_part()
+                yield self.step(*batches) if batches else self._full_batch.update([])
             return
         ends = self.epoch + 1 == self.epochs or self._accumulation.remainder != "carry"
         for group in gather_batches_by_window(self._ledger, self._accumulation, loader, self._batches_left):
@@ -277,7 +277,7 @@ class Engine(ResumableRun):
         """
         for batches in self._groups_of_one(loader):
             if not batches:
-                self._full_batch.take_part()
+                self._full_batch.update([])
             yield from batches
 
     def _groups_of_one(self, loader: Iterable[Any]) -> Iterator[list[Any]]:
@@ -311,7 +311,7 @@ class Engine(ResumableRun):
         """
         self._accumulation.expect_divided("engine.step")
         self._ledger.expect_closed()
-        return self._full_batch.step(batch)
+        return self._full_batch.update([batch])
 
     # ---- A loop of your own --------------------------------------------------------------------------
 
