@@ -247,16 +247,14 @@ def arrays_to_tensors(value: Any) -> Any:
     {'key': tensor([0, 0]), 'pos': 3}
     """
     import torch
+    from torch.utils._pytree import tree_map_only
 
-    if isinstance(value, dict):
-        return {name: arrays_to_tensors(inner) for name, inner in value.items()}
-    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+    return tree_map_only(np.ndarray, torch.from_numpy, value)
 
 
 def _tensors_to_arrays(value: Any) -> Any:
     """Undo ``arrays_to_tensors``."""
     import torch
+    from torch.utils._pytree import tree_map_only
 
-    if isinstance(value, dict):
-        return {name: _tensors_to_arrays(inner) for name, inner in value.items()}
-    return value.numpy() if isinstance(value, torch.Tensor) else value
+    return tree_map_only(torch.Tensor, torch.Tensor.numpy, value)

@@ -62,8 +62,8 @@ STEP = (Mark(6, MarkKind.TRAINING_STEP, 0),)
 
 def test_a_hole_and_the_blocks_that_pin_it():
     (moment,) = fragmentation_of(PINNED, at={"now": 6}, marks=STEP).moments
-    assert moment.small == ReservedBytes.of()
-    assert moment.all == ReservedBytes.of(
+    assert moment.small == ReservedBytes()
+    assert moment.all == ReservedBytes(
         requested=11 * MIB + 412, rounding=100, unsplit=MIB - 512, holes=8 * MIB
     )
     assert moment.place == ScriptLocation(1, Phase.BACKWARD, "layers.0", "MmBackward0", "")
@@ -95,7 +95,7 @@ def test_a_block_awaiting_a_stream_pins_holes_and_is_not_one():
 def test_a_wholly_free_segment_is_cached_without_holes():
     history = (*PINNED, *free(0, 4 * MIB - 100))
     end = fragmentation_of(history).moments[-1]
-    assert end.all == ReservedBytes.of(cached=20 * MIB)
+    assert end.all == ReservedBytes(cached=20 * MIB)
     assert end.holes == ()
 
 
@@ -125,7 +125,7 @@ def test_mapped_memory_has_the_pool_of_its_blocks(size, kind):
     history = [event(Action.SEGMENT_MAP, 0, 20 * MIB), event(Action.ALLOC, 0, size)]
     mapping = segment(BASE, 20 * MIB, kind, expandable=True)
     end = fragmentation_of(history, [mapping], settings=EXPANDABLE).moments[-1]
-    assert getattr(end, kind) == end.all == ReservedBytes.of(requested=size, holes=20 * MIB - size)
+    assert getattr(end, kind) == end.all == ReservedBytes(requested=size, holes=20 * MIB - size)
     assert [hole.expandable for hole in end.holes] == [True]
 
 
@@ -134,7 +134,7 @@ def test_empty_mapped_memory_has_a_pool(mapped, kind):
     history = [event(Action.SEGMENT_MAP, at, mapped) for at in range(0, 20 * MIB, mapped)]
     mapping = segment(BASE, 20 * MIB, kind, expandable=True)
     end = fragmentation_of(history, [mapping], settings=EXPANDABLE).moments[-1]
-    assert getattr(end, kind) == end.all == ReservedBytes.of(cached=20 * MIB)
+    assert getattr(end, kind) == end.all == ReservedBytes(cached=20 * MIB)
 
 
 @pytest.mark.parametrize("kind", ["small", "large"])
@@ -143,7 +143,7 @@ def test_segments_without_a_history_have_a_pool(kind):
     blocks = (SnapshotBlock(BASE, 20 * MIB, 0, "inactive"),)
     mapping = segment(BASE, 20 * MIB, kind, expandable=True, blocks=blocks)
     for moment in fragmentation_of([], [mapping], settings=EXPANDABLE).moments:
-        assert getattr(moment, kind) == moment.all == ReservedBytes.of(cached=20 * MIB)
+        assert getattr(moment, kind) == moment.all == ReservedBytes(cached=20 * MIB)
         assert moment.place == ScriptLocation(0, Phase.SETUP, "", "", "")
 
 
@@ -187,7 +187,7 @@ def test_rounding_is_capped_by_the_size_of_a_block_older_than_the_setting():
     )
     settings = {"conf": "roundup_power2_divisions:2"}
     end = fragmentation_of([], [segment(BASE, 20 * MIB, blocks=blocks)], settings=settings).moments[-1]
-    assert end.all == ReservedBytes.of(requested=5 * MIB - 1, rounding=1, holes=15 * MIB)
+    assert end.all == ReservedBytes(requested=5 * MIB - 1, rounding=1, holes=15 * MIB)
 
 
 def test_overlapping_blocks_are_refused():

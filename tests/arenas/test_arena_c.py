@@ -9,7 +9,7 @@ from support.sanitized_build import run_under
 
 pytestmark = pytest.mark.process
 
-PARTS = [LIBRARY.sources / name for name in ("arena.c", "request_log.c", "sorted_pairs.c", "step_recorder.c")]
+PARTS = [LIBRARY.sources / name for name in ("arena.c", "sorted_pairs.c", "step_recorder.c")]
 CHECK = Path(__file__).with_name("check_arena.c")
 
 

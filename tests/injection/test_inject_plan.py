@@ -207,19 +207,19 @@ def test_a_rerun_in_which_no_model_was_changed_is_refused(rerun):
     found = rerun(ScriptEnd("end", 0), InjectionReport())
     reason = "offload could not be applied to any model whose parameters an optimizer takes"
     assert found == ScriptEnd("refused", 0, reason)
-    found = rerun(ScriptEnd("end", 0), InjectionReport(refusals=("it does not suit",)))
+    found = rerun(ScriptEnd("end", 0), InjectionReport(refusals=(("it does not suit", ""),)))
     assert found == ScriptEnd("refused", 0, "it does not suit")
 
 
 def test_a_model_that_a_plan_does_not_suit_does_not_keep_others_from_it(rerun):
-    found = rerun(ScriptEnd("end", 0), InjectionReport(models=("Net",), refusals=("no blocks",)))
+    found = rerun(ScriptEnd("end", 0), InjectionReport(models=("Net",), refusals=(("no blocks", ""),)))
     assert found.models == ("Net",)
 
 
 @pytest.mark.parametrize(
     ("report", "why"),
     [
-        (InjectionReport(models=("Net",), refusals=("no blocks",)), "no blocks"),
+        (InjectionReport(models=("Net",), refusals=(("no blocks", ""),)), "no blocks"),
         (InjectionReport(models=("Net",), uncalled=("Net",)), "the script does not call Net itself"),
     ],
 )
@@ -229,8 +229,8 @@ def test_a_sharding_must_suit_every_model_and_be_called(rerun, report, why):
 
 
 def test_a_sharding_that_does_not_suit_is_named_rather_than_the_failure_that_followed(rerun):
-    refused = InjectionReport(refusals=("the script itself trains Net in a DistributedDataParallel",))
-    assert rerun(ScriptEnd("exception", 1), refused, DDP).exception == refused.refusals[0]
+    refused = InjectionReport(refusals=(("the script itself trains Net in a DistributedDataParallel", ""),))
+    assert rerun(ScriptEnd("exception", 1), refused, DDP).exception == refused.refusals[0][0]
 
 
 def test_a_plan_that_runs_again_what_it_keeps_is_refused(rerun):

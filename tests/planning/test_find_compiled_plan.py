@@ -10,7 +10,7 @@ from rich.console import Console
 
 from memfit.analysis.trial_result import TrialResult
 from memfit.planning.find_plan import find_plan
-from memfit.planning.run_changes_on_ghost import PlannedScript, run_nothing_ahead
+from memfit.planning.run_changes_on_ghost import PlannedScript
 from memfit.planning.script_changes import AllowedChanges
 from memfit.records import (
     Action,
@@ -99,7 +99,7 @@ class CompiledScript:
         )
 
 
-def find(script, mebibytes, allowed=AllowedChanges(), *, policies=False, run_ahead=run_nothing_ahead):  # noqa: B008 - frozen
+def find(script, mebibytes, allowed=AllowedChanges(), *, policies=False, run_ahead=lambda _: None):  # noqa: B008 - frozen
     seconds = lambda operation: operation.flops / 1e9  # noqa: E731
     planned = PlannedScript(script, seconds, lambda size: size, "a rule", run_ahead=run_ahead)
     return find_plan(planned, mebibytes * MIB + OUTSIDE, allowed, policies=policies)

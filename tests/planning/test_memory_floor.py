@@ -8,7 +8,7 @@ import pytest
 from memfit.analysis.trial_result import TrialResult
 from memfit.planning.memory_floor import MemoryFloors, floor_of_updates
 from memfit.planning.optimizer_changes import optimizer_changes
-from memfit.planning.script_changes import AllowedChanges, precision_change
+from memfit.planning.script_changes import PRECISIONS, AllowedChanges
 from memfit.records import (
     Action,
     Category,
@@ -91,11 +91,9 @@ def test_what_an_update_holds_at_its_end_is_needed_but_for_what_a_plan_moves():
 
 
 def test_in_16_bits_half_of_it_is_needed_and_under_autocast_all():
-    half = MemoryFloors(TrialResult(trained()), 1).under(
-        precision_change("bf16", {"dtype": "bf16", "autocast": False})
-    )
+    half = MemoryFloors(TrialResult(trained()), 1).under(PRECISIONS["bf16"])
     assert half.needs.bytes == OUTSIDE + 8 * MIB + (42 + 4 + 42 + 84) * MIB // 2
-    whole = MemoryFloors(TrialResult(trained()), 1).under(precision_change("amp", {"dtype": "bf16"}))
+    whole = MemoryFloors(TrialResult(trained()), 1).under(PRECISIONS["amp"])
     assert whole.needs == MemoryFloors(TrialResult(trained()), 1).under(Change()).needs
 
 

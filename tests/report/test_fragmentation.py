@@ -30,8 +30,8 @@ BORN = ScriptLocation(1, Phase.BACKWARD, "layers.3", "MmBackward0", "/somewhere/
 FREED = ScriptLocation(2, Phase.OPTIMIZER, "", "", "/somewhere/train.py:20")
 PIN = PinningBlock(4 * MIB, 3 * MIB, "gradient", "active_allocated", BORN, FREED)
 HOLE = Hole(7 * MIB, 13 * MIB, "large", 2 * MIB, 20 * MIB, False, 2, 7 * MIB, (PIN,))
-SMALL = ReservedBytes.of(requested=MIB, holes=MIB)
-LARGE = ReservedBytes.of(
+SMALL = ReservedBytes(requested=MIB, holes=MIB)
+LARGE = ReservedBytes(
     requested=6 * MIB,
     rounding=2 * MIB,
     unsplit=3 * MIB,
@@ -40,8 +40,8 @@ LARGE = ReservedBytes.of(
     cached=20 * MIB,
 )
 MOMENT = ReservedMemoryUse("peak reserved", 7, BORN, SMALL + LARGE, SMALL, LARGE, (HOLE,))
-CACHED = ReservedBytes.of(cached=5 * MIB)
-END = replace(MOMENT, name="the end", all=CACHED, small=CACHED, large=ReservedBytes.of())
+CACHED = ReservedBytes(cached=5 * MIB)
+END = replace(MOMENT, name="the end", all=CACHED, small=CACHED, large=ReservedBytes())
 FOUND = Fragmentation(Provenance.EXACT, "", (MOMENT, END))
 
 
@@ -104,7 +104,7 @@ def test_the_lifetime_of_a_pinning_block_is_printed(pin, shown):
 
 def test_the_table_fits_a_terminal_of_80_columns():
     moments = tuple(
-        replace(MOMENT, name=name, all=ReservedBytes.of(requested=80_000_000 * MIB // 1000))
+        replace(MOMENT, name=name, all=ReservedBytes(requested=80_000_000 * MIB // 1000))
         for name in ("peak reserved", "peak allocated", "the end")
     )
     text = printed(replace(FOUND, moments=moments), 80)

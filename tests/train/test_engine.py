@@ -179,7 +179,7 @@ def test_bf16_gradients_are_summed_in_float32():
     run.optimizer.register_step_pre_hook(lambda *_: seen.update(grad=model.weight.grad.clone()))
     sums = run._ledger.update.gradients.sums
     write_back = sums.write_back
-    sums.write_back = lambda factor: (seen.update(sum=sums.of(model.weight) * factor), write_back(factor))
+    sums.write_back = lambda factor: (seen.update(sum=sums._sums[model.weight] * factor), write_back(factor))
     for batch in batches:
         run.backward(model(batch).float().square().mean())
     error = (seen["sum"][0].double() - expected).norm() / expected.norm()

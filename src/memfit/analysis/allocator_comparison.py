@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from memfit.allocator.config import (
     allocator_conf_from_environment,
@@ -170,77 +171,55 @@ def _caveats_of_replays(
         taken: bytes of it that the context and other processes hold.
         context: bytes of these that the context holds.
     """
-    yield from _of_the_settings(trace, outcomes)
-    yield from _of_the_device(trace, context)
-    yield from _of_the_history(trace, asked)
-    yield from _of_graphs(trace, asked)
+    if not trace.versions.get("torch"):
+        version = ".".join(map(str, NEWEST))
+        yield _assumed(f"A memory snapshot does not record its PyTorch version; memfit assumes {version}.")
+    if script := allocator_settings_made_by_script(trace.settings):
+        yield Note(Provenance.EXACT, f"The script itself sets {script}, so every row includes this setting.")
+    if any(not row.setting.caching for row in outcomes):
+        yield _assumed(
+            "Without its cache, PyTorch calls cudaMalloc for each tensor, and cudaMalloc rounds sizes of "
+            "1 MiB and more up to multiples of 2 MiB."
+        )
+    if not context:
+        yield _assumed(
+            "The CUDA context is not counted, because the trace does not record its size. With --gpu NAME, "
+            "memfit counts the context of that GPU."
+        )
+    elif trace.device.context.provenance is Provenance.ASSUMED:
+        yield _assumed(f"The size of the CUDA context, {format_bytes(context)}, is assumed.")
+    yield from _caveats_of_requests(trace, asked)
     if not asked.reserved_before:
         yield from _disagreement(trace, outcomes[0], total=total, taken=taken)
 
 
-def _of_the_settings(trace: Trace, outcomes: Sequence[SettingOutcome]) -> Iterator[Note]:
-    if not trace.versions.get("torch"):
-        version = ".".join(map(str, NEWEST))
-        yield Note(
-            Provenance.ASSUMED,
-            f"A memory snapshot does not record its PyTorch version; memfit assumes {version}.",
-        )
-    script = allocator_settings_made_by_script(trace.settings)
-    if script:
-        yield Note(Provenance.EXACT, f"The script itself sets {script}, so every row includes this setting.")
-    if any(not row.setting.caching for row in outcomes):
-        text = (
-            "Without its cache, PyTorch calls cudaMalloc for each tensor, and cudaMalloc rounds sizes of "
-            "1 MiB and more up to multiples of 2 MiB."
-        )
-        yield Note(Provenance.ASSUMED, text)
+_assumed = partial(Note, Provenance.ASSUMED)
 
 
-def _of_the_device(trace: Trace, context: int) -> Iterator[Note]:
-    if context and trace.device.context.provenance is Provenance.ASSUMED:
-        yield Note(Provenance.ASSUMED, f"The size of the CUDA context, {format_bytes(context)}, is assumed.")
-    if not context:
-        yield Note(
-            Provenance.ASSUMED,
-            "The CUDA context is not counted, because the trace does not record its size. With --gpu NAME, "
-            "memfit counts the context of that GPU.",
-        )
-
-
-def _of_the_history(trace: Trace, asked: AllocatorRequests) -> Iterator[Note]:
+def _caveats_of_requests(trace: Trace, asked: AllocatorRequests) -> Iterator[Note]:
     if asked.reserved_before:
-        yield Note(
-            Provenance.ASSUMED,
+        yield _assumed(
             f"The allocator history begins with {asked.reserved_before:,} bytes already reserved. Replays "
             "first allocate the blocks that were live then, in the order of their addresses; which blocks "
-            "were cached then is unknown.",
+            "were cached then is unknown."
         )
     if failed := asked.ask.count(RequestKind.FAILED):
-        yield Note(
-            Provenance.ASSUMED,
+        yield _assumed(
             f"The script continued after {failed} failed allocations. These allocations fail in replays, "
-            "too, even on a larger GPU.",
+            "too, even on a larger GPU."
         )
     if trace.end.reason == "out of memory":
-        yield Note(
-            Provenance.ASSUMED,
-            "The script ran out of memory. The allocations that would have followed are unknown.",
-        )
-
-
-def _of_graphs(trace: Trace, asked: AllocatorRequests) -> Iterator[Note]:
+        yield _assumed("The script ran out of memory. The allocations that would have followed are unknown.")
     if asked.captures:
-        yield Note(
-            Provenance.ASSUMED,
+        yield _assumed(
             "The allocator history does not record when a CUDA graph was deleted. In a replay, the graph's "
             "memory pool stays in use until part of the pool is released. PyTorch may need less memory if "
-            "memory runs short before that.",
+            "memory runs short before that."
         )
     if asked.captures and not any(mark.kind is MarkKind.CAPTURE_BEGIN for mark in trace.marks):
-        yield Note(
-            Provenance.ASSUMED,
+        yield _assumed(
             "The allocator history does not record when CUDA graphs were captured. If memory runs short "
-            "during a capture, the allocation fails in PyTorch; in a replay, it empties the cache instead.",
+            "during a capture, the allocation fails in PyTorch; in a replay, it empties the cache instead."
         )
 
 

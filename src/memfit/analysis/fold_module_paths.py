@@ -56,15 +56,15 @@ def _ranges(node: Tree) -> dict[str, str]:
         if part.isascii() and part.isdecimal() and below and str(int(part)) == part:
             alike.setdefault(frozenset(below), []).append(int(part))
     repeated = [sorted(numbers) for numbers in alike.values() if len(numbers) > 1]
-    return {str(number): _format_ranges(numbers) for numbers in repeated for number in numbers}
+    return {str(number): format_ranges(numbers) for numbers in repeated for number in numbers}
 
 
-def _format_ranges(numbers: Iterable[int]) -> str:
-    """Format ascending numbers as ranges.
+def format_ranges(numbers: Iterable[int], between: str = ",") -> str:
+    """Format ascending numbers, runs of neighbours as first and last.
 
-    >>> _format_ranges([0, 1, 2, 5])
+    >>> format_ranges([0, 1, 2, 5])
     '0-2,5'
     """
     runs = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
     found = [[number for _, number in run] for _, run in runs]
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found)
+    return between.join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found)

@@ -6,13 +6,13 @@ from pathlib import Path
 
 from memfit.analysis.baseline_check import compare_with_baseline, memory_baseline_of_run
 from memfit.analysis.summary import summarize_trace
-from memfit.analysis.trial_result import TrialResult, ran_to_completion, why_run_failed
-from memfit.api.ghost_runs import FinishedRun, run_on_ghost
+from memfit.analysis.trial_result import ran_to_completion, why_run_failed
+from memfit.api.ghost_runs import run_on_ghost
 from memfit.atomic_files import check_output_path, write_output_file
 from memfit.devices import DEFAULT
 from memfit.errors import TargetError, UsageError
 from memfit.input_files import read_input_file
-from memfit.records import Change, CheckVerdict, MemoryBaseline, MemoryCheck, Trace
+from memfit.records import Change, CheckVerdict, MemoryBaseline, MemoryCheck, ScriptEnd, Trace
 from memfit.report.public_json import baseline_from_json, baseline_to_json
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress
@@ -87,7 +87,11 @@ def check(  # noqa: PLR0913 - one parameter an option
     trace, found, fits = done.trace, done.result, not done.result.ran_out
     needs = found.needs or found.peak_process
     if not fits:
-        trace = _unlimited(done, options, on_progress)
+        run_unlimited = trial_runner(found.command, replace(options, unlimited=True), on_progress)
+        trial = run_unlimited(Change(), "with unlimited memory")
+        if isinstance(trial, ScriptEnd):
+            raise TargetError(f"memfit cannot check the script: {why_run_failed(trial)}")
+        trace = replace(trial.trace, device=found.device, command=found.command)
         found = summarize_trace(trace)
     _expect_complete(trace)
     run = memory_baseline_of_run(trace, found)
@@ -112,16 +116,6 @@ def _baseline(file: Path | None, *, update: bool) -> MemoryBaseline | None:
     elif not file.exists():
         raise UsageError(f"There is no baseline {file}. Write it with memfit check --update, and commit it.")
     return baseline_from_json(read_input_file(file, _LARGEST_BASELINE), str(file))
-
-
-def _unlimited(done: FinishedRun, options: RunOptions, on_progress: Callable[[Progress], None]) -> Trace:
-    """Run a script again that ran out of memory, with unlimited memory."""
-    command = done.result.command
-    run = trial_runner(command, replace(options, unlimited=True), on_progress)
-    trial = run(Change(), "with unlimited memory")
-    if isinstance(trial, TrialResult):
-        return replace(trial.trace, device=done.result.device, command=command)
-    raise TargetError(f"memfit cannot check the script: {why_run_failed(trial)}")
 
 
 def _expect_complete(trace: Trace) -> None:

@@ -3,9 +3,10 @@
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from memfit.analysis.trial_result import RunTrial, TrialResult
+from memfit.analysis.trial_result import TrialResult
 from memfit.devices import Device, all_devices
 from memfit.errors import TargetError
 from memfit.planning.find_plan import find_plan
@@ -78,36 +79,24 @@ def _plans(
     """Return a plan for each of several GPUs of one compute capability; the largest must come first."""
     largest = replace(options, gpu=cards[0].name, unlimited=True)
     plans: list[ScriptPlan] = []
+    done: dict[Change, TrialResult | ScriptEnd] = {}
     with ScriptStandbys() as standbys:
-        run = _remembered(trial_runner(command, largest, on_progress, standbys=standbys))
+        run = trial_runner(command, largest, on_progress, standbys=standbys)
+
+        def run_on(device: DeviceUse, change: Change, what: str) -> TrialResult | ScriptEnd:
+            """Run the script once under each change; the trace has what a GPU holds outside the allocator."""
+            if change not in done:
+                done[change] = run(change, what)
+            result = done[change]
+            if isinstance(result, ScriptEnd):
+                return result
+            own = replace(device, total=result.trace.device.total, nccl=result.trace.device.nccl)
+            return replace(result, trace=replace(result.trace, device=own))
+
         for card in cards:
             device = ghost_settings(replace(options, gpu=card.name)).device
-            planned = PlannedScript(_on(device, run), roofline_seconds(card), host_copy_seconds(card), RULE)
+            times = roofline_seconds(card), host_copy_seconds(card)
+            planned = PlannedScript(partial(run_on, device), *times, RULE)
             plan = find_plan(planned, device.total.bytes - options.in_use, allowed)
             plans.append(replace(plan, device=device))
     return plans
-
-
-def _remembered(run: RunTrial) -> RunTrial:
-    """Return a function that runs the script once under each change."""
-    done: dict[Change, TrialResult | ScriptEnd] = {}
-
-    def run_once(change: Change, what: str) -> TrialResult | ScriptEnd:
-        if change not in done:
-            done[change] = run(change, what)
-        return done[change]
-
-    return run_once
-
-
-def _on(device: DeviceUse, run: RunTrial) -> RunTrial:
-    """Return a function whose traces are those of a GPU, with what that holds outside PyTorch's allocator."""
-
-    def run_there(change: Change, what: str) -> TrialResult | ScriptEnd:
-        result = run(change, what)
-        if isinstance(result, ScriptEnd):
-            return result
-        own = replace(device, total=result.trace.device.total, nccl=result.trace.device.nccl)
-        return replace(result, trace=replace(result.trace, device=own))
-
-    return run_there

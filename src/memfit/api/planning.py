@@ -17,7 +17,6 @@ from memfit.planning.run_changes_on_ghost import (
     PlannedScript,
     host_copy_seconds,
     roofline_seconds,
-    run_nothing_ahead,
 )
 from memfit.planning.script_changes import LOW_BIT_STATE, PRECISIONS, AllowedChanges
 from memfit.records import Change, ScriptEnd, ScriptPlan
@@ -256,7 +255,7 @@ def _plan_for(
             host_copy_seconds(card),
             RULE,
             job.world_size,
-            run_nothing_ahead if job.world_size > 1 else runs.make,
+            (lambda _: None) if job.world_size > 1 else runs.make,
         )
         left = device.total.bytes - options.in_use
         return completed(find_plan(planned, left, allowed, policies=policies, on_found=note))

@@ -1,7 +1,6 @@
 """Run a script or a live model: ``dry_run``, ``record`` and ``estimate``."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -257,45 +256,30 @@ def estimate(  # noqa: PLR0913 - one parameter an option
     from memfit.estimating.model_dry_run import ModelDryRun
     from memfit.estimating.serialise_model import collect_training_step, serialise_training_step
 
-    run_job = functools.partial(_run_module, in_use=in_use, steps=steps, values=values)
-    run = ModelDryRun(
-        serialise_training_step(collect_training_step(model, inputs, loss, optimizer, steps)), run_job
-    )
+    def run_module(
+        module: str, arguments: Sequence[str], *, gpu: str, memory: int | None, beyond: DeviceUse | None
+    ) -> DryRun:
+        options = RunOptions(
+            module=True,
+            steps=steps,
+            gpu=gpu,
+            memory=memory,
+            unlimited=beyond is not None,
+            in_use=in_use,
+            values=values,
+        )
+        command = script_command(module, arguments, options, None)
+        trace = run_script(command, options, ghost_settings(options), None, lambda _: None).trace
+        found = summarize(trace)
+        if beyond is None:
+            return found
+        needs = process_bytes_on_smallest_gpu(trace, found, beyond, fails_at=beyond.total.bytes)
+        least = memory_needed_without_workspaces(trace, found, beyond, needs, beyond.total.bytes)
+        return dataclasses.replace(found, needs=needs, needs_without_workspaces=least)
+
+    step = collect_training_step(model, inputs, loss, optimizer, steps)
+    run = ModelDryRun(serialise_training_step(step), run_module)
     first = unlimited = run(gpu, memory)
     if first.verdict not in ("fits", "tight"):  # its total takes one more run, with unlimited memory
         unlimited = run(gpu, NO_LIMIT, beyond=first.device)
     return Estimate(first, unlimited, run)
-
-
-def _run_module(  # noqa: PLR0913 - one parameter an option
-    module: str,
-    arguments: Sequence[str],
-    *,
-    gpu: str,
-    memory: int | None,
-    in_use: int,
-    steps: int,
-    values: str,
-    beyond: DeviceUse | None = None,
-) -> DryRun:
-    """Run a module once on the ghost, with the options of ``estimate``.
-
-    If ``beyond`` is a GPU that is too small, the result says what the model needs (``needs``).
-    """
-    options = RunOptions(
-        module=True,
-        steps=steps,
-        gpu=gpu,
-        memory=memory,
-        unlimited=beyond is not None,
-        in_use=in_use,
-        values=values,
-    )
-    command = script_command(module, arguments, options, None)
-    trace = run_script(command, options, ghost_settings(options), None, lambda _: None).trace
-    found = summarize(trace)
-    if beyond is None:
-        return found
-    needs = process_bytes_on_smallest_gpu(trace, found, beyond, fails_at=beyond.total.bytes)
-    least = memory_needed_without_workspaces(trace, found, beyond, needs, beyond.total.bytes)
-    return dataclasses.replace(found, needs=needs, needs_without_workspaces=least)

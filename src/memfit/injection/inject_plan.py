@@ -108,7 +108,7 @@ def _inject_now(settings: InjectionSettings, on_report: Callable[[InjectionRepor
         try:
             _PlanInjector(settings, report, models).install(hooks)
         except UsageError as error:  # a plan file that was edited
-            report.update(refusals=(str(error),), refused=("",))
+            report.update(refusals=((str(error), ""),))
             raise
     if change.updates_held_back > 1:
         from memfit.injection.hold_back_updates import HeldBackUpdates
@@ -364,8 +364,7 @@ class _PlanInjector:
         sharder = self._sharder
         self._file.update(
             models=tuple(name for _, name in self._planned),
-            refusals=tuple(why for why, _ in self._refusals),
-            refused=tuple(model for _, model in self._refusals),
+            refusals=tuple(self._refusals),
             uncalled=sharder.uncalled if sharder is not None else (),
             shares=sharder.shares if sharder is not None else (),
         )

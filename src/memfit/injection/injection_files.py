@@ -38,10 +38,8 @@ class InjectionReport(msgspec.Struct, frozen=True):
 
     models: tuple[str, ...] = ()
     """The models with the plan: the class of each, and its optimizer's line."""
-    refusals: tuple[str, ...] = ()
-    """Why the plan was not applied to a model."""
-    refused: tuple[str, ...] = ()
-    """The model of each refusal, as in ``models``; empty where the refusal is of no model."""
+    refusals: tuple[tuple[str, str], ...] = ()
+    """Why the plan was not applied to a model, and which, as in ``models``; empty if it is of no model."""
     uncalled: tuple[str, ...] = ()
     """Sharded models that the script has not called, by class."""
     shares: tuple[int, ...] = ()

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from memfit.native_build import NativeLibrary
 from memfit.packing.buffers import Buffers, Column, LifetimeSections
@@ -32,49 +31,21 @@ def place_greedily(
     buffers: Buffers, cut: LifetimeSections, order: Column, *, tightest: bool, deadline: float = float("inf")
 ) -> Column | None:
     """Place buffers in the given order; return None if the deadline (``time.monotonic``) passed first."""
-    offset, cancelled = np.zeros(len(buffers), np.int64), ctypes.c_int()
-    size = np.ascontiguousarray(buffers.size)
-    columns: list[npt.NDArray[Any]] = [cut.first, cut.last, size, np.ascontiguousarray(order, np.int32)]
-    status = _call(
-        load().pack_place,
-        (
-            len(buffers),
-            cut.count,
-            *columns,
-            tightest,
-            ctypes.byref(cancelled),
-            offset,
-        ),
-        cancelled,
-        deadline,
-    )
-    return offset if status == FOUND else None
+    offset = np.zeros(len(buffers), np.int64)
+    columns = cut.first, cut.last, np.ascontiguousarray(buffers.size), np.ascontiguousarray(order, np.int32)
+    given = len(buffers), cut.count, *columns, tightest
+    return offset if _call(load().pack_place, given, (offset,), deadline) == FOUND else None
 
 
 def search_packing_nodes(
     buffers: Buffers, cut: LifetimeSections, capacity: int, preference: str, node_limit: int, deadline: float
 ) -> tuple[int, int, Column]:
     """Search for offsets within a capacity; return the status, the nodes visited and the offsets."""
-    offset, nodes, cancelled = np.zeros(len(buffers), np.int64), ctypes.c_int64(), ctypes.c_int()
-    size = np.ascontiguousarray(buffers.size)
-    length = (buffers.upper - buffers.lower).astype(np.float64)
-    columns: list[npt.NDArray[Any]] = [cut.first, cut.last, size, size * length, length]
-    status = _call(
-        load().pack_search,
-        (
-            len(buffers),
-            cut.count,
-            *columns,
-            capacity,
-            preference.encode(),
-            node_limit,
-            ctypes.byref(cancelled),
-            offset,
-            ctypes.byref(nodes),
-        ),
-        cancelled,
-        deadline,
-    )
+    offset, nodes = np.zeros(len(buffers), np.int64), ctypes.c_int64()
+    size, length = np.ascontiguousarray(buffers.size), (buffers.upper - buffers.lower).astype(np.float64)
+    columns = cut.first, cut.last, size, size * length, length
+    given = len(buffers), cut.count, *columns, capacity, preference.encode(), node_limit
+    status = _call(load().pack_search, given, (offset, ctypes.byref(nodes)), deadline)
     return status, nodes.value, offset
 
 
@@ -83,17 +54,18 @@ def _as_pointer(argument: Any) -> Any:
 
 
 def _call(
-    function: Callable[..., int], arguments: tuple[Any, ...], cancelled: ctypes.c_int, deadline: float
+    function: Callable[..., int], given: tuple[Any, ...], results: tuple[Any, ...], deadline: float
 ) -> int:
     """Call the library from another thread, so that Ctrl-C and the deadline end the call.
 
-    The arrays stay referenced until that thread has finished, because Ctrl-C may come at any point.
+    A flag that they set is passed between what is given and the results. The arrays stay referenced until
+    that thread has finished, because Ctrl-C may come at any point.
     """
-    status = NO_HOST_MEMORY
+    status, cancelled = NO_HOST_MEMORY, ctypes.c_int()
 
     def run() -> None:
         nonlocal status
-        status = function(*map(_as_pointer, arguments))
+        status = function(*map(_as_pointer, (*given, ctypes.byref(cancelled), *results)))
 
     thread = threading.Thread(target=run, name="memfit-pack")
     try:

@@ -5,7 +5,7 @@ it sees as many samples as before. With smaller batches, it sees fewer.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
@@ -58,9 +58,10 @@ def with_batch_size(setting: ScriptOption | LoaderBatchSize, size: int) -> Chang
 def smaller_batches(trace: Trace) -> list[Change]:
     """Return the ways to halve a script's batches, once or more, largest first: each update sees fewer."""
     setting = batch_setting(trace)
-    return (
-        [] if setting is None else [with_batch_size(setting, size) for size in _halved(batch_size(setting))]
-    )
+    if setting is None:
+        return []
+    size = batch_size(setting)
+    return [with_batch_size(setting, size >> times) for times in range(1, size.bit_length())]
 
 
 def batch_divisions(trace: Trace, *, draws: bool) -> list[Change]:
@@ -127,11 +128,6 @@ def why_batches_are_indivisible(trace: Trace) -> str:
 
 def _option(trace: Trace, purpose: ScriptOptionPurpose) -> ScriptOption | None:
     return next((option for option in trace.options if option.purpose is purpose), None)
-
-
-def _halved(size: int) -> Iterator[int]:
-    while size := size // 2:
-        yield size
 
 
 def with_assumption_on_samples(division: Change, assumed: str) -> Change:

@@ -8,8 +8,9 @@ Each has run on the ghost, operation by operation.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from memfit.analysis.breakdown import CATEGORY_NAMES
 from memfit.analysis.trial_result import TrialResult, why_run_failed
@@ -25,7 +26,7 @@ from memfit.planning.optimizer_changes import (
     optimizer_changes,
 )
 from memfit.planning.run_changes_on_ghost import PlannedScript, PlanRuns, step_seconds
-from memfit.planning.script_changes import FUSED_OPTIMIZER, PRECISIONS, AllowedChanges, precision_change
+from memfit.planning.script_changes import FUSED_OPTIMIZER, PRECISIONS, AllowedChanges
 from memfit.planning.shardings import with_unsharded_names
 from memfit.records import Category, Change, Phase, PlanRun, ScriptEnd, StepOperations
 
@@ -70,8 +71,12 @@ class PlanBases:
             None if script.is_to_be_sharded(plain) else MemoryFloors(plain, parts if allowed.rounding else 1)
         )
         """None if the shards that are to be made are not known."""
+        self.optimizer_changes = optimizer_changes(allowed) if script.ranks == 1 else ()
+        """None with several ranks, which reduce gradients before an update."""
         self._starts: list[PlanRun] = []
         """The script without any change of these."""
+        self._least: PlanBase
+        """Of the last start's roots, the one that needs least."""
         self.step = 0.0
         """Seconds of a step as written."""
         if plain.operations is not None:
@@ -106,68 +111,46 @@ class PlanBases:
         """
         if self.floors is None:
             return None
-        changes = optimizer_changes(self._allowed) if self._script.ranks == 1 else ()
         plans = [Change()]
         plans += [
             change
-            for change in changes
+            for change in self.optimizer_changes
             if not any(has_all_settings_of(change, each) for each in self._refused)
         ]
-        plans += [
-            precision_change(name, PRECISIONS[name]) | plan
-            for name in self._allowed.precisions
-            for plan in plans
-        ]
-        found = []
+        plans += [PRECISIONS[name] | plan for name in self._allowed.precisions for plan in plans]
+        found, needs = [], attrgetter("needs.bytes")
         for plan in plans:
             updates = [base.update for base in self._made if _kind(base.change) == _kind(plan)]
             least = self.floors.under(plan)
-            found.append(max(least, min(updates, key=_bytes_of, default=least), key=_bytes_of))
-        return min(found, key=_bytes_of)
+            found.append(max(least, min(updates, key=needs, default=least), key=needs))
+        return min(found, key=needs)
 
-    def roots(
-        self, start: PlanBase, chosen: Callable[[], PlanRun | None], before_optimizers: Callable[[], None]
-    ) -> Iterator[PlanBase]:
-        """Yield the script with whole batches, under changes that lower its peak, while one may be chosen.
+    def roots(self, start: PlanBase) -> Iterator[PlanBase]:
+        """Yield the script with whole batches, under changes that lower its peak, until a plan is chosen.
 
-        First those in which each operation takes no more time; then those of the optimizer.
-
-        Args:
-            start: the script with whole batches.
-            chosen: returns the fastest plan so far that fits.
-            before_optimizers: called before the first change of the optimizer: it may choose a plan.
+        Under each of them, every operation takes no more time.
         """
         self._starts.append(start.run)
         roots = [start]
         for name in self._allowed.precisions:
-            plan = start.change | precision_change(name, PRECISIONS[name])
+            plan = start.change | PRECISIONS[name]
             lower = self._lower(start, plan) if self.can_fit(plan) else None
             roots += [lower] if isinstance(lower, PlanBase) else []
         roots.sort(key=lambda base: base.run.needs.bytes)
-        least = roots[0]
-        roots[0] = least = self._fused(least)
+        roots[0] = self._least = self._fused(roots[0])
         for root in roots:
-            if chosen() is None and self.can_fit(root.change):
+            if self._runs.chosen is None and self.can_fit(root.change):
                 yield root
-        if self._script.ranks == 1 and optimizer_changes(self._allowed):  # several reduce gradients before
-            before_optimizers()
-            yield from self._with_other_optimizers(start, least, chosen)
 
-    def _with_other_optimizers(
-        self, start: PlanBase, least: PlanBase, chosen: Callable[[], PlanRun | None]
-    ) -> Iterator[PlanBase]:
-        """Yield a base under changes of the optimizer.
-
-        Args:
-            start: the script without any change.
-            least: of those in which each operation takes no more time, the one that needs least.
-            chosen: as for ``roots``.
-        """
+    def roots_with_other_optimizers(self) -> Iterator[PlanBase]:
+        """Yield the last start's root that needs least, under each change of the optimizer worth a run."""
         optimizer = None if self._plain.operations is None else self._plain.operations.optimizer
-        changes = OptimizerChangesToTry(start.run, self._allowed, self._runs.budget, self._copies_of_state)
-        while change := changes.next(self._runs.tried, chosen()):
-            plan = least.change | replace(change, optimizer=optimizer)
-            made = self._lower(least, plan) if self.can_fit(plan) else None
+        changes = OptimizerChangesToTry(
+            self._starts[-1], self._allowed, self._runs.budget, self._copies_of_state
+        )
+        while change := changes.next(self._runs.tried, self._runs.chosen):
+            plan = self._least.change | replace(change, optimizer=optimizer)
+            made = self._lower(self._least, plan) if self.can_fit(plan) else None
             if isinstance(made, PlanBase):
                 yield self._fused(made)
             elif made is not None:
@@ -220,10 +203,6 @@ class PlanBases:
         chooser = CheckpointChooser(base.operations, self._script.seconds, self._script.copy)
         bracket = ChoiceBracket(chooser, self._runs, base.run, self.step)
         return replace(base, bracket=bracket, offload=True)
-
-
-def _bytes_of(floor: MemoryFloor) -> int:
-    return floor.needs.bytes
 
 
 def _kind(plan: Change) -> dict[str, object]:

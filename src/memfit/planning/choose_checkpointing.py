@@ -51,7 +51,7 @@ _COST_GAP = 2.0
 _LESS = 0.65
 """Effort for the smallest choice, which is hard to make fast, and runs only where a budget is not reached."""
 _TOLERANCE = 1e-4
-"""Relative: above the smallest peak at which it is looked for, because HiGHS rounds."""
+"""Share of the smallest peak by which its budget is raised, because HiGHS rounds."""
 _WORTH = 0.002
 """Share of all activations that checkpointing a module must be able to save."""
 _ON_THEIR_WAY = 2

@@ -247,7 +247,7 @@ class CompiledSearch(PlanSearch):
         return made[1]
 
     def _run(self, plan: Change, runs: PlanRuns) -> tuple[TrialResult, PlanRun] | str:
-        """Run a plan; return why it cannot be run, if so, as a clause."""
+        """Run a plan; if it cannot run, return the reason as a clause."""
         made = runs.make(plan, self._time, operations=True)
         if isinstance(made, ScriptEnd):
             return why_run_failed(made)

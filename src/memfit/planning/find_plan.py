@@ -11,8 +11,8 @@
 A model predicts allocated bytes of one step; what counts is what the process needs. Each run shows by how
 much they differ, and the next choice is made with that. No plan is returned that has not run.
 
-Where the CUDA context is assumed, plans are looked for that leave free what it may be larger by. If none is
-found, the fastest that fits is tight: from what has run by then, the search goes on for the whole budget.
+Where the CUDA context is assumed, the search first looks for plans that leave room for a larger one. If it
+finds none, the fastest that fits is tight: from what has run by then, it goes on for the whole budget.
 """
 
 import functools
@@ -116,7 +116,6 @@ class _OperationSearch(PlanSearch):
         super().__init__(script, plain, budget, allowed, on_found)
         self._ran_in_blocks: set[Change] = set()  # the bases that were run with every block checkpointed
         self._refusal = ""  # why nothing can be recomputed
-        self._chosen: PlanRun | None = None  # the fastest so far that fits
         self._bases = PlanBases(script, plain, self._runs, budget, allowed)
         self._divisions = DivisionsToTry(plain, self._runs, self._bases, budget, allowed)
         self._step = self._bases.step
@@ -167,7 +166,7 @@ class _OperationSearch(PlanSearch):
         return self._combine(chain([start], offloaded))
 
     def _offloaded_shards(self, as_written: PlanRun) -> Iterator[PlanBase]:
-        """Yield the script with its shards on the host, if it can be run so."""
+        """Yield the script with its shards on the host, if it runs like that."""
         copies = shard_copy_seconds(as_written.terms, self._script.copy, self._script.ranks) / self._step
         made = self._runs.make(OFFLOADED_SHARDS, 1.0 + copies, operations=True)
         if isinstance(made, ScriptEnd):
@@ -183,19 +182,17 @@ class _OperationSearch(PlanSearch):
             self._runs.budget = self._budget  # every plan is tight
         bases: list[PlanBase] = []
         for start in starts:
-            untried = functools.partial(self._try_every_block, bases)
-            for root in self._bases.roots(start, lambda: self._chosen, untried):
-                self._divisions.begin(root)
-                added = [root]
-                self._chosen = self._search(added)
-                bases += added
-            if self._chosen is not None:
+            bases += self._search_roots(self._bases.roots(start))
+            if self._bases.optimizer_changes:
+                self._try_every_block(bases)
+                bases += self._search_roots(self._bases.roots_with_other_optimizers())
+            if self._runs.chosen is not None:
                 break
-        if self._chosen is None and (rest := [base for base in bases if self._may_fit(base)]):
+        if self._runs.chosen is None and (rest := [base for base in bases if self._may_fit(base)]):
             if not self._refusal:
                 bases += (rest := [self._bases.offloading(base) for base in rest])
-            self._chosen = self._try_the_rest(rest)
-        found = self._chosen
+            self._runs.chosen = self._try_the_rest(rest)
+        found = self._runs.chosen
         if found is None or found.time > self._allowed.slowdown:
             tight = self._tight(bases)
             if tight is not None and (found is None or tight.time <= self._allowed.slowdown):
@@ -204,6 +201,16 @@ class _OperationSearch(PlanSearch):
             return self._no_plan(min(self._ran, key=lambda run: run.needs.bytes))
         bound = min(base.run.time + base.change.parts * self._least(base) / self._step for base in bases)
         return self._answer(chosen=found, bound=min(bound, found.time))
+
+    def _search_roots(self, roots: Iterable[PlanBase]) -> list[PlanBase]:
+        """Choose the fastest plan under some roots; return these, and the divisions of their batches."""
+        found: list[PlanBase] = []
+        for root in roots:
+            self._divisions.begin(root)
+            added = [root]
+            self._runs.chosen = self._search(added)
+            found += added
+        return found
 
     def _try_the_rest(self, bases: list[PlanBase]) -> PlanRun | None:
         """Return a plan that fits, if one does, of bases in which recomputation alone is not enough."""
@@ -224,13 +231,13 @@ class _OperationSearch(PlanSearch):
             return None
         self._runs.budget = self._budget
         self._divisions.left = []
-        self._chosen = min(filter(self._runs.fits, self._ran), key=lambda run: run.time, default=None)
-        return self._search(bases) if bases else self._chosen
+        self._runs.chosen = min(filter(self._runs.fits, self._ran), key=lambda run: run.time, default=None)
+        return self._search(bases) if bases else self._runs.chosen
 
     def _search(self, bases: list[PlanBase]) -> PlanRun | None:
         """Return the fastest plan that fits, if one does; bases are added while they may pay."""
         while True:
-            fitting = [run for run in (self._chosen, *map(self._best, bases)) if run is not None]
+            fitting = [run for run in (self._runs.chosen, *map(self._best, bases)) if run is not None]
             best = min(fitting, key=lambda run: run.time, default=None)
             self._offer()
             if self._is_exhausted:
@@ -304,9 +311,9 @@ class _OperationSearch(PlanSearch):
     def _try_every_block(self, bases: list[PlanBase]) -> None:
         """Checkpoint every block where the model predicts that nothing can fit: it may predict too much."""
         may_fit = [base for base in bases if self._may_fit(base)]
-        left = self._chosen is None and not self._is_exhausted
+        left = self._runs.chosen is None and not self._is_exhausted
         if left and may_fit and not any(base.bracket.has_run for base in bases):
-            self._chosen = self._every_block(may_fit)
+            self._runs.chosen = self._every_block(may_fit)
 
     def _every_block(self, bases: list[PlanBase]) -> PlanRun | None:
         """Checkpoint every block in the base that needs least; None if that does not fit, or was tried."""

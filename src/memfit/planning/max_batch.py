@@ -132,7 +132,9 @@ def _measured(script: BudgetedScript, change: Change, size: int) -> tuple[Trace,
         if not fits:
             result = script.unlimited(tried, f"{what}, with unlimited memory")
         if isinstance(result, ScriptEnd):
-            raise TargetError(_failure(what, result, change))
+            more = ". If the batch size must be a multiple of a number, give that number to --multiple."
+            why = f"{why_run_failed(result)}{'' if change == Change() else more}"
+            raise TargetError(f"memfit ran the script with {what}: {why}")
         trace = result.trace
         if not fits or not may_streams_race(trace):
             break
@@ -149,13 +151,6 @@ def _measured(script: BudgetedScript, change: Change, size: int) -> tuple[Trace,
         place=found.peak_place,
     )
     return trace, _Measured(run, found, raced=late)
-
-
-def _failure(what: str, end: ScriptEnd, change: Change) -> str:
-    reason = f"memfit ran the script with {what}: {why_run_failed(end)}"
-    if change == Change():
-        return reason
-    return f"{reason}. If the batch size must be a multiple of a number, give that number to --multiple."
 
 
 def _named(option: str, trace: Trace, arguments: Sequence[str]) -> ScriptOption:

@@ -74,7 +74,7 @@ class MixedIntegerProgram:
             fixed: values of columns.
             gap: how far from the bound the cost of a solution may be, relative to it.
             cost_gap: how far from the bound it may be, in units of cost; the larger of the two counts.
-            known: the cost of a solution that is known already: only better ones are looked for.
+            known: the cost of a solution that is known already: HiGHS looks for better ones only.
             effort: how much of the usual work HiGHS may do.
         """
         columns = len(self._costs)
@@ -102,8 +102,11 @@ class MixedIntegerProgram:
         highs.passModel(program)
         most = effort * max(_LEAST, _EFFORT // max(1, len(matrix.index_)))
         _limit(highs, most, known - max(gap * known, cost_gap) if known < INFINITY else known)
-        with _own_threads():
+        highspy.Highs.resetGlobalScheduler(True)  # threads of a solver with more of them make HiGHS refuse
+        try:
             highs.run()
+        finally:
+            highspy.Highs.resetGlobalScheduler(True)
         if highs.getModelStatus() in _UNSOLVABLE:
             return None
         info, solution = highs.getInfo(), highs.getSolution()
@@ -133,16 +136,6 @@ def _limit(highs: Any, most: float, enough: float) -> None:
             event.interrupt()
 
     highs.cbMipInterrupt.subscribe(check)
-
-
-@contextmanager
-def _own_threads() -> Iterator[None]:
-    """Stop HiGHS's threads before and after: those of an earlier solver with more make it refuse to run."""
-    highspy.Highs.resetGlobalScheduler(True)
-    try:
-        yield
-    finally:
-        highspy.Highs.resetGlobalScheduler(True)
 
 
 @contextmanager

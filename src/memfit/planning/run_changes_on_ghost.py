@@ -14,10 +14,6 @@ RunAhead = Callable[[Sequence[tuple[Change, str]]], None]
 """Makes runs that a search will or may ask for, given the change and the name of each, side by side."""
 
 
-def run_nothing_ahead(_wanted: Sequence[tuple[Change, str]]) -> None:
-    """Leave every run until the search asks for it."""
-
-
 @dataclass(frozen=True, slots=True)
 class PlannedScript:
     """A script to be planned for, and what is known about the card."""
@@ -32,7 +28,7 @@ class PlannedScript:
     """What the times are based on."""
     ranks: int = 1
     """GPUs, with a rank of the job on each."""
-    run_ahead: RunAhead = run_nothing_ahead
+    run_ahead: RunAhead = lambda _: None
     """What a search lets runs be made with before it asks for them; the answer is the same."""
 
     def is_to_be_sharded(self, plain: TrialResult) -> bool:
@@ -64,6 +60,8 @@ class PlanRuns:
         self.count = 0
         """How many runs were begun."""
         self.tried: list[PlanRun] = []
+        self.chosen: PlanRun | None = None
+        """The fastest so far that fits; a search sets it."""
         self.models: tuple[str, ...] = ()
         """Models that got the last plan that a search went on with."""
         self.dropped: list[str] = []

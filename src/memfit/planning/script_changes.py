@@ -4,6 +4,8 @@ Smaller batches, and batches in parts, are in ``batch_size_changes.py``.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from memfit.allocator.config import AllocatorConfig, allocator_conf_from_environment
@@ -11,7 +13,6 @@ from memfit.records import Change, ScriptOption, ScriptOptionPurpose, Trace
 
 if TYPE_CHECKING:
     from memfit.planning.choose_checkpointing import CheckpointChoice
-from dataclasses import dataclass
 
 _EXPANDABLE = "expandable_segments:True"
 _RECOMPUTING = "a second forward of these blocks"
@@ -33,42 +34,34 @@ FUSED_OPTIMIZER = Change(
 )
 
 
-def _strategy(
+def strategy_change(
     field: str, settings: Mapping[str, Any], words: str, *, optimizer: int | None = None, costs: str = ""
 ) -> Change:
+    """Return the change that applies a strategy.
+
+    Args:
+        field: of ``memfit.Plan``.
+        settings: of the strategy.
+        words: what to call it.
+        optimizer: which optimizer of the script has the model's parameters; None for all models.
+        costs: as in ``Change``.
+    """
     return Change({field: settings}, optimizer=optimizer, words=(words,), costs=costs)
 
 
-def block_checkpointing_change(
-    words: str, settings: Mapping[str, int | tuple[str, ...]], optimizer: int | None = None
-) -> Change:
-    """Return the change that checkpoints the blocks that a model repeats.
-
-    Args:
-        words: what to call it.
-        settings: of ``memfit.Checkpointing``.
-        optimizer: which optimizer of the script has the model's parameters; None for all models.
-    """
-    return _strategy("checkpointing", settings, words, optimizer=optimizer, costs=_RECOMPUTING)
-
-
-def precision_change(name: str, settings: Mapping[str, str | bool]) -> Change:
-    """Return the change to another precision, with settings of ``memfit.Precision``."""
-    return _strategy("precision", settings, name)
-
-
-def sharding_change(name: str, settings: Mapping[str, str | bool]) -> Change:
-    """Return the change that shards the script's models, with settings of ``memfit.Sharding``."""
-    return _strategy("sharding", settings, name)
+_block_checkpointing = partial(strategy_change, "checkpointing", costs=_RECOMPUTING)
+"""Returns the change that checkpoints the blocks that a model repeats."""
 
 
 def kept_activations_change(share: float, optimizer: int | None) -> Change:
     """Return the change under which compiled graphs keep a share of their activations."""
     settings = {"activation_memory_budget": share}
-    return _strategy("compilation", settings, f"activation_memory_budget {share:g}", optimizer=optimizer)
+    return strategy_change(
+        "compilation", settings, f"activation_memory_budget {share:g}", optimizer=optimizer
+    )
 
 
-OFFLOADED_ACTIVATIONS = _strategy(
+OFFLOADED_ACTIVATIONS = strategy_change(
     "offload", {}, "offload activations", costs="host memory, and copies to the host and back"
 )
 
@@ -84,8 +77,8 @@ def checkpoint_choice_change(choice: "CheckpointChoice", optimizer: int | None, 
     settings = {"regions": [region.settings for region in choice.regions]}
     count = sum(len(region.modules) for region in choice.regions)
     words = f"{count} module{'s' * (count != 1)} checkpointed"
-    change = _strategy("checkpointing", settings, words, optimizer=optimizer)
-    return change | _strategy("offload", {"what": "inputs"}, "inputs offloaded") if offload else change
+    change = strategy_change("checkpointing", settings, words, optimizer=optimizer)
+    return change | strategy_change("offload", {"what": "inputs"}, "inputs offloaded") if offload else change
 
 
 def checkpointing_ways(options: tuple[ScriptOption, ...]) -> tuple[Change, ...]:
@@ -95,7 +88,7 @@ def checkpointing_ways(options: tuple[ScriptOption, ...]) -> tuple[Change, ...]:
         return ()
     return (
         *(_switched_on(option, "gradient checkpointing", _RECOMPUTING) for option in own),
-        block_checkpointing_change("checkpoint the repeated blocks", {}),
+        _block_checkpointing({}, "checkpoint the repeated blocks"),
     )
 
 
@@ -113,11 +106,11 @@ def _switched_on(option: ScriptOption, what: str, costs: str) -> Change:
     return Change(arguments=option.words, words=(what,), how=(how,), costs=costs)
 
 
-PRECISIONS: dict[str, dict[str, str | bool]] = {
-    "amp": {"dtype": "bf16"},
-    "bf16": {"dtype": "bf16", "autocast": False},
+PRECISIONS = {
+    "amp": strategy_change("precision", {"dtype": "bf16"}, "amp"),
+    "bf16": strategy_change("precision", {"dtype": "bf16", "autocast": False}, "bf16"),
 }
-"""Other numerics that a plan may use, as settings of ``memfit.Precision``."""
+"""Other numerics that a plan may use."""
 LOW_BIT_STATE = "8bit"
 """Other numerics of the optimizer: its state in 8 bits."""
 
@@ -159,7 +152,7 @@ def checkpointing_policies(optimizer: int | None) -> tuple[Change, ...]:
         optimizer: which optimizer of the script has the model's parameters.
     """
     return (
-        block_checkpointing_change("every block", {}, optimizer),
-        block_checkpointing_change("every 2nd block", {"every": 2}, optimizer),
-        block_checkpointing_change("every block, products kept", {"save_ops": _PRODUCTS}, optimizer),
+        _block_checkpointing({}, "every block", optimizer=optimizer),
+        _block_checkpointing({"every": 2}, "every 2nd block", optimizer=optimizer),
+        _block_checkpointing({"save_ops": _PRODUCTS}, "every block, products kept", optimizer=optimizer),
     )

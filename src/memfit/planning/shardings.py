@@ -16,11 +16,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from memfit.analysis.strategy_comparison import SHARDINGS
-from memfit.planning.script_changes import sharding_change
+from memfit.planning.script_changes import strategy_change
 from memfit.records import Change, ModuleCall, PlanRun, StepOperations, Term
 
-_DDP, _ZERO1, _FSDP2 = (sharding_change(name, {"mode": mode}) for name, mode in SHARDINGS.items())
-OFFLOADED_SHARDS = sharding_change("FSDP2 with offload", {"mode": "fsdp2", "offload": True})
+_DDP, _ZERO1, _FSDP2 = (strategy_change("sharding", {"mode": mode}, name) for name, mode in SHARDINGS.items())
+OFFLOADED_SHARDS = strategy_change("sharding", {"mode": "fsdp2", "offload": True}, "FSDP2 with offload")
 UNSHARDED = _DDP
 """What a script for one GPU does on several as long as it fits."""
 _SAME_SUMS, _OTHER_SUMS = (_DDP, _ZERO1), (_FSDP2,)

@@ -11,7 +11,6 @@ bytes while the backward of segment g runs  =  activations kept from segments 0 
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from memfit.records import ModuleCall, StepOperations
 
@@ -34,18 +33,21 @@ class StepMemoryModel:
     @classmethod
     def of(cls, step: StepOperations) -> "StepMemoryModel":
         """Return the model of a step in which nothing was checkpointed."""
-        starts = tuple(
-            next(group)[0] for _, group in groupby(enumerate(step.forward), key=lambda each: each[1].call)
-        )
-        segment_of_operation = _segments(starts, len(step.forward))
-        segment_of = [-1] * len(step.storages)
+        starts: list[int] = []
+        highest: list[int] = []
+        segment_of_operation: list[int] = []
+        segment_of, last_read = [-1] * len(step.storages), [-1] * len(step.storages)
         for number, operation in enumerate(step.forward):
-            for storage in operation.creates:
-                segment_of[storage] = segment_of_operation[number]
-        highest = [0] * len(starts)
-        for number, operation in enumerate(step.forward):
-            segment = segment_of_operation[number]
+            if not number or operation.call != step.forward[number - 1].call:
+                starts.append(number)
+                highest.append(0)
+            segment = len(starts) - 1
+            segment_of_operation.append(segment)
             highest[segment] = max(highest[segment], operation.allocated)
+            for storage in operation.creates:
+                segment_of[storage] = segment
+            for storage in operation.reads:
+                last_read[storage] = number
         segment = len(starts) - 1
         for operation in step.backward:
             if operation.source >= 0:
@@ -59,7 +61,7 @@ class StepMemoryModel:
         for most, more in zip(highest, kept, strict=True):
             held += more
             besides.append(most - held)
-        return cls(step, starts, tuple(segment_of), _last_reads(step), tuple(besides))
+        return cls(step, tuple(starts), tuple(segment_of), tuple(last_read), tuple(besides))
 
     @property
     def peak(self) -> int:
@@ -80,18 +82,3 @@ def calls_inside(calls: Sequence[ModuleCall]) -> list[list[int]]:
             inside[outer].append(number)
             outer = calls[outer].parent
     return inside
-
-
-def _last_reads(step: StepOperations) -> tuple[int, ...]:
-    found = [-1] * len(step.storages)
-    for number, operation in enumerate(step.forward):
-        for storage in operation.reads:
-            found[storage] = number
-    return tuple(found)
-
-
-def _segments(starts: Sequence[int], operations: int) -> list[int]:
-    found: list[int] = []
-    for number, (start, end) in enumerate(zip(starts, (*starts[1:], operations), strict=True)):
-        found += [number] * (end - start)
-    return found

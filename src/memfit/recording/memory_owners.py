@@ -32,35 +32,6 @@ _FSDP = Patch(
     "init_unsharded_param",
     why="tell gathered parameters from shares",
 )
-
-
-class GatheredParameters:
-    """Parameters as FSDP2 gathers them from all ranks for a module's computation: they are no rank's share.
-
-    Modules hold them in the place of their shares meanwhile. Modules do not name what FSDP1 gathers. Nothing
-    is kept alive.
-
-    Source: ``FSDPParam.init_unsharded_param``, torch/distributed/fsdp/_fully_shard/_fsdp_param.py, PyTorch
-    2.14.
-    """
-
-    def __init__(self) -> None:
-        self._gathered: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
-
-    def watch(self, hooks: InstalledHooks) -> None:
-        """Note what FSDP gathers from now on."""
-        hooks.wrap_when_imported(_FSDP, init_unsharded_param=self._note)
-
-    def holds(self, parameter: torch.Tensor) -> bool:
-        """Return whether a parameter is a gathered one."""
-        return self._gathered.get(id(parameter)) is parameter
-
-    def _note(self, original: Callable[..., None], holder: Any, *args: Any) -> None:
-        original(holder, *args)
-        gathered = holder._unsharded_param
-        self._gathered[id(gathered)] = gathered
-
-
 _OF_SCALER = {
     "_scale": "loss scale",
     "_growth_tracker": "loss scale growth tracker",
@@ -97,7 +68,6 @@ class MemoryOwners:
     """Ops that computed saved tensors, with their indices; index 0 stands for no op."""
     snapshots: list[OwnerSnapshot] = field(default_factory=list)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
-    gathered: GatheredParameters = field(default_factory=GatheredParameters)
     incomplete: bool = False
     """Whether an object could not be inspected."""
     _backwards: list[int] = field(default_factory=list)  # autograd's sequence number at each backward
@@ -106,6 +76,25 @@ class MemoryOwners:
         default_factory=weakref.WeakValueDictionary
     )
     _names: TensorNames = field(default_factory=TensorNames)
+    _gathered: "weakref.WeakValueDictionary[int, torch.Tensor]" = field(
+        default_factory=weakref.WeakValueDictionary
+    )
+    """Parameters as FSDP2 gathers them from all ranks for a module's computation: they are no rank's share.
+    Modules hold them in the place of their shares meanwhile; they do not name what FSDP1 gathers.
+
+    Source: ``FSDPParam.init_unsharded_param``, torch/distributed/fsdp/_fully_shard/_fsdp_param.py, PyTorch
+    2.14.
+    """
+
+    def watch(self, hooks: InstalledHooks) -> None:
+        """From now on, track checkpoints until their backward, and note what FSDP2 gathers."""
+        self.checkpoints.watch(hooks)
+        hooks.wrap_when_imported(_FSDP, init_unsharded_param=self._note_gathered)
+
+    def _note_gathered(self, original: Callable[..., None], holder: Any, *args: Any) -> None:
+        original(holder, *args)
+        gathered = holder._unsharded_param
+        self._gathered[id(gathered)] = gathered
 
     def forget(self) -> None:
         """Forget all snapshots so far; the names of tensors stay known."""
@@ -142,7 +131,7 @@ class MemoryOwners:
         """Record parameters: this rank's share, or what FSDP has gathered of the others' shares."""
         rows: dict[Category, list[NamedTensor]] = {Category.PARAMETER: [], Category.COMMUNICATION: []}
         for parameter in parameters:
-            gathered = self.gathered.holds(parameter)
+            gathered = self._gathered.get(id(parameter)) is parameter
             rows[Category.COMMUNICATION if gathered else Category.PARAMETER].append(self._named(parameter))
         for category, named in rows.items():
             self._record(serial, category, named)

@@ -133,8 +133,7 @@ class Recorder:
             self._modules.install(self._hooks)
             label_autocast_exits(self._hooks, self.book)
         if self._with_labels or self._live:
-            self._owners.checkpoints.watch(self._hooks)
-            self._owners.gathered.watch(self._hooks)
+            self._owners.watch(self._hooks)
         self._compiled.install()
         if self._live:
             self._history.yield_to_script(self._hooks)

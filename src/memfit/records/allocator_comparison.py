@@ -131,6 +131,8 @@ class SettingOutcome:
 class AllocatorComparison(PrintedResult):
     """One trace under several allocator settings."""
 
+    json_description = "What ``memfit replay --json`` and ``memfit allocator --json`` write."
+
     outcomes: tuple[SettingOutcome, ...]
     """The first is that of the settings that the trace was made with."""
     recommended: SettingOutcome | None

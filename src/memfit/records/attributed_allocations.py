@@ -26,7 +26,7 @@ class Attribution:
     phase_of_event: npt.NDArray[np.uint8]
     """Index into ``tuple(Phase)``, of each event of the trace."""
     module: npt.NDArray[np.int32]
-    """Index into ``modules``; so ``op`` into ``ops`` and ``line`` into ``lines``."""
+    """Index into ``modules``, as ``op`` into ``ops`` and ``line`` into ``lines``."""
     op: npt.NDArray[np.int32]
     line: npt.NDArray[np.int32]
     tensor: npt.NDArray[np.int32]

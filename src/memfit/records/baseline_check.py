@@ -12,6 +12,8 @@ from memfit.records.provenance import Figure, Provenance
 class MemoryBaseline:
     """What a run held at its peak, to compare later runs with. The fields are those of the file."""
 
+    json_description = "What ``memfit check --update`` writes. The fields are those of ``MemoryBaseline``."
+
     command: tuple[str, ...]
     gpu: str
     memory: int
@@ -63,6 +65,8 @@ class CheckVerdict(StrEnum):
 @dataclass(frozen=True, slots=True, repr=False)
 class MemoryCheck(PrintedResult):
     """The memory of a run compared with a baseline."""
+
+    json_description = "What ``memfit check --json`` writes."
 
     verdict: CheckVerdict
     tolerance: float

@@ -190,6 +190,8 @@ class RankRole:
 class DryRun(PrintedResult):
     """What a script would use."""
 
+    json_description = "What ``memfit dry-run --json`` and ``memfit record --json`` write."
+
     verdict: str
     """``fits``, ``tight`` (it fits by less than ``uncertainty``), ``does not fit`` (an allocation failed and
     the script carried on, or NCCL took more than PyTorch had left), ``out of memory``, ``may not fit`` (the

@@ -96,6 +96,8 @@ class PhaseChange:
 class Explanation(PrintedResult):
     """What holds the memory of a run, when, and from which line."""
 
+    json_description = "What ``memfit explain --json`` writes."
+
     summary: DryRun
     below_peak: tuple[MemoryPeak, ...]
     """The peaks that would limit the run next, highest first."""
@@ -130,6 +132,8 @@ class RowChange:
 @dataclass(frozen=True, slots=True, repr=False)
 class RunDifference(PrintedResult):
     """Two runs side by side."""
+
+    json_description = "What ``memfit diff --json`` writes. The fields are those of ``RunDifference``."
 
     at: str
     """The moment: ``peak``, a phase, or a training step."""

@@ -4,8 +4,7 @@ These records are also the ``fragmentation`` of ``memfit explain --fragmentation
 that docs/explain.schema.json is made from. Fields may be added; none is removed or changes meaning.
 """
 
-from dataclasses import astuple, dataclass
-from typing import Self
+from dataclasses import astuple, dataclass, field
 
 from memfit.records.provenance import Provenance
 from memfit.records.trace import ScriptLocation
@@ -15,42 +14,31 @@ from memfit.records.trace import ScriptLocation
 class ReservedBytes:
     """Bytes of segments by use: the first six fields sum to ``reserved``."""
 
-    requested: int
+    requested: int = 0
     """Requested for live tensors."""
-    rounding: int
+    rounding: int = 0
     """Rounding of live blocks: up to 512 bytes, or a division of a power of two."""
-    unsplit: int
+    unsplit: int = 0
     """Remainders of live blocks that were too small to split off."""
-    awaiting_free: int
+    awaiting_free: int = 0
     """Freed blocks that another stream still uses."""
-    holes: int
+    holes: int = 0
     """Free blocks in segments that other blocks keep in use: ``empty_cache`` cannot release them, except for
     whole handles of expandable segments."""
-    cached: int
+    cached: int = 0
     """Wholly free segments, which ``empty_cache`` releases."""
-    allocated: int
+    allocated: int = field(init=False)
     """``torch.cuda.memory_allocated()``: the sum of the first three."""
-    reserved: int
+    reserved: int = field(init=False)
     """``torch.cuda.memory_reserved()``."""
 
-    @classmethod
-    def of(
-        cls,
-        *,
-        requested: int = 0,
-        rounding: int = 0,
-        unsplit: int = 0,
-        awaiting_free: int = 0,
-        holes: int = 0,
-        cached: int = 0,
-    ) -> Self:
-        """Fill in the two sums."""
-        allocated = requested + rounding + unsplit
-        reserved = allocated + awaiting_free + holes + cached
-        return cls(requested, rounding, unsplit, awaiting_free, holes, cached, allocated, reserved)
+    def __post_init__(self) -> None:
+        allocated = self.requested + self.rounding + self.unsplit
+        object.__setattr__(self, "allocated", allocated)
+        object.__setattr__(self, "reserved", allocated + self.awaiting_free + self.holes + self.cached)
 
     def __add__(self, other: "ReservedBytes") -> "ReservedBytes":
-        return ReservedBytes(*map(int.__add__, astuple(self), astuple(other)))
+        return ReservedBytes(*map(int.__add__, astuple(self)[:6], astuple(other)[:6]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,8 @@ class BatchRun:
 class MaxBatch(PrintedResult):
     """The largest batch size with which a script fits a budget."""
 
+    json_description = "What ``memfit max-batch --json`` writes."
+
     device: DeviceUse
     """Its memory is the budget."""
     runs: tuple[BatchRun, ...]

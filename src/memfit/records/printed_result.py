@@ -1,6 +1,7 @@
 """What all results share: that they print as the command shows them, and the version of their JSON."""
 
 from importlib import import_module
+from typing import ClassVar
 
 SCHEMA_VERSION = 1
 """``schema`` in the public JSON. Fields may be added within a version; none is removed or changes meaning."""
@@ -13,6 +14,8 @@ class PrintedResult:
     """
 
     __slots__ = ()
+    json_description: ClassVar[str] = ""
+    """What its JSON Schema says, and which command writes it; empty if none does."""
 
     def __str__(self) -> str:
         # Imported by name and on first use: records may not import report, a higher layer.

@@ -54,6 +54,8 @@ class ScriptPlan(PrintedResult):
     A plan that may not fit, because the CUDA context is assumed, is tight: it is chosen if there is no other.
     """
 
+    json_description = "What ``memfit plan`` writes; ``memfit.apply`` and ``memfit dry-run --plan`` read it."
+
     chosen: PlanRun | None
     """None if no plan fits; the script as written if that fits."""
     bound: float
@@ -137,6 +139,8 @@ class ScriptPlan(PrintedResult):
 @dataclass(frozen=True, slots=True, repr=False)
 class GpusFor(PrintedResult):
     """A script on every GPU of the table."""
+
+    json_description = "What ``memfit gpus --for --json`` writes."
 
     plans: tuple[ScriptPlan, ...]
     """A GPU each, in ascending order of their memory, which is the plan's budget."""

@@ -42,6 +42,8 @@ class ComparedRun:
 class StrategyComparison(PrintedResult):
     """What a script would need under each set of strategies."""
 
+    json_description = "What ``memfit compare --json`` writes."
+
     device: DeviceUse
     nproc: int
     """Ranks on each machine."""

@@ -63,6 +63,8 @@ class MeasuredPeak:
 class Verification(PrintedResult):
     """What a plan's first update shows."""
 
+    json_description = "What ``memfit verify --json`` writes."
+
     verdict: VerificationVerdict
     reason: str
     """Why the runs are not comparable, or which operations are not the planned ones; otherwise empty."""

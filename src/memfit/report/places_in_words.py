@@ -1,9 +1,9 @@
 """Places of a run in words: ranks, locations in the script, and paths as seen from the working folder."""
 
 import os
-from itertools import groupby
 from pathlib import Path
 
+from memfit.analysis.fold_module_paths import format_ranges
 from memfit.records import ScriptLocation, Stage
 from memfit.report.escape import escaped
 
@@ -49,8 +49,4 @@ def format_ranks(ranks: tuple[int, ...]) -> str:
     >>> format_ranks((0, 2, 3, 4, 8))
     '0, 2-4, 8'
     """
-    parts = []
-    for _, group in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
-        run = [rank for _, rank in group]
-        parts.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
-    return ", ".join(parts)
+    return format_ranges(ranks, ", ")

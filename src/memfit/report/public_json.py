@@ -32,37 +32,17 @@ from memfit.records import (
     LongestBatch,
     MaxBatch,
     MemoryBaseline,
-    MemoryCheck,
     Note,
     OutOfMemory,
     PlanRun,
     RankRole,
-    RunDifference,
     ScriptLocation,
     ScriptPlan,
     SettingOutcome,
     StageUse,
-    StrategyComparison,
     Term,
     Verification,
 )
-from memfit.report.terminal.packing import PackingSizes
-
-RESULTS: Mapping[type, str] = {
-    AllocatorComparison: "What ``memfit replay --json`` and ``memfit allocator --json`` write.",
-    DryRun: "What ``memfit dry-run --json`` and ``memfit record --json`` write.",
-    Explanation: "What ``memfit explain --json`` writes.",
-    GpusFor: "What ``memfit gpus --for --json`` writes.",
-    MaxBatch: "What ``memfit max-batch --json`` writes.",
-    MemoryBaseline: "What ``memfit check --update`` writes. The fields are those of ``MemoryBaseline``.",
-    MemoryCheck: "What ``memfit check --json`` writes.",
-    PackingSizes: "What ``memfit pack --json`` writes.",
-    RunDifference: "What ``memfit diff --json`` writes. The fields are those of ``RunDifference``.",
-    ScriptPlan: "What ``memfit plan`` writes; ``memfit.apply`` and ``memfit dry-run --plan`` read it.",
-    StrategyComparison: "What ``memfit compare --json`` writes.",
-    Verification: "What ``memfit verify --json`` writes.",
-}
-"""The results that commands write, and their descriptions in the schemas. They begin with ``schema``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +179,13 @@ def public_json_type(record: type) -> type[msgspec.Struct]:
     """Return the type of the JSON of a record, for its schema and for reading it back."""
     shapes = [(field.name, field.type) for field in _public_fields(record)]
     return msgspec.defstruct(
-        record.__name__, shapes, namespace={"__doc__": RESULTS.get(record, record.__doc__)}, frozen=True
+        record.__name__, shapes, namespace={"__doc__": _description(record) or record.__doc__}, frozen=True
     )
+
+
+def _description(record: type) -> str:
+    """Return what the JSON Schema says of a result that a command writes; empty for other records."""
+    return getattr(record, "json_description", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +201,7 @@ class _PublicField:
 
 @cache
 def _public_fields(record: type) -> tuple[_PublicField, ...]:
-    found = [_PublicField("schema", int, lambda _: SCHEMA_VERSION)] if record in RESULTS else []
+    found = [_PublicField("schema", int, lambda _: SCHEMA_VERSION)] if _description(record) else []
     replaced = _IN_PLACE_OF.get(record, {})
     omitted = _OMITTED.get(record, ())
     for field in (field for field in fields(record) if field.name not in omitted):

@@ -85,7 +85,7 @@ class PlanOutcome:
         """
         if self._as_far:
             atexit.register(self._repeat)  # below what the watch says: it registers later
-        for other in _called_less_often(self._plan, self._command, versions):
+        for other in _made_for_others(self._plan, self._command, versions):
             self._say(f"{self._file} was made {other}")
         for part in self.left_out:
             self._say(f"NOT APPLIED, as it takes a change of the script: {part}")
@@ -121,7 +121,7 @@ class PlanOutcome:
             )
         if report.again:
             self._say(f"NOT AS PLANNED: {why_again(report.again)}")
-        for model, why in zip(report.refused, report.refusals, strict=True):
+        for why, model in report.refusals:
             if not model or self._plan.made_for(model):
                 self._miss(f"NOT APPLIED{f' to {model}' if model else ''}: {why}")
             else:  # so it was when the plan was made
@@ -168,7 +168,7 @@ class PlanOutcome:
             self._miss(f"NOT APPLIED: {self._last.unfit_optimizer}")
         if self._last.models:
             return
-        for model, why in zip(self._last.refused, self._last.refusals, strict=True):
+        for why, model in self._last.refusals:
             if model and not self._plan.made_for(model):
                 self._miss(f"NOT APPLIED to {model}: {why} It was made for {', '.join(self._plan.models)}.")
         if not self._last.refusals:
@@ -199,9 +199,7 @@ class PlanOutcome:
                 print(escaped(f"memfit: {text}"), file=sys.stderr, flush=True)
 
 
-def _called_less_often(
-    plan: PlanFile, command: tuple[str, ...], versions: Mapping[str, str]
-) -> Iterator[str]:
+def _made_for_others(plan: PlanFile, command: tuple[str, ...], versions: Mapping[str, str]) -> Iterator[str]:
     """Yield what else than this run a plan was made for, as far as its file says."""
     if plan.command and plan.command != command:
         yield f"for another command: {shlex.join(command_as_typed(plan.command))}"

@@ -6,6 +6,7 @@ looked up by identity first: a history of 100,000 events 40 frames deep takes we
 
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,7 @@ def history_columns(
     """
     table = table or StackTable(is_user_file)
     stacks = _stack_column(history, table)
-    labels = _Memo(label_of)
+    label = cache(label_of)
     stream_of = stream_numbers(history)
     events = Events(
         action=np.array(array("B", [_ACTION_VALUES[event["action"]] for event in history]), np.uint8),
@@ -58,7 +59,7 @@ def history_columns(
         size=np.array(array("q", [event["size"] for event in history]), np.int64),
         stream=np.array(array("i", [stream_of[event["stream"]] for event in history]), np.int32),
         time=np.array(array("q", [event.get("time_us", 0) for event in history]), np.int64),
-        label=np.array(array("i", [labels[event.get("user_metadata", "")] for event in history]), np.int32),
+        label=np.array(array("i", [label(event.get("user_metadata", "")) for event in history]), np.int32),
         stack=np.array(array("i", stacks), np.int32),
         category=np.zeros(len(history), np.uint8),
         pool=_pool_column(history),
@@ -114,18 +115,6 @@ def checked_pool_id(value: Any) -> tuple[int, int]:
     if not all(isinstance(part, int) and 0 <= part <= _MAX_NUMBER for part in (first, second)):
         raise TypeError(f"{str(value)[:40]!r} is not a pool id")
     return first, second
-
-
-class _Memo(dict[str, int]):
-    """The results of a function, each computed once."""
-
-    def __init__(self, function: Callable[[str], int]) -> None:
-        super().__init__()
-        self._function = function
-
-    def __missing__(self, key: str) -> int:
-        value = self[key] = self._function(key)
-        return value
 
 
 def _address(event: Mapping[str, Any]) -> Any:

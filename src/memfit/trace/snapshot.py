@@ -287,15 +287,7 @@ def _history(trace: Trace, stacks: Sequence[list[dict[str, Any]]]) -> list[dict[
     metadata.append("")  # for -1
     names = {int(action): name for name, action in ACTIONS.items()}
     events = trace.events
-    columns_ = (
-        events.action,
-        events.address,
-        events.size,
-        events.stream,
-        events.time,
-        events.label,
-        events.stack,
-    )
+    names_of_columns = ("action", "address", "size", "stream", "time", "label", "stack")
     history: list[dict[str, Any]] = [
         {
             "action": names[action],
@@ -308,7 +300,7 @@ def _history(trace: Trace, stacks: Sequence[list[dict[str, Any]]]) -> list[dict[
             "frames": stacks[stack],
         }
         for action, address, size, stream, time, label, stack in zip(
-            *(column.tolist() for column in columns_), strict=True
+            *(getattr(events, name).tolist() for name in names_of_columns), strict=True
         )
     ]
     if events.pool is not None:

@@ -17,8 +17,6 @@ MAX_EVENTS = 1 << 24
 MAX_ROWS = 1 << 20
 MAX_SCANS = 1 << 10
 """Loaders whose batches were looked through."""
-MAX_SCANS = 1 << 10
-"""Loaders whose batches were looked through."""
 MAX_HEADER_BYTES = 1 << 26
 MAX_TEXT = 1 << 12
 """Longer texts are cut when they are written: a module's name, an exception's message."""

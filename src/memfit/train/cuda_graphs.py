@@ -60,12 +60,6 @@ class _AccumulateGraph:
     loss: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class _UpdateGraph:
-    settings: object
-    replay: Callable[[], None]
-
-
 class StepCudaGraphs:
     """The two graphs of an engine, captured after its warm-up.
 
@@ -80,7 +74,7 @@ class StepCudaGraphs:
         self._done = 0
         self._updated: list[torch.nn.Parameter] = []
         self._accumulate: _AccumulateGraph | None = None
-        self._update: _UpdateGraph | None = None
+        self._update: tuple[object, Callable[[], None]] | None = None  # hyperparameters and graph
 
     @property
     def warm(self) -> bool:
@@ -140,9 +134,10 @@ class StepCudaGraphs:
         settings = _settings(self._optimizer)
         if self._update is None:
             replay, _ = self._capture(self._optimizer.step)
-            self._update = _UpdateGraph(settings, replay)
-        if self._update.settings == settings:
-            self._update.replay()
+            self._update = settings, replay
+        captured, replay = self._update
+        if captured == settings:
+            replay()
         else:
             self._optimizer.step()
 

@@ -97,11 +97,10 @@ class Engine(ResumableRun):
         configuration = Configuration.of(plan)
         norm, arena = configuration.clipped_to(job.max_grad_norm), configuration.arena is not None
         self._arena_steps = ArenaSteps(configuration.arena, job.model)
-        prepared = set_up_engine(
+        self.model, update, gradients = set_up_engine(
             job, configuration.plan, norm, cuda_graphs=cuda_graphs, retry=retry, protect=protect, arena=arena
         )
-        update, self._ranks = prepared.update, prepared.gradients.ranks
-        self.model, self.plan = prepared.model, configuration.plan
+        self.plan, self._ranks = configuration.plan, gradients.ranks
         self.optimizer, self.scheduler = update.optimizer, update.scheduler
         self.callbacks = callbacks_in_call_order(callbacks)
         self.arena = self._arena_steps.arena
@@ -113,7 +112,7 @@ class Engine(ResumableRun):
         self.metrics: dict[str, float] = {}
         """The means of the last validation, by name."""
         self._stopped = self._left_others = False
-        self._ledger = AccumulationLedger(update, prepared.gradients, partial(call_callbacks, ref(self)))
+        self._ledger = AccumulationLedger(update, gradients, partial(call_callbacks, ref(self)))
         self._loss, self._splitter = job.loss or missing_loss_error, BatchSplitter(size, split)
         self._full_batch = FullBatchStepper(
             self._ledger, self.model, self.plan, self._loss, self._splitter, self._arena_steps, retry=retry
@@ -228,7 +227,7 @@ class Engine(ResumableRun):
         """Train for one epoch, and yield the result of each update."""
         if not self._accumulation.gathers:
             for batches in self._groups_of_one(loader):
-                yield self.step(*batches) if batches else self._full_batch.take_part()
+                yield self.step(*batches) if batches else self._full_batch.update([])
             return
         ends = self.epoch + 1 == self.epochs or self._accumulation.remainder != "carry"
         for group in gather_batches_by_window(self._ledger, self._accumulation, loader, self._batches_left):
@@ -277,7 +276,7 @@ class Engine(ResumableRun):
         """
         for batches in self._groups_of_one(loader):
             if not batches:
-                self._full_batch.take_part()
+                self._full_batch.update([])
             yield from batches
 
     def _groups_of_one(self, loader: Iterable[Any]) -> Iterator[list[Any]]:
@@ -311,7 +310,7 @@ class Engine(ResumableRun):
         """
         self._accumulation.expect_divided("engine.step")
         self._ledger.expect_closed()
-        return self._full_batch.step(batch)
+        return self._full_batch.update([batch])
 
     # ---- A loop of your own --------------------------------------------------------------------------
 

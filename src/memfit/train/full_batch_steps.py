@@ -65,35 +65,26 @@ class FullBatchStepper:
         self.finer = 1
         """Factor on the plan's number of parts: doubled each time memory ran out."""
 
-    def step(self, batch: Any) -> StepResult:
-        """Make one update from a batch."""
-        result = self._train([batch], None, closes=True)
+    def update(self, batches: list[Any]) -> StepResult:
+        """Make one update from a batch; from the other ranks' batches, when this rank has none left."""
+        result = self.gather(None, batches, closes=True)
         if result is None:
             raise AssertionError  # a window that closes has a result
         return result
 
-    def take_part(self) -> StepResult:
-        """Make one update from the other ranks' batches, when this rank has none left."""
-        result = self._train([], None, closes=True)
-        if result is None:
-            raise AssertionError  # a window that closes has a result
-        return result
+    def gather(
+        self, window: AccumulationWindow | None, batches: list[Any], *, closes: bool
+    ) -> StepResult | None:
+        """Process a batch in a window of its parts, or several in the window that gathers them.
 
-    def gather(self, window: AccumulationWindow, batches: list[Any], *, closes: bool) -> StepResult | None:
-        """Add whole batches to a window, and update from it if that closes it."""
-        return self._train(batches, window, closes=closes)
+        Update if that closes the window; tell the other ranks, which do the same, if this one fails.
+        """
+        with self._ledger.reporting():
+            return self._train(batches, window, closes=closes)
 
     def _train(
         self, batches: list[Any], gathered: AccumulationWindow | None, *, closes: bool
     ) -> StepResult | None:
-        """Process a batch in a window of its parts, or several in the window that gathers them."""
-        with self._ledger.reporting():
-            return self._train_alike(batches, gathered, closes=closes)
-
-    def _train_alike(
-        self, batches: list[Any], gathered: AccumulationWindow | None, *, closes: bool
-    ) -> StepResult | None:
-        """Train with the other ranks, which do the same: ``_train`` tells them if this one fails."""
         ledger, retried = self._ledger, 0
         ledger.prepare()
         samples = self._samples(batches, gathered)

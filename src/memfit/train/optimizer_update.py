@@ -73,13 +73,12 @@ class OptimizerUpdate:
         *,
         max_grad_norm: float | None,
         protect: Protect,
-        graphs: StepCudaGraphs | None = None,
-        on_optimizer: AppliedToOptimizer | None = None,
-        ranks: OneRank | None = None,
+        graphs: StepCudaGraphs | None,
+        on_optimizer: AppliedToOptimizer,
+        ranks: OneRank,
     ) -> None:
         if protect not in get_args(Protect):
             raise UsageError(f"protect must be one of {', '.join(get_args(Protect))}, not {protect!r}.")
-        on_optimizer = on_optimizer or AppliedToOptimizer()
         if on_optimizer.in_backward is not None and max_grad_norm is not None:
             raise UsageError(
                 "step_in_backward and max_grad_norm cannot be combined. step_in_backward updates parameters "
@@ -90,7 +89,7 @@ class OptimizerUpdate:
         self.gradients, self.masters = WindowGradients(optimizer, sums, graphs), masters
         self._model = list(model.parameters())
         self._ordered: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
-        self._max_grad_norm, self._protect, self._ranks = max_grad_norm, protect, ranks or OneRank()
+        self._max_grad_norm, self._protect, self._ranks = max_grad_norm, protect, ranks
         self._devices = {parameter.device for parameter in parameters_of(optimizer) if parameter.is_cuda}
         self._cache_releases, self._most_gradients = self._count_cache_releases(), 0
         self.graphs = graphs

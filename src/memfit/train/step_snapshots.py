@@ -22,10 +22,8 @@ from memfit.recording.optimizer_accessors import local_optimizer, parameters_of
 from memfit.strategies.mechanisms.tensors_in_objects import inner_tensors, tensor_version
 from memfit.user_frame import warn_user
 
-BufferSlot = tuple[nn.Module, str, torch.Tensor | None]
-"""A module, the name of one of its own buffers, and the buffer."""
-_Found = tuple[nn.Module, str, torch.Tensor | None, Any, Any]
-"""As a slot, with the buffer's shape and dtype."""
+BufferSlot = tuple[nn.Module, str, torch.Tensor | None, Any, Any]
+"""A module, the name of one of its own buffers, the buffer, and its shape and dtype when it was found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +47,8 @@ class StepSnapshot:
             for place in sorted(unknown)
             if tensor_version(self.slots[place][2]) != self.versions[place]
         ]
-        known = {(module, name) for module, name, _ in self.slots}
-        added = [name for module, name, _ in _buffers(self.model) if (module, name) not in known]
+        known = {slot[:2] for slot in self.slots}
+        added = [name for module, name, *_ in _buffers(self.model) if (module, name) not in known]
         return ", ".join(written + added)
 
     def restore(self) -> None:
@@ -62,7 +60,7 @@ class StepSnapshot:
                 "the failed step wrote. memfit backs up only buffers that an earlier step has changed.",
             )
         with torch.no_grad():
-            for place, (module, name, tensor) in enumerate(self.slots):
+            for place, (module, name, tensor, *_) in enumerate(self.slots):
                 content = self.contents.get(place)
                 # The first step's copies include masks, which may be expanded and cannot be written to.
                 if tensor is not None and content is not None and not _is_same(tensor, content):
@@ -83,7 +81,6 @@ class StepSnapshots:
         self._model = model
         self._written: set[tuple[nn.Module, str]] | None = None
         self._slots: list[BufferSlot] = []
-        self._found: list[_Found] = []
         self._registered: int | None = None  # when the slots were found
         self._copies: dict[int, torch.Tensor] = {}
         self._groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
@@ -118,7 +115,7 @@ class StepSnapshots:
         """Return whether the model still has the buffers that were found, and in the same form."""
         if self._registered != _registrations[0]:
             return False
-        for module, name, buffer, shape, dtype in self._found:
+        for module, name, buffer, shape, dtype in self._slots:
             if module._buffers.get(name) is not buffer:
                 return False
             if buffer is not None and (buffer.shape != shape or buffer.dtype is not dtype):
@@ -129,14 +126,10 @@ class StepSnapshots:
         """Find the model's buffers, and make room for the copies of those that steps write to."""
         self._registered, self._copies, self._groups = None, {}, []  # until everything below has succeeded
         registered, self._slots = _registrations[0], list(_buffers(self._model))
-        self._found = [
-            (module, name, buffer, getattr(buffer, "shape", None), getattr(buffer, "dtype", None))
-            for module, name, buffer in self._slots
-        ]
         written = self._written
         copied = {
             place: buffer
-            for place, (module, name, buffer) in enumerate(self._slots)
+            for place, (module, name, buffer, *_) in enumerate(self._slots)
             # Batch normalization's kernels write without counting, and begin to when evaluation ends.
             if buffer is not None
             and (written is None or isinstance(module, _NormBase) or (module, name) in written)
@@ -183,7 +176,7 @@ def _buffers(model: nn.Module) -> Iterator[BufferSlot]:
                 seen.add(child)
                 modules.append(child)
         for name, buffer in module._buffers.items():
-            yield module, name, buffer
+            yield module, name, buffer, getattr(buffer, "shape", None), getattr(buffer, "dtype", None)
 
 
 _registrations: list[int] = []

@@ -63,7 +63,7 @@ class WindowGradients:
         else:
             parameter.grad.copy_(gradient)
         if self.kept is not None:
-            self.kept.mark(parameter)
+            self.kept.notice(parameter)
 
     def multiply(self, factor: float) -> None:
         """Multiply the gradients so far by a factor."""
@@ -120,7 +120,34 @@ class WindowGradients:
                 )
 
 
-class GradientSums:
+class _GradientHooks:
+    """Has ``notice`` called with each of some parameters whose gradient a backward has completed.
+
+    Parameters do not hold this object, which is freed with the engine.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        notice = partial(_notice, ref(self))
+        self._hooks = {
+            each: each.register_post_accumulate_grad_hook(notice)  # type: ignore[no-untyped-call]
+            for each in parameters
+        }
+
+    def hooks(self) -> list[RemovableHandle]:
+        """Return the parameters' hooks, for removal."""
+        return list(self._hooks.values())
+
+    def notice(self, parameter: torch.Tensor) -> None:
+        """Do nothing: subclasses take or count the gradient."""
+
+
+def _notice(hooks: "ref[_GradientHooks]", parameter: torch.Tensor) -> None:
+    owner = hooks()
+    if owner is not None:
+        owner.notice(parameter)
+
+
+class GradientSums(_GradientHooks):
     """Sums of the gradients of some parameters, in another dtype.
 
     Args:
@@ -139,16 +166,12 @@ class GradientSums:
         self._sums: dict[nn.Parameter, torch.Tensor] = {}
         self.active = False
         """Whether gradients are taken: while a window is open. Gradients of other backwards are not."""
-        take = partial(_take, ref(self))  # parameters do not hold the sums, which are freed with the engine
-        self._hooks = {
-            parameter: parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
-            for parameter in parameters
-        }
+        super().__init__(parameters)
 
-    def take(self, parameter: torch.Tensor) -> None:
+    def notice(self, parameter: torch.Tensor) -> None:
         """Add a parameter's gradient to its sum, and free it."""
         gradient = parameter.grad
-        if gradient is None or not isinstance(parameter, nn.Parameter):
+        if not self.active or gradient is None or not isinstance(parameter, nn.Parameter):
             return
         parameter.grad = None
         total = self._sums.get(parameter)
@@ -165,10 +188,6 @@ class GradientSums:
     def has_unsummed(self) -> bool:
         """Whether parameters have gradients that were not taken."""
         return any(parameter.grad is not None for parameter in self._hooks)
-
-    def of(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return a parameter's sum, in the sums' dtype; None if it had no gradient."""
-        return self._sums.get(parameter)
 
     def items(self) -> Iterable[tuple[nn.Parameter, torch.Tensor]]:
         """Return the sums so far, each with its parameter."""
@@ -197,16 +216,6 @@ class GradientSums:
         for parameter in self._hooks:
             parameter.grad = None
 
-    def hooks(self) -> list[RemovableHandle]:
-        """Return the parameters' hooks, for removal."""
-        return list(self._hooks.values())
-
-
-def _take(sums: "ref[GradientSums]", parameter: torch.Tensor) -> None:
-    owner = sums()
-    if owner is not None and owner.active:
-        owner.take(parameter)
-
 
 def gradient_sums_of_model(
     model: nn.Module, accumulation: Accumulation, masters: Mapping[nn.Parameter, nn.Parameter]
@@ -231,7 +240,7 @@ def gradient_sums_of_model(
     return GradientSums(wanted, dtype, masters) if wanted else None
 
 
-class KeptGradients:
+class KeptGradients(_GradientHooks):
     """Gradients that stay allocated from one window to the next, and which of them a backward has added to.
 
     A DistributedDataParallel keeps gradients in the buckets that it reduces, which stay allocated anyway. A
@@ -243,11 +252,7 @@ class KeptGradients:
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._used: set[torch.Tensor] = set()
-        mark = partial(_mark, ref(self))  # parameters do not hold this object, which is freed with the engine
-        self._hooks = {
-            each: each.register_post_accumulate_grad_hook(mark)  # type: ignore[no-untyped-call]
-            for each in parameters
-        }
+        super().__init__(parameters)
 
     def clear(self) -> None:
         """Zero the gradients that were used, or drop those that cannot be kept, because they are sparse."""
@@ -261,20 +266,10 @@ class KeptGradients:
             torch._foreach_zero_(kept)
         self._used.clear()
 
-    def mark(self, parameter: torch.Tensor) -> None:
+    def notice(self, parameter: torch.Tensor) -> None:
         """Count a parameter's gradient as used."""
         self._used.add(parameter)
 
     def is_used(self, parameter: nn.Parameter) -> bool:
         """Return whether a backward has added to a parameter's gradient, or it is not kept here."""
         return parameter in self._used or parameter not in self._hooks
-
-    def hooks(self) -> list[RemovableHandle]:
-        """Return the parameters' hooks, for removal."""
-        return list(self._hooks.values())
-
-
-def _mark(kept: "ref[KeptGradients]", parameter: torch.Tensor) -> None:
-    owner = kept()
-    if owner is not None:
-        owner.mark(parameter)

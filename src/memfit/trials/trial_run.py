@@ -158,7 +158,7 @@ class Injection:
         if report.unfit_optimizer:
             return report.unfit_optimizer
         if report.refusals and (not report.models or "sharding" in fields):
-            return report.refusals[0]
+            return report.refusals[0][0]
         if fields and not report.models:  # updates by hand, a plan of its own
             named = " with ".join(fields)
             return f"{named} could not be applied to any model whose parameters an optimizer takes"

@@ -158,7 +158,7 @@ struct statistics {
     struct figure oversize[OVERSIZE];
 };
 
-struct counters {
+struct counters { /* in the order of compiled_allocator.py's COUNTERS */
     int64_t retries, ooms, sync_all_streams, device_alloc, device_free, oom_rejections;
 };
 
@@ -212,6 +212,20 @@ static inline void *or_give_up(struct allocator *a, void *memory)
     (or_give_up((a), array_append(array)), (array)->items[(array)->count - 1] = (item))
 #define INSERT(a, array, index, item)                                                                        \
     (or_give_up((a), array_insert(array, index)), (array)->items[index] = (item))
+
+/* Set `index` to that of the first of `count` sorted items for which `before`, a condition on `middle`, fails. */
+#define BISECT(index, count, before)                                                                         \
+    do {                                                                                                     \
+        size_t low = 0, high = (count);                                                                      \
+        while (low < high) {                                                                                 \
+            size_t middle = (low + high) / 2;                                                                \
+            if (before)                                                                                      \
+                low = middle + 1;                                                                            \
+            else                                                                                             \
+                high = middle;                                                                               \
+        }                                                                                                    \
+        index = low;                                                                                         \
+    } while (0)
 
 /* rounding.c */
 int64_t round_up(int64_t size, int64_t step);

@@ -69,19 +69,13 @@ bool block_is_split(const struct block *block) { return block->prev != NULL || b
 struct list *list_of(struct allocator *a, list_array *lists, int64_t stream)
 {
     struct list **at = lists->items;
-    size_t low = 0, high = lists->count;
-    while (low < high) {
-        size_t middle = (low + high) / 2;
-        if (at[middle]->stream < stream)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    if (low < lists->count && at[low]->stream == stream)
-        return at[low];
+    size_t index;
+    BISECT(index, lists->count, at[middle]->stream < stream);
+    if (index < lists->count && at[index]->stream == stream)
+        return at[index];
     struct list *list = or_give_up(a, malloc(sizeof *list));
     *list = (struct list){.stream = stream};
-    return INSERT(a, lists, low, list);
+    return INSERT(a, lists, index, list);
 }
 
 struct block *list_at(const struct list *list, size_t index) { return list->blocks.items[index]; }
@@ -104,29 +98,17 @@ static int by_address(const struct block *a, const struct block *b)
 static size_t search(const struct list *list, const struct block *block,
                      int (*order)(const struct block *, const struct block *))
 {
-    size_t low = 0, high = list->blocks.count;
-    while (low < high) {
-        size_t middle = (low + high) / 2;
-        if (order(list_at(list, middle), block) < 0)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low;
+    size_t index;
+    BISECT(index, list->blocks.count, order(list_at(list, middle), block) < 0);
+    return index;
 }
 
 /* Return the index of the first block of at least `size` bytes; the number of blocks if there is none. */
 size_t list_first_of(const struct list *list, int64_t size)
 {
-    size_t low = 0, high = list->blocks.count;
-    while (low < high) {
-        size_t middle = (low + high) / 2;
-        if (list_at(list, middle)->size < size)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low;
+    size_t index;
+    BISECT(index, list->blocks.count, list_at(list, middle)->size < size);
+    return index;
 }
 
 /* Return the list of its pool that a free block belongs to, and its place there. */

@@ -6,16 +6,9 @@
 /* Return the index of a stream's queue among the sorted ones, or where it would go. */
 static size_t queue_index(const struct allocator *a, int64_t stream)
 {
-    struct queue **at = a->by_stream.items;
-    size_t low = 0, high = a->by_stream.count;
-    while (low < high) {
-        size_t middle = (low + high) / 2;
-        if (at[middle]->stream < stream)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low;
+    size_t index;
+    BISECT(index, a->by_stream.count, a->by_stream.items[middle]->stream < stream);
+    return index;
 }
 
 static struct queue *queue_at(const struct allocator *a, size_t index, int64_t stream)

@@ -2,6 +2,7 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "arena.h"
 
@@ -88,6 +89,17 @@ static int64_t offset_for(arena *a, int64_t size, uintptr_t lane)
     return -1;
 }
 
+static void log_request(request_log *log, const void *pointer, int64_t size, uintptr_t lane)
+{
+    logged_request *place = log->count < log->limit ? array_append(log) : NULL;
+    struct timespec now;
+    if (!place)
+        return;
+    clock_gettime(CLOCK_REALTIME, &now);
+    int64_t time = (int64_t)now.tv_sec * 1000000 + now.tv_nsec / 1000;
+    *place = (logged_request){(uint64_t)(uintptr_t)pointer, size, time, lane};
+}
+
 void *arena_allocate(arena *a, int64_t size, uintptr_t lane)
 {
     if (size <= 0)
@@ -96,7 +108,7 @@ void *arena_allocate(arena *a, int64_t size, uintptr_t lane)
     int64_t offset = a->mode == PLACING ? offset_for(a, size, lane) : -1;
     void *place = offset < 0 ? NULL : a->base + offset;
     if (place)
-        request_log_add(&a->log, place, size, lane);
+        log_request(&a->log, place, size, lane);
     pthread_mutex_unlock(&a->lock);
     return place;
 }
@@ -108,7 +120,7 @@ void arena_record(arena *a, const void *pointer, int64_t size, uintptr_t lane)
     pthread_mutex_lock(&a->lock);
     if (a->mode == RECORDING && lane == a->lane)
         recorder_add(&a->recorder, pointer, size);
-    request_log_add(&a->log, pointer, size, lane);
+    log_request(&a->log, pointer, size, lane);
     pthread_mutex_unlock(&a->lock);
 }
 
@@ -128,7 +140,7 @@ int arena_free(arena *a, const void *pointer, uintptr_t lane)
         vacate(&a->live, at - a->base);
     else
         recorder_free(&a->recorder, pointer, a->mode == RECORDING);
-    request_log_add(&a->log, pointer, FREED, lane);
+    log_request(&a->log, pointer, FREED, lane);
     pthread_mutex_unlock(&a->lock);
     return is_here;
 }

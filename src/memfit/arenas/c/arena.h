@@ -68,7 +68,7 @@ void recorder_add(recorder *r, const void *pointer, int64_t size);
 void recorder_share(recorder *r, const void *pointer);
 void recorder_free(recorder *r, const void *pointer, int is_within_step);
 
-/* ---- request_log.c: every request, for a trace */
+/* ---- arena.c */
 
 enum { FREED = -1 };
 
@@ -79,14 +79,11 @@ typedef struct {
     uint64_t lane;
 } logged_request;
 
+/* Every request, in order: a trace is made of it. */
 typedef struct {
     ARRAY(logged_request);
     size_t limit; /* 0: nothing is logged */
 } request_log;
-
-void request_log_add(request_log *log, const void *pointer, int64_t size, uintptr_t lane);
-
-/* ---- arena.c */
 
 /* Offsets for the allocations of a step, in order; -1 for those of the ordinary allocator. */
 typedef struct {

@@ -34,6 +34,7 @@ static void *driver_function(const char *name)
 
 #define RUNTIME(name) {"cuda" #name, runtime_function, (void **)&functions.name}
 #define DRIVER(name) {"cu" #name, driver_function, (void **)&functions.name}
+#define WANTED(library, name, arguments) library(name),
 
 const cuda_functions *cuda_driver(void)
 {
@@ -41,26 +42,7 @@ const cuda_functions *cuda_driver(void)
         const char *name;
         void *(*find)(const char *);
         void **to;
-    } wanted[] = {
-        RUNTIME(GetDevice),
-        RUNTIME(SetDevice),
-        RUNTIME(GetLastError),
-        RUNTIME(DeviceSynchronize),
-        RUNTIME(MemGetInfo),
-        RUNTIME(EventCreateWithFlags),
-        RUNTIME(EventRecord),
-        RUNTIME(EventQuery),
-        RUNTIME(StreamIsCapturing),
-        RUNTIME(ThreadExchangeStreamCaptureMode),
-        DRIVER(MemAddressReserve),
-        DRIVER(MemAddressFree),
-        DRIVER(MemCreate),
-        DRIVER(MemRelease),
-        DRIVER(MemMap),
-        DRIVER(MemUnmap),
-        DRIVER(MemSetAccess),
-        DRIVER(MemGetAllocationGranularity),
-    };
+    } wanted[] = {CUDA_FUNCTIONS(WANTED)};
     static int found;
     for (size_t i = 0; !found && i < sizeof wanted / sizeof *wanted; i++) {
         *wanted[i].to = wanted[i].find(wanted[i].name);

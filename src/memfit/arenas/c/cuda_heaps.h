@@ -29,26 +29,30 @@ typedef struct {
     int flags;
 } access; /* CUmemAccessDesc_v1 */
 
-/* Fields are named like the functions, without cu or cuda. */
+/* Of each function: its library, its name without cu or cuda, and its arguments. */
+#define CUDA_FUNCTIONS(F)                                                                                    \
+    F(RUNTIME, GetDevice, (int *))                                                                           \
+    F(RUNTIME, SetDevice, (int))                                                                             \
+    F(RUNTIME, GetLastError, (void))                                                                         \
+    F(RUNTIME, DeviceSynchronize, (void))                                                                    \
+    F(RUNTIME, MemGetInfo, (size_t *, size_t *))                                                             \
+    F(RUNTIME, StreamIsCapturing, (void *, int *))                                                           \
+    F(RUNTIME, ThreadExchangeStreamCaptureMode, (int *))                                                     \
+    F(RUNTIME, EventCreateWithFlags, (void **, unsigned))                                                    \
+    F(RUNTIME, EventRecord, (void *, void *))                                                                \
+    F(RUNTIME, EventQuery, (void *))                                                                         \
+    F(DRIVER, MemGetAllocationGranularity, (size_t *, const allocation_properties *, int))                   \
+    F(DRIVER, MemAddressReserve, (uint64_t *, size_t, size_t, uint64_t, unsigned long long))                 \
+    F(DRIVER, MemAddressFree, (uint64_t, size_t))                                                            \
+    F(DRIVER, MemCreate, (uint64_t *, size_t, const allocation_properties *, unsigned long long))            \
+    F(DRIVER, MemRelease, (uint64_t))                                                                        \
+    F(DRIVER, MemMap, (uint64_t, size_t, size_t, uint64_t, unsigned long long))                              \
+    F(DRIVER, MemSetAccess, (uint64_t, size_t, const access *, size_t))                                      \
+    F(DRIVER, MemUnmap, (uint64_t, size_t))
+
+#define CUDA_FIELD(library, name, arguments) status(*name) arguments;
 typedef struct {
-    status (*GetDevice)(int *);
-    status (*SetDevice)(int);
-    status (*GetLastError)(void);
-    status (*DeviceSynchronize)(void);
-    status (*MemGetInfo)(size_t *, size_t *);
-    status (*StreamIsCapturing)(void *, int *);
-    status (*ThreadExchangeStreamCaptureMode)(int *);
-    status (*EventCreateWithFlags)(void **, unsigned);
-    status (*EventRecord)(void *, void *);
-    status (*EventQuery)(void *);
-    status (*MemGetAllocationGranularity)(size_t *, const allocation_properties *, int);
-    status (*MemAddressReserve)(uint64_t *, size_t, size_t, uint64_t, unsigned long long);
-    status (*MemAddressFree)(uint64_t, size_t);
-    status (*MemCreate)(uint64_t *, size_t, const allocation_properties *, unsigned long long);
-    status (*MemRelease)(uint64_t);
-    status (*MemMap)(uint64_t, size_t, size_t, uint64_t, unsigned long long);
-    status (*MemSetAccess)(uint64_t, size_t, const access *, size_t);
-    status (*MemUnmap)(uint64_t, size_t);
+    CUDA_FUNCTIONS(CUDA_FIELD)
 } cuda_functions;
 
 /* Return the functions; NULL without a CUDA build of PyTorch in this process, or with too old a driver. */

@@ -8,7 +8,6 @@
 enum { STREAMS = 4, DISABLE_TIMING = 2 }; /* cudaEventDisableTiming */
 
 typedef struct {
-    const void *pointer;
     const void *streams[STREAMS];
     int count; /* more than STREAMS: some are not recorded */
 } stream_use;
@@ -23,9 +22,7 @@ typedef struct deferred {
     int event_count;
 } deferred;
 
-static struct {
-    ARRAY(stream_use); /* by pointer */
-} uses;
+static struct hash_table uses; /* of pointers to a stream_use each */
 static deferred *oldest, **after_youngest = &oldest;
 static deferred *unrecorded; /* the first one without events; those after it have none either */
 static int64_t deferred_count;
@@ -39,18 +36,7 @@ static struct {
     ARRAY(idle_event); /* to be recorded again */
 } idle;
 
-static size_t index_of(const void *pointer)
-{
-    size_t from = 0, to = uses.count;
-    while (from < to) {
-        size_t middle = from + (to - from) / 2;
-        if (uses.items[middle].pointer < pointer)
-            from = middle + 1;
-        else
-            to = middle;
-    }
-    return from;
-}
+static uint64_t key_of(const void *pointer) { return (uint64_t)(uintptr_t)pointer; }
 
 static void add(stream_use *u, const void *stream)
 {
@@ -65,30 +51,27 @@ static void add(stream_use *u, const void *stream)
 
 int stream_use_add(const void *pointer, const void *stream)
 {
-    size_t at = index_of(pointer);
-    if (at == uses.count || uses.items[at].pointer != pointer) {
-        stream_use *place = array_insert(&uses, at);
-        if (!place)
-            return 0;
-        *place = (stream_use){.pointer = pointer};
+    stream_use *u = hash_table_get(&uses, key_of(pointer));
+    if (!u && (!(u = calloc(1, sizeof *u)) || !hash_table_put(&uses, key_of(pointer), u))) {
+        free(u);
+        return 0;
     }
-    add(&uses.items[at], stream);
+    add(u, stream);
     return 1;
 }
 
 int free_defer(const void *pointer, int64_t size, int device, const void *stream, int is_next)
 {
-    size_t at = index_of(pointer);
-    int is_used = at < uses.count && uses.items[at].pointer == pointer;
-    if (!is_used && is_next)
+    stream_use *u = hash_table_get(&uses, key_of(pointer));
+    if (!u && is_next)
         return 0;
     deferred *k = malloc(sizeof *k);
     if (!k)
         return -1;
     *k = (deferred){.pointer = pointer, .stream = stream, .size = size, .device = device};
-    if (is_used) {
-        k->use = uses.items[at];
-        array_remove(&uses, at);
+    if (u) {
+        k->use = *u;
+        free(hash_table_remove(&uses, key_of(pointer)));
     }
     if (!is_next)
         add(&k->use, stream);

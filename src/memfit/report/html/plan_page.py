@@ -39,8 +39,8 @@ def plan_report_html(result: ScriptPlan, file: Path | None = None) -> str:
     return Template(read_page_asset("plan.html")).substitute(
         policy=content_security_policy(style),
         style=style,
-        script=_text(words, command_as_typed(result.command)[0]),
-        subject=_text(words, f"{' '.join(command_as_typed(result.command))} · {result.device.name}"),
+        script=words.html(command_as_typed(result.command)[0]),
+        subject=words.html(f"{' '.join(command_as_typed(result.command))} · {result.device.name}"),
         kind="bad" if result.chosen is None else "unsure" if result.is_tight else "good",
         verdict=escape(verdict.word.capitalize()),
         rest=escape(" ".join(verdict.figures)),
@@ -51,8 +51,8 @@ def plan_report_html(result: ScriptPlan, file: Path | None = None) -> str:
             _row(words, number, each, result.budget) for number, each in enumerate(drawn_plans(result))
         ),
         rule=escape(result.rule),
-        details="\n".join(_text(words, line) for line in _lines(result, file)),
-        versions=_text(words, " · ".join(f"{name} {version}" for name, version in result.versions.items())),
+        details="\n".join(words.html(line) for line in _lines(result, file)),
+        versions=words.html(" · ".join(f"{name} {version}" for name, version in result.versions.items())),
     )
 
 
@@ -75,20 +75,16 @@ def _row(words: PageTextTable, number: int, plan: DrawnPlan, budget: int) -> str
     place = " · ".join(part for part in (run.place.phase, run.place.module) if part)
     return (
         f'<tr id="plan-{number}" class="{_class(plan.kind)}"><td>{number}</td>'
-        f'<th scope="row">{_text(words, plan_changes_in_words(run))}</th><td>{plan.kind}</td>'
+        f'<th scope="row">{words.html(plan_changes_in_words(run))}</th><td>{plan.kind}</td>'
         f'<td data-bytes="{needs.bytes}">{format_gib(needs.bytes)}{_provenance(needs.provenance, title)}</td>'
         f"<td>{'fits' if needs.bytes <= budget else f'over by {format_gib(needs.bytes - budget)}'}</td>"
         f"<td>{held}</td><td>{run.time:.3f}x{_provenance(Provenance.ASSUMED)}</td>"
-        f'<td>{run.equality}</td><td><span class="long">{_text(words, place)}</span></td></tr>'
+        f'<td>{run.equality}</td><td><span class="long">{words.html(place)}</span></td></tr>'
     )
 
 
 def _provenance(provenance: Provenance, title: str = "") -> str:
     return f' <span class="provenance"{title}>{provenance}</span>'
-
-
-def _text(words: PageTextTable, text: str) -> str:
-    return escape(words.shown(text))
 
 
 _WIDTH, _HEIGHT = 960, 420

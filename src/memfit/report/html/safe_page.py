@@ -7,6 +7,7 @@ names. The page itself only creates text nodes from them.
 import base64
 import hashlib
 import re
+from html import escape
 from importlib.resources import files
 
 import numpy as np
@@ -49,6 +50,10 @@ class PageTextTable:
         """Return text as the page shows it: escaped, without home folders and, without source, file names."""
         text = _HOMES.sub("~", escaped(short_path(text), whole=True))
         return text if self.source else _FILES.sub(NO_FILE, text)
+
+    def html(self, text: str) -> str:
+        """Return text as HTML that shows it."""
+        return escape(self.shown(text))
 
     def index(self, text: str) -> int:
         """Sanitize a text, add it to the table, and return its index."""

@@ -36,12 +36,12 @@ def verdict_html_parts(result: DryRun, words: PageTextTable) -> dict[str, str]:
     lines = [part for part in (found.after, " · ".join(found.figures), *found.lines) if part]
     return {
         "kind": _KINDS.get(result.verdict, "bad"),
-        "verdict": _text(words, found.word.capitalize()),
-        "needs": "<br>".join(_text(words, line) for line in lines),
-        "subject": _text(words, what_ran_on_what(result).plain),
-        "script": _text(words, command_as_typed(result.command)[0] if result.command else result.device.name),
-        "peak": _text(words, location_in_words(result.peak_place)),
-        "growth": _text(words, growth_in_words(result).plain),
+        "verdict": words.html(found.word.capitalize()),
+        "needs": "<br>".join(words.html(line) for line in lines),
+        "subject": words.html(what_ran_on_what(result).plain),
+        "script": words.html(command_as_typed(result.command)[0] if result.command else result.device.name),
+        "peak": words.html(location_in_words(result.peak_place)),
+        "growth": words.html(growth_in_words(result).plain),
     }
 
 
@@ -152,7 +152,7 @@ def stage_table_html(result: DryRun, words: PageTextTable) -> str:
     """Return the table of a run's stages, as the terminal shows it; empty if memfit knows no stages of it."""
     if not result.stages:
         return ""
-    below = "".join(f"<p>{_text(words, text)}</p>" for text in stage_remarks(result))
+    below = "".join(f"<p>{words.html(text)}</p>" for text in stage_remarks(result))
     return _ledger("stages", "Stages of the run", stage_table(result), words) + below
 
 
@@ -166,7 +166,7 @@ def _ledger(kind: str, caption: str, table: FigureTable, words: PageTextTable) -
         cells = [f"<td{size}>{escape(cell.text)}</td>" for size, cell in zip(sizes, figures, strict=True)]
         rows.append(
             f'<tr{" class=total" * row.marked}><th scope="row">{escape(name.text)}</th>{"".join(cells)}'
-            f'<td><span class="long">{_text(words, place.text)}</span></td></tr>'
+            f'<td><span class="long">{words.html(place.text)}</span></td></tr>'
         )
     return (
         f'<table class="ledger {kind}"><caption>{caption}</caption>'
@@ -176,7 +176,7 @@ def _ledger(kind: str, caption: str, table: FigureTable, words: PageTextTable) -
 
 def longest_batches_html(result: DryRun, words: PageTextTable) -> str:
     """Return what the terminal says about the batches that memfit looked through."""
-    return "".join(f"<p>{_text(words, text.plain.strip())}</p>" for text in longest_batch_lines(result))
+    return "".join(f"<p>{words.html(text.plain.strip())}</p>" for text in longest_batch_lines(result))
 
 
 def moment_buttons_html(found: PagePayload, words: PageTextTable) -> str:
@@ -190,7 +190,7 @@ def moment_buttons_html(found: PagePayload, words: PageTextTable) -> str:
         place = one.place if words.source else replace(one.place, line="")
         buttons.append(
             f'<button type="button" data-moment="{moment}" '
-            f'title="{_amount(one.allocated)} · {_text(words, location_in_words(place))}">'
+            f'title="{_amount(one.allocated)} · {words.html(location_in_words(place))}">'
             f"{name} {one.place.phase}{step}</button>"
         )
     return "".join(buttons)
@@ -200,23 +200,21 @@ def advice_html(result: DryRun, words: PageTextTable) -> str:
     """Return the advice, as the terminal shows it; empty if it was not requested."""
     if result.advice is None:
         return ""
-    rest = _text(words, why_no_more_advice(result)) or NO_ADVICE * (not result.advice)
+    rest = words.html(why_no_more_advice(result)) or NO_ADVICE * (not result.advice)
     rest = "".join(
         f'<p class="peak">{line}</p>'
-        for line in (*(_text(words, remark) for remark in result.advice_remarks), rest)
+        for line in (*(words.html(remark) for remark in result.advice_remarks), rest)
         if line
     )
     if not result.advice:
         return rest
     items = [
-        f"<li><b>{_text(words, ' + '.join(one.changes))}</b> saves {format_bytes(one.saves.bytes)} "
+        f"<li><b>{words.html(' + '.join(one.changes))}</b> saves {format_bytes(one.saves.bytes)} "
         f'<span class="provenance">{one.saves.provenance}</span> · '
         f"{needs_or_needs_at_most(result)} {format_bytes(one.needs.bytes)}"
         f"{' · ' * (one.fits is not None)}{advice_outcome(result, one)} "
-        + "".join(
-            f'<code class="long">{_text(words, line)}</code> ' for line in (*one.how, one.where) if line
-        )
-        + f"<small>costs {_text(words, one.costs)}</small></li>"
+        + "".join(f'<code class="long">{words.html(line)}</code> ' for line in (*one.how, one.where) if line)
+        + f"<small>costs {words.html(one.costs)}</small></li>"
         for one in result.advice
     ]
     title = f"<h2>What to do next <small>{advice_heading(result)}</small></h2>"
@@ -276,12 +274,12 @@ def notes_html(result: DryRun, words: PageTextTable) -> str:
             where.append(note.where)
     items = [
         f'<li class="long"><span class="provenance">{escape(figure.provenance)}</span> '
-        f"{escape(name)}: {_text(words, figure.source)}</li>"
+        f"{escape(name)}: {words.html(figure.source)}</li>"
         for name, figure in figures_outside_allocator(result).items()
     ]
     items += [
-        f'<li class="long"><span class="provenance">{escape(provenance)}</span> {_text(words, text)} '
-        + "".join(f"<code>{_text(words, one)}</code> " for one in where)
+        f'<li class="long"><span class="provenance">{escape(provenance)}</span> {words.html(text)} '
+        + "".join(f"<code>{words.html(one)}</code> " for one in where)
         + "</li>"
         for (provenance, text), where in places.items()
     ]
@@ -297,12 +295,8 @@ def versions_html(result: DryRun, words: PageTextTable) -> str:
     """Return the versions, the device and the command that produced the figures."""
     rows = {**result.versions, "device": result.device.name, "command": " ".join(result.command)}
     return "".join(
-        f'<tr><th scope="row">{_text(words, name)}</th>'
-        f'<td><span class="long">{_text(words, value)}</span></td></tr>'
+        f'<tr><th scope="row">{words.html(name)}</th>'
+        f'<td><span class="long">{words.html(value)}</span></td></tr>'
         for name, value in rows.items()
         if value
     )
-
-
-def _text(words: PageTextTable, text: str) -> str:
-    return escape(words.shown(text))

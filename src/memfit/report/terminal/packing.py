@@ -52,6 +52,8 @@ class ArenaSizes:
 class PackingSizes:
     """The sizes of a packing."""
 
+    json_description = "What ``memfit pack --json`` writes."
+
     capacity: int | None
     """The capacity requested; None if none was."""
     fits: bool | None

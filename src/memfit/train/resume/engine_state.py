@@ -5,7 +5,7 @@ another precision. A loss scale starts from its initial value if the saved run h
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -164,7 +164,13 @@ def _load_optimizer(parts: EngineParts, run: SavedRun, undo: ExitStack) -> None:
         local_optimizer(parts.optimizer),
         localised_optimizer_state(parts.optimizer, run["optimizer"]),
     )
-    saved_tensors = {id(part) for state in saved["state"].values() for part in _tensors(state)}
+    saved_tensors = {
+        id(part)
+        for state in saved["state"].values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+        for part in inner_tensors(value)
+    }
     for each in (optimizer, parts.optimizer):  # load_state_dict replaces these, and does not change them
         undo.callback(vars(each).update, state=each.state, param_groups=each.param_groups)
     optimizer.load_state_dict(saved)
@@ -190,12 +196,6 @@ def _keep_dtypes(state: dict[str, Any], saved: dict[str, Any]) -> None:
             state[name] = value.to(now.device, copy=True)
 
 
-def _tensors(state: dict[str, Any]) -> Iterator[torch.Tensor]:
-    for value in state.values():
-        if isinstance(value, torch.Tensor):
-            yield from inner_tensors(value)
-
-
 def _master_weights(parts: EngineParts) -> dict[str, torch.Tensor]:
     """Return the float32 copies by the names of their parameters."""
     masters = parts.ledger.update.values_of_masters()
@@ -207,10 +207,7 @@ def _master_weights(parts: EngineParts) -> dict[str, torch.Tensor]:
 
 
 def _gradients(parts: EngineParts) -> dict[str, torch.Tensor]:
-    found, sums = {}, parts.ledger.update.gradients.sums
-    for name, parameter in named_parameters(parts).items():
-        summed = sums.of(parameter) if sums is not None else None
-        gradient = parameter.grad if summed is None else summed
-        if gradient is not None:
-            found[name] = gradient
-    return found
+    sums = parts.ledger.update.gradients.sums
+    summed = {} if sums is None else dict(sums.items())
+    found = {name: summed.get(each, each.grad) for name, each in named_parameters(parts).items()}
+    return {name: gradient for name, gradient in found.items() if gradient is not None}

@@ -16,7 +16,6 @@ On the same number of ranks, a saved run resumes bit for bit. On another, parame
 divided anew, ranks that existed continue with their random numbers, and new ranks are seeded.
 """
 
-import os
 import secrets
 import shutil
 from abc import ABC, abstractmethod
@@ -104,8 +103,17 @@ class ResumableRun(ABC):
         """Write the run to a file, atomically; with several ranks, to a file and a folder beside it.
 
         All ranks must call this at the same point of training, and see the same file system.
+
+        Raises:
+            UsageError: the run cannot be saved at this point, or has values that a file cannot hold.
+            OutputError: a rank could not write.
+            RankFailedError: another rank could not save, or is gone.
         """
-        save_run(self._parts(), Path(path))
+        parts, path = self._parts(), Path(path)
+        if _is_divided(parts):
+            _save_divided_run(parts, path)
+        else:
+            state_file.save_state_file(get_engine_state(parts), path)
 
     def load(self, path: str | Path) -> None:
         """Resume from what ``save`` wrote, on as many ranks as saved it or on others; all ranks call this.
@@ -113,23 +121,30 @@ class ResumableRun(ABC):
         Raises:
             FileFormatError: the file or its folder is something else, or damaged; nothing was loaded.
             UsageError: the state does not suit this engine; nothing was loaded.
+            RankFailedError: another rank could not load; nothing was loaded.
         """
-        parts = self._parts()
-        load_run(parts, Path(path))
+        parts, path = self._parts(), Path(path)
+        ranks = parts.ranks
+        with _all_or_none(ranks, "engine.load"):
+            saved = state_file.load_state_file(path)
+            reads_folder = "folder" in saved
+            if reads_folder:
+                shared = check_shared_run_file(saved)
+                folder = _folders(path) / shared["folder"]
+                own, entries = _read_rank_files(parts, shared, folder)
+                index = read_tensor_index(folder)
+                tensors = empty_tensors_of_rank(parts, shared["run"], entries, index.state_dict_metadata)
+            elif _is_divided(parts):
+                saved = _divide(parts, saved)
+        if reads_folder:
+            ranks.guarded(lambda: load_tensors(tensors, index, folder, ranks.control))
+            saved = join_run_state(parts, shared["run"], own, entries, tensors)
+        load_engine_state(parts, saved, lambda: _all_or_none(ranks, "engine.load"))
         self.epoch = parts.epoch
 
 
-def save_run(parts: EngineParts, path: Path) -> None:
-    """Write a run to a path; with several ranks, all of them call this at the same point of training.
-
-    Raises:
-        UsageError: the run cannot be saved at this point, or has values that a file cannot hold.
-        OutputError: a rank could not write.
-        RankFailedError: another rank could not save, or is gone.
-    """
-    if not _is_divided(parts):
-        state_file.save_state_file(get_engine_state(parts), path)
-        return
+def _save_divided_run(parts: EngineParts, path: Path) -> None:
+    """Write a run of several ranks: first what they divide, then the file that names it."""
     ranks, folders = parts.ranks, _folders(path)
     with _all_or_none(ranks, "engine.save"):
         run = split_run_state(parts, get_engine_state(parts))
@@ -156,35 +171,9 @@ def save_run(parts: EngineParts, path: Path) -> None:
                 "run": run.shared,
             }
             for each in (folder, folders, folders.parent):
-                _flush(each)
+                state_file.flush_folder(each)
             state_file.save_state_file({**shared}, path)
             _remove_others(folders, name)
-
-
-def load_run(parts: EngineParts, path: Path) -> None:
-    """Resume an engine from a path; with several ranks, all of them call this.
-
-    Raises:
-        FileFormatError: the file or the folder is something else, or damaged; nothing was loaded.
-        UsageError: the run does not suit this engine; nothing was loaded.
-        RankFailedError: another rank could not load; nothing was loaded.
-    """
-    ranks = parts.ranks
-    with _all_or_none(ranks, "engine.load"):
-        saved = state_file.load_state_file(path)
-        reads_folder = "folder" in saved
-        if reads_folder:
-            shared = check_shared_run_file(saved)
-            folder = _folders(path) / shared["folder"]
-            own, entries = _read_rank_files(parts, shared, folder)
-            index = read_tensor_index(folder)
-            tensors = empty_tensors_of_rank(parts, shared["run"], entries, index.state_dict_metadata)
-        elif _is_divided(parts):
-            saved = _divide(parts, saved)
-    if reads_folder:
-        ranks.guarded(lambda: load_tensors(tensors, index, folder, ranks.control))
-        saved = join_run_state(parts, shared["run"], own, entries, tensors)
-    load_engine_state(parts, saved, lambda: _all_or_none(ranks, "engine.load"))
 
 
 @contextmanager
@@ -234,14 +223,6 @@ def _expect_shared_folder(folder: Path, ranks: int) -> None:
                 f"Cannot save the run to {folder}: rank {rank} has written its file there, but rank 0 does "
                 "not see it. Save to a file system that all machines of the job share."
             )
-
-
-def _flush(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove_others(folders: Path, name: str) -> None:
