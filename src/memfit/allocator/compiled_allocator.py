@@ -11,7 +11,7 @@ import ctypes
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 
 from memfit import records
@@ -19,7 +19,7 @@ from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.requests import AllocatorRequests, PoolId
 from memfit.errors import UsageError
 from memfit.native_build import NativeLibrary
-from memfit.records import DriverCalls, Segment
+from memfit.records import DriverCalls, FailedMalloc, ReplayResult, Segment
 
 _NEVER = 1 << 62
 """Stands for no limit; larger numbers cannot be passed to C."""
@@ -84,23 +84,6 @@ LIBRARY = NativeLibrary(
 load = LIBRARY.load
 
 
-@dataclass(frozen=True, slots=True)
-class _StateAfterRequests:
-    """The state of an allocator once it has served requests."""
-
-    position: int
-    """Index of the request that failed; the number of requests if none did."""
-    requested: int
-    """Bytes of the request that failed, if one did."""
-    free: int
-    """Bytes that the device had left at that point."""
-    most_taken: int
-    """The most bytes of the device in use at once."""
-    calls: DriverCalls
-    calls_per_step: DriverCalls | None
-    """In the last training step; None if fewer than two completed."""
-
-
 class CompiledAllocator:
     """The allocator of one device: ``handle`` in ``library``, made by ``open_compiled_allocator``."""
 
@@ -128,22 +111,38 @@ class CompiledAllocator:
             )
         if status == _IMPOSSIBLE:
             raise UsageError(
-                f"Request {self.outcome().position} of {len(asked.ask)} cannot be served: its block does not "
+                f"Request {self._outcome()[0][0]} of {len(asked.ask)} cannot be served: its block does not "
                 "exist, or its size is invalid."
             )
         return status != _OUT_OF_MEMORY
 
-    def outcome(self) -> _StateAfterRequests:
-        """Return the result of serving."""
+    def replay(self, asked: AllocatorRequests) -> ReplayResult:
+        """Serve requests up to the first malloc that fails; return peaks, calls and segments.
+
+        Raises: as ``serve``.
+        """
+        fits = self.serve(asked)
+        (position, requested, free, most_taken, *counts), steps = self._outcome()
+        all_calls, before, last = (
+            DriverCalls(*counts[begin : begin + _CALLS]) for begin in range(0, 3 * _CALLS, _CALLS)
+        )
+        statistics = self.memory_stats()
+        return ReplayResult(
+            failure=None if fits else FailedMalloc(asked.event[position], requested, free),
+            peak_allocated=statistics["allocated_bytes.all.peak"],
+            peak_reserved=statistics["reserved_bytes.all.peak"],
+            most_taken=most_taken,
+            calls=all_calls,
+            calls_per_step=last - before if steps > 1 else None,
+            statistics=statistics,
+            segments=self.snapshot(),
+        )
+
+    def _outcome(self) -> tuple[list[int], int]:
+        """Return the figures of ``struct outcome``, and the number of training steps."""
         figures = (ctypes.c_int64 * (_FIGURES + 3 * _CALLS))()
         steps: int = self._library.allocator_outcome(self._handle, figures)
-        all_calls, before, last = (
-            DriverCalls(*figures[begin : begin + _CALLS])
-            for begin in range(_FIGURES, _FIGURES + 3 * _CALLS, _CALLS)
-        )
-        position, requested, free, most_taken = figures[:_FIGURES]
-        per_step = last - before if steps > 1 else None
-        return _StateAfterRequests(position, requested, free, most_taken, all_calls, per_step)
+        return figures[:], steps
 
     def address(self, block: int) -> int:
         """Return the address of the block with a number; 0, as in C, if it is not in use."""

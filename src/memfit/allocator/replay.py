@@ -60,21 +60,7 @@ def replay_requests(
         version=version,
         empty_cache_each_step=empty_cache_each_step,
     ) as allocator:
-        fits = allocator.serve(asked)
-        outcome, statistics = allocator.outcome(), allocator.memory_stats()
-        segments = allocator.snapshot()
-    return ReplayResult(
-        failure=None
-        if fits
-        else FailedMalloc(asked.event[outcome.position], outcome.requested, outcome.free),
-        peak_allocated=statistics["allocated_bytes.all.peak"],
-        peak_reserved=statistics["reserved_bytes.all.peak"],
-        most_taken=outcome.most_taken,
-        calls=outcome.calls,
-        calls_per_step=outcome.calls_per_step,
-        statistics=statistics,
-        segments=segments,
-    )
+        return allocator.replay(asked)
 
 
 _MALLOC, _FAILED, _STEP = map(int, (RequestKind.MALLOC, RequestKind.FAILED, RequestKind.STEP))

@@ -122,13 +122,7 @@ def _moments(trace: Trace, line: Timeline) -> dict[str, int]:
 
 
 class _Classifier:
-    """Classifies the blocks of a moment.
-
-    Args:
-        trace: the trace of the blocks.
-        config: the settings in force.
-        tracker: at the end of the history.
-    """
+    """Classifies the blocks of a moment; the tracker is at the end of the history."""
 
     def __init__(self, trace: Trace, config: AllocatorConfig, tracker: BlockTracker) -> None:
         self._trace = trace

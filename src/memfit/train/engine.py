@@ -97,11 +97,10 @@ class Engine(ResumableRun):
         configuration = Configuration.of(plan)
         norm, arena = configuration.clipped_to(job.max_grad_norm), configuration.arena is not None
         self._arena_steps = ArenaSteps(configuration.arena, job.model)
-        prepared = set_up_engine(
+        self.model, update, gradients = set_up_engine(
             job, configuration.plan, norm, cuda_graphs=cuda_graphs, retry=retry, protect=protect, arena=arena
         )
-        update, self._ranks = prepared.update, prepared.gradients.ranks
-        self.model, self.plan = prepared.model, configuration.plan
+        self.plan, self._ranks = configuration.plan, gradients.ranks
         self.optimizer, self.scheduler = update.optimizer, update.scheduler
         self.callbacks = callbacks_in_call_order(callbacks)
         self.arena = self._arena_steps.arena
@@ -113,7 +112,7 @@ class Engine(ResumableRun):
         self.metrics: dict[str, float] = {}
         """The means of the last validation, by name."""
         self._stopped = self._left_others = False
-        self._ledger = AccumulationLedger(update, prepared.gradients, partial(call_callbacks, ref(self)))
+        self._ledger = AccumulationLedger(update, gradients, partial(call_callbacks, ref(self)))
         self._loss, self._splitter = job.loss or missing_loss_error, BatchSplitter(size, split)
         self._full_batch = FullBatchStepper(
             self._ledger, self.model, self.plan, self._loss, self._splitter, self._arena_steps, retry=retry

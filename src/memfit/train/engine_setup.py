@@ -5,7 +5,7 @@ float32 copies -> model cast, checkpointed, ... -> sharded -> optimizer, given t
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from weakref import ref
 
@@ -51,14 +51,8 @@ from memfit.train.window_gradients import GradientSums, gradient_sums_of_model
 _CALL = "memfit.Engine"  # as errors name it
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PreparedEngineParts:
-    """What an engine trains with, when its plan is applied."""
-
-    model: nn.Module
-    """The job's; with ``Sharding("ddp")`` in a DistributedDataParallel."""
-    update: OptimizerUpdate
-    gradients: RankGradients
+PreparedEngineParts = tuple[nn.Module, OptimizerUpdate, RankGradients]
+"""A job's model, with ``Sharding("ddp")`` in a DistributedDataParallel, and what an engine trains it with."""
 
 
 def set_up_engine(
@@ -89,14 +83,15 @@ def set_up_engine(
     with ExitStack() as undo:
         undo.callback(apply.revert, job.model)
         try:
-            prepared = _set_up(job, plan, ranks, max_grad_norm, cuda_graphs=cuda_graphs, protect=protect)
+            model, update, gradients = _set_up(
+                job, plan, ranks, max_grad_norm, cuda_graphs=cuda_graphs, protect=protect
+            )
         except Exception as error:
             ranks.report(error, _CALL, waiting=False)  # the others may be inside a broadcast
             raise
-        optimizer, scheduler = prepared.update.optimizer, prepared.update.scheduler
-        ranks.agree(_CALL, same=partial(optimizer_settings_as_text, optimizer, scheduler))
+        ranks.agree(_CALL, same=partial(optimizer_settings_as_text, update.optimizer, update.scheduler))
         undo.pop_all()
-    return prepared
+    return model, update, gradients
 
 
 def _set_up(
@@ -153,7 +148,7 @@ def _set_up(
             gradients.agree_before_broadcast(optimizer)
         update.gradients.kept = gradients.allocate() if sums is None else None
     _undo_on_revert(plain, update, gradients)
-    return PreparedEngineParts(model, update, gradients)
+    return model, update, gradients
 
 
 def _undo_on_revert(plain: nn.Module, update: OptimizerUpdate, gradients: RankGradients) -> None:

@@ -158,7 +158,7 @@ struct statistics {
     struct figure oversize[OVERSIZE];
 };
 
-struct counters {
+struct counters { /* in the order of compiled_allocator.py's COUNTERS */
     int64_t retries, ooms, sync_all_streams, device_alloc, device_free, oom_rejections;
 };
 

@@ -239,11 +239,7 @@ void allocator_statistics(const struct allocator *a, int64_t *figures)
         for (size_t field = 0; field < FIELDS; field++)
             figures[field * (EACH + OVERSIZE) + i] = fields[field];
     }
-    const struct counters *c = &a->counters;
-    const int64_t counters[] = {c->retries,      c->ooms,        c->sync_all_streams,
-                                c->device_alloc, c->device_free, c->oom_rejections};
-    for (size_t i = 0; i < sizeof counters / sizeof *counters; i++)
-        figures[FIELDS * (EACH + OVERSIZE) + i] = counters[i];
+    memcpy(figures + FIELDS * (EACH + OVERSIZE), &a->counters, sizeof a->counters);
 }
 
 /* Write how serving ended. Return the number of training steps. */

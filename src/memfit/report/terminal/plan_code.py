@@ -52,21 +52,12 @@ _WORDS = {
 """By setting: in a few words, and in a sentence."""
 
 
-def optimizer_settings_in_words(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Name the settings, in a few words each.
+def optimizer_changes_in_words(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what a plan changes about the optimizer: for each setting, a few words and a sentence.
 
-    >>> list(optimizer_settings_in_words({"bits": 8, "step_in_backward": True}))
+    >>> [words for words, _ in optimizer_changes_in_words({"bits": 8, "step_in_backward": True})]
     ['8-bit optimizer state', 'step in backward']
     """
-    return (words for words, _ in _filled(settings))
-
-
-def optimizer_change_sentences(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Say what a plan changes about the optimizer, in a sentence for each setting."""
-    return (sentence for _, sentence in _filled(settings))
-
-
-def _filled(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     values = {"backend": "torchao", **settings}
     for name, (words, sentence) in _WORDS.items():
         if settings.get(name):

@@ -19,8 +19,7 @@ from memfit.report.terminal.plan_chart import plan_chart_lines, policy_name_of_r
 from memfit.report.terminal.plan_code import (
     code_before_sharding,
     launch_instruction,
-    optimizer_change_sentences,
-    optimizer_settings_in_words,
+    optimizer_changes_in_words,
     sharded_optimizer_code,
     sharding_name,
 )
@@ -173,7 +172,7 @@ def plan_changes_in_words(run: PlanRun) -> str:
     named += [_kept_share(run)] if "compilation" in run.change.plan else []
     named += ["inputs offloaded"] * ("offload" in run.change.plan)
     named += [_precision(run)] if "precision" in run.change.plan else []
-    named += optimizer_settings_in_words(run.change.plan.get("optimizer_state", {}))
+    named += [words for words, _ in optimizer_changes_in_words(run.change.plan.get("optimizer_state", {}))]
     named += ["fused optimizer"] * run.change.fused
     named += ["expandable segments"] * bool(run.change.allocator)
     return ", ".join(named) or "as written"
@@ -346,7 +345,8 @@ def _changes(chosen: PlanRun) -> Iterator[str]:
     if "precision" in chosen.change.plan:
         yield f"Precision: {_precision(chosen)}."
     yield from _micro_batches(chosen)
-    yield from optimizer_change_sentences(chosen.change.plan.get("optimizer_state", {}))
+    for _, sentence in optimizer_changes_in_words(chosen.change.plan.get("optimizer_state", {})):
+        yield sentence
     if chosen.change.fused:
         yield "Write fused=True where the optimizer is created."
     if chosen.change.allocator:

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from memfit.dispatch_modes import without_dispatch_modes
 from memfit.recording.tensor_storage import storage_of
 from memfit.strategies.mechanisms.host_copies import HostCopies
+from memfit.strategies.mechanisms.replayable_operations import PlaceInStorage
 from memfit.strategies.mechanisms.tensors_in_objects import tensor_version
 
 
@@ -48,21 +49,6 @@ class _KeptTensor:
 
 class _OffloadedStorage:
     """A storage that is on the host, or on its way there or back."""
-
-    __slots__ = (
-        "__weakref__",
-        "_region",
-        "_root",
-        "fetched",
-        "leaving",
-        "modified",
-        "on_host",
-        "previous",
-        "shape",
-        "source",
-        "users",
-        "version",
-    )
 
     def __init__(self, tensor: torch.Tensor, previous: "_OffloadedStorage | None") -> None:
         self.version, self.shape = tensor._version, tensor.shape
@@ -240,15 +226,14 @@ class SavedTensorOffloader:
             self._offloaded[reference] = offloaded = lane.offload(tensor)
             self.count += 1
         offloaded.users += 1
-        return offloaded, lane, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+        return offloaded, lane, PlaceInStorage.of(tensor)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, _KeptTensor):
             return packed.unpack()
-        offloaded, lane, dtype, offset, shape, stride = packed
-        storage = lane.fetch(offloaded).untyped_storage()
-        empty = torch.empty(0, dtype=dtype, device=storage.device)
-        return empty.set_(storage, offset, shape, stride)
+        offloaded, lane, place = packed
+        tensor: torch.Tensor = place.tensor(lane.fetch(offloaded).untyped_storage())
+        return tensor
 
     def _lane(self, device: torch.device) -> _DeviceLane | None:
         if device not in self._lanes:
