@@ -134,3 +134,14 @@ def test_assignments_to_other_libraries_are_found():
         )
     )
     assert sorted(found) == ["kind.step", "layers.Module.forward", "torch.f"]
+
+
+def test_torch_compile_traces_no_function_that_stands_in_for_a_patched_one():
+    """Otherwise it would be part of the script's graphs, which would have its name."""
+    from memfit.recording.compiled_graphs import NEVER_COMPILED
+
+    carried_out_as_on_a_card = {"injection", "strategies", "verification"}
+    rooms = {
+        file.relative_to(PACKAGE).parts[0] for file in PACKAGE.rglob("*.py") if "Patch(" in file.read_text()
+    }
+    assert rooms - carried_out_as_on_a_card == {name.removeprefix("memfit.") for name in NEVER_COMPILED}

@@ -4,8 +4,9 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from enum import IntEnum
+from typing import TypeVar
 
 from memfit.errors import GhostError
 from memfit.ghost.build.extension_stubs import ExtensionStubs
@@ -35,6 +36,9 @@ _CONFIGURE_ERRORS = {
 """Status of ``ghost_configure`` -> the reason."""
 
 
+_Entry = TypeVar("_Entry", bound=ctypes.Structure)
+
+
 class LogAction(IntEnum):
     """The kind of an allocation log entry; ``enum ghost_action``."""
 
@@ -45,53 +49,45 @@ class LogAction(IntEnum):
     OUT_OF_MEMORY = 4
 
 
-@dataclass(frozen=True, slots=True)
-class LogEvent:
-    """One call of cudaMalloc, cudaFree or their stream-ordered variants."""
+class LogEvent(ctypes.Structure):
+    """One call of cudaMalloc, cudaFree or their stream-ordered variants; ``struct ghost_event``."""
 
-    action: LogAction
-    device: int
-    address: int
-    """For ``OUT_OF_MEMORY``, the bytes still free, including those of the pool for a pool allocation."""
-    size: int
-    """Bytes taken from the device; for ``OUT_OF_MEMORY``, the bytes requested."""
-    stream: int
-    """The stream's handle; 0 for the default stream and for the synchronous calls."""
-    label: int
-    """The label the calling thread had set with ``Ghost.set_label``."""
-    time_us: int
-    """Microseconds since the Unix epoch."""
+    _fields_ = (
+        ("action", ctypes.c_int32),  # a LogAction
+        ("device", ctypes.c_int32),
+        # For OUT_OF_MEMORY, the bytes still free, including those of the pool for a pool allocation.
+        ("address", ctypes.c_uint64),
+        ("size", ctypes.c_uint64),  # bytes taken from the device; for OUT_OF_MEMORY, the bytes requested
+        ("stream", ctypes.c_uint64),  # its handle; 0 for the default stream and for the synchronous calls
+        ("label", ctypes.c_uint64),  # what the calling thread had set with Ghost.set_label
+        ("time_us", ctypes.c_int64),  # since the Unix epoch
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class WorkspaceUse:
-    """One use of a workspace by a library."""
+class WorkspaceUse(ctypes.Structure):
+    """One use of a workspace by a library; ``struct ghost_workspace_use``."""
 
-    address: int
-    size: int
-    """Bytes, as the library requested them."""
-    label: int
-    """The label the calling thread had set with ``Ghost.set_label``."""
+    _fields_ = (
+        ("address", ctypes.c_uint64),
+        ("size", ctypes.c_uint64),  # bytes, as the library requested them
+        ("label", ctypes.c_uint64),  # what the calling thread had set with Ghost.set_label
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class CommunicatorUse:
+class CommunicatorUse(ctypes.Structure):
     """A communicator of NCCL, and what has run on it; ``struct ghost_communicator``."""
 
-    ranks: int
-    rank: int
-    min_ctas: int
-    """0 if its configuration does not say; ``max_ctas`` likewise."""
-    max_ctas: int
-    shares: bool
-    """Whether it was split off and uses its parent's connections."""
-    all_reduces: bool
-    collectives: bool
-    """Whether a collective other than an all-reduce has run on it."""
-    sends: int
-    """Ranks that this one has sent to."""
-    receives: int
-    """Ranks that it has received from."""
+    _fields_ = (
+        ("ranks", ctypes.c_int),
+        ("rank", ctypes.c_int),
+        ("min_ctas", ctypes.c_int),  # 0 if its configuration does not say, as max_ctas
+        ("max_ctas", ctypes.c_int),
+        ("shares", ctypes.c_int),  # whether it was split off and uses its parent's connections
+        ("all_reduces", ctypes.c_int),  # whether an all-reduce has run on it
+        ("collectives", ctypes.c_int),  # whether another collective has
+        ("sends", ctypes.c_int),  # ranks that this one has sent to
+        ("receives", ctypes.c_int),  # ranks that it has received from
+    )
 
 
 class _DeviceStruct(ctypes.Structure):
@@ -113,22 +109,6 @@ class _DeviceStruct(ctypes.Structure):
     )
 
 
-class _LogEventStruct(ctypes.Structure):
-    _fields_ = (
-        ("action", ctypes.c_int32),
-        ("device", ctypes.c_int32),
-        ("address", ctypes.c_uint64),
-        ("size", ctypes.c_uint64),
-        ("stream", ctypes.c_uint64),
-        ("label", ctypes.c_uint64),
-        ("time_us", ctypes.c_int64),
-    )
-
-
-class _WorkspaceUseStruct(ctypes.Structure):
-    _fields_ = (("address", ctypes.c_uint64), ("size", ctypes.c_uint64), ("label", ctypes.c_uint64))
-
-
 class _EngineConfigStruct(ctypes.Structure):
     _fields_ = (
         ("workspace", ctypes.c_uint64),
@@ -138,21 +118,7 @@ class _EngineConfigStruct(ctypes.Structure):
     )
 
 
-class _CommunicatorStruct(ctypes.Structure):
-    _fields_ = (
-        ("ranks", ctypes.c_int),
-        ("rank", ctypes.c_int),
-        ("min_ctas", ctypes.c_int),
-        ("max_ctas", ctypes.c_int),
-        ("shares", ctypes.c_int),
-        ("all_reduces", ctypes.c_int),
-        ("collectives", ctypes.c_int),
-        ("sends", ctypes.c_int),
-        ("receives", ctypes.c_int),
-    )
-
-
-_SIZE_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.POINTER(_CommunicatorStruct))
+_SIZE_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.POINTER(CommunicatorUse))
 _WORKSPACE_CALLBACK = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(_EngineConfigStruct), ctypes.c_int
 )
@@ -176,11 +142,11 @@ class Ghost:
         library.ghost_answer_elapsed.argtypes = (ctypes.c_float,)
         library.ghost_gaps_reached.argtypes = (ctypes.c_char_p, ctypes.c_size_t)
         library.ghost_gaps_reached.restype = ctypes.c_size_t
-        library.ghost_allocation_log.argtypes = (ctypes.POINTER(_LogEventStruct), ctypes.c_size_t)
+        library.ghost_allocation_log.argtypes = (ctypes.POINTER(LogEvent), ctypes.c_size_t)
         library.ghost_allocation_log.restype = ctypes.c_size_t
         library.ghost_set_label.argtypes = (ctypes.c_uint64,)
         library.ghost_set_answerer.argtypes = (_WORKSPACE_CALLBACK,)
-        library.ghost_workspace_uses.argtypes = (ctypes.POINTER(_WorkspaceUseStruct), ctypes.c_size_t)
+        library.ghost_workspace_uses.argtypes = (ctypes.POINTER(WorkspaceUse), ctypes.c_size_t)
         library.ghost_workspace_uses.restype = ctypes.c_size_t
         library.ghost_set_communicator_sizes.argtypes = (_SIZE_CALLBACK,)
         library.ghost_set_exchange.argtypes = (EXCHANGE_CALLBACK,)
@@ -322,24 +288,9 @@ class Ghost:
             size: is called when a communicator is made, and whenever what has run on it changes, on the
                 thread of the library call. It must not raise.
         """
-
-        def answer(found: "ctypes._Pointer[_CommunicatorStruct]") -> int:
-            use = found.contents
-            return size(
-                CommunicatorUse(
-                    use.ranks,
-                    use.rank,
-                    use.min_ctas,
-                    use.max_ctas,
-                    bool(use.shares),
-                    bool(use.all_reduces),
-                    bool(use.collectives),
-                    use.sends,
-                    use.receives,
-                )
-            )
-
-        self._sizes = _SIZE_CALLBACK(answer)  # referenced here: the runtime holds only its address
+        self._sizes = _SIZE_CALLBACK(
+            lambda use: size(use.contents)
+        )  # referenced here: the runtime holds only its address
         self._library.ghost_set_communicator_sizes(self._sizes)
 
     def exchange_between_ranks(self, exchange: Exchange, send: Send, receive: Receive) -> None:
@@ -373,10 +324,7 @@ class Ghost:
         return {use.label for use in self._logged_workspaces() if not use.address and not use.size}
 
     def _logged_workspaces(self) -> list[WorkspaceUse]:
-        length = self._library.ghost_workspace_uses(None, 0)
-        uses = (_WorkspaceUseStruct * length)()
-        length = min(length, self._library.ghost_workspace_uses(uses, length))
-        return [WorkspaceUse(use.address, use.size, use.label) for use in uses[:length]]
+        return _entries(self._library.ghost_workspace_uses, WorkspaceUse)
 
     def allocation_log(self) -> list[LogEvent]:
         """Return every cudaMalloc, cudaFree and stream-ordered variant since the log was started.
@@ -384,10 +332,11 @@ class Ghost:
         For allocators whose history PyTorch does not record: ``backend:cudaMallocAsync`` and
         ``PYTORCH_NO_CUDA_MEMORY_CACHING=1``.
         """
-        length = self._library.ghost_allocation_log(None, 0)
-        events = (_LogEventStruct * length)()
-        length = min(length, self._library.ghost_allocation_log(events, length))
-        return [
-            LogEvent(LogAction(e.action), e.device, e.address, e.size, e.stream, e.label, e.time_us)
-            for e in events[:length]
-        ]
+        return _entries(self._library.ghost_allocation_log, LogEvent)
+
+
+def _entries(log: Callable[..., int], kind: type[_Entry]) -> list[_Entry]:
+    """Return the entries of a log of the runtime."""
+    length = log(None, 0)
+    entries = (kind * length)()
+    return entries[: log(entries, length)]

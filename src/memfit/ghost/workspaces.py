@@ -32,6 +32,7 @@ from memfit.ghost.cudnn.descriptors import (
     TensorShape,
     operation_of,
 )
+from memfit.ghost.cudnn.server import dotted_version
 from memfit.records import Provenance
 
 RULES = Path(__file__).with_name("workspaces.toml")
@@ -263,7 +264,7 @@ class Workspaces:
 
     def _notes_on_cudnn(self, answers: list[_WorkspaceAnswer]) -> Iterator[tuple[Provenance, str]]:
         for version in sorted({answer.version for answer in answers if answer.version}):
-            yield Provenance.SIMULATED, _FROM_CUDNN.format(version=_format_version(version))
+            yield Provenance.SIMULATED, _FROM_CUDNN.format(version=dotted_version(version))
         if any(answer.timed for answer in answers):
             yield Provenance.ASSUMED, _NOT_TIMED
         if self._client is not None and self._client.missed:
@@ -325,12 +326,3 @@ def _benchmarks() -> bool:
     """Return whether the script has enabled ``torch.backends.cudnn.benchmark``."""
     torch = sys.modules.get("torch")
     return torch is not None and bool(torch._C._get_cudnn_benchmark())
-
-
-def _format_version(number: int) -> str:
-    """Format cuDNN's version number.
-
-    >>> _format_version(92400)
-    '9.24.0'
-    """
-    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"

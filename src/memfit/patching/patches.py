@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from memfit.errors import UnsuitableEnvironmentError
+from memfit.patching.after_import import after_import
 
 _ABSENT = object()
 
@@ -90,6 +91,15 @@ class Patch:
     def wrap(self, name: str, around: Callable[..., Any], *, on: Any = None) -> Callable[[], None]:
         """Replace a function by ``around(original, ...)``, as ``install`` does; methods pass their object."""
         return self.install(name, functools.partial(wrapped, around=around), on=on)
+
+    def wrap_when_imported(self, **arounds: Callable[..., Any]) -> None:
+        """Replace names as ``wrap`` does, as soon as the module of their owner has been imported."""
+
+        def wrap() -> None:
+            for name, around in arounds.items():
+                self.wrap(name, around)
+
+        after_import(self.module, wrap)
 
     @property
     def module(self) -> str:

@@ -60,7 +60,7 @@ _STEP = "Optimizer.step#"  # prefix of the profiler range that torch.optim opens
 _STEPPING = "memfit_stepping"  # attribute with the optimizers of a graph that is being traced
 _COMPILES = "_torchdynamo_orig_callable"  # attribute of a compiled function with the original one
 BEFORE_FORWARD = (Phase.SETUP, Phase.INPUT, Phase.BETWEEN)
-_NEVER_COMPILED = "memfit.ghost", "memfit.recording", "memfit.run"
+NEVER_COMPILED = "memfit.ghost", "memfit.patching", "memfit.recording", "memfit.run"
 """What runs in a region only with memfit, in plain Python. Strategies are compiled, as on a card."""
 
 
@@ -121,7 +121,7 @@ class CompiledCode:
         from torch._dynamo import trace_rules
         from torch._dynamo.eval_frame import OptimizeContext
 
-        for package in _NEVER_COMPILED:
+        for package in NEVER_COMPILED:
             trace_rules.add(package)
         self._hooks.wrap(_REGION, "__call__", self._make_region)
         for capture in (_CAPTURE, _EXPORT):

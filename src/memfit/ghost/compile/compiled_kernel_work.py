@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from memfit.patching.after_import import after_import
 from memfit.patching.patches import Patch
 
 _GRAPH = Patch("torch._inductor.output_code:CompiledFxGraph", "__init__", why="keep the work of its kernels")
@@ -22,15 +21,14 @@ KernelWork = tuple[str, int, int, str]
 
 def install() -> None:
     """Keep it from now on; call directly after torch was imported."""
-    after_import("torch._inductor.output_code", lambda: _GRAPH.install("__init__", _noting_kernels))
+    _GRAPH.wrap_when_imported(__init__=_note_kernels)
 
 
-def _noting_kernels(original: Any) -> Any:
-    def initialize(compiled: Any, current_callable: Any, graph: Any, *args: Any, **options: Any) -> None:
-        original(compiled, current_callable, graph, *args, **options)
-        setattr(compiled, KERNELS, _kernels(graph))
-
-    return initialize
+def _note_kernels(
+    original: Any, compiled: Any, current_callable: Any, graph: Any, *args: Any, **options: Any
+) -> None:
+    original(compiled, current_callable, graph, *args, **options)
+    setattr(compiled, KERNELS, _kernels(graph))
 
 
 def _kernels(graph: Any) -> tuple[KernelWork, ...]:

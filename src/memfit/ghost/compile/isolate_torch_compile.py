@@ -124,14 +124,15 @@ class CompilerPatches:
         for module, action in (
             ("torch._inductor.config", self._configure_inductor),
             ("torch._inductor.runtime.cache_dir_utils", self._redirect_inductor_cache),
-            ("torch._inductor.compile_fx", self._configure_each_compilation),
             ("torch._inductor.codecache", self._discard_lines),
             ("torch._functorch._aot_autograd.autograd_cache", self._discard_choices),
-            ("torch._inductor.runtime.benchmarking", self._skip_inductor_timing),
             ("triton.runtime.cache", self._redirect_triton_cache),
-            ("triton.testing", self._skip_triton_timing),
         ):
             after_import(module, action)
+        _COMPILE.wrap_when_imported(compile_fx=self._configure_first)
+        _TRITON_TIMING.wrap_when_imported(benchmark_gpu=self._skip_timing)
+        _INDUCTOR_TIMING.wrap_when_imported(benchmark_gpu=self._skip_timing)
+        _TIMING_FUNCTIONS.wrap_when_imported(**dict.fromkeys(_TIMING_FUNCTIONS.names, self._skip_timing))
         skip_triton_codegen.install()
         compiled_kernel_work.install()
 
@@ -154,8 +155,9 @@ class CompilerPatches:
         for name in _FOLDERS.names:  # the others import them from here
             _FOLDERS.install(name, partial(before, self._set_environment))
 
-    def _configure_each_compilation(self) -> None:
-        _COMPILE.install("compile_fx", partial(before, self._configure_inductor))
+    def _configure_first(self, compile_fx: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        self._configure_inductor()
+        return compile_fx(*args, **options)
 
     def _redirect_triton_cache(self) -> None:
         from triton import knobs  # type: ignore[import-untyped]
@@ -180,14 +182,6 @@ class CompilerPatches:
         _TIMINGS.install("update_local_cache", lambda _: lambda _, cache: timings.update(cache))
         _GRAPH_CACHE.install("_save_graph", lambda save: staticmethod(wrapped(save, _unless_timed)))
         _AUTOGRAD_CACHE.install("save", lambda save: staticmethod(wrapped(save, _unless_timed)))
-
-    def _skip_inductor_timing(self) -> None:
-        _TRITON_TIMING.wrap("benchmark_gpu", self._skip_timing)
-        _INDUCTOR_TIMING.wrap("benchmark_gpu", self._skip_timing)
-
-    def _skip_triton_timing(self) -> None:
-        for name in _TIMING_FUNCTIONS.names:
-            _TIMING_FUNCTIONS.wrap(name, self._skip_timing)
 
     def _skip_timing(self, benchmark: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Call a function that times a kernel, and have all kernels take equally long."""

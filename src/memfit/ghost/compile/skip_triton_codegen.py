@@ -18,7 +18,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from memfit.patching.after_import import after_import
 from memfit.patching.patches import Patch
 
 _AUTOTUNER = Patch(
@@ -53,11 +52,8 @@ class _StageOutput:
 def install() -> None:
     """Skip machine code stages from now on; call directly after torch was imported."""
     reuse = _ReusedStages()
-    after_import(
-        "torch._inductor.runtime.triton_heuristics",
-        lambda: _AUTOTUNER.wrap("_precompile_config", reuse.mark_skippable_kernel),
-    )
-    after_import("triton.backends.nvidia.compiler", lambda: _BACKEND.wrap("add_stages", reuse.reuse_stages))
+    _AUTOTUNER.wrap_when_imported(_precompile_config=reuse.mark_skippable_kernel)
+    _BACKEND.wrap_when_imported(add_stages=reuse.reuse_stages)
 
 
 def _is_skippable(kernel: Any) -> bool:

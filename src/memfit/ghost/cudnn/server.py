@@ -52,10 +52,10 @@ class CudnnRefusedError(Exception):
     """CuDNN refused the library, the device or a descriptor; the message is cuDNN's own."""
 
 
-def _dotted(version: int) -> str:
+def dotted_version(version: int) -> str:
     """Return a version as people write it.
 
-    >>> _dotted(90_701), _dotted(8_907)
+    >>> dotted_version(90_701), dotted_version(8_907)
     ('9.7.1', '8.9.7')
     """
     major, rest = divmod(version, 10_000 if version >= 90_000 else 1_000)  # noqa: PLR2004 - as in cudnn_version.h
@@ -88,7 +88,7 @@ class Cudnn:
         self.version = int(self._library.cudnnGetVersion())
         if self.version < OLDEST:
             raise CudnnRefusedError(
-                f"cuDNN {_dotted(self.version)} is too old to be queried without a GPU "
+                f"cuDNN {dotted_version(self.version)} is too old to be queried without a GPU "
                 "(this needs 9.8 or later)"
             )
         self._made: list[ctypes.c_void_p] = []

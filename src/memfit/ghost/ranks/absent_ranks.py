@@ -21,7 +21,6 @@ from urllib.parse import parse_qsl, urlsplit
 from memfit.ghost.ranks.join_and_pipeline_agreements import agree_with_this_rank
 from memfit.ghost.ranks.object_exchange_files import ExchangedObjects
 from memfit.ghost.ranks.wrap_group_creation import exchange_objects_on_cpu, wrap_process_groups
-from memfit.patching.after_import import after_import
 from memfit.patching.patches import Patch
 
 _EXCHANGES = Patch(
@@ -107,8 +106,8 @@ def stand_for_a_rank(
         _STORES.install(name, partial(_replaced_by, store))
     wrap_process_groups(rendezvous, new_process_group)
     agree_with_this_rank()
-    after_import("torch.distributed.checkpoint.utils", lambda: _CHECKPOINTS.wrap("__init__", _plan_alone))
-    after_import("torch.distributed.checkpoint.default_planner", _accept_a_part_of_a_checkpoint)
+    _CHECKPOINTS.wrap_when_imported(__init__=_plan_alone)
+    _PLANS.wrap_when_imported(_validate_global_plan=_accept_a_part)
 
 
 def _replaced_by(replacement: Any, _original: Any) -> Any:
@@ -125,6 +124,6 @@ def _plan_alone(
     prepare(wrapper, group, use_dist=False, coordinator_rank=coordinator_rank)
 
 
-def _accept_a_part_of_a_checkpoint() -> None:
-    """Accept a plan that holds this rank's shards only."""
-    _PLANS.install("_validate_global_plan", lambda _: lambda *_: [])
+def _accept_a_part(_validate: Callable[..., Any], *_: object) -> list[Any]:
+    """Find no error in a plan of a checkpoint that holds this rank's shards only."""
+    return []

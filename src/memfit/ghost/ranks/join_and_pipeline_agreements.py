@@ -44,16 +44,14 @@ _ZERO_OPTIMIZER = Patch(
 
 def agree_with_this_rank() -> None:
     """Have the modules agree once the script imports them."""
-    after_import(
-        "torch.distributed.algorithms.join", lambda: _JOIN.wrap("_get_num_nonjoined_procs", _count_none)
-    )
-    after_import("torch.distributed.pipelining.stage", lambda: _vote(lambda _, own: own))
-    after_import("torch.distributed.optim.zero_redundancy_optimizer", _send_state_of_partitions)
+    _JOIN.wrap_when_imported(_get_num_nonjoined_procs=_count_none)
+    after_import(_STAGE.module, lambda: _vote(lambda _, own: own))
+    _send_state_of_partitions()
 
 
 def agree_between_ranks() -> None:
     """Have stages of a pipeline agree, where each rank exists, once the script imports them."""
-    after_import("torch.distributed.pipelining.stage", lambda: _vote(_vote_of_all))
+    after_import(_STAGE.module, lambda: _vote(_vote_of_all))
 
 
 def _count_none(count: Callable[[Any], int], join: Any) -> int:
@@ -110,8 +108,8 @@ def _send_state_of_partitions() -> None:
         optimizer = consolidating[-1]
         return _state_of_partition(optimizer, dist.get_group_rank(optimizer.process_group, src_rank), device)
 
-    _ZERO.wrap("_broadcast_object", send)
-    _ZERO_OPTIMIZER.wrap("consolidate_state_dict", consolidate)
+    _ZERO.wrap_when_imported(_broadcast_object=send)
+    _ZERO_OPTIMIZER.wrap_when_imported(consolidate_state_dict=consolidate)
 
 
 def _state_of_partition(optimizer: Any, rank: int, device: Any) -> dict[str, Any]:

@@ -96,12 +96,22 @@ def _operands(inputs: KnownInputs, *operands: object) -> list[Known | None]:
 def _compare(function: Callable[[Any, Any], bool], inputs: KnownInputs, a: Any, b: Any) -> Known | None:
     left, right = _operands(inputs, a, b)
     if left is None and right is not None and function is operator.eq and not isinstance(b, torch.Tensor):
-        return where_equal(inputs.known, a, right.value)
+        return _where_equal(inputs.known, a, right.value)
     if left is None or right is None:
         return None
     dtype = torch.result_type(a, b)  # 0.1 rounds differently in half than in float
     x, y = rounded(left.value, dtype), rounded(right.value, dtype)
     return None if x is None or y is None else _combined(function(x, y), left, right)
+
+
+def _where_equal(known: KnownValues, tensor: object, number: Number) -> Known | None:
+    """Return the result of ``tensor == number``: where it is true, an unknown vector holds the number."""
+    if not isinstance(tensor, torch.Tensor) or tensor.dim() != 1 or tensor.is_floating_point():
+        return None
+    source = known.state(tensor) if rounded(number, tensor.dtype) == number else None
+    if source is None:
+        return None
+    return Known(False, exceptions=tensor.numel(), selection=Selection(source, number))
 
 
 def _combined(value: Number, left: Known, right: Known) -> Known:
@@ -114,14 +124,16 @@ def _logic(
 ) -> Known | None:
     """Combine booleans; ``decides`` is the one that determines the result whatever the other operand is."""
     known = [fact._replace(value=bool(fact.value)) for fact in _operands(inputs, *sides) if fact is not None]
-    return _settled(known, decides) or (
-        _combined(function(known[0].value, known[1].value), *known) if len(known) == len(sides) else None
-    )
+    return _settled(function, decides, known)
 
 
-def _settled(known: Sequence[Known], decides: Number | None) -> Known | None:
-    """Return the most certain of the operands that determine the result, or None."""
+def _settled(
+    function: Callable[[Any, Any], Number], decides: Number | None, known: Sequence[Known]
+) -> Known | None:
+    """Return the most certain of the known operands that determine the result; else combine both, or None."""
     settled = [fact for fact in known if decides is not None and fact.value == decides]
+    if not settled and len(known) == 2:  # noqa: PLR2004 - both operands
+        return _combined(function(known[0].value, known[1].value), *known)
     return min(settled, key=lambda fact: (fact.exceptions, fact.basis), default=None)
 
 
@@ -132,10 +144,7 @@ def _bitwise(
     if all(isinstance(side, bool) or getattr(side, "dtype", None) == torch.bool for side in sides):
         return _logic(function, decides, inputs, *sides)
     known = [fact for fact in _operands(inputs, *sides) if fact is not None]
-    settled = _settled(known, 0) if function is operator.and_ else None
-    return settled or (
-        _combined(function(known[0].value, known[1].value), *known) if len(known) == len(sides) else None
-    )
+    return _settled(function, 0 if function is operator.and_ else None, known)
 
 
 def _invert(inputs: KnownInputs, tensor: torch.Tensor) -> Known | None:
@@ -179,11 +188,26 @@ def _sum(
 
 
 def _nonzero(inputs: KnownInputs, mask: torch.Tensor) -> Selection | None:
-    return found_by_nonzero(inputs.known, mask)
+    """Return what is known of the indices that ``nonzero`` finds in a mask."""
+    fact = inputs.known.mostly(mask) if mask.dim() == 1 else None
+    if fact is None or fact.value or fact.basis is not Basis.FILLED:
+        return None  # what is only assumed of a mask bounds nothing
+    return fact.selection
 
 
 def _index(inputs: KnownInputs, tensor: torch.Tensor, indices: Sequence[object]) -> Known | Selection | None:
-    return indexed(inputs.known, tensor, indices)
+    """Return what is known of ``tensor[index]``: elements of a vector, or some of its indices."""
+    index = indices[0] if len(indices) == 1 else None
+    dtypes = (torch.int64, torch.int32)
+    if not isinstance(index, torch.Tensor) or index.dtype not in dtypes or tensor.dim() != 1:
+        return None
+    taken = inputs.known.selection(tensor)
+    if taken is not None:
+        return None if taken.others else taken  # an index may take one of the others several times
+    chosen = inputs.known.selection(index) if index.dim() == 1 else None
+    if chosen is None or not inputs.known.is_in_state(tensor, chosen.source):
+        return None
+    return Known(chosen.value, exceptions=chosen.others)
 
 
 def _cat(inputs: KnownInputs, tensors: Sequence[torch.Tensor], *_: object) -> Known | Selection | None:
@@ -275,41 +299,6 @@ RULES: Mapping[str, PropagationRule] = {
     "isin.Tensor_Scalar": _assume_absent,
 }
 """ATen op -> its rule; ``unscaled`` and ``updated_scale`` cover the two ops that write several arguments."""
-
-
-_INDEX_DTYPES = (torch.int64, torch.int32)
-
-
-def where_equal(known: KnownValues, tensor: object, number: Number) -> Known | None:
-    """Return the result of ``tensor == number``: where it is true, an unknown vector holds the number."""
-    if not isinstance(tensor, torch.Tensor) or tensor.dim() != 1 or tensor.is_floating_point():
-        return None
-    source = known.state(tensor) if rounded(number, tensor.dtype) == number else None
-    if source is None:
-        return None
-    return Known(False, exceptions=tensor.numel(), selection=Selection(source, number))
-
-
-def found_by_nonzero(known: KnownValues, mask: torch.Tensor) -> Selection | None:
-    """Return what is known of the indices that ``nonzero`` finds in a mask."""
-    fact = known.mostly(mask) if mask.dim() == 1 else None
-    if fact is None or fact.value or fact.basis is not Basis.FILLED:
-        return None  # what is only assumed of a mask bounds nothing
-    return fact.selection
-
-
-def indexed(known: KnownValues, tensor: torch.Tensor, indices: Sequence[object]) -> Known | Selection | None:
-    """Return what is known of ``tensor[index]``: elements of a vector, or some of its indices."""
-    index = indices[0] if len(indices) == 1 else None
-    if not isinstance(index, torch.Tensor) or index.dtype not in _INDEX_DTYPES or tensor.dim() != 1:
-        return None
-    taken = known.selection(tensor)
-    if taken is not None:
-        return None if taken.others else taken  # an index may take one of the others several times
-    chosen = known.selection(index) if index.dim() == 1 else None
-    if chosen is None or not known.is_in_state(tensor, chosen.source):
-        return None
-    return Known(chosen.value, exceptions=chosen.others)
 
 
 def union(parts: Iterable[tuple[int, Selection | None]]) -> Selection | None:
