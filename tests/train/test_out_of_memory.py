@@ -135,7 +135,7 @@ def test_a_gradient_that_an_interrupted_backward_left_on_a_cast_parameter_is_not
 
     hook = first.register_post_accumulate_grad_hook(interrupted)
     for parameter in sums._hooks:
-        parameter.register_post_accumulate_grad_hook(sums.take)
+        parameter.register_post_accumulate_grad_hook(sums.notice)
     with pytest.raises(KeyboardInterrupt):
         engine.step(data[0])
     engine.step(data[0])
