@@ -199,8 +199,8 @@ def test_the_stream_ordered_allocator_reports_the_pools_figures(on_ghost):
     out = on_ghost(
         THREE_STEPS
         + """
-    from memfit.ghost.runtime_bindings import AllocationLogAction
-    actions = {AllocationLogAction(event.action).name for event in log}
+    from memfit.ghost.runtime_bindings import AllocationLogAction as Action
+    actions = {Action(event.action).name for event in log}
     print(actions == {"MALLOC_ASYNC", "FREE_ASYNC"}, {e.label for e in log[:5]})
     print(peak == allocated, torch.cuda.max_memory_reserved() == ghost.counter("used_peak") == 32 << 20)
     """,
@@ -215,8 +215,8 @@ def test_without_caching_the_log_has_every_allocation(on_ghost):
     out = on_ghost(
         THREE_STEPS
         + """
-    from memfit.ghost.runtime_bindings import AllocationLogAction
-    print(allocated, {AllocationLogAction(event.action).name for event in log} == {"MALLOC", "FREE"}, peak > 0)
+    from memfit.ghost.runtime_bindings import AllocationLogAction as Action
+    print(allocated, {Action(event.action).name for event in log} == {"MALLOC", "FREE"}, peak > 0)
     del net, optimizer, x
     torch._C._cuda_clearCublasWorkspaces()
     print(ghost.counter("used"))
