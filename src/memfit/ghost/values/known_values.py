@@ -123,7 +123,7 @@ class KnownValues:
     >>> flag = torch.zeros(3)
     >>> values.put(flag, KnownValue(0.0))
     >>> values.get(flag[1:])
-    Known(value=0.0, basis=<Basis.FILLED: 0>, exceptions=0, selection=None)
+    KnownValue(value=0.0, basis=<KnownValueBasis.FILLED: 0>, exceptions=0, selection=None)
     >>> _ = flag.add_(1)
     >>> values.get(flag) is None
     True
