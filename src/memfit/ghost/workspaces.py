@@ -185,7 +185,7 @@ class WorkspaceSizes:
         source: where sizes come from.
         connect: returns the cuDNN to query; called with the first question for it.
 
-    >>> Workspaces.read().answer(b'{"kind":"dropout","multiprocessors":132,"threads":2048}')[0].workspace
+    >>> WorkspaceSizes.read().answer(b'{"kind":"dropout","multiprocessors":132,"threads":2048}')[0].workspace
     6488064
     """
 

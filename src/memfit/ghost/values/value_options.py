@@ -82,7 +82,7 @@ class GpuValueOptions:
         Raises:
             UsageError: an unknown or repeated key, or a value that is invalid for its key.
 
-        >>> ValueOptions.parse("float=0.5, nonzero=25%").given
+        >>> GpuValueOptions.parse("float=0.5, nonzero=25%").given
         {'float': '0.5', 'nonzero': '25%'}
         """
         given: dict[str, str] = {}
@@ -106,18 +106,18 @@ class GpuValueOptions:
     def choose(self, kind: Kind, operator: str = "") -> ChosenGpuValue:
         """Return the value for a read for which the user gave no line; ``operator`` finds a count.
 
-        >>> options = ValueOptions.parse("count=0.5,unique=3")
+        >>> options = GpuValueOptions.parse("count=0.5,unique=3")
         >>> options.choose("count", "unique"), options.choose("count", "mode").value
-        (Chosen(value=3, given='unique=3'), 0.5)
+        (ChosenGpuValue(value=3, given='unique=3'), 0.5)
         """
         return self._given(kind, operator) or self._given(kind, kind) or ChosenGpuValue(_DEFAULTS[kind], "")
 
     def at_line(self, kind: Kind, lines: Iterable[tuple[str, int]]) -> ChosenGpuValue | None:
         """Return the value that the user gave for the innermost of these lines, or None.
 
-        >>> options = ValueOptions.parse("heads.py:120=256")
+        >>> options = GpuValueOptions.parse("heads.py:120=256")
         >>> options.at_line("count", [("/lib/heads.py", 120)])
-        Chosen(value=256, given='heads.py:120=256')
+        ChosenGpuValue(value=256, given='heads.py:120=256')
         >>> options.at_line("bool", [("/lib/heads.py", 120)])  # None: 256 is no boolean
         """
         named = (place for line in lines for place in self.places if _names(place, *line))
