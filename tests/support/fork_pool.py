@@ -71,7 +71,7 @@ class ForkPool:
     Raises:
         GhostError: the warm process could not be started.
 
-    >>> with ForkPool(build(), device) as pool:  # doctest: +SKIP
+    >>> with ForkPool(build_ghost(), device) as pool:  # doctest: +SKIP
     ...     pool.run(PoolJob("script.py:peak", {"batch": 8}))
     """
 

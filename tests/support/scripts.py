@@ -50,7 +50,7 @@ from memfit.ghost.values.value_options import GpuValueOptions
 notes = []
 
 def install(options=""):
-    return gpu_reads.install(
+    return gpu_reads.answer_gpu_reads(
         ghost, GpuValueOptions.parse(options), lambda *note, **_: notes.append(note),
         fallback_where=lambda: "layers.0",
     )

@@ -1,6 +1,6 @@
 """Load the ghost into this process, before PyTorch, and wait for autograd's threads at the process's end.
 
-load(build())            the runtime, and an empty library for each of NVIDIA's SONAMEs
+load(build_ghost())      the runtime, and an empty library for each of NVIDIA's SONAMEs
 ghost.configure(device)  the device and how much memory it has
 import torch             the real PyTorch: the loader does not search for a SONAME that is already loaded
 
@@ -30,7 +30,7 @@ def load(build: BuiltGhost) -> GhostRuntime:
         GhostError: PyTorch is loaded already, or the runtime cannot be loaded.
 
     Example:
-        >>> ghost = load(build())  # doctest: +SKIP
+        >>> ghost = load(build_ghost())  # doctest: +SKIP
         >>> ghost.configure(GhostDevice(...))  # doctest: +SKIP
         >>> import torch  # doctest: +SKIP
 

@@ -19,6 +19,6 @@ class PrintedResult:
 
     def __str__(self) -> str:
         # Imported by name and on first use: records may not import report, a higher layer.
-        return str(import_module("memfit.report.result_printers").printed_text(self))
+        return str(import_module("memfit.report.result_printers").printed_text_of_result(self))
 
     __repr__ = __str__

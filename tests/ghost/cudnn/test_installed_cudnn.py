@@ -85,7 +85,7 @@ def test_the_machines_driver_is_never_loaded(tmp_path, monkeypatch, shielded):
         empty = ("-shared", "-xc", "/dev/null", "-o", "none.so")
         subprocess.run([*find_compiler(), *empty], cwd=tmp_path, check=True)
         unshielded = dataclasses.replace(build_ghost(), no_device=tmp_path / "none.so")
-        monkeypatch.setattr(sys.modules[__name__], "build", lambda: unshielded)
+        monkeypatch.setattr(sys.modules[__name__], "build_ghost", lambda: unshielded)
     client, _ = installed("A100-80GB")
     # A question that is not cached; the fallbacks include engines that are compiled at run time.
     client.answer(convolution("forward", images=3 + shielded, mode=FALLBACK))
