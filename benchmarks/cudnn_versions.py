@@ -239,12 +239,7 @@ def _workspaces(
     questions: Iterable[bytes], answer: Callable[[bytes], Sequence[Any]], *, allow_tf32: bool
 ) -> Iterable[Workspace]:
     """Yield the workspaces of the convolutions asked about, with their fallback engines."""
-    from memfit.ghost.cudnn.descriptors import (
-        ENGINEHEUR_MODE,
-        CudnnConvolution,
-        CudnnDescriptor,
-        cudnn_operation_of_graph,
-    )
+    from memfit.ghost.cudnn import descriptors
 
     for question in questions:
         tree = json.loads(question)
@@ -252,13 +247,14 @@ def _workspaces(
             continue
         import msgspec
 
-        descriptor = msgspec.convert(tree["descriptor"], CudnnDescriptor)
-        convolution = cudnn_operation_of_graph(descriptor)
-        if not isinstance(convolution, CudnnConvolution) or descriptor.values(ENGINEHEUR_MODE) == (FALLBACK,):
+        descriptor = msgspec.convert(tree["descriptor"], descriptors.CudnnDescriptor)
+        convolution = descriptors.cudnn_operation_of_graph(descriptor)
+        mode = descriptor.values(descriptors.ENGINEHEUR_MODE)
+        if mode == (FALLBACK,) or not isinstance(convolution, descriptors.CudnnConvolution):
             continue
         attributes = tree["descriptor"]["attributes"]
         tree["descriptor"]["attributes"] = [
-            [name, kind, [FALLBACK] if name == ENGINEHEUR_MODE else values]
+            [name, kind, [FALLBACK] if name == descriptors.ENGINEHEUR_MODE else values]
             for name, kind, values in attributes
         ]
         own, fallback = answer(question), answer(json.dumps(tree).encode())
