@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import memfit
-from memfit.planning.common_plan_search import PlanSearch
+from memfit.planning.plan_search_base import PlanSearch
 from memfit.trials import trial_run
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("warm_scripts")]

@@ -22,7 +22,7 @@ from memfit.patching.installed_hooks import InstalledHooks
 from memfit.planning.choose_checkpointing import CheckpointChooser, PlannedRegion
 from memfit.planning.step_memory_model import StepMemoryModel
 from memfit.planning.tensor_recompute_options import tensor_recomputations
-from memfit.strategies.mechanisms.operation_counter import OperationCounter
+from memfit.strategies.mechanisms.recomputation_counter import OperationCounter
 from memfit.strategies.mechanisms.selective_checkpointing import KeptResults
 from support.planned_networks import NETWORKS, feed_forward
 

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from memfit.errors import UsageError
 from memfit.injection.inject_sharding import ShardingInjector
 from memfit.strategies.plan import Plan
+from memfit.strategies.precision import Precision
 from memfit.strategies.sharding import Sharding
 
 
@@ -18,11 +19,10 @@ from memfit.strategies.sharding import Sharding
 def injector():
     """Return a function that makes an injector for a mode; and a list of what it refuses and reports."""
 
-    def make(mode):
+    def make(mode, **strategies):
         sharding = Sharding(mode)
-        return ShardingInjector(
-            sharding, Plan(sharding=sharding), make.refused.append, lambda: make.changes.append(1)
-        )
+        plan = Plan(sharding=sharding, **strategies)
+        return ShardingInjector(sharding, plan, make.refused.append, lambda: make.changes.append(1))
 
     make.refused, make.changes = [], []
     return make
@@ -51,6 +51,12 @@ def test_zero1_shards_the_optimizer_of_a_script_with_ddp(injector, group):
     one.shard(model)
     assert one.has(model)
     assert one.uncalled == ()
+
+
+def test_a_script_with_ddp_gets_the_other_strategies_of_the_plan(injector, group):
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    injector("zero1", precision=Precision("bf16")).shard(model)
+    assert model(torch.randn(1, 2)).dtype == torch.bfloat16
 
 
 def test_a_script_that_joins_a_group_without_ddp_is_refused(injector, group):

@@ -3,8 +3,8 @@
 import pytest
 
 from memfit.errors import TargetError
-from memfit.planning.common_plan_search import OutOfTimeError
 from memfit.planning.find_plan import find_plan
+from memfit.planning.plan_search_base import OutOfTimeError
 from memfit.planning.run_changes_on_ghost import PlannedScript
 from support.planned_script import MIB, OUTSIDE, Script, copy, work
 

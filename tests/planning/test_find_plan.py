@@ -11,8 +11,8 @@ from rich.console import Console
 
 from memfit.analysis.trial_result import TrialResult
 from memfit.errors import TargetError
-from memfit.planning.common_plan_search import PlanSearch
 from memfit.planning.find_plan import find_plan
+from memfit.planning.plan_search_base import PlanSearch
 from memfit.planning.run_changes_on_ghost import PlannedScript
 from memfit.planning.script_changes import AllowedChanges
 from memfit.records import Action, Change, EventLabel, Phase, ScriptEnd, ScriptPlan

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from memfit.patching.installed_hooks import InstalledHooks
-from memfit.verification.comparable_runs import CpuInsteadOfCuda, install_cpu_stand_in
+from memfit.verification.plain_gradients_on_cpu import CpuInsteadOfCuda, install_cpu_stand_in
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.random_state import seed_generators
-from memfit.verification.comparable_runs import switch_dropout_off, switch_gradient_changes_off
+from memfit.verification.plain_gradients_on_cpu import switch_dropout_off, switch_gradient_changes_off
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from memfit.analysis.trial_result import TrialResult, why_run_failed
 from memfit.devices import DEFAULT, find_device
 from memfit.errors import UsageError
-from memfit.planning.common_plan_search import OnFound, OutOfTimeError
 from memfit.planning.find_plan import find_plan
+from memfit.planning.plan_search_base import OnFound, OutOfTimeError
 from memfit.planning.run_changes_on_ghost import (
     RULE,
     PlannedScript,
@@ -20,7 +20,7 @@ from memfit.planning.run_changes_on_ghost import (
 )
 from memfit.planning.script_changes import LOW_BIT_STATE, PRECISIONS, AllowedChanges
 from memfit.records import Change, ScriptEnd, ScriptPlan
-from memfit.records.job_command import command_as_typed, is_job_command
+from memfit.records.job_function_command import command_as_typed, is_job_command
 from memfit.run.job_rank import Rank
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import ScriptProgress, script_command

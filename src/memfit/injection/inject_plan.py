@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from memfit.injection.inject_sharding import ShardingInjector
     from memfit.patching.installed_hooks import InstalledHooks
     from memfit.recording.second_step_operations import SecondStepRecorder
-    from memfit.strategies.mechanisms.operation_counter import OperationCounter
+    from memfit.strategies.mechanisms.recomputation_counter import OperationCounter
     from memfit.strategies.plan import Plan
 
 _OPTIMIZER = Patch("torch.optim.optimizer:Optimizer", "__init__", why="carry out a plan on what it trains")
@@ -135,7 +135,7 @@ def _inject_now(settings: InjectionSettings, on_report: Callable[[InjectionRepor
 
 
 def _counter(settings: InjectionSettings, report: "_Report") -> "OperationCounter":
-    from memfit.strategies.mechanisms.operation_counter import OperationCounter
+    from memfit.strategies.mechanisms.recomputation_counter import OperationCounter
 
     def counted(counts: OperationCounts, again: dict[str, int], missing: tuple[str, ...]) -> None:
         report.update(operations=counts, again=again, missing=missing)

@@ -12,6 +12,7 @@ The memory is that of a script which calls ``memfit.apply`` just before it creat
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -106,7 +107,7 @@ class ShardingInjector:
         before = dict(model.named_parameters(remove_duplicate=False))
         sizes = {name: _bytes_of(parameter) for name, parameter in before.items()}
         if own is not None:
-            apply(model, Plan(checkpointing=self._plan.checkpointing, offload=self._plan.offload))
+            apply(model, replace(self._plan, sharding=None))
         else:
             sharded = apply(model, self._plan)
             if isinstance(sharded, DistributedDataParallel) and sharded is not model:

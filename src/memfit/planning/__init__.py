@@ -11,7 +11,7 @@ records.StepOperations                one step, operation by operation
 script_changes.py                     what can be changed about a script, what to write for it, and its cost
 batch_size_changes.py                 the same for its batches
   └ run_changes_on_ghost.py           runs changes on the ghost: what the script then needs
-      ├ common_plan_search.py         what the searches for the fastest plan have in common
+      ├ plan_search_base.py         what the searches for the fastest plan have in common
       │   ├ find_plan.py              choices, with whole batches and with divided ones
       │   │   └ bracket_checkpoint_choices.py  between the fastest that fits and the smallest that does not
       │   └ find_compiled_plan.py

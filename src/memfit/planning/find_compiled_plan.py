@@ -21,11 +21,11 @@ from memfit.planning.batch_size_changes import (
     why_batches_are_indivisible,
     with_assumption_on_samples,
 )
-from memfit.planning.common_plan_search import (
+from memfit.planning.memory_floor import MemoryFloor, MemoryFloors, memory_floor_of_updates
+from memfit.planning.plan_search_base import (
     PlanSearch,
     why_smallest_exceeds_budget,
 )
-from memfit.planning.memory_floor import MemoryFloor, MemoryFloors, memory_floor_of_updates
 from memfit.planning.run_changes_on_ghost import PlanRuns, forward_and_backward_seconds
 from memfit.planning.sample_independence import (
     SampleComparison,

@@ -26,15 +26,15 @@ from memfit.planning.batch_divisions_to_try import BatchDivisionsToTry
 from memfit.planning.bracket_checkpoint_choices import WORTH
 from memfit.planning.checkpointing_bases import CheckpointingBase, CheckpointingBases
 from memfit.planning.choose_checkpointing import CheckpointChoice
-from memfit.planning.common_plan_search import (
+from memfit.planning.find_compiled_plan import CompiledPlanSearch
+from memfit.planning.mixed_integer_solver import INFINITY
+from memfit.planning.plan_search_base import (
     TOO_LATE,
     OnFound,
     OutOfTimeError,
     PlanSearch,
     why_smallest_exceeds_budget,
 )
-from memfit.planning.find_compiled_plan import CompiledPlanSearch
-from memfit.planning.mixed_integer_solver import INFINITY
 from memfit.planning.run_changes_on_ghost import PlannedScript, PlanRuns, replayable_runs_of_ranks
 from memfit.planning.script_changes import (
     AllowedChanges,

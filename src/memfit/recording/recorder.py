@@ -49,7 +49,7 @@ from memfit.recording.parameter_copies import ParameterCopies
 from memfit.recording.run_stage_marks import RunStageMarks
 from memfit.recording.training_steps import TrainingStepTracker
 from memfit.records import DeviceUse, Events, MarkKind, Note, Phase, Provenance, ScriptEnd, Trace
-from memfit.trace.history_columns import history_columns, pool_ids
+from memfit.trace.pytorch_history_to_columns import history_columns, pool_ids
 from memfit.trace.snapshot import segments_at_end
 from memfit.trace.stack_table import StackTable
 from memfit.user_frame import is_user_file

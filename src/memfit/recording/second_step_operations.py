@@ -26,9 +26,9 @@ from torch.utils.flop_counter import flop_registry
 from memfit.ghost.compile.compiled_kernel_work import KERNELS
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
-from memfit.recording.dispatched_operations import DispatchedOperationsBesideGraphs, before_compilations
 from memfit.recording.model_input_digests import ModelInputRecorder
 from memfit.recording.module_names import ModuleNames
+from memfit.recording.operation_interception import DispatchedOperationsBesideGraphs, before_compilations
 from memfit.recording.step_operations import LeftStorages, StepOperationRecorder
 from memfit.records import StepOperations
 from memfit.records.step_operations import Operation

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from memfit.random_state import torch_generator_positions
-from memfit.recording.dispatched_operations import DispatchedOperations
+from memfit.recording.operation_interception import DispatchedOperations
 from memfit.recording.tensor_storage import storage_of
 from memfit.records.step_operations import ModuleCall, Operation, StepOperations
 

@@ -29,7 +29,7 @@ from memfit.run.interruption import release_ctrl_c
 from memfit.run.launchers import free_port
 from memfit.run.parent_pipe import ParentPipe, end_process_with_parent, open_parent_pipe
 from memfit.run.script_process import ScriptProcess
-from memfit.run.standby import StandbyFork
+from memfit.run.standby_fork import StandbyFork
 from memfit.run.started_processes import SETTINGS, SITE, follow_started_processes
 
 

@@ -44,7 +44,7 @@ class ChildSettings(msgspec.Struct, frozen=True):
     asks: str = ""
     """Where ranks ask for others (``ghost/ranks/object_exchange_files.py``); empty if there are no others."""
     standby: int | None = None
-    """Descriptor of the socket of the script's standby (``standby.py``); None if there is to be none."""
+    """Descriptor of the socket of the script's standby (``standby_fork.py``); None if there is to be none."""
 
 
 def child_settings_as_json(settings: ChildSettings) -> str:

@@ -25,13 +25,13 @@ from memfit.atomic_files import check_output_paths
 from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import MemfitError, OutputError, TargetError, UsageError
 from memfit.records import ChildProcess, ScriptEnd, Trace
-from memfit.records.job_command import command_as_typed
+from memfit.records.job_function_command import command_as_typed
 from memfit.run.child_start import ChildSettings, GhostSettings, RunningScript, StartScript, start_script
 from memfit.run.interruption import Interruption, hold_ctrl_c_back, script_handles_ctrl_c
 from memfit.run.options import RunOptions
-from memfit.run.other_ranks import OtherRanks, StartedRanks
 from memfit.run.parent_pipe import ChildMessage
 from memfit.run.process_tree import kill_descendants
+from memfit.run.ranks_beside_script import OtherRanks, StartedRanks
 from memfit.run.run_script_as_python import check_script_path
 from memfit.run.started_processes import UnfollowedProcesses, read_started_processes
 from memfit.temporary_folders import TemporaryFolder
@@ -62,7 +62,7 @@ class ScriptProgress:
     beside: int = 0
     """Runs that are made beside it."""
     forked: bool = False
-    """Whether the run goes on from where an earlier run began to train (``standby.py``)."""
+    """Whether the run goes on from where an earlier run began to train (``standby_fork.py``)."""
     unforked: str = ""
     """Why the run does not, if it could have."""
     rank: str = ""

@@ -33,9 +33,9 @@ from memfit.run.backend import Backend
 from memfit.run.child_start import ChildSettings, read_child_settings
 from memfit.run.job_rank import rank_of_trace
 from memfit.run.launchers import refuse_process_groups, wrong_group_size_error
-from memfit.run.other_ranks import StartedRanks
 from memfit.run.parent_pipe import ParentPipe, open_parent_pipe, report_compilations
 from memfit.run.process_tree import kill_descendants
+from memfit.run.ranks_beside_script import StartedRanks
 from memfit.run.run_script_as_python import (
     call_at_process_end,
     classify_script_end,
@@ -56,7 +56,7 @@ from memfit.run.started_processes import (
 if TYPE_CHECKING:
     from memfit.recording.recorder import Recorder
     from memfit.records import LoaderBatchSize, Trace
-    from memfit.run.standby import StandbyFork
+    from memfit.run.standby_fork import StandbyFork
 
 _exit = os._exit  # the script sees another: ScriptProcess._leave
 _ALSO_USED = (

@@ -32,7 +32,7 @@ from memfit.injection.injection_files import InjectionReport, InjectionSettings
 from memfit.patching.after_import import after_import
 from memfit.planning.plan_file import PlanFile, read_plan
 from memfit.records import Change
-from memfit.records.job_command import command_as_typed
+from memfit.records.job_function_command import command_as_typed
 from memfit.report.escape import escaped
 from memfit.run.run_script_as_python import print_exception_as_python_does, run_script_as_main
 from memfit.trials.trial_run import why_kept_results_were_recomputed

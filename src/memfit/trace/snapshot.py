@@ -25,7 +25,13 @@ from memfit.records import (
     SnapshotBlock,
     Trace,
 )
-from memfit.trace.history_columns import ACTIONS, check_pool_id, history_columns, pool_ids, stream_numbers
+from memfit.trace.pytorch_history_to_columns import (
+    ACTIONS,
+    check_pool_id,
+    history_columns,
+    pool_ids,
+    stream_numbers,
+)
 from memfit.trace.safe_pickle import NotPlainDataError, load_plain_pickle
 from memfit.units import MIB
 

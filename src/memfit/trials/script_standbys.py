@@ -1,6 +1,7 @@
-"""Further runs of a script, forked from the process of an earlier run, which stands by (``run/standby.py``).
+"""Further runs of a script, forked from the process of an earlier run, which stands by.
 
-memfit's side: the standby of one run, and which runs can go on from it without starting the script again.
+memfit's side (``run/standby_fork.py`` is the script's): the standby of one run, and which runs can go on
+from it without starting the script again.
 """
 
 import os
@@ -27,7 +28,7 @@ from memfit.run.child_start import (
 )
 from memfit.run.options import RunOptions
 from memfit.run.process_tree import kill_descendants
-from memfit.run.standby import MOST_BYTES, StandbyMessage
+from memfit.run.standby_fork import MOST_BYTES, StandbyMessage
 from memfit.trials.side_by_side import scripts_that_fit_in_memory
 
 _GONE = -signal.SIGKILL

@@ -117,7 +117,7 @@ def _watch(settings: UpdateSettings) -> None:
 
     from memfit.patching.installed_hooks import InstalledHooks
     from memfit.random_state import seed_generators
-    from memfit.verification.comparable_runs import (
+    from memfit.verification.plain_gradients_on_cpu import (
         install_cpu_stand_in,
         switch_dropout_off,
         switch_gradient_changes_off,

@@ -86,7 +86,7 @@ class _DrawnFailure:
 
 
 @dataclass(frozen=True, slots=True)
-class PageFacts:
+class DrawnTimelineFacts:
     """Facts about the whole run. Moments are indices into the drawn moments: see ``drawn_moments.py``."""
 
     layers: tuple[_TimelineLayer, ...]
@@ -109,7 +109,7 @@ class PageFacts:
 
 def _page_facts(
     trace: Trace, picture: DrawnTimeline, near: tuple[MemoryPeak, ...], summary: DryRun
-) -> PageFacts:
+) -> DrawnTimelineFacts:
     """Collect the facts for the page.
 
     Args:
@@ -124,7 +124,7 @@ def _page_facts(
 
     failed = failed_allocation_events(trace)
     device = summary.device
-    return PageFacts(
+    return DrawnTimelineFacts(
         layers=_layers(trace, picture),
         phases=tuple(Phase),
         shortcuts=moments([one.event for one in near]),
@@ -201,7 +201,7 @@ Columns = dict[str, npt.NDArray[Any]]
 class PagePayload:
     """The data of a page."""
 
-    facts: PageFacts
+    facts: DrawnTimelineFacts
     shortcuts: tuple[MemoryPeak, ...]
     text: str
     """All of the data, in base64."""
@@ -337,7 +337,7 @@ def _indices(numbers: Iterable[int]) -> Numbers:
     return np.fromiter(numbers, np.int64)
 
 
-def _packed(facts: PageFacts, words: list[str], columns: Columns) -> str:
+def _packed(facts: DrawnTimelineFacts, words: list[str], columns: Columns) -> str:
     body = bytearray()
     where: dict[str, tuple[str, int, int]] = {}
     for name, column in columns.items():

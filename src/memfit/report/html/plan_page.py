@@ -14,7 +14,7 @@ from pathlib import Path
 from string import Template
 
 from memfit.records import Provenance, ScriptPlan
-from memfit.records.job_command import command_as_typed
+from memfit.records.job_function_command import command_as_typed
 from memfit.report.html.safe_page import PageTextTable, content_security_policy, read_page_asset
 from memfit.report.terminal.plan_chart import DrawnPlan, PlanKind, drawn_plans, plans_in_drawing_order
 from memfit.report.terminal.script_plan import plan_changes_in_words, plan_detail_lines, plan_verdict

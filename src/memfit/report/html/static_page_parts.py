@@ -5,12 +5,12 @@ from html import escape
 
 from memfit.analysis.breakdown import CATEGORY_NAMES
 from memfit.records import Category, DryRun, Figure, Provenance
-from memfit.records.job_command import command_as_typed
-from memfit.report.html.page_payload import PageFacts, PagePayload
+from memfit.records.job_function_command import command_as_typed
+from memfit.report.html.page_payload import DrawnTimelineFacts, PagePayload
 from memfit.report.html.safe_page import PageTextTable
 from memfit.report.places_in_words import location_in_words
 from memfit.report.terminal.advice import NO_ADVICE, advice_heading, advice_outcome, needs_or_needs_at_most
-from memfit.report.terminal.layout import FigureTable
+from memfit.report.terminal.layout import ReportTable
 from memfit.report.terminal.longest_batch import longest_batch_lines
 from memfit.report.terminal.notes import figures_outside_allocator
 from memfit.report.terminal.rank_table import peak_range_line, rank_table
@@ -156,7 +156,7 @@ def stage_table_html(result: DryRun, words: PageTextTable) -> str:
     return _ledger("stages", "Stages of the run", stage_table(result), words) + below
 
 
-def _ledger(kind: str, caption: str, table: FigureTable, words: PageTextTable) -> str:
+def _ledger(kind: str, caption: str, table: ReportTable, words: PageTextTable) -> str:
     """Return a table of figures whose rows are named by their first cell and end with a place."""
     heads = "".join(f'<th scope="col">{heading}</th>' for heading in table.headings)
     rows = []
@@ -221,7 +221,7 @@ def advice_html(result: DryRun, words: PageTextTable) -> str:
     return f'{title}<ol class="advice">{"".join(items)}</ol>{rest}'
 
 
-def layer_sums_html(facts: PageFacts) -> str:
+def layer_sums_html(facts: DrawnTimelineFacts) -> str:
     """Return a row for each layer of the stack, and for their sums; the page's script fills them in."""
     kinds = [
         (layer.name, layer.provenance, f"<i {_SWATCH.format(layer.name)}></i>")
@@ -244,7 +244,7 @@ def _unless_exact(provenance: Provenance) -> str:
     return f' <span class="provenance">{provenance}</span>' if provenance is not Provenance.EXACT else ""
 
 
-def layer_colours_css(facts: PageFacts) -> str:
+def layer_colours_css(facts: DrawnTimelineFacts) -> str:
     """Return the styles of the layers; on hatching, text gets a plain background."""
     return "".join(
         f'[data-layer="{one.name}"] {{ --fill: {_HATCH * one.hatched}{one.colour}; '
@@ -254,7 +254,7 @@ def layer_colours_css(facts: PageFacts) -> str:
     )
 
 
-def combined_blocks_html(facts: PageFacts) -> dict[str, str]:
+def combined_blocks_html(facts: DrawnTimelineFacts) -> dict[str, str]:
     """Return the texts about blocks that are drawn together, if there are any."""
     hole = "hole, or small blocks drawn together" if facts.together else "hole"
     thinned_text = (

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memfit.records.job_command import command_as_typed
+from memfit.records.job_function_command import command_as_typed
 from memfit.report.escape import escaped
 
 
@@ -46,7 +46,7 @@ def plain_table(kinds: str, *headings: str, header_style: str = "dim") -> Table:
 
 
 @dataclass(frozen=True, slots=True)
-class FigureCell:
+class TableCell:
     """What one cell shows."""
 
     text: str
@@ -57,22 +57,22 @@ class FigureCell:
 
 
 @dataclass(frozen=True, slots=True)
-class FigureRow:
+class TableRow:
     """The cells of a row. The first names it, and the last says where."""
 
-    cells: tuple[FigureCell, ...]
+    cells: tuple[TableCell, ...]
     marked: bool = False
     """Whether it is the row that the answer is about."""
 
 
 @dataclass(frozen=True, slots=True)
-class FigureTable:
+class ReportTable:
     """Rows under headings."""
 
     headings: tuple[str, ...]
     numbers: tuple[str, ...]
     """The headings of columns of numbers."""
-    rows: Sequence[FigureRow]
+    rows: Sequence[TableRow]
 
     def in_terminal(self) -> Table:
         """Return the table as the terminal shows it."""

@@ -2,11 +2,11 @@
 
 from memfit.records import ByteRange, PeakRange, RangeCause, RankRole
 from memfit.report.places_in_words import format_ranks, location_in_cell
-from memfit.report.terminal.layout import FigureCell, FigureRow, FigureTable
+from memfit.report.terminal.layout import ReportTable, TableCell, TableRow
 from memfit.units import Unit, unit_for_table
 
 
-def rank_table(roles: tuple[RankRole, ...]) -> FigureTable:
+def rank_table(roles: tuple[RankRole, ...]) -> ReportTable:
     """Return a row for each role, the one that needs most first."""
     unit = unit_for_table(roles[0].peak.reserved.most)
     numbers = ("allocated", "reserved", "process")
@@ -14,13 +14,13 @@ def rank_table(roles: tuple[RankRole, ...]) -> FigureTable:
     for role in roles:
         sizes = (role.peak.allocated, role.peak.reserved, role.peak.process)
         cells = (
-            FigureCell(format_ranks((role.rank, *role.also))),
-            FigureCell(role.verdict, warns=role.verdict != "fits"),
-            *(FigureCell(format_byte_range(size, unit), size.most) for size in sizes),
-            FigureCell(location_in_cell(role.place)),
+            TableCell(format_ranks((role.rank, *role.also))),
+            TableCell(role.verdict, warns=role.verdict != "fits"),
+            *(TableCell(format_byte_range(size, unit), size.most) for size in sizes),
+            TableCell(location_in_cell(role.place)),
         )
-        rows.append(FigureRow(cells))
-    return FigureTable(("ranks", "verdict", *numbers, "peak in"), numbers, rows)
+        rows.append(TableRow(cells))
+    return ReportTable(("ranks", "verdict", *numbers, "peak in"), numbers, rows)
 
 
 def format_byte_range(size: ByteRange, unit: Unit) -> str:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.records import Equality, PlanRun, ScriptPlan
-from memfit.records.job_command import is_job_command
+from memfit.records.job_function_command import is_job_command
 from memfit.report.escape import escaped
 from memfit.report.terminal.layout import plain_table, subject_in_words
 from memfit.report.terminal.plan_chart import plan_chart_lines, policy_name_of_run

@@ -19,11 +19,11 @@ from memfit.records import (
     StageUse,
     worst_provenance,
 )
-from memfit.records.job_command import command_as_typed
+from memfit.records.job_function_command import command_as_typed
 from memfit.report.escape import escaped
 from memfit.report.places_in_words import location_in_words, short_path
 from memfit.report.terminal.advice import advice_lines, steps_run_in_words
-from memfit.report.terminal.layout import FigureCell, FigureRow, FigureTable, plain_table
+from memfit.report.terminal.layout import ReportTable, TableCell, TableRow, plain_table
 from memfit.report.terminal.longest_batch import longest_batch_lines
 from memfit.report.terminal.notes import note_lines
 from memfit.report.terminal.rank_table import peak_range_line, rank_table
@@ -134,20 +134,20 @@ _LEFT = MIB
 _SHORTENED = "Shortened:"
 
 
-def stage_table(result: DryRun) -> FigureTable:
+def stage_table(result: DryRun) -> ReportTable:
     """Return a row for each stage, the worst one marked; file names are as in the trace."""
     unit = unit_for_table(result.peak_reserved)
     numbers = ("times", "allocated", "process")
     rows = []
     for use in result.stages:
         cells = (
-            FigureCell(use.name),
-            FigureCell(f"{use.times:,}"),
-            *(FigureCell(unit.format(size), size) for size in (use.allocated, use.process.bytes)),
-            FigureCell(escaped(_stage_place(use))),
+            TableCell(use.name),
+            TableCell(f"{use.times:,}"),
+            *(TableCell(unit.format(size), size) for size in (use.allocated, use.process.bytes)),
+            TableCell(escaped(_stage_place(use))),
         )
-        rows.append(FigureRow(cells, marked=use is result.worst_stage))
-    return FigureTable(("stage", *numbers, "most allocated in"), numbers, rows)
+        rows.append(TableRow(cells, marked=use is result.worst_stage))
+    return ReportTable(("stage", *numbers, "most allocated in"), numbers, rows)
 
 
 def _stage_place(use: StageUse) -> str:

@@ -23,7 +23,7 @@ from memfit.dispatch_modes import without_dispatch_modes
 from memfit.errors import UsageError
 from memfit.random_state import DrawnRandomNumbers
 from memfit.strategies.mechanisms.buffer_snapshots import BufferTracker
-from memfit.strategies.mechanisms.operation_counter import active_operation_counter, mark_as_recomputed
+from memfit.strategies.mechanisms.recomputation_counter import active_operation_counter, mark_as_recomputed
 from memfit.strategies.mechanisms.recompute_check import FingerprintComparer, FingerprintRecorder
 from memfit.strategies.mechanisms.recompute_in_parts import recompute_in_parts
 from memfit.strategies.mechanisms.selective_checkpointing import (

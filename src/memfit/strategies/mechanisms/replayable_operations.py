@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from memfit.recording.tensor_storage import storage_of
-from memfit.strategies.mechanisms.operation_counter import mark_as_recomputed
+from memfit.strategies.mechanisms.recomputation_counter import mark_as_recomputed
 from memfit.strategies.mechanisms.tensors_in_objects import tensor_version
 
 

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
 )
 
 from memfit.errors import UsageError
-from memfit.recording.dispatched_operations import DispatchedOperationsBesideGraphs
+from memfit.recording.operation_interception import DispatchedOperationsBesideGraphs
 from memfit.strategies.mechanisms.replayable_operations import NotedTensor
 
 _Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]

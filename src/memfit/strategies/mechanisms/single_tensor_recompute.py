@@ -25,7 +25,7 @@ from memfit.patching.after_import import after_import
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.random_state import torch_generator_positions
-from memfit.recording.dispatched_operations import DispatchedOperations
+from memfit.recording.operation_interception import DispatchedOperations
 from memfit.recording.tensor_storage import storage_of
 from memfit.records import LEAST_RECOMPUTED, is_recomputable_operation
 from memfit.strategies.mechanisms.replayable_operations import (

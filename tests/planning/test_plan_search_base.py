@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from memfit.planning.common_plan_search import log_softmax_bytes
+from memfit.planning.plan_search_base import log_softmax_bytes
 from memfit.recording.step_operations import StepOperationRecorder
 
 

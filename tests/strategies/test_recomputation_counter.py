@@ -12,7 +12,7 @@ from torch import nn
 from memfit import Checkpointing, Region
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.records import OperationCounts
-from memfit.strategies.mechanisms.operation_counter import OperationCounter
+from memfit.strategies.mechanisms.recomputation_counter import OperationCounter
 from memfit.strategies.mechanisms.selective_checkpointing import KeptResults
 from support.torch_release import RELEASE
 

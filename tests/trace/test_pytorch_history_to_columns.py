@@ -7,7 +7,7 @@ import pytest
 
 from memfit.records import Action, Frame
 from memfit.trace import stack_table
-from memfit.trace.history_columns import history_columns, pool_ids, stream_numbers
+from memfit.trace.pytorch_history_to_columns import history_columns, pool_ids, stream_numbers
 from memfit.trace.stack_table import DEPTH, StackTable
 
 

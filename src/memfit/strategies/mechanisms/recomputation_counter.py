@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from memfit.patching.installed_hooks import InstalledHooks
-from memfit.recording.dispatched_operations import (
+from memfit.recording.operation_interception import (
     DispatchedOperationsBesideGraphs,
     before_compilations,
     exclude_from_compilation,
