@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memfit.errors import UsageError
 from memfit.random_state import DrawnRandomNumbers
-from memfit.strategies.mechanisms.parameter_gradient_sums import ParameterGradientSums, autocast_dtype
+from memfit.strategies.mechanisms.in_place_gradient_accumulation import ParameterGradientSums, autocast_dtype
 from memfit.strategies.mechanisms.tensors_in_objects import tensor_version
 
 Loss = Callable[[Any, tuple[torch.Tensor, ...]], Any]
