@@ -3,6 +3,7 @@
 The referee is the same script with nothing but that batch.
 """
 
+import inspect
 import os
 import signal
 import subprocess
@@ -10,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from support.endless_loader import Endless, KeepsWorkers
 
 EXAMPLE = Path(__file__).parents[2] / "examples/longest_batch.py"
 SCRIPT = """
@@ -160,31 +163,11 @@ def test_a_whole_run_looks_through_every_loader_and_keeps_its_passes_short(dry_r
     assert stage["allocated"] == measured[200] > measured[120] > measured[50]
 
 
-KEEPS_WORKERS = """
-class KeepsWorkers(DataLoader):
-    def __init__(self, *args, **keywords):
-        super().__init__(*args, **keywords)
-        object.__setattr__(self, "batch_sampler", Endless(self.batch_sampler))
-        self.iterator = super().__iter__()
-    def __len__(self):
-        return len(self.batch_sampler.sampler)
-    def __iter__(self):
-        for _ in range(len(self)):
-            yield next(self.iterator)
-
-class Endless:
-    def __init__(self, sampler):
-        self.sampler = sampler
-    def __iter__(self):
-        while True:
-            yield from self.sampler
-
-loader = KeepsWorkers"""
-
-
 @warm
 def test_of_a_loader_whose_sampler_never_ends_one_pass_is_looked_through(dry_run):
-    run = dry_run(SCRIPT.replace("loader = DataLoader", KEEPS_WORKERS), options=("--longest", "--whole"))
+    classes = "".join(map(inspect.getsource, (KeepsWorkers, Endless)))
+    script = SCRIPT.replace("loader = DataLoader", f"{classes}\nloader = KeepsWorkers")
+    run = dry_run(script, options=("--longest", "--whole"))
     (found,) = run.answer["longest"]
     assert (found["seen"], found["of"], found["ended"]) == (20, 20, "pass")
     assert lengths(run) == [200, 200, 50]

@@ -12,6 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import memfit
 from memfit.errors import UsageError
+from support.window_loops import train_in_windows
 
 SGD = torch.optim.SGD
 
@@ -146,16 +147,8 @@ def test_row_05_a_loader_shorter_than_a_window_is_a_partial_window(policy, updat
 def test_row_06_the_last_window_after_a_resume_is_counted_from_the_data():
     """10 batches, K = 4: resumed after 6, the last window still has 2 and is divided by 2."""
     batches = [batch(4, seed) for seed in range(10)]
-
-    def train(run, until=None):
-        for window in run.windows(batches):
-            for data in window:
-                run.backward(mean_loss(run.model, data))
-                if run.micro_step == until:
-                    return run
-        return run
-
-    first = train(engine(net(), memfit.Accumulation(batches_per_update=4)), until=6)
+    first = engine(net(), memfit.Accumulation(batches_per_update=4))
+    train_in_windows(first, batches, mean_loss, until=6)
     seen = Seen()
     second = engine(net(3), memfit.Accumulation(batches_per_update=4), callbacks=[seen])
     second.load_state_dict(first.state_dict())
@@ -167,7 +160,7 @@ def test_row_06_the_last_window_after_a_resume_is_counted_from_the_data():
             before = [parameter.detach().clone() for parameter in engine.model.parameters()]
 
     second.callbacks = (*second.callbacks, Before())
-    train(second)
+    train_in_windows(second, batches, mean_loss)
     assert second.optimizer_step == 3
     plain = net()
     with torch.no_grad():
