@@ -6,13 +6,12 @@ The referee is the same script with nothing but that batch.
 import inspect
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from support.endless_loader import Endless, KeepsWorkers
+from support.new_processes import start_memfit
 
 EXAMPLE = Path(__file__).parents[2] / "examples/longest_batch.py"
 SCRIPT = """
@@ -233,15 +232,7 @@ def test_batches_that_the_loader_puts_on_the_gpu_are_left_alone(dry_run):
 def test_ctrl_c_while_batches_are_drawn_leaves_nothing_behind(tmp_path):
     script = ENDLESS.replace("batch_size=None", "batch_size=None, num_workers=1")
     (tmp_path / "script.py").write_text(script)
-    command = [sys.executable, "-m", "memfit", "dry-run", "--longest", "script.py"]
-    process = subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    process = start_memfit("dry-run", "--longest", "script.py", cwd=tmp_path)
     assert process.stdout.readline() == "reading\n"
     os.killpg(process.pid, signal.SIGINT)
     _, error = process.communicate(timeout=60)  # ends only when the workers have closed the pipe, too

@@ -205,21 +205,20 @@ def test_row_08_a_resume_continues_with_the_next_samples():
     assert seen == [number for number in range(12) for _ in range(2)]
 
 
-def test_rows_09_and_10_the_scheduler_steps_once_per_update():
+def scheduled(plan, loss=mean_loss):
+    """Return an engine whose learning rate is halved by each update, and its scheduler."""
     model = net()
     optimizer = SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    run = memfit.Engine(
-        model,
-        memfit.Accumulation(parts_per_batch=4),
-        optimizer=optimizer,
-        loss=mean_loss,
-        scheduler=scheduler,
-        scheduler_interval="update",
-    )
+    more = {"scheduler": scheduler, "scheduler_interval": "update"}
+    return memfit.Engine(model, plan, optimizer=optimizer, loss=loss, **more), scheduler
+
+
+def test_rows_09_and_10_the_scheduler_steps_once_per_update():
+    run, scheduler = scheduled(memfit.Accumulation(parts_per_batch=4))
     rates = []
     for _ in range(3):
-        rates.append(optimizer.param_groups[0]["lr"])
+        rates.append(scheduler.optimizer.param_groups[0]["lr"])
         run.step(batch(8))
     assert rates == [1.0, 0.5, 0.25]
 
@@ -235,17 +234,7 @@ def infinite(at):
 
 
 def test_row_11_the_scheduler_waits_if_an_update_is_skipped():
-    model = net()
-    optimizer = SGD(model.parameters(), lr=1.0)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    run = memfit.Engine(
-        model,
-        fp16(),
-        optimizer=optimizer,
-        loss=infinite({1}),
-        scheduler=scheduler,
-        scheduler_interval="update",
-    )
+    run, scheduler = scheduled(fp16(), infinite({1}))
     results = [run.step(batch(8)) for _ in range(3)]
     assert [result.updated for result in results] == [True, False, True]
     assert [result.found_inf for result in results] == [False, True, False]
