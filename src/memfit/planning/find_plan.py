@@ -109,19 +109,13 @@ class _OperationSearch(PlanSearch):
 
     _least_time = 1.0
 
-    def __init__(
-        self,
-        script: PlannedScript,
-        plain: TrialResult,
-        budget: int,
-        allowed: AllowedChanges,
-        on_found: OnFound,
-    ) -> None:
-        super().__init__(script, plain, budget, allowed, on_found)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._ran_in_blocks: set[Change] = set()  # the bases that were run with every block checkpointed
         self._refusal = ""  # why nothing can be recomputed
-        self._bases = CheckpointingBases(script, plain, self._runs, budget, allowed)
-        self._divisions = BatchDivisionsToTry(plain, self._runs, self._bases, budget, allowed)
+        budget, allowed = self._budget, self._allowed
+        self._bases = CheckpointingBases(self._script, self._plain, self._runs, budget, allowed)
+        self._divisions = BatchDivisionsToTry(self._plain, self._runs, self._bases, budget, allowed)
         self._step = self._bases.step
 
     def plan(self) -> ScriptPlan:
