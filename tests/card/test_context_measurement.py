@@ -26,8 +26,8 @@ TORCH = find_torch().version
 def report(tmp_path, monkeypatch):
     monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path))
     stages = (
-        CardContextStage("one 4-byte tensor", 512, 2 * MIB, 302 * MIB),
-        CardContextStage("first backward", 20 * MIB, 26 * MIB, 647 * MIB),
+        CardContextStage(302 * MIB, 2 * MIB, 512, "one 4-byte tensor"),
+        CardContextStage(647 * MIB, 26 * MIB, 20 * MIB, "first backward"),
     )
     return CardContextReport(
         "NVIDIA A100-SXM4-80GB",
@@ -98,7 +98,7 @@ def test_a_kept_measurement_with_every_kernel_loaded_is_for_dry_runs_with_that_s
     card = find_device("A100-80GB")
     keep_measured_context(report)
     assert saved_context_measurement(card, TORCH, eager=True) is None
-    stages = (CardContextStage("first backward", 20 * MIB, 26 * MIB, 1_926 * MIB),)
+    stages = (CardContextStage(1_926 * MIB, 26 * MIB, 20 * MIB, "first backward"),)
     keep_measured_context(
         replace(report, trials=(CardContextTrial("CUDA_MODULE_LOADING=EAGER", "", stages),))
     )

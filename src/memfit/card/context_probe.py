@@ -69,7 +69,7 @@ def main() -> None:
         torch.cuda.synchronize()
         reading = meter.read()
         measured.append(
-            CardContextStage(what, torch.cuda.memory_allocated(0), reading.reserved, reading.process)
+            CardContextStage(reading.process, reading.reserved, torch.cuda.memory_allocated(0), what)
         )
         way = reading.way
     card = find_card("measure the CUDA context")

@@ -23,6 +23,7 @@ from memfit.records.card_context import (
     CardContextTrial,
     NcclMeasurement,
     NcclStage,
+    ProcessMemory,
 )
 from memfit.records.dataflow import Dataflow, GraphValue
 from memfit.records.dry_run import (
