@@ -80,6 +80,7 @@ def test_a_rank_that_memfit_refuses_to_run_is_named(dry_run):
     [
         (("--all-ranks",), "--all-ranks: the job has one rank."),
         (("--all-ranks", "--nproc", "4", "--rank", "2"), "give one of the two."),
+        (("--all-ranks", "--rank", "1"), "give one of the two."),
         (("--all-ranks", "--nproc", "4", "--advise"), "--advise looks at one rank"),
     ],
 )
