@@ -77,6 +77,7 @@ def test_a_script_with_what_a_fork_lacks_is_run_as_a_whole(tmp_path, before, why
     "start",
     [
         "threading.Thread(target=threading.Event().wait, daemon=True).start()",
+        "from concurrent.futures import ThreadPoolExecutor as Pool; pool = Pool(); pool.submit(int).result()",
         "import subprocess; child = subprocess.Popen(['sleep', '30']).pid",
         "import multiprocessing; multiprocessing.Process(target=threading.Event().wait, daemon=True).start()",
     ],

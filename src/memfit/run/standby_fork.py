@@ -49,6 +49,7 @@ _MODULE = Patch("torch.nn.modules.module:Module", "__call__", why="fork before a
 _LOADER = Patch("torch.utils.data.dataloader:DataLoader", "__iter__", why="fork before a loader has workers")
 _STREAM = Patch("torch.cuda.streams:Stream", "__new__", why="fork before there is a second stream")
 _THREAD = Patch("threading:Thread", "start", why="fork before there is a second thread")
+_POOL = Patch("concurrent.futures.thread:ThreadPoolExecutor", "submit", why="fork before a pool has threads")
 _PROCESS = Patch("multiprocessing.process:BaseProcess", "__init__", why="fork before another process exists")
 _PROGRAM = Patch("subprocess:Popen", "__init__", why="fork before another process exists")
 
@@ -101,6 +102,8 @@ class StandbyFork:
         """The standby so far."""
         self._made = -_RECENT
         """When it was made."""
+        self._submitting = False
+        """Whether a pool of threads holds the lock for which ``os.fork`` would wait."""
         self.forking = False
         """Whether the process is being forked by memfit, not by the script."""
 
@@ -113,6 +116,7 @@ class StandbyFork:
         self._hooks.wrap(_LOADER, "__iter__", self._iterates)
         self._hooks.wrap(_STREAM, "__new__", self._before)
         self._hooks.wrap(_THREAD, "start", self._starts)
+        self._hooks.wrap(_POOL, "submit", self._submits)
         self._hooks.wrap(_PROCESS, "__init__", self._starts)  # it can be started where it was created
         self._hooks.wrap(_PROGRAM, "__init__", self._starts)
 
@@ -133,9 +137,25 @@ class StandbyFork:
         return original(*args, **kwargs)
 
     def _starts(self, original: Callable[..., Any], started: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_thread_harmless_to_fork(started) and time.monotonic() >= self._made + _RECENT:
+        if not is_thread_harmless_to_fork(started) and not self._submitting and self._is_due():
             self.fork(last=False)
         return original(started, *args, **kwargs)
+
+    def _submits(self, original: Callable[..., Any], pool: Any, *args: Any, **kwargs: Any) -> Any:
+        """Fork before the call, which starts threads while it holds a lock that ``os.fork`` takes.
+
+        Source: Lib/concurrent/futures/thread.py, Python 3.11 (``_global_shutdown_lock``).
+        """
+        if self._is_due() and not obstacle_to_fork():  # thousands of calls may follow, with threads
+            self.fork(last=False)
+        self._submitting = True
+        try:
+            return original(pool, *args, **kwargs)
+        finally:
+            self._submitting = False
+
+    def _is_due(self) -> bool:
+        return time.monotonic() >= self._made + _RECENT
 
     def fork(self, *, last: bool = True) -> None:
         """Fork a standby in place of the one before; also return in each of its forks, as another run.
