@@ -10,7 +10,6 @@ import pytest
 import memfit
 from memfit.card import context_measurement
 from memfit.card.context_measurement import keep_measured_context, saved_context_measurement
-from memfit.card.context_probe import ContextProbeSettings
 from memfit.devices import find_device
 from memfit.ghost.build.torch_install import find_torch
 from memfit.records import CardContextReport, CardContextStage, CardContextTrial, MachineKind, Provenance
@@ -126,7 +125,7 @@ def test_the_plain_measurement_is_without_the_settings_that_are_tried(monkeypatc
     for name, value in (("CUDA_MODULE_LOADING", "EAGER"), ("CUBLAS_WORKSPACE_CONFIG", ":0:0")):
         monkeypatch.setenv(name, value)
     for environment in ({}, {"CUDA_MODULE_LOADING": "EAGER"}):
-        assert context_measurement._probe(environment, ContextProbeSettings()) == "no GPU"
+        assert context_measurement._probe(environment) == "no GPU"
     assert [env.get("CUDA_MODULE_LOADING") for env in seen] == [None, "EAGER"]
     assert not any("CUBLAS_WORKSPACE_CONFIG" in env for env in seen)
     assert seen[0]["PATH"] == os.environ["PATH"]

@@ -364,16 +364,8 @@ class _OperationSearch(PlanSearch):
             ways.append("updates parameters in the backward or offloads the optimizer's state")
         return why_smallest_exceeds_budget(smallest, f"{', '.join(ways[:-1])}, and {ways[-1]}")
 
-    def _answer(
-        self,
-        *,
-        chosen: PlanRun | None = None,
-        smallest: PlanRun | None = None,
-        bound: float | None = None,
-        reason: str = "",
-    ) -> ScriptPlan:
-        found = super()._answer(chosen=chosen, smallest=smallest, bound=bound, reason=reason)
-        found = replace(found, undivided=self._divisions.why_no_more)
+    def _completed(self, answer: ScriptPlan) -> ScriptPlan:
+        found = replace(answer, undivided=self._divisions.why_no_more)
         if found.chosen is None or "sharding" not in found.chosen.change.plan:
             return found
         before, now = (

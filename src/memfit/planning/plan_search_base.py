@@ -128,7 +128,7 @@ class PlanSearch(ABC):
         too_slow = chosen if chosen is not None and chosen.time > slowdown else None
         chosen = None if too_slow is not None else chosen
         in_model = chosen is None or any(traits_of_strategy(name).is_in_model for name in chosen.change.plan)
-        return ScriptPlan(
+        answer = ScriptPlan(
             device=trace.device,
             budget=self._budget,
             as_written=as_written,
@@ -150,6 +150,11 @@ class PlanSearch(ABC):
             too_slow=too_slow,
             dropped=tuple(self._runs.dropped),
         )
+        return self._completed(answer)
+
+    def _completed(self, answer: ScriptPlan) -> ScriptPlan:
+        """Return an answer with what only this kind of search knows."""
+        return answer
 
     def _answer_below(self, floor: MemoryFloor, smallest: PlanRun) -> ScriptPlan:
         """Return that no plan can fit, because the floor of all plans exceeds the budget."""

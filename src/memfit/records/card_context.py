@@ -83,6 +83,6 @@ class CardContextReport:
     day: str
     """The date: "2026-05-17"."""
     stages: tuple[CardContextStage, ...]
-    trials: tuple[CardContextTrial, ...]
+    trials: tuple[CardContextTrial, ...] = ()
     nccl: NcclMeasurement | None = None
     """None with a single GPU."""
