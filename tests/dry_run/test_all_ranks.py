@@ -3,6 +3,7 @@
 import pytest
 
 import memfit
+from memfit.errors import UsageError
 from memfit.records import JobRank
 
 pytestmark = pytest.mark.warm
@@ -88,3 +89,8 @@ def test_options_that_contradict_are_refused(dry_run, options, says):
     run = dry_run(UNEVEN, options=options)
     assert run.code == 2
     assert says in run.err
+
+
+def test_one_rank_and_all_ranks_are_refused_in_python_too():
+    with pytest.raises(UsageError, match="give one of the two"):
+        memfit.dry_run("train.py", all_ranks=True, rank=1)
