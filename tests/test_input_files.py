@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 import memfit
-from memfit.api.packings import pack_table
 from memfit.arenas.step_plan import read_step_plans
 from memfit.errors import MemfitError
 from memfit.input_files import read_input_file
+from memfit.packing.csv_table import read_buffers_csv
 from memfit.run.options import RunOptions
 from memfit.run.parent import script_command
 from memfit.strategies.configuration import configure
@@ -23,7 +23,7 @@ READERS = {
     "explain": memfit.explain,
     "diff": lambda path: memfit.diff(path, path),
     "pack": memfit.pack,
-    "pack_table": pack_table,
+    "a table to pack": read_buffers_csv,
     "configure": configure,
     "plans": lambda path: read_step_plans(path, 1),
     "resume": state_file.load_state_file,

@@ -10,7 +10,6 @@ import pytest
 import memfit
 from memfit.card import context_measurement
 from memfit.card.context_measurement import keep_measured_context, saved_context_measurement
-from memfit.card.context_probe import ContextProbeSettings
 from memfit.devices import find_device
 from memfit.ghost.build.torch_install import find_torch
 from memfit.records import CardContextReport, CardContextStage, CardContextTrial, MachineKind, Provenance
@@ -26,8 +25,8 @@ TORCH = find_torch().version
 def report(tmp_path, monkeypatch):
     monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path))
     stages = (
-        CardContextStage("one 4-byte tensor", 512, 2 * MIB, 302 * MIB),
-        CardContextStage("first backward", 20 * MIB, 26 * MIB, 647 * MIB),
+        CardContextStage(302 * MIB, 2 * MIB, 512, "one 4-byte tensor"),
+        CardContextStage(647 * MIB, 26 * MIB, 20 * MIB, "first backward"),
     )
     return CardContextReport(
         "NVIDIA A100-SXM4-80GB",
@@ -98,7 +97,7 @@ def test_a_kept_measurement_with_every_kernel_loaded_is_for_dry_runs_with_that_s
     card = find_device("A100-80GB")
     keep_measured_context(report)
     assert saved_context_measurement(card, TORCH, eager=True) is None
-    stages = (CardContextStage("first backward", 20 * MIB, 26 * MIB, 1_926 * MIB),)
+    stages = (CardContextStage(1_926 * MIB, 26 * MIB, 20 * MIB, "first backward"),)
     keep_measured_context(
         replace(report, trials=(CardContextTrial("CUDA_MODULE_LOADING=EAGER", "", stages),))
     )
@@ -126,7 +125,7 @@ def test_the_plain_measurement_is_without_the_settings_that_are_tried(monkeypatc
     for name, value in (("CUDA_MODULE_LOADING", "EAGER"), ("CUBLAS_WORKSPACE_CONFIG", ":0:0")):
         monkeypatch.setenv(name, value)
     for environment in ({}, {"CUDA_MODULE_LOADING": "EAGER"}):
-        assert context_measurement._probe(environment, ContextProbeSettings()) == "no GPU"
+        assert context_measurement._probe(environment) == "no GPU"
     assert [env.get("CUDA_MODULE_LOADING") for env in seen] == [None, "EAGER"]
     assert not any("CUBLAS_WORKSPACE_CONFIG" in env for env in seen)
     assert seen[0]["PATH"] == os.environ["PATH"]

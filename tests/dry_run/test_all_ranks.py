@@ -3,6 +3,7 @@
 import pytest
 
 import memfit
+from memfit.errors import UsageError
 from memfit.records import JobRank
 
 pytestmark = pytest.mark.warm
@@ -80,6 +81,7 @@ def test_a_rank_that_memfit_refuses_to_run_is_named(dry_run):
     [
         (("--all-ranks",), "--all-ranks: the job has one rank."),
         (("--all-ranks", "--nproc", "4", "--rank", "2"), "give one of the two."),
+        (("--all-ranks", "--rank", "1"), "give one of the two."),
         (("--all-ranks", "--nproc", "4", "--advise"), "--advise looks at one rank"),
     ],
 )
@@ -87,3 +89,8 @@ def test_options_that_contradict_are_refused(dry_run, options, says):
     run = dry_run(UNEVEN, options=options)
     assert run.code == 2
     assert says in run.err
+
+
+def test_one_rank_and_all_ranks_are_refused_in_python_too():
+    with pytest.raises(UsageError, match="give one of the two"):
+        memfit.dry_run("train.py", all_ranks=True, rank=1)

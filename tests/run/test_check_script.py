@@ -42,6 +42,12 @@ def test_python_in_place_of_the_script_is_to_be_left_out():
         check_script_path(Path("python3"))
 
 
+@pytest.mark.parametrize("model", ["torchvision:resnet50", "timm:vit_base", "hf:org/model"])
+def test_a_model_in_place_of_a_script_gets_what_replaces_it(model):
+    with pytest.raises(UsageError, match=rf"No such script: {model}\. .* memfit\.estimate\(model, inputs\)"):
+        check_script_path(Path(model))
+
+
 def test_invalid_syntax_is_shown_as_python_shows_it(tmp_path):
     path = tmp_path / "train.py"
     path.write_text("import torch\nif torch print\n")

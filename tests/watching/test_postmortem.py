@@ -86,11 +86,11 @@ CONTINUES = """
         assert not [name for name in os.listdir("small") if name.endswith(".memfit")]
         write_trace(trace, path)
 
-    page, write_trace = postmortem.page, postmortem.write_trace
-    postmortem.page, postmortem.write_trace = no_page, nothing_yet
+    page, write_trace = postmortem.run_report_html, postmortem.write_trace
+    postmortem.run_report_html, postmortem.write_trace = no_page, nothing_yet
     with memfit.watch(folder="small"):
         fail()
-    postmortem.page, postmortem.write_trace = page, write_trace
+    postmortem.run_report_html, postmortem.write_trace = page, write_trace
     os.mkdir("gone")
     with memfit.watch(folder="gone"):
         os.rmdir("gone")

@@ -88,7 +88,7 @@ AGAIN = """
         fail()
     with memfit.watch():
         fail()
-    memfit.watching.postmortem.page = interrupted
+    memfit.watching.postmortem.run_report_html = interrupted
     with memfit.watch():
         try:
             fail()

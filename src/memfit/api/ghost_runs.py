@@ -78,7 +78,7 @@ def run_on_ghost(  # noqa: PLR0913 - what a dry run is asked for
         TargetError: the script failed or was stopped, so that it may have written nothing to resume from.
         MemfitError: one of the runs was not possible.
     """
-    _expect_to_go_together(options, advise=advise, all_ranks=all_ranks, resumes=resume_with is not None)
+    _expect_to_go_together(options, advise=advise, resumes=resume_with is not None)
     change = Change()
     if plan is not None:
         change, options = _planned(plan, options)
@@ -96,7 +96,7 @@ def run_on_ghost(  # noqa: PLR0913 - what a dry run is asked for
     return _larger_of(first, again.run(None, advise=advise, all_ranks=all_ranks), output)
 
 
-def _expect_to_go_together(options: RunOptions, *, advise: bool, all_ranks: bool, resumes: bool) -> None:
+def _expect_to_go_together(options: RunOptions, *, advise: bool, resumes: bool) -> None:
     """Check that what a dry run is asked for does not contradict itself.
 
     Raises:
@@ -114,8 +114,6 @@ def _expect_to_go_together(options: RunOptions, *, advise: bool, all_ranks: bool
         raise UsageError("--scan must be more than 0.")
     if resumes and options.batches is None:
         raise UsageError("--resume-with runs a whole script twice: add --whole.")
-    if all_ranks and options.rank.rank:
-        raise UsageError("--rank is one rank, and --all-ranks is all of them: give one of the two.")
 
 
 def _planned(file: Path, options: RunOptions) -> tuple[Change, RunOptions]:

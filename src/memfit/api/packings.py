@@ -1,4 +1,4 @@
-"""Plan offsets for the buffers of a run, a graph or a table: ``pack`` and ``pack_table``."""
+"""Plan offsets for the buffers of a run or a graph: ``pack``."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +9,7 @@ from memfit.analysis.allocator_comparison import compare_allocator_settings
 from memfit.analysis.script_location import least_certain_provenance
 from memfit.api.traces import read
 from memfit.devices import NO_LIMIT
-from memfit.packing import best_packing
 from memfit.packing.allocation_lifetimes import ALIGNMENT, CPU_ALIGNMENT
-from memfit.packing.best_packing import Packing
-from memfit.packing.csv_table import read_buffers_csv
 from memfit.packing.graph_packing import GraphPacking, pack_graph
 from memfit.packing.run_packing import RunPacking, pack_run_memory
 from memfit.records import MachineKind, Trace
@@ -96,22 +93,4 @@ def pack(
         capacity=capacity,
         seconds=seconds,
         on_progress=on_progress,
-    )
-
-
-def pack_table(
-    path: Path,
-    capacity: int | None = None,
-    *,
-    seconds: float = 10.0,
-    on_progress: Callable[[str], None] = lambda _: None,
-) -> Packing:
-    """Pack the buffers of a table (its columns: ``packing/csv_table.py``), as ``pack`` does those of a run.
-
-    Raises:
-        FileFormatError: the file is not such a table.
-        UsageError: the time limit is invalid.
-    """
-    return best_packing.pack_buffers(
-        read_buffers_csv(path), capacity, seconds=seconds, on_progress=on_progress
     )

@@ -12,7 +12,7 @@ from memfit.card.find_card import find_card
 from memfit.devices import DEFAULT, NO_LIMIT
 from memfit.records import DeviceUse, DryRun
 from memfit.report.estimate_result import Estimate
-from memfit.run.job_rank import Rank
+from memfit.run.job_rank import first_rank_to_run
 from memfit.run.options import BATCHES, LONGEST_STEPS, SCAN, SECONDS, STEPS, RunOptions
 from memfit.run.parent import ScriptProgress, run_script, script_command
 from memfit.run.resolve_options import resolve_ghost_settings
@@ -122,7 +122,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         stdout_to_stderr=stdout_to_stderr,
         gpu=gpu,
         memory=memory,
-        rank=Rank(rank=rank, nproc=nproc, nnodes=nnodes),
+        rank=first_rank_to_run(rank=rank, nproc=nproc, nnodes=nnodes, all_ranks=all_ranks),
         in_use=in_use,
         values=values,
         host_memory=host_memory,

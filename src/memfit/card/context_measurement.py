@@ -11,13 +11,11 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 
 from memfit.atomic_files import write_output_file
-from memfit.card.context_probe import ContextProbeResult, ContextProbeSettings
 from memfit.card.find_card import find_card
 from memfit.card.nccl_measurement import measure_nccl
 from memfit.devices import Device, context_observations, find_device
@@ -83,27 +81,15 @@ def measure_context() -> CardContextReport:
         TargetError: PyTorch cannot use it; the message quotes the last lines of its error.
     """
     card = find_card("measure the CUDA context")
-    plain = _probe({}, ContextProbeSettings())
+    plain = _probe({})
     if isinstance(plain, str):
         raise TargetError(f"Cannot measure the CUDA context, because PyTorch could not use the GPU:\n{plain}")
     trials = []
     for change in CHANGES:
-        probed = _probe(change.environment, ContextProbeSettings(change.cudnn))
+        probed = _probe(change.environment, cudnn=change.cudnn)
         failed, stages = (probed, ()) if isinstance(probed, str) else ("", probed.stages)
         trials.append(CardContextTrial(change.what, change.why, stages, failed))
-    return CardContextReport(
-        card=plain.card,
-        driver=plain.driver,
-        cuda=plain.cuda,
-        torch=plain.torch,
-        total=plain.total,
-        machine=MachineKind.REHEARSAL if plain.rehearsal else MachineKind.CARD,
-        way=plain.way,
-        day=datetime.now(UTC).date().isoformat(),
-        stages=plain.stages,
-        trials=tuple(trials),
-        nccl=measure_nccl(card.name, card.count),
-    )
+    return replace(plain, trials=tuple(trials), nccl=measure_nccl(card.name, card.count))
 
 
 def keep_measured_context(report: CardContextReport) -> Path | None:
@@ -170,7 +156,7 @@ def _read(path: Path) -> CardContextReport | None:
     return report if report.machine is MachineKind.CARD and report.stages else None
 
 
-def _probe(environment: Mapping[str, str], settings: ContextProbeSettings) -> ContextProbeResult | str:
+def _probe(environment: Mapping[str, str], *, cudnn: bool = True) -> CardContextReport | str:
     """Run the probe in a fresh process; return its measurement, or the last lines of its error.
 
     The user's own values of the variables that are tried do not reach it: ``EAGER`` would otherwise count
@@ -184,7 +170,7 @@ def _probe(environment: Mapping[str, str], settings: ContextProbeSettings) -> Co
                 sys.executable,
                 "-c",
                 code_running_module("memfit.card.context_probe"),
-                msgspec.json.encode(settings).decode(),
+                msgspec.json.encode(cudnn).decode(),
             ],
             capture_output=True,
             text=True,
@@ -196,7 +182,7 @@ def _probe(environment: Mapping[str, str], settings: ContextProbeSettings) -> Co
         return f"no answer within {_TIMEOUT} s"
     if done.returncode != 0:
         return "\n".join(done.stderr.splitlines()[-_LAST_LINES:])
-    return msgspec.json.decode(done.stdout.splitlines()[-1], type=ContextProbeResult)
+    return msgspec.json.decode(done.stdout.splitlines()[-1], type=CardContextReport)
 
 
 def loads_kernels_eagerly(environment: Mapping[str, str]) -> bool:

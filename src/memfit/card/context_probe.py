@@ -1,42 +1,20 @@
 """A process that uses a card stage by stage, and reports after each stage the bytes it holds.
 
-``main()`` takes ``ContextProbeSettings`` on the command line and prints ``ContextProbeResult``, both as JSON.
+``main()`` takes from the command line whether convolutions use cuDNN, and prints a ``CardContextReport``.
 """
 
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime
 
 import msgspec
 
 from memfit.card.find_card import find_card
 from memfit.card.outside_allocator import OutsideMemoryMeter
-from memfit.records import CardContextStage
+from memfit.records import CardContextReport, CardContextStage, MachineKind
 
 
-class ContextProbeResult(msgspec.Struct, frozen=True):
-    """What one process measured."""
-
-    stages: tuple[CardContextStage, ...]
-    way: str
-    """How the process's bytes were determined."""
-    card: str
-    driver: str
-    """Empty without NVML."""
-    cuda: str
-    """The newest version that the driver supports."""
-    torch: str
-    total: int
-    """Bytes of the card, by cudaMemGetInfo."""
-    rehearsal: bool
-
-
-class ContextProbeSettings(msgspec.Struct, frozen=True):
-    """How the process differs from an ordinary one, beyond its environment."""
-
-    cudnn: bool = True
-
-
-def _use_card_in_stages(cudnn: bool = True) -> Iterator[str]:
+def _use_card_in_stages(cudnn: bool) -> Iterator[str]:
     """Use the card, and yield the name of each stage when it is complete.
 
     Args:
@@ -60,30 +38,31 @@ def _use_card_in_stages(cudnn: bool = True) -> Iterator[str]:
 
 def main() -> None:
     """Run the stages, and print the bytes held after each."""
-    settings = msgspec.json.decode(sys.argv[1], type=ContextProbeSettings)
+    cudnn = msgspec.json.decode(sys.argv[1], type=bool)
     meter = OutsideMemoryMeter()
     import torch
 
     measured, way = [], ""
-    for what in _use_card_in_stages(settings.cudnn):
+    for what in _use_card_in_stages(cudnn):
         torch.cuda.synchronize()
         reading = meter.read()
         measured.append(
-            CardContextStage(what, torch.cuda.memory_allocated(0), reading.reserved, reading.process)
+            CardContextStage(reading.process, reading.reserved, torch.cuda.memory_allocated(0), what)
         )
         way = reading.way
     card = find_card("measure the CUDA context")
     print(
         msgspec.json.encode(
-            ContextProbeResult(
-                stages=tuple(measured),
-                way=way,
+            CardContextReport(
                 card=card.name,
                 driver=card.driver,
                 cuda=card.cuda,
                 torch=str(torch.__version__),
                 total=torch.cuda.mem_get_info(0)[1],
-                rehearsal=card.rehearsal,
+                machine=MachineKind.REHEARSAL if card.rehearsal else MachineKind.CARD,
+                way=way,
+                day=datetime.now(UTC).date().isoformat(),
+                stages=tuple(measured),
             )
         ).decode()
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from memfit.card.find_card import is_ghost_loaded, pci_bus_id
 from memfit.card.nvml import CardMemoryUse, NvmlLibrary
-from memfit.records import Figure, Provenance
+from memfit.records import Figure, ProcessMemory, Provenance
 
 BY_PROCESS = "NVML's figure for this process"
 BY_GROWTH = "NVML's figure for the card, minus its figure before this process used the card"
@@ -21,22 +21,13 @@ BY_CARD = "cudaMemGetInfo's figure for the card, other processes included (no fi
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryReading:
+class MemoryReading(ProcessMemory):
     """The memory in use on a card at one moment. Bytes."""
 
-    process: int
-    """Held by this process, by PyTorch's allocator and outside it."""
-    reserved: int
-    """Of those, by PyTorch's allocator."""
     others: int
     """Held by other processes; 0 where they cannot be distinguished."""
     way: str
     """How ``process`` was determined: ``BY_PROCESS``, ``BY_GROWTH`` or ``BY_CARD``."""
-
-    @property
-    def outside(self) -> int:
-        """Bytes held by this process outside PyTorch's allocator."""
-        return max(0, self.process - self.reserved)
 
 
 class OutsideMemoryMeter:

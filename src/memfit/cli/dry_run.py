@@ -30,7 +30,7 @@ from memfit.cli.options import (
     json_output_file,
 )
 from memfit.errors import UsageError
-from memfit.run.job_rank import ALONE, Rank
+from memfit.run.job_rank import ALONE, first_rank_to_run
 from memfit.run.launchers import rank_started_by_torchrun
 from memfit.run.options import BATCHES, LONGEST_STEPS, SCAN, SECONDS, STEPS, RunOptions
 
@@ -179,7 +179,7 @@ def dry_run(
     outputs = {"-o": output, "--html": html, "--json": json_output_file(json)}
     found = check_script_and_files("dry-run", command, outputs, module=module, ranks=ranks)
     script, arguments, module = (found.pop(name) for name in ("script", "arguments", "module"))
-    stands_for = Rank(**found)
+    stands_for = first_rank_to_run(**found, all_ranks=all_ranks)
     beside = rank_started_by_torchrun(os.environ)
     alone = all_ranks or advise or plan is not None or resuming is not None or stands_for != ALONE
     if beside is not None and alone:

@@ -1,5 +1,6 @@
 """``memfit pack``."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -38,9 +39,9 @@ def pack(
         csv: Write a table of all buffers and their offsets to this file.
         fail: Exit with code 1 if memfit finds no packing that fits within --capacity.
     """
-    from memfit.api.packings import pack_table
     from memfit.atomic_files import write_output_file
-    from memfit.packing.csv_table import packing_to_csv
+    from memfit.packing.best_packing import pack_buffers
+    from memfit.packing.csv_table import packing_to_csv, read_buffers_csv
     from memfit.report.terminal.packing import PackingSizes
     from memfit.report.terminal.progress_line import show_progress_line
 
@@ -48,10 +49,9 @@ def pack(
         raise UsageError("--fail needs a capacity to compare with. Add one, for example --capacity 8GiB.")
     check_output_paths({"--csv": csv, "--json": json_output_file(json)}, {"the input": path})
     with show_progress_line() as show:
-        run = pack_table if path.suffix.lower() == ".csv" else memfit.pack
-        packing = run(
-            path, capacity, seconds=seconds, on_progress=lambda what: show(f"memfit: packing, {what}")
-        )
+        is_table = path.suffix.lower() == ".csv"
+        run = partial(pack_buffers, read_buffers_csv(path)) if is_table else partial(memfit.pack, path)
+        packing = run(capacity, seconds=seconds, on_progress=lambda what: show(f"memfit: packing, {what}"))
     table: Output = (csv, lambda path: write_output_file(path, packing_to_csv(packing.parts).encode()))
     write_result(PackingSizes.of(packing, capacity), json, table)
     return int(fail and capacity is not None and packing.height > capacity)

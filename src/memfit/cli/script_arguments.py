@@ -22,8 +22,9 @@ def separate_script(tokens: list[str], app: App) -> list[str]:
     """Insert ``--`` before the script, so that options after it belong to the script, as with python.
 
     Raises:
-        UsageError: an option before the script is unknown, or an option after it has the name of one of
-            memfit's own: without ``--``, it is not clear which of the two the user means.
+        UsageError: the command is a script or a retired one; an option before the script is unknown; or an
+            option after it has the name of one of memfit's own: without ``--``, it is not clear which of the
+            two the user means.
 
     >>> from memfit.cli.main import app
     >>> separate_script(["dry-run", "--steps", "2", "train.py", "--epochs", "9"], app)
@@ -33,9 +34,7 @@ def separate_script(tokens: list[str], app: App) -> list[str]:
     >>> separate_script(["dry-run", "--", "train.py", "--steps", "9"], app)
     ['dry-run', '--', 'train.py', '--steps', '9']
     """
-    if tokens and tokens[0] not in app and (tokens[0].endswith(".py") or tokens[0] in LAUNCHERS):
-        typed = shlex.join(tokens)
-        raise UsageError(f"No such command: {tokens[0]}. To run a script, write memfit dry-run {typed}")
+    _refuse_what_is_no_command(tokens, app)
     values_taken = _values_taken(tokens[:1], app)
     if not values_taken:
         return tokens
@@ -61,6 +60,17 @@ def separate_script(tokens: list[str], app: App) -> list[str]:
     _refuse_misplaced(tokens, position, values_taken)
     job = _JOB.fullmatch(tokens[position]) and not Path(tokens[position]).exists()
     return [*tokens[:position], *(["-m", "--", JOB_LOOP] if job else ["--"]), *tokens[position:]]
+
+
+def _refuse_what_is_no_command(tokens: list[str], app: App) -> None:
+    """Refuse a script in place of a command, and the command that is retired; say what to write."""
+    if tokens and tokens[0] not in app and (tokens[0].endswith(".py") or tokens[0] in LAUNCHERS):
+        typed = shlex.join(tokens)
+        raise UsageError(f"No such command: {tokens[0]}. To run a script, write memfit dry-run {typed}")
+    if tokens[:1] == ["job"]:
+        raise UsageError(
+            "memfit job is retired. Write make_job by hand: docs/planning.md (Jobs) does it in twelve lines."
+        )
 
 
 def _values_taken(command: list[str], app: App) -> dict[str, int]:

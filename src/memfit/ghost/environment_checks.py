@@ -2,7 +2,6 @@
 
 import platform
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from memfit.devices import DEFAULT, find_device
@@ -12,19 +11,9 @@ from memfit.ghost.build.torch_install import find_torch
 from memfit.ghost.cudnn.client import NoCudnnAnswerError, installed_cudnn
 from memfit.ghost.ghost_device import GhostDevice
 from memfit.native_build import find_compiler
+from memfit.records import EnvironmentCheck
 
 _DRIVER = Path("/proc/driver/nvidia/gpus")
-
-
-@dataclass(frozen=True, slots=True)
-class EnvironmentCheck:
-    """The result of one check."""
-
-    name: str
-    serves: bool
-    text: str
-    """What was found; if the check failed, how to fix it."""
-    details: tuple[str, ...] = ()
 
 
 def diagnose() -> tuple[EnvironmentCheck, ...]:

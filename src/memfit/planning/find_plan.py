@@ -109,19 +109,13 @@ class _OperationSearch(PlanSearch):
 
     _least_time = 1.0
 
-    def __init__(
-        self,
-        script: PlannedScript,
-        plain: TrialResult,
-        budget: int,
-        allowed: AllowedChanges,
-        on_found: OnFound,
-    ) -> None:
-        super().__init__(script, plain, budget, allowed, on_found)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._ran_in_blocks: set[Change] = set()  # the bases that were run with every block checkpointed
         self._refusal = ""  # why nothing can be recomputed
-        self._bases = CheckpointingBases(script, plain, self._runs, budget, allowed)
-        self._divisions = BatchDivisionsToTry(plain, self._runs, self._bases, budget, allowed)
+        budget, allowed = self._budget, self._allowed
+        self._bases = CheckpointingBases(self._script, self._plain, self._runs, budget, allowed)
+        self._divisions = BatchDivisionsToTry(self._plain, self._runs, self._bases, budget, allowed)
         self._step = self._bases.step
 
     def plan(self) -> ScriptPlan:
@@ -370,16 +364,8 @@ class _OperationSearch(PlanSearch):
             ways.append("updates parameters in the backward or offloads the optimizer's state")
         return why_smallest_exceeds_budget(smallest, f"{', '.join(ways[:-1])}, and {ways[-1]}")
 
-    def _answer(
-        self,
-        *,
-        chosen: PlanRun | None = None,
-        smallest: PlanRun | None = None,
-        bound: float | None = None,
-        reason: str = "",
-    ) -> ScriptPlan:
-        found = super()._answer(chosen=chosen, smallest=smallest, bound=bound, reason=reason)
-        found = replace(found, undivided=self._divisions.why_no_more)
+    def _completed(self, answer: ScriptPlan) -> ScriptPlan:
+        found = replace(answer, undivided=self._divisions.why_no_more)
         if found.chosen is None or "sharding" not in found.chosen.change.plan:
             return found
         before, now = (

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import isfinite
 
 from memfit.analysis.needed_memory import memory_needed_without_workspaces
@@ -28,38 +28,32 @@ class OutOfTimeError(Exception):
     """The time for a search is over: raised where a run reports its progress."""
 
 
+@dataclass(eq=False)
 class PlanSearch(ABC):
-    """What the searches for a plan have in common: the script as written, their runs, and the answer so far.
+    """What searches for a plan have in common: the script as written, their runs, and the answer so far."""
 
-    Args:
-        script: the script.
-        plain: its run as written, with what a step of it runs.
-        budget: bytes of the process.
-        allowed: what the plan may change.
-        on_found: called with the answer so far whenever there is a plan that fits, and a better one.
-    """
+    _script: PlannedScript
+    _plain: TrialResult
+    """Its run as written, with what a step of it runs."""
+    _budget: int
+    """Bytes of the process."""
+    _allowed: AllowedChanges
+    _on_found: OnFound
+    """Called with the answer so far whenever there is a plan that fits, and a better one."""
 
     _least_time = 0.0
     """What no plan takes less time than, relative to the script as written; 0 if that is not known."""
     _compiled = False
     """Whether ``torch.compile`` compiles the script's code."""
 
-    def __init__(
-        self,
-        script: PlannedScript,
-        plain: TrialResult,
-        budget: int,
-        allowed: AllowedChanges,
-        on_found: OnFound,
-    ) -> None:
-        self._script, self._plain, self._budget, self._allowed = script, plain, budget, allowed
-        self._written = replayable_runs_of_ranks(plain)
-        self._target = budget - self._written[0].found.uncertainty
+    def __post_init__(self) -> None:
+        self._written = replayable_runs_of_ranks(self._plain)
+        self._target = self._budget - self._written[0].found.uncertainty
         """Bytes within which a plan is not tight."""
-        self._runs = PlanRuns(script.run, self._target, tune=allowed.allocator, compiled=self._compiled)
-        self._optimizer = None if plain.operations is None else plain.operations.optimizer
+        tune = self._allowed.allocator
+        self._runs = PlanRuns(self._script.run, self._target, tune=tune, compiled=self._compiled)
+        self._optimizer = None if self._plain.operations is None else self._plain.operations.optimizer
         self._as_written: PlanRun | None = None
-        self._on_found = on_found
         self._best_so_far: PlanRun | None = None
         self._undivided = ""
         """As in ``ScriptPlan``."""
@@ -134,7 +128,7 @@ class PlanSearch(ABC):
         too_slow = chosen if chosen is not None and chosen.time > slowdown else None
         chosen = None if too_slow is not None else chosen
         in_model = chosen is None or any(traits_of_strategy(name).is_in_model for name in chosen.change.plan)
-        return ScriptPlan(
+        answer = ScriptPlan(
             device=trace.device,
             budget=self._budget,
             as_written=as_written,
@@ -156,6 +150,11 @@ class PlanSearch(ABC):
             too_slow=too_slow,
             dropped=tuple(self._runs.dropped),
         )
+        return self._completed(answer)
+
+    def _completed(self, answer: ScriptPlan) -> ScriptPlan:
+        """Return an answer with what only this kind of search knows."""
+        return answer
 
     def _answer_below(self, floor: MemoryFloor, smallest: PlanRun) -> ScriptPlan:
         """Return that no plan can fit, because the floor of all plans exceeds the budget."""

@@ -23,6 +23,7 @@ from memfit.records.card_context import (
     CardContextTrial,
     NcclMeasurement,
     NcclStage,
+    ProcessMemory,
 )
 from memfit.records.dataflow import Dataflow, GraphValue
 from memfit.records.dry_run import (
@@ -39,6 +40,7 @@ from memfit.records.dry_run import (
     StageUse,
     Term,
 )
+from memfit.records.environment_check import EnvironmentCheck
 from memfit.records.event_marks import Mark, MarkKind, SaveKind, UntrainedForwardReason
 from memfit.records.explanation import (
     Breakdown,

@@ -6,21 +6,27 @@ from memfit.records.trace import MachineKind
 
 
 @dataclass(frozen=True, slots=True)
-class CardContextStage:
-    """What a process held on a card at one stage of its use. Bytes."""
+class ProcessMemory:
+    """What a process holds on a card. Bytes."""
 
-    what: str
-    """What the process had just done: "first matmul"."""
-    allocated: int
-    reserved: int
-    """By PyTorch's allocator."""
     process: int
-    """By the process in total."""
+    """By PyTorch's allocator and outside it."""
+    reserved: int
+    """Of those, by PyTorch's allocator."""
 
     @property
     def outside(self) -> int:
         """Bytes outside PyTorch's allocator: the context, kernels, libraries."""
         return max(0, self.process - self.reserved)
+
+
+@dataclass(frozen=True, slots=True)
+class CardContextStage(ProcessMemory):
+    """What a process held on a card at one stage of its use. Bytes."""
+
+    allocated: int
+    what: str
+    """What the process had just done: "first matmul"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +83,6 @@ class CardContextReport:
     day: str
     """The date: "2026-05-17"."""
     stages: tuple[CardContextStage, ...]
-    trials: tuple[CardContextTrial, ...]
+    trials: tuple[CardContextTrial, ...] = ()
     nccl: NcclMeasurement | None = None
     """None with a single GPU."""

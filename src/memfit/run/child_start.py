@@ -13,6 +13,7 @@ from memfit.ghost.ghost_device import GhostDevice
 from memfit.python_command import command_running_module
 from memfit.records import DeviceUse
 from memfit.run.options import RunOptions
+from memfit.run.process_tree import kill_descendants
 
 
 class GhostSettings(msgspec.Struct, frozen=True):
@@ -77,6 +78,14 @@ class RunningScript(Protocol):
 
     def kill(self) -> None:
         """Kill it, if it runs."""
+
+
+def kill_script(process: RunningScript) -> None:
+    """Kill a script's process with all that it started, unless it has ended; wait for its end."""
+    if process.poll() is None:
+        kill_descendants(process.pid)
+        process.kill()
+    process.wait()
 
 
 StartScript = Callable[[tuple[str, ...], ChildSettings], RunningScript]

@@ -26,11 +26,17 @@ from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import MemfitError, OutputError, TargetError, UsageError
 from memfit.records import ChildProcess, ScriptEnd, Trace
 from memfit.records.job_function_command import command_as_typed
-from memfit.run.child_start import ChildSettings, GhostSettings, RunningScript, StartScript, start_script
+from memfit.run.child_start import (
+    ChildSettings,
+    GhostSettings,
+    RunningScript,
+    StartScript,
+    kill_script,
+    start_script,
+)
 from memfit.run.interruption import Interruption, hold_ctrl_c_back, script_handles_ctrl_c
 from memfit.run.options import RunOptions
 from memfit.run.parent_pipe import ChildMessage
-from memfit.run.process_tree import kill_descendants
 from memfit.run.ranks_beside_script import OtherRanks, StartedRanks
 from memfit.run.run_script_as_python import check_script_path
 from memfit.run.started_processes import UnfollowedProcesses, read_started_processes
@@ -199,10 +205,7 @@ def _run_process(
             process.wait()
     finally:
         others.close()
-        if process.poll() is None:
-            kill_descendants(process.pid)
-            process.kill()
-            process.wait()
+        kill_script(process)
     if last.end is not None:
         return last
     if interruption.pressed or process.returncode in (-signal.SIGINT, INTERRUPTED):

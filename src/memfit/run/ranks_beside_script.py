@@ -28,9 +28,9 @@ from pathlib import Path
 
 import msgspec
 
-from memfit.run.child_start import ChildSettings, start_script
+from memfit.run.child_start import ChildSettings, kill_script, start_script
 from memfit.run.job_rank import Rank
-from memfit.run.process_tree import descendants_of_process, kill_descendants
+from memfit.run.process_tree import descendants_of_process
 
 _MOST = 16
 """Ranks that may run beside the script: each takes about 0.7 GiB of host memory."""
@@ -78,10 +78,7 @@ class OtherRanks:
     def close(self) -> None:
         """End them."""
         for process in self._running.values():
-            if process.poll() is None:
-                kill_descendants(process.pid)
-                process.kill()
-            process.wait()
+            kill_script(process)
         for reader in self._readers:
             os.close(reader)
 

@@ -30,6 +30,8 @@ from memfit.records import ScriptEnd
 
 _MAX_BYTES = 1 << 26
 _PYTHON = re.compile(r"python[0-9.]*")
+_MODEL_WITHOUT_SCRIPT = re.compile(r"(torchvision|timm|hf):")
+"""How earlier versions took a model in place of a script."""
 
 
 def run_script_as_main(command: tuple[str, ...], *, module: bool) -> None:
@@ -266,6 +268,11 @@ def check_script_path(path: Path) -> None:
     if not path.exists():
         if _PYTHON.fullmatch(path.name):
             raise UsageError(f"No such script: {path}. Leave out {path}: memfit runs the script itself.")
+        if _MODEL_WITHOUT_SCRIPT.match(str(path)):
+            raise UsageError(
+                f"No such script: {path}. memfit no longer runs models without a script. Write a script of "
+                "ten lines or a job (docs/planning.md), or call memfit.estimate(model, inputs)."
+            )
         raise UsageError(f"No such script: {path}. Give the path as you would to python.")
     check_ordinary_file(path)
     if path.suffix == ".ipynb":

@@ -20,9 +20,9 @@ from memfit.planning.plan_file import PlanFile
 from memfit.python_command import command_running_module
 from memfit.records import Change, CountedOperations, MeasuredPeak, Verification, VerificationVerdict
 from memfit.records.job_function_command import command_as_typed
+from memfit.run.child_start import kill_script
 from memfit.run.options import RunOptions
 from memfit.run.parent import ScriptProgress, run_script
-from memfit.run.process_tree import kill_descendants
 from memfit.temporary_folders import TemporaryFolder
 from memfit.trials.trial_run import prepare_injection
 from memfit.verification.compare_updates import (
@@ -165,10 +165,7 @@ def _start(command: Sequence[str], conf: str, pipe: int) -> None:
         if process.wait() == INTERRUPTED:
             raise KeyboardInterrupt
     finally:
-        if process.poll() is None:
-            kill_descendants(process.pid)
-            process.kill()
-            process.wait()
+        kill_script(process)
 
 
 def measure_peak_under_plan(

@@ -157,6 +157,11 @@ void virtual_memory(void)
     struct pointer_attributes known;
     cudaPointerGetAttributes(&known, (void *)(range + 9 * MIB));
     CHECK(known.type == 2 && known.device == 0);
+    uint64_t start;
+    size_t size;
+    CHECK(cuMemGetAddressRange_v2(&start, &size, range + 9 * MIB) == SUCCESS);
+    CHECK(start == range + 4 * MIB && size == 6 * MIB);
+    CHECK(cuMemGetAddressRange_v2(&start, &size, range + 10 * MIB) != SUCCESS); /* past the last piece */
     CHECK(cuMemRelease(piece) == SUCCESS);
     CHECK(ghost_counter("used") == 10 * MIB); /* still mapped */
     CHECK(cuMemUnmap(range, 10 * MIB) == SUCCESS);

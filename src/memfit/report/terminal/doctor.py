@@ -3,14 +3,19 @@
 import json
 from collections.abc import Sequence
 from operator import sub
-from typing import Protocol
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from memfit.patching.patches import ReplacedName
-from memfit.records import CardContextReport, CardContextStage, MachineKind, NcclMeasurement
+from memfit.records import (
+    CardContextReport,
+    CardContextStage,
+    EnvironmentCheck,
+    MachineKind,
+    NcclMeasurement,
+)
 from memfit.report.escape import escaped
 from memfit.report.terminal.layout import plain_table
 from memfit.units import MIB
@@ -19,27 +24,7 @@ _CANNOT_RUN = 3
 _FIGURES = ("allocated", "reserved", "process", "outside PyTorch")
 
 
-class DoctorFinding(Protocol):
-    """The result of one check."""
-
-    @property
-    def name(self) -> str:
-        """What was checked."""
-
-    @property
-    def serves(self) -> bool:
-        """Whether the check passed."""
-
-    @property
-    def text(self) -> str:
-        """What was found, or how to fix it."""
-
-    @property
-    def details(self) -> tuple[str, ...]:
-        """Lines that ``--gaps`` prints."""
-
-
-def print_diagnosis(findings: Sequence[DoctorFinding], console: Console, *, details: bool) -> int:
+def print_diagnosis(findings: Sequence[EnvironmentCheck], console: Console, *, details: bool) -> int:
     """Print one line per finding; return the command's exit code."""
     for finding in findings:
         mark = Text("ok   ", style="green") if finding.serves else Text("FAILS", style="bold red")

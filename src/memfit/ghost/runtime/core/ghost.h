@@ -341,9 +341,13 @@ uint64_t ghost_label(void);
 /* errors.c: record an error as this thread's last, as the runtime API does; return the status. */
 status ghost_fail(status error);
 
-/* device_memory.c: the device of an address, or -1; the start and size of the allocation around it. */
-int allocation_device(uint64_t address);
-bool allocation_range(uint64_t address, uint64_t *start, uint64_t *size);
+struct address_range {
+    uint64_t start, size;
+    int device;
+};
+
+/* device_memory.c: the allocation around an address; false: none is. */
+bool allocation_around(uint64_t address, struct address_range *range);
 
 /* fat_binaries.c: the architecture that the device runs a kernel in, named by its host function: 86 for compute
  * capability 8.6. */
@@ -358,8 +362,7 @@ uint64_t pool_idle_bytes(int device);
 void trim_pools_to_threshold(void);
 
 /* virtual_memory.c: the same as for allocations, for mapped memory. */
-int mapping_device(uint64_t address);
-bool mapping_range(uint64_t address, uint64_t *start, uint64_t *size);
+bool mapping_around(uint64_t address, struct address_range *range);
 
 /* host_memory.c. Source of the types: driver_types.h, cudaMemoryType. */
 enum { UNREGISTERED = 0, HOST = 1, DEVICE = 2, MANAGED = 3 };

@@ -124,30 +124,15 @@ API status cudaMemGetInfo(size_t *free_bytes, size_t *total)
 
 /* Slots are powers of two aligned to their own size, so the start of the slot that contains an address is
  * found by trying each size. */
-static const struct allocation *around(uint64_t address)
+bool allocation_around(uint64_t address, struct address_range *range)
 {
+    HOLD_LOCK;
     for (int order = 9; order < 47; order++) {
         const struct allocation *found = hash_table_get(&live, address & ~(((uint64_t)1 << order) - 1));
-        if (found && address - found->address < found->taken)
-            return found;
+        if (found && address - found->address < found->taken) {
+            *range = (struct address_range){found->address, found->size, found->device};
+            return true;
+        }
     }
-    return NULL;
-}
-
-int allocation_device(uint64_t address)
-{
-    HOLD_LOCK;
-    const struct allocation *found = around(address);
-    return found ? found->device : -1;
-}
-
-bool allocation_range(uint64_t address, uint64_t *start, uint64_t *size)
-{
-    HOLD_LOCK;
-    const struct allocation *found = around(address);
-    if (!found)
-        return false;
-    *start = found->address;
-    *size = found->size;
-    return true;
+    return false;
 }

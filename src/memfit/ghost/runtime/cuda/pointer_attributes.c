@@ -12,17 +12,20 @@ struct pointer_attributes {
 #endif
 };
 
+static bool memory_around(uint64_t address, struct address_range *range)
+{
+    return allocation_around(address, range) || mapping_around(address, range);
+}
+
 API status cudaPointerGetAttributes(struct pointer_attributes *attributes, const void *pointer)
 {
     *attributes = (struct pointer_attributes){.type = UNREGISTERED, .device = -2};
     if (is_device_address(pointer)) {
-        int device = allocation_device((uint64_t)pointer);
-        if (device < 0)
-            device = mapping_device((uint64_t)pointer);
-        if (device < 0)
+        struct address_range range;
+        if (!memory_around((uint64_t)pointer, &range))
             return SUCCESS; /* freed, or never allocated */
         attributes->type = DEVICE;
-        attributes->device = device;
+        attributes->device = range.device;
         attributes->device_pointer = (void *)pointer;
         return SUCCESS;
     }
@@ -48,14 +51,13 @@ enum {
 
 API status cuMemGetAddressRange_v2(uint64_t *start, size_t *size, uint64_t address)
 {
-    uint64_t found_start, found_size;
-    if (!allocation_range(address, &found_start, &found_size) &&
-        !mapping_range(address, &found_start, &found_size))
+    struct address_range range;
+    if (!memory_around(address, &range))
         return NOT_FOUND;
     if (start)
-        *start = found_start;
+        *start = range.start;
     if (size)
-        *size = found_size;
+        *size = range.size;
     return SUCCESS;
 }
 

@@ -164,31 +164,16 @@ ENTRY(cuMemGetAllocationPropertiesFromHandle(struct allocation_properties *prope
 
 /* PyTorch maps pieces of one granule, or of a few if it is configured to, so the piece starts at most a
  * few granules back. */
-static const struct mapping *around(uint64_t address)
+bool mapping_around(uint64_t address, struct address_range *range)
 {
     uint64_t start = address & ~(DEVICE_GRANULE - 1);
+    HOLD_LOCK;
     for (int granules = 0; granules < 1024; granules++, start -= DEVICE_GRANULE) {
         const struct mapping *found = hash_table_get(&mappings, start);
-        if (found)
-            return address - start < found->size ? found : NULL;
+        if (found) {
+            *range = (struct address_range){found->address, found->size, found->memory->device};
+            return address - start < found->size;
+        }
     }
-    return NULL;
-}
-
-int mapping_device(uint64_t address)
-{
-    HOLD_LOCK;
-    const struct mapping *found = around(address);
-    return found ? found->memory->device : -1;
-}
-
-bool mapping_range(uint64_t address, uint64_t *start, uint64_t *size)
-{
-    HOLD_LOCK;
-    const struct mapping *found = around(address);
-    if (!found)
-        return false;
-    *start = found->address;
-    *size = found->size;
-    return true;
+    return false;
 }
