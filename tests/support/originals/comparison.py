@@ -1,11 +1,11 @@
 """A row of report.py: a training by the original, the same by memfit, and what is expected."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from training import Task, Trained, train_with_memfit
+from training import ADAMW, Task, Trained, divided_by_full_window, sum_and_count, train_with_memfit
 
 import memfit
 
@@ -37,6 +37,34 @@ def row(train: Callable[..., Trained], task: Task, settings: Mapping[str, Any], 
     """Return the row of ``train(task, settings)`` against memfit with the same arguments."""
     fields = {"ours": partial(train_with_memfit, task, settings)} | fields
     return Row(settings, task, partial(train, task, settings), **fields)
+
+
+def row_of_token_means(
+    original: str, train: Callable[..., Trained], task: Task, settings: Mapping[str, Any], *, how: str = ""
+) -> Row:
+    """Return the row of batches with different numbers of tokens, whose means an original averages."""
+    return row(
+        train,
+        task,
+        settings,
+        how=how,
+        ours=partial(train_with_memfit, task, settings, sum_and_count),
+        reason=f"{original} averages the means of batches, however many tokens each has",
+        alike=partial(train_with_memfit, task, settings),
+    )
+
+
+def rows_of_partial_windows(original: str, train: Callable[..., Trained], option: str) -> Iterator[Row]:
+    """Yield the rows of epochs with a partial window, which an original divides as if it were full."""
+    for window, task in ((2, Task(7)), (4, Task(13, optimizer=ADAMW))):
+        settings = {option: window}
+        yield row(
+            train,
+            task,
+            settings,
+            reason=f"{original} divides the last window of an epoch by {window}, though it has fewer batches",
+            alike=partial(train_with_memfit, task, settings, divided_by_full_window(task, window)),
+        )
 
 
 @dataclass(frozen=True, slots=True)

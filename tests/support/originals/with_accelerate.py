@@ -7,7 +7,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import GradientAccumulationPlugin
-from comparison import Row, row
+from comparison import Row, row, row_of_token_means, rows_of_partial_windows
 from training import (
     ADAMW,
     Task,
@@ -15,8 +15,6 @@ from training import (
     Trained,
     counted_updates,
     cross_entropy,
-    divided_by_full_window,
-    sum_and_count,
     train_with_memfit,
     trained,
 )
@@ -66,15 +64,7 @@ def rows() -> Iterator[Row]:
         yield row(train, task, settings)
     settings, how = {"gradient_accumulation_steps": 4, "remainder": "carry"}, "sync_with_dataloader=False"
     yield row(partial(train, carries=True), Task(10, 8), settings, how=how)
-    for window, task in ((2, Task(7)), (4, Task(13, optimizer=ADAMW))):
-        settings = {"gradient_accumulation_steps": window}
-        yield row(
-            train,
-            task,
-            settings,
-            reason=f"Accelerate divides the last window of an epoch by {window}, though it has fewer batches",
-            alike=partial(train_with_memfit, task, settings, divided_by_full_window(task, window)),
-        )
+    yield from rows_of_partial_windows("Accelerate", train, "gradient_accumulation_steps")
     yield row(
         train,
         Task(4),
@@ -82,12 +72,4 @@ def rows() -> Iterator[Row]:
         reason="on a CPU Accelerate trains in float32, without a warning, and memfit in fp16",
         alike=partial(train_with_memfit, Task(4), clip),
     )
-    task, settings = Task(12, model=Tokens), {"gradient_accumulation_steps": 3}
-    yield row(
-        train,
-        task,
-        settings,
-        ours=partial(train_with_memfit, task, settings, sum_and_count),
-        reason="Accelerate averages the means of batches, however many tokens each has",
-        alike=partial(train_with_memfit, task, settings),
-    )
+    yield row_of_token_means("Accelerate", train, Task(12, model=Tokens), {"gradient_accumulation_steps": 3})

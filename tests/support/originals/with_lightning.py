@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning
 import torch
-from comparison import Row, row
+from comparison import Row, row, row_of_token_means, rows_of_partial_windows
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
@@ -19,8 +19,6 @@ from training import (
     Trained,
     counted_updates,
     cross_entropy,
-    divided_by_full_window,
-    sum_and_count,
     train_with_memfit,
     trained,
 )
@@ -111,24 +109,8 @@ def rows() -> Iterator[Row]:
         ({"precision": "bf16-true"} | clip, Task(4)),
     ):
         yield row(train, task, settings)
-    for window, task in ((2, Task(7)), (4, Task(13, optimizer=ADAMW))):
-        settings = {"accumulate_grad_batches": window}
-        yield row(
-            train,
-            task,
-            settings,
-            reason=f"Lightning divides the last window of an epoch by {window}, though it has fewer batches",
-            alike=partial(train_with_memfit, task, settings, divided_by_full_window(task, window)),
-        )
-    task, settings = Task(12, model=Tokens), {"accumulate_grad_batches": 3}
-    yield row(
-        train,
-        task,
-        settings,
-        ours=partial(train_with_memfit, task, settings, sum_and_count),
-        reason="Lightning averages the means of batches, however many tokens each has",
-        alike=partial(train_with_memfit, task, settings),
-    )
+    yield from rows_of_partial_windows("Lightning", train, "accumulate_grad_batches")
+    yield row_of_token_means("Lightning", train, Task(12, model=Tokens), {"accumulate_grad_batches": 3})
     yield from rows_of_low_precision(clip)
 
 

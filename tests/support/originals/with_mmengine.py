@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from comparison import Row, row
+from comparison import Row, row, row_of_token_means
 from mmengine.logging import MMLogger
 from mmengine.model import BaseModel
 from mmengine.optim import build_optim_wrapper
@@ -26,7 +26,6 @@ from training import (
     Tokens,
     Trained,
     counted_updates,
-    sum_and_count,
     train_with_memfit,
     trained,
 )
@@ -183,15 +182,7 @@ def rows_that_differ() -> Iterator[Row]:
     )
     task = Task(12, model=Tokens)
     settings = wrapper(task, {"accumulative_counts": 3})
-    yield row(
-        train_in_loop,
-        task,
-        settings,
-        how="loop",
-        ours=partial(train_with_memfit, task, settings, sum_and_count),
-        reason="MMEngine averages the means of batches, however many tokens each has",
-        alike=partial(train_with_memfit, task, settings),
-    )
+    yield row_of_token_means("MMEngine", train_in_loop, task, settings, how="loop")
 
 
 def wrapper(task: Task, fields: Mapping[str, Any]) -> Settings:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import transformers
-from comparison import Row, row
+from comparison import Row, row, row_of_token_means
 from torch import nn
 from training import (
     ADAMW,
@@ -20,7 +20,6 @@ from training import (
     Trained,
     counted_updates,
     cross_entropy,
-    sum_and_count,
     train_with_memfit,
     trained,
 )
@@ -177,13 +176,6 @@ def rows_of_tokens() -> Iterator[Row]:
             rounding="the Trainer divides each batch's sum by the tokens of all batches, counted before; "
             "memfit by the first batch's, and it corrects the gradients at the end",
         )
-    task = Task(11, model=Tokens)
-    yield row(
-        train,
-        task,
-        settings,
-        how="model without **kwargs",
-        ours=partial(train_with_memfit, task, settings, sum_and_count),
-        reason="the Trainer averages the means of batches, however many tokens each has",
-        alike=partial(train_with_memfit, task, settings),
+    yield row_of_token_means(
+        "the Trainer", train, Task(11, model=Tokens), settings, how="model without **kwargs"
     )
