@@ -7,7 +7,6 @@ it can be compared with the history at that point. Run with PYTORCH_ALLOC_CONF s
 """
 
 import json
-import math
 import pickle
 import random
 import sys
@@ -18,9 +17,11 @@ from memfit.ghost.build.runtime_library import build_ghost
 from memfit.ghost.ghost_device import GhostDevice
 from memfit.ghost.load_ghost import load
 
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-EDGES = (512, KIB, MIB, 2 * MIB, 10 * MIB, 12 * MIB, 18 * MIB, 19 * MIB, 20 * MIB, 100 * MIB, 128 * MIB)
-BESIDE = (-513, -512, -1, 0, 1, 511, 512, 513, MIB, MIB + 512, MIB - 512)
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from support.allocator_comparison.sizes import EDGES, size_of
+
+MIB, GIB = 1 << 20, 1 << 30
+DRAWN_EDGES = tuple(edge for edge in EDGES if edge != 32 * MIB)  # seeds stand for known histories
 
 options = {
     "operations": 1500,
@@ -74,14 +75,7 @@ def note(operation):
 
 
 def size():
-    kind = dice.choice(("small", "small", "middle", "large", "edge"))
-    if kind == "small":
-        return int(math.exp(dice.uniform(0, math.log(MIB))))
-    if kind == "middle":
-        return dice.randint(MIB, 12 * MIB)
-    if kind == "large":
-        return dice.randint(8 * MIB, 300 * MIB)
-    return max(1, dice.choice(EDGES) + dice.choice(BESIDE))
+    return size_of(dice.choice(("small", "small", "middle", "large", "edge")), dice, edges=DRAWN_EDGES)
 
 
 def allocate(streams, pools):

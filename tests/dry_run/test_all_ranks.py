@@ -5,16 +5,13 @@ import pytest
 import memfit
 from memfit.errors import UsageError
 from memfit.records import JobRank
+from support.scripts import JOIN
 
 pytestmark = pytest.mark.warm
 
-UNEVEN = """
-    import os, torch
-    from torch import distributed as dist
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
-    rank, last = dist.get_rank(), dist.get_world_size() - 1
-    print(f"rank {rank} ran")
+UNEVEN = f"""{JOIN}
+    last = ranks - 1
+    print(f"rank {{rank}} ran")
     mebibytes = 40 if rank == last else 20 if rank else 30
     x = torch.empty(mebibytes << 20, dtype=torch.uint8, device="cuda")
 """
@@ -32,7 +29,7 @@ def test_each_role_has_a_row_and_the_largest_is_the_answer(dry_run, tmp_path):
         (1, [2], {"least": 20 * mib, "most": 20 * mib}),
     ]
     assert run.answer["peak"]["allocated"] == 40 * mib
-    assert all(row["line"].endswith(":9") for row in run.answer["ranks"])
+    assert all(row["line"].endswith(":11") for row in run.answer["ranks"])
     assert memfit.explain(trace).summary.peak_allocated == 40 * mib
 
 

@@ -2,14 +2,9 @@
 
 import pytest
 
+from support.scripts import JOIN
+
 pytestmark = [pytest.mark.process, pytest.mark.warm]
-JOIN = """
-    import os, torch
-    from torch import distributed as dist
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-"""
 
 
 def run_as(dry_run, script, rank, nproc, *more):

@@ -4,15 +4,10 @@ import pytest
 
 import memfit
 from memfit.records import GroupBy
+from support.scripts import JOIN
 
 pytestmark = pytest.mark.warm
 
-JOIN = """
-    import os, torch
-    from torch import distributed as dist, nn
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
-"""
 SHARDED = f"""{JOIN}
     from torch.distributed.fsdp import fully_shard
     rows, layers = 4096, 3

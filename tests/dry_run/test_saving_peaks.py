@@ -2,17 +2,15 @@
 
 import pytest
 
+from support.scripts import JOIN
+
 pytestmark = [pytest.mark.process, pytest.mark.warm]
 
 RANKS, COLUMNS, ROWS = 4, 1024, (1024, 4096, 2048)
 PARAMETERS = [rows * COLUMNS * 4 for rows in ROWS]
 SHARDS = sum(PARAMETERS) // RANKS
 
-SAVE = f"""
-    import os, torch
-    from torch import distributed as dist, nn
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
+SAVE = f"""{JOIN}
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
     from torch.distributed.fsdp import fully_shard
@@ -49,6 +47,6 @@ def test_saving_takes_nothing_or_a_gathered_parameter_or_the_whole_model(dry_run
         [f"{SHARDS + sum(PARAMETERS)}", f"{len(ROWS)}"],
     ], done.err
     assert done.answer["peak"]["allocated"] == SHARDS + sum(PARAMETERS)
-    assert done.answer["peak"]["line"].endswith("script.py:21")  # in full()
+    assert done.answer["peak"]["line"].endswith("script.py:23")  # in full()
     terms = {row["name"]: row["bytes"] for row in done.answer["terms"]}
     assert (terms["parameters"], terms["communication"]) == (SHARDS, sum(PARAMETERS))

@@ -13,6 +13,7 @@ from memfit.api.run_under_torchrun import SharedTraces
 from memfit.run.job_rank import Rank
 from memfit.run.launchers import rank_started_by_torchrun
 from support.new_processes import run_python
+from support.scripts import JOIN
 
 VARIABLES = {
     "RANK": "5",
@@ -22,13 +23,6 @@ VARIABLES = {
     "MASTER_PORT": "29500",
     "TORCHELASTIC_RUN_ID": "job",
 }
-JOIN = """
-    import os, pathlib, sys, torch
-    from torch import distributed as dist, nn
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
-    rank, size = dist.get_rank(), dist.get_world_size()
-"""
 
 
 @pytest.fixture
@@ -48,6 +42,7 @@ def torchrun(tmp_path):
 @pytest.mark.process
 def test_ranks_exchange_what_is_short_and_the_first_reports_on_all(torchrun, tmp_path):
     script = f"""{JOIN}
+    import pathlib
     if rank == 1:
         pathlib.Path("prepared").touch()
     dist.barrier()
@@ -101,7 +96,7 @@ def test_stages_of_a_pipeline_infer_their_shapes_from_each_other(torchrun):
     part = nn.Linear(widths[rank], widths[rank + 1], bias=False).to(device)
     # The last knows its shapes; it infers them because the first must.
     shapes = {{"input_args": torch.ones(32, 512), "output_args": torch.ones(32, 128)}} if rank else {{}}
-    stage = PipelineStage(part, rank, size, device, **shapes)
+    stage = PipelineStage(part, rank, ranks, device, **shapes)
     schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss)
     schedule.step(*[torch.ones(128, 64, device=device)][: rank == 0],
                   target=torch.ones(128, 128, device=device) if rank else None)

@@ -17,7 +17,7 @@ from memfit.run.options import RunOptions
 from memfit.run.run_script_as_python import classify_script_end
 from memfit.trace.trace_file import write_trace
 from support import interrupts
-from support.new_processes import start_memfit
+from support.new_processes import run_python, start_memfit
 from support.traces import BASE, Event, freed, segment, trace_of
 
 TIMES = int(os.environ.get("MEMFIT_TIMES", "1"))
@@ -205,8 +205,7 @@ def test_ctrl_c_that_a_library_of_the_command_reports_as_its_own_error_is_an_int
         except KeyboardInterrupt:
             print("interrupted")
     """
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=25, check=False)
+    done = run_python("-c", textwrap.dedent(script), timeout=25)
     assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")
 
 
@@ -227,6 +226,5 @@ def test_ctrl_c_in_a_finaliser_is_raised_once_more():
         except KeyboardInterrupt:
             print("interrupted")
     """
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=25, check=False)
+    done = run_python("-c", textwrap.dedent(script), timeout=25)
     assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")

@@ -36,6 +36,15 @@ FEED_FORWARD = """
 """
 """The models of scripts that memfit plans for."""
 
+JOIN = """
+    import os, torch
+    from torch import distributed as dist, nn
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+"""
+"""The start of a rank's script."""
+
 WATCHED = """
     import torch
     from torch import nn
