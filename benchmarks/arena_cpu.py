@@ -22,6 +22,7 @@ import multiprocessing
 import statistics
 import threading
 import time
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -167,16 +168,18 @@ def compare(name: str, steps: int) -> None:
     )
 
 
-def main() -> None:
-    """Compare each model."""
-    parser = command_line(__doc__)
-    parser.add_argument("--models", nargs="+", default=list(BATCHES), choices=list(BATCHES))
-    parser.add_argument("--steps", type=int, default=20)
+def compare_models(
+    doc: str | None, compare: Callable[[str, int], None], models: Iterable[str], option: str, number: int
+) -> None:
+    """Compare the models of the command line; ``option`` sets the number of steps or updates of each."""
+    parser = command_line(doc)
+    parser.add_argument("--models", nargs="+", default=list(models), choices=list(models))
+    parser.add_argument(option, type=int, default=number, dest="number")
     arguments = parser.parse_args()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads", flush=True)
     for name in arguments.models:
-        compare(name, arguments.steps)
+        compare(name, arguments.number)
 
 
 if __name__ == "__main__":
-    main()
+    compare_models(__doc__, compare, BATCHES, "--steps", 20)

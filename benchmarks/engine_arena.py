@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from arena_cpu import BATCHES, status
-from measuring import MIB, command_line
+from arena_cpu import BATCHES, compare_models, status
+from measuring import MIB
 from packed_networks import model_of
 from torch import nn
 
@@ -95,16 +95,5 @@ def compare(name: str, updates: int) -> None:
         )
 
 
-def main() -> None:
-    """Compare each model."""
-    parser = command_line(__doc__)
-    parser.add_argument("--models", nargs="+", default=list(EXCLUDED), choices=list(EXCLUDED))
-    parser.add_argument("--updates", type=int, default=8)
-    arguments = parser.parse_args()
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads", flush=True)
-    for name in arguments.models:
-        compare(name, arguments.updates)
-
-
 if __name__ == "__main__":
-    main()
+    compare_models(__doc__, compare, EXCLUDED, "--updates", 8)

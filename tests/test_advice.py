@@ -9,29 +9,13 @@ import textwrap
 
 import pytest
 
+from support.scripts import FEED_FORWARD
+
 pytestmark = pytest.mark.warm
 
 NO_LIMIT = ("--memory", "2TiB")
-TRAIN = """
+TRAIN = f"""{FEED_FORWARD}
     import sys
-    import torch
-    from torch import nn
-
-    class Block(nn.Module):
-        def __init__(self, width):
-            super().__init__()
-            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        def forward(self, x):
-            return x + self.down(torch.nn.functional.gelu(self.up(x)))
-
-    class Net(nn.Module):
-        def __init__(self, width):
-            super().__init__()
-            self.blocks = nn.ModuleList(Block(width) for _ in range(8))
-        def forward(self, x):
-            for block in self.blocks:
-                x = block(x)
-            return x
 
     width, batch = int(sys.argv[1]), int(sys.argv[2])
     model = Net(width).cuda()

@@ -1,16 +1,14 @@
 """The scripts in examples/distributed: two gloo ranks on the CPU, and one rank of eight on the ghost."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from memfit.run.launchers import free_port
 from support import warm_process
+from support.new_processes import run_python
 
 pytestmark = pytest.mark.process
 
@@ -33,15 +31,7 @@ ABORTED = "terminate called without an active exception"
 
 
 def run(folder, *command, attempts=1):
-    done = subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    done = run_python(*command, cwd=folder, OMP_NUM_THREADS="1")
     if attempts > 1 and ABORTED in done.stderr:
         return run(folder, *command, attempts=attempts - 1)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -5,24 +5,13 @@ import textwrap
 
 import pytest
 
+from support.scripts import FEED_FORWARD
 from support.warm_process import memfit, verify_on_cpu
 
 pytestmark = pytest.mark.process
 
-JOB = """
-    import torch
-    from torch import nn
-
+JOB = f"""{FEED_FORWARD}
     import memfit
-
-
-    class Block(nn.Module):
-        def __init__(self, width):
-            super().__init__()
-            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-        def forward(self, x):
-            return x + self.down(nn.functional.gelu(self.up(x)))
 
 
     def make_job():

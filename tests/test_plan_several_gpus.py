@@ -5,32 +5,12 @@ import textwrap
 
 import pytest
 
+from support.scripts import FEED_FORWARD
 from support.warm_process import memfit
 
 pytestmark = pytest.mark.process
 
 MIB = 1 << 20
-MODEL = """
-    import os
-    import torch
-    from torch import nn
-
-    class Block(nn.Module):
-        def __init__(self, width):
-            super().__init__()
-            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        def forward(self, x):
-            return x + self.down(nn.functional.gelu(self.up(x)))
-
-    class Net(nn.Module):
-        def __init__(self, width, blocks):
-            super().__init__()
-            self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
-        def forward(self, x):
-            for block in self.blocks:
-                x = block(x)
-            return x
-"""
 TRAIN = """
     optimizer = torch.optim.AdamW(model.parameters())
     while True:
@@ -42,6 +22,7 @@ ON_ONE_GPU = """
     model = Net(1024, 6).cuda()
 """
 ON_SEVERAL = """
+    import os
     torch.distributed.init_process_group()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     model = nn.parallel.DistributedDataParallel(Net(256, 8).cuda(), gradient_as_bucket_view=True)
@@ -50,7 +31,7 @@ ON_SEVERAL = """
 
 def written(folder, model, samples, width):
     script = folder / "train.py"
-    text = MODEL + model + TRAIN.replace("SAMPLES", str(samples)).replace("WIDTH", str(width))
+    text = FEED_FORWARD + model + TRAIN.replace("SAMPLES", str(samples)).replace("WIDTH", str(width))
     script.write_text(textwrap.dedent(text))
     return script
 

@@ -14,13 +14,12 @@ two and as four ranks.
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from memfit.run.launchers import free_port
+from support.new_processes import run_python
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -35,15 +34,14 @@ SIZES = ("allocated", "reserved")
 
 
 def run(command, folder):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, env=environment)
+    done = run_python(*command, cwd=folder, timeout=900, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
 
 def one_after_the_other(script, ranks, folder):
     options = ("-m", "memfit", "dry-run", "--nproc", f"{ranks}", "--all-ranks", "--gpu", "H100", "--to-end")
-    run([sys.executable, *options, "--json", "report.json", "--", script], folder)
+    run([*options, "--json", "report.json", "--", script], folder)
     answer = json.loads((folder / "report.json").read_text())
     return peaks_of(answer)
 
@@ -51,14 +49,14 @@ def one_after_the_other(script, ranks, folder):
 def under_torchrun(script, ranks, folder):
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", f"{ranks}")
     options = ("-m", "memfit", "dry-run", "--gpu", "H100", "--to-end", "--json", "report.json")
-    run([sys.executable, *launch, *options, "--", script], folder)
+    run([*launch, *options, "--", script], folder)
     return peaks_of(json.loads((folder / "report.json").read_text()))
 
 
 def under_spawn(script, ranks, folder):
     """Return the peaks that PyTorch reports to each of as many processes that ``mp.spawn`` starts."""
     job = (SCRIPTS / "spawned.py", f"{ranks}", f"{free_port()}", script)
-    printed = run([sys.executable, SCRIPTS / "spawned_ghosts.py", f"{ranks}", *job], folder)
+    printed = run([SCRIPTS / "spawned_ghosts.py", f"{ranks}", *job], folder)
     found = re.findall(r"^rank (\d+): (\d+) (\d+)$", printed, re.MULTILINE)
     assert len(found) == ranks, printed[-2000:]
     return {int(rank): dict(zip(SIZES, map(int, sizes), strict=True)) for rank, *sizes in found}

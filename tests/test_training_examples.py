@@ -1,12 +1,11 @@
 """Scripts in examples/ that train with memfit reach the accuracy they claim, on the CPU."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from support.new_processes import run_python
 
 pytestmark = pytest.mark.process
 
@@ -17,14 +16,7 @@ UNSEEN = 360
 
 def run(*command):
     """Run Python, and return what it prints."""
-    done = subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},  # threads slow down so small a model
-    )
+    done = run_python(*command, OMP_NUM_THREADS="1")  # threads slow down so small a model
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -1,14 +1,13 @@
 """``memfit verify`` on scripts that name a GPU, on a machine without one."""
 
 import json
-import subprocess
-import sys
 import textwrap
 
 import pytest
 import torch
 
 from memfit.cli.main import run_command
+from support.new_processes import run_python
 from support.warm_process import verify_on_cpu
 
 pytestmark = pytest.mark.process
@@ -38,8 +37,7 @@ SCRIPT = """
 
 
 def verify_alone(*arguments):
-    command = [sys.executable, "-m", "memfit", "verify", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    return run_python("-m", "memfit", "verify", *arguments)
 
 
 def verified(folder, plan, *, seed="", dropout=0.0, run=verify_on_cpu, **more):

@@ -2,13 +2,12 @@
 
 import json
 import re
-import subprocess
-import sys
 import textwrap
 
 import pytest
 
 from support import warm_process
+from support.new_processes import run_python
 from support.scripts import TRAIN
 
 pytestmark = pytest.mark.process
@@ -56,8 +55,7 @@ def test_a_fork_does_what_a_new_process_does(script, options, code, tmp_path):
 
 
 def new_process(*arguments, cwd):
-    command = [sys.executable, "-m", "memfit", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
+    return run_python("-m", "memfit", *arguments, cwd=cwd)
 
 
 def test_a_run_has_the_environment_of_its_test_and_none_of_an_earlier_one(tmp_path, monkeypatch):

@@ -3,14 +3,13 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 import memfit
+from support.new_processes import start_memfit
 
 pytestmark = [pytest.mark.process, pytest.mark.warm]
 
@@ -213,16 +212,7 @@ def test_ctrl_c_ends_a_whole_run_and_leaves_nothing_behind(tmp_path):
     (tmp_path / "script.py").write_text(re.sub("^    ", "", ENDLESS, flags=re.MULTILINE))
     folder = tmp_path / "temporary"
     folder.mkdir()
-    command = [sys.executable, "-m", "memfit", "dry-run", "--whole", "script.py"]
-    with subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, "TMPDIR": str(folder)},
-        start_new_session=True,
-    ) as started:
+    with start_memfit("dry-run", "--whole", "script.py", cwd=tmp_path, TMPDIR=str(folder)) as started:
         assert "training" in started.stdout.readline()
         time.sleep(0.5)
         started.send_signal(signal.SIGINT)

@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from jobs import Model, batch, loss_of, start, train, train_accumulated, variant
+from jobs import Model, batch, loss_of, run_variant, train, train_accumulated
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     ddp_zero_hook,
@@ -187,6 +187,4 @@ def reducer_in_python(device):
 
 
 if __name__ == "__main__":
-    chosen = variant(globals())
-    chosen(start())
-    dist.destroy_process_group()
+    run_variant(globals())

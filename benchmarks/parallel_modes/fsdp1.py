@@ -4,8 +4,7 @@ import functools
 
 import torch
 import torch.distributed as dist
-from jobs import Block, Model, batch, loss_of, start, train, train_accumulated, variant
-from torch import nn
+from jobs import Block, Model, batch, loss_of, run_variant, train, train_accumulated
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
@@ -165,7 +164,4 @@ def frozen(device):
 
 
 if __name__ == "__main__":
-    assert nn
-    chosen = variant(globals())
-    chosen(start())
-    dist.destroy_process_group()
+    run_variant(globals())

@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from jobs import Model, batch, loss_of, start, train, variant
+from jobs import Model, batch, loss_of, run_variant, train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -242,6 +242,4 @@ def replicate(device):
 
 
 if __name__ == "__main__":
-    chosen = variant(globals())
-    chosen(start())
-    dist.destroy_process_group()
+    run_variant(globals())

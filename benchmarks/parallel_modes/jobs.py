@@ -26,6 +26,12 @@ def variant(variants):
     return variants[sys.argv[1]]
 
 
+def run_variant(variants):
+    """Run the function that the command line names, as a rank of a process group."""
+    variant(variants)(start())
+    dist.destroy_process_group()
+
+
 class Block(nn.Module):
     """A pre-norm transformer block."""
 

@@ -4,7 +4,6 @@ import os
 
 import torch
 from jobs import LENGTH, VOCABULARY, Block, Model, batch, loss_of, variant
-from torch import nn
 
 
 def causal(vocabulary):
@@ -150,5 +149,4 @@ def lightning_checkpointed():
 
 
 if __name__ == "__main__":
-    assert nn
     variant(globals())()

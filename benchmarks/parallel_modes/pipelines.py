@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from jobs import LENGTH, VOCABULARY, WIDTH, Block, Model, start, variant
+from jobs import LENGTH, VOCABULARY, WIDTH, Block, Model, run_variant
 from torch import nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -145,6 +145,4 @@ def by_hand(device):
 
 
 if __name__ == "__main__":
-    chosen = variant(globals())
-    chosen(start())
-    dist.destroy_process_group()
+    run_variant(globals())

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
-from jobs import LENGTH, WIDTH, Block, start, variant
+from jobs import LENGTH, WIDTH, Block, run_variant
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
@@ -172,6 +172,4 @@ def experts_checkpointed(device):
 
 
 if __name__ == "__main__":
-    chosen = variant(globals())
-    chosen(start())
-    dist.destroy_process_group()
+    run_variant(globals())

@@ -15,7 +15,7 @@ from memfit.allocator.replay import replay_requests
 from memfit.allocator.requests import AllocatorRequests, RequestKind
 from memfit.errors import MemfitError, UsageError
 from support.allocator_comparison.twins import POOLS, TWIN_CONFS, both, compare
-from support.sanitized_build import build
+from support.sanitized_build import run_check
 
 CHECK = Path(__file__).with_name("check_allocator.c")
 GIB = 1 << 30
@@ -152,8 +152,6 @@ def test_the_library_is_compiled_once_and_recompiled_if_damaged(empty_cache):
 
 @pytest.mark.process
 def test_random_requests_under_sanitizers(tmp_path):
-    sources = [CHECK, *sorted(compiled_allocator.LIBRARY.sources.glob("*.c"))]
-    check = build(tmp_path / "check", sources, f"-I{compiled_allocator.LIBRARY.sources}")
-    done = subprocess.run([str(check), "0", "40"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "served" in done.stdout
+    folder = compiled_allocator.LIBRARY.sources
+    sources = [CHECK, *sorted(folder.glob("*.c"))]
+    assert "served" in run_check(tmp_path / "check", sources, f"-I{folder}", arguments=("0", "40"))

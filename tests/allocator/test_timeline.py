@@ -54,17 +54,20 @@ def block_sizes(*requests, whole=20 * MIB, conf=""):
     return sizes
 
 
+EARLIER = segment(
+    BASE,
+    2 * MIB,
+    blocks=[
+        SnapshotBlock(BASE, 512, 100, STATES[1]),
+        SnapshotBlock(BASE + 512, 2 * MIB - 512, 0, STATES[0]),
+    ],
+)
+"""A segment with a block of 512 bytes that is older than the history."""
+
+
 def test_allocations_older_than_the_history_do_not_change_the_allocated_bytes():
-    live = segment(
-        BASE,
-        2 * MIB,
-        blocks=[
-            SnapshotBlock(BASE, 512, 100, STATES[1]),
-            SnapshotBlock(BASE + 512, 2 * MIB - 512, 0, STATES[0]),
-        ],
-    )
     rows = [(Action.EARLIER, BASE, 100), (Action.ALLOC, BASE + 512, 100), *freed(BASE + 512, 100)]
-    derived = memory_timeline(trace_of(rows, [live]))
+    derived = memory_timeline(trace_of(rows, [EARLIER]))
     assert derived.allocated.tolist() == [512, 1024, 512, 512]
     assert derived.block_size.tolist() == [512, 512, 0, 0]
     assert derived.freed_by.tolist() == [4, 2, -1, -1]
@@ -79,16 +82,8 @@ def test_allocations_older_than_the_history_do_not_change_the_allocated_bytes():
     ],
 )
 def test_earlier_events_need_blocks_at_the_beginning(rows):
-    live = segment(
-        BASE,
-        2 * MIB,
-        blocks=[
-            SnapshotBlock(BASE, 512, 100, STATES[1]),
-            SnapshotBlock(BASE + 512, 2 * MIB - 512, 0, STATES[0]),
-        ],
-    )
     with pytest.raises(FileFormatError, match="refers to a block allocated before"):
-        memory_timeline(trace_of(rows, [live]))
+        memory_timeline(trace_of(rows, [EARLIER]))
 
 
 def test_a_large_remainder_is_split_off_beyond_1_mib():

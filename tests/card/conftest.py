@@ -2,13 +2,13 @@
 
 import json
 import os
-import subprocess
-import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from support.new_processes import run_python
 
 REHEARSAL = Path(__file__).parents[2] / "benchmarks/gpu/rehearsal"
 GPU = "A100-80GB"
@@ -31,15 +31,7 @@ def memfit(tmp_path):
     def run(*arguments, card=GPU, **environment):
         path = os.pathsep.join(filter(None, (str(REHEARSAL), os.environ.get("PYTHONPATH"))))
         rehearsal = {"PYTHONPATH": path, "MEMFIT_REHEARSAL": card} if card else {}
-        done = subprocess.run(
-            [sys.executable, "-m", "memfit", *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=tmp_path,
-            timeout=120,
-            env={**os.environ, **rehearsal, **environment},
-        )
+        done = run_python("-m", "memfit", *arguments, cwd=tmp_path, timeout=120, **rehearsal, **environment)
         answer = tmp_path / "answer.json"
         found = json.loads(answer.read_text()) if answer.exists() else None
         answer.unlink(missing_ok=True)

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from support.new_processes import start_memfit
 from support.scripts import TRAIN
 
 pytestmark = pytest.mark.process
@@ -216,14 +217,7 @@ def test_ctrl_c_ends_the_script_and_keeps_the_trace(tmp_path):
     script.write_text(
         textwrap.dedent(TRAIN) + "step()\nprint('ready', flush=True)\nimport time; time.sleep(60)\n"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-m", "memfit", "dry-run", "-o", "run.memfit", "script.py"],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    process = start_memfit("dry-run", "-o", "run.memfit", "script.py", cwd=tmp_path)
     assert process.stdout.readline() == "ready\n"
     time.sleep(0.2)
     os.killpg(process.pid, signal.SIGINT)

@@ -4,9 +4,6 @@ Compilers are slow, so each script serves many tests.
 """
 
 import json
-import os
-import subprocess
-import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +13,7 @@ import pytest
 from memfit.ghost.build.runtime_library import build_ghost
 from memfit.records import Action, Phase, Trace
 from memfit.trace.trace_file import read_trace
+from support.new_processes import run_python
 
 pytestmark = [
     pytest.mark.process,
@@ -105,8 +103,9 @@ def run_script(folder, script, *options, **environment):
     """Run a script under ``memfit dry-run`` and read its trace."""
     (folder / "script.py").write_text(textwrap.dedent(script))
     trace, answer = folder / "run.memfit", folder / "answer.json"
-    command = ["-m", "memfit", "dry-run", "-o", trace, "--json", answer, *options, "script.py"]
-    done = run_python(folder, command, environment)
+    command = ("-m", "memfit", "dry-run", "-o", trace, "--json", answer, *options, "script.py")
+    done = run_python(*command, cwd=folder, timeout=900, **environment)
+    assert done.returncode == 0, done.stderr
     return Run(done.stdout, done.stderr, folder, read_trace(trace), json.loads(answer.read_text()))
 
 
@@ -114,21 +113,6 @@ def line_of(text):
     """Return the line number of a text in the script."""
     (found,) = (number for number, line in enumerate(SCRIPT.splitlines(), 1) if text in line)
     return found
-
-
-def run_python(folder, command, environment):
-    """Run Python in a folder, and check that it succeeds."""
-    done = subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=900,
-        cwd=folder,
-        env={**os.environ, **environment},
-    )
-    assert done.returncode == 0, done.stderr
-    return done
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +140,8 @@ def bare(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bare")
     (folder / "script.py").write_text(textwrap.dedent(SCRIPT))
     (folder / "bare.py").write_text(textwrap.dedent(BARE))
-    done = run_python(folder, ["bare.py"], {})
+    done = run_python("bare.py", cwd=folder, timeout=900)
+    assert done.returncode == 0, done.stderr
     return Run(done.stdout, done.stderr, folder)
 
 

@@ -3,13 +3,15 @@
 The referee is the same script with nothing but that batch.
 """
 
+import inspect
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from support.endless_loader import Endless, KeepsWorkers
+from support.new_processes import start_memfit
 
 EXAMPLE = Path(__file__).parents[2] / "examples/longest_batch.py"
 SCRIPT = """
@@ -160,31 +162,11 @@ def test_a_whole_run_looks_through_every_loader_and_keeps_its_passes_short(dry_r
     assert stage["allocated"] == measured[200] > measured[120] > measured[50]
 
 
-KEEPS_WORKERS = """
-class KeepsWorkers(DataLoader):
-    def __init__(self, *args, **keywords):
-        super().__init__(*args, **keywords)
-        object.__setattr__(self, "batch_sampler", Endless(self.batch_sampler))
-        self.iterator = super().__iter__()
-    def __len__(self):
-        return len(self.batch_sampler.sampler)
-    def __iter__(self):
-        for _ in range(len(self)):
-            yield next(self.iterator)
-
-class Endless:
-    def __init__(self, sampler):
-        self.sampler = sampler
-    def __iter__(self):
-        while True:
-            yield from self.sampler
-
-loader = KeepsWorkers"""
-
-
 @warm
 def test_of_a_loader_whose_sampler_never_ends_one_pass_is_looked_through(dry_run):
-    run = dry_run(SCRIPT.replace("loader = DataLoader", KEEPS_WORKERS), options=("--longest", "--whole"))
+    classes = "".join(map(inspect.getsource, (KeepsWorkers, Endless)))
+    script = SCRIPT.replace("loader = DataLoader", f"{classes}\nloader = KeepsWorkers")
+    run = dry_run(script, options=("--longest", "--whole"))
     (found,) = run.answer["longest"]
     assert (found["seen"], found["of"], found["ended"]) == (20, 20, "pass")
     assert lengths(run) == [200, 200, 50]
@@ -250,15 +232,7 @@ def test_batches_that_the_loader_puts_on_the_gpu_are_left_alone(dry_run):
 def test_ctrl_c_while_batches_are_drawn_leaves_nothing_behind(tmp_path):
     script = ENDLESS.replace("batch_size=None", "batch_size=None, num_workers=1")
     (tmp_path / "script.py").write_text(script)
-    command = [sys.executable, "-m", "memfit", "dry-run", "--longest", "script.py"]
-    process = subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    process = start_memfit("dry-run", "--longest", "script.py", cwd=tmp_path)
     assert process.stdout.readline() == "reading\n"
     os.killpg(process.pid, signal.SIGINT)
     _, error = process.communicate(timeout=60)  # ends only when the workers have closed the pipe, too

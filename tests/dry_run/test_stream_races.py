@@ -2,6 +2,8 @@
 
 import pytest
 
+from support.scripts import LATE_FREES
+
 pytestmark = pytest.mark.warm
 
 MIB = 1 << 20
@@ -64,16 +66,7 @@ def test_work_that_finishes_at_random_moments_lies_between_the_bounds(dry_run):
 
 
 def test_a_block_of_the_main_stream_that_is_freed_late_is_found_on_one_stream_too(dry_run):
-    script = """
-    import torch
-    side = torch.cuda.Stream()
-    for _ in range(2):
-        blocks = [torch.empty(20 << 20, dtype=torch.uint8, device="cuda") for _ in range(3)]
-        for block in blocks:
-            block.record_stream(side)
-        del blocks, block
-    """
-    reserved = racing(dry_run, script=script).answer["range"]["reserved"]
+    reserved = racing(dry_run, script=LATE_FREES).answer["range"]["reserved"]
     assert (reserved["least"], reserved["most"]) == (60 * MIB, 120 * MIB)
 
 

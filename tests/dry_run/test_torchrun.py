@@ -12,6 +12,7 @@ import memfit
 from memfit.api.run_under_torchrun import SharedTraces
 from memfit.run.job_rank import Rank
 from memfit.run.launchers import rank_started_by_torchrun
+from support.new_processes import run_python
 
 VARIABLES = {
     "RANK": "5",
@@ -36,16 +37,9 @@ def torchrun(tmp_path):
 
     def run(script, *options):
         (tmp_path / "script.py").write_text(textwrap.dedent(script))
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        return subprocess.run(
-            [*launch, "-m", "memfit", "dry-run", "--to-end", *options, "script.py"],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=tmp_path,
-            timeout=120,
-            env={**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
-        )
+        launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+        command = (*launch, "-m", "memfit", "dry-run", "--to-end", *options, "script.py")
+        return run_python(*command, cwd=tmp_path, timeout=120, TMPDIR=str(tmp_path), OMP_NUM_THREADS="1")
 
     return run
 

@@ -13,18 +13,17 @@ import pytest
 from memfit.packing import c_packers
 from memfit.packing.buffers import Buffers, lifetime_sections
 from support.known_packings import gapless_problem
-from support.sanitized_build import build
+from support.sanitized_build import run_check
 
 CHECK = Path(__file__).with_name("check_packers.c")
 
 
 @pytest.mark.process
 def test_random_problems_are_packed_under_sanitizers(tmp_path):
-    sources = [CHECK, *sorted(c_packers.LIBRARY.sources.glob("*.c"))]
-    check = build(tmp_path / "check", sources, f"-I{c_packers.LIBRARY.sources}")
-    done = subprocess.run([str(check), "0", "400"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert all(int(count) for count in re.findall(r"\d+", done.stdout)), done.stdout  # each outcome occurred
+    folder = c_packers.LIBRARY.sources
+    sources = [CHECK, *sorted(folder.glob("*.c"))]
+    output = run_check(tmp_path / "check", sources, f"-I{folder}", arguments=("0", "400"))
+    assert all(int(count) for count in re.findall(r"\d+", output)), output  # each outcome occurred
 
 
 def naive(problem, order, *, tightest):

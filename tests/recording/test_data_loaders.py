@@ -6,6 +6,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from memfit.recording.data_loaders import LoaderShortener, ScriptLoaders
 from memfit.records import Shortened
+from support.endless_loader import Endless, KeepsWorkers
 
 NUMBERS = TensorDataset(torch.arange(40))
 
@@ -100,31 +101,6 @@ def test_streams_end_as_well(short, batch_size, first):
 def test_a_stream_that_knows_its_length_is_as_long_as_its_pass(short):
     loader = DataLoader(MeasuredStream(), 4)
     assert (len(loader), len(list(loader))) == (3, 3)
-
-
-class KeepsWorkers(DataLoader):
-    """As in detectors and timm: one iterator for all passes, over a sampler that never ends."""
-
-    def __init__(self, *args, **keywords):
-        super().__init__(*args, **keywords)
-        object.__setattr__(self, "batch_sampler", Endless(self.batch_sampler))
-        self.iterator = super().__iter__()
-
-    def __len__(self):
-        return len(self.batch_sampler.sampler)
-
-    def __iter__(self):
-        for _ in range(len(self)):
-            yield next(self.iterator)
-
-
-class Endless:
-    def __init__(self, sampler):
-        self.sampler = sampler
-
-    def __iter__(self):
-        while True:
-            yield from self.sampler
 
 
 def test_a_loader_that_counts_its_batches_is_shorter_and_goes_on_where_it_was(short):

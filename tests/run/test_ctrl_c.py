@@ -17,6 +17,7 @@ from memfit.run.options import RunOptions
 from memfit.run.run_script_as_python import classify_script_end
 from memfit.trace.trace_file import write_trace
 from support import interrupts
+from support.new_processes import start_memfit
 from support.traces import BASE, Event, freed, segment, trace_of
 
 TIMES = int(os.environ.get("MEMFIT_TIMES", "1"))
@@ -31,15 +32,7 @@ def start(folder, script, command=("dry-run",), before=()):
     (folder / "script.py").write_text(textwrap.dedent(script))
     (folder / "plan.json").write_text('{"plan": {}}')
     (folder / "tmp").mkdir()
-    return subprocess.Popen(
-        [*before, sys.executable, "-m", "memfit", *command, "script.py"],
-        cwd=folder,
-        env=os.environ | {"TMPDIR": str(folder / "tmp")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    return start_memfit(*command, "script.py", cwd=folder, before=before, TMPDIR=str(folder / "tmp"))
 
 
 def written(file, process):

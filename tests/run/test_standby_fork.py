@@ -15,6 +15,8 @@ from forked_runs import difference
 from memfit.records import Change
 from memfit.trials.script_standbys import ForkedScript, ScriptStandbys
 from memfit.trials.side_by_side import run_scripts_side_by_side
+from support.new_processes import start_memfit
+from support.scripts import LATE_FREES
 from support.standby_runs import LATE, OPTIONS, TRAIN, Runs, script_of
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("warm_scripts")]
@@ -317,14 +319,7 @@ def marked(tmp_path):
         before = "import time; SCRIPT = os.getpid()"
         script = script_of(tmp_path, before, after=after)
         mark = f"MEMFIT_TEST_MARK={tmp_path}"
-        process = subprocess.Popen(
-            [sys.executable, "-m", "memfit", "dry-run", "--to-end", script],
-            env=os.environ | {"MEMFIT_TEST_MARK": str(tmp_path)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        process = start_memfit("dry-run", "--to-end", script, cwd=tmp_path, MEMFIT_TEST_MARK=str(tmp_path))
         started.append(process)
         return process, mark
 
@@ -334,15 +329,7 @@ def marked(tmp_path):
         process.communicate()
 
 
-RACE = """
-side = torch.cuda.Stream()
-for _ in range(2):
-    blocks = [torch.empty(20 << 20, dtype=torch.uint8, device="cuda") for _ in range(3)]
-    for block in blocks:
-        block.record_stream(side)
-    del blocks, block
-"""
-HANGS_IN_THE_FORK = f"""{RACE}
+HANGS_IN_THE_FORK = f"""{LATE_FREES}
 if os.getpid() != SCRIPT:
     open(__file__ + '.fork', 'w').write(str(os.getpid()))
     time.sleep(60)
@@ -373,11 +360,11 @@ def test_a_script_that_dies_takes_its_standby_along(marked, end):
 @pytest.mark.slow
 def test_the_output_says_how_the_script_ran_again(dry_run):
     script = textwrap.dedent(TRAIN).replace("BEFORE", "pass").replace("SIZE", "1")
-    run = dry_run(script + RACE, options=("--to-end",))
+    run = dry_run(script + LATE_FREES, options=("--to-end",))
     assert run.answer["range"] is not None
     assert "going on from a copy of the script's process" in run.err
     assert "running the script again" not in run.err
-    run = dry_run(script.replace("pass", "pipe = os.pipe()") + RACE, options=("--to-end",))
+    run = dry_run(script.replace("pass", "pipe = os.pipe()") + LATE_FREES, options=("--to-end",))
     assert run.answer["range"] is not None
     assert "It starts the script anew each time, because the script has pipe:" in run.err
 

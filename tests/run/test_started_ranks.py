@@ -3,11 +3,11 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import textwrap
 
 import pytest
+
+from support.new_processes import start_memfit
 
 RANK = """
     import os, sys, time, torch
@@ -170,14 +170,7 @@ def test_ctrl_c_ends_the_rank_and_shows_what_it_held(tmp_path):
     join(start(range(2), 2, None, 100_000))
     """
     (tmp_path / "script.py").write_text(textwrap.dedent(script))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "memfit", "dry-run", "--nproc", "2", "--to-end", "script.py"],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    process = start_memfit("dry-run", "--nproc", "2", "--to-end", "script.py", cwd=tmp_path)
     for line in process.stderr:
         if "step" in line:
             break

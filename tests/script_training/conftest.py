@@ -2,13 +2,13 @@
 
 import json
 import os
-import subprocess
-import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from support.new_processes import run_python
 
 ROOT = Path(__file__).parents[2]
 CPU = Path(__file__).with_name("cpu")
@@ -36,15 +36,8 @@ def python(tmp_path):
         folder = {"cpu": str(CPU), "ghost": str(REHEARSAL)}.get(on)
         extra = {"MEMFIT_REHEARSAL": GPU} if on == "ghost" else {"MEMFIT_TEST_DIGEST": str(digest)}
         path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
-        done = subprocess.run(
-            [sys.executable, *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=tmp_path,
-            timeout=300,
-            env={**os.environ, "PYTHONPATH": path, **extra, **environment},
-        )
+        variables = {"PYTHONPATH": path, **extra, **environment}
+        done = run_python(*arguments, cwd=tmp_path, timeout=300, **variables)
         found = digest.read_text() if digest.exists() else ""
         digest.unlink(missing_ok=True)
         return Trained(done.returncode, done.stdout, done.stderr, found)

@@ -1,11 +1,5 @@
 """Sharding: settings, conflicts with other strategies, and two gloo ranks against one process."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -14,54 +8,36 @@ import memfit
 from memfit import Accumulation, Checkpointing, Offload, OptimizerState, Plan, Precision, Sharding
 from memfit.errors import UsageError
 from memfit.strategies.configuration import configure
+from support import sharding_rank_cases
 
-PROGRAM = Path(__file__).with_name("sharded_training.py")
-RANKS = 2
 PARAMETERS = 689
+CASES = sharding_rank_cases.__name__
 TOLERANCE = {"float32": 1e-6, "float64": 1e-12}
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """Return what two ranks measured: two JSON objects, see ``sharded_training.main``."""
-    store = tmp_path_factory.mktemp("ranks") / "store"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(store), str(rank), str(RANKS)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(RANKS)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=200) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs[0][1] + outputs[1][1]
-    compared, others = map(json.loads, outputs[0][0].splitlines())
-    return compared["ranks"], compared["refused"], others
+def trained(two_ranks):
+    """Return each rank's measurements by case."""
+    cases = {
+        f"{plan}, {dtype}": two_ranks.run("compared", plan, dtype, module=CASES)
+        for plan in sharding_rank_cases.PLANS
+        for dtype in TOLERANCE
+    }
+    return [{case: ranks[rank] for case, ranks in cases.items()} for rank in range(2)]
 
 
-@pytest.mark.process
 def test_two_ranks_train_as_one_process_with_both_batches(trained):
-    ranks, *_ = trained
-    assert len(ranks[0]) == 22
-    for rank in ranks:
+    assert len(trained[0]) == 22
+    for rank in trained:
         for case, found in rank.items():
             tolerance = TOLERANCE[case.rpartition(", ")[2]]
             assert found["gradients"] <= tolerance, case
             assert found["parameters"] <= tolerance, case
 
 
-@pytest.mark.process
 def test_ranks_hold_what_the_mode_says(trained):
-    ranks, *_ = trained
-
     def held(case, what):
-        return [rank[f"{case}, float32"][what] for rank in ranks]
+        return [rank[f"{case}, float32"][what] for rank in trained]
 
     for case in ("ddp", "zero1", "fsdp2, replicated"):
         assert held(case, "held") == [PARAMETERS] * 2
@@ -74,16 +50,13 @@ def test_ranks_hold_what_the_mode_says(trained):
         assert max(held(case, "held")) < 0.57 * PARAMETERS  # each first dimension is rounded up
 
 
-@pytest.mark.process
 def test_fsdp2_keeps_the_names_of_parameters_and_ddp_those_of_its_wrapper(trained):
-    ranks, *_ = trained
-    names = {case: set(found["names"]) for case, found in ranks[0].items()}
+    names = {case: set(found["names"]) for case, found in trained[0].items()}
     assert names["ddp, float32"] == {f"module.{name}" for name in names["fsdp2, checkpointed, float32"]}
 
 
-@pytest.mark.process
-def test_options_reach_pytorch(trained):
-    *_, others = trained
+def test_options_reach_pytorch(two_ranks):
+    others, _ = two_ranks.run("options", module=CASES)
     assert others["storages"] == 1  # gradients are views of one bucket
     assert others["gathered"] == [0, 0, 3]  # whole blocks after forward with reshard_after_forward=False
     inside_and_result = ["bfloat16", "bfloat16", "float32"]
@@ -91,11 +64,9 @@ def test_options_reach_pytorch(trained):
     assert others["kinds"] == inside_and_result + shards_and_gradients
 
 
-@pytest.mark.process
 @pytest.mark.parametrize(
     ("case", "says"),
     [
-        ("no group", "torchrun --nproc-per-node N"),
         ("again", "already sharded"),
         ("container", r"did you mean 'layers.*'?"),
         ("indivisible", "does not divide the 2 ranks"),
@@ -103,9 +74,14 @@ def test_options_reach_pytorch(trained):
         ("offload of fsdp2", "It would copy gathered parameters"),
     ],
 )
-def test_what_cannot_be_sharded_is_refused(trained, case, says):
-    _, refused, _ = trained
-    assert says in refused[case]
+def test_what_cannot_be_sharded_is_refused(two_ranks, case, says):
+    for refused in two_ranks.run("refusals", module=CASES):
+        assert says in refused[case]
+
+
+def test_a_model_is_sharded_only_in_a_process_group():
+    with pytest.raises(UsageError, match="torchrun --nproc-per-node N"):
+        memfit.apply(nn.Linear(2, 2), Sharding("fsdp2"))
 
 
 @pytest.mark.parametrize(

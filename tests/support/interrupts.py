@@ -13,7 +13,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import memfit
 from memfit.ctrl_c import INTERRUPTED
+from support.new_processes import start_memfit
 
 LIMIT = 1.0  # seconds from Ctrl-C until everything should have gone; reported, but no fault on a busy machine
 _PATIENCE = 60.0  # seconds from Ctrl-C until what has not gone counts as left
@@ -138,20 +138,7 @@ def _start(name: str, inputs: Path, folder: Path) -> subprocess.Popen[str]:
     temporary.mkdir()
     for path in inputs.iterdir():
         (work / path.name).write_bytes(path.read_bytes())
-    return subprocess.Popen(
-        _memfit(*COMMANDS[name]),
-        cwd=work,
-        env=os.environ | {"TMPDIR": str(temporary), _MARK: str(folder)},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def _memfit(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "memfit", *arguments]
+    return start_memfit(*COMMANDS[name], cwd=work, **{"TMPDIR": str(temporary), _MARK: str(folder)})
 
 
 def _hit_python(code: int, error: str) -> bool:

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 import memfit
 from memfit.random_state import get_random_state, set_random_state
 from support.rank_jobs import whole
+from support.window_loops import train_in_windows
 
 
 class Noisy(Dataset):
@@ -187,22 +188,13 @@ def saved_by_hand(rank, ranks, plan, path, at):
 
 def resumed_by_hand(rank, ranks, plan, path, at):
     """Save and resume after ``at`` of 8 micro-batches in windows of 3, by a loop of the script's own."""
-
-    def train(run, until=None):
-        for window in run.windows(batches):
-            for batch in window:
-                run.backward(mean_loss(run.model, batch))
-                if run.micro_step == until:
-                    return run
-        return run
-
     seed_all(rank)
     batches = [(torch.randn(4, 6), torch.arange(4)) for _ in range(8)]
-    whole_run = state(train(engine(rank, plan, 0)))
+    whole_run = state(train_in_windows(engine(rank, plan, 0), batches, mean_loss))
     first = engine(rank, plan, 0)
     if at:
-        train(first, at)
+        train_in_windows(first, batches, mean_loss, until=at)
     first.save(path)
     second = engine(rank, plan, 7)
     second.load(path)
-    return whole_run, state(train(second))
+    return whole_run, state(train_in_windows(second, batches, mean_loss))

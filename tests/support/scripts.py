@@ -13,6 +13,29 @@ TRAIN = """
         optimizer.step()
 """
 
+FEED_FORWARD = """
+    import torch
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self, width, dropout=0.0):
+            super().__init__()
+            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+            self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+        def forward(self, x):
+            return x + self.dropout(self.down(nn.functional.gelu(self.up(x))))
+
+    class Net(nn.Module):
+        def __init__(self, width, blocks=8):
+            super().__init__()
+            self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x
+"""
+"""The models of scripts that memfit plans for."""
+
 WATCHED = """
     import torch
     from torch import nn
@@ -34,6 +57,18 @@ WATCHED = """
             optimizer.zero_grad()
 """
 """A model of 821,248 parameters of 4 bytes each, and a function that trains it."""
+
+
+LATE_FREES = """
+import torch
+side = torch.cuda.Stream()
+for _ in range(2):
+    blocks = [torch.empty(20 << 20, dtype=torch.uint8, device="cuda") for _ in range(3)]
+    for block in blocks:
+        block.record_stream(side)
+    del blocks, block
+"""
+"""Three blocks of 20 MiB, twice: the second three reuse the first, unless the side stream is late."""
 
 
 def figures(answer):

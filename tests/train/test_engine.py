@@ -2,6 +2,7 @@
 
 import copy
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from memfit.errors import UsageError
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.precision import LossScale, Precision
 from memfit.train.engine import Engine
+from support.window_loops import train_in_windows
 
 BATCHES, K = 102, 4
 
@@ -33,22 +35,14 @@ def mean_loss(model, batch):
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
+through = partial(train_in_windows, loss=mean_loss)
+
+
 def engine(model, optimizer=torch.optim.SGD, lr=0.1, **options):
     plan = [options.pop(name) for name in ("accumulation", "precision") if name in options]
     return Engine(
         model, plan, optimizer=optimizer(model.parameters(), lr=lr), **{"loss": mean_loss} | options
     )
-
-
-def through(engine, batches, until=None):
-    """Train on a pass over the data, in a hand-written loop; stop after a micro-step if one is given."""
-    for window in engine.windows(batches):
-        for batch in window:
-            with engine.autocast():
-                loss = mean_loss(engine.model, batch)
-            engine.backward(loss)
-            if engine.micro_step == until:
-                return
 
 
 def state(model):
@@ -313,7 +307,7 @@ def test_a_shuffled_loader_resumes_with_the_same_samples(stopped, tmp_path):
     def train(run, until=None):
         loader = torch.utils.data.DataLoader(Noisy(), batch_size=4, shuffle=True)
         while run.micro_step < 30 and run.micro_step != until:
-            through(run, loader, until)
+            through(run, loader, until=until)
         return run
 
     options = {"accumulation": Accumulation(batches_per_update=4)}

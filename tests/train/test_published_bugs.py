@@ -12,6 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import memfit
 from memfit.errors import UsageError
+from support.window_loops import train_in_windows
 
 SGD = torch.optim.SGD
 
@@ -146,16 +147,8 @@ def test_row_05_a_loader_shorter_than_a_window_is_a_partial_window(policy, updat
 def test_row_06_the_last_window_after_a_resume_is_counted_from_the_data():
     """10 batches, K = 4: resumed after 6, the last window still has 2 and is divided by 2."""
     batches = [batch(4, seed) for seed in range(10)]
-
-    def train(run, until=None):
-        for window in run.windows(batches):
-            for data in window:
-                run.backward(mean_loss(run.model, data))
-                if run.micro_step == until:
-                    return run
-        return run
-
-    first = train(engine(net(), memfit.Accumulation(batches_per_update=4)), until=6)
+    first = engine(net(), memfit.Accumulation(batches_per_update=4))
+    train_in_windows(first, batches, mean_loss, until=6)
     seen = Seen()
     second = engine(net(3), memfit.Accumulation(batches_per_update=4), callbacks=[seen])
     second.load_state_dict(first.state_dict())
@@ -167,7 +160,7 @@ def test_row_06_the_last_window_after_a_resume_is_counted_from_the_data():
             before = [parameter.detach().clone() for parameter in engine.model.parameters()]
 
     second.callbacks = (*second.callbacks, Before())
-    train(second)
+    train_in_windows(second, batches, mean_loss)
     assert second.optimizer_step == 3
     plain = net()
     with torch.no_grad():
@@ -212,21 +205,20 @@ def test_row_08_a_resume_continues_with_the_next_samples():
     assert seen == [number for number in range(12) for _ in range(2)]
 
 
-def test_rows_09_and_10_the_scheduler_steps_once_per_update():
+def scheduled(plan, loss=mean_loss):
+    """Return an engine whose learning rate is halved by each update, and its scheduler."""
     model = net()
     optimizer = SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    run = memfit.Engine(
-        model,
-        memfit.Accumulation(parts_per_batch=4),
-        optimizer=optimizer,
-        loss=mean_loss,
-        scheduler=scheduler,
-        scheduler_interval="update",
-    )
+    more = {"scheduler": scheduler, "scheduler_interval": "update"}
+    return memfit.Engine(model, plan, optimizer=optimizer, loss=loss, **more), scheduler
+
+
+def test_rows_09_and_10_the_scheduler_steps_once_per_update():
+    run, scheduler = scheduled(memfit.Accumulation(parts_per_batch=4))
     rates = []
     for _ in range(3):
-        rates.append(optimizer.param_groups[0]["lr"])
+        rates.append(scheduler.optimizer.param_groups[0]["lr"])
         run.step(batch(8))
     assert rates == [1.0, 0.5, 0.25]
 
@@ -242,17 +234,7 @@ def infinite(at):
 
 
 def test_row_11_the_scheduler_waits_if_an_update_is_skipped():
-    model = net()
-    optimizer = SGD(model.parameters(), lr=1.0)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    run = memfit.Engine(
-        model,
-        fp16(),
-        optimizer=optimizer,
-        loss=infinite({1}),
-        scheduler=scheduler,
-        scheduler_interval="update",
-    )
+    run, scheduler = scheduled(fp16(), infinite({1}))
     results = [run.step(batch(8)) for _ in range(3)]
     assert [result.updated for result in results] == [True, False, True]
     assert [result.found_inf for result in results] == [False, True, False]

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 
 import memfit
 from memfit.errors import UsageError
+from support.window_loops import train_in_windows
 
 
 def samples(count=24):
@@ -168,13 +169,14 @@ def carry(run, until=None):
     x, y = samples(20)
     batches = list(enumerate(zip(x.split(2), y.split(2), strict=True)))
     seen = []
+
+    def loss(model, numbered):
+        number, batch = numbered
+        seen.append(number)
+        return mean_loss(model, batch)
+
     while run.micro_step < 20 and run.micro_step != until:
-        for window in run.windows(batches):
-            for number, batch in window:
-                seen.append(number)
-                run.backward(mean_loss(run.model, batch))
-                if run.micro_step == until:
-                    return seen
+        train_in_windows(run, batches, loss, until)
     return seen
 
 

@@ -1,5 +1,7 @@
 """Two pools of gloo ranks, started once for all tests of this folder."""
 
+from contextlib import closing
+
 import pytest
 
 from support.rank_pool import RankPool
@@ -8,14 +10,12 @@ from support.rank_pool import RankPool
 @pytest.fixture(scope="session")
 def two_ranks():
     """Return a pool of two ranks."""
-    pool = RankPool(2)
-    yield pool
-    pool.close()
+    with closing(RankPool(2)) as pool:
+        yield pool
 
 
 @pytest.fixture(scope="session")
 def four_ranks():
     """Return a pool of four ranks."""
-    pool = RankPool(4)
-    yield pool
-    pool.close()
+    with closing(RankPool(4)) as pool:
+        yield pool

@@ -1,21 +1,14 @@
-"""Trains one model as one of several gloo ranks, with its head in chunks and plain; prints the differences.
-
-``python chunked_head_ranks.py STORE RANK RANKS`` prints JSON: case -> largest difference of a gradient from
-that of one process with all data, and case -> message where ``ChunkedHead`` refuses.
-"""
-
-import json
-import sys
+"""What each rank of a pool does in a test of ChunkedHead: it trains with its head in chunks, and compares."""
 
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit import ChunkedHead
 from memfit.errors import UsageError
+from support.rank_jobs import whole
 
 BATCH, LENGTH, TOKENS, WIDTH = 6, 5, 23, 7
 
@@ -78,13 +71,8 @@ def loss_outside(model):
 REFUSED = {"fsdp2 of the head": head_sharded, "ddp of the head": head_in_ddp, "fsdp2, outside": loss_outside}
 
 
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def main():
-    store, rank, ranks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+def compared(rank, ranks):
+    """Return each case's largest difference from the gradients of one process, and the refusals."""
     text = torch.randint(TOKENS, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
     alone = build(0)
     alone(text).backward()
@@ -102,8 +90,4 @@ def main():
             wrap(build(4))(text)
         except UsageError as error:
             refused[name] = str(error)
-    print(json.dumps([found, refused]))
-    distributed.destroy_process_group()
-
-
-main()
+    return found, refused

@@ -1,18 +1,12 @@
-"""Trains one model under each sharding as one of several gloo ranks; rank 0 prints what the test compares.
-
-``python sharded_training.py STORE RANK RANKS`` prints JSON: case -> measurements.
-"""
-
-import json
-import os
-import sys
+"""What each rank of a pool does in a test of sharding: it trains one model under each kind, and measures."""
 
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 import memfit
 from memfit.errors import UsageError
+from support.rank_jobs import Net, local, sgd, whole
 
 BATCH, STEPS = 6, 3
 PLANS = {
@@ -30,44 +24,15 @@ PLANS = {
 }
 
 
-class Block(nn.Module):
-    """Sizes that two ranks do not divide."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 11)
-        self.down = nn.Linear(11, width)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Model(nn.Module):
+class Model(Net):
     def __init__(self):
         super().__init__()
-        self.embed = nn.Embedding(13, 7)
-        self.layers = nn.ModuleList(Block(7) for _ in range(3))
-        self.head = nn.Linear(7, 5)
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+        self.inside = nn.Embedding(13, 7)
 
 
 def build(dtype):
     torch.manual_seed(0)
     return Model().to(dtype)
-
-
-def whole(tensor):
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-def local(tensor):
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def train(model, optimizer, share):
@@ -84,14 +49,15 @@ def train(model, optimizer, share):
     return first, {name: whole(parameter) for name, parameter in model.named_parameters()}
 
 
-def compared(plan, dtype, rank, ranks):
+def compared(rank, ranks, plan, dtype):
+    """Train under a plan and as one process; return the differences, and what this rank holds."""
+    plan, dtype = PLANS[plan], getattr(torch, dtype)
     alone = build(dtype)
-    # SGD: Adam divides by the gradient's size, which magnifies rounding where a gradient is near zero.
-    expected = train(alone, torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9), slice(None))
+    expected = train(alone, sgd(alone.parameters()), slice(None))
     parts = plan if isinstance(plan, list) else [plan]
     (sharding,) = (part for part in parts if isinstance(part, memfit.Sharding))
     model = memfit.apply(build(dtype), plan)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = sgd(model.parameters())
     optimizer = sharding.optimizer(optimizer, model)
     each = BATCH // ranks
     found = train(model, optimizer, slice(rank * each, (rank + 1) * each))
@@ -149,15 +115,8 @@ def gathered_after_forward(reshard_after_forward):
     return whole
 
 
-def main():
-    store, rank, ranks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    outside = refused(build(torch.float32), memfit.Sharding("fsdp2"))
-    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    cases = {
-        f"{name}, {dtype}": compared(plan, getattr(torch, dtype), rank, ranks)
-        for name, plan in PLANS.items()
-        for dtype in ("float32", "float64")
-    }
+def refusals(rank, ranks):
+    """Return the message of each refusal."""
     sharded = memfit.apply(build(torch.float32), memfit.Sharding("fsdp2"))
     stale = torch.optim.SGD(build(torch.float32).parameters(), lr=1.0)
     try:
@@ -165,31 +124,19 @@ def main():
         created_before = ""
     except UsageError as error:
         created_before = str(error)
-    everything = [None] * ranks
-    distributed.all_gather_object(everything, cases)
-    if rank == 0:
-        single = {
-            "no group": outside,
-            "container": refused(build(torch.float32), memfit.Sharding("fsdp2", modules="layers")),
-            "again": refused(sharded, memfit.Sharding("fsdp2")),
-            "indivisible": refused(build(torch.float32), memfit.Sharding("fsdp2", dp_replicate=3)),
-            "created before": created_before,
-            "offload of fsdp2": refused(sharded, memfit.Offload()),
-        }
-        print(json.dumps({"ranks": everything, "refused": single}))
-    more = {
+    return {
+        "container": refused(build(torch.float32), memfit.Sharding("fsdp2", modules="layers")),
+        "again": refused(sharded, memfit.Sharding("fsdp2")),
+        "indivisible": refused(build(torch.float32), memfit.Sharding("fsdp2", dp_replicate=3)),
+        "created before": created_before,
+        "offload of fsdp2": refused(sharded, memfit.Offload()),
+    }
+
+
+def options(rank, ranks):
+    """Return what options did: dtypes, gradients' storages, and blocks that are whole after a forward."""
+    return {
         "kinds": mixed_precision(),
         "storages": bucket_views(),
         "gathered": [gathered_after_forward(choice) for choice in (None, True, False)],
     }
-    if rank == 0:
-        print(json.dumps(more))
-    distributed.barrier()
-    sys.stdout.flush()
-    # PyTorch 2.14 on gloo: about one process in twenty aborts while the interpreter is finalised, with
-    # "terminate called without an active exception".
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()
