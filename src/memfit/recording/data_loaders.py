@@ -13,7 +13,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any
 
-from memfit.patching.after_import import after_import
+from memfit.patching.after_import import call_after_import
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.records import LoaderBatchSize, Shortened
@@ -49,7 +49,7 @@ class ScriptLoaders:
 
     def install(self) -> None:
         """Follow loaders as soon as PyTorch has them."""
-        after_import(_LOADERS, self._follow)
+        call_after_import(_LOADERS, self._follow)
 
     def line_of(self, loader: Any) -> str:
         """Return the script's ``file:line`` that created a loader; empty if that was before ``install``."""
@@ -63,7 +63,7 @@ class ScriptLoaders:
         self._hooks.wrap(_SAMPLER, "__iter__", self._read)
 
     def _create(self, original: Callable[..., None], loader: Any, *args: Any, **kwargs: Any) -> None:
-        created_by = self._creators[loader] = creating_script_line(sys._getframe(2))
+        created_by = self._creators[loader] = creating_line_and_library(sys._getframe(2))
         for action in self.on_creation:
             action(loader)
         original(loader, *args, **kwargs)
@@ -101,7 +101,7 @@ class LoaderShortener:
     def install(self) -> None:
         """Shorten loaders as soon as PyTorch has them."""
         self._loaders.on_creation.append(self._shorten_length)
-        after_import(_LOADERS, self._shorten)
+        call_after_import(_LOADERS, self._shorten)
         self._hooks.wrap_when_imported(_PREPARED, begin=self._begin_prepared)
 
     def _shorten(self) -> None:
@@ -204,7 +204,7 @@ def _known_length(sampler: Any) -> int | None:
         return None
 
 
-def creating_script_line(frame: FrameType) -> tuple[str, str]:
+def creating_line_and_library(frame: FrameType) -> tuple[str, str]:
     """Return the script's line that created an object, and the library that did so for it.
 
     Args:

@@ -29,8 +29,8 @@ from pathlib import Path
 import msgspec
 
 from memfit.run.child_start import ChildSettings, kill_script, start_script
+from memfit.run.descendant_processes import descendants_of_process
 from memfit.run.job_rank import Rank
-from memfit.run.process_tree import descendants_of_process
 
 _MOST = 16
 """Ranks that may run beside the script: each takes about 0.7 GiB of host memory."""
