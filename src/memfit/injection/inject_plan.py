@@ -28,7 +28,7 @@ from memfit.injection.models_of_optimizers import (
 from memfit.patching.after_import import call_after_import
 from memfit.patching.patches import Patch
 from memfit.random_state import seed_generators
-from memfit.recording.data_loaders import creating_line_and_library
+from memfit.recording.script_loaders import creating_line_and_library
 from memfit.records import LoaderBatchSize, OperationCounts
 from memfit.run.run_script_as_python import hide_output
 from memfit.user_frame import innermost_line_of_place, innermost_user_line

@@ -36,7 +36,8 @@ from memfit.run.child_start import (
 from memfit.run.interruption import Interruption, hold_ctrl_c_back, leave_ctrl_c_to_script
 from memfit.run.options import RunOptions
 from memfit.run.parent_pipe import ChildMessage
-from memfit.run.ranks_beside_script import OtherRanks, StartedRanks
+from memfit.run.ranks_beside_script import OtherRanks
+from memfit.run.ranks_started_by_script import StartedRanks
 from memfit.run.run_script_as_python import check_script_path
 from memfit.run.started_processes import UnfollowedProcesses, read_started_processes
 from memfit.temporary_folders import TemporaryFolder

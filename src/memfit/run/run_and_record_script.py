@@ -22,8 +22,9 @@ from memfit.ghost.ranks.object_exchange_files import ExchangedObjects
 from memfit.ghost.ranks.present_ranks import PresentRanks
 from memfit.patching.after_import import call_after_import
 from memfit.patching.patches import call_before
-from memfit.recording.data_loaders import LoaderShortener, ScriptLoaders
+from memfit.recording.loader_shortener import LoaderShortener
 from memfit.recording.longest_batches import LongestBatchFinder
+from memfit.recording.script_loaders import ScriptLoaders
 from memfit.recording.script_options import ScriptOptionCollector
 from memfit.recording.short_trainers import TrainerShortener
 from memfit.recording.unreached_evaluations import UnreachedEvaluations
@@ -34,7 +35,7 @@ from memfit.run.descendant_processes import kill_descendants
 from memfit.run.job_rank import rank_of_trace
 from memfit.run.launchers import refuse_process_groups, wrong_group_size_error
 from memfit.run.parent_pipe import ParentPipe, open_parent_pipe, report_compilations
-from memfit.run.ranks_beside_script import StartedRanks
+from memfit.run.ranks_started_by_script import StartedRanks
 from memfit.run.run_script_as_python import (
     call_at_process_end,
     classify_script_end,
