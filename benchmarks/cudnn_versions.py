@@ -152,13 +152,13 @@ def _unpack(wheels: Sequence[str], root: Path, name: str) -> Path:
 def _installed(no_device: str) -> Libraries:
     from memfit.ghost.build.runtime_library import build_ghost
     from memfit.ghost.build.torch_install import find_torch
-    from memfit.ghost.cudnn.client import find_torch_library
+    from memfit.ghost.cudnn.client import find_library_loaded_by_torch
 
     torch = find_torch().folder
     found = {}
     for name in ("libcudnn", "libcublasLt"):
         soname = next(soname for soname in build_ghost().sonames if soname.startswith(f"{name}.so"))
-        found[name] = str(find_torch_library(soname, torch))
+        found[name] = str(find_library_loaded_by_torch(soname, torch))
     return Libraries("installed", found["libcudnn"], (no_device, found["libcublasLt"]))
 
 

@@ -21,7 +21,7 @@ from memfit.records import Change, ScriptEnd, Trace
 from memfit.run.job_rank import Rank
 from memfit.run.options import RunOptions
 from memfit.run.parent import ScriptProgress
-from memfit.run.resolve_options import resolve_ghost_settings
+from memfit.run.resolve_ghost_settings import resolve_ghost_settings
 from memfit.trials.script_standbys import ScriptRun, ScriptStandbys
 from memfit.trials.trial_run import run_trial
 

@@ -31,7 +31,7 @@ from measuring import command_line, traced, write_json
 
 import memfit
 from memfit.allocator.requests import allocator_requests_of_trace
-from memfit.packing.allocation_lifetimes import buffers_of_requests, buffers_of_step, last_full_step
+from memfit.packing.allocation_lifetimes import buffers_of_repeating_step, buffers_of_requests, last_full_step
 from memfit.packing.best_packing import Packing, always_live_mask, pack_buffers
 from memfit.packing.buffers import Buffers, lifetime_sections
 from memfit.packing.csv_table import read_buffers_csv
@@ -162,7 +162,7 @@ def large() -> Iterator[dict[str, Any]]:
         requests = allocator_requests_of_trace(trace_of(*job.split(), *options))
         (buffers,) = buffers_of_requests(requests).values()
         step = last_full_step(requests)
-        yield pack_many(job, buffers_of_step(buffers, *step[1:]) if step else buffers, CLOSE)
+        yield pack_many(job, buffers_of_repeating_step(buffers, *step[1:]) if step else buffers, CLOSE)
     yield pack_many("cut from a rectangle", gapless_problem(1, CUT), math.inf)
 
 

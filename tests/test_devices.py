@@ -17,7 +17,7 @@ from memfit.devices import (
     _key,
     _table,
     all_devices,
-    architectures_run_on_device,
+    can_device_run_architectures,
     context_observations,
     find_device,
     mig_slices,
@@ -322,7 +322,7 @@ def test_slices_fit_on_their_card(device: Device):
     ],
 )
 def test_binary_and_ptx_compatibility(capability, architectures, runs):
-    assert architectures_run_on_device(find_device(capability), architectures) is runs
+    assert can_device_run_architectures(find_device(capability), architectures) is runs
 
 
 CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]

@@ -9,7 +9,7 @@ import pytest
 
 from memfit import pack
 from memfit.report.public_json import public_json_type
-from memfit.report.terminal.packing import PackingSizes
+from memfit.report.terminal.packing_sizes import PackingSizes
 from support.warm_process import memfit
 
 pytestmark = pytest.mark.process

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from outcomes import REPOSITORY
 
-from memfit.ghost.build.runtime_library import make_empty_libraries
+from memfit.ghost.build.runtime_library import make_forwarding_libraries
 from memfit.ghost.build.torch_install import find_torch, scan_nvidia_imports
 from memfit.native_build import COMPILE_FLAGS, find_compiler, run_compiler
 
@@ -84,7 +84,7 @@ def _make_libraries(packages: Path) -> None:
     compiler = find_compiler()
     run_compiler(*compiler, *COMPILE_FLAGS, "-fvisibility=default", "-shared", "-o", str(behind), str(source))
     linked = {name: versions for name, versions in wanted.sonames.items() if name not in _OF_DRIVER}
-    make_empty_libraries(folder, linked, behind, compiler)
+    make_forwarding_libraries(folder, linked, behind, compiler)
 
 
 def _function(name: str) -> str:

@@ -21,11 +21,11 @@ from memfit.planning.module_checkpoint_options import (
 )
 from memfit.planning.plan_file import read_plan
 from memfit.planning.step_memory_model import module_calls_inside
-from memfit.planning.tensor_recompute_options import ContentsInBackward, ContentsOfCall, kept_storage_contents
+from memfit.planning.tensor_recompute_options import ContentsOfCall, RecomputeSimulation, kept_contents_mask
 from memfit.records import Change, Operation, StepOperations, is_counted_operation
 from memfit.run.options import RunOptions
 from memfit.run.parent import run_script
-from memfit.run.resolve_options import resolve_ghost_settings
+from memfit.run.resolve_ghost_settings import resolve_ghost_settings
 from memfit.trials.trial_run import prepare_injection
 
 _RECOMPUTING = ("checkpointing", "offload")
@@ -81,8 +81,8 @@ def recomputed_operations(step: StepOperations, regions: Sequence[PlannedRegion]
 def _of_tensors(step: StepOperations, save_ops: Sequence[str]) -> float:
     call = step.calls[0]
     contents = ContentsOfCall.of(step, call)
-    kept = kept_storage_contents(step, call, frozenset(save_ops), contents)
-    backward = ContentsInBackward(step, contents, kept, _second)
+    kept = kept_contents_mask(step, call, frozenset(save_ops), contents)
+    backward = RecomputeSimulation(step, contents, kept, _second)
     backward.run(call)
     return backward.spent
 

@@ -4,7 +4,7 @@ import atexit
 import os
 import sys
 
-from memfit.ctrl_c import ctrl_c_ends_at_once
+from memfit.termination_signals import exit_silently_on_ctrl_c
 
 
 def main() -> None:
@@ -13,7 +13,7 @@ def main() -> None:
     Ctrl-C works while the commands are imported, too. A finalising interpreter would let it end the process
     by a signal, or ignore it.
     """
-    ctrl_c_ends_at_once()
+    exit_silently_on_ctrl_c()
     from memfit.cli.main import run_command
 
     code = run_command(sys.argv[1:])

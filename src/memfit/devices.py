@@ -223,7 +223,7 @@ def find_device(name: str) -> Device:
     )
 
 
-def architectures_run_on_device(device: Device, architectures: Sequence[str]) -> bool:
+def can_device_run_architectures(device: Device, architectures: Sequence[str]) -> bool:
     """Return whether code built for these architectures runs on a device.
 
     Binary code (``sm_86``) runs on its own compute capability and on later ones of the same major
@@ -236,9 +236,9 @@ def architectures_run_on_device(device: Device, architectures: Sequence[str]) ->
 
     Source: CUDA C++ Programming Guide, binary compatibility, PTX compatibility, feature sets.
 
-    >>> architectures_run_on_device(find_device("RTX 4090"), ["sm_80", "sm_90"])
+    >>> can_device_run_architectures(find_device("RTX 4090"), ["sm_80", "sm_90"])
     True
-    >>> architectures_run_on_device(find_device("V100"), ["sm_75", "sm_80", "compute_120"])
+    >>> can_device_run_architectures(find_device("V100"), ["sm_75", "sm_80", "compute_120"])
     False
     """
     return any(_runs(device.compute_capability, architecture) for architecture in architectures)
@@ -260,7 +260,7 @@ def why_torch_lacks_kernels(device: Device, architectures: Sequence[str], torch_
     ... )  # doctest: +ELLIPSIS
     PyTorch 2.14.1+cu130 has no kernels for V100-32GB (compute capability 7.0): ...
     """
-    if architectures_run_on_device(device, architectures):
+    if can_device_run_architectures(device, architectures):
         return None
     major, minor = device.compute_capability
     supported = f"only {', '.join(architectures)}" if architectures else "no GPU"

@@ -19,7 +19,7 @@ _KINDS = {
 }
 
 
-def check_ordinary_file(path: Path) -> None:
+def check_ordinary_file_or_folder(path: Path) -> None:
     """Check that a path leads to a file or a folder; opening anything else may wait, or never end.
 
     Raises:
@@ -43,7 +43,7 @@ def open_input_file(path: Path, most: int | None, remedy: str = "") -> BinaryIO:
         FileFormatError: there is no such file, it cannot be opened, is larger, or is not an ordinary file.
     """
     try:
-        check_ordinary_file(path)
+        check_ordinary_file_or_folder(path)
         file = path.open("rb")
     except OSError as error:
         raise FileFormatError(f"Cannot read {path}: {error.strerror or error}.") from None

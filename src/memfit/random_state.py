@@ -98,7 +98,7 @@ def seed_generators() -> None:
 
 
 @contextmanager
-def preserve_python_state() -> Iterator[None]:
+def preserve_python_random_state() -> Iterator[None]:
     """Restore Python's global generator after the context: for imports that draw, such as rich's."""
     before = PYTHON.get_state()
     try:

@@ -34,7 +34,7 @@ def innermost_user_line(start: FrameType | None = None) -> str:
     >>> innermost_user_line().endswith(":1")  # this line, as doctest numbers it
     True
     """
-    user, installed = _innermost(lines_of_frames(start or sys._getframe(1)))
+    user, installed = _innermost(frame_locations(start or sys._getframe(1)))
     return user or installed
 
 
@@ -66,7 +66,7 @@ def user_line_with_package_line(lines: Iterable[tuple[str, int]]) -> str:
     """Return the innermost line of the user's code, with the line of an installed package that it called.
 
     Args:
-        lines: as ``lines_of_frames`` returns them.
+        lines: as ``frame_locations`` returns them.
 
     Returns:
         ``/home/ada/train.py:65, in trl/trainer/grpo_trainer.py:1887``; empty as for ``innermost_user_line``.
@@ -87,7 +87,7 @@ def innermost_line_of_place(place: str) -> str:
     return line if re.fullmatch(r".+:[0-9]+", line) else ""
 
 
-def lines_of_frames(start: FrameType | None = None) -> Iterator[tuple[str, int]]:
+def frame_locations(start: FrameType | None = None) -> Iterator[tuple[str, int]]:
     """Yield file and line of a frame, the caller's by default, and of all frames around it."""
     frame: FrameType | None = start or sys._getframe(1)
     while frame is not None:

@@ -13,7 +13,15 @@ from memfit.allocator.setting_outcomes import (
     smallest_device_that_fits,
 )
 from memfit.errors import FileFormatError, UsageError
-from memfit.records import Action, AllocatorSetting, CallRates, FailedMalloc, Mark, MarkKind, SettingOutcome
+from memfit.records import (
+    Action,
+    AllocatorSetting,
+    FailedMalloc,
+    Mark,
+    MarkKind,
+    SecondsPerDriverCall,
+    SettingOutcome,
+)
 from support.traces import freed, trace_of
 
 MIB = 1 << 20
@@ -210,7 +218,7 @@ def test_pytorch_accepts_every_setting_that_is_tried():
             total=GIB,
             taken=0,
             version=(2, 14),
-            rates=CallRates(),
+            rates=SecondsPerDriverCall(),
         )
 
 

@@ -8,8 +8,8 @@ import pytest
 from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.attribution import attribute_allocations
 from memfit.analysis.breakdown import LARGEST, breakdown_at, peak_event
+from memfit.analysis.event_locations import script_location_at
 from memfit.analysis.explanation import memory_changes_by_phase
-from memfit.analysis.script_location import script_location_at
 from memfit.errors import UsageError
 from memfit.records import (
     Action,

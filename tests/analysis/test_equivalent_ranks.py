@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from memfit.analysis.equivalent_ranks import find_what_ranks_hold, ranks_by_role
-from memfit.records import ByteRange, PeakRange, RankRole, ScriptLocation
+from memfit.analysis.equivalent_ranks import find_what_ranks_hold, group_equivalent_ranks
+from memfit.records import ByteRange, EquivalentRanks, PeakRange, ScriptLocation
 from memfit.report.places_in_words import format_ranks
 
 PEAK = PeakRange(*[ByteRange(1, 2)] * 3)
-ROLE = RankRole(0, (), PEAK, "fits", ScriptLocation(1, "forward", "", "", "a.py:1"))
+ROLE = EquivalentRanks(0, (), PEAK, "fits", ScriptLocation(1, "forward", "", "", "a.py:1"))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_machines_that_are_alike_are_run_once_at_each_end():
 
 def test_roles_are_listed_by_what_they_need():
     more = replace(ROLE, peak=replace(PEAK, process=ByteRange(1, 3)))
-    roles = ranks_by_role([(0, ROLE), (1, more), (2, ROLE), (3, ROLE)])
+    roles = group_equivalent_ranks([(0, ROLE), (1, more), (2, ROLE), (3, ROLE)])
     assert [(role.rank, role.also) for role in roles] == [(1, ()), (0, (2, 3))]
 
 

@@ -9,7 +9,7 @@ from memfit.analysis.needed_memory import (
     with_needed_memory,
     with_range_by_workspaces,
 )
-from memfit.analysis.stream_races import with_stream_race_range
+from memfit.analysis.side_stream_peak_range import with_side_stream_range
 from memfit.analysis.summary import summarize_trace
 from memfit.records import (
     Action,
@@ -196,6 +196,6 @@ def trace_without_room():
 
 def test_a_range_of_streams_contains_that_of_workspaces():
     early, late = ranged(convolving(200 * MIB)), summarize_trace(convolving(300 * MIB))
-    found = with_stream_race_range(early, late).range
+    found = with_side_stream_range(early, late).range
     assert found.reserved == ByteRange(400 * MIB, 700 * MIB)
     assert found.causes == (RangeCause.STREAMS, RangeCause.WORKSPACES)

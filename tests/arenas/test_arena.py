@@ -12,7 +12,7 @@ from torch import nn
 
 import memfit
 from memfit.arenas import arena_library
-from memfit.arenas.repeated_step import MANY
+from memfit.arenas.step_plan_lifecycle import MANY
 from memfit.errors import UsageError
 from support.arena_training import Training, equal_steps, kind_of
 

@@ -14,8 +14,8 @@ from torch import nn
 
 import memfit
 from memfit.arenas import arena_library
-from memfit.arenas.repeated_step import MOST_DROPS
 from memfit.arenas.step_plan import StepPlan
+from memfit.arenas.step_plan_lifecycle import MOST_DROPS
 from support.arena_training import Training, kind_of, same
 
 pytestmark = pytest.mark.usefixtures("empty_cpu_arena")

@@ -10,7 +10,11 @@ from support.sanitized_build import run_under
 pytestmark = pytest.mark.process
 
 HERE = Path(__file__).parent
-PARTS = [path for path in LIBRARY.sources.glob("*.c") if path.name not in {"cpu_allocator.c", "throw_oom.c"}]
+PARTS = [
+    path
+    for path in LIBRARY.sources.glob("*.c")
+    if path.name not in {"cpu_allocator.c", "throw_torch_errors.c"}
+]
 
 
 @pytest.mark.parametrize(

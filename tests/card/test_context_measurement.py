@@ -15,7 +15,7 @@ from memfit.ghost.build.torch_install import find_torch
 from memfit.records import CardContextReport, CardContextStage, CardContextTrial, MachineKind, Provenance
 from memfit.report.terminal.doctor import context_toml_lines
 from memfit.run.options import RunOptions
-from memfit.run.resolve_options import resolve_ghost_settings
+from memfit.run.resolve_ghost_settings import resolve_ghost_settings
 
 MIB = 1 << 20
 TORCH = find_torch().version

@@ -78,7 +78,7 @@ BARE = """
     ghost.configure(GhostDevice.of(find_device("A100-80GB")))
     import torch
     from memfit.ghost.compile import isolate_torch_compile
-    isolate_torch_compile.install(ghost, Path("bare").absolute(), lambda *_, **__: None)
+    isolate_torch_compile.isolate_compilation(ghost, Path("bare").absolute(), lambda *_, **__: None)
     runpy.run_path("script.py", run_name="__main__")
 """
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import memfit
-from memfit.api.run_under_torchrun import SharedTraces
+from memfit.api.run_as_torchrun_rank import SharedTraces
 from memfit.run.job_rank import Rank
 from memfit.run.launchers import rank_started_by_torchrun
 from support.new_processes import run_python

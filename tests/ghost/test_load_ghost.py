@@ -27,14 +27,14 @@ def polls(monkeypatch):
 def test_it_returns_once_every_thread_slept_for_two_polls_in_a_row(polls):
     set_statuses, sleeps = polls
     set_statuses([RUNNING], [RUNNING], [SLEEPING, RUNNING], [SLEEPING], [SLEEPING_AGAIN], [SLEEPING_AGAIN])
-    load_ghost.wait_for_autograd_threads()
+    load_ghost.wait_until_autograd_threads_sleep()
     assert len(sleeps) == 5
 
 
 def test_it_returns_without_a_sleep_if_there_are_no_such_threads(polls):
     set_statuses, sleeps = polls
     set_statuses([])
-    load_ghost.wait_for_autograd_threads()
+    load_ghost.wait_until_autograd_threads_sleep()
     assert not sleeps
 
 
@@ -43,7 +43,7 @@ def test_it_gives_up_on_a_thread_that_never_sleeps(polls, monkeypatch):
     clock = iter(range(10))
     monkeypatch.setattr(load_ghost.time, "monotonic", lambda: next(clock) / 4)
     monkeypatch.setattr(load_ghost, "_autograd_threads", lambda: [RUNNING])
-    load_ghost.wait_for_autograd_threads()
+    load_ghost.wait_until_autograd_threads_sleep()
     assert len(sleeps) == 3  # a second, in steps of a quarter
 
 
@@ -61,7 +61,7 @@ def test_threads_are_found_by_name_and_read_as_sleeping_while_they_wait():
     thread = threading.Thread(target=work)
     thread.start()
     ready.wait()
-    load_ghost.wait_for_autograd_threads()
+    load_ghost.wait_until_autograd_threads_sleep()
     (status,) = load_ghost._autograd_threads()
     leave.set()
     thread.join()

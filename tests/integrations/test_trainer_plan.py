@@ -8,7 +8,7 @@ from torch import nn
 
 import memfit
 from memfit.errors import UsageError
-from memfit.integrations.trainer_plan import TrainerPlan, WindowDivisor
+from memfit.integrations.trainer_plan import TrainerPlan, WindowLossDivider
 
 
 def plan(**settings):
@@ -96,19 +96,19 @@ def gradient(divisor, factors, weights=None, *, close=True):
 
 
 def test_a_partial_window_is_divided_by_its_own_number_of_batches():
-    divisor = WindowDivisor(4)
+    divisor = WindowLossDivider(4)
     assert gradient(divisor, [1.0, 2.0, 3.0, 6.0]) == 3.0
     assert gradient(divisor, [1.0, 2.0]) == 1.5
     assert gradient(divisor, [1.0, 2.0], close=False) == 0.75  # what a trainer's own divisor makes of it
 
 
 def test_batches_count_by_their_weights():
-    divisor = WindowDivisor(4)
+    divisor = WindowLossDivider(4)
     assert gradient(divisor, [1.0, 2.0, 4.0], [1, 3, 0]) == 7 / 4
 
 
 def test_only_some_weights_are_refused():
-    divisor = WindowDivisor(4)
+    divisor = WindowLossDivider(4)
     divisor.divided(torch.ones((), requires_grad=True), 1.0)
     with pytest.raises(UsageError, match="some micro-batches have a weight"):
         divisor.divided(torch.ones((), requires_grad=True))

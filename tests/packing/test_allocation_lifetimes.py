@@ -3,7 +3,7 @@
 import numpy as np
 
 from memfit.allocator.requests import AllocatorRequests, RequestKind
-from memfit.packing.allocation_lifetimes import buffers_of_requests, buffers_of_step, last_full_step
+from memfit.packing.allocation_lifetimes import buffers_of_repeating_step, buffers_of_requests, last_full_step
 from memfit.packing.buffers import Buffers, lifetime_sections
 
 
@@ -89,7 +89,7 @@ def test_one_step_as_drawn_in_its_docstring():
     sizes = {"gradient": 2, "loss": 3, "kept": 5}
     size = [next((s for start, s in sizes.items() if name.startswith(start)), 1) for name in rows]
     lower, upper = np.array(list(rows.values())).T
-    found = buffers_of_step(Buffers(lower, upper, np.array(size), tuple(rows)), 100, 200)
+    found = buffers_of_repeating_step(Buffers(lower, upper, np.array(size), tuple(rows)), 100, 200)
     lives = dict(zip(found.names, zip(found.lower.tolist(), found.upper.tolist(), strict=True), strict=True))
     assert lives == {
         "weight": (0, 100),
@@ -107,7 +107,7 @@ def test_one_step_as_drawn_in_its_docstring():
 
 def test_a_buffer_without_a_counterpart_keeps_its_recorded_lifetime():
     rows = Buffers(np.array([50, 150]), np.array([130, 290]), np.array([4, 5]), ("old", "new"))
-    found = buffers_of_step(rows, 100, 200)
+    found = buffers_of_repeating_step(rows, 100, 200)
     assert columns(found) == [("old", 0, 30, 4), ("new", 50, 100, 5)]
 
 
@@ -115,5 +115,5 @@ def test_counterparts_are_paired_in_order():
     """The first buffer left by the previous step pairs with the first of this step; they may touch."""
     lower, upper = np.array([60, 70, 110, 130]), np.array([110, 130, 220, 230])
     rows = Buffers(lower, upper, np.array([4, 4, 4, 4]), ("old a", "old b", "a", "b"))
-    found = buffers_of_step(rows, 100, 200)
+    found = buffers_of_repeating_step(rows, 100, 200)
     assert columns(found) == [("a", 10, 110, 4), ("b", 30, 130, 4)]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from memfit.packing import exhaustive_search
 from memfit.packing.best_packing import ORDERS, greedy_packings, pack_buffers
 from memfit.packing.buffers import Buffers, concatenate_buffers, lifetime_sections
-from memfit.packing.exhaustive_search import CapacitySearchResult
+from memfit.packing.exhaustive_search import PackingSearchResult
 from memfit.packing.packing_violations import find_packing_violation
 from support.known_packings import gapless_problem
 
@@ -168,7 +168,7 @@ def test_a_problem_with_too_many_buffers_is_not_searched(monkeypatch):
     found = exhaustive_search.search_packing_within_capacity(
         problem, lifetime_sections(problem), 10_000, time.monotonic() + 60
     )
-    assert found == CapacitySearchResult()
+    assert found == PackingSearchResult()
 
 
 def test_sections_are_the_moments_with_maximal_sets_of_live_buffers():

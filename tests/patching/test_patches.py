@@ -29,7 +29,7 @@ ELSEWHERE = {
 """Assignments to attributes of other libraries that are no patches."""
 SETS_ATTRIBUTES = {
     "patching/patches.py",
-    "estimating/serialise_model.py",  # a user's settings
+    "estimating/serialise_training_step.py",  # a user's settings
     "ghost/compile/compiled_kernel_work.py",  # its own attribute of a graph
     "recording/short_trainers.py",  # options of the script's own objects
 }

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from memfit.analysis.allocator_comparison import compare_allocator_settings
-from memfit.analysis.rerun_with_unlimited_memory import find_total_need
 from memfit.analysis.summary import summarize_trace
+from memfit.analysis.total_need_by_rerun import find_total_need
 from memfit.analysis.trial_result import TrialResult
 from memfit.cli.command_output import exit_code_of_run
 from memfit.planning.advice import find_advice

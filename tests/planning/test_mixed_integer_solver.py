@@ -8,7 +8,7 @@ import highspy
 import pytest
 
 from memfit.planning import mixed_integer_solver as mixed_integer_program
-from memfit.planning.mixed_integer_solver import INFINITY, MixedIntegerProgram, new_quiet_highs
+from memfit.planning.mixed_integer_solver import INFINITY, MixedIntegerProgram, make_highs_solver
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -53,12 +53,12 @@ def test_nothing_is_printed(capfd):
 
 
 def test_one_thread_solves_so_that_every_machine_finds_the_same_plan():
-    assert new_quiet_highs().getOptionValue("threads")[1] == 1
+    assert make_highs_solver().getOptionValue("threads")[1] == 1
 
 
 def test_other_solvers_of_the_process_may_use_more_threads():
     def on_two_threads():
-        other = new_quiet_highs()
+        other = make_highs_solver()
         other.setOptionValue("threads", 2)
         other.addVar(0.0, 5.0)
         other.changeColIntegrality(0, highspy.HighsVarType.kInteger)
@@ -97,7 +97,7 @@ def test_a_slow_machine_finds_the_same_solution(monkeypatch):
     program = hard()
     quick = program.minimize(effort=effort)
     assert quick.bound < quick.objective  # the limit was reached
-    assert new_quiet_highs().getOptionValue("time_limit")[1] == INFINITY
+    assert make_highs_solver().getOptionValue("time_limit")[1] == INFINITY
     limit = mixed_integer_program._limit
 
     def slow(highs, *arguments):

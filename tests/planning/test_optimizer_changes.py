@@ -6,8 +6,8 @@ import pytest
 
 from memfit.planning.optimizer_changes import (
     OptimizerChangesToTry,
-    change_updates_in_backward,
     has_8_bit_state,
+    makes_updates_in_backward,
     offloads_state,
     optimizer_changes,
 )
@@ -124,7 +124,7 @@ def test_each_change_does_what_its_words_say():
         (words,) = change.words
         assert change.plan.keys() == {"optimizer_state"}
         assert offloads_state(change) is change.uses_side_streams is (OFFLOADED in words)
-        assert change_updates_in_backward(change) is (BACKWARD in words)
+        assert makes_updates_in_backward(change) is (BACKWARD in words)
         assert equality_of(change) == (Equality.OTHER if LOW in words else Equality.BITWISE)
 
 

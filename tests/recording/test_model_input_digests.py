@@ -5,7 +5,7 @@ import pytest
 from memfit.planning.sample_independence import compare_steps_of_parts, why_samples_depend
 from memfit.records import Change, DividedBatches
 from memfit.run.options import RunOptions
-from memfit.run.resolve_options import resolve_ghost_settings
+from memfit.run.resolve_ghost_settings import resolve_ghost_settings
 from memfit.trials.script_standbys import ScriptRun
 from memfit.trials.trial_run import run_trial
 from support.fed_scripts import (

@@ -6,13 +6,13 @@ import torch
 from torch import nn
 
 from memfit.recording.event_labels import LabelBook
-from memfit.recording.run_stage_marks import RunStageMarks
+from memfit.recording.run_stage_marks import RunStageMarker
 from memfit.records import MarkKind, UntrainedForwardReason
 
 
 def test_a_module_is_trained_from_the_moment_an_optimizer_has_its_parameters():
     book, steps = LabelBook(), SimpleNamespace(optimizers=())
-    stages = RunStageMarks(book, steps, wanted=True, labelled=True)
+    stages = RunStageMarker(book, steps, wanted=True, labelled=True)
     body, head = nn.Linear(2, 2).eval(), nn.Linear(2, 2).eval()
 
     def marked():

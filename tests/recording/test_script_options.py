@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from memfit.recording.data_loaders import ScriptLoaders
+from memfit.recording.script_loaders import ScriptLoaders
 from memfit.recording.script_options import ScriptOptionCollector
 from memfit.records import LoaderBatchSize, ScriptOption, ScriptOptionPurpose
 

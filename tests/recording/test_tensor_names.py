@@ -8,7 +8,7 @@ from memfit.recording.tensor_names import (
     NamedTensor,
     TensorName,
     TensorNames,
-    describe_tensors_in_allocation,
+    tensor_info_of_allocation,
     tensor_parts_by_role,
 )
 from memfit.records import TensorInfo
@@ -22,18 +22,18 @@ def named(module, *, suffix="", root="Net"):
 
 def test_a_tensor_has_its_name_in_its_module():
     weight, bias = named(nn.Sequential(nn.Linear(3, 2)))
-    assert describe_tensors_in_allocation([weight]) == TensorInfo("Net.0", "weight", "float32", (2, 3))
-    assert describe_tensors_in_allocation([bias]) == TensorInfo("Net.0", "bias", "float32", (2,))
+    assert tensor_info_of_allocation([weight]) == TensorInfo("Net.0", "weight", "float32", (2, 3))
+    assert tensor_info_of_allocation([bias]) == TensorInfo("Net.0", "bias", "float32", (2,))
 
 
 def test_wrappers_are_left_out_of_names():
     wrapper = nn.ModuleDict({"_checkpoint_wrapped_module": nn.Linear(3, 2)})
     weight, _ = named(nn.Sequential(wrapper))
-    assert describe_tensors_in_allocation([weight]) == TensorInfo("Net.0", "weight", "float32", (2, 3))
+    assert tensor_info_of_allocation([weight]) == TensorInfo("Net.0", "weight", "float32", (2, 3))
 
 
 def test_the_gradient_of_an_unnamed_tensor_is_named_grad():
-    assert describe_tensors_in_allocation([NamedTensor(torch.zeros(3), TensorName(), ".grad")]) == TensorInfo(
+    assert tensor_info_of_allocation([NamedTensor(torch.zeros(3), TensorName(), ".grad")]) == TensorInfo(
         "", "grad", "float32", (3,)
     )
 
@@ -69,15 +69,15 @@ def test_tied_weights_have_all_of_their_names():
     tied = nn.ModuleDict({"emb": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False)})
     tied["head"].weight = tied["emb"].weight
     (weight,) = named(tied)
-    assert describe_tensors_in_allocation([weight]).name == "weight = head.weight"
+    assert tensor_info_of_allocation([weight]).name == "weight = head.weight"
     (gradient,) = named(tied, suffix=".grad")
-    assert describe_tensors_in_allocation([gradient]).name == "weight.grad = head.weight.grad"
+    assert tensor_info_of_allocation([gradient]).name == "weight.grad = head.weight.grad"
 
 
 def test_parameters_with_the_same_data_are_described_as_one():
     pair = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     pair[1].weight.data = pair[0].weight.data
-    assert describe_tensors_in_allocation(named(pair)) == TensorInfo(
+    assert tensor_info_of_allocation(named(pair)) == TensorInfo(
         "Net.0", "weight = 1.weight", "float32", (3, 3)
     )
 
@@ -88,13 +88,13 @@ def test_pieces_of_one_flat_tensor_are_counted():
     for parameter in net.parameters():
         parameter.data = flat[begin : begin + parameter.numel()].view_as(parameter)
         begin += parameter.numel()
-    assert describe_tensors_in_allocation(named(net)) == TensorInfo(
+    assert tensor_info_of_allocation(named(net)) == TensorInfo(
         "Net", "0.weight and 3 more", "float32", (begin - 4,)
     )
-    assert describe_tensors_in_allocation(named(net[1], root="Net.1")[::-1]) == TensorInfo(
+    assert tensor_info_of_allocation(named(net[1], root="Net.1")[::-1]) == TensorInfo(
         "Net.1", "bias and 1 more", "float32", (3,)
     )
-    gradients = describe_tensors_in_allocation(named(net, suffix=".grad"))
+    gradients = tensor_info_of_allocation(named(net, suffix=".grad"))
     assert gradients.name == "0.weight.grad and 3 more"
 
 

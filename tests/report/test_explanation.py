@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 import memfit
-from memfit.records import GroupBy, Note, Phase, PhaseChange, Provenance
+from memfit.records import GroupBy, Note, Phase, PhaseMemoryChange, Provenance
 from memfit.report.terminal.explanation import fold_repeated_changes, print_explanation
 from support.html_reports import run
 
@@ -63,7 +63,7 @@ def test_rows_that_would_read_as_zero_are_left_out(explanation):
 
 
 def change(phase, step=1, after=0, bytes_=0):
-    return PhaseChange(step, phase, (("gradients", bytes_),) if bytes_ else (), bytes_, after, after)
+    return PhaseMemoryChange(step, phase, (("gradients", bytes_),) if bytes_ else (), bytes_, after, after)
 
 
 def test_micro_batches_that_change_the_same_are_one_row_each():

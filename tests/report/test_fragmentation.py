@@ -21,7 +21,7 @@ from memfit.records import (
     ReservedMemoryUse,
     ScriptLocation,
 )
-from memfit.report.escape import escaped
+from memfit.report.escape_control_characters import escaped
 from memfit.report.public_json import public_json_type, public_json_value, result_to_json
 from memfit.report.terminal.explanation import print_fragmentation
 

@@ -13,6 +13,7 @@ from memfit.records import (
     Action,
     Advice,
     ByteRange,
+    EquivalentRanks,
     EventLabel,
     Figure,
     JobRank,
@@ -21,10 +22,9 @@ from memfit.records import (
     Phase,
     Provenance,
     RangeCause,
-    RankRole,
     ScriptEnd,
 )
-from memfit.report.html.safe_page import NO_FILE
+from memfit.report.html.safe_page_texts import NO_FILE
 from memfit.report.terminal.advice import advice_lines
 from support.html_reports import EVIL, GIB, LONG, MIB, Elements, evil, report, run, sums, unpacked
 from support.traces import BASE, Event, trace_of
@@ -59,7 +59,7 @@ def test_the_ranks_of_a_job_are_a_table_of_their_own():
 
     def role(rank, also, gibibytes):
         size = ByteRange(gibibytes * GIB, gibibytes * GIB)
-        return RankRole(rank, also, PeakRange(size, size, size), "fits", place)
+        return EquivalentRanks(rank, also, PeakRange(size, size, size), "fits", place)
 
     text = report(one)
     assert "rank 3 of 8" in text

@@ -9,7 +9,7 @@ from memfit.allocator.initial_state import reconstruct_initial_state
 from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.attribution import attribute_allocations
 from memfit.analysis.breakdown import breakdown_at
-from memfit.analysis.script_location import script_location_at
+from memfit.analysis.event_locations import script_location_at
 from memfit.analysis.summary import summarize_trace
 from memfit.records import (
     Action,
@@ -22,7 +22,7 @@ from memfit.records import (
     SnapshotBlock,
 )
 from memfit.report.html.page_payload import page_payload
-from memfit.report.html.safe_page import PageTextTable
+from memfit.report.html.safe_page_texts import PageTextTable
 from support.html_reports import GIB, MIB, blocks, run, sums, unpacked
 from support.traces import BASE, Event, freed, segment, trace_of
 

@@ -9,8 +9,8 @@ import pytest
 
 from memfit.records import Change, Figure, Phase, PlanRun, Provenance, ScriptLocation, ScriptPlan
 from memfit.report.html.plan_page import plan_chart_svg, plan_report_html
-from memfit.report.html.safe_page import content_security_policy
-from memfit.report.terminal.plan_chart import PlanKind, drawn_plans, plan_chart_lines
+from memfit.report.html.safe_page_texts import content_security_policy
+from memfit.report.terminal.plan_chart import PlanKind, plan_chart_lines, plans_to_draw
 from support.html_reports import EVIL, GIB, Elements
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -58,7 +58,7 @@ def points(plan):
 
 
 def test_points_stand_where_their_memory_and_time_are(plan):
-    drawn = drawn_plans(plan)
+    drawn = plans_to_draw(plan)
     found = points(plan)
     assert [found[number][2] for number in range(5)] == ["written", "tried", "chosen", "policy", "policy"]
     by_memory = sorted(range(5), key=lambda number: drawn[number].run.needs.bytes)
@@ -82,7 +82,7 @@ def test_every_plan_has_a_row_with_its_figures_and_their_provenance(plan):
     text = plan_report_html(plan)
     rows = re.findall(r'<tr id="plan-(\d)" class="([\w-]+)">(.*?)</tr>', text)
     assert [int(number) for number, _, _ in rows] == [*range(5)]
-    for (_, kind, row), drawn in zip(rows, drawn_plans(plan), strict=True):
+    for (_, kind, row), drawn in zip(rows, plans_to_draw(plan), strict=True):
         run = drawn.run
         assert kind == {"as written": "written", "used by people": "policy"}.get(drawn.kind, drawn.kind)
         assert f'data-bytes="{run.needs.bytes}"' in row
@@ -150,7 +150,7 @@ def test_a_script_that_fits_alone_is_one_point(plan):
 
 def test_a_plan_whose_time_is_unknown_is_not_drawn(plan):
     unknown = replace(plan, policies=(ran(3, float("inf"), checkpointing={}), *plan.policies[1:]))
-    assert [each.kind for each in drawn_plans(unknown)].count(PlanKind.POLICY) == 1
+    assert [each.kind for each in plans_to_draw(unknown)].count(PlanKind.POLICY) == 1
     assert "a checkpoint every 2nd block: 6.00 GiB, 1.150x" in list(plan_chart_lines(unknown))
     assert "inf" not in plan_chart_svg(unknown)
 

@@ -19,7 +19,7 @@ from memfit.records import (
     Verification,
 )
 from memfit.report.public_json import result_json_schema
-from memfit.report.terminal.packing import PackingSizes
+from memfit.report.terminal.packing_sizes import PackingSizes
 
 DOCS = Path(__file__).parents[2] / "docs"
 SCHEMAS = {

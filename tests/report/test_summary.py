@@ -23,7 +23,7 @@ from memfit.records import (
     SizeBound,
     Term,
 )
-from memfit.report.escape import escaped
+from memfit.report.escape_control_characters import escaped
 from memfit.report.public_json import public_json_type, result_to_json
 from memfit.report.terminal.summary import print_summary
 from support.html_reports import run

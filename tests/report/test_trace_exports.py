@@ -24,7 +24,7 @@ from memfit.records import (
     SnapshotBlock,
     TensorInfo,
 )
-from memfit.report.escape import escaped
+from memfit.report.escape_control_characters import escaped
 from memfit.report.public_json import result_to_json
 from memfit.report.terminal.run_differences import print_run_difference
 from memfit.report.trace_exports import COLUMNS

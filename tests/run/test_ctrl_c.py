@@ -191,14 +191,14 @@ def test_ctrl_c_that_a_library_of_the_command_reports_as_its_own_error_is_an_int
     """NumPy drops the KeyboardInterrupt where it compares structured arrays, and keeps no trace of it."""
     script = """
         import os, signal
-        from memfit.ctrl_c import SignalsAsExceptions, ctrl_c_ends_at_once
+        from memfit.termination_signals import SignalsAsExceptions, exit_silently_on_ctrl_c
         def compare():
             try:
                 os.kill(os.getpid(), signal.SIGINT)
             except KeyboardInterrupt:
                 pass
             raise TypeError("Cannot compare structured arrays")
-        ctrl_c_ends_at_once()
+        exit_silently_on_ctrl_c()
         try:
             with SignalsAsExceptions():
                 compare()
@@ -214,11 +214,11 @@ def test_ctrl_c_in_a_finaliser_is_raised_once_more():
     """Python itself would print 'Exception ignored in' and go on."""
     script = """
         import os, signal, time
-        from memfit.ctrl_c import SignalsAsExceptions, ctrl_c_ends_at_once
+        from memfit.termination_signals import SignalsAsExceptions, exit_silently_on_ctrl_c
         class Finalised:
             def __del__(self):
                 os.kill(os.getpid(), signal.SIGINT)
-        ctrl_c_ends_at_once()
+        exit_silently_on_ctrl_c()
         try:
             with SignalsAsExceptions():
                 Finalised()

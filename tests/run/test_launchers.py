@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from memfit.errors import UsageError
-from memfit.run.launchers import check_world_size, launched_script
+from memfit.run.launchers import check_world_size_is_one, launched_script
 
 ELASTIC = "torch.distributed.run"
 
@@ -69,9 +69,9 @@ def test_what_memfit_cannot_run_is_refused_with_what_to_type(typed, words):
 
 
 def test_a_world_size_without_its_peers_is_refused():
-    check_world_size({"WORLD_SIZE": "1"})
+    check_world_size_is_one({"WORLD_SIZE": "1"})
     with pytest.raises(UsageError, match=r"WORLD_SIZE=2 is set.*write --nproc 2"):
-        check_world_size({"WORLD_SIZE": "2"})
+        check_world_size_is_one({"WORLD_SIZE": "2"})
 
 
 @pytest.mark.process

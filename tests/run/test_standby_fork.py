@@ -13,8 +13,8 @@ import pytest
 from forked_runs import difference
 
 from memfit.records import Change
+from memfit.trials.runs_side_by_side import run_scripts_side_by_side
 from memfit.trials.script_standbys import ForkedScript, ScriptStandbys
-from memfit.trials.side_by_side import run_scripts_side_by_side
 from support.new_processes import start_memfit
 from support.scripts import LATE_FREES
 from support.standby_runs import LATE, OPTIONS, TRAIN, Runs, script_of
@@ -164,7 +164,7 @@ if not os.path.exists(__file__ + '.ran'):
 
 
 def test_no_further_standby_is_left_where_memory_is_short(tmp_path, monkeypatch):
-    monkeypatch.setattr("memfit.trials.script_standbys.scripts_that_fit_in_memory", lambda: 2)
+    monkeypatch.setattr("memfit.trials.script_standbys.count_scripts_that_fit_in_memory", lambda: 2)
     with ScriptStandbys() as standbys:
         runs = Runs(script_of(tmp_path), standbys)
         for options, forked in ((LATE, False), (OPTIONS, False), (OPTIONS, False), (LATE, True)):

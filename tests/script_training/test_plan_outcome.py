@@ -10,7 +10,7 @@ import memfit
 from memfit.injection.injection_files import InjectionReport
 from memfit.planning.plan_file import read_plan
 from memfit.records import OperationCounts
-from memfit.script_training.training_process import PlanOutcome
+from memfit.script_training.training_process import PlanApplicationWatcher
 
 pytestmark = pytest.mark.process
 
@@ -195,7 +195,7 @@ def test_all_ranks_stop_and_one_says_why(python, plan_file, tmp_path):
 
 def test_the_first_step_s_operations_are_counted(plan_file, capsys):
     plan = read_plan(plan_file({"checkpointing": {}}, operations={"forward": 168, "recomputed": 24}))
-    lines = PlanOutcome("plan.json", plan, ("train.py",), as_far_as_it_goes=False)
+    lines = PlanApplicationWatcher("plan.json", plan, ("train.py",), as_far_as_it_goes=False)
     lines.report(InjectionReport(("Net",), operations=OperationCounts(168, 24)))
     lines.report(InjectionReport(("Net",), operations=OperationCounts(168, 60), again={"aten.mm": 36}))
     assert capsys.readouterr().err.splitlines() == [
@@ -209,7 +209,7 @@ def test_the_first_step_s_operations_are_counted(plan_file, capsys):
 def test_a_plan_made_for_another_model_is_applied_as_far_as_it_goes_and_named(plan_file, capsys):
     """A plan for the whole model, whatever its parts are called, can be applied to any."""
     plan = read_plan(plan_file({"checkpointing": {}}, models=["UNet (optimizer: unet.py:9)"]))
-    outcome = PlanOutcome("plan.json", plan, ("train.py",), as_far_as_it_goes=True)
+    outcome = PlanApplicationWatcher("plan.json", plan, ("train.py",), as_far_as_it_goes=True)
     for model in ("UNet (optimizer: other.py:1)", "GPT (optimizer: gpt.py:61)"):
         outcome.report(InjectionReport(models=(model,)))
     assert capsys.readouterr().err.splitlines() == [

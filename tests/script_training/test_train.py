@@ -11,7 +11,7 @@ import pytest
 from memfit.cli.main import run_command
 from memfit.planning.plan_file import read_plan
 from memfit.records import Change
-from memfit.script_training.training_process import changes_left_to_user, changes_made_in_training
+from memfit.script_training.training_process import automatic_part_of_change, changes_left_to_user
 
 pytestmark = pytest.mark.process
 
@@ -161,7 +161,7 @@ def test_a_script_ends_as_under_python(train, plan_file, tmp_path, end, code, sa
 def test_the_scripts_own_options_divide_its_batches(plan_file, tmp_path):
     divided = {"count": 2, "size": 2, "how": "", "where": "", "by_option": True}
     plan = read_plan(plan_file({}, micro_batches=divided | {"arguments": ["--batch-size", "2"]}))
-    assert changes_made_in_training(plan.change) == Change(arguments=("--batch-size", "2"))
+    assert automatic_part_of_change(plan.change) == Change(arguments=("--batch-size", "2"))
     assert changes_left_to_user(plan.change) == ()
 
 

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from memfit.errors import UsageError
 from memfit.strategies.checkpointing import Checkpointing
-from memfit.strategies.mechanisms.host_copies import HostCopies
+from memfit.strategies.mechanisms.host_copies import HostCopier
 from memfit.strategies.mechanisms.saved_tensor_offload import SavedTensorOffloader
 from memfit.strategies.offload import Offload
 from memfit.strategies.plan import Plan
@@ -56,7 +56,7 @@ def late(monkeypatch):
     made = []
 
     def copies(self, device):
-        made.append(LateStream() if self.prefetch else HostCopies(device, pin_memory=False))
+        made.append(LateStream() if self.prefetch else HostCopier(device, pin_memory=False))
         return made[-1]
 
     monkeypatch.setattr(Offload, "copies", copies)

@@ -12,7 +12,7 @@ import torch
 
 from memfit.errors import UsageError
 from memfit.strategies.apply import revert
-from memfit.strategies.mechanisms.host_copies import HostCopies
+from memfit.strategies.mechanisms.host_copies import HostCopier
 from memfit.strategies.mechanisms.offloaded_optimizer_state import BLOCK_BYTES, OffloadedOptimizerState
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.precision import Precision
@@ -154,7 +154,7 @@ def test_quantised_state_moves_as_well(streams):
 @pytest.mark.parametrize("settings", [OFFLOADED, OptimizerState(offload=True, step_in_backward=True)])
 def test_on_a_cpu_offload_warns_once_and_does_nothing(settings, monkeypatch):
     monkeypatch.setattr(
-        "memfit.strategies.mechanisms.offloaded_optimizer_state.host_copies_for_device", lambda _: None
+        "memfit.strategies.mechanisms.offloaded_optimizer_state.host_copier_for_device", lambda _: None
     )
     engine = engine_of(net(), settings)
     with pytest.warns(UserWarning, match=r"optimizer_state\.offload does nothing here"):
@@ -332,4 +332,4 @@ def test_an_update_holds_three_blocks_of_the_state_at_most(peaks):
 
 def test_host_memory_is_on_the_host_whatever_the_default_device():
     with torch.device("meta"):
-        assert HostCopies(torch.device("cpu"), pin_memory=False).host_memory(8).is_cpu
+        assert HostCopier(torch.device("cpu"), pin_memory=False).host_memory(8).is_cpu

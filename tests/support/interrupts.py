@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import memfit
-from memfit.ctrl_c import INTERRUPTED
+from memfit.termination_signals import INTERRUPTED
 from support.new_processes import start_memfit
 
 LIMIT = 1.0  # seconds from Ctrl-C until everything should have gone; reported, but no fault on a busy machine

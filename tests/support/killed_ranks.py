@@ -145,7 +145,7 @@ def _warm() -> None:
     import torch.distributed.optim
     import torch.distributed.tensor
 
-    import memfit.train.resume.tensor_files  # noqa: F401
+    import memfit.train.resume.sharded_tensor_files  # noqa: F401
 
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)

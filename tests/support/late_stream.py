@@ -102,7 +102,7 @@ def late_state_copies() -> Iterator[list[LateStream]]:
         return made[-1]
 
     with (
-        mock.patch.object(offloaded_optimizer_state, "host_copies_for_device", late),
+        mock.patch.object(offloaded_optimizer_state, "host_copier_for_device", late),
         mock.patch.object(apply, "BLOCK_BYTES", 64),
     ):
         yield made

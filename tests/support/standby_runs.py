@@ -9,7 +9,7 @@ from memfit.analysis.trial_result import TrialResult
 from memfit.devices import NO_LIMIT
 from memfit.records import Change
 from memfit.run.options import RunOptions
-from memfit.run.resolve_options import resolve_ghost_settings
+from memfit.run.resolve_ghost_settings import resolve_ghost_settings
 from memfit.trials.script_standbys import ScriptRun
 from memfit.trials.trial_run import run_trial
 

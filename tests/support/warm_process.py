@@ -95,7 +95,7 @@ def _script_process(command, **options):
 
 
 class _ScriptProcess:
-    """A fork that runs a script: what ``RunningScript`` has."""
+    """A fork that runs a script: what ``ScriptSubprocess`` has."""
 
     def __init__(self, request):
         ours, theirs = socket.socketpair()

@@ -202,7 +202,7 @@ def _verify(argv, leave):
 
 
 class _Fork:
-    """The script's process, which runs a function: what ``RunningScript`` has."""
+    """The script's process, which runs a function: what ``ScriptSubprocess`` has."""
 
     def __init__(self, leave, run):
         sys.stdout.flush()
@@ -237,10 +237,10 @@ def _script_process(ghost, argv, options):
     """Run ``memfit.run.child`` in this fork of the process that started the script."""
     import memfit.run.backend
     import memfit.run.child
-    from memfit.ghost.load_ghost import wait_for_autograd_threads
+    from memfit.ghost.load_ghost import wait_until_autograd_threads_sleep
 
     _become(argv, options)
-    atexit.register(wait_for_autograd_threads)
+    atexit.register(wait_until_autograd_threads_sleep)
     memfit.run.backend.load = lambda built: _loaded(ghost, built)
     memfit.run.child.main()
 
@@ -258,7 +258,7 @@ def _update_process(argv, options):
 
 def _become(argv, options):
     """Give up the files and exit handlers of memfit's process, as the options of ``Popen`` say."""
-    from memfit.run.fork_state import _forget_exit_handlers
+    from memfit.run.fork_safety import _forget_exit_handlers
 
     low = 3
     for kept in (*sorted(options["pass_fds"]), 1 << 16):

@@ -7,7 +7,7 @@ import pytest
 
 from memfit.records import Action, Frame
 from memfit.trace import stack_table
-from memfit.trace.pytorch_history_to_columns import history_columns, pool_ids, stream_numbers
+from memfit.trace.pytorch_history_to_columns import distinct_pools_of_history, history_columns, stream_numbers
 from memfit.trace.stack_table import DEPTH, StackTable
 
 
@@ -66,7 +66,12 @@ def test_the_history_of_an_early_pytorch_is_read():
 def test_pools_are_numbered_by_appearance_after_the_default_pool():
     history = [event(pool_id=pool) for pool in ((0, 3), (0, 0), (1, 0), (0, 3))]
     assert read(*history)[0].pool.tolist() == [1, 0, 2, 1]
-    assert pool_ids(history, [{"segment_pool_id": (2, 0)}]) == ((0, 0), (0, 3), (1, 0), (2, 0))
+    assert distinct_pools_of_history(history, [{"segment_pool_id": (2, 0)}]) == (
+        (0, 0),
+        (0, 3),
+        (1, 0),
+        (2, 0),
+    )
 
 
 def test_each_label_is_looked_up_once():

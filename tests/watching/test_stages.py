@@ -8,7 +8,7 @@ import pytest
 from memfit.records import Action, Mark
 from memfit.watching.measured_stages import MeasuredStages
 from memfit.watching.prediction import Prediction, StepMemory
-from memfit.watching.prediction_comparison import PredictionComparison
+from memfit.watching.prediction_comparison import PredictionComparer
 from support.stage_marks import LETTERS
 from support.traces import BASE, freed, trace_of
 
@@ -103,7 +103,7 @@ def followed(*moments, predicted):
     """Return what differs in a run by hand, and its comparison with a predicted one."""
     now = StepMemory(0, 0)
     stages = MeasuredStages(lambda: now, lambda: True)
-    comparison = PredictionComparison(Prediction.of(trace(*predicted)), stages)
+    comparison = PredictionComparer(Prediction.of(trace(*predicted)), stages)
     found, steps = [], 0
     for moment in moments:
         if isinstance(moment, int):

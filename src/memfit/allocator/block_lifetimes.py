@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from memfit.allocator.block_and_segment_sizes import round_size, should_split_block
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.free_ranges import ImpossibleEventError, impossible_event_error
 from memfit.allocator.initial_state import InitialAllocatorState
-from memfit.allocator.rounding import round_size, should_split_block
 from memfit.records import Action, Events
 
 # As plain ints: comparing with an enum member costs more than the rest of a step.
@@ -32,7 +32,7 @@ LIVE, PENDING, FREE = "active_allocated", "active_awaiting_free", "inactive"
 """The states of a block, as ``torch.cuda.memory_snapshot()`` spells them."""
 
 
-class TrackedBlock(NamedTuple):
+class BlockSnapshot(NamedTuple):
     """A block at one moment: ``[start, stop)``."""
 
     start: int
@@ -100,7 +100,7 @@ class BlockTracker:
             raise impossible_event_error(self._events, position, error) from None
         self._done = max(self._done, count)
 
-    def blocks(self) -> list[TrackedBlock]:
+    def blocks(self) -> list[BlockSnapshot]:
         """Return every block at this moment, free ones included, by address."""
         return self._blocks.blocks()
 
@@ -177,15 +177,15 @@ class _CachedBlocks:
         if follow is not None:
             follow(address, address + size)
 
-    def blocks(self) -> list[TrackedBlock]:
+    def blocks(self) -> list[BlockSnapshot]:
         """Return all blocks at this moment, by address."""
-        free = (TrackedBlock(start, stop, segment, FREE) for start, stop, segment in self._layout)
+        free = (BlockSnapshot(start, stop, segment, FREE) for start, stop, segment in self._layout)
         live = (
-            TrackedBlock(start, stop, segment, LIVE, born)
+            BlockSnapshot(start, stop, segment, LIVE, born)
             for start, (born, stop, segment) in self._live.items()
         )
         pending = (
-            TrackedBlock(start, stop, segment, PENDING, born)
+            BlockSnapshot(start, stop, segment, PENDING, born)
             for start, (born, stop, segment) in self._pending.items()
         )
         return sorted([*free, *live, *pending])

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from memfit.allocator.block_and_segment_sizes import SMALL_SIZE, round_size, should_split_block
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.free_ranges import EXPANDABLE, FreeRanges, ImpossibleEventError, impossible_event_error
-from memfit.allocator.rounding import SMALL_SIZE, round_size, should_split_block
 from memfit.errors import FileFormatError
 from memfit.records import Action, Events, Segment, Trace
 

@@ -10,9 +10,9 @@ because what the script would do then is unknown.
 from copy import copy
 
 from memfit.allocator import compiled_allocator
+from memfit.allocator.block_and_segment_sizes import bytes_taken_by_malloc
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.requests import AllocatorRequests, RequestKind
-from memfit.allocator.rounding import bytes_taken_by_malloc
 from memfit.errors import UsageError
 from memfit.records import DriverCalls, FailedMalloc, ReplayResult
 

@@ -3,12 +3,12 @@
 import math
 from collections.abc import Callable, Iterable
 
+from memfit.allocator.block_and_segment_sizes import GRANULE
 from memfit.allocator.config import FIRST_VERSION, AllocatorConfig
 from memfit.allocator.replay import replay_requests
 from memfit.allocator.requests import AllocatorRequests
-from memfit.allocator.rounding import GRANULE
 from memfit.errors import UsageError
-from memfit.records import AllocatorSetting, CallRates, SettingOutcome
+from memfit.records import AllocatorSetting, SecondsPerDriverCall, SettingOutcome
 from memfit.units import MIB
 
 EXHAUSTIVE = 2000
@@ -45,7 +45,7 @@ def replay_under_setting(
     total: int,
     taken: int,
     version: tuple[int, int],
-    rates: CallRates,
+    rates: SecondsPerDriverCall,
 ) -> SettingOutcome:
     """Replay requests under a setting."""
     config = allocator_config_of_setting(setting)

@@ -17,18 +17,18 @@ from memfit.allocator.setting_outcomes import (
     replay_under_setting,
     smallest_device_that_fits,
 )
-from memfit.analysis.script_location import script_location_at
+from memfit.analysis.event_locations import script_location_at
 from memfit.devices import Device
 from memfit.errors import UsageError
 from memfit.records import (
     AllocatorComparison,
     AllocatorSetting,
-    CallRates,
     MachineKind,
     MarkKind,
     Note,
     Provenance,
     ReplayResult,
+    SecondsPerDriverCall,
     SettingOutcome,
     Trace,
 )
@@ -69,7 +69,7 @@ def compare_allocator_settings(
     """
     total, context = _gpu(trace, device, memory)
     asked = allocator_requests_of_trace(trace)
-    version, rates = torch_version(trace), CallRates()
+    version, rates = torch_version(trace), SecondsPerDriverCall()
     others = trace.device.in_use if in_use is None else in_use
     for name, value in (("memory", total), ("in_use", others)):
         if not isinstance(value, int) or value < 0:

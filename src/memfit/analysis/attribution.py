@@ -21,8 +21,8 @@ and freed. Anything else is ``UNKNOWN``.
 import numpy as np
 import numpy.typing as npt
 
-from memfit.analysis.peak_after_caught_failures import failed_allocation_events
-from memfit.analysis.script_location import NOWHERE, phase_of_events, script_line_of_event
+from memfit.analysis.event_locations import NOWHERE, phase_of_events, script_line_of_event
+from memfit.analysis.peak_outside_failed_attempts import failed_allocation_events
 from memfit.records import Action, Attribution, Category, MarkKind, Phase, Timeline, Trace
 
 _STAGES = {

@@ -16,7 +16,7 @@ import numpy as np
 from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.attribution import attribute_allocations
 from memfit.analysis.breakdown import CATEGORY_NAMES
-from memfit.analysis.peak_after_caught_failures import peak_after_caught_failures
+from memfit.analysis.peak_outside_failed_attempts import peak_event_outside_failed_attempts
 from memfit.records import (
     Category,
     CheckedFigure,
@@ -65,7 +65,7 @@ def _held_by_modules(trace: Trace) -> dict[str, dict[str, int]]:
     """Return the requested bytes at the peak of a run, by module and category."""
     line = memory_timeline(trace)
     held = attribute_allocations(trace, line)
-    alive = held.alive(peak_after_caught_failures(trace, line))
+    alive = held.alive(peak_event_outside_failed_attempts(trace, line))
     kinds = len(Category)
     keys, index = np.unique(
         held.module[alive].astype(np.int64) * kinds + held.category[alive], return_inverse=True

@@ -15,16 +15,16 @@ import numpy.typing as npt
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.attribution import Numbers, attribute_allocations
-from memfit.analysis.fold_module_paths import fold_module_paths
-from memfit.analysis.peak_after_caught_failures import peak_after_caught_failures
-from memfit.analysis.run_stages import events_in_stage, stage_spans
-from memfit.analysis.script_location import (
-    least_certain_provenance,
+from memfit.analysis.event_locations import (
     phase_of_events,
     script_location_at,
     steps_completed_at_events,
     steps_completed_before,
+    worst_provenance_of_notes,
 )
+from memfit.analysis.fold_module_paths import fold_module_paths
+from memfit.analysis.peak_outside_failed_attempts import peak_event_outside_failed_attempts
+from memfit.analysis.run_stages import events_in_stage, stage_spans
 from memfit.errors import UsageError
 from memfit.records import (
     Attribution,
@@ -86,7 +86,7 @@ def peak_event(trace: Trace, line: Timeline, at: str) -> int:
     if not len(allocated):
         raise UsageError("This run allocated no memory, so there is nothing to explain.")
     if at == "peak":
-        return peak_after_caught_failures(trace, line)
+        return peak_event_outside_failed_attempts(trace, line)
     if at.isdecimal() and len(at) < _DIGITS:
         within = steps_completed_at_events(trace, np.arange(len(allocated))) == int(at) - 1
         none = f"{steps_completed_before(trace, len(allocated))} training steps"
@@ -182,12 +182,12 @@ def category_provenance(trace: Trace) -> dict[Category, Provenance]:
     a live object affects every category.
     """
     unsure = [note for note in trace.notes if note.sizes]
-    rest = least_certain_provenance(note for note in unsure if not note.workspaces)
+    rest = worst_provenance_of_notes(note for note in unsure if not note.workspaces)
     if not AllocatorConfig.read(trace.settings).has_segments:
         return dict.fromkeys(CATEGORY_NAMES, rest)  # rows are what CUDA took, and its rounding is assumed
-    objects = least_certain_provenance(note for note in unsure if note.objects)
-    workspaces = least_certain_provenance(note for note in unsure if note.workspaces or note.objects)
-    saved = worst_provenance(rest, least_certain_provenance(note for note in unsure if note.activations))
+    objects = worst_provenance_of_notes(note for note in unsure if note.objects)
+    workspaces = worst_provenance_of_notes(note for note in unsure if note.workspaces or note.objects)
+    saved = worst_provenance(rest, worst_provenance_of_notes(note for note in unsure if note.activations))
     by_kind = {Category.WORKSPACE: workspaces, Category.ACTIVATION: saved}
     return {kind: objects if kind in _HELD_BY_OBJECTS else by_kind.get(kind, rest) for kind in CATEGORY_NAMES}
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from memfit.analysis.script_location import stack_of_event
+from memfit.analysis.event_locations import stack_of_event
 from memfit.records import Action, MarkKind, SizeBound, Timeline, Trace
 
 _Marks = list[tuple[int, int]]

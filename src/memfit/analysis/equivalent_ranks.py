@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TypeVar
 
-from memfit.records import DryRun, PeakRange, RankRole
+from memfit.records import DryRun, EquivalentRanks, PeakRange
 
 Held = TypeVar("Held")
 
@@ -50,10 +50,10 @@ def find_what_ranks_hold(nproc: int, nnodes: int, run: Callable[[int], Held]) ->
     return dict(sorted(held.items()))
 
 
-def rank_role_of_run(rank: int, result: DryRun) -> RankRole:
+def equivalent_ranks_of_run(rank: int, result: DryRun) -> EquivalentRanks:
     """Return what a rank holds, from its run."""
     process = _bytes_needed(result) if result.ran_out else result.peak_process.bytes
-    return RankRole(
+    return EquivalentRanks(
         rank=rank,
         also=(),
         peak=result.range or PeakRange.exactly(result.peak_allocated, result.peak_reserved, process),
@@ -72,13 +72,13 @@ def _bytes_needed(result: DryRun) -> int:
     return (result.needs or result.peak_process).bytes
 
 
-def ranks_by_role(ranks: Iterable[tuple[int, RankRole]]) -> tuple[RankRole, ...]:
+def group_equivalent_ranks(ranks: Iterable[tuple[int, EquivalentRanks]]) -> tuple[EquivalentRanks, ...]:
     """Group ranks that hold the same; one that failed comes first, then the one that needs most.
 
     Args:
         ranks: every rank of the job with the role that was found for it, in order.
     """
-    found: dict[RankRole, list[int]] = {}
+    found: dict[EquivalentRanks, list[int]] = {}
     for rank, role in ranks:
         found.setdefault(replace(role, rank=0), []).append(rank)
     roles = [replace(role, rank=first, also=tuple(also)) for role, (first, *also) in found.items()]

@@ -6,9 +6,9 @@ import numpy.typing as npt
 from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.attribution import attribute_allocations
 from memfit.analysis.breakdown import CATEGORY_NAMES, breakdown_at, peak_event
+from memfit.analysis.event_locations import script_location_at, step_end_events, training_step_of_event
 from memfit.analysis.fragmentation import classify_unrequested_bytes
-from memfit.analysis.peak_after_caught_failures import peak_after_caught_failures
-from memfit.analysis.script_location import script_location_at, step_end_events, training_step_of_event
+from memfit.analysis.peak_outside_failed_attempts import peak_event_outside_failed_attempts
 from memfit.analysis.summary import summarize_attributed_trace
 from memfit.records import (
     Action,
@@ -17,7 +17,7 @@ from memfit.records import (
     Explanation,
     MemoryPeak,
     Phase,
-    PhaseChange,
+    PhaseMemoryChange,
     Timeline,
     Trace,
 )
@@ -71,7 +71,7 @@ def secondary_peaks(trace: Trace, line: Timeline) -> tuple[MemoryPeak, ...]:
     """
     if not len(line.allocated):
         return ()
-    peak = peak_after_caught_failures(trace, line)
+    peak = peak_event_outside_failed_attempts(trace, line)
     ends = step_end_events(trace)
     step = int(np.searchsorted(ends, peak, side="right"))
     begin = ends[step - 1] if step else 0
@@ -97,7 +97,7 @@ def secondary_peaks(trace: Trace, line: Timeline) -> tuple[MemoryPeak, ...]:
 
 def memory_changes_by_phase(
     trace: Trace, line: Timeline, attribution: Attribution, steps: int = 2
-) -> tuple[PhaseChange, ...]:
+) -> tuple[PhaseMemoryChange, ...]:
     """Return what each stretch of a phase changed, up to the end of ``steps`` training steps.
 
         setup       parameters +4,194,304   inputs +4,096
@@ -119,7 +119,7 @@ def memory_changes_by_phase(
     )  # allocations from before the history are no change
     edges = np.flatnonzero(np.diff(phase[first:])) + 1 + first
     begins, stops = [first, *edges.tolist()], [*edges.tolist(), events]
-    levels = allocated_bytes_by_category(attribution, len(trace.events))
+    levels = allocated_by_category_and_event(attribution, len(trace.events))
     changes = []
     for begin, stop in zip(begins, stops, strict=True):
         before = levels[:, begin - 1] if begin else np.zeros(len(Category), np.int64)
@@ -128,7 +128,7 @@ def memory_changes_by_phase(
         was = int(line.allocated[begin - 1]) if begin else 0
         found = _PHASES[phase[begin]]
         changes.append(
-            PhaseChange(
+            PhaseMemoryChange(
                 step=training_step_of_event(trace, begin, found),
                 phase=found,
                 by_category=tuple(
@@ -142,7 +142,7 @@ def memory_changes_by_phase(
     return tuple(changes)
 
 
-def allocated_bytes_by_category(attribution: Attribution, events: int) -> npt.NDArray[np.int64]:
+def allocated_by_category_and_event(attribution: Attribution, events: int) -> npt.NDArray[np.int64]:
     """Return the bytes of allocated blocks: one row per ``Category``, one column per event."""
     levels = np.zeros((len(Category), events + 1), np.int64)
     np.add.at(levels, (attribution.category, attribution.born), attribution.block)

@@ -16,14 +16,14 @@ from heapq import nlargest
 
 import numpy as np
 
-from memfit.allocator.block_lifetimes import FREE, LIVE, PENDING, BlockTracker, TrackedBlock
+from memfit.allocator.block_and_segment_sizes import SMALL_SEGMENT, SMALL_SIZE, round_size
+from memfit.allocator.block_lifetimes import FREE, LIVE, PENDING, BlockSnapshot, BlockTracker
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.free_ranges import EXPANDABLE
 from memfit.allocator.initial_state import reconstruct_initial_state
-from memfit.allocator.rounding import SMALL_SEGMENT, SMALL_SIZE, round_size
 from memfit.allocator.timeline import memory_timeline
-from memfit.analysis.peak_after_caught_failures import peak_after_caught_failures
-from memfit.analysis.script_location import least_certain_provenance, script_location_at
+from memfit.analysis.event_locations import script_location_at, worst_provenance_of_notes
+from memfit.analysis.peak_outside_failed_attempts import peak_event_outside_failed_attempts
 from memfit.errors import FileFormatError, UsageError
 from memfit.records import (
     Action,
@@ -76,7 +76,7 @@ def classify_unrequested_bytes(trace: Trace, at: Mapping[str, int] | None = None
             )
     start = reconstruct_initial_state(trace, config)
     tracker = BlockTracker(trace.events, config, start)
-    pieces: dict[int, list[TrackedBlock]] = {}
+    pieces: dict[int, list[BlockSnapshot]] = {}
     for events in sorted(moments.values()):
         tracker.advance_to(events)
         pieces[events] = tracker.blocks()
@@ -88,7 +88,7 @@ def classify_unrequested_bytes(trace: Trace, at: Mapping[str, int] | None = None
             )
     tracker.advance_to(len(trace.events))  # to know when blocks are freed
     classifier = _Classifier(trace, config, tracker)
-    sure = least_certain_provenance(note for note in trace.notes if note.sizes)
+    sure = worst_provenance_of_notes(note for note in trace.notes if note.sizes)
     return Fragmentation(
         worst_provenance(sure, Provenance.ASSUMED) if start.uncertain else sure,
         "",
@@ -116,7 +116,7 @@ def _moments(trace: Trace, line: Timeline) -> dict[str, int]:
     served = most & (trace.events.action == Action.ALLOC)
     return {
         PEAK_RESERVED: int(np.argmax(served if served.any() else most)) + 1,
-        PEAK_ALLOCATED: peak_after_caught_failures(trace, line) + 1,
+        PEAK_ALLOCATED: peak_event_outside_failed_attempts(trace, line) + 1,
         END: len(trace.events),
     }
 
@@ -132,11 +132,11 @@ class _Classifier:
             block.address: block.requested for segment in trace.segments for block in segment.blocks
         }
 
-    def at(self, name: str, events: int, pieces: list[TrackedBlock]) -> ReservedMemoryUse:
+    def at(self, name: str, events: int, pieces: list[BlockSnapshot]) -> ReservedMemoryUse:
         """Classify the blocks of one moment."""
         found: dict[str, Counter[str]] = {"small": Counter(), "large": Counter()}
         holes: list[
-            tuple[int, str, int, list[TrackedBlock]]
+            tuple[int, str, int, list[BlockSnapshot]]
         ] = []  # bytes, pool, index in the segment, segment
         for segment in blocks_by_segment(pieces):
             kind = self._kind(segment, events)
@@ -168,7 +168,7 @@ class _Classifier:
             tuple(self._hole(*hole) for hole in nlargest(HOLES, holes, key=lambda hole: hole[0])),
         )
 
-    def _requested(self, piece: TrackedBlock) -> int:
+    def _requested(self, piece: BlockSnapshot) -> int:
         """Return the bytes requested for a live block, and check that the block is large enough."""
         event = self._tracker.freed_old.get(piece.start) if piece.born is None else piece.born
         requested = (
@@ -181,7 +181,7 @@ class _Classifier:
             )
         return requested
 
-    def _kind(self, segment: list[TrackedBlock], events: int) -> str:
+    def _kind(self, segment: list[BlockSnapshot], events: int) -> str:
         """Return the pool that a segment serves."""
         start, stop = segment[0].start, segment[-1].stop
         if segment[0].segment != EXPANDABLE:
@@ -208,7 +208,7 @@ class _Classifier:
                 return at_end.kind == "small"
         return (stop - start) % self._config.large_segment_size != 0
 
-    def _hole(self, size: int, kind: str, index: int, segment: list[TrackedBlock]) -> Hole:
+    def _hole(self, size: int, kind: str, index: int, segment: list[BlockSnapshot]) -> Hole:
         used = [piece for piece in segment if piece.state != FREE]
         return Hole(
             address=segment[index].start,
@@ -225,7 +225,7 @@ class _Classifier:
             ),
         )
 
-    def _pin(self, piece: TrackedBlock) -> PinningBlock:
+    def _pin(self, piece: BlockSnapshot) -> PinningBlock:
         born = piece.born
         category = Category.UNKNOWN if born is None else Category(self._trace.events.category[born])
         freed = self._tracker.freed_old.get(piece.start) if born is None else self._tracker.freed_by[born]
@@ -241,9 +241,9 @@ class _Classifier:
         )
 
 
-def blocks_by_segment(pieces: Iterable[TrackedBlock]) -> Iterator[list[TrackedBlock]]:
+def blocks_by_segment(pieces: Iterable[BlockSnapshot]) -> Iterator[list[BlockSnapshot]]:
     """Group blocks, which come in order of address, by segment."""
-    segment: list[TrackedBlock] = []
+    segment: list[BlockSnapshot] = []
     for piece in pieces:
         if segment and (segment[-1].segment, segment[-1].stop) != (piece.segment, piece.start):
             yield segment

@@ -19,7 +19,7 @@ from memfit.allocator.replay import replay_requests
 from memfit.allocator.requests import AllocatorRequests, RequestKind, allocator_requests_of_trace
 from memfit.allocator.setting_outcomes import allocator_config_of_setting, smallest_device_that_fits
 from memfit.analysis.allocator_comparison import torch_version
-from memfit.analysis.script_location import least_certain_provenance
+from memfit.analysis.event_locations import worst_provenance_of_notes
 from memfit.devices import NO_LIMIT
 from memfit.errors import FileFormatError, MemfitError, UsageError
 from memfit.records import (
@@ -139,7 +139,7 @@ class ReplayedRun:
 
     @property
     def _sure(self) -> Provenance:
-        return least_certain_provenance(note for note in self.trace.notes if note.sizes)
+        return worst_provenance_of_notes(note for note in self.trace.notes if note.sizes)
 
 
 def process_bytes_with_reserved(reserved: Figure, device: DeviceUse) -> Figure:

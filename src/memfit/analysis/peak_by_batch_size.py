@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from memfit.analysis.peak_after_caught_failures import events_after_caught_failures
+from memfit.analysis.peak_outside_failed_attempts import events_outside_failed_attempts
 from memfit.records import (
     DeviceUse,
     LoaderScan,
-    LongestBatch,
     Mark,
     MarkKind,
     MeasuredBatch,
+    PeakByBatchSize,
     Timeline,
     Trace,
 )
@@ -50,16 +50,16 @@ class _Use:
     """Whether it is the first training step, before which the optimizer has no state."""
 
 
-def fit_peaks_to_batch_sizes(trace: Trace, line: Timeline) -> tuple[LongestBatch, ...]:
+def fit_peaks_to_batch_sizes(trace: Trace, line: Timeline) -> tuple[PeakByBatchSize, ...]:
     """Return what was measured for each loader that was looked through, and the line through it."""
-    answered = np.where(events_after_caught_failures(trace, line), line.allocated, 0)
+    answered = np.where(events_outside_failed_attempts(trace, line), line.allocated, 0)
     served: list[list[_Served]] = [[] for _ in trace.scans]
     for order, mark in enumerate(trace.marks):
         number, choice = divmod(mark.index, _BATCHES)
         if mark.kind is MarkKind.SERVED and number < len(served):
             served[number].append(_Served(order, choice))
     found = (
-        LongestBatch(scan, _measured(scan, _uses(trace, scan, own), answered))
+        PeakByBatchSize(scan, _measured(scan, _uses(trace, scan, own), answered))
         for scan, own in zip(trace.scans, served, strict=True)
     )
     return tuple(
@@ -95,7 +95,7 @@ def allocator_room_on_device(device: DeviceUse) -> int:
     return device.total.bytes - device.in_use - device.outside.bytes
 
 
-def with_largest_batch_within(found: LongestBatch, room: int) -> LongestBatch:
+def with_largest_batch_within(found: PeakByBatchSize, room: int) -> PeakByBatchSize:
     """Return the same with the largest batch by its line that allocates at most ``room`` bytes."""
     scan = found.scan
     if found.per_byte is None or found.fixed is None or found.per_byte <= 0 or room < found.fixed:
@@ -109,7 +109,7 @@ def with_largest_batch_within(found: LongestBatch, room: int) -> LongestBatch:
     return replace(found, fits_bytes=fits, fits_length=length if length and length > 0 else None)
 
 
-def _with_line(found: LongestBatch) -> LongestBatch:
+def _with_line(found: PeakByBatchSize) -> PeakByBatchSize:
     """Return the same with the straight line whose squared distances from the measured peaks are least."""
     size = np.array([each.batch.bytes for each in found.measured], np.float64)
     peak = np.array([each.allocated for each in found.measured], np.float64)

@@ -4,11 +4,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from memfit.allocator.block_and_segment_sizes import SMALL_SEGMENT
 from memfit.allocator.block_lifetimes import BlockTracker
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.free_ranges import EXPANDABLE
 from memfit.allocator.initial_state import InitialAllocatorState, reconstruct_initial_state
-from memfit.allocator.rounding import SMALL_SEGMENT
 from memfit.analysis.fragmentation import blocks_by_segment
 from memfit.records import Action, Trace
 

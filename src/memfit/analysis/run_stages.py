@@ -15,16 +15,16 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from memfit.analysis.loader_passes import LoaderPasses
-from memfit.analysis.peak_after_caught_failures import (
-    events_after_caught_failures,
-    highest_after_caught_failures,
-)
-from memfit.analysis.script_location import (
-    least_certain_provenance,
+from memfit.analysis.event_locations import (
     script_line_of_event,
     script_location_at,
     step_end_events,
+    worst_provenance_of_notes,
+)
+from memfit.analysis.loader_passes import LoaderPasses
+from memfit.analysis.peak_outside_failed_attempts import (
+    event_of_highest_level,
+    events_outside_failed_attempts,
 )
 from memfit.records import (
     Action,
@@ -72,7 +72,7 @@ def memory_use_by_stage(trace: Trace, line: Timeline, failure: int | None = None
     if _starts_late(trace):
         return ()
     spans = stage_spans(trace)
-    answered = events_after_caught_failures(trace, line)
+    answered = events_outside_failed_attempts(trace, line)
     uses = (
         _use(trace, line, answered, failure, [span for span in spans if span.stage is stage])
         for stage in dict.fromkeys(span.stage for span in spans)
@@ -100,9 +100,9 @@ def _use(
     inside = (own | entered) & answered
     if not inside.any():
         return None
-    peak = highest_after_caught_failures(line.allocated, inside)
+    peak = event_of_highest_level(line.allocated, inside)
     reserved = int(line.reserved[inside].max())
-    sure = least_certain_provenance(note for note in trace.notes if note.sizes)
+    sure = worst_provenance_of_notes(note for note in trace.notes if note.sizes)
     outside = trace.device.outside
     stage = spans[0].stage
     ran_out = failure is not None and bool(own[failure])

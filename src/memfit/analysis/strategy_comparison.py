@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from memfit.analysis.needed_memory import process_bytes_on_smallest_gpu
-from memfit.analysis.stream_races import with_stream_race_range
+from memfit.analysis.side_stream_peak_range import with_side_stream_range
 from memfit.analysis.summary import summarize_trace
 from memfit.analysis.trial_result import TrialResult, why_run_failed
 from memfit.records import (
@@ -24,14 +24,14 @@ SHARDINGS = {"DDP": "ddp", "ZeRO-1": "zero1", "FSDP2": "fsdp2"}
 
 
 @dataclass(frozen=True, slots=True)
-class ComparedStrategies:
+class StrategyCombination:
     """A set of strategies to run a script with."""
 
     name: str
     change: Change
 
 
-def strategies_to_compare(world_size: int) -> Iterator[ComparedStrategies]:
+def strategies_to_compare(world_size: int) -> Iterator[StrategyCombination]:
     """Yield what to compare: the script as written, then each sharding, with and without the rest.
 
     >>> [one.name for one in strategies_to_compare(1)]
@@ -44,7 +44,7 @@ def strategies_to_compare(world_size: int) -> Iterator[ComparedStrategies]:
         yield from _variants(name, mode)
 
 
-def _variants(name: str, mode: str) -> Iterator[ComparedStrategies]:
+def _variants(name: str, mode: str) -> Iterator[StrategyCombination]:
     """Yield a sharding alone, with checkpointing, with offload, and with both.
 
     With fsdp2, what is offloaded are the shards: offloaded activations would conflict with it.
@@ -61,12 +61,10 @@ def _variants(name: str, mode: str) -> Iterator[ComparedStrategies]:
         ("checkpointing + offload", {**inputs, "checkpointing": {}}),
     ):
         names = " + ".join(filter(None, (name, more)))
-        yield ComparedStrategies(names or AS_WRITTEN, Change(plan))
+        yield StrategyCombination(names or AS_WRITTEN, Change(plan))
 
 
-def why_strategies_are_refused(
-    of: ComparedStrategies, refused: Mapping[Change, ScriptEnd]
-) -> ScriptEnd | None:
+def refusal_of_strategies(of: StrategyCombination, refused: Mapping[Change, ScriptEnd]) -> ScriptEnd | None:
     """Return why strategies cannot be applied, if some of them alone cannot.
 
     Args:
@@ -104,7 +102,7 @@ def ranks_that_may_need_most(shares: Sequence[int], nproc: int) -> tuple[int, ..
 
 
 def compared_run_of_trial(
-    of: ComparedStrategies, rank: int, early: TrialResult, late: TrialResult | None, device: DeviceUse
+    of: StrategyCombination, rank: int, early: TrialResult, late: TrialResult | None, device: DeviceUse
 ) -> ComparedRun:
     """Return what a run with strategies needs.
 
@@ -118,7 +116,7 @@ def compared_run_of_trial(
     trace, found = early.trace, summarize_trace(early.trace)
     if late is not None:
         after = replace(late.trace, device=trace.device)
-        found = with_stream_race_range(found, summarize_trace(after))
+        found = with_side_stream_range(found, summarize_trace(after))
         trace = trace if found.range is None else after
     device = replace(device, nccl=trace.device.nccl)
     needs = process_bytes_on_smallest_gpu(trace, found, device)
@@ -146,7 +144,7 @@ def with_change_from_first_run(runs: Sequence[ComparedRun]) -> tuple[ComparedRun
     )
 
 
-def compared_run_that_failed(of: ComparedStrategies, end: ScriptEnd) -> ComparedRun:
+def compared_run_from_failure(of: StrategyCombination, end: ScriptEnd) -> ComparedRun:
     """Return that strategies cannot be applied, or that the script fails with them, and why."""
     return ComparedRun(of.name, of.change.code, reason=why_run_failed(end))
 

@@ -6,29 +6,29 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from memfit.allocator.block_and_segment_sizes import device_bytes_for_request
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.initial_state import reconstruct_initial_state
-from memfit.allocator.rounding import device_bytes_for_request
 from memfit.allocator.timeline import memory_timeline, timeline_disagreement_with_pytorch
 from memfit.analysis.attribution import attribute_allocations
 from memfit.analysis.breakdown import CATEGORY_NAMES, ROUNDING, breakdown_at, category_provenance
 from memfit.analysis.data_dependent_size_bounds import data_dependent_size_bounds
-from memfit.analysis.peak_after_caught_failures import (
-    caught_failure_events,
-    events_after_caught_failures,
-    failed_allocation_events,
-    highest_after_caught_failures,
-    peak_after_caught_failures,
-)
-from memfit.analysis.peak_by_batch_size import fit_peaks_to_batch_sizes
-from memfit.analysis.run_stages import memory_use_by_stage, stage_of_event
-from memfit.analysis.script_location import (
-    least_certain_provenance,
+from memfit.analysis.event_locations import (
     script_line_of_event,
     script_location_at,
     step_end_events,
     steps_completed_before,
+    worst_provenance_of_notes,
 )
+from memfit.analysis.peak_by_batch_size import fit_peaks_to_batch_sizes
+from memfit.analysis.peak_outside_failed_attempts import (
+    caught_failure_events,
+    event_of_highest_level,
+    events_outside_failed_attempts,
+    failed_allocation_events,
+    peak_event_outside_failed_attempts,
+)
+from memfit.analysis.run_stages import memory_use_by_stage, stage_of_event
 from memfit.records import (
     DEFAULT_POOL,
     Action,
@@ -69,13 +69,13 @@ def summarize_trace(trace: Trace) -> DryRun:
 def summarize_attributed_trace(trace: Trace, line: Timeline, attribution: Attribution) -> DryRun:
     """Return the summary of a trace whose timeline and attribution exist already."""
     steps = steps_completed_before(trace, len(trace.events))
-    peak = peak_after_caught_failures(trace, line)
+    peak = peak_event_outside_failed_attempts(trace, line)
     allocated = int(line.allocated[peak]) if len(line.allocated) else 0
     reserved = _reserved(trace, line)
     context = trace.device.context
     failed = _out_of_memory(trace, line)
     # Sums over the allocator's history are exact, unless a requested size was itself assumed.
-    sure = least_certain_provenance(note for note in trace.notes if note.sizes)
+    sure = worst_provenance_of_notes(note for note in trace.notes if note.sizes)
     outside = trace.device.outside
     what = "CUDA context" if trace.device.nccl is None else outside.source
     process = Figure(
@@ -132,7 +132,7 @@ def _pinned(trace: Trace) -> Figure | None:
 
 def _reserved(trace: Trace, line: Timeline) -> int:
     """Return the peak of reserved bytes; for CUDA's own pool, from PyTorch's counter."""
-    own = int(line.reserved[events_after_caught_failures(trace, line)].max(initial=0))
+    own = int(line.reserved[events_outside_failed_attempts(trace, line)].max(initial=0))
     if AllocatorConfig.read(trace.settings).has_segments:
         return own
     return max(own, trace.statistics.get("reserved_bytes.all.peak", 0))
@@ -143,7 +143,7 @@ def _deciding_event(trace: Trace, line: Timeline, peak: int) -> int:
     failures = failed_allocation_events(trace)
     if len(failures) and not len(caught_failure_events(trace)):
         return int(failures[-1])
-    return max(peak, highest_after_caught_failures(line.reserved, events_after_caught_failures(trace, line)))
+    return max(peak, event_of_highest_level(line.reserved, events_outside_failed_attempts(trace, line)))
 
 
 def _uncertainty(device: DeviceUse) -> int:

@@ -11,7 +11,7 @@ from memfit.records import MaxBatch
 from memfit.run.job_rank import Rank
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import ScriptProgress, script_command
-from memfit.run.resolve_options import resolve_ghost_settings
+from memfit.run.resolve_ghost_settings import resolve_ghost_settings
 from memfit.trials.trial_run import trial_runner
 
 

@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from memfit.analysis.strategy_comparison import (
-    ComparedStrategies,
+    StrategyCombination,
+    compared_run_from_failure,
     compared_run_of_trial,
-    compared_run_that_failed,
+    refusal_of_strategies,
     strategies_to_compare,
-    why_strategies_are_refused,
     with_change_from_first_run,
 )
 from memfit.devices import DEFAULT
@@ -17,7 +17,7 @@ from memfit.records import Change, ComparedRun, DeviceUse, ScriptEnd, StrategyCo
 from memfit.run.job_rank import Rank
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import ScriptProgress, script_command
-from memfit.run.resolve_options import resolve_ghost_settings
+from memfit.run.resolve_ghost_settings import resolve_ghost_settings
 from memfit.trials.rank_runs import RankRun, RankRuns, UnfinishedRankError
 
 
@@ -79,9 +79,9 @@ def compare(  # noqa: PLR0913 - one parameter an option
         try:
             for number, one in enumerate(others, 2):
                 what = f"{one.name} ({number} of {len(others) + 1})"
-                found = why_strategies_are_refused(one, refused) or ranks.under(one.change, what)
+                found = refusal_of_strategies(one, refused) or ranks.under(one.change, what)
                 if isinstance(found, ScriptEnd):
-                    runs.append(compared_run_that_failed(one, found))
+                    runs.append(compared_run_from_failure(one, found))
                     if found.reason == "refused":
                         refused[one.change] = found
                 else:
@@ -101,7 +101,7 @@ def compare(  # noqa: PLR0913 - one parameter an option
 
 
 def _as_written(
-    base: ComparedStrategies, command: tuple[str, ...], device: DeviceUse, ranks: RankRuns
+    base: StrategyCombination, command: tuple[str, ...], device: DeviceUse, ranks: RankRuns
 ) -> tuple[ComparedRun, Trace]:
     """Run the script as written: on every rank, if it trains on several GPUs itself.
 
@@ -115,7 +115,7 @@ def _as_written(
         runs = ranks.as_written(base.change, base.name)
     except UnfinishedRankError as error:
         which = f"As {error.rank}, " if error.rank.world_size > 1 else ""
-        why = compared_run_that_failed(base, error.end).reason
+        why = compared_run_from_failure(base, error.end).reason
         raise TargetError(f"{which}{command[0]} cannot be compared: {why}") from None
     largest = _largest(base, runs, device)
     if ranks.distributed:
@@ -123,7 +123,7 @@ def _as_written(
     return largest, runs[0].first.trace
 
 
-def _largest(of: ComparedStrategies, runs: list[RankRun], device: DeviceUse) -> ComparedRun:
+def _largest(of: StrategyCombination, runs: list[RankRun], device: DeviceUse) -> ComparedRun:
     """Return the run of the rank that needs most."""
     compared = (compared_run_of_trial(of, run.rank.rank, run.first, run.late, device) for run in runs)
     return max(compared, key=lambda run: run.needs.bytes if run.needs is not None else 0)

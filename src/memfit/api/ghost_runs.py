@@ -6,28 +6,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from memfit.analysis.equivalent_ranks import (
+    equivalent_ranks_of_run,
     find_what_ranks_hold,
-    rank_role_of_run,
+    group_equivalent_ranks,
     rank_run_sort_key,
-    ranks_by_role,
 )
-from memfit.analysis.rerun_with_unlimited_memory import (
+from memfit.analysis.side_stream_peak_range import may_side_streams_change_peak, with_side_stream_range
+from memfit.analysis.total_need_by_rerun import (
     assumes_worst_token_routing,
     even_routing_option,
     find_total_need,
     with_even_routing_note,
 )
-from memfit.analysis.stream_races import may_streams_race, with_stream_race_range
 from memfit.analysis.trial_result import TrialResult
 from memfit.api.traces import summarize
 from memfit.errors import MemfitError, OutputError, TargetError, UsageError
 from memfit.planning.advice import find_advice
 from memfit.planning.plan_file import read_plan
-from memfit.records import Change, DryRun, Note, Provenance, RankRole, ScriptLocation, Trace
-from memfit.run.launchers import check_world_size
+from memfit.records import Change, DryRun, EquivalentRanks, Note, Provenance, ScriptLocation, Trace
+from memfit.run.launchers import check_world_size_is_one
 from memfit.run.options import RunOptions
 from memfit.run.parent import PATIENCE, RecordedRun, ScriptProgress, run_script, script_command
-from memfit.run.resolve_options import resolve_ghost_settings
+from memfit.run.resolve_ghost_settings import resolve_ghost_settings
 from memfit.temporary_folders import TemporaryFolder
 from memfit.trace.trace_file import write_trace
 from memfit.trials.script_standbys import ScriptRun, ScriptStandbys
@@ -187,7 +187,7 @@ class _GhostJob:
             return self._run_all_ranks(output)
         output = trace_file_of_rank(output, rank.rank)
         if rank.world_size == 1:
-            check_world_size(os.environ)
+            check_world_size_is_one(os.environ)
         command = script_command(self.script, self.arguments, self.options, output)
         with ScriptStandbys() as standbys:
             return self._run_and_ask_again(command, output, standbys, advise=advise)
@@ -210,10 +210,10 @@ class _GhostJob:
                 result, trial_runner(command, even, self.on_progress, self.change)
             )
         found = FinishedRun(recorded.trace, result, recorded.unsaved)
-        if result.verdict in ("fits", "tight") and may_streams_race(recorded.trace):
+        if result.verdict in ("fits", "tight") and may_side_streams_change_peak(recorded.trace):
             late = run_trial(Change(finish_late=True), LATE)
             if isinstance(late, TrialResult):
-                most = larger_need_with_late_work(found, late.trace)
+                most = larger_need_with_late_streams(found, late.trace)
                 return (
                     found if most is found else replace(most, unsaved=try_to_save_trace(most.trace, output))
                 )
@@ -252,7 +252,7 @@ class _GhostJob:
         unsaved: list[OutputError | None] = []
         largest: FinishedRun | None = None
 
-        def run(number: int) -> RankRole:
+        def run(number: int) -> EquivalentRanks:
             nonlocal largest
             rank = replace(job, rank=number)
 
@@ -269,13 +269,13 @@ class _GhostJob:
             unsaved.append(found.unsaved)
             if largest is None or rank_run_sort_key(found.result) > rank_run_sort_key(largest.result):
                 largest = found
-            return rank_role_of_run(number, found.result)
+            return equivalent_ranks_of_run(number, found.result)
 
         held = find_what_ranks_hold(job.nproc, job.nnodes, run)
         if largest is None:
             raise AssertionError  # a job has ranks
         ran = sum(role.rank == rank for rank, role in held.items())
-        result = replace(largest.result, ranks=ranks_by_role(held.items()))
+        result = replace(largest.result, ranks=group_equivalent_ranks(held.items()))
         if ran < job.world_size:
             text = (
                 f"memfit ran {ran} of the {job.world_size:,} ranks. It assumed that each of the others holds "
@@ -287,10 +287,10 @@ class _GhostJob:
         return FinishedRun(largest.trace, result, next(filter(None, unsaved), None))
 
 
-def larger_need_with_late_work(early: FinishedRun, late: Trace) -> FinishedRun:
+def larger_need_with_late_streams(early: FinishedRun, late: Trace) -> FinishedRun:
     """Return the larger of two answers: a run, and the same with work on side streams that finishes late."""
     trace = replace(late, device=early.trace.device, command=early.trace.command)
-    result = with_stream_race_range(early.result, summarize(trace))
+    result = with_side_stream_range(early.result, summarize(trace))
     return early if result.range is None else FinishedRun(trace, result, None)
 
 

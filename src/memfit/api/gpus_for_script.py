@@ -13,14 +13,14 @@ from memfit.planning.find_plan import find_plan
 from memfit.planning.run_changes_on_ghost import (
     RULE,
     PlannedScript,
-    copy_to_host_and_back_seconds,
-    roofline_seconds,
+    host_copy_time_estimator,
+    roofline_time_estimator,
 )
 from memfit.planning.script_changes import AllowedChanges
 from memfit.records import Change, DeviceUse, GpusFor, ScriptEnd, ScriptPlan
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import ScriptProgress, script_command
-from memfit.run.resolve_options import resolve_ghost_settings
+from memfit.run.resolve_ghost_settings import resolve_ghost_settings
 from memfit.trials.script_standbys import ScriptStandbys
 from memfit.trials.trial_run import trial_runner
 
@@ -100,7 +100,7 @@ def _plans(
 
         for card in cards:
             device = resolve_ghost_settings(replace(options, gpu=card.name)).device
-            times = roofline_seconds(card), copy_to_host_and_back_seconds(card)
+            times = roofline_time_estimator(card), host_copy_time_estimator(card)
             planned = PlannedScript(partial(run_on, device), *times, RULE)
             plan = find_plan(planned, device.total.bytes - options.in_use, allowed)
             plans.append(replace(plan, device=device))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, overload
 
 from memfit.allocator.requests import allocator_requests_of_trace
 from memfit.analysis.allocator_comparison import compare_allocator_settings
-from memfit.analysis.script_location import least_certain_provenance
+from memfit.analysis.event_locations import worst_provenance_of_notes
 from memfit.api.traces import read
 from memfit.devices import NO_LIMIT
 from memfit.packing.allocation_lifetimes import ALIGNMENT, CPU_ALIGNMENT
@@ -88,7 +88,7 @@ def pack(
     return pack_run_memory(
         allocator_requests_of_trace(trace),
         reserved,
-        least_certain_provenance(note for note in trace.notes if note.sizes),
+        worst_provenance_of_notes(note for note in trace.notes if note.sizes),
         alignment=CPU_ALIGNMENT if is_of_cpu else ALIGNMENT,
         capacity=capacity,
         seconds=seconds,

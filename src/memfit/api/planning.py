@@ -15,8 +15,8 @@ from memfit.planning.plan_search_base import OnFound, OutOfTimeError
 from memfit.planning.run_changes_on_ghost import (
     RULE,
     PlannedScript,
-    copy_to_host_and_back_seconds,
-    roofline_seconds,
+    host_copy_time_estimator,
+    roofline_time_estimator,
 )
 from memfit.planning.script_changes import LOW_BIT_STATE, PRECISIONS, AllowedChanges
 from memfit.records import Change, ScriptEnd, ScriptPlan
@@ -24,11 +24,11 @@ from memfit.records.job_function_command import command_as_typed, is_job_command
 from memfit.run.job_rank import Rank
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import ScriptProgress, script_command
-from memfit.run.resolve_options import resolve_ghost_settings
+from memfit.run.resolve_ghost_settings import resolve_ghost_settings
 from memfit.strategies.setting_checks import unknown_name_error
 from memfit.temporary_folders import TemporaryFolder
 from memfit.trials.rank_runs import RankRuns, UnfinishedRankError
-from memfit.trials.side_by_side import ProgressOfFirst, RunsAhead
+from memfit.trials.runs_side_by_side import ProgressOfFirst, RunsAhead
 from memfit.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def auto_checkpoint(  # noqa: PLR0913 - one parameter an option
     """
     from torch.optim import SGD
 
-    from memfit.estimating.serialise_model import collect_training_step, serialise_training_step
+    from memfit.estimating.serialise_training_step import collect_training_step, serialise_training_step
     from memfit.strategies.apply import apply
 
     amount = parse_bytes(budget) if isinstance(budget, str) else budget
@@ -161,7 +161,7 @@ def auto_checkpoint(  # noqa: PLR0913 - one parameter an option
     with TemporaryFolder() as folder:
         file = Path(folder) / "model.job"
         file.write_bytes(serialise_training_step(step).data)
-        command = script_command("memfit.estimating.training_script", [str(file)], options, None)
+        command = script_command("memfit.estimating.training_loop", [str(file)], options, None)
         applicable = AllowedChanges(
             allocator=False, rounding=False, optimizer=False
         )  # what applies to the model alone
@@ -251,8 +251,8 @@ def _plan_for(
         runs = RunsAhead(functools.partial(_run_ranks, ranks), shows)
         planned = PlannedScript(
             runs.run,
-            roofline_seconds(card),
-            copy_to_host_and_back_seconds(card),
+            roofline_time_estimator(card),
+            host_copy_time_estimator(card),
             RULE,
             job.world_size,
             (lambda _: None) if job.world_size > 1 else runs.make,

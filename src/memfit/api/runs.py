@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from memfit.analysis.needed_memory import memory_needed_without_workspaces, process_bytes_on_smallest_gpu
 from memfit.api.ghost_runs import FinishedRun, run_on_ghost
 from memfit.api.traces import summarize, write_html
-from memfit.card.find_card import find_card
+from memfit.card.find_visible_card import find_visible_card
 from memfit.devices import DEFAULT, NO_LIMIT
 from memfit.records import DeviceUse, DryRun
 from memfit.report.estimate_result import Estimate
 from memfit.run.job_rank import first_rank_to_run
 from memfit.run.options import BATCHES, LONGEST_STEPS, SCAN, SECONDS, STEPS, RunOptions
 from memfit.run.parent import ScriptProgress, run_script, script_command
-from memfit.run.resolve_options import resolve_ghost_settings
+from memfit.run.resolve_ghost_settings import resolve_ghost_settings
 
 if TYPE_CHECKING:
     import torch
@@ -193,7 +193,7 @@ def run_on_card(
 ) -> FinishedRun:
     """Do what ``record`` does, and return a result whose trace may not have been saved."""
     command = script_command(script, arguments, options, output)
-    find_card(f"record {command[0]}")
+    find_visible_card(f"record {command[0]}")
     recorded = run_script(command, options, None, output, on_progress, None)
     return FinishedRun(recorded.trace, summarize(recorded.trace), recorded.unsaved)
 
@@ -213,7 +213,7 @@ def estimate(  # noqa: PLR0913 - one parameter an option
     """Return the GPU memory that a live model would use. It needs no GPU, and works in a notebook.
 
     memfit sends a copy of the model, without the values of its weights, to a process on the ghost. There it
-    runs the loop of PyTorch's tutorials (``estimating/training_script.py``): ``zero_grad``, forward, loss,
+    runs the loop of PyTorch's tutorials (``estimating/training_loop.py``): ``zero_grad``, forward, loss,
     backward, step, with the inputs moved to the GPU in each step. The arguments are not changed. The model
     runs in its current mode (``train()``, ``eval()``) under this process's PyTorch settings. Use autocast
     inside ``loss``: without a GPU, PyTorch disables it around this call. Existing gradients and optimizer
@@ -254,7 +254,7 @@ def estimate(  # noqa: PLR0913 - one parameter an option
     (True, 4198400)
     """
     from memfit.estimating.model_dry_run import ModelDryRun
-    from memfit.estimating.serialise_model import collect_training_step, serialise_training_step
+    from memfit.estimating.serialise_training_step import collect_training_step, serialise_training_step
 
     def run_module(
         module: str, arguments: Sequence[str], *, gpu: str, memory: int | None, beyond: DeviceUse | None

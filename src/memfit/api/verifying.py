@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from memfit.card.find_card import find_card
+from memfit.card.find_visible_card import find_visible_card
 from memfit.errors import UnsuitableEnvironmentError, UsageError
 from memfit.planning.plan_file import read_plan
 from memfit.records import Verification, VerificationVerdict
@@ -56,7 +56,7 @@ def verify(
         )
     command = script_command(script, arguments, RunOptions(module=module), None)
     try:
-        card = find_card(f"verify {command[0]}")
+        card = find_visible_card(f"verify {command[0]}")
     except UnsuitableEnvironmentError:
         card = None
     found = verify_plan(command, change, module=module, on_cpu=card is None, on_progress=on_progress)

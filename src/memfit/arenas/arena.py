@@ -27,14 +27,14 @@ from memfit.arenas import arena_library
 from memfit.arenas.arena_memory import ArenaMemory
 from memfit.arenas.arena_trace import trace_of_arena_log
 from memfit.arenas.excluded_module_outputs import ExcludedModuleOutputs
-from memfit.arenas.repeated_step import MOST_DROPS, RepeatedStep
 from memfit.arenas.step_plan import (
     StepKey,
     StepPlan,
+    batch_signature,
     read_step_plans,
-    tensor_shapes_in_batch,
     write_step_plans,
 )
+from memfit.arenas.step_plan_lifecycle import MOST_DROPS, RepeatedStep
 from memfit.devices import NO_LIMIT
 from memfit.errors import UsageError
 from memfit.records import Figure, Provenance, Term, Trace
@@ -285,9 +285,7 @@ class Arena:
             "autocast": str(torch.get_autocast_dtype(device)) if is_cast else "off",
             "deterministic": str(torch.are_deterministic_algorithms_enabled()),
         }
-        key = StepKey(
-            name, tuple(tensor_shapes_in_batch(batch)), tuple((settings | memory.settings()).items())
-        )
+        key = StepKey(name, tuple(batch_signature(batch)), tuple((settings | memory.settings()).items()))
         if self._path is None or key in self._begun:
             return key
         # The first step also creates the optimizer's state. It occurs once per run; the next run places it.

@@ -89,7 +89,7 @@ def arena(
     return made
 
 
-def open_arena_on_device(device: str) -> "Arena | None":
+def current_arena(device: str) -> "Arena | None":
     """Return the arena that is open on a device."""
     last = _last.get(device)
     return last if last is not None and last.is_open else None

@@ -111,20 +111,20 @@ class StepKey:
         return f"{first}{'training' if self.kind == 'train' else 'test'} step{batch}"
 
 
-def tensor_shapes_in_batch(batch: Any) -> Iterator[str]:
+def batch_signature(batch: Any) -> Iterator[str]:
     """Yield the dtype and shape of each tensor in a batch, and its other numbers and strings.
 
-    >>> list(tensor_shapes_in_batch({"x": [np.zeros((2, 3), np.float32)], "length": 7}))
+    >>> list(batch_signature({"x": [np.zeros((2, 3), np.float32)], "length": 7}))
     ['float32[2, 3]', '7']
     """
     if hasattr(batch, "shape") and hasattr(batch, "dtype"):
         yield f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"
     elif isinstance(batch, Mapping):
         for part in batch.values():
-            yield from tensor_shapes_in_batch(part)
+            yield from batch_signature(part)
     elif isinstance(batch, list | tuple):
         for part in batch:
-            yield from tensor_shapes_in_batch(part)
+            yield from batch_signature(part)
     elif isinstance(batch, bool | int | str):
         yield str(batch)
 

@@ -14,12 +14,12 @@ from memfit.cli.options import (
     Module,
     Script,
     Values,
-    check_script_and_files,
+    checked_script_keywords,
     json_output_file,
     option_read_by,
     parse_percentage,
 )
-from memfit.report.escape import escaped
+from memfit.report.escape_control_characters import escaped
 from memfit.run.options import STEPS
 
 
@@ -52,7 +52,7 @@ def check(
         steps: Stop the script after this many training steps.
     """
     outputs = {"--json": json_output_file(json), "--baseline": baseline if update else None}
-    options = check_script_and_files(
+    options = checked_script_keywords(
         "check", command, outputs, module=module, inputs={"--baseline": baseline}
     )
     with show_script_progress(steps) as show:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from memfit.atomic_files import write_output_file
 from memfit.cli.options import json_output_file
-from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import MemfitError, OutputError, TargetError
-from memfit.report.escape import escaped
+from memfit.report.escape_control_characters import escaped
+from memfit.termination_signals import INTERRUPTED
 
 if TYPE_CHECKING:
     from rich.console import Console

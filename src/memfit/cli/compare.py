@@ -9,11 +9,11 @@ from memfit.cli.options import (
     Script,
     TargetGpu,
     Values,
-    check_script_and_files,
+    checked_script_keywords,
     json_output_file,
 )
-from memfit.ctrl_c import INTERRUPTED
 from memfit.run.options import STEPS
+from memfit.termination_signals import INTERRUPTED
 
 
 def compare(
@@ -37,7 +37,7 @@ def compare(
     Args:
         steps: Stop each run after this many training steps.
     """
-    options = check_script_and_files(
+    options = checked_script_keywords(
         "compare", command, {"--json": json_output_file(json)}, module=module, ranks=ranks
     )
     with show_script_progress(steps, reruns=text_before_runs("once for each row")) as show:

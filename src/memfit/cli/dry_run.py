@@ -26,7 +26,7 @@ from memfit.cli.options import (
     Script,
     TargetGpu,
     ToEnd,
-    check_script_and_files,
+    checked_script_keywords,
     json_output_file,
 )
 from memfit.errors import UsageError
@@ -172,12 +172,12 @@ def dry_run(
             its rules. With 'none', it counts each workspace as 0 bytes.
     """
     from memfit.api.ghost_runs import FinishedRun, run_on_ghost
-    from memfit.api.run_under_torchrun import run_as_torchrun_rank
+    from memfit.api.run_as_torchrun_rank import run_as_torchrun_rank
     from memfit.api.traces import write_html
 
     limits, resuming = length.limits(), length.resuming()
     outputs = {"-o": output, "--html": html, "--json": json_output_file(json)}
-    found = check_script_and_files("dry-run", command, outputs, module=module, ranks=ranks)
+    found = checked_script_keywords("dry-run", command, outputs, module=module, ranks=ranks)
     script, arguments, module = (found.pop(name) for name in ("script", "arguments", "module"))
     stands_for = first_rank_to_run(**found, all_ranks=all_ranks)
     beside = rank_started_by_torchrun(os.environ)

@@ -6,7 +6,7 @@ from cyclopts import Parameter
 
 import memfit
 from memfit.cli.command_output import console_on_stdout, show_script_progress, text_before_runs, write_result
-from memfit.cli.options import InUse, Json, Module, Script, Values, check_script_and_files, json_output_file
+from memfit.cli.options import InUse, Json, Module, Script, Values, checked_script_keywords, json_output_file
 from memfit.errors import UsageError
 from memfit.run.options import STEPS
 
@@ -32,7 +32,9 @@ def gpus(
     if not for_script:
         return _list(command)
 
-    options = check_script_and_files("gpus --for", command, {"--json": json_output_file(json)}, module=module)
+    options = checked_script_keywords(
+        "gpus --for", command, {"--json": json_output_file(json)}, module=module
+    )
     with show_script_progress(steps, reruns=text_before_runs("for each kind of GPU and each plan")) as show:
         result = memfit.gpus_for(
             **options,

@@ -25,11 +25,11 @@ from memfit.cli.pack import pack
 from memfit.cli.plan import plan
 from memfit.cli.record import record
 from memfit.cli.replay import allocator, replay
-from memfit.cli.script_arguments import separate_script
+from memfit.cli.script_arguments import insert_dashes_before_script
 from memfit.cli.train import train
 from memfit.cli.verify import verify
-from memfit.ctrl_c import INTERRUPTED, SignalsAsExceptions
 from memfit.errors import MemfitError, UsageError
+from memfit.termination_signals import INTERRUPTED, SignalsAsExceptions
 from memfit.versions import __version__
 
 _BROKEN_PIPE = 141  # the exit code of a program that SIGPIPE ended
@@ -86,12 +86,12 @@ def run_command(tokens: list[str]) -> int:
 
 def _run(tokens: list[str]) -> int:
     """Run a command and return its exit code; errors are printed."""
-    from memfit.report.escape import escaped
+    from memfit.report.escape_control_characters import escaped
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a bar still shows the figures
     try:
-        code = app(separate_script(tokens, app), exit_on_error=False, print_error=False)
+        code = app(insert_dashes_before_script(tokens, app), exit_on_error=False, print_error=False)
         sys.stdout.flush()
     except (CycloptsError, MemfitError) as error:
         own = error if isinstance(error, MemfitError) else error.__cause__  # of what reads an option's text

@@ -14,7 +14,7 @@ from memfit.cli.options import (
     RankOfJob,
     Script,
     Values,
-    check_script_and_files,
+    checked_script_keywords,
     json_output_file,
 )
 from memfit.run.options import STEPS
@@ -46,7 +46,7 @@ def max_batch(
         steps: Stop each run after this many training steps.
         fail: Exit with code 1 if no batch size fits.
     """
-    options = check_script_and_files(
+    options = checked_script_keywords(
         "max-batch", command, {"--json": json_output_file(json)}, module=module, ranks=ranks
     )
     with show_script_progress(steps, reruns=text_before_runs("with one batch size after another")) as show:

@@ -233,7 +233,7 @@ def require_script(name: str, command: Sequence[str], files: Mapping[str, str | 
     raise UsageError(f"No script given. Run memfit {name} SCRIPT.py [ARGS...], or use -m MODULE.")
 
 
-def check_script_and_files(
+def checked_script_keywords(
     name: str,
     command: Sequence[str],
     outputs: Mapping[str, Path | None],

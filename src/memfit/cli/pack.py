@@ -42,7 +42,7 @@ def pack(
     from memfit.atomic_files import write_output_file
     from memfit.packing.best_packing import pack_buffers
     from memfit.packing.csv_table import packing_to_csv, read_buffers_csv
-    from memfit.report.terminal.packing import PackingSizes
+    from memfit.report.terminal.packing_sizes import PackingSizes
     from memfit.report.terminal.progress_line import show_progress_line
 
     if fail and capacity is None:

@@ -17,7 +17,7 @@ from memfit.cli.options import (
     Output,
     Script,
     Values,
-    check_script_and_files,
+    checked_script_keywords,
     json_output_file,
     option_read_by,
 )
@@ -84,7 +84,7 @@ def plan(
     if steps < _LEAST_STEPS:
         raise UsageError(f"--steps {steps} is too few: memfit records the second training step.")
     outputs = {"-o": output, "--html": html, "--json": json_output_file(json)}
-    options = check_script_and_files("plan", command, outputs, module=module, ranks=ranks)
+    options = checked_script_keywords("plan", command, outputs, module=module, ranks=ranks)
     found = PlanSoFar(output)
     with (
         found.named_on_ctrl_c(),

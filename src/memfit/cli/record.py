@@ -12,7 +12,7 @@ from memfit.cli.options import (
     Output,
     Script,
     ToEnd,
-    check_script_and_files,
+    checked_script_keywords,
     json_output_file,
 )
 from memfit.errors import UsageError
@@ -46,7 +46,7 @@ def record(
 
     trace = Path("run.memfit") if output is None else output
     outputs = {"-o": trace, "--json": json_output_file(json)}
-    script = check_script_and_files("record", command, outputs, module=module)
+    script = checked_script_keywords("record", command, outputs, module=module)
     if output is None and trace.exists():
         raise UsageError(
             f"{trace} already exists. Name another file with -o, or overwrite the existing one with "

@@ -18,7 +18,7 @@ _LONGEST_SCRIPT = 1 << 20
 """Bytes of a script that is searched for its options."""
 
 
-def separate_script(tokens: list[str], app: App) -> list[str]:
+def insert_dashes_before_script(tokens: list[str], app: App) -> list[str]:
     """Insert ``--`` before the script, so that options after it belong to the script, as with python.
 
     Raises:
@@ -27,11 +27,11 @@ def separate_script(tokens: list[str], app: App) -> list[str]:
             two the user means.
 
     >>> from memfit.cli.main import app
-    >>> separate_script(["dry-run", "--steps", "2", "train.py", "--epochs", "9"], app)
+    >>> insert_dashes_before_script(["dry-run", "--steps", "2", "train.py", "--epochs", "9"], app)
     ['dry-run', '--steps', '2', '--', 'train.py', '--epochs', '9']
-    >>> separate_script(["plan", "job.py:make_job"], app)
+    >>> insert_dashes_before_script(["plan", "job.py:make_job"], app)
     ['plan', '-m', '--', 'memfit.train.job_loop', 'job.py:make_job']
-    >>> separate_script(["dry-run", "--", "train.py", "--steps", "9"], app)
+    >>> insert_dashes_before_script(["dry-run", "--", "train.py", "--steps", "9"], app)
     ['dry-run', '--', 'train.py', '--steps', '9']
     """
     _refuse_what_is_no_command(tokens, app)
@@ -49,7 +49,7 @@ def separate_script(tokens: list[str], app: App) -> list[str]:
     if _PYTHON.fullmatch(Path(tokens[position]).name):  # memfit runs the script itself
         _, following, *_ = *tokens[position:], ""
         if following == "-m" or following.endswith(".py"):
-            return separate_script([*tokens[:position], *tokens[position + 1 :]], app)
+            return insert_dashes_before_script([*tokens[:position], *tokens[position + 1 :]], app)
         if following.startswith("-"):
             raise UsageError(
                 f"The script runs in memfit's own Python: leave out {tokens[position]} {following}. To set "

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import memfit
 from memfit.cli.command_output import show_script_progress, write_result
-from memfit.cli.options import Json, Module, Script, check_script_and_files, json_output_file, require_plan
+from memfit.cli.options import Json, Module, Script, checked_script_keywords, json_output_file, require_plan
 
 _RUNS = (
     "memfit: running the script until its first update, as written and under the plan, without terminal "
@@ -34,7 +34,7 @@ def verify(
     from memfit.records import VerificationVerdict
 
     outputs = {"--json": json_output_file(json)}
-    options = check_script_and_files("verify", command, outputs, module=module, inputs={"--plan": plan})
+    options = checked_script_keywords("verify", command, outputs, module=module, inputs={"--plan": plan})
     with show_script_progress(None, reruns=_RUNS) as show:
         result = memfit.verify(**options, plan=require_plan("verify", plan), on_progress=show)
     write_result(result, json)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from memfit.errors import TargetError
-from memfit.estimating.serialise_model import SerialisedModel
+from memfit.estimating.serialise_training_step import SerialisedModel
 from memfit.records import DeviceUse, DryRun, Note, Provenance
 from memfit.temporary_folders import TemporaryFolder
 
@@ -35,7 +35,7 @@ class ModelDryRun:
         with TemporaryFolder() as folder:
             file = Path(folder) / "model.job"
             file.write_bytes(self.model.data)
-            script = "memfit.estimating.training_script"
+            script = "memfit.estimating.training_loop"
             result = self.dry_run(script, [str(file)], gpu=gpu, memory=memory, beyond=beyond)
         if result.end.reason == "interrupted":
             raise KeyboardInterrupt

@@ -8,7 +8,7 @@ from memfit.devices import DEFAULT, find_device
 from memfit.errors import MemfitError
 from memfit.ghost.build.runtime_library import BuiltGhost, build_ghost
 from memfit.ghost.build.torch_install import find_torch
-from memfit.ghost.cudnn.client import NoCudnnAnswerError, installed_cudnn
+from memfit.ghost.cudnn.client import NoCudnnAnswerError, installed_cudnn_client
 from memfit.ghost.ghost_device import GhostDevice
 from memfit.native_build import find_compiler
 from memfit.records import EnvironmentCheck
@@ -66,7 +66,7 @@ def _gaps(built: BuiltGhost) -> EnvironmentCheck:
 
 def _cudnn(built: BuiltGhost) -> EnvironmentCheck:
     try:
-        version = installed_cudnn(GhostDevice.of(find_device(DEFAULT)), built).version()
+        version = installed_cudnn_client(GhostDevice.of(find_device(DEFAULT)), built).version()
     except NoCudnnAnswerError as error:
         text = f"cannot be queried, so convolution workspaces are sized by fixed rules: {error}"
         return EnvironmentCheck("cudnn", True, text)

@@ -3,7 +3,7 @@
 from functools import partial
 
 from memfit.ghost.runtime_bindings import GhostRuntime
-from memfit.patching.after_import import after_import
+from memfit.patching.after_import import call_after_import
 from memfit.patching.patches import Patch, call_before
 
 _EVENT = Patch("torch.cuda.streams:Event", "query", why="have work be done late, but before a script asks")
@@ -28,7 +28,7 @@ def finish_stream_work_late(ghost: GhostRuntime) -> None:
         kind.install("query", partial(call_before, lambda self: self.synchronize()))
     if distributed.is_available():
         _WORK.install("is_completed", partial(call_before, lambda self: self.wait()))
-        after_import("torch.distributed.distributed_c10d", _wait_before_groups_end)
+        call_after_import("torch.distributed.distributed_c10d", _wait_before_groups_end)
 
 
 def _wait_before_groups_end() -> None:

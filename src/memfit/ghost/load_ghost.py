@@ -51,7 +51,7 @@ def load(build: BuiltGhost) -> GhostRuntime:
     # Triton links its launchers with the libcuda.so in this folder; without it, Triton asks ldconfig.
     os.environ.setdefault("TRITON_LIBCUDA_PATH", str(build.folder))
     atexit.register(
-        wait_for_autograd_threads
+        wait_until_autograd_threads_sleep
     )  # runs after the script's own handlers, which are registered later
     extensions = ExtensionStubs(build, runtime)
     extensions.watch()
@@ -62,7 +62,7 @@ _POLL = 0.002  # seconds; the sleep also releases the GIL to a thread that waits
 _TIMEOUT = 1.0  # seconds
 
 
-def wait_for_autograd_threads() -> None:
+def wait_until_autograd_threads_sleep() -> None:
     """Wait until PyTorch's backward threads have slept for two polls in a row, for at most a second.
 
     Without such threads, return at once.

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from memfit.ghost.note_callback import NoteCallback
+from memfit.ghost.note_callback_protocol import NoteCallback
 from memfit.patching.patches import Patch
 from memfit.records import Provenance
 from memfit.temporary_folders import TemporaryFolder

@@ -12,7 +12,7 @@ from memfit.errors import GhostError
 from memfit.ghost.build.extension_stubs import ExtensionStubs
 from memfit.ghost.build.runtime_library import BuiltGhost
 from memfit.ghost.cudnn.cache import EngineConfig
-from memfit.ghost.cudnn.client import installed_cudnn
+from memfit.ghost.cudnn.client import installed_cudnn_client
 from memfit.ghost.exchange_callback import (
     EXCHANGE_CALLBACK,
     MESSAGE_CALLBACK,
@@ -186,7 +186,7 @@ class GhostRuntime:
                 f"Cannot configure the ghost as {device.name}: {_CONFIGURE_ERRORS.get(status, status)}."
             )
         self._library.ghost_set_context_bytes(context)
-        self.workspaces = WorkspaceSizes.read(workspaces, lambda: installed_cudnn(device, self._build))
+        self.workspaces = WorkspaceSizes.read(workspaces, lambda: installed_cudnn_client(device, self._build))
         self.answer_with(self.workspaces.answer)
 
     def counter(self, name: str) -> int:

@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memfit.ghost.kernel_overrides import Kernel, KernelOverrides
-from memfit.ghost.note_callback import NoteCallback
+from memfit.ghost.kernel_override_registry import Kernel, KernelOverrides
+from memfit.ghost.note_callback_protocol import NoteCallback
 from memfit.ghost.values.known_values import is_plain_tensor
 from memfit.patching.patches import Patch
 from memfit.records import Provenance

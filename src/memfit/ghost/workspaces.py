@@ -43,7 +43,7 @@ _DATA_TYPES = {0: "float32", 1: "float64", 2: "float16", 3: "int8", 9: "bfloat16
 _CELLS = ("RNN", "RNN", "LSTM", "GRU")
 
 
-class Recurrent(msgspec.Struct, frozen=True, tag_field="kind", tag="recurrent"):
+class RecurrentPass(msgspec.Struct, frozen=True, tag_field="kind", tag="recurrent"):
     """One pass of a recurrent network."""
 
     space: str
@@ -85,7 +85,7 @@ class Dropout(msgspec.Struct, frozen=True, tag_field="kind", tag="dropout"):
     """Per multiprocessor."""
 
 
-class CTC(msgspec.Struct, frozen=True, tag_field="kind", tag="ctc"):
+class CudnnCTCLoss(msgspec.Struct, frozen=True, tag_field="kind", tag="ctc"):
     """One CTC loss with its gradient."""
 
     probabilities: CudnnTensorShape
@@ -106,15 +106,23 @@ class UnknownOperation(msgspec.Struct, frozen=True, tag_field="kind", tag="unkno
     """An operation too large to be described in full."""
 
 
-Operation = CudnnConvolution | Recurrent | BatchNorm | Dropout | CTC | CudnnOperationGraph | UnknownOperation
+Operation = (
+    CudnnConvolution
+    | RecurrentPass
+    | BatchNorm
+    | Dropout
+    | CudnnCTCLoss
+    | CudnnOperationGraph
+    | UnknownOperation
+)
 Question = Operation | EngineQuery
 
 _SUBJECTS: Mapping[type, str] = {
     CudnnConvolution: "convolutions",
-    Recurrent: "recurrent networks",
+    RecurrentPass: "recurrent networks",
     BatchNorm: "batch normalization",
     Dropout: "the states of dropout between recurrent layers",
-    CTC: "the CTC loss",
+    CudnnCTCLoss: "the CTC loss",
     CudnnOperationGraph: "attention",
     UnknownOperation: "operations with many dimensions",
 }
@@ -149,7 +157,7 @@ class WorkspaceSource(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class WorkspaceRule:
+class WorkspaceSizeByRule:
     """The size that a rule gives, and its source."""
 
     bytes: int = 0
@@ -165,14 +173,14 @@ class _WorkspaceAnswer:
     operation: Operation
     configurations: tuple[EngineConfig, ...]
     version: int = 0
-    rule: WorkspaceRule = WorkspaceRule()
+    rule: WorkspaceSizeByRule = WorkspaceSizeByRule()
     refusal: str = ""
     """Why cuDNN gave no answer, if it was queried."""
     timed: bool = False
     """Whether PyTorch would time the configurations on a card."""
 
 
-def raise_without_cudnn() -> CudnnClient:
+def raise_no_cudnn_answer() -> CudnnClient:
     """Stand for a missing cuDNN: raise ``NoCudnnAnswerError``."""
     raise NoCudnnAnswerError("no cuDNN is connected")
 
@@ -193,7 +201,7 @@ class WorkspaceSizes:
         self,
         rules: Mapping[str, Any],
         source: WorkspaceSource = WorkspaceSource.RULES,
-        connect: Callable[[], CudnnClient] = raise_without_cudnn,
+        connect: Callable[[], CudnnClient] = raise_no_cudnn_answer,
     ) -> None:
         self._rules = rules
         self._source = source
@@ -205,7 +213,7 @@ class WorkspaceSizes:
     def read(
         cls,
         source: WorkspaceSource = WorkspaceSource.RULES,
-        connect: Callable[[], CudnnClient] = raise_without_cudnn,
+        connect: Callable[[], CudnnClient] = raise_no_cudnn_answer,
     ) -> "WorkspaceSizes":
         """Return the answers by the rules that ship with memfit."""
         return cls(tomllib.loads(RULES.read_text(encoding="utf-8")), source, connect)
@@ -236,7 +244,7 @@ class WorkspaceSizes:
         return _WorkspaceAnswer(operation, result.configurations, result.version, timed=_benchmarks())
 
     def _by_rule(self, operation: Operation, refusal: str = "") -> _WorkspaceAnswer:
-        rule = WorkspaceRule() if self._source is WorkspaceSource.NONE else self._rule(operation)
+        rule = WorkspaceSizeByRule() if self._source is WorkspaceSource.NONE else self._rule(operation)
         configs = tuple(EngineConfig(size) for size in dict.fromkeys((rule.bytes, 0)))
         return _WorkspaceAnswer(operation, configs, rule=rule, refusal=refusal)
 
@@ -274,18 +282,18 @@ class WorkspaceSizes:
         for reason, count in refusals.items():
             yield Provenance.ASSUMED, _NO_ANSWER.format(count=count, reason=reason)
 
-    def _rule(self, operation: Operation) -> WorkspaceRule:
+    def _rule(self, operation: Operation) -> WorkspaceSizeByRule:
         match operation:
             case CudnnConvolution():
                 return self._convolution(operation)
-            case Recurrent():
+            case RecurrentPass():
                 return self._recurrent(operation)
             case Dropout():
                 return self._dropout(operation)
             case _:
-                return WorkspaceRule()
+                return WorkspaceSizeByRule()
 
-    def _convolution(self, operation: CudnnConvolution) -> WorkspaceRule:
+    def _convolution(self, operation: CudnnConvolution) -> WorkspaceSizeByRule:
         facts = {
             "operation": operation.operation,
             "data_type": _DATA_TYPES.get(operation.x.data_type, ""),
@@ -299,15 +307,17 @@ class WorkspaceSizes:
         }
         for rule in self._rules["convolution"]:
             if all(rule[name] == fact for name, fact in facts.items() if name in rule):
-                return WorkspaceRule(rule["bytes"], f"cuDNN's workspace for {rule['name']}", rule["source"])
-        return WorkspaceRule()
+                return WorkspaceSizeByRule(
+                    rule["bytes"], f"cuDNN's workspace for {rule['name']}", rule["source"]
+                )
+        return WorkspaceSizeByRule()
 
-    def _dropout(self, operation: Dropout) -> WorkspaceRule:
+    def _dropout(self, operation: Dropout) -> WorkspaceSizeByRule:
         rule = self._rules["dropout"]
         size = rule["bytes_per_thread"] * operation.multiprocessors * operation.threads
-        return WorkspaceRule(size, f"cuDNN's memory for {_SUBJECTS[Dropout]}", rule["source"])
+        return WorkspaceSizeByRule(size, f"cuDNN's memory for {_SUBJECTS[Dropout]}", rule["source"])
 
-    def _recurrent(self, operation: Recurrent) -> WorkspaceRule:
+    def _recurrent(self, operation: RecurrentPass) -> WorkspaceSizeByRule:
         cell = _CELLS[operation.cell]
         pseudo_layers = operation.layers * operation.directions
         if operation.space == "reserve":
@@ -319,7 +329,7 @@ class WorkspaceSizes:
             vectors = operation.directions * (rule["vectors"] + rule["vectors_per_layer"] * operation.layers)
             elements = operation.matrices + operation.elements * operation.hidden * vectors
             size = elements * operation.bytes + pseudo_layers * rule["bytes"]
-        return WorkspaceRule(size, f"cuDNN's {operation.space} space of {cell} layers", rule["source"])
+        return WorkspaceSizeByRule(size, f"cuDNN's {operation.space} space of {cell} layers", rule["source"])
 
 
 def _benchmarks() -> bool:

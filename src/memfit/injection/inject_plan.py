@@ -25,10 +25,10 @@ from memfit.injection.models_of_optimizers import (
     optimizer_parameters_as_lists,
     parameters_in_optimizer_lists,
 )
-from memfit.patching.after_import import after_import
+from memfit.patching.after_import import call_after_import
 from memfit.patching.patches import Patch
 from memfit.random_state import seed_generators
-from memfit.recording.data_loaders import creating_script_line
+from memfit.recording.script_loaders import creating_line_and_library
 from memfit.records import LoaderBatchSize, OperationCounts
 from memfit.run.run_script_as_python import hide_output
 from memfit.user_frame import innermost_line_of_place, innermost_user_line
@@ -70,10 +70,10 @@ def inject_change(settings: InjectionSettings, on_report: Callable[[InjectionRep
         hide_output()
     if settings.change.eager:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # PyTorch's own switch
-    after_import("torch", functools.partial(_inject_now, settings, on_report))
+    call_after_import("torch", functools.partial(_inject_now, settings, on_report))
 
 
-def install_now(path: str, called: Any) -> None:
+def install_in_fork(path: str, called: Any) -> None:
     """Inject the change in a file into a fork of a script under another change, which has not trained.
 
     Args:
@@ -177,7 +177,7 @@ class _Injected:
     """Those that record operations."""
 
     def become(self, settings: InjectionSettings, called: Any) -> None:
-        """Do what ``install_now`` does."""
+        """Do what ``install_in_fork`` does."""
         from memfit.patching.installed_hooks import InstalledHooks
 
         self.report.move(Path(settings.report))
@@ -385,7 +385,7 @@ def _resized(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    line, _ = creating_script_line(sys._getframe(2))
+    line, _ = creating_line_and_library(sys._getframe(2))
     if batch_size is not None and line == size.line and kwargs.get("batch_sampler") is None:
         batch_size = size.size
     original(loader, dataset, batch_size, *args, **kwargs)

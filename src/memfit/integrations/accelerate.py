@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from memfit.errors import UsageError
-from memfit.integrations.trainer_plan import TrainerPlan, WindowDivisor, report_missing_extra
+from memfit.integrations.trainer_plan import TrainerPlan, WindowLossDivider, report_missing_extra
 
 with report_missing_extra("accelerate"):
     from accelerate import Accelerator as _Accelerator
@@ -38,7 +38,7 @@ class Accelerator(_Accelerator):
 
     def __init__(self, plan: Any, *, batch_size: int | None = None, **arguments: Any) -> None:
         self.plan = TrainerPlan.of(plan, "Accelerate", batch_size)
-        self._divisor = WindowDivisor(self.plan.batches_per_update)
+        self._divisor = WindowLossDivider(self.plan.batches_per_update)
         self._in_accumulate = self._went_backward = False
         for name in ("gradient_accumulation_steps", "gradient_accumulation_plugin"):
             if name in arguments:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from memfit.errors import UsageError
-from memfit.integrations.trainer_plan import TrainerPlan, WindowDivisor, report_missing_extra
+from memfit.integrations.trainer_plan import TrainerPlan, WindowLossDivider, report_missing_extra
 from memfit.strategies.apply import revert
 
 with report_missing_extra("lightning"):
@@ -67,7 +67,7 @@ class PlanCallback(Callback):
         self._weight_of = weight
         self._weight: float | None = None
         self._applied = False
-        self._divisor = WindowDivisor(self.plan.batches_per_update)
+        self._divisor = WindowLossDivider(self.plan.batches_per_update)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Apply the plan to the model, before the strategy wraps it."""

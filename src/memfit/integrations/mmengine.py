@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit.errors import UsageError
-from memfit.integrations.trainer_plan import TrainerPlan, WindowDivisor, report_missing_extra
+from memfit.integrations.trainer_plan import TrainerPlan, WindowLossDivider, report_missing_extra
 from memfit.recording.optimizer_accessors import parameters_of
 from memfit.strategies.precision import DTYPES, LossScale, device_type_of_model
 
@@ -70,7 +70,7 @@ class PlanOptimWrapper(OptimWrapper):
         self._applied = False
         self.weight: float | None = None
         """Of the next batch; None if all count the same."""
-        self._divisor = WindowDivisor(self.plan.batches_per_update)
+        self._divisor = WindowLossDivider(self.plan.batches_per_update)
         self._device = next(parameters_of(optimizer)).device.type
         scale = self.plan.loss_scale
         self.loss_scaler = torch.amp.GradScaler(

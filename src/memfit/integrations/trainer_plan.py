@@ -265,7 +265,7 @@ def report_missing_extra(name: str) -> Iterator[None]:
         ) from error
 
 
-class WindowDivisor:
+class WindowLossDivider:
     """Divides the losses of one window after the other.
 
     Args:

@@ -13,7 +13,7 @@ import torch
 from memfit.api.runs import estimate as _estimate
 from memfit.devices import DEFAULT
 from memfit.errors import UsageError
-from memfit.estimating.serialise_model import OptimizerCopy
+from memfit.estimating.serialise_training_step import OptimizerCopy
 from memfit.integrations.trainer_plan import TrainerPlan, report_missing_extra
 from memfit.random_state import get_random_state, set_random_state
 from memfit.strategies.apply import apply_to_optimizer

@@ -7,7 +7,7 @@
     free a                   ·
     free b, later               ·  ·             at 4, but another stream uses it until 5
 
-Training repeats its step, and so does a plan of the step: see ``buffers_of_step``.
+Training repeats its step, and so does a plan of the step: see ``buffers_of_repeating_step``.
 """
 
 from collections import defaultdict, deque
@@ -67,7 +67,7 @@ def last_full_step(requests: AllocatorRequests) -> tuple[int, int, int] | None:
     return (len(ends), int(ends[-2]), int(ends[-1])) if len(ends) > 1 else None
 
 
-def buffers_of_step(buffers: Buffers, begin: int, end: int) -> Buffers:
+def buffers_of_repeating_step(buffers: Buffers, begin: int, end: int) -> Buffers:
     """Return the buffers of a repeating training step, as one plan for all repetitions needs them.
 
         step 2   │ step 3     │ step 4

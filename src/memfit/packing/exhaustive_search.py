@@ -33,7 +33,7 @@ MAX_BUFFERS = 4_000
 
 
 @dataclass(frozen=True, slots=True)
-class CapacitySearchResult:
+class PackingSearchResult:
     """The result of a search. Without offsets and a proof, the time ran out, or the problem is too large."""
 
     offset: Column | None = None
@@ -50,7 +50,7 @@ def search_packing_within_capacity(
     capacity: int,
     deadline: float,
     on_progress: Callable[[int], None] = lambda _: None,
-) -> CapacitySearchResult:
+) -> PackingSearchResult:
     """Search for offsets within a capacity.
 
     Args:
@@ -61,9 +61,9 @@ def search_packing_within_capacity(
         on_progress: called with the number of nodes visited so far, after each turn.
     """
     if cut.bound > capacity:
-        return CapacitySearchResult(is_infeasible=True)
+        return PackingSearchResult(is_infeasible=True)
     if len(buffers) > MAX_BUFFERS:
-        return CapacitySearchResult()
+        return PackingSearchResult()
     nodes = 0
     for turn in itertools.count(1):
         for preference in PREFERENCES:
@@ -74,5 +74,5 @@ def search_packing_within_capacity(
             nodes += visited
             on_progress(nodes)
             if status != NODE_LIMIT or time.monotonic() >= deadline:
-                return CapacitySearchResult(offset if status == FOUND else None, status == INFEASIBLE, nodes)
+                return PackingSearchResult(offset if status == FOUND else None, status == INFEASIBLE, nodes)
     raise AssertionError

@@ -17,7 +17,7 @@ from memfit.packing.best_packing import Packing
 from memfit.packing.buffers import Buffers
 from memfit.packing.run_packing import IndependentPackings, pack_independent_groups
 from memfit.records import Dataflow
-from memfit.records.printed_result import PrintedResult
+from memfit.records.printable_result import PrintableResult
 
 
 class UnionFind:
@@ -114,7 +114,7 @@ class DevicePacking:
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
-class GraphPacking(PrintedResult, IndependentPackings):
+class GraphPacking(PrintableResult, IndependentPackings):
     """The packed memory of a graph's values.
 
     Inputs, parameters and constants are not packed: they exist before and after the graph runs, and a plan of

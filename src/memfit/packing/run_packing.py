@@ -11,14 +11,14 @@ from memfit.allocator.requests import AllocatorRequests
 from memfit.errors import UsageError
 from memfit.packing.allocation_lifetimes import (
     ALIGNMENT,
+    buffers_of_repeating_step,
     buffers_of_requests,
-    buffers_of_step,
     last_full_step,
 )
 from memfit.packing.best_packing import Packing, pack_buffers
 from memfit.packing.buffers import Buffers, Column, concatenate_buffers, lifetime_sections
 from memfit.records import Provenance, SettingOutcome
-from memfit.records.printed_result import PrintedResult
+from memfit.records.printable_result import PrintableResult
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +69,7 @@ class IndependentPackings:
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
-class RunPacking(PrintedResult, IndependentPackings):
+class RunPacking(PrintableResult, IndependentPackings):
     """The packed memory of a training step, or of a run without steps, and what the allocator reserves."""
 
     step: int
@@ -112,7 +112,7 @@ def pack_run_memory(
     # Each replay of a CUDA graph reuses the memory of its pool, freed or not; all other memory is allocated
     # again in each step.
     groups = {
-        (stream, pool): buffers_of_step(buffers, begin, end) if step and not pool else buffers
+        (stream, pool): buffers_of_repeating_step(buffers, begin, end) if step and not pool else buffers
         for (stream, pool), buffers in lives.items()
     }
     groups = {group: buffers for group, buffers in groups.items() if len(buffers)}

@@ -7,7 +7,7 @@ import types
 from collections.abc import Callable, Sequence
 
 
-def after_import(name: str, action: Callable[[], object]) -> Callable[[], None]:
+def call_after_import(name: str, action: Callable[[], object]) -> Callable[[], None]:
     """Call a function once a module has been imported; at once if it already has been.
 
     Returns:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from memfit.patching.after_import import after_import
+from memfit.patching.after_import import call_after_import
 from memfit.patching.patches import Patch
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class InstalledHooks:
             for name, around in arounds.items():
                 self.wrap(patch, name, around)
 
-        self.on_removal(after_import(patch.module, wrap))
+        self.on_removal(call_after_import(patch.module, wrap))
 
     def call_after(self, patch: Patch, name: str, action: Callable[[Any], object]) -> None:
         """Call ``action`` with the object of a method after each call of that method, until removal."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from memfit.errors import UnsuitableEnvironmentError
-from memfit.patching.after_import import after_import
+from memfit.patching.after_import import call_after_import
 
 _ABSENT = object()
 
@@ -99,7 +99,7 @@ class Patch:
             for name, around in arounds.items():
                 self.wrap(name, around)
 
-        after_import(self.module, wrap)
+        call_after_import(self.module, wrap)
 
     @property
     def module(self) -> str:

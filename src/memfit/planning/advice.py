@@ -5,9 +5,8 @@ from dataclasses import replace
 
 from memfit.allocator.config import AllocatorConfig
 from memfit.analysis.needed_memory import memory_needed_without_workspaces
-from memfit.analysis.rerun_with_unlimited_memory import needs_unlimited_rerun, run_with_unlimited_memory
+from memfit.analysis.total_need_by_rerun import needs_unlimited_rerun, run_with_unlimited_memory
 from memfit.analysis.trial_result import RunTrial, TrialResult, ran_to_completion
-from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import MemfitError, UsageError
 from memfit.planning.batch_size_changes import (
     ASSUMED,
@@ -17,7 +16,7 @@ from memfit.planning.batch_size_changes import (
     find_batch_size_setting,
 )
 from memfit.planning.fewest_changes import MOST_RUNS, FewestChangesSearch, TriedChanges
-from memfit.planning.run_changes_on_ghost import replayable_run
+from memfit.planning.run_changes_on_ghost import replayed_run_of_trial
 from memfit.records import (
     ARENA,
     Advice,
@@ -27,6 +26,7 @@ from memfit.records import (
     Trace,
     worst_provenance,
 )
+from memfit.termination_signals import INTERRUPTED
 from memfit.units import format_bytes
 
 
@@ -71,7 +71,7 @@ def _advised(trace: Trace, answer: DryRun, run_trial: RunTrial | None) -> Iterat
         raise UsageError(
             "memfit cannot try allocator settings: they have no effect in a script that uses memfit.arena."
         )
-    run = replayable_run(first)
+    run = replayed_run_of_trial(first)
     search = FewestChangesSearch(run, run_trial, answer)
     bounds = run.found.bounds if answer.ran_out else ()
     needs, least = search.unchanged.run.needs, None

@@ -17,7 +17,7 @@ from memfit.planning.batch_size_changes import (
     with_assumption_on_samples,
 )
 from memfit.planning.checkpointing_bases import CheckpointingBase, CheckpointingBases
-from memfit.planning.optimizer_changes import change_updates_in_backward, optimizer_state_bytes_saved
+from memfit.planning.optimizer_changes import makes_updates_in_backward, optimizer_state_bytes_saved
 from memfit.planning.run_changes_on_ghost import PlanRuns
 from memfit.planning.sample_independence import (
     SampleComparison,
@@ -77,7 +77,7 @@ class BatchDivisionsToTry:
         Those that did not fit without its change of the optimizer may fit by what that saves.
         """
         self.left = []
-        if change_updates_in_backward(root.change):
+        if makes_updates_in_backward(root.change):
             return
         self.why_no_more = self._indivisible
         for number, way in enumerate(self._ways):

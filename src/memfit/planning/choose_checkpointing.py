@@ -38,7 +38,7 @@ from memfit.planning.module_checkpoint_options import (
 )
 from memfit.planning.step_memory_model import StepMemoryModel, module_calls_inside
 from memfit.planning.tensor_recompute_options import TensorRecomputation, tensor_recomputations
-from memfit.planning.uniform_checkpointing import Selection, UniformCheckpointing
+from memfit.planning.uniform_checkpointing import Selection, UniformCheckpointingSearch
 from memfit.records import ModuleCall, StepOperations
 
 _MIB = float(1 << 20)
@@ -121,7 +121,7 @@ class CheckpointChooser:
         """Column: MiB."""
         self._ways = _ways(self._memory, seconds, copy, dispatch)
         again = _recomputed(self._memory, self._ways)
-        self._uniform = UniformCheckpointing(self._memory, self._ways, again)
+        self._uniform = UniformCheckpointingSearch(self._memory, self._ways, again)
         self._tensors = tensor_recomputations(self._memory, seconds, dispatch) if copy is None else []
         forward = sum(seconds(operation) for operation in step.forward)
         self._unit = forward / _COST if forward else 1.0

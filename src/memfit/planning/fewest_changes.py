@@ -36,12 +36,12 @@ from memfit.planning.script_changes import (
     low_precision_script_options,
 )
 from memfit.records import (
-    CallRates,
     Change,
     DryRun,
     Phase,
     PlanRun,
     ScriptEnd,
+    SecondsPerDriverCall,
     StepOperations,
 )
 
@@ -299,7 +299,7 @@ def _driver_calls(before: ReplayedRun, after: ReplayedRun) -> str:
     calls = before.unlimited.calls_per_step, after.unlimited.calls_per_step
     if calls[0] is None or calls[1] is None:
         return "an unknown amount of time: fewer than two steps completed"
-    more = CallRates().seconds(calls[1]) - CallRates().seconds(calls[0])
+    more = SecondsPerDriverCall().seconds(calls[1]) - SecondsPerDriverCall().seconds(calls[0])
     return (
         f"{1000 * more:.1f} ms per step (assumed) in driver calls" if more > 0 else "no time in a steady step"
     )

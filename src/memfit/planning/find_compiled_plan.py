@@ -31,7 +31,7 @@ from memfit.planning.sample_independence import (
     SampleComparison,
     compare_steps_of_parts,
 )
-from memfit.planning.script_changes import checkpointing_policy_changes, kept_activations_change
+from memfit.planning.script_changes import activation_memory_budget_change, block_checkpointing_policies
 from memfit.records import Change, PlanRun, ScriptEnd, ScriptPlan, StepOperations
 
 _MOST_RUNS = 6
@@ -87,7 +87,7 @@ class CompiledPlanSearch(PlanSearch):
             families = self._divided(_Family(Change(), tuned))
             self._sample_families(families)
             if self._best() is None:
-                self._try(families[-1].change | checkpointing_policy_changes(self._optimizer)[0])
+                self._try(families[-1].change | block_checkpointing_policies(self._optimizer)[0])
         best = self._best()
         if self._runs.budget < self._budget and (best is None or best.time > self._allowed.slowdown):
             self._runs.budget = self._budget  # what fits only now is tight
@@ -107,7 +107,7 @@ class CompiledPlanSearch(PlanSearch):
     def policies(self) -> tuple[PlanRun, ...]:
         """Run the policies that people use; those that the script or its model refuses are left out."""
         runs = PlanRuns(self._script.run, self._budget, tune=self._allowed.allocator, compiled=True)
-        policies = checkpointing_policy_changes(self._optimizer)
+        policies = block_checkpointing_policies(self._optimizer)
         self._script.run_ahead(_next(runs, policies))
         made = [self._run(policy, runs) for policy in policies]
         return tuple(each[1] for each in made if not isinstance(each, str))
@@ -215,7 +215,7 @@ class CompiledPlanSearch(PlanSearch):
             self._script.run_ahead(_next(self._runs, [self._share_of(family, share) for share in new]))
 
     def _share_of(self, family: _Family, share: int) -> Change:
-        return family.change | kept_activations_change(share / _ALL, self._optimizer)
+        return family.change | activation_memory_budget_change(share / _ALL, self._optimizer)
 
     def _sample(self, family: _Family, share: int) -> PlanRun | None:
         if share not in family.shares and len(self._runs.tried) < _MOST_RUNS:

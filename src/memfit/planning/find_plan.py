@@ -38,8 +38,8 @@ from memfit.planning.plan_search_base import (
 from memfit.planning.run_changes_on_ghost import PlannedScript, PlanRuns, replayable_runs_of_ranks
 from memfit.planning.script_changes import (
     AllowedChanges,
+    block_checkpointing_policies,
     checkpoint_choice_change,
-    checkpointing_policy_changes,
 )
 from memfit.planning.shardings import (
     OFFLOADED_SHARDS,
@@ -320,7 +320,7 @@ class _OperationSearch(PlanSearch):
             return None
         self._ran_in_blocks.add(base.change)
         made = self._runs.make(
-            base.change | checkpointing_policy_changes(self._optimizer)[0],
+            base.change | block_checkpointing_policies(self._optimizer)[0],
             functools.partial(self._bases.relative, base.change, copies=base.copies),
             operations=True,
         )
@@ -335,7 +335,7 @@ class _OperationSearch(PlanSearch):
             return ()
         runs = PlanRuns(self._script.run, self._budget, tune=self._allowed.allocator)
         unchanged = UNSHARDED if self._script.is_to_be_sharded(self._plain) else Change()
-        for policy in checkpointing_policy_changes(self._optimizer):
+        for policy in block_checkpointing_policies(self._optimizer):
             plan = unchanged | policy
             runs.make(plan, functools.partial(self._bases.relative, plan), operations=True)
         return tuple(runs.tried)

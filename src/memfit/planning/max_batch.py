@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from memfit.analysis.needed_memory import process_bytes_on_smallest_gpu
-from memfit.analysis.peak_after_caught_failures import failed_allocation_events
-from memfit.analysis.stream_races import may_streams_race
+from memfit.analysis.peak_outside_failed_attempts import failed_allocation_events
+from memfit.analysis.side_stream_peak_range import may_side_streams_change_peak
 from memfit.analysis.summary import summarize_trace
 from memfit.analysis.trial_result import RunTrial, TrialResult, why_run_failed
 from memfit.errors import TargetError, UsageError
@@ -136,7 +136,7 @@ def _measured(script: MaxBatchScript, change: Change, size: int) -> tuple[Trace,
             why = f"{why_run_failed(result)}{'' if change == Change() else more}"
             raise TargetError(f"memfit ran the script with {what}: {why}")
         trace = result.trace
-        if not fits or not may_streams_race(trace):
+        if not fits or not may_side_streams_change_peak(trace):
             break
     found = summarize_trace(trace)
     needs = process_bytes_on_smallest_gpu(

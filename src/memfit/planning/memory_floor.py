@@ -22,13 +22,13 @@ import numpy.typing as npt
 from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.attribution import attribute_allocations
 from memfit.analysis.breakdown import CATEGORY_NAMES
-from memfit.analysis.script_location import least_certain_provenance, phase_of_events
+from memfit.analysis.event_locations import phase_of_events, worst_provenance_of_notes
 from memfit.analysis.trial_result import TrialResult
 from memfit.planning.module_checkpoint_options import bytes_of_storages
 from memfit.planning.optimizer_changes import (
     IN_8_BITS,
-    change_updates_in_backward,
     has_8_bit_state,
+    makes_updates_in_backward,
     offloads_state,
 )
 from memfit.records import (
@@ -125,7 +125,7 @@ class MemoryFloors:
         gradients, state = self._held[Category.GRADIENT], self._held[Category.OPTIMIZER_STATE]
         alone = {name: int(held * gradients[name]) for name in gradients | state}
         waiting = {name: int(left * state[name]) for name in gradients | state}
-        if not change_updates_in_backward(plan):
+        if not makes_updates_in_backward(plan):
             found = {"gradients": sum(alone.values())}
         elif not offloads_state(plan):
             found = {"the largest gradient": max(alone.values(), default=0)}
@@ -147,7 +147,7 @@ class MemoryFloors:
             left: share of the optimizer's state.
         """
         name, size = self._operation
-        parts = 1 if change_updates_in_backward(plan) else self.parts
+        parts = 1 if makes_updates_in_backward(plan) else self.parts
         state = 0 if offloads_state(plan) else self._sum(Category.OPTIMIZER_STATE, left)
         return {"optimizer state": state, name: int(computed * size / parts)}
 
@@ -184,7 +184,7 @@ def _rounded(size: int) -> int:
 
 def _floor(trace: Trace, held: Mapping[str, int]) -> MemoryFloor:
     outside = trace.device.outside
-    sizes = least_certain_provenance(note for note in trace.notes if note.sizes)
+    sizes = worst_provenance_of_notes(note for note in trace.notes if note.sizes)
     sure = worst_provenance(Provenance.SIMULATED, sizes, outside.provenance)
     terms = {"CUDA context": outside.bytes, **held}
     return MemoryFloor(

@@ -96,7 +96,7 @@ class MixedIntegerProgram:
         matrix.start_ = np.cumsum([0, *(len(terms) for terms, _, _ in self._rows)])
         matrix.index_ = np.array([column for terms, _, _ in self._rows for column in terms])
         matrix.value_ = np.array([factor for terms, _, _ in self._rows for factor in terms.values()])
-        highs = new_quiet_highs()
+        highs = make_highs_solver()
         highs.setOptionValue("mip_rel_gap", gap)
         highs.setOptionValue("mip_abs_gap", cost_gap)
         highs.passModel(program)
@@ -117,7 +117,7 @@ class MixedIntegerProgram:
         )
 
 
-def new_quiet_highs() -> Any:
+def make_highs_solver() -> Any:
     """Return HiGHS, silent and on one thread: with more, which of equal solutions it finds varies."""
     with _quiet_stdout():  # the first solver of a process prints HiGHS's version
         highs = highspy.Highs()  # type: ignore[no-untyped-call]

@@ -81,7 +81,7 @@ class OptimizerChangesToTry:
             runs = [
                 run
                 for run in tried
-                if run.change.micro_batches is None or not change_updates_in_backward(change)
+                if run.change.micro_batches is None or not makes_updates_in_backward(change)
             ]
             if chosen is not None:
                 if self._may_be_faster(change, runs, chosen):
@@ -126,7 +126,7 @@ def _saves(change: Change, run: PlanRun) -> int:
 
     The allocator's cache shrinks with them, by more or by less.
     """
-    saved = bytes_of_category_at_peak(run, Category.GRADIENT) if change_updates_in_backward(change) else 0
+    saved = bytes_of_category_at_peak(run, Category.GRADIENT) if makes_updates_in_backward(change) else 0
     saved += optimizer_state_bytes_saved(change, run)
     if run.place.phase is Phase.OPTIMIZER:  # it updates a few parameters at a time
         saved += bytes_of_category_at_peak(run, Category.TEMPORARY)
@@ -138,7 +138,7 @@ def bytes_of_category_at_peak(run: PlanRun, category: Category) -> int:
     return sum(term.figure.bytes for term in run.terms if term.name == CATEGORY_NAMES[category])
 
 
-def change_updates_in_backward(change: Change) -> bool:
+def makes_updates_in_backward(change: Change) -> bool:
     """Return whether each backward makes an update under a change: then batches cannot be divided."""
     return "step_in_backward" in _settings(change)
 

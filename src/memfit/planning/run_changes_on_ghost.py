@@ -90,7 +90,7 @@ class PlanRuns:
         change, what = self.next_run(plan, operations=operations)
         self.count += 1
         result = self._run_trial(change, what)
-        return result if isinstance(result, ScriptEnd) else (result, replayable_run(result))
+        return result if isinstance(result, ScriptEnd) else (result, replayed_run_of_trial(result))
 
     def next_run(self, plan: Change, after: int = 0, *, operations: bool = False) -> tuple[Change, str]:
         """Return the change and the name with which ``run`` runs a plan.
@@ -118,7 +118,7 @@ class PlanRuns:
             return made
         result, run = made
         done = self.needs(
-            [run, *map(replayable_run, result.others)], plan, time(result) if callable(time) else time
+            [run, *map(replayed_run_of_trial, result.others)], plan, time(result) if callable(time) else time
         )
         done = replace(done, operations=result.counts)
         self.tried.append(done)
@@ -171,7 +171,7 @@ def _bytes(run: PlanRun) -> int:
     return run.needs.bytes
 
 
-def replayable_run(result: TrialResult) -> ReplayedRun:
+def replayed_run_of_trial(result: TrialResult) -> ReplayedRun:
     """Return a run whose requests can be replayed.
 
     Raises:
@@ -181,8 +181,8 @@ def replayable_run(result: TrialResult) -> ReplayedRun:
 
 
 def replayable_runs_of_ranks(result: TrialResult) -> list[ReplayedRun]:
-    """Return the runs of all ranks, as ``replayable_run`` does."""
-    return [replayable_run(each) for each in (result, *result.others)]
+    """Return the runs of all ranks, as ``replayed_run_of_trial`` does."""
+    return [replayed_run_of_trial(each) for each in (result, *result.others)]
 
 
 LAUNCH = 5e-6
@@ -191,7 +191,7 @@ RULE = "roofline of the card: full arithmetic rate or memory bandwidth, at least
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
-def roofline_seconds(device: Device) -> Callable[[Operation], float]:
+def roofline_time_estimator(device: Device) -> Callable[[Operation], float]:
     """Return how many seconds an operation takes on a card.
 
     >>> from memfit.devices import find_device
@@ -199,7 +199,7 @@ def roofline_seconds(device: Device) -> Callable[[Operation], float]:
     >>> product = Operation(
     ...     "aten.mm.default", 0, -1, (5, 6), (7,), (), flops, moved, "bfloat16", False, 0.0, 0
     ... )
-    >>> f"{1e3 * roofline_seconds(find_device('A100-80GB'))(product):.2f} ms"
+    >>> f"{1e3 * roofline_time_estimator(find_device('A100-80GB'))(product):.2f} ms"
     '0.44 ms'
     """
 
@@ -212,7 +212,7 @@ def roofline_seconds(device: Device) -> Callable[[Operation], float]:
     return seconds
 
 
-def copy_to_host_and_back_seconds(device: Device) -> Callable[[int], float]:
+def host_copy_time_estimator(device: Device) -> Callable[[int], float]:
     """Return how many seconds it takes to copy bytes to the host and back, beside nothing else."""
     return lambda size: 2 * size / device.host_bandwidth
 

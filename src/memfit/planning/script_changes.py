@@ -53,7 +53,7 @@ _block_checkpointing = partial(strategy_change, "checkpointing", costs=_RECOMPUT
 """Returns the change that checkpoints the blocks that a model repeats."""
 
 
-def kept_activations_change(share: float, optimizer: int | None) -> Change:
+def activation_memory_budget_change(share: float, optimizer: int | None) -> Change:
     """Return the change under which compiled graphs keep a share of their activations."""
     settings = {"activation_memory_budget": share}
     return strategy_change(
@@ -145,7 +145,7 @@ _PRODUCTS = (
 )
 
 
-def checkpointing_policy_changes(optimizer: int | None) -> tuple[Change, ...]:
+def block_checkpointing_policies(optimizer: int | None) -> tuple[Change, ...]:
     """Return the policies: they checkpoint the blocks that a model repeats.
 
     Args:

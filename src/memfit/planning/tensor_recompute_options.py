@@ -76,7 +76,7 @@ class ContentsOfCall:
         return cls(tuple(found), reads, makes, tuple(saved))
 
 
-class ContentsInBackward:
+class RecomputeSimulation:
     """What exists again of a call's contents while its backward runs.
 
     Args:
@@ -171,7 +171,7 @@ class ContentsInBackward:
         return self._step.storages[self._contents.all[content].storage]
 
 
-def kept_storage_contents(
+def kept_contents_mask(
     step: StepOperations, call: ModuleCall, save_ops: frozenset[str], contents: ContentsOfCall
 ) -> list[bool]:
     """Return, by content, whether it is kept, or exists when the call begins."""
@@ -229,7 +229,7 @@ def tensor_recomputations(
         for is_spread in (False, True)
         for names in _kept_sets(step, always, seconds, is_spread=is_spread)
     ]
-    plain = ContentsInBackward(step, contents, [True] * len(contents.all), seconds).run(step.calls[0])
+    plain = RecomputeSimulation(step, contents, [True] * len(contents.all), seconds).run(step.calls[0])
     found = [_option(memory, names, seconds, contents, plain) for names in dict.fromkeys(sets)]
     noting = dispatch * (step.calls[0].end - step.calls[0].first)
     found = [replace(option, seconds=option.seconds + noting) for option in found]
@@ -248,8 +248,8 @@ def _option(
     plain: Mapping[int, int],
 ) -> TensorRecomputation:
     step, call = memory.step, memory.step.calls[0]
-    backward = ContentsInBackward(
-        step, contents, kept_storage_contents(step, call, frozenset(save_ops), contents), seconds
+    backward = RecomputeSimulation(
+        step, contents, kept_contents_mask(step, call, frozenset(save_ops), contents), seconds
     )
     held = backward.run(call)
     more = {number: size - plain[number] for number, size in held.items()}

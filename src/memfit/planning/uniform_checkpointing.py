@@ -19,7 +19,7 @@ Selection = Mapping[str, int]
 """By module that is checkpointed: its way."""
 
 
-class UniformCheckpointing:
+class UniformCheckpointingSearch:
     """Selections for one step, and what each of them holds.
 
     Args:

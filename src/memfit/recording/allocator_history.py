@@ -20,7 +20,11 @@ from memfit.ghost.runtime_bindings import AllocationLogAction, GhostRuntime
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.recording.event_labels import LabelBook, metadata_of_serial, serial_in_metadata
-from memfit.recording.script_recorded_history import FREES, ScriptRecordedHistory, frees_with_stacks_of_blocks
+from memfit.recording.script_recorded_history import (
+    FREES,
+    ScriptRecordedHistory,
+    history_with_stacks_on_frees,
+)
 from memfit.trace.snapshot import allocator_settings, with_blocks_before_history
 
 _HISTORY = Patch(
@@ -144,7 +148,7 @@ class AllocatorHistory:
         with _without_inductor():
             snapshot = self._snapshot()
         if self._has_stacks_of_frees:
-            snapshot["device_traces"][index] = frees_with_stacks_of_blocks(snapshot["device_traces"][index])
+            snapshot["device_traces"][index] = history_with_stacks_on_frees(snapshot["device_traces"][index])
         if failed is not None and not self.on:
             now = {"user_metadata": metadata_of_serial(self._book.forgotten + self._book.moment())}
             snapshot["device_traces"][index].append({**failed, **now})

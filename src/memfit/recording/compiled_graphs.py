@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from memfit.patching.after_import import after_import
+from memfit.patching.after_import import call_after_import
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.recording.event_labels import LabelBook
@@ -105,7 +105,7 @@ class CompiledCodeWatcher:
 
     def install(self) -> None:
         """Start watching when the script first imports ``torch._dynamo``."""
-        self._hooks.on_removal(after_import("torch._dynamo", self._watch))
+        self._hooks.on_removal(call_after_import("torch._dynamo", self._watch))
 
     def summary(self) -> str:
         """Return one sentence about the compiled graphs; empty if there are none."""

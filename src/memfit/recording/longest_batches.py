@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
-from memfit.recording.data_loaders import LoaderShortener, ScriptLoaders, loader_counts_batches
+from memfit.recording.loader_shortener import LoaderShortener
+from memfit.recording.script_loaders import ScriptLoaders, loader_counts_batches
 from memfit.records import LoaderScan
 
 if TYPE_CHECKING:
-    from memfit.recording.loader_scan import ReplacedBatches
     from memfit.recording.recorder import Recorder
+    from memfit.recording.replaced_batches import ReplacedBatches
 
 _MOST = 1000
 """Loaders that are looked through: fewer than a trace can have."""
@@ -89,7 +90,8 @@ class LongestBatchFinder:
     def _scan(
         self, original: Callable[..., Any], loader: Any, recorder: "Recorder"
     ) -> "ReplacedBatches | None":
-        from memfit.recording.loader_scan import ReplacedBatches, scan_loader
+        from memfit.recording.loader_scan import scan_loader
+        from memfit.recording.replaced_batches import ReplacedBatches
 
         begin, length = time.monotonic(), self._length(loader)
         found = scan_loader(

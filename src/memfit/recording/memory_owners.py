@@ -34,8 +34,8 @@ from memfit.recording.tensor_names import (
     NamedTensor,
     TensorName,
     TensorNames,
-    describe_tensors_in_allocation,
     local_piece_of_dtensor,
+    tensor_info_of_allocation,
     tensor_parts_by_role,
 )
 from memfit.records import Category, TensorInfo
@@ -277,7 +277,7 @@ class MemoryOwners:
         name = (
             TensorName(f"{whose} {original.own}", original.module) if original.own else TensorName(saved.what)
         )
-        return describe_tensors_in_allocation([NamedTensor(part, name)])
+        return tensor_info_of_allocation([NamedTensor(part, name)])
 
     def _record(self, serial: int, category: Category, owners: Iterable[NamedTensor]) -> None:
         """Record the addresses of some tensors."""
@@ -293,7 +293,7 @@ class MemoryOwners:
         rows = array("q")
         for address, tensors in by_address.items():
             with self.skipping_failures():
-                rows.extend((address, self._index_of(describe_tensors_in_allocation(tensors)), 0, 0))
+                rows.extend((address, self._index_of(tensor_info_of_allocation(tensors)), 0, 0))
         self.snapshots.append(OwnerSnapshot(serial, category, rows))
 
     def _named(self, tensor: torch.Tensor) -> NamedTensor:

@@ -21,7 +21,7 @@ def exclude_from_compilation(function: Callable[..., Any]) -> None:
     _eval_frame.set_code_exec_strategy(function.__code__, _SKIPPED)
 
 
-def before_compilations(hooks: InstalledHooks, call: Callable[[], None]) -> None:
+def call_before_compilations(hooks: InstalledHooks, call: Callable[[], None]) -> None:
     """Call a function whenever ``torch.compile`` begins to compile, not where it decorates a function."""
 
     def started(original: Callable[..., None], *args: Any) -> None:
@@ -31,7 +31,7 @@ def before_compilations(hooks: InstalledHooks, call: Callable[[], None]) -> None
     hooks.wrap_when_imported(_COMPILATIONS, run_start_callbacks=started)
 
 
-class DispatchedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperationInterceptionMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Has a function run the operations that checkpointing sees. ``torch.compile`` compiles nothing under it.
 
     Args:
@@ -49,10 +49,10 @@ class DispatchedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._run(func, args, kwargs or {})
 
 
-exclude_from_compilation(DispatchedOperations.__torch_dispatch__)
+exclude_from_compilation(OperationInterceptionMode.__torch_dispatch__)
 
 
-class DispatchedOperationsBesideGraphs(DispatchedOperations):  # type: ignore[no-untyped-call]
+class InterceptionModeAllowingCompilation(OperationInterceptionMode):  # type: ignore[no-untyped-call]
     """The same where ``torch.compile`` compiles: compiled code counts as one operation."""
 
     @classmethod

@@ -35,21 +35,21 @@ from memfit.recording.annotate_events import (
 from memfit.recording.compiled_graphs import BEFORE_FORWARD, CompiledCodeWatcher
 from memfit.recording.event_labels import LabelBook
 from memfit.recording.label_running_modules import RunningModuleLabeller, innermost_running_module
-from memfit.recording.memory_calls import (
+from memfit.recording.memory_owners import MemoryOwners, find_live_objects
+from memfit.recording.memory_releasing_calls import (
     label_autocast_exits,
     mark_memory_calls,
     name_autocast_copies,
     record_released_workspaces,
     release_cublas_workspaces,
 )
-from memfit.recording.memory_owners import MemoryOwners, find_live_objects
 from memfit.recording.module_names import shorten_module_names
 from memfit.recording.optimizer_accessors import parameters_of
 from memfit.recording.parameter_copies import ParameterCopies
-from memfit.recording.run_stage_marks import RunStageMarks
+from memfit.recording.run_stage_marks import RunStageMarker
 from memfit.recording.training_steps import TrainingStepTracker
 from memfit.records import DeviceUse, Events, MarkKind, Note, Phase, Provenance, ScriptEnd, Trace
-from memfit.trace.pytorch_history_to_columns import history_columns, pool_ids
+from memfit.trace.pytorch_history_to_columns import distinct_pools_of_history, history_columns
 from memfit.trace.snapshot import segments_at_end
 from memfit.trace.stack_table import StackTable
 from memfit.user_frame import is_user_file
@@ -109,7 +109,9 @@ class Recorder:
             on_change=on_change,
             end_now=end_now,
         )
-        self.stages = RunStageMarks(self.book, self.steps, wanted=steps is None and not live, labelled=labels)
+        self.stages = RunStageMarker(
+            self.book, self.steps, wanted=steps is None and not live, labelled=labels
+        )
         self._modules = RunningModuleLabeller(
             self.book,
             self._stacks,
@@ -298,7 +300,7 @@ class Recorder:
             notes=tuple(
                 replace(note, activations=note.workspaces and saved) for note in self._notes.values()
             ),
-            pools=pool_ids(history, snapshot["segments"]),
+            pools=distinct_pools_of_history(history, snapshot["segments"]),
             tensors=tensors,
         )
 

@@ -31,7 +31,7 @@ _FILES = Patch("torch", "save", "load", why="mark checkpoints", source="torch/se
 _SAFETENSORS = Patch("safetensors.torch", "save_file", "load_file", why="mark checkpoints")
 
 
-class RunStageMarks:
+class RunStageMarker:
     """Marks batches, evaluations and checkpoints from ``install`` on.
 
     Args:

@@ -162,7 +162,7 @@ def _shown(entry: _Entry, stack: _Stack) -> _Entry:
     return {**entry, **changes}
 
 
-def frees_with_stacks_of_blocks(history: Sequence[_Entry]) -> list[_Entry]:
+def history_with_stacks_on_frees(history: Sequence[_Entry]) -> list[_Entry]:
     """Return a history in which frees have the stack of their block, as under the context ``alloc``."""
     stacks: dict[int, _Stack] = {}
     changed = []

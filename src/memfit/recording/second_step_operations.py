@@ -28,7 +28,10 @@ from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.recording.model_input_digests import ModelInputRecorder
 from memfit.recording.module_names import ModuleNames
-from memfit.recording.operation_interception import DispatchedOperationsBesideGraphs, before_compilations
+from memfit.recording.operation_interception import (
+    InterceptionModeAllowingCompilation,
+    call_before_compilations,
+)
 from memfit.recording.step_operations import LeftStorages, StepOperationRecorder
 from memfit.records import StepOperations
 from memfit.records.step_operations import Operation
@@ -170,7 +173,7 @@ class CompiledStepRecorder:
 
     def __init__(self, on_compile: Callable[[], None]) -> None:
         self._on_compile = on_compile
-        self._mode = DispatchedOperationsBesideGraphs(self.run)
+        self._mode = InterceptionModeAllowingCompilation(self.run)
         self.is_recording = False
         self._in_graph = 0
         self._kernels: list[Operation] = []
@@ -178,7 +181,7 @@ class CompiledStepRecorder:
 
     def install(self, hooks: InstalledHooks) -> None:
         """Hook compilations and graphs, as soon as the script imports the compiler."""
-        before_compilations(hooks, self._on_compile)
+        call_before_compilations(hooks, self._on_compile)
         hooks.wrap_when_imported(_GRAPH, __call__=self._run_graph)
 
     def start(self) -> None:

@@ -2,7 +2,7 @@
 
 Options are lowered on the trainer's own objects when its training begins: then the script has set them, and a
 checkpoint that it resumes from has been named. Evaluation and saving that the script asks for by steps come
-at least once in the shorter run. Loaders are shortened by ``data_loaders.py``.
+at least once in the shorter run. Loaders are shortened by ``loader_shortener.py``.
 """
 
 import math

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from memfit.random_state import torch_generator_positions
-from memfit.recording.operation_interception import DispatchedOperations
+from memfit.recording.operation_interception import OperationInterceptionMode
 from memfit.recording.tensor_storage import storage_of
 from memfit.records.step_operations import ModuleCall, Operation, StepOperations
 
@@ -79,7 +79,7 @@ class StepOperationRecorder:
             ):
                 self._hooks.callback(handle.remove)
         self._hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._saved, lambda kept: kept))
-        self._hooks.enter_context(DispatchedOperations(self.run))
+        self._hooks.enter_context(OperationInterceptionMode(self.run))
         self._memory.start()
 
     def stop(self) -> StepOperations:

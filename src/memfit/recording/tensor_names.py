@@ -124,7 +124,7 @@ def _quantisation_state(holder: object) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{name}.{inner}", part
 
 
-def describe_tensors_in_allocation(found: Sequence[NamedTensor]) -> TensorInfo:
+def tensor_info_of_allocation(found: Sequence[NamedTensor]) -> TensorInfo:
     """Describe the tensors in one allocation.
 
     Args:

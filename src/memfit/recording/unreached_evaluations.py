@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.patching.patches import Patch
-from memfit.user_frame import is_user_file, lines_of_frames
+from memfit.user_frame import frame_locations, is_user_file
 
 _MODULE = Patch("torch.nn.modules.module:Module", "train", why="learn which evaluations ran")
 
@@ -37,7 +37,7 @@ class UnreachedEvaluations:
             def noted(module: Any, mode: bool = True) -> Any:
                 caller = sys._getframe(1)
                 if not mode and caller.f_code is not original.__code__:  # which sets each submodule likewise
-                    self._called.update(lines_of_frames(caller))
+                    self._called.update(frame_locations(caller))
                 return original(module, mode)
 
             return noted

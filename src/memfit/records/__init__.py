@@ -9,10 +9,10 @@ events     bytes        the answer
 from memfit.records.allocator_comparison import (
     AllocatorComparison,
     AllocatorSetting,
-    CallRates,
     DriverCalls,
     FailedMalloc,
     ReplayResult,
+    SecondsPerDriverCall,
     SettingOutcome,
 )
 from memfit.records.attributed_allocations import Attribution
@@ -25,16 +25,15 @@ from memfit.records.card_context import (
     NcclStage,
     ProcessMemory,
 )
-from memfit.records.dataflow import Dataflow, GraphValue
 from memfit.records.dry_run import (
     Advice,
     ByteRange,
     DryRun,
+    EquivalentRanks,
     Growth,
     OutOfMemory,
     PeakRange,
     RangeCause,
-    RankRole,
     SizeBound,
     Stage,
     StageUse,
@@ -49,14 +48,15 @@ from memfit.records.explanation import (
     GroupBy,
     LiveAllocation,
     MemoryPeak,
-    PhaseChange,
+    PhaseMemoryChange,
     RowChange,
     RunDifference,
 )
 from memfit.records.fragmentation import Fragmentation, Hole, PinningBlock, ReservedBytes, ReservedMemoryUse
+from memfit.records.graph_dataflow import Dataflow, GraphValue
 from memfit.records.max_batch import BatchLimit, BatchRun, MaxBatch
-from memfit.records.peak_by_batch_size import BatchSize, LoaderScan, LongestBatch, MeasuredBatch
-from memfit.records.printed_result import SCHEMA_VERSION
+from memfit.records.peak_by_batch_size import BatchSize, LoaderScan, MeasuredBatch, PeakByBatchSize
+from memfit.records.printable_result import SCHEMA_VERSION
 from memfit.records.provenance import Figure, Note, Provenance, worst_provenance
 from memfit.records.script_change import (
     STRATEGY_TRAITS,
@@ -104,7 +104,7 @@ from memfit.records.trace import (
 )
 from memfit.records.verification import (
     CountedOperations,
-    GradientDifference,
+    GradientComparison,
     MeasuredPeak,
     Verification,
     VerificationVerdict,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, fields
 
-from memfit.records.printed_result import PrintedResult
+from memfit.records.printable_result import PrintableResult
 from memfit.records.provenance import Note
 from memfit.records.trace import ScriptLocation, Segment
 
@@ -27,7 +27,7 @@ class DriverCalls:
 
 
 @dataclass(frozen=True, slots=True)
-class CallRates:
+class SecondsPerDriverCall:
     """Assumed seconds per call of each kind. They may be wrong by several times: none was measured on a card.
 
     Source: on a card of 2010, cudaMalloc took at least 50 us (University of Virginia, "Memory Allocation
@@ -128,7 +128,7 @@ class SettingOutcome:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class AllocatorComparison(PrintedResult):
+class AllocatorComparison(PrintableResult):
     """One trace under several allocator settings."""
 
     json_description = "What ``memfit replay --json`` and ``memfit allocator --json`` write."
@@ -141,7 +141,7 @@ class AllocatorComparison(PrintedResult):
     """Bytes of the device."""
     taken: int
     """Bytes of it that the context and other processes hold."""
-    rates: CallRates
+    rates: SecondsPerDriverCall
     """The rates behind ``seconds_per_step``: seconds that one call of each kind takes."""
     notes: tuple[Note, ...]
     provenance: str = "simulated"

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from memfit.records.printed_result import PrintedResult
+from memfit.records.printable_result import PrintableResult
 from memfit.records.provenance import Figure, Provenance
 
 
@@ -63,7 +63,7 @@ class CheckVerdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class MemoryCheck(PrintedResult):
+class MemoryCheck(PrintableResult):
     """The memory of a run compared with a baseline."""
 
     json_description = "What ``memfit check --json`` writes."

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Self
 
-from memfit.records.peak_by_batch_size import LongestBatch
-from memfit.records.printed_result import PrintedResult
+from memfit.records.peak_by_batch_size import PeakByBatchSize
+from memfit.records.printable_result import PrintableResult
 from memfit.records.provenance import Figure, Note
 from memfit.records.trace import ChildProcess, DeviceUse, JobRank, ScriptEnd, ScriptLocation, Shortened
 
@@ -173,7 +173,7 @@ class PeakRange:
 
 
 @dataclass(frozen=True, slots=True)
-class RankRole:
+class EquivalentRanks:
     """What a rank holds, and which ranks hold the same."""
 
     rank: int
@@ -187,7 +187,7 @@ class RankRole:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class DryRun(PrintedResult):
+class DryRun(PrintableResult):
     """What a script would use."""
 
     json_description = "What ``memfit dry-run --json`` and ``memfit record --json`` write."
@@ -243,7 +243,7 @@ class DryRun(PrintedResult):
     where the two ends meet; for workspaces, where they differ by at most 2 % of the process."""
     rank: JobRank | None = None
     """The rank that the figures are of; None for a script that ran as one process."""
-    ranks: tuple[RankRole, ...] = ()
+    ranks: tuple[EquivalentRanks, ...] = ()
     """Every role of the job's ranks, if memfit ran them all: one that failed first, then the one that needs
     most. The rest of the result is of the first."""
 
@@ -254,7 +254,7 @@ class DryRun(PrintedResult):
     after a few training steps."""
     shortened: tuple[Shortened, ...] = ()
     """What memfit made shorter than the script has it."""
-    longest: tuple[LongestBatch, ...] = ()
+    longest: tuple[PeakByBatchSize, ...] = ()
     """The loaders whose batches memfit looked through for the one that needs most."""
 
     resumed: bool = False

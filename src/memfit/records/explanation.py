@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from memfit.records.dry_run import DryRun
 from memfit.records.fragmentation import Fragmentation
-from memfit.records.printed_result import PrintedResult
+from memfit.records.printable_result import PrintableResult
 from memfit.records.provenance import Provenance
 from memfit.records.trace import Phase, ScriptLocation
 
@@ -76,7 +76,7 @@ class Breakdown:
 
 
 @dataclass(frozen=True, slots=True)
-class PhaseChange:
+class PhaseMemoryChange:
     """The change of allocated memory in one stretch of a phase. Bytes of blocks."""
 
     step: int
@@ -93,7 +93,7 @@ class PhaseChange:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Explanation(PrintedResult):
+class Explanation(PrintableResult):
     """What holds the memory of a run, when, and from which line."""
 
     json_description = "What ``memfit explain --json`` writes."
@@ -105,7 +105,7 @@ class Explanation(PrintedResult):
     """The moment of ``held``: ``peak``, a phase, or a training step."""
     held: Breakdown
     """What holds the memory allocated at that moment."""
-    ledger: tuple[PhaseChange, ...]
+    ledger: tuple[PhaseMemoryChange, ...]
     """What each phase of the first steps changed."""
     fragmentation: Fragmentation | None
     """What the reserved bytes are used for; None if the caller did not ask for it."""
@@ -130,7 +130,7 @@ class RowChange:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class RunDifference(PrintedResult):
+class RunDifference(PrintableResult):
     """Two runs side by side."""
 
     json_description = "What ``memfit diff --json`` writes. The fields are those of ``RunDifference``."

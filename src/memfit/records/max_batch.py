@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from memfit.records.printed_result import PrintedResult
+from memfit.records.printable_result import PrintableResult
 from memfit.records.provenance import Figure
 from memfit.records.trace import DeviceUse, ScriptLocation
 
@@ -37,7 +37,7 @@ class BatchRun:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class MaxBatch(PrintedResult):
+class MaxBatch(PrintableResult):
     """The largest batch size with which a script fits a budget."""
 
     json_description = "What ``memfit max-batch --json`` writes."

@@ -50,7 +50,7 @@ class MeasuredBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class LongestBatch:
+class PeakByBatchSize:
     """How much memory the batches of a loader need, by their size."""
 
     scan: LoaderScan

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from memfit.records.dry_run import Term
-from memfit.records.printed_result import PrintedResult
+from memfit.records.printable_result import PrintableResult
 from memfit.records.provenance import Figure
 from memfit.records.script_change import Change, Equality, equality_of
 from memfit.records.step_operations import OperationCounts
@@ -48,7 +48,7 @@ class PlanRun:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class ScriptPlan(PrintedResult):
+class ScriptPlan(PrintableResult):
     """The fastest plan found for a script under a budget, or why there is none.
 
     A plan that may not fit, because the CUDA context is assumed, is tight: it is chosen if there is no other.
@@ -137,7 +137,7 @@ class ScriptPlan(PrintedResult):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class GpusFor(PrintedResult):
+class GpusFor(PrintableResult):
     """A script on every GPU of the table."""
 
     json_description = "What ``memfit gpus --for --json`` writes."

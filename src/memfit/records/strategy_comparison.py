@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from memfit.records.dry_run import PeakRange
-from memfit.records.printed_result import PrintedResult
+from memfit.records.printable_result import PrintableResult
 from memfit.records.provenance import Figure, Provenance
 from memfit.records.trace import DeviceUse, ScriptLocation
 
@@ -39,7 +39,7 @@ class ComparedRun:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class StrategyComparison(PrintedResult):
+class StrategyComparison(PrintableResult):
     """What a script would need under each set of strategies."""
 
     json_description = "What ``memfit compare --json`` writes."

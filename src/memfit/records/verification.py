@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from memfit.records.printed_result import PrintedResult
+from memfit.records.printable_result import PrintableResult
 from memfit.records.provenance import Figure
 from memfit.records.script_change import Equality
 from memfit.records.step_operations import OperationCounts
@@ -23,7 +23,7 @@ class VerificationVerdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class GradientDifference:
+class GradientComparison:
     """By how much the gradients of two runs differ."""
 
     parameters: int
@@ -60,7 +60,7 @@ class MeasuredPeak:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Verification(PrintedResult):
+class Verification(PrintableResult):
     """What a plan's first update shows."""
 
     json_description = "What ``memfit verify --json`` writes."
@@ -70,9 +70,9 @@ class Verification(PrintedResult):
     """Why the runs are not comparable, or which operations are not the planned ones; otherwise empty."""
     equality: Equality
     """What the plan promises."""
-    planned: GradientDifference
+    planned: GradientComparison
     """The script under the plan, compared with the script as written."""
-    repeated: GradientDifference | None
+    repeated: GradientComparison | None
     """The script as written, run twice; None if the plan keeps its promise, and it ran once."""
     bound: float
     """The largest difference that the plan may make; 0 if it promises every bit."""

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 
 from memfit.records import DryRun, Figure
-from memfit.records.printed_result import PrintedResult
+from memfit.records.printable_result import PrintableResult
 from memfit.report.terminal.summary import print_summary
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Estimate(PrintedResult):
+class Estimate(PrintableResult):
     """The memory a model would use; printing it shows the summary."""
 
     run: DryRun

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from memfit.analysis.fold_module_paths import format_ranges
 from memfit.records import ScriptLocation, Stage
-from memfit.report.escape import escaped
+from memfit.report.escape_control_characters import escaped
 
 
 def short_path(line: str) -> str:

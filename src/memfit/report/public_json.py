@@ -25,17 +25,17 @@ from memfit.records import (
     DeviceUse,
     DryRun,
     Equality,
+    EquivalentRanks,
     Explanation,
     FailedMalloc,
     GpusFor,
-    GradientDifference,
-    LongestBatch,
+    GradientComparison,
     MaxBatch,
     MemoryBaseline,
     Note,
     OutOfMemory,
+    PeakByBatchSize,
     PlanRun,
-    RankRole,
     ScriptLocation,
     ScriptPlan,
     SettingOutcome,
@@ -103,14 +103,14 @@ _IN_PLACE_OF: Mapping[type, Mapping[str, Mapping[str, _Source]]] = {
     },
     Explanation: {"summary": {"*": "summary"}},
     GpusFor: {"plans": {"gpus": "plans"}},
-    LongestBatch: {"scan": _of("scan", "where", "seen", "of", "ended", "largest", "median")},
+    PeakByBatchSize: {"scan": _of("scan", "where", "seen", "of", "ended", "largest", "median")},
     MaxBatch: {"device": {"device": "device", "budget": "budget"}},
     OutOfMemory: {"place": _of("place", *_WHOLE_PLACE)},
     PlanRun: {
         "change": _of("change", "plan", "allocator", "micro_batches", "fused"),
         "place": _PLACE,
     },
-    RankRole: {"place": _PLACE},
+    EquivalentRanks: {"place": _PLACE},
     ScriptPlan: {
         "chosen": {
             **_of("chosen.change", "plan", "allocator", "micro_batches", "fused"),
@@ -139,7 +139,7 @@ _TYPES: Mapping[tuple[type, str], Any] = {
     (ComparedRun, "provenance"): str,
     (DeviceUse, "machine"): str,
     (FailedMalloc, "where"): ScriptLocation,  # known by the time that the result is complete
-    (GradientDifference, "largest"): float | None,  # null stands for a number that is not finite
+    (GradientComparison, "largest"): float | None,  # null stands for a number that is not finite
     (Note, "provenance"): str,
     (PlanRun, "time"): float | None,
     (ScriptPlan, "equality"): Equality | None,

@@ -26,7 +26,12 @@ from memfit.report.terminal.arena_report import ArenaReport, print_arena_report
 from memfit.report.terminal.explanation import print_explanation
 from memfit.report.terminal.gpus import print_gpus_for
 from memfit.report.terminal.max_batch import print_max_batch
-from memfit.report.terminal.packing import PackingSizes, print_graph_packing, print_packing, print_run_packing
+from memfit.report.terminal.packing_sizes import (
+    PackingSizes,
+    print_graph_packing,
+    print_packing,
+    print_run_packing,
+)
 from memfit.report.terminal.run_differences import print_memory_check, print_run_difference
 from memfit.report.terminal.script_plan import print_plan
 from memfit.report.terminal.strategy_comparison import print_strategy_comparison

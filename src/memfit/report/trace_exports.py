@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from memfit.analysis.breakdown import CATEGORY_NAMES
-from memfit.analysis.explanation import allocated_bytes_by_category
-from memfit.analysis.script_location import training_step_of_event
+from memfit.analysis.event_locations import training_step_of_event
+from memfit.analysis.explanation import allocated_by_category_and_event
 from memfit.records import Action, Attribution, Category, MarkKind, Phase, Timeline, Trace
-from memfit.report.escape import escaped
+from memfit.report.escape_control_characters import escaped
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 _PHASES = tuple(Phase)
@@ -42,7 +42,7 @@ def chrome_trace_of_run(trace: Trace, line: Timeline, attribution: Attribution) 
 def _trace_events(trace: Trace, line: Timeline, attribution: Attribution) -> Iterator[dict[str, Any]]:
     times = _times(trace)
     yield {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": " ".join(trace.command) or "memfit"}}
-    levels = allocated_bytes_by_category(attribution, len(trace.events))
+    levels = allocated_by_category_and_event(attribution, len(trace.events))
     columns = {CATEGORY_NAMES[kind]: levels[kind] for kind in Category} | {
         "allocated": line.allocated,
         "reserved": line.reserved,

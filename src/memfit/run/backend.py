@@ -14,15 +14,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from memfit.card.find_card import is_ghost_loaded
+from memfit.card.find_visible_card import is_ghost_loaded
 from memfit.card.outside_allocator import OutsideMemoryMeter
 from memfit.devices import find_device, why_torch_lacks_kernels
 from memfit.ghost.load_ghost import load
-from memfit.ghost.ranks.collective_release_times import WatchedCollectives, wait_until_collectives_released
+from memfit.ghost.ranks.collective_release_times import CollectiveWatcher, wait_until_collectives_released
 from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.ghost.workspaces import WorkspaceSource
 from memfit.native_build import cache_folder
-from memfit.patching.after_import import after_import
+from memfit.patching.after_import import call_after_import
 from memfit.records import DeviceUse, Figure, MachineKind, Provenance
 from memfit.run.child_start import ChildSettings, GhostSettings
 from memfit.run.communicator_memory import CommunicatorMemory
@@ -101,7 +101,7 @@ class GhostBackend(Backend):
         self._values: AssumedValues | None = None
         self._host: RandomFillSkipper | None = None
         self._steps = 0
-        self._collectives: WatchedCollectives | None = None
+        self._collectives: CollectiveWatcher | None = None
         context = settings.device.context.bytes
         self.ghost: GhostRuntime = load(settings.build)
         self.ghost.configure(
@@ -114,7 +114,7 @@ class GhostBackend(Backend):
         device = find_device(settings.device.name)
         self._communicators = CommunicatorMemory(self.ghost, device, options.rank.nproc)
         # Now, not when torch has been imported: the loader may be what imports torch.
-        after_import(_LOADER, self._patch_weight_loading)
+        call_after_import(_LOADER, self._patch_weight_loading)
 
     def begin(self, recorder: "Recorder") -> None:
         """Patch GPU reads, the compilers and, if the options ask for it, the filling of CPU tensors."""
@@ -127,8 +127,8 @@ class GhostBackend(Backend):
 
             finish_stream_work_late(self.ghost)
         else:
-            self._collectives = WatchedCollectives()
-            after_import("torch.distributed.distributed_c10d", self._collectives.install)
+            self._collectives = CollectiveWatcher()
+            call_after_import("torch.distributed.distributed_c10d", self._collectives.install)
         choices = gpu_reads.GpuValueOptions.parse(self._options.values)
         self._values = gpu_reads.answer_gpu_reads(
             self.ghost,
@@ -146,7 +146,7 @@ class GhostBackend(Backend):
         isolate_torch_compile.isolate_compilation(
             self.ghost, caches, recorder.note, labelled=recorder.book.doing
         )
-        after_import("torch._inductor.fx_passes.joint_graph", self._follow_folding)
+        call_after_import("torch._inductor.fx_passes.joint_graph", self._follow_folding)
         if self._options.host_memory:
             from memfit.ghost.skip_random_fills import RandomFillSkipper
 

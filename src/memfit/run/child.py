@@ -5,8 +5,8 @@ recorded on a real GPU, runs the user's script as ``python SCRIPT.py`` would, an
 here imports torch before the script does, so that environment variables that the script sets before importing
 torch take effect.
 
-Python calls ``follow()`` when another process starts (``started_processes.py``), which then records itself.
-Nothing else happens in a process without torch.
+Python calls ``record_started_process()`` when another process starts (``started_processes.py``), which then
+records itself. Nothing else happens in a process without torch.
 """
 
 import atexit
@@ -21,15 +21,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from memfit.errors import MemfitError
-from memfit.patching.after_import import after_import
+from memfit.patching.after_import import call_after_import
 from memfit.records import ScriptEnd
 from memfit.run.backend import CardBackend, GhostBackend
 from memfit.run.child_start import ChildSettings, read_child_settings
 from memfit.run.interruption import release_ctrl_c
 from memfit.run.launchers import free_port
 from memfit.run.parent_pipe import ParentPipe, end_process_with_parent, open_parent_pipe
-from memfit.run.script_process import ScriptProcess
-from memfit.run.standby_fork import StandbyFork
+from memfit.run.run_and_record_script import ScriptProcess
+from memfit.run.standby_fork import StandbyForker
 from memfit.run.started_processes import SETTINGS, SITE, follow_started_processes
 
 
@@ -54,15 +54,15 @@ def main() -> None:
         os.environ.update(settings.options.rank.variables(free_port()))
     process = ScriptProcess(tuple(command), settings, backend, parent)
     if settings.standby is not None:
-        process.standby = StandbyFork(settings.standby, descriptor, process.go_on)
-    after_import("torch", process.begin)
+        process.standby = StandbyForker(settings.standby, descriptor, process.go_on)
+    call_after_import("torch", process.begin)
     if settings.ghost is not None:
         follow_started_processes(settings)
     release_ctrl_c()
     process.finish(process.script())
 
 
-def follow() -> None:
+def record_started_process() -> None:
     """Load the ghost before this process imports torch, and record the process if it uses the GPU."""
     site = Path(sys.modules[SITE].__file__ or "").parent
     try:
@@ -94,7 +94,7 @@ class _BeforeTorch(importlib.abc.MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         backend = GhostBackend(self._settings.ghost, self._settings.options)
-        after_import("torch", _FollowedProcess(self._settings, backend).begin)
+        call_after_import("torch", _FollowedProcess(self._settings, backend).begin)
         return importlib.util.find_spec(fullname)
 
 

@@ -12,8 +12,8 @@ from memfit.ghost.build.runtime_library import BuiltGhost
 from memfit.ghost.ghost_device import GhostDevice
 from memfit.python_command import command_running_module
 from memfit.records import DeviceUse
+from memfit.run.descendant_processes import kill_descendants
 from memfit.run.options import RunOptions
-from memfit.run.process_tree import kill_descendants
 
 
 class GhostSettings(msgspec.Struct, frozen=True):
@@ -61,7 +61,7 @@ def read_child_settings(text: str) -> ChildSettings:
     return msgspec.convert(json.loads(text), ChildSettings, dec_hook=lambda kind, value: kind(value))
 
 
-class RunningScript(Protocol):
+class ScriptSubprocess(Protocol):
     """A process that runs a script; ``subprocess.Popen`` is one."""
 
     pid: int
@@ -80,7 +80,7 @@ class RunningScript(Protocol):
         """Kill it, if it runs."""
 
 
-def kill_script(process: RunningScript) -> None:
+def kill_script(process: ScriptSubprocess) -> None:
     """Kill a script's process with all that it started, unless it has ended; wait for its end."""
     if process.poll() is None:
         kill_descendants(process.pid)
@@ -88,7 +88,7 @@ def kill_script(process: RunningScript) -> None:
     process.wait()
 
 
-StartScript = Callable[[tuple[str, ...], ChildSettings], RunningScript]
+StartScript = Callable[[tuple[str, ...], ChildSettings], ScriptSubprocess]
 """What starts a process that runs a script, by its command: ``start_script``, or a standby."""
 
 

@@ -78,7 +78,7 @@ def share_interruption_with_threads(interruption: Interruption) -> Iterator[None
 
 
 @contextmanager
-def script_handles_ctrl_c(patience: float | None) -> Iterator[Interruption]:
+def leave_ctrl_c_to_script(patience: float | None) -> Iterator[Interruption]:
     """Leave the first Ctrl-C to the script; this process then reports on the run.
 
     A signal to this process alone (a scheduler's SIGTERM) ends the script as well.

@@ -88,7 +88,7 @@ def rank_started_by_torchrun(environment: Mapping[str, str]) -> Rank | None:
     return Rank(rank=int(environment["RANK"]), nproc=nproc, nnodes=int(environment["WORLD_SIZE"]) // nproc)
 
 
-def check_world_size(environment: Mapping[str, str]) -> None:
+def check_world_size_is_one(environment: Mapping[str, str]) -> None:
     """Refuse an environment in which the script would wait for other processes that do not exist.
 
     Raises:

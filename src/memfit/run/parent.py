@@ -22,25 +22,26 @@ from pathlib import Path
 import msgspec
 
 from memfit.atomic_files import check_output_paths
-from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import MemfitError, OutputError, TargetError, UsageError
 from memfit.records import ChildProcess, ScriptEnd, Trace
 from memfit.records.job_function_command import command_as_typed
 from memfit.run.child_start import (
     ChildSettings,
     GhostSettings,
-    RunningScript,
+    ScriptSubprocess,
     StartScript,
     kill_script,
     start_script,
 )
-from memfit.run.interruption import Interruption, hold_ctrl_c_back, script_handles_ctrl_c
+from memfit.run.interruption import Interruption, hold_ctrl_c_back, leave_ctrl_c_to_script
 from memfit.run.options import RunOptions
 from memfit.run.parent_pipe import ChildMessage
-from memfit.run.ranks_beside_script import OtherRanks, StartedRanks
+from memfit.run.ranks_beside_script import OtherRanks
+from memfit.run.ranks_started_by_script import StartedRanks
 from memfit.run.run_script_as_python import check_script_path
 from memfit.run.started_processes import UnfollowedProcesses, read_started_processes
 from memfit.temporary_folders import TemporaryFolder
+from memfit.termination_signals import INTERRUPTED
 from memfit.trace.trace_file import read_trace
 
 _REFUSALS: dict[int, type[MemfitError]] = {error.exit_code: error for error in (UsageError, TargetError)}
@@ -120,7 +121,7 @@ def run_script(
         os.mkfifo(pipe)
         reader = os.open(pipe, os.O_RDWR)  # also to write: so it does not end before this process does
         try:
-            with script_handles_ctrl_c(patience) as interruption:
+            with leave_ctrl_c_to_script(patience) as interruption:
                 asks = folder if options.rank.world_size > 1 and not options.real_ranks else ""
                 settings = ChildSettings(
                     options, ghost, str(path.absolute()), str(fallback), folder, str(pipe), asks
@@ -213,7 +214,7 @@ def _run_process(
     raise TargetError(_died(process.wait(), on_ghost=settings.ghost is not None))
 
 
-def _messages(reader: int, process: RunningScript) -> Iterator[ChildMessage | None]:
+def _messages(reader: int, process: ScriptSubprocess) -> Iterator[ChildMessage | None]:
     """Yield the child's messages, and None after each interval without one, until the child ends."""
     decoder = msgspec.json.Decoder(ChildMessage)
     rest = b""

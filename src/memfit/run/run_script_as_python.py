@@ -22,11 +22,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import TargetError, UsageError
-from memfit.input_files import check_ordinary_file, read_input_file
+from memfit.input_files import check_ordinary_file_or_folder, read_input_file
 from memfit.patching.patches import call_before
 from memfit.records import ScriptEnd
+from memfit.termination_signals import INTERRUPTED
 
 _MAX_BYTES = 1 << 26
 _PYTHON = re.compile(r"python[0-9.]*")
@@ -237,7 +237,7 @@ def call_at_process_end(end: Callable[[BaseException | None, bool], object]) -> 
 
 def _at_interpreter_end(end: Callable[[BaseException | None, bool], object]) -> None:
     raised: list[BaseException] = []
-    note_exit_exceptions(raised.append)
+    note_process_ending_exception(raised.append)
 
     def ended() -> None:
         atexit.unregister(ended)  # memfit then runs all exit handlers, and must not call this one again
@@ -246,7 +246,7 @@ def _at_interpreter_end(end: Callable[[BaseException | None, bool], object]) -> 
     atexit.register(ended)
 
 
-def note_exit_exceptions(note: Callable[[BaseException], None]) -> None:
+def note_process_ending_exception(note: Callable[[BaseException], None]) -> None:
     """Call ``note`` with the exception that ends this process: of ``sys.exit``, or an uncaught one."""
     sys.exit = call_before(lambda code=None, /: note(SystemExit(code)), sys.exit)
     sys.excepthook = call_before(lambda _kind, error, _trace: note(error), sys.excepthook)
@@ -274,7 +274,7 @@ def check_script_path(path: Path) -> None:
                 "ten lines or a job (docs/planning.md), or call memfit.estimate(model, inputs)."
             )
         raise UsageError(f"No such script: {path}. Give the path as you would to python.")
-    check_ordinary_file(path)
+    check_ordinary_file_or_folder(path)
     if path.suffix == ".ipynb":
         raise UsageError(
             f"{path} is a notebook, not a script. Convert it, and delete IPython's own lines:\n"

@@ -31,15 +31,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from memfit.patching.patches import Patch
-from memfit.run.fork_state import (
+from memfit.run.descendant_processes import kill_descendants
+from memfit.run.fork_safety import (
+    gpu_memory_shortage,
     is_thread_harmless_to_fork,
-    memory_shortage_in_fork,
     obstacle_to_fork,
     open_files_of_process,
     repair_fork,
 )
 from memfit.run.interruption import hold_ctrl_c_back, release_ctrl_c
-from memfit.run.process_tree import kill_descendants
 from memfit.run.run_script_as_python import flush_output
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class StandbyMessage(msgspec.Struct, omit_defaults=True):
     """The exit code of that process, as in ``subprocess``; None when it has started."""
 
 
-class StandbyFork:
+class StandbyForker:
     """Forks the script's process: before threads and processes of its own, and at last before it trains.
 
     Args:
@@ -171,7 +171,7 @@ class StandbyFork:
         handlers = {number: signal.getsignal(number) for number in _SIGNALS}
         if None in handlers.values():
             unsafe = "the script has a signal handler of a library"
-        if why := obstacle_to_fork() or unsafe or memory_shortage_in_fork():
+        if why := obstacle_to_fork() or unsafe or gpu_memory_shortage():
             self._end(why, last=last)
             return
         flush_output()

@@ -1,8 +1,8 @@
 """The processes that a script starts: Python programs, which record themselves, and others.
 
 The script's process puts a folder with a ``sitecustomize.py`` on ``PYTHONPATH``, which children inherit, and
-Python imports it when it starts: it calls ``follow`` in ``child.py``. A child that uses the GPU keeps one
-small file in the run's folder.
+Python imports it when it starts: it calls ``record_started_process`` in ``child.py``. A child that uses the
+GPU keeps one small file in the run's folder.
 
 A process starts without this ``sitecustomize`` under ``python -I``, with an environment of its own, or in
 another Python. Its memory map shows which CUDA runtime it has loaded; memfit names it, but cannot follow it.
@@ -26,8 +26,8 @@ import msgspec
 from memfit.patching.patches import Patch, call_before
 from memfit.records import ChildProcess, Figure
 from memfit.run.child_start import ChildSettings, child_settings_as_json
-from memfit.run.process_tree import descendants_of_process, processes_with_environment
-from memfit.run.run_script_as_python import classify_script_end, note_exit_exceptions
+from memfit.run.descendant_processes import descendants_of_process, processes_with_environment
+from memfit.run.run_script_as_python import classify_script_end, note_process_ending_exception
 from memfit.units import format_bytes
 
 SITE = "sitecustomize"
@@ -38,8 +38,8 @@ _SUFFIX = ".child"
 _CODE = """
 import sys
 if sys.prefix == {prefix!r}:
-    from memfit.run.child import follow
-    follow()
+    from memfit.run.child import record_started_process
+    record_started_process()
 """
 _MOST_CHARACTERS = 80
 """Of a command that is shown."""
@@ -117,7 +117,7 @@ def _command_name(command: Sequence[str]) -> str:
     return name if len(name) <= _MOST_CHARACTERS else f"{name[:_MOST_CHARACTERS]}..."
 
 
-def record_failing_fork(folder: Path) -> None:
+def record_gpu_use_after_fork(folder: Path) -> None:
     """Record this fork of a process that used the GPU if it uses the GPU, too: that fails, on a card as well.
 
     Source: ``_lazy_init``, torch/cuda/__init__.py, PyTorch 2.14.1.
@@ -133,7 +133,7 @@ def record_failing_fork(folder: Path) -> None:
     _CUDA.install("_lazy_init", partial(call_before, record))
 
 
-class StartedProcessRecord:
+class StartedProcessRecorder:
     """Records in the run's folder what this process has held at most, and how it failed.
 
     It does so from its first use of the GPU on, not only at its end: it may be killed, or leave by
@@ -156,7 +156,7 @@ class StartedProcessRecord:
         self._process = os.getpid()
         torch._C._cuda_attach_out_of_memory_observer(self._ran_out)  # type: ignore[attr-defined]
         os._exit = call_before(lambda code=None, /: self._leave(SystemExit(code)), os._exit)
-        note_exit_exceptions(self._leave)
+        note_process_ending_exception(self._leave)
         self._write()
 
     def update(self) -> None:

@@ -24,18 +24,18 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import TargetError
 from memfit.ghost.build.torch_install import installed_torch_version
 from memfit.injection.inject_plan import inject_change
 from memfit.injection.injection_files import InjectionReport, InjectionSettings
-from memfit.patching.after_import import after_import
+from memfit.patching.after_import import call_after_import
 from memfit.planning.plan_file import PlanFile, read_plan
 from memfit.records import Change
 from memfit.records.job_function_command import command_as_typed
-from memfit.report.escape import escaped
+from memfit.report.escape_control_characters import escaped
 from memfit.run.run_script_as_python import print_exception_as_python_does, run_script_as_main
-from memfit.trials.trial_run import why_kept_results_were_recomputed
+from memfit.termination_signals import INTERRUPTED
+from memfit.trials.trial_run import recomputed_saved_ops_in_words
 from memfit.versions import __version__
 from memfit.watching.prediction import PlannedPeak
 from memfit.watching.watch import Watch, watch
@@ -45,7 +45,7 @@ FLAG = "--as-far-as-it-goes"
 _NO_MODEL = "NOT APPLIED: no optimizer of this process has taken the parameters of a model."
 
 
-class PlanOutcome:
+class PlanApplicationWatcher:
     """What becomes of a plan. The first rank says it, if there are several; all are ended.
 
     Args:
@@ -64,7 +64,7 @@ class PlanOutcome:
         as_far_as_it_goes: bool,
     ) -> None:
         self._file, self._plan = file, plan
-        self.carried_out = changes_made_in_training(plan.change)
+        self.carried_out = automatic_part_of_change(plan.change)
         """What of the plan needs no change of the script."""
         self.left_out = changes_left_to_user(plan.change)
         """What does, and how to carry it out."""
@@ -120,7 +120,7 @@ class PlanOutcome:
                 f"{', '.join(report.missing)}"
             )
         if report.again:
-            self._say(f"NOT AS PLANNED: {why_kept_results_were_recomputed(report.again)}")
+            self._say(f"NOT AS PLANNED: {recomputed_saved_ops_in_words(report.again)}")
         for why, model in report.refusals:
             if not model or self._plan.made_for(model):
                 self._miss(f"NOT APPLIED{f' to {model}' if model else ''}: {why}")
@@ -216,7 +216,7 @@ _IN_THE_LOOP = ("accumulation", "sharding")
 """Strategies that a plan's settings may have, and that take a change of the script."""
 
 
-def changes_made_in_training(change: Change) -> Change:
+def automatic_part_of_change(change: Change) -> Change:
     """Return the part of a change that memfit makes while the script trains."""
     plan = {name: given for name, given in change.plan.items() if name not in _IN_THE_LOOP}
     divided = change.micro_batches
@@ -265,14 +265,16 @@ def main() -> None:
     settings = msgspec.json.decode(sys.argv[1], type=TrainSettings)
     command = tuple(sys.argv[2:])
     plan = read_plan(Path(settings.plan))
-    outcome = PlanOutcome(settings.plan, plan, command, as_far_as_it_goes=settings.as_far_as_it_goes)
+    outcome = PlanApplicationWatcher(
+        settings.plan, plan, command, as_far_as_it_goes=settings.as_far_as_it_goes
+    )
     outcome.begin({"memfit": __version__, "torch": installed_torch_version()})
     change = outcome.carried_out
     if change.allocator:
         os.environ[CONF] = change.allocator
     inject_change(InjectionSettings(change, silent=False, strict=True), outcome.report)
-    after_import("torch", outcome.watch_steps)
-    after_import("torch", _watch(settings, plan, command, whole=not outcome.left_out).start)
+    call_after_import("torch", outcome.watch_steps)
+    call_after_import("torch", _watch(settings, plan, command, whole=not outcome.left_out).start)
     try:
         run_script_as_main(command + change.arguments, module=settings.module)
     except SystemExit as end:

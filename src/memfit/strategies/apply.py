@@ -22,7 +22,10 @@ from torch.optim import Optimizer
 
 from memfit.errors import UsageError
 from memfit.strategies.configuration import Configuration
-from memfit.strategies.mechanisms.master_weights import function_to_round_into_parameters, replace_parameters
+from memfit.strategies.mechanisms.master_weights import (
+    function_to_round_into_parameters,
+    replace_optimizer_parameters,
+)
 from memfit.strategies.mechanisms.offloaded_optimizer_state import BLOCK_BYTES, OffloadedOptimizerState
 from memfit.strategies.mechanisms.optimizer_step import check_step_is_not_replaced, replace_optimizer_step
 from memfit.strategies.mechanisms.step_in_backward import (
@@ -188,7 +191,7 @@ def apply_to_optimizer(
     state.optimizer(optimizer, *models)
     with ExitStack() as undo:
         if masters:
-            replace_parameters(optimizer, masters)
+            replace_optimizer_parameters(optimizer, masters)
         offloaded = in_backward = None
         if state.offload:
             blocks = 0 if state.step_in_backward else BLOCK_BYTES

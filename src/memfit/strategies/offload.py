@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from memfit.errors import UsageError
-from memfit.strategies.mechanisms.host_copies import HostCopies, SideStreamCopies
+from memfit.strategies.mechanisms.host_copies import HostCopier, SideStreamCopier
 from memfit.strategies.mechanisms.module_patterns import modules_named
 from memfit.strategies.mechanisms.recompute_forward import CheckpointedForward
 from memfit.strategies.mechanisms.saved_tensor_offload import SavedTensorOffloader
@@ -72,17 +72,17 @@ class Offload:
         around = OffloadedActivations(self)
         undo = ExitStack()
         for module in selected:
-            undo.callback(wrap_forward(module, around, OffloadedModule))
-        undo.callback(wrap_forward(model, around, OffloadedModel))
+            undo.callback(wrap_forward(module, around, OffloadedModuleForward))
+        undo.callback(wrap_forward(model, around, OffloadedModelForward))
         return undo.close
 
-    def copies(self, device: torch.device) -> HostCopies | None:
+    def copies(self, device: torch.device) -> HostCopier | None:
         """Return what copies between a device and the host; None for the host."""
         if device.type != "cuda":
             return None
         if self.prefetch == 0:
-            return HostCopies(device, pin_memory=self.pin_memory)
-        return SideStreamCopies(device)
+            return HostCopier(device, pin_memory=self.pin_memory)
+        return SideStreamCopier(device)
 
     def _select(self, model: nn.Module) -> list[nn.Module]:
         regions = {
@@ -142,7 +142,7 @@ class OffloadedActivations:
 
 # torch.compile traces neither wrapper. A compiled module inside saves its tensors when it runs: the hooks see
 # them there.
-class OffloadedModule(WrappedForward):
+class OffloadedModuleForward(WrappedForward):
     """The forward of a module whose saved tensors are offloaded."""
 
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
@@ -154,7 +154,7 @@ class OffloadedModule(WrappedForward):
             return self.__wrapped__(*args, **kwargs)
 
 
-class OffloadedModel(WrappedForward):
+class OffloadedModelForward(WrappedForward):
     """The forward of the whole model: its parameters and buffers stay on the device."""
 
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]

@@ -16,7 +16,7 @@ from torch import nn
 
 from memfit.errors import UsageError
 from memfit.strategies.mechanisms.wrap_forward import WrappedForward, wrap_forward
-from memfit.strategies.precision_decorators import enable_precision_decorators
+from memfit.strategies.precision_decorators import enable_fp16_decorators
 from memfit.strategies.setting_checks import check_setting_types
 
 Dtype = Literal["bf16", "fp16", "fp32"]
@@ -160,7 +160,7 @@ class Precision:
         """
         with ExitStack() as undo:
             if self.dtype != "fp32":
-                undo.callback(enable_precision_decorators(model, self.torch_dtype, autocast=self.autocast))
+                undo.callback(enable_fp16_decorators(model, self.torch_dtype, autocast=self.autocast))
             if self.autocast:
                 undo.callback(wrap_forward(model, self, _AutocastForward))
             else:

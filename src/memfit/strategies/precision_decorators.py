@@ -35,9 +35,7 @@ LOW = (torch.bfloat16, torch.float16)
 _MARK = "_memfit_precision"
 
 
-def enable_precision_decorators(
-    model: nn.Module, dtype: torch.dtype, *, autocast: bool
-) -> Callable[[], None]:
+def enable_fp16_decorators(model: nn.Module, dtype: torch.dtype, *, autocast: bool) -> Callable[[], None]:
     """Enable the decorators in a model and all its modules; return a function that disables them.
 
     The mark is an attribute of each module, a tuple of plain values: copies of the model have it, unpickling

@@ -32,7 +32,7 @@ def history_columns(
     is_user_file: Callable[[str], bool],
     table: StackTable | None = None,
 ) -> tuple[Events, tuple[tuple[int, ...], ...], tuple[Frame, ...]]:
-    """Convert one device's history to columns; ``pool_ids`` returns the pool ids behind the pool numbers.
+    """Convert one device's history to columns, with pools by number (``distinct_pools_of_history``).
 
     Args:
         history: ``torch.cuda.memory._snapshot()["device_traces"][device]``, ``n`` events of any PyTorch
@@ -76,7 +76,7 @@ def stream_numbers(history: Iterable[Mapping[str, Any]]) -> dict[int, int]:
     return {stream: index for index, stream in enumerate(dict.fromkeys([0, *(e["stream"] for e in history)]))}
 
 
-def pool_ids(
+def distinct_pools_of_history(
     history: Iterable[Mapping[str, Any]], segments: Iterable[Mapping[str, Any]] = ()
 ) -> tuple[tuple[int, int], ...]:
     """List the pools of a history: the default pool first, others in order of appearance.
@@ -88,7 +88,7 @@ def pool_ids(
     Returns:
         Nothing if an event has no pool.
 
-    >>> pool_ids([{"pool_id": (0, 7)}, {"pool_id": (0, 0)}], [{"segment_pool_id": (3, 0)}])
+    >>> distinct_pools_of_history([{"pool_id": (0, 7)}, {"pool_id": (0, 0)}], [{"segment_pool_id": (3, 0)}])
     ((0, 0), (0, 7), (3, 0))
     """
     named = [event.get("pool_id") for event in history]
@@ -99,7 +99,7 @@ def pool_ids(
 
 
 def _pool_column(history: Sequence[Mapping[str, Any]]) -> npt.NDArray[np.int32] | None:
-    number = {pool: index for index, pool in enumerate(pool_ids(history))}
+    number = {pool: index for index, pool in enumerate(distinct_pools_of_history(history))}
     if not number:
         return None
     return np.array(array("i", [number[event["pool_id"]] for event in history]), np.int32)

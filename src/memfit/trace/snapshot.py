@@ -28,8 +28,8 @@ from memfit.records import (
 from memfit.trace.pytorch_history_to_columns import (
     ACTIONS,
     check_pool_id,
+    distinct_pools_of_history,
     history_columns,
-    pool_ids,
     stream_numbers,
 )
 from memfit.trace.safe_pickle import NotPlainDataError, load_plain_pickle
@@ -114,7 +114,7 @@ def trace_of_snapshot(snapshot: Mapping[str, Any], device: int = 0) -> Trace:
         },
         versions={},
         command=(),
-        pools=pool_ids(histories[device], _of_device(snapshot, device)),
+        pools=distinct_pools_of_history(histories[device], _of_device(snapshot, device)),
     )
 
 

@@ -44,8 +44,8 @@ from memfit.trace.trace_limits import (
     MAX_EVENTS,
     MAX_HEADER_BYTES,
     MAX_TEXT,
-    excess_rows_of_trace,
-    longest_text_in_trace,
+    exceeded_trace_limit,
+    longest_text_length_in_trace,
 )
 
 FORMAT = "memfit trace"
@@ -117,11 +117,11 @@ def write_trace(trace: Trace, path: Path) -> None:
         OutputError: the file cannot be written.
         UsageError: the trace is too large to be read back, or the path names something other than a file.
     """
-    if too_many := excess_rows_of_trace(trace):
+    if too_many := exceeded_trace_limit(trace):
         raise UsageError(f"Cannot write {path}: the run has {too_many}. Run fewer steps.")
     rest = {name: getattr(trace, name) for name in _rest_of_trace()}
     header = {"format": FORMAT, "version": VERSION, "events": len(trace.events), **rest}
-    members = {_HEADER: _encode(header, cut=longest_text_in_trace(trace) > MAX_TEXT)}
+    members = {_HEADER: _encode(header, cut=longest_text_length_in_trace(trace) > MAX_TEXT)}
     if len(members[_HEADER]) > MAX_HEADER_BYTES:
         raise UsageError(
             f"Cannot write {path}: the tables of the trace take {len(members[_HEADER]):,} bytes, but a trace "
@@ -187,9 +187,9 @@ def _read(file: BinaryIO) -> Trace:
         raise _TraceError(f"is damaged ({error}). Record the run again.") from None
     rest: dict[str, Any] = {name: getattr(header, name) for name in _rest_of_trace()}
     trace = Trace(events=Events(**columns), **rest)
-    if too_many := excess_rows_of_trace(trace):
+    if too_many := exceeded_trace_limit(trace):
         raise _TraceError(f"has {too_many}.")
-    if (length := longest_text_in_trace(trace)) > MAX_TEXT:
+    if (length := longest_text_length_in_trace(trace)) > MAX_TEXT:
         raise _TraceError(f"contains a text of {length:,} characters, but at most {MAX_TEXT:,} are allowed.")
     for fault in _faults(trace):
         raise _TraceError(f"is inconsistent ({fault}). The file was damaged or edited. Record the run again.")

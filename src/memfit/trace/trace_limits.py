@@ -36,7 +36,7 @@ _TABLES = (
 )
 
 
-def excess_rows_of_trace(trace: Trace) -> str:
+def exceeded_trace_limit(trace: Trace) -> str:
     """Return what a trace has too many of; empty if nothing."""
     if len(trace.events) > MAX_EVENTS:
         return f"{len(trace.events):,} events, but a trace can have at most {MAX_EVENTS:,}"
@@ -48,7 +48,7 @@ def excess_rows_of_trace(trace: Trace) -> str:
     return ""
 
 
-def longest_text_in_trace(trace: Trace) -> int:
+def longest_text_length_in_trace(trace: Trace) -> int:
     """Return the number of characters of the longest text of a trace."""
     return max(map(len, _texts(trace)))
 

@@ -85,9 +85,9 @@ _shared: WeakValueDictionary[str, _SharedArena] = WeakValueDictionary()  # by de
 
 def _arena(settings: ArenaSettings, device: str) -> _SharedArena:
     """Return the arena that is open on a device, or open one."""
-    from memfit.arenas.open_arena import arena, open_arena_on_device
+    from memfit.arenas.open_arena import arena, current_arena
 
-    found, shared = open_arena_on_device(device), _shared.get(device)
+    found, shared = current_arena(device), _shared.get(device)
     if shared is not None and shared.arena is not found:
         shared = None
     if found is not None and found.settings == settings:

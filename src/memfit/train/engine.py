@@ -31,14 +31,14 @@ from memfit.train.callbacks import Callback, call_callbacks, callbacks_in_call_o
 from memfit.train.data.loader_order import set_sampler_epoch
 from memfit.train.data.loader_position import check_loader_batch_size, number_of_batches
 from memfit.train.data.split_batch import BatchSplitter
+from memfit.train.divided_batch_updates import DividedBatchStepper, raise_missing_loss
 from memfit.train.engine_setup import set_up_engine
-from memfit.train.full_batch_steps import FullBatchStepper, missing_loss_error
 from memfit.train.gathered_batches import MicroBatches, gather_batches_by_window
 from memfit.train.optimizer_update import Protect
 from memfit.train.resume.save_and_load_run import ResumableRun
 from memfit.train.resume.saved_engine_parts import EngineParts
 from memfit.train.training_job import Interval, Job, Loss, as_job
-from memfit.train.validation import Metric, validation_means, validation_metric_names, warn_of_evaluation_mode
+from memfit.train.validation import Metric, run_validation, validation_metric_names, warn_of_evaluation_mode
 
 
 class Engine(ResumableRun):
@@ -113,8 +113,8 @@ class Engine(ResumableRun):
         """The means of the last validation, by name."""
         self._stopped = self._left_others = False
         self._ledger = AccumulationLedger(update, gradients, partial(call_callbacks, ref(self)))
-        self._loss, self._splitter = job.loss or missing_loss_error, BatchSplitter(size, split)
-        self._full_batch = FullBatchStepper(
+        self._loss, self._splitter = job.loss or raise_missing_loss, BatchSplitter(size, split)
+        self._full_batch = DividedBatchStepper(
             self._ledger, self.model, self.plan, self._loss, self._splitter, self._arena_steps, retry=retry
         )
         self._accumulation = self.plan.accumulation or Accumulation()
@@ -254,7 +254,7 @@ class Engine(ResumableRun):
         # A replica's own forward is collective, but the ranks may validate different numbers of batches.
         model = module_inside_ddp(self.model)
         together = self._ledger.gradients.reduces_in_backward and self._ranks.size > 1
-        self.metrics = validation_means(
+        self.metrics = run_validation(
             model, loader, wanted, self.autocast, test, size, self._ranks, together=together
         )
         return self.metrics

@@ -20,7 +20,7 @@ from memfit.strategies import apply
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.mechanisms.master_weights import (
     float32_copies,
-    replace_parameters,
+    replace_optimizer_parameters,
     round_copies_into_parameters,
 )
 from memfit.strategies.mechanisms.module_patterns import class_name, module_without_compile_wrapper
@@ -183,7 +183,7 @@ def _restore_float32_parameters(reference: "ref[OptimizerUpdate]") -> None:
     if update is not None:
         round_copies_into_parameters(update.masters)
         originals = {master: parameter for parameter, master in update.masters.items()}
-        replace_parameters(update.optimizer, originals)
+        replace_optimizer_parameters(update.optimizer, originals)
 
 
 _ADD_SHARDING = (

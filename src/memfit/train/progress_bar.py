@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from memfit.random_state import preserve_python_state
+from memfit.random_state import preserve_python_random_state
 
-with preserve_python_state():  # importing rich draws random numbers from the script's generator
+with preserve_python_random_state():  # importing rich draws random numbers from the script's generator
     from rich.console import Console
     from rich.progress import (
         BarColumn,

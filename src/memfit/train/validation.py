@@ -30,7 +30,7 @@ def validation_metric_names(metrics: Mapping[str, Metric] | None, loader: Iterab
     return []
 
 
-def validation_means(  # noqa: PLR0913 - what the engine knows about its validation
+def run_validation(  # noqa: PLR0913 - what the engine knows about its validation
     model: nn.Module,
     loader: Iterable[Any],
     metrics: Mapping[str, Metric],

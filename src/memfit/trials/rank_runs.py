@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from memfit.analysis.equivalent_ranks import find_what_ranks_hold
+from memfit.analysis.side_stream_peak_range import may_side_streams_change_peak
 from memfit.analysis.strategy_comparison import first_rank_that_holds_most, ranks_that_may_need_most
-from memfit.analysis.stream_races import may_streams_race
 from memfit.analysis.summary import summarize_trace
 from memfit.analysis.trial_result import TrialResult, why_run_failed
 from memfit.records import Change, ScriptEnd, ScriptLocation
@@ -174,7 +174,7 @@ class RankRuns:
         first, again = self._once(change, what, rank), None
         if isinstance(first, ScriptEnd):
             return first
-        if not change.finish_late and may_streams_race(first.trace):
+        if not change.finish_late and may_side_streams_change_peak(first.trace):
             again = self._once(replace(change, finish_late=True), what, rank)
         return RankRun(rank, first, again if isinstance(again, TrialResult) else None)
 

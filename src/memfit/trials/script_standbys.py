@@ -21,15 +21,15 @@ from memfit.records import Change, traits_of_strategy
 from memfit.run.child_start import (
     ChildSettings,
     GhostSettings,
-    RunningScript,
+    ScriptSubprocess,
     StartScript,
     start_script,
     write_child_settings_file,
 )
+from memfit.run.descendant_processes import kill_descendants
 from memfit.run.options import RunOptions
-from memfit.run.process_tree import kill_descendants
 from memfit.run.standby_fork import MOST_BYTES, StandbyMessage
-from memfit.trials.side_by_side import scripts_that_fit_in_memory
+from memfit.trials.runs_side_by_side import count_scripts_that_fit_in_memory
 
 _GONE = -signal.SIGKILL
 """The exit code of runs whose standby has gone."""
@@ -115,7 +115,7 @@ class Standby:
         self.declined = ""
         """Why the script's process could not be forked."""
 
-    def start(self, command: tuple[str, ...], settings: ChildSettings) -> RunningScript:
+    def start(self, command: tuple[str, ...], settings: ChildSettings) -> ScriptSubprocess:
         """Start the whole run, which leaves a standby."""
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._started = time.monotonic()
@@ -135,7 +135,7 @@ class Standby:
                 self.close()
         return bool(self._process)
 
-    def fork(self, _command: tuple[str, ...], settings: ChildSettings) -> RunningScript:
+    def fork(self, _command: tuple[str, ...], settings: ChildSettings) -> ScriptSubprocess:
         """Start another run of the same command, forked from the standby."""
         if self._channel is None:
             raise AssertionError  # is_ready
@@ -276,7 +276,7 @@ class ScriptStandbys:
         """Add the standby of a run that is to begin; return None if it is to leave none."""
         if run.options.real_ranks or self._all_for(run):  # ranks must fork at the same moment
             return None
-        if self._kept and scripts_that_fit_in_memory() < _SPARE:
+        if self._kept and count_scripts_that_fit_in_memory() < _SPARE:
             return None
         unused = [kept for kept in self._kept if kept.users == 0]
         if len(self._kept) >= _MOST:

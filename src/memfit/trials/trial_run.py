@@ -14,7 +14,7 @@ from memfit.records import Change, ScriptEnd, StepOperations
 from memfit.run.child_start import StartScript, start_script
 from memfit.run.options import RunOptions
 from memfit.run.parent import ScriptProgress, run_script
-from memfit.run.resolve_options import resolve_ghost_settings
+from memfit.run.resolve_ghost_settings import resolve_ghost_settings
 from memfit.temporary_folders import TemporaryFolder
 from memfit.trials.script_standbys import ScriptRun, ScriptStandbys
 
@@ -116,15 +116,15 @@ def _run_once(
             return trace.end, False
         report = injection.report()
         if report.again:
-            return ScriptEnd("refused", 0, why_kept_results_were_recomputed(report.again)), True
+            return ScriptEnd("refused", 0, recomputed_saved_ops_in_words(report.again)), True
         operations = injection.operations()
         return TrialResult(trace, report.models, report.shares, operations, counts=report.operations), True
 
 
-def why_kept_results_were_recomputed(again: Mapping[str, int]) -> str:
+def recomputed_saved_ops_in_words(again: Mapping[str, int]) -> str:
     """Return what is wrong if kept results are recomputed, as a clause.
 
-    >>> why_kept_results_were_recomputed({"aten.addmm.default": 36})
+    >>> recomputed_saved_ops_in_words({"aten.addmm.default": 36})
     'the recomputation runs again what the plan keeps: aten.addmm.default (36 times)'
     """
     named = ", ".join(f"{name} ({count} times)" for name, count in again.items())

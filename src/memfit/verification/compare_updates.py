@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from memfit.injection.injection_files import InjectionReport
 from memfit.planning.sample_independence import count_elements, find_undivided_tensor
-from memfit.records import CountedOperations, Equality, GradientDifference, InputTensor
-from memfit.trials.trial_run import why_kept_results_were_recomputed
+from memfit.records import CountedOperations, Equality, GradientComparison, InputTensor
+from memfit.trials.trial_run import recomputed_saved_ops_in_words
 from memfit.verification.first_update_process import FirstUpdate
 
 BOUNDS = {"float64": 1e-12, "float32": 1e-5, "tf32": 1e-2, "float16": 1e-2, "bfloat16": 5e-2}
@@ -32,7 +32,7 @@ class FirstUpdateRun:
     """What became of the change, and what the update ran."""
 
 
-def gradient_difference(one: FirstUpdateRun, other: FirstUpdateRun, *, parts: int = 1) -> GradientDifference:
+def gradient_difference(one: FirstUpdateRun, other: FirstUpdateRun, *, parts: int = 1) -> GradientComparison:
     """Return by how much the gradients of another run differ.
 
     Args:
@@ -53,7 +53,7 @@ def gradient_difference(one: FirstUpdateRun, other: FirstUpdateRun, *, parts: in
             worst, where = apart, gradient.name
     if found:
         worst, where = float("inf"), next(iter(found))
-    return GradientDifference(len(one.update.gradients), equal, worst, where)
+    return GradientComparison(len(one.update.gradients), equal, worst, where)
 
 
 def _apart(
@@ -89,7 +89,7 @@ def largest_allowed_difference(equality: Equality, arithmetic: str) -> float:
 
 
 def gradients_keep_promise(
-    plain: FirstUpdateRun, planned: FirstUpdateRun, apart: GradientDifference, bound: float, *, parts: int = 1
+    plain: FirstUpdateRun, planned: FirstUpdateRun, apart: GradientComparison, bound: float, *, parts: int = 1
 ) -> bool:
     """Return whether two runs with the same inputs have gradients that differ by no more than a bound.
 
@@ -115,7 +115,7 @@ def why_runs_not_comparable(
     plain: FirstUpdateRun,
     again: FirstUpdateRun,
     planned: FirstUpdateRun,
-    repeats: GradientDifference,
+    repeats: GradientComparison,
     bound: float,
     *,
     parts: int = 1,
@@ -190,7 +190,7 @@ def why_other_operations(
     'The update recomputes 60 of 168 operations, the plan 24 of 168 operations.'
     """
     if again:
-        why = why_kept_results_were_recomputed(again)
+        why = recomputed_saved_ops_in_words(again)
         return f"{why[0].upper()}{why[1:]}."
     if operations is None:
         return ""

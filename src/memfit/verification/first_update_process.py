@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from memfit.patching.after_import import after_import
+from memfit.patching.after_import import call_after_import
 from memfit.patching.patches import Patch
 from memfit.records import InputTensor
 from memfit.run.parent_pipe import end_process_with_parent
@@ -86,7 +86,7 @@ def main() -> None:
         from memfit.injection.inject_plan import install
 
         install(settings.change)
-    after_import("torch", partial(_watch, settings))
+    call_after_import("torch", partial(_watch, settings))
     try:
         run_script_as_main(command, module=settings.module)
     except FirstUpdateReached:

@@ -14,7 +14,6 @@ import msgspec
 
 from memfit.analysis.summary import summarize_trace
 from memfit.analysis.trial_result import ran_to_completion, why_run_failed
-from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import TargetError, UsageError
 from memfit.planning.plan_file import PlanFile
 from memfit.python_command import command_running_module
@@ -24,6 +23,7 @@ from memfit.run.child_start import kill_script
 from memfit.run.options import RunOptions
 from memfit.run.parent import ScriptProgress, run_script
 from memfit.temporary_folders import TemporaryFolder
+from memfit.termination_signals import INTERRUPTED
 from memfit.trials.trial_run import prepare_injection
 from memfit.verification.compare_updates import (
     FirstUpdateRun,

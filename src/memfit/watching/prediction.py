@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.allocator.timeline import memory_timeline
+from memfit.analysis.event_locations import worst_provenance_of_notes
 from memfit.analysis.run_stages import StageSpan, stage_spans
-from memfit.analysis.script_location import least_certain_provenance
 from memfit.errors import UsageError
 from memfit.records import Action, MachineKind, Mark, MarkKind, Provenance, Stage, Trace
 
@@ -97,7 +97,7 @@ class Prediction:
         return cls(
             tuple(step for _, step in steps),
             tuple(each for each in stages if is_stage_compared(each.stage, len(each.steps))),
-            least_certain_provenance(note for note in trace.notes if note.sizes),
+            worst_provenance_of_notes(note for note in trace.notes if note.sizes),
             trace.device.machine,
             trace.versions.get("torch", ""),
         )

@@ -14,7 +14,7 @@ TOLERANCE = 1.0
 """Percentage by which a step or a stage may differ from its prediction before memfit reports it."""
 
 
-class PredictionComparison:
+class PredictionComparer:
     """Compares one run with its prediction.
 
     Args:
@@ -119,7 +119,7 @@ class PredictionComparison:
             yield f"{name}: {'; '.join(text for _, text in found)}"
 
 
-class PeakComparison:
+class PeakComparer:
     """Compares the peak of a run with the one that its plan predicts for its first steps.
 
     Args:

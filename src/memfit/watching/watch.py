@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from memfit.api.traces import read
 from memfit.errors import UsageError
 from memfit.records import Phase, Trace
-from memfit.report.escape import escaped
+from memfit.report.escape_control_characters import escaped
 from memfit.report.terminal.progress_line import Show, show_progress_line
 from memfit.units import GIB
 from memfit.watching.measured_stages import MeasuredStages
 from memfit.watching.prediction import PlannedPeak, Prediction, StepMemory
 from memfit.watching.prediction_comparison import (
-    PeakComparison,
-    PredictionComparison,
+    PeakComparer,
+    PredictionComparer,
     prediction_source_text,
     step_progress_text,
 )
@@ -142,7 +142,7 @@ class Watch:
         self._failed_step = -1  # the steps completed when memory last ran out
         self._step = 0
         self._last: tuple[int, StepMemory] | None = None
-        self._comparison: PredictionComparison | PeakComparison | None = None
+        self._comparison: PredictionComparer | PeakComparer | None = None
         self._broken = False
 
     def __enter__(self) -> Self:
@@ -226,18 +226,18 @@ class Watch:
 
     def _compare_with(
         self, prediction: Prediction | PlannedPeak, recorder: "Recorder"
-    ) -> PredictionComparison | PeakComparison:
+    ) -> PredictionComparer | PeakComparer:
         """Return the comparison with a prediction, which follows the stages of the run if it has any."""
         import torch
 
         if isinstance(prediction, PlannedPeak):
-            return PeakComparison(prediction)
+            return PeakComparer(prediction)
         if not prediction.stages:
-            return PredictionComparison(prediction, None)
+            return PredictionComparer(prediction, None)
         stages = MeasuredStages(_current_memory, torch.is_grad_enabled)
         recorder.stages.wanted = True
         recorder.book.listeners.append(functools.partial(self._safely, stages.add))
-        return PredictionComparison(prediction, stages)
+        return PredictionComparer(prediction, stages)
 
     def _safely(self, action: Callable[..., None], *args: Any) -> None:
         """Do something that the script must not notice if it fails."""

@@ -7,7 +7,7 @@ import pytest
 
 from memfit.ghost.build.extension_stubs import nvidia_imports
 from memfit.ghost.build.runtime_library import build_ghost
-from memfit.ghost.build.torch_install import nvidia_library
+from memfit.ghost.build.torch_install import nvidia_library_of_soname
 from memfit.native_build import find_compiler
 
 pytestmark = pytest.mark.process
@@ -110,7 +110,7 @@ def test_nvidia_imports_are_read_from_the_librarys_file(workshop):
     ],
 )
 def test_nvidias_libraries_are_recognised_by_name(soname, family):
-    found = nvidia_library(soname)
+    found = nvidia_library_of_soname(soname)
     assert (found and found.family) == family
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from memfit.devices import find_device
 from memfit.ghost.build.runtime_library import build_ghost
-from memfit.ghost.cudnn.client import NoCudnnAnswerError, find_torch_library, installed_cudnn
+from memfit.ghost.cudnn.client import NoCudnnAnswerError, find_library_loaded_by_torch, installed_cudnn_client
 from memfit.ghost.cudnn.server import OLDEST
 from memfit.ghost.ghost_device import GhostDevice
 from memfit.native_build import find_compiler
@@ -37,7 +37,7 @@ def cache(tmp_path_factory):
 
 
 def installed(gpu):
-    client = installed_cudnn(GhostDevice.of(find_device(gpu)), build_ghost())
+    client = installed_cudnn_client(GhostDevice.of(find_device(gpu)), build_ghost())
     try:
         version = client.answer(convolution("forward")).version
     except NoCudnnAnswerError as error:
@@ -103,8 +103,8 @@ def test_the_library_installed_with_torch_is_found_first(tmp_path, monkeypatch):
     monkeypatch.setattr("memfit.ghost.cudnn.client._SYSTEM", ())
     monkeypatch.setenv("LD_LIBRARY_PATH", str(elsewhere))
     name = "libcudnn.so.9999"
-    assert find_torch_library(name, torch) is None
+    assert find_library_loaded_by_torch(name, torch) is None
     (elsewhere / name).touch()
-    assert find_torch_library(name, torch) == elsewhere / name
+    assert find_library_loaded_by_torch(name, torch) == elsewhere / name
     (beside / name).touch()
-    assert find_torch_library(name, torch) == beside / name
+    assert find_library_loaded_by_torch(name, torch) == beside / name

@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from memfit.patching.after_import import after_import
+from memfit.patching.after_import import call_after_import
 
 TRAINED = []
 
@@ -45,5 +45,5 @@ def write_digest():
 
 
 if os.environ.get("MEMFIT_TEST_DIGEST"):
-    after_import("torch", begin)
+    call_after_import("torch", begin)
     atexit.register(write_digest)

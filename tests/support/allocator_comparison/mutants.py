@@ -17,7 +17,7 @@ from memfit.native_build import compile_c_library
 
 # In import order: each module imports only those before it.
 _MODULES = (
-    "memfit.allocator.rounding",
+    "memfit.allocator.block_and_segment_sizes",
     *(
         f"support.reference_allocator.{name}"
         for name in (

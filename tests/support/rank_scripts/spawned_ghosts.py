@@ -10,7 +10,7 @@ from memfit.errors import TargetError
 from memfit.run.options import RunOptions
 from memfit.run.parent import run_script
 from memfit.run.job_rank import Rank
-from memfit.run.resolve_options import resolve_ghost_settings
+from memfit.run.resolve_ghost_settings import resolve_ghost_settings
 
 if __name__ == "__main__":
     options = RunOptions(steps=None, gpu="H100", rank=Rank(nproc=int(sys.argv[1])), real_ranks=True)

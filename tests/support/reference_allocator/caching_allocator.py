@@ -25,9 +25,14 @@ counterparts' names. ``tests/allocator/test_differential.py`` drives the two sid
 
 from bisect import bisect_left, insort
 
+from memfit.allocator.block_and_segment_sizes import (
+    SMALL_SIZE,
+    least_split_remainder,
+    round_size,
+    segment_bytes_for_request,
+)
 from memfit.allocator.compiled_allocator import NUMBERED
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.rounding import SMALL_SIZE, least_split_remainder, round_size, segment_bytes_for_request
 from memfit.errors import UsageError
 from memfit.records import DEFAULT_POOL, Segment
 from support.reference_allocator import expandable_blocks

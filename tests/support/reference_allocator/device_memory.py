@@ -7,7 +7,7 @@ chooses among free blocks of equal size by address.
 
 from dataclasses import dataclass, field
 
-from memfit.allocator.rounding import bytes_taken_by_malloc
+from memfit.allocator.block_and_segment_sizes import bytes_taken_by_malloc
 from memfit.records import DriverCalls
 from memfit.units import TIB
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
-from memfit.allocator.rounding import GRANULE, round_size, segment_bytes_for_request
+from memfit.allocator.block_and_segment_sizes import GRANULE, round_size, segment_bytes_for_request
 from memfit.units import MIB
 from support.reference_allocator.blocks import SIZE_SHIFT, Block, BlockPool
 from support.reference_allocator.caching_allocator import CachingAllocator

@@ -11,8 +11,8 @@ Source: ``alloc_block``, ``release_block``, ``try_allocate_expandable_block``, `
 
 from collections.abc import Iterator
 
+from memfit.allocator.block_and_segment_sizes import SMALL_SEGMENT
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.rounding import SMALL_SEGMENT
 from support.reference_allocator import expandable_blocks
 from support.reference_allocator.blocks import Block, BlockPool
 from support.reference_allocator.change_log import (

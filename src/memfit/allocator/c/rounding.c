@@ -1,4 +1,4 @@
-/* Sizes: what a request is rounded to, and the segment it would need. rounding.py gives the reasons. */
+/* Sizes: what a request is rounded to, and the segment it would need. block_and_segment_sizes.py gives the reasons. */
 #include "allocator.h"
 
 int64_t round_up(int64_t size, int64_t step) { return (size + step - 1) / step * step; }

@@ -58,7 +58,7 @@ typedef struct {
 /* Return the functions; NULL without a CUDA build of PyTorch in this process, or with too old a driver. */
 const cuda_functions *cuda_driver(void);
 
-/* ---- throw_oom.c: PyTorch's own exceptions, thrown from C; no lock may be held, as these do not return */
+/* ---- throw_torch_errors.c: PyTorch's own exceptions, thrown from C; no lock may be held, as these do not return */
 
 _Noreturn void throw_out_of_memory(const char *message);
 _Noreturn void throw_error(const char *message);
@@ -182,7 +182,7 @@ void free_record_events(void);
 const void *free_finished(int64_t among, int64_t *size, const void **stream);
 int64_t free_deferred_count(void);
 
-/* ---- gpu_usage.c: how a GPU's memory is used ------------------------------------------------ */
+/* ---- gpu_memory_usage.c: how a GPU's memory is used ------------------------------------------------ */
 
 /* Bytes. */
 typedef struct {

@@ -32,8 +32,8 @@ from pathlib import Path
 
 from memfit.errors import GhostError, MemfitError
 from memfit.ghost.build.elf import ElfFile
-from memfit.ghost.build.runtime_library import INCLUDES, BuiltGhost, make_empty_libraries
-from memfit.ghost.build.torch_install import NvidiaLibrary, is_nvidia_function, nvidia_library
+from memfit.ghost.build.runtime_library import INCLUDES, BuiltGhost, make_forwarding_libraries
+from memfit.ghost.build.torch_install import NvidiaLibrary, is_nvidia_function, nvidia_library_of_soname
 from memfit.native_build import COMPILE_FLAGS, cache_folder, find_compiler, run_compiler
 
 # The status "not supported" of each library, or the closest one it has. Sources: driver_types.h,
@@ -81,7 +81,9 @@ class ExtensionStubs:
         self.rejections: list[str] = []
         self._build = build
         self._runtime = runtime
-        self._provided = {library.stem: library for library in map(nvidia_library, build.sonames) if library}
+        self._provided = {
+            library.stem: library for library in map(nvidia_library_of_soname, build.sonames) if library
+        }
         self._sonames = set(build.sonames)
         self._seen: set[Path] = set()
 
@@ -171,7 +173,7 @@ def _compile(work: Path, source: str, sonames: Mapping[str, Sequence[str]], ghos
     compiler = find_compiler()
     options = (*COMPILE_FLAGS, *INCLUDES, "-shared", soname)
     run_compiler(*compiler, *options, str(file), str(ghost), "-o", str(library))
-    make_empty_libraries(work, sonames, library, compiler)
+    make_forwarding_libraries(work, sonames, library, compiler)
 
 
 def _source(refusals: Mapping[str, str]) -> str:
@@ -230,20 +232,20 @@ def _with_dependencies(path: Path, seen: set[Path]) -> Iterator[Path]:
     folders = [Path(folder.replace("$ORIGIN", str(path.parent))) for folder in named]
     for soname in needed:
         found = next((folder / soname for folder in folders if (folder / soname).is_file()), None)
-        if found and not nvidia_library(soname):
+        if found and not nvidia_library_of_soname(soname):
             yield from _with_dependencies(found.resolve(), seen)
 
 
 def _is_provided(path: Path) -> bool:
     """Return whether a library is PyTorch's, which the ghost was built for, or replaced by the ghost."""
     torch = path.parent.name == "lib" and path.parent.parent.name == "torch"
-    return torch or nvidia_library(path.name) is not None
+    return torch or nvidia_library_of_soname(path.name) is not None
 
 
 def _imports_of(path: Path) -> NvidiaImports | None:
     with ElfFile(path) as file:
         needed = file.needed()
-        libraries = {soname: library for soname in needed if (library := nvidia_library(soname))}
+        libraries = {soname: library for soname in needed if (library := nvidia_library_of_soname(soname))}
         if not libraries and not any(soname.startswith(_BUILT_ON_TORCH) for soname in needed):
             return None
         imports = file.imports()

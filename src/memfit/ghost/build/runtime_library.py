@@ -170,7 +170,7 @@ def _build_into(
     try:
         wanted = scan_nvidia_imports(torch)
         gaps = _compile_runtime(work, wanted, flags, compiler)
-        make_empty_libraries(work, wanted.sonames, work / "libghost.so", compiler)
+        make_forwarding_libraries(work, wanted.sonames, work / "libghost.so", compiler)
         _make_no_device(work, compiler)
         # Triton links its launcher with -lcuda, which it searches in $TRITON_LIBCUDA_PATH.
         (work / "libcuda.so").symlink_to("libcuda.so.1")
@@ -267,7 +267,7 @@ def _stubs(plain: frozenset[str], refusals: dict[str, int]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def make_empty_libraries(
+def make_forwarding_libraries(
     work: Path, sonames: Mapping[str, Sequence[str]], behind: Path, compiler: Sequence[str]
 ) -> None:
     """Build one empty library per SONAME, with the right symbol versions and a dependency on ``behind``.

@@ -109,10 +109,10 @@ def scan_nvidia_imports(torch: TorchInstall) -> TorchImports:
     for path in torch.libraries():
         with ElfFile(path) as library:
             for needed in library.needed():
-                if nvidia_library(needed):
+                if nvidia_library_of_soname(needed):
                     sonames.setdefault(needed, set())
             for wanted in library.imports():
-                if nvidia_library(wanted.soname):
+                if nvidia_library_of_soname(wanted.soname):
                     sonames.setdefault(wanted.soname, set()).add(wanted.version)
                     symbols.add(wanted.name)
                 elif not wanted.soname and is_nvidia_function(wanted.name):
@@ -187,10 +187,10 @@ class NvidiaLibrary:
     major: str
 
 
-def nvidia_library(soname: str) -> NvidiaLibrary | None:
+def nvidia_library_of_soname(soname: str) -> NvidiaLibrary | None:
     """Return the NVIDIA library of a SONAME or file name, or None.
 
-    >>> nvidia_library("libcudnn_ops.so.9").family, nvidia_library("libcurl.so.4")
+    >>> nvidia_library_of_soname("libcudnn_ops.so.9").family, nvidia_library_of_soname("libcurl.so.4")
     ('cudnn', None)
     """
     found = _LIBRARY.match(soname)

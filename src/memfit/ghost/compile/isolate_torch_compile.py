@@ -30,9 +30,9 @@ from typing import Any
 from torch._guards import TracingContext
 
 from memfit.ghost.compile import compiled_kernel_work, skip_triton_codegen
-from memfit.ghost.note_callback import NoteCallback
+from memfit.ghost.note_callback_protocol import NoteCallback
 from memfit.ghost.runtime_bindings import GhostRuntime
-from memfit.patching.after_import import after_import
+from memfit.patching.after_import import call_after_import
 from memfit.patching.patches import Patch, call_before, wrapped
 from memfit.records import Provenance
 
@@ -128,7 +128,7 @@ class _CompilerPatches:
             ("torch._functorch._aot_autograd.autograd_cache", self._discard_choices),
             ("triton.runtime.cache", self._redirect_triton_cache),
         ):
-            after_import(module, action)
+            call_after_import(module, action)
         _COMPILE.wrap_when_imported(compile_fx=self._configure_first)
         _TRITON_TIMING.wrap_when_imported(benchmark_gpu=self._skip_timing)
         _INDUCTOR_TIMING.wrap_when_imported(benchmark_gpu=self._skip_timing)

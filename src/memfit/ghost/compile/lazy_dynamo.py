@@ -33,8 +33,8 @@ memfit, the import adds 134,668; memfit itself imports some of what Dynamo does.
 def import_dynamo_lazily() -> None:
     """Make the import lazy, unless it has already happened.
 
-    Call it after every ``after_import`` of Dynamo or a module in it: their functions are then called when
-    the module is filled.
+    Call it after every ``call_after_import`` of Dynamo or a module in it: their functions are then called
+    when the module is filled.
     """
     if _NAME not in sys.modules:
         sys.meta_path.insert(0, _Finder())

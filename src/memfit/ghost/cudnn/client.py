@@ -185,7 +185,7 @@ class CudnnClient:
         self._disconnect("", for_good=False)
 
 
-def installed_cudnn(device: GhostDevice, build: BuiltGhost) -> CudnnClient:
+def installed_cudnn_client(device: GhostDevice, build: BuiltGhost) -> CudnnClient:
     """Return a client for the cuDNN that PyTorch would load here.
 
     Raises:
@@ -198,7 +198,7 @@ def installed_cudnn(device: GhostDevice, build: BuiltGhost) -> CudnnClient:
 
     def find(name: str) -> Path | None:
         soname = next((soname for soname in build.sonames if soname.startswith(f"{name}.so")), None)
-        return find_torch_library(soname, torch) if soname else None
+        return find_library_loaded_by_torch(soname, torch) if soname else None
 
     library, cublas = find("libcudnn"), find("libcublasLt")
     if library is None:
@@ -254,7 +254,7 @@ def cudnn_device_properties(device: GhostDevice, cuda_version: str) -> Mapping[s
 _SYSTEM = ("/usr/local/cuda/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib")
 
 
-def find_torch_library(soname: str, torch_folder: Path) -> Path | None:
+def find_library_loaded_by_torch(soname: str, torch_folder: Path) -> Path | None:
     """Return the file that PyTorch would load for a SONAME ("libcudnn.so.9"), or None.
 
     Source: the RPATH of libtorch_cuda.so in PyTorch's wheels, then _preload_cuda_deps in

@@ -67,9 +67,9 @@ def join_groups_with_absent_ranks(
     from memfit.ghost.ranks.answering_store import (
         AnsweringStore,
         EndlessWaitDetector,
-        answering_stores_by_name,
+        answering_store_classes,
     )
-    from memfit.ghost.ranks.object_collectives import object_exchanges
+    from memfit.ghost.ranks.object_collectives import object_collective_wrappers
 
     os.environ.update(VARIABLES)
     plugins = distributed_c10d.Backend._plugins
@@ -103,10 +103,10 @@ def join_groups_with_absent_ranks(
         exchange_objects_on_cpu(made, fake)
         return made
 
-    for name, exchange in object_exchanges(refuse, objects).items():
+    for name, exchange in object_collective_wrappers(refuse, objects).items():
         _EXCHANGES.wrap(name, exchange)
     _EXCHANGES.install("monitored_barrier", lambda _: distributed_c10d.barrier)  # the fake backend has none
-    for name, store in answering_stores_by_name(waits).items():
+    for name, store in answering_store_classes(waits).items():
         _STORES.install(name, partial(_replaced_by, store))
     wrap_group_creation(rendezvous, new_process_group)
     assume_ranks_agree_with_this_one()

@@ -112,7 +112,7 @@ class AnsweringStore(dist.Store):  # type: ignore[name-defined, misc]
         """Do nothing: nothing waits."""
 
 
-def answering_stores_by_name(waits: EndlessWaitDetector) -> dict[str, type[AnsweringStore]]:
+def answering_store_classes(waits: EndlessWaitDetector) -> dict[str, type[AnsweringStore]]:
     """Return what stands for the stores of ``torch.distributed`` that connect ranks, by name."""
 
     class TCPStore(AnsweringStore):

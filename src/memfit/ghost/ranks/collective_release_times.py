@@ -24,7 +24,7 @@ _COLLECTIVES = Patch(
 _WORK = Patch("torch.distributed:Work", "wait", "synchronize", why="see which collectives a script awaits")
 
 
-class WatchedCollectives:
+class CollectiveWatcher:
     """Watches the collectives that a script issues from Python."""
 
     def __init__(self) -> None:

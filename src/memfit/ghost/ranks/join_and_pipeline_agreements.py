@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from memfit.patching.after_import import after_import
+from memfit.patching.after_import import call_after_import
 from memfit.patching.patches import Patch
 
 _JOIN = Patch(
@@ -45,13 +45,13 @@ _ZERO_OPTIMIZER = Patch(
 def assume_ranks_agree_with_this_one() -> None:
     """Have the modules agree once the script imports them."""
     _JOIN.wrap_when_imported(_get_num_nonjoined_procs=_count_none)
-    after_import(_STAGE.module, lambda: _vote(lambda _, own: own))
+    call_after_import(_STAGE.module, lambda: _vote(lambda _, own: own))
     _send_state_of_partitions()
 
 
 def exchange_pipeline_agreements() -> None:
     """Have stages of a pipeline agree, where each rank exists, once the script imports them."""
-    after_import(_STAGE.module, lambda: _vote(_vote_of_all))
+    call_after_import(_STAGE.module, lambda: _vote(_vote_of_all))
 
 
 def _count_none(count: Callable[[Any], int], join: Any) -> int:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from memfit.ghost.ranks.object_exchange_files import ExchangedObjects
 
 
-def object_exchanges(
+def object_collective_wrappers(
     refuse: Callable[[str], object], objects: ExchangedObjects
 ) -> dict[str, Callable[..., Any]]:
     """Return what to wrap around functions of ``torch.distributed`` that exchange objects, by their names.

@@ -15,7 +15,7 @@ from itertools import islice
 import torch
 
 from memfit.errors import TargetError
-from memfit.ghost.note_callback import NoteCallback
+from memfit.ghost.note_callback_protocol import NoteCallback
 from memfit.ghost.values.known_values import (
     KnownElements,
     KnownValue,
@@ -28,7 +28,7 @@ from memfit.ghost.values.known_values import (
 )
 from memfit.ghost.values.value_options import OPERATORS, ChosenGpuValue, GpuValueOptions, Kind
 from memfit.records import Provenance
-from memfit.user_frame import innermost_line_of_place, lines_of_frames, user_line_with_package_line
+from memfit.user_frame import frame_locations, innermost_line_of_place, user_line_with_package_line
 
 _MAX_READS = 100_000
 """Assumed values that one line may read without a training step, before its loop counts as endless."""
@@ -131,7 +131,7 @@ class AssumedValues:
 
     def _lines(self) -> list[tuple[str, int]]:
         """Return the lines that led to the calling thread's read: in the backward, also the forward's."""
-        lines = list(lines_of_frames())
+        lines = list(frame_locations())
         return [*lines, *self._forward_lines()] if _on_another_thread() else lines
 
     def remember_found(self, tensor: torch.Tensor, found: int) -> None:
@@ -143,7 +143,7 @@ class AssumedValues:
 
         None if it has not been searched. With Python frames of the user's, it is a search of its own.
         """
-        if not _on_another_thread() or user_line_with_package_line(lines_of_frames()):
+        if not _on_another_thread() or user_line_with_package_line(frame_locations()):
             return None
         return self._found.get(_place_in_memory(tensor))
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 import torch
 
-from memfit.ghost.kernel_overrides import Kernel, KernelOverrides
+from memfit.ghost.kernel_override_registry import Kernel, KernelOverrides
 from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.ghost.values.assumed_values import AssumedValues
 from memfit.ghost.values.known_values import KnownValueBasis

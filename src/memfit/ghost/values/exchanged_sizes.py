@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from memfit.ghost.kernel_overrides import Kernel, KernelOverrides
+from memfit.ghost.kernel_override_registry import Kernel, KernelOverrides
 from memfit.ghost.values.assumed_values import AssumedValues
 from memfit.ghost.values.known_values import KnownElements, KnownValue, TokenCountBasis
 from memfit.ghost.values.small_tensors import even_class_counts

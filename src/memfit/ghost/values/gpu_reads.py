@@ -10,7 +10,7 @@
 Each assumed value is noted with the line that read it. PyTorch's own kernels still run, so every allocation
 is theirs; the overrides here only replace the value.
 
-Fills, factories and copies are tracked where Python calls them (``torch_patches.py``) and not in the
+Fills, factories and copies are tracked where Python calls them (``value_tracking_patches.py``) and not in the
 dispatcher: PyTorch's kernels fill tensors and then write to them without autograd counting it.
 
 On the ghost, ``torch.inference_mode`` is ``torch.no_grad`` without autocast's cache: tensors created under
@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from memfit.ghost.kernel_overrides import Kernel, KernelOverrides
-from memfit.ghost.note_callback import NoteCallback
+from memfit.ghost.kernel_override_registry import Kernel, KernelOverrides
+from memfit.ghost.note_callback_protocol import NoteCallback
 from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.ghost.values.assumed_values import AssumedValues, GpuRead, explain_gpu_read
 from memfit.ghost.values.data_dependent_sizes import SIZED_KERNELS, override_ops_with_data_dependent_sizes
@@ -38,8 +38,8 @@ from memfit.ghost.values.propagation_rules import (
     loss_scale_after_update,
 )
 from memfit.ghost.values.small_tensors import is_small_integer_tensor
-from memfit.ghost.values.torch_patches import patch_torch_to_track_values
 from memfit.ghost.values.value_options import GpuValueOptions
+from memfit.ghost.values.value_tracking_patches import patch_torch_to_track_values
 from memfit.patching.patches import Patch
 
 __all__ = ["AssumedValues", "GpuRead", "GpuValueOptions", "answer_gpu_reads"]

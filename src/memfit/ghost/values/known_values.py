@@ -29,7 +29,9 @@ from torch.utils.weak import TensorWeakRef
 
 Number = bool | int | float
 
-_data_ptr = torch.Tensor.data_ptr  # the original: ``torch_patches.py`` wraps the method that scripts call
+_data_ptr = (
+    torch.Tensor.data_ptr
+)  # the original: ``value_tracking_patches.py`` wraps the method that scripts call
 
 
 class KnownValueBasis(IntEnum):

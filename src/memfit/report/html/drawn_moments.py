@@ -12,7 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.analysis.block_columns import EARLIER, BlockColumns, Numbers
-from memfit.analysis.peak_after_caught_failures import failed_allocation_events, peak_after_caught_failures
+from memfit.analysis.peak_outside_failed_attempts import (
+    failed_allocation_events,
+    peak_event_outside_failed_attempts,
+)
 from memfit.analysis.reserved_ranges import ReservedRange
 from memfit.records import Action, MarkKind, Timeline, Trace
 
@@ -70,7 +73,7 @@ def choose_drawn_blocks(
         return DrawnTimeline(
             nothing, blocks[nothing], 0, _CombinedBlocks(nothing, nothing, nothing, nothing), 0
         )
-    peak = peak_after_caught_failures(trace, line)
+    peak = peak_event_outside_failed_attempts(trace, line)
     chosen = _chosen(blocks, peak, most)
     kept = blocks[chosen]
     events = np.unique(

@@ -19,12 +19,15 @@ import numpy.typing as npt
 from memfit.analysis.block_columns import EARLIER, Numbers, block_columns_of_trace
 from memfit.analysis.breakdown import CATEGORY_NAMES, ROUNDING, category_provenance, peak_event
 from memfit.analysis.breakdown import EARLIER as EARLIER_NAME
+from memfit.analysis.event_locations import script_line_of_event, script_location_at, training_steps_of_events
 from memfit.analysis.explanation import secondary_peaks
 from memfit.analysis.fold_module_paths import fold_module_paths
-from memfit.analysis.peak_after_caught_failures import failed_allocation_events, peak_after_caught_failures
+from memfit.analysis.peak_outside_failed_attempts import (
+    failed_allocation_events,
+    peak_event_outside_failed_attempts,
+)
 from memfit.analysis.reserved_ranges import ReservedRange, reserved_ranges_of_trace
 from memfit.analysis.run_stages import stage_spans
-from memfit.analysis.script_location import script_line_of_event, script_location_at, training_steps_of_events
 from memfit.records import (
     Action,
     Attribution,
@@ -39,7 +42,7 @@ from memfit.records import (
     worst_provenance,
 )
 from memfit.report.html.drawn_moments import MOST_BLOCKS, DrawnTimeline, choose_drawn_blocks
-from memfit.report.html.safe_page import PageTextTable
+from memfit.report.html.safe_page_texts import PageTextTable
 
 _COLOURS = {
     Category.PARAMETER: ("#0072b2", False),
@@ -168,7 +171,7 @@ def _moments_to_jump_to(trace: Trace, line: Timeline) -> tuple[MemoryPeak, ...]:
     """
     if not len(line.allocated):
         return ()
-    found = [_at(trace, line, peak_after_caught_failures(trace, line)), *secondary_peaks(trace, line)]
+    found = [_at(trace, line, peak_event_outside_failed_attempts(trace, line)), *secondary_peaks(trace, line)]
     seen = {trace.labels[label].phase for label in np.unique(trace.events.label) if label >= 0}
     for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):
         if phase in seen and phase not in {one.place.phase for one in found}:

@@ -15,8 +15,8 @@ from string import Template
 
 from memfit.records import Provenance, ScriptPlan
 from memfit.records.job_function_command import command_as_typed
-from memfit.report.html.safe_page import PageTextTable, content_security_policy, read_page_asset
-from memfit.report.terminal.plan_chart import DrawnPlan, PlanKind, drawn_plans, plans_in_drawing_order
+from memfit.report.html.safe_page_texts import PageTextTable, content_security_policy, read_page_asset
+from memfit.report.terminal.plan_chart import DrawnPlan, PlanKind, plans_in_drawing_order, plans_to_draw
 from memfit.report.terminal.script_plan import plan_changes_in_words, plan_detail_lines, plan_verdict
 from memfit.units import format_gib, unit_for_table
 
@@ -35,7 +35,7 @@ def plan_report_html(result: ScriptPlan, file: Path | None = None) -> str:
     dark = f"@media screen and (prefers-color-scheme: dark) {{\n{read_page_asset('dark.css')}}}\n"
     style = read_page_asset("common.css") + dark + read_page_asset("plan.css")
     verdict = plan_verdict(result)
-    kinds = dict.fromkeys(each.kind for each in drawn_plans(result))
+    kinds = dict.fromkeys(each.kind for each in plans_to_draw(result))
     return Template(read_page_asset("plan.html")).substitute(
         policy=content_security_policy(style),
         style=style,
@@ -48,7 +48,7 @@ def plan_report_html(result: ScriptPlan, file: Path | None = None) -> str:
         legend="".join(f'<span><i class="{_class(kind)}"></i>{kind}</span>' for kind in kinds),
         budget=f"{result.budget:,} B, {format_gib(result.budget)}",
         rows="".join(
-            _row(words, number, each, result.budget) for number, each in enumerate(drawn_plans(result))
+            _row(words, number, each, result.budget) for number, each in enumerate(plans_to_draw(result))
         ),
         rule=escape(result.rule),
         details="\n".join(words.html(line) for line in _lines(result, file)),
@@ -131,8 +131,8 @@ class _Axis:
 
 
 def plan_chart_svg(result: ScriptPlan) -> str:
-    """Return the chart; its points have the numbers of ``drawn_plans``, counted from 0."""
-    plans = drawn_plans(result)
+    """Return the chart; its points have the numbers of ``plans_to_draw``, counted from 0."""
+    plans = plans_to_draw(result)
     unit = unit_for_table(max(result.budget, *(each.run.needs.bytes for each in plans)))
     sizes = [result.budget / unit.bytes, *(each.run.needs.bytes / unit.bytes for each in plans)]
     memory = _Axis(sizes, 0.02 * max(sizes), _LEFT, _WIDTH - _RIGHT)

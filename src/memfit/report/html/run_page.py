@@ -7,12 +7,12 @@ from memfit.analysis.reserved_ranges import reserves_in_segments
 from memfit.records import Attribution, DryRun, Timeline, Trace
 from memfit.report.html import static_page_parts
 from memfit.report.html.page_payload import page_payload
-from memfit.report.html.safe_page import PageTextTable, content_security_policy, read_page_asset
+from memfit.report.html.safe_page_texts import PageTextTable, content_security_policy, read_page_asset
 
 _STYLES = ("common.css", "dark.css", "page.css")
 _SCRIPTS = (
-    "read.js", "model.js", "format.js", "drawing.js", "rows.js", "timeline.js",
-    "moment.js", "icicle.js", "segments.js", "table.js", "page.js",
+    "payload.js", "page_data.js", "format.js", "drawing.js", "virtual_list.js", "timeline.js",
+    "moment.js", "icicle.js", "segments.js", "live_tensors.js", "page.js",
 )  # fmt: skip
 """In order of dependency; joined into one script with its own scope."""
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rich.text import Text
 
 from memfit.records import Advice, DryRun
-from memfit.report.escape import escaped
+from memfit.report.escape_control_characters import escaped
 from memfit.report.places_in_words import short_path
 from memfit.units import format_bytes
 

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.records import AllocatorComparison, FailedMalloc, ScriptLocation, SettingOutcome
-from memfit.report.escape import escaped
+from memfit.report.escape_control_characters import escaped
 from memfit.report.places_in_words import short_path
 from memfit.units import format_bytes, format_gib
 

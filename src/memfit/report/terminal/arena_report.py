@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.records import Figure, Provenance, Term
-from memfit.records.printed_result import PrintedResult
-from memfit.report.escape import escaped
+from memfit.records.printable_result import PrintableResult
+from memfit.report.escape_control_characters import escaped
 from memfit.report.terminal.layout import plain_table
 from memfit.units import format_bytes
 
@@ -39,7 +39,7 @@ class StepKindReport:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class ArenaReport(PrintedResult):
+class ArenaReport(PrintableResult):
     """What ``Arena.report`` returns; it prints itself."""
 
     steps: tuple[StepKindReport, ...]

@@ -16,7 +16,7 @@ from memfit.records import (
     MachineKind,
     NcclMeasurement,
 )
-from memfit.report.escape import escaped
+from memfit.report.escape_control_characters import escaped
 from memfit.report.terminal.layout import plain_table
 from memfit.units import MIB
 

@@ -14,11 +14,11 @@ from memfit.records import (
     GroupBy,
     Hole,
     LiveAllocation,
-    PhaseChange,
+    PhaseMemoryChange,
     PinningBlock,
     ReservedBytes,
 )
-from memfit.report.escape import escaped
+from memfit.report.escape_control_characters import escaped
 from memfit.report.places_in_words import location_in_words, short_path
 from memfit.report.terminal.layout import plain_table
 from memfit.report.terminal.notes import note_lines
@@ -94,7 +94,7 @@ def breakdown_row_name(name: str, by: GroupBy) -> str:
     return escaped((short_path(name) if by is GroupBy.LINE else name) or _UNNAMED.get(by, ""))
 
 
-def _print_phase_changes(changes: tuple[PhaseChange, ...], unit: Unit, console: Console) -> None:
+def _print_phase_changes(changes: tuple[PhaseMemoryChange, ...], unit: Unit, console: Console) -> None:
     """Print what each phase changed, in blocks; a phase's categories add up to its total."""
     table = plain_table("lrrr", "", "allocated", "change", "at its peak")
 
@@ -117,12 +117,12 @@ def _print_phase_changes(changes: tuple[PhaseChange, ...], unit: Unit, console: 
         console.print(table)
 
 
-def fold_repeated_changes(changes: tuple[PhaseChange, ...]) -> list[tuple[PhaseChange, int]]:
+def fold_repeated_changes(changes: tuple[PhaseMemoryChange, ...]) -> list[tuple[PhaseMemoryChange, int]]:
     """Return each change with the number of times that it occurs in a row, alone or in turn with others.
 
     The micro-batches of a step repeat forward and backward; those that change the same are folded.
     """
-    found: list[tuple[PhaseChange, int]] = []
+    found: list[tuple[PhaseMemoryChange, int]] = []
     position = 0
     while position < len(changes):
         length, times = _repetition(changes[position:])
@@ -131,7 +131,7 @@ def fold_repeated_changes(changes: tuple[PhaseChange, ...]) -> list[tuple[PhaseC
     return found
 
 
-def _repetition(changes: tuple[PhaseChange, ...]) -> tuple[int, int]:
+def _repetition(changes: tuple[PhaseMemoryChange, ...]) -> tuple[int, int]:
     """Return how many changes the shortest group at the start has that repeats, and how often it occurs."""
     for length in range(1, min(_LONGEST_GROUP, len(changes) // 2) + 1):
         times = 1

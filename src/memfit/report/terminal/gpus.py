@@ -9,8 +9,8 @@ from rich.text import Text
 from memfit.devices import Device
 from memfit.records import GpusFor, ScriptPlan
 from memfit.records.job_function_command import command_as_typed
-from memfit.report.escape import escaped
-from memfit.report.terminal.layout import plain_table, print_answer, subject_in_words
+from memfit.report.escape_control_characters import escaped
+from memfit.report.terminal.layout import plain_table, print_answer_and_subject, subject_in_words
 from memfit.report.terminal.script_plan import plan_changes_in_words
 from memfit.units import format_gib
 
@@ -43,7 +43,7 @@ def print_gpus_for(result: GpusFor, console: Console) -> None:
     planned = sum(plan.chosen is not None for plan in result.plans) - written
     verdict = f"RUNS ON {written} OF {len(result.plans) + len(result.failed)} GPUS as written"
     verdict += f", and on {planned} more with a plan" * bool(planned)
-    print_answer(verdict, console, subject_in_words(result.command, versions=result.versions))
+    print_answer_and_subject(verdict, console, subject_in_words(result.command, versions=result.versions))
     console.print(_table(result))
     for reason, names in _by_reason(result).items():
         console.print(f"\n{', '.join(names)}: {reason}")

@@ -9,10 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.records.job_function_command import command_as_typed
-from memfit.report.escape import escaped
+from memfit.report.escape_control_characters import escaped
 
 
-def print_answer(answer: str, console: Console, subject: str) -> None:
+def print_answer_and_subject(answer: str, console: Console, subject: str) -> None:
     """Print the first lines of a result: the answer, what it is about, and an empty line."""
     console.print(Text(answer, style="bold"))
     console.print(Text(subject, style="dim"))

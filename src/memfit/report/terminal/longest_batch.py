@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from rich.text import Text
 
-from memfit.records import BatchSize, DryRun, LoaderScan, LongestBatch
-from memfit.report.escape import escaped
+from memfit.records import BatchSize, DryRun, LoaderScan, PeakByBatchSize
+from memfit.report.escape_control_characters import escaped
 from memfit.report.places_in_words import short_path
 from memfit.units import format_bytes
 
@@ -56,7 +56,7 @@ def _seen(scan: LoaderScan) -> str:
     return f" {scan.seen:,} of {of} were seen before the loader failed ({escaped(scan.ended)})."
 
 
-def _estimate(found: LongestBatch, *, ran_out: bool) -> str:
+def _estimate(found: PeakByBatchSize, *, ran_out: bool) -> str:
     """Return what the line through the measured peaks says; empty without one."""
     if found.per_byte is None:
         return ""

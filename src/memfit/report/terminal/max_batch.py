@@ -7,16 +7,16 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.records import BatchLimit, BatchRun, MaxBatch
-from memfit.report.escape import escaped
+from memfit.report.escape_control_characters import escaped
 from memfit.report.places_in_words import location_in_cell, short_path
-from memfit.report.terminal.layout import plain_table, print_answer, subject_in_words
+from memfit.report.terminal.layout import plain_table, print_answer_and_subject, subject_in_words
 from memfit.units import format_bytes, format_gib, unit_for_table
 
 
 def print_max_batch(result: MaxBatch, console: Console) -> None:
     """Print the largest batch size, a row for each run, and what to write."""
     subject = subject_in_words(result.command, result.device.name, versions=result.versions)
-    print_answer(_verdict(result), console, f"{subject} · budget {format_gib(result.budget)}")
+    print_answer_and_subject(_verdict(result), console, f"{subject} · budget {format_gib(result.budget)}")
     console.print(_table(result))
     for line in _details(result):
         console.print(line)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from rich.text import Text
 
 from memfit.records import DryRun, Figure, Note, Provenance
-from memfit.report.escape import escaped
+from memfit.report.escape_control_characters import escaped
 from memfit.report.places_in_words import short_path
 from memfit.units import format_bytes
 

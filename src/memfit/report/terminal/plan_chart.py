@@ -33,7 +33,7 @@ class DrawnPlan:
     run: PlanRun
 
 
-def drawn_plans(result: ScriptPlan) -> list[DrawnPlan]:
+def plans_to_draw(result: ScriptPlan) -> list[DrawnPlan]:
     """Return every plan whose time is known: the script as written, what was tried, and policies."""
     found = [DrawnPlan(PlanKind.WRITTEN, result.as_written)]
     found += [DrawnPlan(_kind(result, run), run) for run in result.tried]
@@ -60,7 +60,7 @@ _MARGIN = 8
 
 def plan_chart_lines(result: ScriptPlan) -> Iterator[str]:
     """Yield the lines of a chart of everything that ran, and what its letters stand for."""
-    letters, plans = iter(_LETTERS), drawn_plans(result)
+    letters, plans = iter(_LETTERS), plans_to_draw(result)
     marks = [(_MARKS.get(each.kind) or next(letters), each.run) for each in plans_in_drawing_order(plans)]
     sizes = [*(run.needs.bytes for _, run in marks), result.budget]
     times = [run.time for _, run in marks]

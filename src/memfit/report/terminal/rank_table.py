@@ -1,12 +1,12 @@
 """The table of a job's ranks, what each role holds at its peak and where; and peaks that lie in a range."""
 
-from memfit.records import ByteRange, PeakRange, RangeCause, RankRole
+from memfit.records import ByteRange, EquivalentRanks, PeakRange, RangeCause
 from memfit.report.places_in_words import format_ranks, location_in_cell
 from memfit.report.terminal.layout import ReportTable, TableCell, TableRow
 from memfit.units import Unit, unit_for_table
 
 
-def rank_table(roles: tuple[RankRole, ...]) -> ReportTable:
+def rank_table(roles: tuple[EquivalentRanks, ...]) -> ReportTable:
     """Return a row for each role, the one that needs most first."""
     unit = unit_for_table(roles[0].peak.reserved.most)
     numbers = ("allocated", "reserved", "process")

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from memfit.analysis.fold_module_paths import fold_module_paths
 from memfit.records import CheckedFigure, CheckVerdict, GroupBy, MemoryCheck, RunDifference
-from memfit.report.escape import escaped
+from memfit.report.escape_control_characters import escaped
 from memfit.report.places_in_words import location_in_words
 from memfit.report.terminal.explanation import breakdown_row_name
 from memfit.report.terminal.layout import plain_table, subject_in_words

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from memfit.records import ChildProcess, DryRun, MachineKind, OutOfMemory, ScriptEnd
-from memfit.report.escape import escaped
+from memfit.report.escape_control_characters import escaped
 from memfit.report.places_in_words import location_in_words, short_path
 from memfit.report.terminal.advice import steps_run_in_words
 from memfit.units import MIB, format_bytes, format_gib

@@ -8,14 +8,14 @@ from rich.console import Console
 from memfit.records import (
     CountedOperations,
     Equality,
-    GradientDifference,
+    GradientComparison,
     MeasuredPeak,
     Provenance,
     Verification,
     VerificationVerdict,
 )
-from memfit.report.escape import escaped
-from memfit.report.terminal.layout import print_answer, subject_in_words
+from memfit.report.escape_control_characters import escaped
+from memfit.report.terminal.layout import print_answer_and_subject, subject_in_words
 from memfit.units import format_gib
 
 _VERDICTS = {
@@ -29,7 +29,9 @@ _VERDICTS = {
 def print_verification(result: Verification, console: Console) -> None:
     """Print whether a plan's gradients are those that it promises."""
     verdict = f"{_VERDICTS[result.verdict]}   {_finding(result)}"
-    print_answer(verdict, console, subject_in_words(result.command, result.device, versions=result.versions))
+    print_answer_and_subject(
+        verdict, console, subject_in_words(result.command, result.device, versions=result.versions)
+    )
     for line in _details(result):
         console.print(line)
 
@@ -50,7 +52,7 @@ def _finding(result: Verification) -> str:
     return f"the gradients of all {planned.parameters} parameters are equal up to rounding"
 
 
-def _apart(difference: GradientDifference) -> str:
+def _apart(difference: GradientComparison) -> str:
     where = escaped(difference.parameter)
     if difference.largest == float("inf"):
         return f"{where} has no such gradient, or none that is finite"

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 
-class HostCopies:
+class HostCopier:
     """Copies between one device and the host, in the stream that computes.
 
     They are complete when its next work begins; results of a subclass must not be read before ``wait``.
@@ -57,7 +57,7 @@ class _PendingCopy:
     """The device memory."""
 
 
-class SideStreamCopies(HostCopies):
+class SideStreamCopier(HostCopier):
     """Copies in a stream of their own, beside the computation.
 
         compute  ─── x made ─┬──────────── wait ─ x freed ───────┬─ memory for x ────── wait ─ x used

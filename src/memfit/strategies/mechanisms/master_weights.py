@@ -21,7 +21,7 @@ def float32_copies(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, nn.
     }
 
 
-def replace_parameters(
+def replace_optimizer_parameters(
     optimizer: torch.optim.Optimizer, replacements: Mapping[nn.Parameter, nn.Parameter]
 ) -> None:
     """Have an optimizer update the values of ``replacements`` in place of its keys, with their state."""

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memfit.errors import UsageError
-from memfit.strategies.mechanisms.host_copies import HostCopies, SideStreamCopies
+from memfit.strategies.mechanisms.host_copies import HostCopier, SideStreamCopier
 from memfit.strategies.mechanisms.optimizer_step import check_updates_are_independent, step_some_parameters
 from memfit.strategies.mechanisms.tensors_in_objects import inner_tensors
 from memfit.user_frame import warn_user
@@ -29,9 +29,9 @@ BLOCK_BYTES = 16 * 2**20
 """Bytes of neighbouring parameters that share a block: copying their state takes longer than its launch."""
 
 
-def host_copies_for_device(device: torch.device) -> HostCopies | None:
+def host_copier_for_device(device: torch.device) -> HostCopier | None:
     """Return what copies between a device and the host; None for the host."""
-    return SideStreamCopies(device) if device.type == "cuda" else None
+    return SideStreamCopier(device) if device.type == "cuda" else None
 
 
 Memory = dict[torch.dtype, torch.Tensor]
@@ -51,7 +51,7 @@ class OptimizerStateBlock:
         to_device, to_host: the copies in each direction.
     """
 
-    def __init__(self, device: torch.device, to_device: HostCopies, to_host: HostCopies) -> None:
+    def __init__(self, device: torch.device, to_device: HostCopier, to_host: HostCopier) -> None:
         self.device = device
         self._to_device, self._to_host = to_device, to_host
         self._tensors: list[torch.Tensor] = []
@@ -200,7 +200,7 @@ class OffloadedOptimizerState:
         self._blocks: dict[
             nn.Parameter, OptimizerStateBlock | None
         ] = {}  # None: the parameter is on the host
-        self._copies: dict[torch.device, list[HostCopies]] = {}
+        self._copies: dict[torch.device, list[HostCopier]] = {}
         self._following: dict[OptimizerStateBlock, OptimizerStateBlock] = {}
         self._last: OptimizerStateBlock | None = None
         self._current: tuple[OptimizerStateBlock, list[nn.Parameter]] | None = None
@@ -351,10 +351,10 @@ class OffloadedOptimizerState:
             self._blocks[parameter] = block
             room -= size
 
-    def _copies_for(self, device: torch.device) -> list[HostCopies]:
+    def _copies_for(self, device: torch.device) -> list[HostCopier]:
         """Return the copies to and from a device, each with a stream of its own; none for the host."""
         if device not in self._copies:
-            both = (host_copies_for_device(device), host_copies_for_device(device))
+            both = (host_copier_for_device(device), host_copier_for_device(device))
             self._copies[device] = [copies for copies in both if copies is not None]
         return self._copies[device]
 

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.recording.operation_interception import (
-    DispatchedOperationsBesideGraphs,
-    before_compilations,
+    InterceptionModeAllowingCompilation,
+    call_before_compilations,
     exclude_from_compilation,
 )
 from memfit.recording.optimizer_accessors import parameters_of
@@ -79,7 +79,7 @@ class OperationCounter:
     ) -> None:
         self._on_counted, self._in_backward = on_counted, in_backward
         self._hooks = InstalledHooks()
-        self._mode = DispatchedOperationsBesideGraphs(self._run)
+        self._mode = InterceptionModeAllowingCompilation(self._run)
         self._modes = ExitStack()
         self._parameters: set[int] = set()
         self._is_compiled = False
@@ -90,7 +90,7 @@ class OperationCounter:
 
     def install(self, hooks: InstalledHooks) -> None:
         """Hook updates, and compilations: a compiler must not see hooks, and decides what a graph keeps."""
-        before_compilations(self._hooks, self._compiles)
+        call_before_compilations(self._hooks, self._compiles)
         hooks.on_removal(self._give_up)
         self._updates = register_optimizer_step_pre_hook(self._update)
 

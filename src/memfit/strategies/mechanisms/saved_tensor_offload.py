@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from memfit.dispatch_modes import without_dispatch_modes
 from memfit.recording.tensor_storage import storage_of
-from memfit.strategies.mechanisms.host_copies import HostCopies
+from memfit.strategies.mechanisms.host_copies import HostCopier
 from memfit.strategies.mechanisms.replayable_operations import PlaceInStorage
 from memfit.strategies.mechanisms.tensors_in_objects import tensor_version
 
@@ -103,7 +103,7 @@ class _DeviceLane:
         prefetch: storages that may be on their way at once, in either direction, beside the computation.
     """
 
-    def __init__(self, copies: HostCopies, prefetch: int) -> None:
+    def __init__(self, copies: HostCopier, prefetch: int) -> None:
         self._copies, self._prefetch = copies, prefetch
         self._leaving: deque[weakref.ref[_OffloadedStorage]] = deque()
         self._arriving: dict[_OffloadedStorage, Any] = {}
@@ -175,7 +175,7 @@ class SavedTensorOffloader:
     """
 
     def __init__(
-        self, copies: Callable[[torch.device], HostCopies | None], min_bytes: int, prefetch: int
+        self, copies: Callable[[torch.device], HostCopier | None], min_bytes: int, prefetch: int
     ) -> None:
         self._copies, self._min_bytes, self._prefetch = copies, min_bytes, prefetch
         self._lanes: dict[torch.device, _DeviceLane | None] = {}

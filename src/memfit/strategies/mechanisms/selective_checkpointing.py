@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
 )
 
 from memfit.errors import UsageError
-from memfit.recording.operation_interception import DispatchedOperationsBesideGraphs
+from memfit.recording.operation_interception import InterceptionModeAllowingCompilation
 from memfit.strategies.mechanisms.replayable_operations import NotedTensor
 
 _Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -48,13 +48,13 @@ class KeptResults:
         # Read before the checkpoint adds its own: offloading sees kept results as it sees saved tensors.
         self._hooks = _hooks_of_the_script()
 
-    def forward(self) -> DispatchedOperationsBesideGraphs:
+    def forward(self) -> InterceptionModeAllowingCompilation:
         """Return the context for the forward: it keeps results."""
-        return DispatchedOperationsBesideGraphs(self._keep)
+        return InterceptionModeAllowingCompilation(self._keep)
 
-    def recomputation(self) -> DispatchedOperationsBesideGraphs:
+    def recomputation(self) -> InterceptionModeAllowingCompilation:
         """Return the context for one recomputation: kept results stand in for their operations."""
-        return DispatchedOperationsBesideGraphs(_Recomputation(self._results).run)
+        return InterceptionModeAllowingCompilation(_Recomputation(self._results).run)
 
     def others(self) -> dict[Any, int]:
         """Return, by operation of which results are to be kept, how often the forward called it otherwise."""

@@ -21,11 +21,11 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from memfit.patching.after_import import after_import
+from memfit.patching.after_import import call_after_import
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.random_state import torch_generator_positions
-from memfit.recording.operation_interception import DispatchedOperations
+from memfit.recording.operation_interception import OperationInterceptionMode
 from memfit.recording.tensor_storage import storage_of
 from memfit.records import LEAST_RECOMPUTED, is_recomputable_operation
 from memfit.strategies.mechanisms.replayable_operations import (
@@ -67,7 +67,7 @@ def recompute_single_tensors(is_kept: Callable[[Any], bool], forward: Callable[[
     try:
         with (
             saved_tensors_hooks(tape.save, _read),
-            DispatchedOperations(tape.run),
+            OperationInterceptionMode(tape.run),
             _observe_triton_launches(tape.may_write),
         ):
             return forward()
@@ -271,7 +271,7 @@ def _observe_triton_launches(about_to_run: Callable[[Any], None]) -> Iterator[No
         about_to_run((args, kwargs))
         return original(*args, **kwargs)
 
-    hooks.on_removal(after_import("triton.runtime.jit", lambda: hooks.wrap(_KERNEL, "run", run)))
+    hooks.on_removal(call_after_import("triton.runtime.jit", lambda: hooks.wrap(_KERNEL, "run", run)))
     try:
         yield
     finally:

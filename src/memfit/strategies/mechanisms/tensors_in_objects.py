@@ -40,14 +40,14 @@ def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from inner_tensors(part)
 
 
-def independent_copy(tensor: torch.Tensor) -> torch.Tensor:
+def independent_tensor_copy(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy that shares no memory with a tensor, also of a subclass made of several tensors."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return tensor.detach().clone()
     names, context = tensor.__tensor_flatten__()
     parts = {name: getattr(tensor, name) for name in names}
     inner = {
-        name: independent_copy(part) if isinstance(part, torch.Tensor) else part
+        name: independent_tensor_copy(part) if isinstance(part, torch.Tensor) else part
         for name, part in parts.items()
     }
     copied: torch.Tensor = type(tensor).__tensor_unflatten__(  # type: ignore[attr-defined]

@@ -32,14 +32,14 @@ _CHANNELS, _IMAGE = 3, 3
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceLayout:
+class ListLayout:
     """What a sequence may hold, judged by its entries; if neither, it says nothing about the batch's size."""
 
     columns: bool
     samples: bool
 
     @classmethod
-    def of(cls, value: Sequence[Any], *, outer: bool) -> "SequenceLayout":
+    def of(cls, value: Sequence[Any], *, outer: bool) -> "ListLayout":
         """Classify a sequence.
 
         Args:
@@ -74,7 +74,7 @@ def possible_batch_sizes(
         return None
     if role == "samples":
         return {len(value)}
-    layout = SequenceLayout.of(value, outer=outer)
+    layout = ListLayout.of(value, outer=outer)
     sizes = common_batch_sizes(enumerate(value), roles, path) if layout.columns else None
     return (sizes or set()) | {len(value)} if layout.samples and role != "columns" else sizes
 
@@ -94,7 +94,7 @@ def lengths_of_batch_parts(value: object, *, outer: bool = False) -> Iterator[in
         for entry in value.values():
             yield from lengths_of_batch_parts(entry)
     elif isinstance(value, tuple | list):
-        layout = SequenceLayout.of(value, outer=outer)
+        layout = ListLayout.of(value, outer=outer)
         if layout.columns:
             for entry in value:
                 yield from lengths_of_batch_parts(entry)

@@ -19,10 +19,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from memfit.errors import AmbiguousBatchError, UsageError
 from memfit.strategies.mechanisms.tensors_in_objects import tensors_in_object
 from memfit.train.data.batch_layout import (
+    ListLayout,
     Path,
     Role,
     Roles,
-    SequenceLayout,
     common_batch_sizes,
     has_batch_dimension,
     lengths_of_batch_parts,
@@ -235,11 +235,11 @@ class _Splitter:
             return "rows"
         if self._is_samples(value, path):
             return "samples"
-        layout = SequenceLayout.of(value, outer=not path)
+        layout = ListLayout.of(value, outer=not path)
         return "columns" if layout.columns else "shared"
 
     def _only_samples(self, value: Sequence[Any], path: Path) -> bool:
-        layout = SequenceLayout.of(value, outer=not path)
+        layout = ListLayout.of(value, outer=not path)
         if not layout.samples or len(value) != self._size:
             return False
         nested = any(
@@ -257,7 +257,7 @@ class _Splitter:
             AmbiguousBatchError: it may just as well hold columns.
         """
         outer = not path
-        layout, as_many = SequenceLayout.of(value, outer=outer), len(value) == self._size
+        layout, as_many = ListLayout.of(value, outer=outer), len(value) == self._size
         if not layout.samples:
             # Numbers in a tuple: one per sample, or the size of images.
             return as_many and not layout.columns and self._of_samples

@@ -15,19 +15,19 @@ from memfit.errors import TornUpdateError, UsageError
 from memfit.random_state import set_random_state
 from memfit.recording.optimizer_accessors import local_optimizer, parameters_of
 from memfit.strategies.mechanisms.master_weights import load_float32_copies
-from memfit.strategies.mechanisms.tensors_in_objects import independent_copy, inner_tensors
+from memfit.strategies.mechanisms.tensors_in_objects import independent_tensor_copy, inner_tensors
 from memfit.train.callbacks import Callback
 from memfit.train.optimizer_update import INTERRUPTED
 from memfit.train.resume.saved_engine_parts import (
     EngineParts,
-    adopt_zero1_groups,
     class_name_with_module,
+    copy_hyperparameters_to_zero1_groups,
     get_optimizer_state,
     gradient_precision_of,
     indices_of_own_parameters,
-    localised_optimizer_state,
     model_without_wrappers,
     named_parameters,
+    optimizer_state_of_own_parameters,
     parameter_names_by_group,
     tensors_outside_state_dict,
 )
@@ -162,7 +162,7 @@ def _load_optimizer(parts: EngineParts, run: SavedRun, undo: ExitStack) -> None:
     """
     optimizer, saved = (
         local_optimizer(parts.optimizer),
-        localised_optimizer_state(parts.optimizer, run["optimizer"]),
+        optimizer_state_of_own_parameters(parts.optimizer, run["optimizer"]),
     )
     saved_tensors = {
         id(part)
@@ -174,13 +174,13 @@ def _load_optimizer(parts: EngineParts, run: SavedRun, undo: ExitStack) -> None:
     for each in (optimizer, parts.optimizer):  # load_state_dict replaces these, and does not change them
         undo.callback(vars(each).update, state=each.state, param_groups=each.param_groups)
     optimizer.load_state_dict(saved)
-    adopt_zero1_groups(parts.optimizer)
+    copy_hyperparameters_to_zero1_groups(parts.optimizer)
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and any(
                 id(part) in saved_tensors for part in inner_tensors(value)
             ):
-                state[name] = independent_copy(value)
+                state[name] = independent_tensor_copy(value)
     values = run["model"] | run["others"]
     names = [name for group in run["groups"] for name in group]
     own = [names[index] for index in indices_of_own_parameters(parts.optimizer)]

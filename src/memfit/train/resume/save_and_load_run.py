@@ -46,14 +46,18 @@ from memfit.train.resume.saved_run_format import (
     FOLDER_NAME,
     VERSION,
     RankRunFile,
-    SavedParameterState,
+    SavedOptimizerParameterState,
     SharedRunFile,
     check_rank_run_file,
     check_saved_run,
     check_shared_run_file,
 )
+from memfit.train.resume.sharded_tensor_files import (
+    load_sharded_tensors,
+    read_tensor_index,
+    save_sharded_tensors,
+)
 from memfit.train.resume.split_run_state import (
-    change_random_states,
     empty_tensors_of_rank,
     is_dtensor,
     join_run_state,
@@ -62,8 +66,8 @@ from memfit.train.resume.split_run_state import (
     random_state_with_own_gpu,
     rank_part_of_single_process_run,
     split_run_state,
+    with_changed_random_states,
 )
-from memfit.train.resume.tensor_files import load_sharded_tensors, read_tensor_index, save_sharded_tensors
 
 
 class ResumableRun(ABC):
@@ -148,7 +152,7 @@ def _save_divided_run(parts: EngineParts, path: Path) -> None:
     ranks, folders = parts.ranks, _folders(path)
     with _all_or_none(ranks, "engine.save"):
         run = split_run_state(parts, get_engine_state(parts))
-        own = change_random_states(run.own, random_state_with_own_gpu)
+        own = with_changed_random_states(run.own, random_state_with_own_gpu)
         owners = _owners(parts)
     # A number that rank 0 draws: the folder must be new even if the run was here before.
     (token,) = ranks.agree("engine.save", secrets.randbits(48) if ranks.rank == 0 else 0)
@@ -236,7 +240,7 @@ def _remove_others(folders: Path, name: str) -> None:
 
 def _read_rank_files(
     parts: EngineParts, shared: SharedRunFile, folder: Path
-) -> tuple[dict[str, Any], dict[int, SavedParameterState]]:
+) -> tuple[dict[str, Any], dict[int, SavedOptimizerParameterState]]:
     """Return this rank's part of the state, and the entries of the parameters that it updates."""
     rank, ranks = parts.ranks.rank, parts.ranks.size
     check_parameter_groups(parameter_names_by_group(parts), shared["run"]["groups"])
@@ -250,13 +254,13 @@ def _read_rank_files(
     if shared["ranks"] != ranks:
         check_no_open_window(own, shared["ranks"], ranks)
     if known != rank:
-        own = change_random_states(own, lambda state: random_state_of_new_rank(state, rank))
+        own = with_changed_random_states(own, lambda state: random_state_of_new_rank(state, rank))
     entries = {
         index: files[owner]["entries"][index]
         for index, owner in owner_of.items()
         if index in files[owner]["entries"]
     }
-    return change_random_states(own, random_state_with_all_gpus), entries
+    return with_changed_random_states(own, random_state_with_all_gpus), entries
 
 
 def _divide(parts: EngineParts, saved: dict[str, Any]) -> dict[str, Any]:
@@ -266,5 +270,5 @@ def _divide(parts: EngineParts, saved: dict[str, Any]) -> dict[str, Any]:
     if ranks > 1:
         check_no_open_window(saved, 1, ranks)
     if rank:
-        saved = change_random_states(saved, lambda state: random_state_of_new_rank(state, rank))
+        saved = with_changed_random_states(saved, lambda state: random_state_of_new_rank(state, rank))
     return rank_part_of_single_process_run(parts, saved)

@@ -26,7 +26,7 @@ from memfit.strategies.mechanisms.module_patterns import module_without_compile_
 from memfit.strategies.plan import Plan
 from memfit.train.accumulation_ledger import AccumulationLedger
 from memfit.train.callbacks import Callback
-from memfit.train.full_batch_steps import FullBatchStepper
+from memfit.train.divided_batch_updates import DividedBatchStepper
 from memfit.train.ranks.rank_agreement import SingleRank
 
 
@@ -41,7 +41,7 @@ class EngineParts:
     callbacks: tuple[Callback, ...]
     accumulation: Accumulation
     ledger: AccumulationLedger
-    full_batch: FullBatchStepper
+    full_batch: DividedBatchStepper
     ranks: SingleRank
     epoch: int
 
@@ -133,7 +133,7 @@ def get_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def localised_optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+def optimizer_state_of_own_parameters(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a saved ``state_dict`` that this rank's optimizer loads, with its own indices."""
     local = local_optimizer(optimizer)
     if local is optimizer:
@@ -152,7 +152,7 @@ def localised_optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> di
     }
 
 
-def adopt_zero1_groups(optimizer: Optimizer) -> None:
+def copy_hyperparameters_to_zero1_groups(optimizer: Optimizer) -> None:
     """Give ZeRO-1's groups, as new ones, the hyperparameters that its inner optimizer has loaded."""
     local = local_optimizer(optimizer)
     if local is not optimizer:

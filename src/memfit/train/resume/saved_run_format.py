@@ -76,7 +76,7 @@ class SavedRun(TypedDict):
     callbacks: list[tuple[str, Any]]
 
 
-class SavedParameterState(TypedDict):
+class SavedOptimizerParameterState(TypedDict):
     """The optimizer's state of one parameter."""
 
     tensors: list[str]
@@ -93,7 +93,7 @@ class SharedRunFile(TypedDict):
     """The number of ranks that saved."""
     folder: Annotated[str, Meta(pattern=FOLDER_NAME.pattern)]
     owners: list[Count]
-    """For each parameter of the optimizer, the rank whose file has its ``SavedParameterState``."""
+    """For each parameter of the optimizer, the rank whose file has its ``SavedOptimizerParameterState``."""
     run: dict[str, Any]
 
 
@@ -102,7 +102,7 @@ class RankRunFile(TypedDict):
 
     version: int
     rank: Count
-    entries: dict[int, SavedParameterState]
+    entries: dict[int, SavedOptimizerParameterState]
     run: dict[str, Any]
 
 

@@ -32,24 +32,24 @@ from memfit.train.resume.saved_engine_parts import (
     named_parameters,
 )
 from memfit.train.resume.saved_run_compatibility import check_saved_shapes
-from memfit.train.resume.saved_run_format import SavedParameterState
+from memfit.train.resume.saved_run_format import SavedOptimizerParameterState
 
 _OWN = ("others", "position", "random", "window", "callbacks")
 
 
 @dataclass(frozen=True, slots=True)
-class SplitRun:
+class SplitRunState:
     """A run's state on one rank."""
 
     tensors: dict[str, torch.Tensor]
     shared: dict[str, Any]
     own: dict[str, Any]
     """This rank's part of the state; of ``model``, only buffers and extra state."""
-    entries: dict[int, SavedParameterState]
+    entries: dict[int, SavedOptimizerParameterState]
     """The optimizer's state of the parameters that this rank updates, by index."""
 
 
-def split_run_state(parts: EngineParts, state: dict[str, Any]) -> SplitRun:
+def split_run_state(parts: EngineParts, state: dict[str, Any]) -> SplitRunState:
     """Split a rank's state.
 
     Raises:
@@ -63,7 +63,7 @@ def split_run_state(parts: EngineParts, state: dict[str, Any]) -> SplitRun:
         else:
             model[name] = value
     names, of_name = _names(state), named_parameters(parts)
-    entries: dict[int, SavedParameterState] = {}
+    entries: dict[int, SavedOptimizerParameterState] = {}
     for index, entry in state["optimizer"]["state"].items():
         name = names[index]
         kept = {key: value for key, value in entry.items() if _is_plain(value)}
@@ -75,13 +75,13 @@ def split_run_state(parts: EngineParts, state: dict[str, Any]) -> SplitRun:
     gradients = {name: _local_part(each) for name, each in state["gradients"].items()}
     own = {name: state[name] for name in _OWN} | {"model": model, "gradients": gradients}
     shared = {name: value for name, value in state.items() if name not in own and name != "optimizer"}
-    return SplitRun(tensors, shared | {"optimizer": state["optimizer"]["param_groups"]}, own, entries)
+    return SplitRunState(tensors, shared | {"optimizer": state["optimizer"]["param_groups"]}, own, entries)
 
 
 def empty_tensors_of_rank(
     parts: EngineParts,
     shared: dict[str, Any],
-    entries: dict[int, SavedParameterState],
+    entries: dict[int, SavedOptimizerParameterState],
     stored: Mapping[str, Any],
 ) -> dict[str, torch.Tensor]:
     """Return empty tensors for this rank's share of the saved ones, divided as this engine divides them.
@@ -117,7 +117,7 @@ def join_run_state(
     parts: EngineParts,
     shared: dict[str, Any],
     own: dict[str, Any],
-    entries: dict[int, SavedParameterState],
+    entries: dict[int, SavedOptimizerParameterState],
     tensors: Mapping[str, torch.Tensor],
 ) -> dict[str, Any]:
     """Return the whole state of a rank."""
@@ -239,7 +239,7 @@ def _sharded_like_from_whole(whole: torch.Tensor, like: torch.Tensor) -> torch.T
 # ---- Random numbers of the ranks -------------------------------------------------------------------------
 
 
-def change_random_states(
+def with_changed_random_states(
     run: dict[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> dict[str, Any]:
     """Return a saved run with each of its random states changed."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from memfit.errors import FileFormatError, UsageError
-from memfit.input_files import check_ordinary_file
+from memfit.input_files import check_ordinary_file_or_folder
 
 
 def save_state_file(state: dict[str, Any], path: Path) -> None:
@@ -105,7 +105,7 @@ def load_state_file(path: Path) -> dict[str, Any]:
         FileFormatError: the file is something else, or damaged.
         FileNotFoundError: there is no such file.
     """
-    check_ordinary_file(path)
+    check_ordinary_file_or_folder(path)
     try:
         with zipfile.ZipFile(path) as file:
             damaged = file.testzip()  # torch.save writes checksums, which torch.load does not check

@@ -13,7 +13,7 @@ from importlib.resources import files
 import numpy as np
 
 from memfit.analysis.block_columns import Numbers
-from memfit.report.escape import escaped
+from memfit.report.escape_control_characters import escaped
 from memfit.report.places_in_words import short_path
 
 _HOMES = re.compile(r"/(?:home|Users)/[^/\s:'\"]+(?=/|\b)|(?<![\w/.~-])/root(?=/)")

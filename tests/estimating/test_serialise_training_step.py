@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from memfit.errors import NotSentError, UsageError
-from memfit.estimating.serialise_model import (
+from memfit.estimating.serialise_training_step import (
     collect_training_step,
     deserialise_training_step,
     serialise_training_step,

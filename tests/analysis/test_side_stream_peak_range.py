@@ -1,6 +1,6 @@
 """The range between a run whose side streams finish early and one whose side streams finish late."""
 
-from memfit.analysis.stream_races import with_stream_race_range
+from memfit.analysis.side_stream_peak_range import with_side_stream_range
 from memfit.analysis.summary import summarize_trace
 from memfit.records import Action, ByteRange, DeviceUse, Figure, Provenance
 from support.traces import BASE, trace_of
@@ -20,19 +20,19 @@ def mebibytes(size):
 
 
 def test_a_range_ends_at_what_late_work_needs():
-    found = with_stream_race_range(holding(10, 20), holding(14, 30)).range
+    found = with_side_stream_range(holding(10, 20), holding(14, 30)).range
     assert mebibytes(found.allocated) == ByteRange(10, 14)
     assert mebibytes(found.reserved) == ByteRange(20, 30)
     assert mebibytes(found.process) == ByteRange(120, 130)
 
 
 def test_a_figure_that_late_work_lowers_is_no_range_upside_down():
-    found = with_stream_race_range(holding(10, 20), holding(9, 30)).range
+    found = with_side_stream_range(holding(10, 20), holding(9, 30)).range
     assert mebibytes(found.allocated) == ByteRange(9, 10)
     assert mebibytes(found.reserved) == ByteRange(20, 30)
 
 
 def test_late_work_that_needs_no_more_leaves_the_early_answer():
     early = holding(10, 20)
-    assert with_stream_race_range(early, holding(10, 20)) is early
-    assert with_stream_race_range(early, holding(9, 20)) is early
+    assert with_side_stream_range(early, holding(10, 20)) is early
+    assert with_side_stream_range(early, holding(9, 20)) is early

@@ -196,7 +196,7 @@ def collect_training_step(
 
 
 def _check_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
-    """Refuse an optimizer that ``training_script.py`` cannot step, or that belongs to another model."""
+    """Refuse an optimizer that ``training_loop.py`` cannot step, or that belongs to another model."""
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     if issubclass(kind, Optimizer) and not _steps_without_closure(kind):
         raise UsageError(

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from memfit.recording.data_loaders import LoaderShortener, ScriptLoaders
+from memfit.recording.loader_shortener import LoaderShortener
+from memfit.recording.script_loaders import ScriptLoaders
 from memfit.records import Shortened
 from support.endless_loader import Endless, KeepsWorkers
 

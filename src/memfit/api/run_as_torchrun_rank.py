@@ -16,14 +16,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from memfit.analysis.equivalent_ranks import rank_role_of_run, rank_run_sort_key, ranks_by_role
-from memfit.analysis.stream_races import may_streams_race
+from memfit.analysis.equivalent_ranks import (
+    equivalent_ranks_of_run,
+    group_equivalent_ranks,
+    rank_run_sort_key,
+)
+from memfit.analysis.side_stream_peak_range import may_side_streams_change_peak
 from memfit.analysis.trial_result import TrialResult
 from memfit.api.ghost_runs import (
     LATE,
     RANK,
     FinishedRun,
-    larger_need_with_late_work,
+    larger_need_with_late_streams,
     trace_file_of_rank,
     try_to_save_trace,
 )
@@ -32,7 +36,7 @@ from memfit.records import Change
 from memfit.run.job_rank import Rank
 from memfit.run.options import RunOptions
 from memfit.run.parent import PATIENCE, ScriptProgress, run_script, script_command
-from memfit.run.resolve_options import resolve_ghost_settings
+from memfit.run.resolve_ghost_settings import resolve_ghost_settings
 from memfit.temporary_folders import PREFIX, keep_folder_from_removal
 from memfit.trace.trace_file import read_trace, write_trace
 from memfit.trials.trial_run import trial_runner
@@ -80,7 +84,7 @@ def run_as_torchrun_rank(
             try_to_save_trace(recorded.trace, trace_file_of_rank(output, options.rank.rank)),
         )
     late = None
-    if _RACES in early.exchange(_RACES * may_streams_race(recorded.trace)).values():
+    if _RACES in early.exchange(_RACES * may_side_streams_change_peak(recorded.trace)).values():
         late = SharedTraces(options.rank, environment, "late")
         path = late.prepare()
         unlimited = replace(options, unlimited=True)
@@ -97,7 +101,9 @@ def run_as_torchrun_rank(
     }
     (late or early).remove()
     largest = max(ranks.values(), key=lambda rank: rank_run_sort_key(rank.result))
-    roles = ranks_by_role((number, rank_role_of_run(number, rank.result)) for number, rank in ranks.items())
+    roles = group_equivalent_ranks(
+        (number, equivalent_ranks_of_run(number, rank.result)) for number, rank in ranks.items()
+    )
     to_save = {output: largest.trace}
     if output is not None and RANK in output.name:
         to_save = {trace_file_of_rank(output, number): rank.trace for number, rank in ranks.items()}
@@ -179,4 +185,4 @@ def _read(rank: int, early: SharedTraces, late: SharedTraces | None) -> Finished
     """Return what a rank holds: at most, if streams race."""
     trace = read_trace(early.trace(rank))
     found = FinishedRun(trace, summarize(trace), None)
-    return found if late is None else larger_need_with_late_work(found, read_trace(late.trace(rank)))
+    return found if late is None else larger_need_with_late_streams(found, read_trace(late.trace(rank)))

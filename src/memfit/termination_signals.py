@@ -26,7 +26,7 @@ def _end(_number: int, _frame: object) -> None:
     os._exit(INTERRUPTED)
 
 
-def ctrl_c_ends_at_once() -> None:
+def exit_silently_on_ctrl_c() -> None:
     """Make Ctrl-C end this process without a word, unless it ignores Ctrl-C, as a background job does."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.futures import Future
 
 from memfit.errors import FileFormatError, OutputError
-from memfit.input_files import check_ordinary_file, read_input_file
+from memfit.input_files import check_ordinary_file_or_folder, read_input_file
 from memfit.trace.safe_pickle import NotPlainDataError, UnconstructedObject, load_plain_pickle
 from memfit.train.resume.state_file import UNREADABLE
 
@@ -230,6 +230,6 @@ def _expect_present(folder: Path, places: _Places) -> None:
         path = folder / place.relative_path
         if not path.exists():
             raise ValueError(f"{path.name} is missing")
-        check_ordinary_file(path)
+        check_ordinary_file_or_folder(path)
         if path.stat().st_size < place.offset + place.length:
             raise ValueError(f"{path.name} is truncated")

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from memfit.analysis.trial_result import RunTrial, TrialResult
 from memfit.records import Change, ScriptEnd
-from memfit.run.interruption import script_handles_ctrl_c, share_interruption_with_threads
+from memfit.run.interruption import leave_ctrl_c_to_script, share_interruption_with_threads
 from memfit.run.parent import ScriptProgress
 
 Result = TypeVar("Result")
@@ -26,10 +26,10 @@ _INTERVAL = 0.1  # seconds between two looks at whether the user has pressed Ctr
 
 def most_scripts_side_by_side() -> int:
     """Return how many scripts can run side by side if each takes as much memory as the largest so far."""
-    return max(1, min(len(os.sched_getaffinity(0)), scripts_that_fit_in_memory()))
+    return max(1, min(len(os.sched_getaffinity(0)), count_scripts_that_fit_in_memory()))
 
 
-def scripts_that_fit_in_memory() -> int:
+def count_scripts_that_fit_in_memory() -> int:
     """Return how many more scripts there is memory for if each takes as much as the largest so far."""
     largest = 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss  # Linux counts in KiB
     return _available_memory() // max(largest, 1)
@@ -56,7 +56,7 @@ def run_scripts_side_by_side(calls: Sequence[Callable[[], Result]], most: int) -
         BaseException: what a call raised first.
     """
     with (
-        script_handles_ctrl_c(0.0) as interruption,
+        leave_ctrl_c_to_script(0.0) as interruption,
         share_interruption_with_threads(interruption),
         ThreadPoolExecutor(most) as threads,
     ):

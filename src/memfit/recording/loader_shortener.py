@@ -1,4 +1,4 @@
-"""The loaders that the script creates and reads; on request, each pass over one ends after a few batches.
+"""End each pass over the script's loaders after a few batches.
 
 ``len`` of a shortened loader is the number of batches that come, so that schedulers, progress bars and
 trainers agree with it. Its data set, its sampler and their lengths are the script's own.
@@ -6,74 +6,29 @@ trainers agree with it. Its data set, its sampler and their lengths are the scri
 
 import itertools
 import sys
-import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from types import FrameType
 from typing import Any
 
-from memfit.patching.after_import import after_import
+from memfit.patching.after_import import call_after_import
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
-from memfit.records import LoaderBatchSize, Shortened
-from memfit.user_frame import innermost_user_line, is_user_file
-
-_LOADERS = "torch.utils.data.dataloader"
-_CREATED = Patch(
-    f"{_LOADERS}:DataLoader", "__init__", why="learn where a loader is created, and its batch size"
+from memfit.recording.script_loaders import (
+    LOADERS_MODULE,
+    ScriptLoaders,
+    length_if_known,
+    loader_counts_batches,
 )
-_SAMPLER = Patch("torch.utils.data.sampler:BatchSampler", "__iter__", why="learn which loader is read")
+from memfit.records import Shortened
+
 _LOADER = Patch(
-    f"{_LOADERS}:DataLoader",
+    f"{LOADERS_MODULE}:DataLoader",
     *("__len__", "_get_iterator", "_index_sampler"),
     why="end each pass after a few batches",
 )
 _PREPARED = Patch(
     "accelerate.data_loader:DataLoaderStateMixin", "begin", why="keep the last batch of a shorter pass"
 )
-
-
-class ScriptLoaders:
-    """The loaders that the script has created since ``install``, and the one that it reads."""
-
-    def __init__(self) -> None:
-        self._hooks = InstalledHooks()
-        self._creators: MutableMapping[Any, tuple[str, str]] = {}
-        self._sizes: weakref.WeakKeyDictionary[Any, LoaderBatchSize] = weakref.WeakKeyDictionary()
-        """By batch sampler: libraries such as accelerate wrap the loader in another that has the same one."""
-        self.on_creation: list[Callable[[Any], None]] = []
-        """Called with each new loader before PyTorch initialises it."""
-        self.last: LoaderBatchSize | None = None
-        """Of the loader that the script last began to read."""
-
-    def install(self) -> None:
-        """Follow loaders as soon as PyTorch has them."""
-        after_import(_LOADERS, self._follow)
-
-    def line_of(self, loader: Any) -> str:
-        """Return the script's ``file:line`` that created a loader; empty if that was before ``install``."""
-        return self._creators.get(loader, ("", ""))[0]
-
-    def _follow(self) -> None:
-        from torch.utils.weak import WeakIdKeyDictionary  # a class of the script's may have no hash
-
-        self._creators = WeakIdKeyDictionary()
-        self._hooks.wrap(_CREATED, "__init__", self._create)
-        self._hooks.wrap(_SAMPLER, "__iter__", self._read)
-
-    def _create(self, original: Callable[..., None], loader: Any, *args: Any, **kwargs: Any) -> None:
-        created_by = self._creators[loader] = creating_script_line(sys._getframe(2))
-        for action in self.on_creation:
-            action(loader)
-        original(loader, *args, **kwargs)
-        if isinstance(loader.batch_size, int):
-            self._sizes[loader.batch_sampler] = LoaderBatchSize(loader.batch_size, *created_by)
-
-    def _read(self, original: Callable[..., Any], sampler: Any) -> Any:
-        if (size := self._sizes.get(sampler)) is not None:
-            self.last = replace(size, samples=_known_length(sampler.sampler))
-        return original(sampler)
 
 
 class LoaderShortener:
@@ -101,7 +56,7 @@ class LoaderShortener:
     def install(self) -> None:
         """Shorten loaders as soon as PyTorch has them."""
         self._loaders.on_creation.append(self._shorten_length)
-        after_import(_LOADERS, self._shorten)
+        call_after_import(LOADERS_MODULE, self._shorten)
         self._hooks.wrap_when_imported(_PREPARED, begin=self._begin_prepared)
 
     def _shorten(self) -> None:
@@ -117,7 +72,7 @@ class LoaderShortener:
         self._hooks.wrap(_LOADER, "__len__", self._length)
         self._hooks.wrap(_LOADER, "_get_iterator", self._begin)
         self._hooks.replace(_LOADER, "_index_sampler", shorter)
-        self._measured = {sys.modules[_LOADERS].DataLoader}
+        self._measured = {sys.modules[LOADERS_MODULE].DataLoader}
 
     @contextmanager
     def whole_passes(self) -> Iterator[None]:
@@ -134,7 +89,7 @@ class LoaderShortener:
             if "__len__" in vars(kind) and kind not in self._measured:
                 self._measured.add(kind)
                 self._hooks.wrap(_LOADER, "__len__", self._length, on=kind)
-            if kind is sys.modules[_LOADERS].DataLoader:
+            if kind is sys.modules[LOADERS_MODULE].DataLoader:
                 break
 
     def _length(self, original: Callable[..., int], loader: Any) -> int:
@@ -149,7 +104,7 @@ class LoaderShortener:
     def _begin(self, original: Callable[..., Any], loader: Any) -> Any:
         sampler = loader._index_sampler
         if isinstance(sampler, _First):
-            full = _known_length(sampler.all)
+            full = length_if_known(sampler.all)
             if full is None or full > self.batches:
                 self._note(loader, full)
         return original(loader)
@@ -159,7 +114,7 @@ class LoaderShortener:
         original(prepared)
         sampler = getattr(prepared, "base_dataloader", prepared)._index_sampler
         if isinstance(sampler, _First):
-            full = _known_length(sampler.all)
+            full = length_if_known(sampler.all)
             if full is not None and full > self.batches:
                 prepared.remainder = 0
 
@@ -167,20 +122,10 @@ class LoaderShortener:
         self._found[Shortened(self._loaders.line_of(loader), self.batches, full)] = None
 
 
-def loader_counts_batches(loader: Any, sampler: Any) -> bool:
-    """Return whether a loader counts the batches of a pass itself, as those do that keep their workers.
-
-    Its sampler never ends; a pass has as many batches as the loader is long.
-    """
-    kind, plain = type(loader), sys.modules[_LOADERS].DataLoader
-    own = all(getattr(kind, name) is not getattr(plain, name) for name in ("__len__", "__iter__"))
-    return own and _known_length(sampler) is None
-
-
 def _is_endless(loader: Any, sampler: Any) -> bool:
     """Return whether a sampler may never end: then the script itself counts what it takes."""
     is_stream = isinstance(loader.dataset, sys.modules["torch.utils.data"].IterableDataset)
-    return not is_stream and _known_length(sampler) is None
+    return not is_stream and length_if_known(sampler) is None
 
 
 class _First:
@@ -194,24 +139,3 @@ class _First:
 
     def __len__(self) -> int:
         return min(len(self.all), self._most)
-
-
-def _known_length(sampler: Any) -> int | None:
-    """Return how many samples, or batches, a sampler has; None if it does not know."""
-    try:
-        return len(sampler)
-    except (TypeError, NotImplementedError):
-        return None
-
-
-def creating_script_line(frame: FrameType) -> tuple[str, str]:
-    """Return the script's line that created an object, and the library that did so for it.
-
-    Args:
-        frame: the frame that called the object's class.
-
-    Returns:
-        ``file:line``, and the name of a package; empty if the script itself created the object.
-    """
-    library = "" if is_user_file(frame.f_code.co_filename) else frame.f_globals.get("__name__", "")
-    return innermost_user_line(frame), library.partition(".")[0]

@@ -102,6 +102,6 @@ def _label(trace: Trace, event: int) -> EventLabel:
     return trace.labels[index] if index >= 0 else NOWHERE
 
 
-def least_certain_provenance(unsure: Iterable[Note]) -> Provenance:
+def worst_provenance_of_notes(unsure: Iterable[Note]) -> Provenance:
     """Return the provenance of a figure that depends on sizes with these notes: the least certain one."""
     return worst_provenance(Provenance.EXACT, *(note.provenance for note in unsure))

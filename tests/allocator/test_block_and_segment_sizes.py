@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memfit.allocator.block_and_segment_sizes import round_size, segment_bytes_for_request, should_split_block
 from memfit.allocator.config import INTERVALS, AllocatorConfig
-from memfit.allocator.rounding import round_size, segment_bytes_for_request, should_split_block
 
 MIB = 1 << 20
 sizes = st.one_of(

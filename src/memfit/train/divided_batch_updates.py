@@ -32,7 +32,7 @@ from memfit.train.training_job import Loss
 _NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 
 
-class FullBatchStepper:
+class DividedBatchStepper:
     """Steps on full batches.
 
     Args:
@@ -354,6 +354,6 @@ def _expect_unchanged(batches: list[Any], seen: list[tuple[torch.Tensor, int]]) 
         )
 
 
-def missing_loss_error(model: nn.Module, batch: Any) -> torch.Tensor:  # noqa: ARG001 - stands for a loss
+def raise_missing_loss(model: nn.Module, batch: Any) -> torch.Tensor:  # noqa: ARG001 - stands for a loss
     """Refuse to train without a loss."""
     raise UsageError("engine.step and engine.fit need a loss function: pass it as Engine(..., loss=...).")

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from memfit.errors import UsageError
-from memfit.strategies.legacy_settings import (
+from memfit.strategies.read_legacy_framework_settings import (
     NOTHING,
     WITHOUT_EFFECT,
     Reader,

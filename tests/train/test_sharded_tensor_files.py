@@ -11,7 +11,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from memfit.errors import FileFormatError
-from memfit.train.resume.tensor_files import load_sharded_tensors, read_tensor_index, save_sharded_tensors
+from memfit.train.resume.sharded_tensor_files import (
+    load_sharded_tensors,
+    read_tensor_index,
+    save_sharded_tensors,
+)
 
 
 def tensors():

@@ -14,8 +14,8 @@ import pytest
 from memfit.analysis.trial_result import TrialResult
 from memfit.records import Change, ScriptEnd
 from memfit.run.parent import ScriptProgress
-from memfit.trials import side_by_side
-from memfit.trials.side_by_side import ProgressOfFirst, RunsAhead
+from memfit.trials import runs_side_by_side
+from memfit.trials.runs_side_by_side import ProgressOfFirst, RunsAhead
 from support.traces import trace_of
 
 CHANGES = [Change(fused=fused, eager=eager) for fused, eager in ((False, False), (True, False), (True, True))]
@@ -47,7 +47,7 @@ class Script:
 
 @pytest.fixture
 def two_processors(monkeypatch):
-    monkeypatch.setattr(side_by_side, "most_scripts_side_by_side", lambda: 2)
+    monkeypatch.setattr(runs_side_by_side, "most_scripts_side_by_side", lambda: 2)
 
 
 def named(*names):
@@ -89,13 +89,15 @@ def test_as_many_run_side_by_side_as_there_are_processors_and_memory_for(
     monkeypatch, processors, memory, most
 ):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
-    monkeypatch.setattr(side_by_side, "_available_memory", lambda: memory)
-    assert side_by_side.most_scripts_side_by_side() == most
+    monkeypatch.setattr(runs_side_by_side, "_available_memory", lambda: memory)
+    assert runs_side_by_side.most_scripts_side_by_side() == most
 
 
 def test_the_memory_that_processes_can_still_take_is_that_of_this_machine():
     assert (
-        1 << 20 < side_by_side._available_memory() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        1 << 20
+        < runs_side_by_side._available_memory()
+        < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     )
 
 
@@ -120,7 +122,7 @@ def test_the_first_error_ends_the_others():
         raise ValueError
 
     def waits():
-        with side_by_side.script_handles_ctrl_c(0.0) as interruption:
+        with runs_side_by_side.leave_ctrl_c_to_script(0.0) as interruption:
             started.set()
             until = time.monotonic() + PATIENCE
             while not interruption.exhausted(writing=False):
@@ -128,7 +130,7 @@ def test_the_first_error_ends_the_others():
                 time.sleep(0.01)
 
     with pytest.raises(ValueError):  # noqa: PT011 - its own
-        side_by_side.run_scripts_side_by_side([fails, waits], 2)
+        runs_side_by_side.run_scripts_side_by_side([fails, waits], 2)
 
 
 TWO_RUNS = """
@@ -136,8 +138,8 @@ TWO_RUNS = """
     from functools import partial
     from memfit.run.options import RunOptions
     from memfit.run.parent import run_script
-    from memfit.run.resolve_options import resolve_ghost_settings
-    from memfit.trials.side_by_side import run_scripts_side_by_side
+    from memfit.run.resolve_ghost_settings import resolve_ghost_settings
+    from memfit.trials.runs_side_by_side import run_scripts_side_by_side
 
     options = RunOptions()
     ghost = resolve_ghost_settings(options)

@@ -1,4 +1,4 @@
-"""The script of ``memfit.estimate`` on the ghost: ``python -m memfit.estimating.training_script FILE``.
+"""The script of ``memfit.estimate`` on the ghost: ``python -m memfit.estimating.training_loop FILE``.
 
 It is a training loop as PyTorch's tutorials write it, with a new batch on the GPU each step:
 
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from memfit.estimating.serialise_model import (
+from memfit.estimating.serialise_training_step import (
     OptimizerCopy,
     TrainingStep,
     deserialise_training_step,

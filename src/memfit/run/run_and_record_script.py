@@ -15,27 +15,27 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from memfit.ctrl_c import INTERRUPTED
 from memfit.errors import MemfitError, TargetError
 from memfit.ghost.compile.lazy_dynamo import import_dynamo_lazily
 from memfit.ghost.ranks.absent_ranks import join_groups_with_absent_ranks
 from memfit.ghost.ranks.object_exchange_files import ExchangedObjects
 from memfit.ghost.ranks.present_ranks import PresentRanks
-from memfit.patching.after_import import after_import
+from memfit.patching.after_import import call_after_import
 from memfit.patching.patches import call_before
-from memfit.recording.data_loaders import LoaderShortener, ScriptLoaders
+from memfit.recording.loader_shortener import LoaderShortener
 from memfit.recording.longest_batches import LongestBatchFinder
+from memfit.recording.script_loaders import ScriptLoaders
 from memfit.recording.script_options import ScriptOptionCollector
 from memfit.recording.short_trainers import TrainerShortener
 from memfit.recording.unreached_evaluations import UnreachedEvaluations
 from memfit.records import Provenance, ScriptEnd
 from memfit.run.backend import Backend
 from memfit.run.child_start import ChildSettings, read_child_settings
+from memfit.run.descendant_processes import kill_descendants
 from memfit.run.job_rank import rank_of_trace
 from memfit.run.launchers import refuse_process_groups, wrong_group_size_error
 from memfit.run.parent_pipe import ParentPipe, open_parent_pipe, report_compilations
-from memfit.run.process_tree import kill_descendants
-from memfit.run.ranks_beside_script import StartedRanks
+from memfit.run.ranks_started_by_script import StartedRanks
 from memfit.run.run_script_as_python import (
     call_at_process_end,
     classify_script_end,
@@ -46,17 +46,18 @@ from memfit.run.run_script_as_python import (
     run_script_as_main,
 )
 from memfit.run.started_processes import (
-    StartedProcessRecord,
+    StartedProcessRecorder,
     follow_started_processes,
     read_started_processes,
-    record_failing_fork,
+    record_gpu_use_after_fork,
     record_running_programs,
 )
+from memfit.termination_signals import INTERRUPTED
 
 if TYPE_CHECKING:
     from memfit.recording.recorder import Recorder
     from memfit.records import LoaderBatchSize, Trace
-    from memfit.run.standby_fork import StandbyFork
+    from memfit.run.standby_fork import StandbyForker
 
 _exit = os._exit  # the script sees another: ScriptProcess._leave
 _ALSO_USED = (
@@ -90,12 +91,12 @@ class ScriptProcess:
         self._interrupted = False  # while it stands for the script
         self._runs_as_rank = False  # of a process group that it has joined
         self._steps_reported = 0
-        self._record: StartedProcessRecord | None = None  # of a process beside the script's
+        self._record: StartedProcessRecorder | None = None  # of a process beside the script's
         self._options, self._loaders = ScriptOptionCollector(), ScriptLoaders()
         self._loader: LoaderBatchSize | None = None  # that of the last training step
         self._evaluations = UnreachedEvaluations()
         self._leaving: set[int] = set()  # threads that have called os._exit
-        self.standby: StandbyFork | None = None
+        self.standby: StandbyForker | None = None
         self._short: tuple[LoaderShortener | TrainerShortener, ...] = ()
         self._longest: LongestBatchFinder | None = None
         self._change_batches(settings.options.batches, settings.options.scan)
@@ -114,7 +115,7 @@ class ScriptProcess:
                 each.install()
 
     def go_on(self, settings: str, called: object) -> None:
-        """Go on as another run, in a fork of this process; arguments as in ``StandbyFork``."""
+        """Go on as another run, in a fork of this process; arguments as in ``StandbyForker``."""
         before, self._settings = self._settings, read_child_settings(Path(settings).read_text("ascii"))
         self._parent.move(self._settings.progress)
         self._pid = self._script = os.getpid()
@@ -123,7 +124,7 @@ class ScriptProcess:
         self._backend.go_on(self._settings)
         if (preload := self._settings.options.preload) is not None:
             module, argument = preload
-            importlib.import_module(module).install_now(argument, called)
+            importlib.import_module(module).install_in_fork(argument, called)
 
     def begin(self) -> None:
         """Start recording: torch has just been imported."""
@@ -151,14 +152,14 @@ class ScriptProcess:
         self._recorder = recorder
         if self.standby is not None:
             self.standby.watch()
-        after_import("torch._dynamo.callback", lambda: report_compilations(self._parent.compiling))
+        call_after_import("torch._dynamo.callback", lambda: report_compilations(self._parent.compiling))
         if self._settings.ghost is not None:
-            after_import("torch.distributed.distributed_c10d", self._prepare_process_groups)
+            call_after_import("torch.distributed.distributed_c10d", self._prepare_process_groups)
             import_dynamo_lazily()
 
     def _forked(self) -> None:
         if self.standby is None or not self.standby.forking:
-            record_failing_fork(Path(self._settings.folder))
+            record_gpu_use_after_fork(Path(self._settings.folder))
 
     def _check_backend(self) -> None:
         """End the run if it cannot be measured on this backend."""
@@ -168,7 +169,7 @@ class ScriptProcess:
             self._ranks.note_gpu_use()
         if not self._is_the_script() and self._settings.ghost is not None:
             context = self._settings.ghost.device.context
-            self._record = StartedProcessRecord(Path(self._settings.folder), context)
+            self._record = StartedProcessRecorder(Path(self._settings.folder), context)
             self._record.begin()
 
     def _leave(self, status: int) -> NoReturn:

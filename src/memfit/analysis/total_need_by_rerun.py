@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 from memfit.analysis.needed_memory import memory_needed_without_workspaces, process_bytes_on_smallest_gpu
-from memfit.analysis.peak_after_caught_failures import failed_allocation_events
 from memfit.analysis.peak_by_batch_size import allocator_room_on_device, with_largest_batch_within
+from memfit.analysis.peak_outside_failed_attempts import failed_allocation_events
 from memfit.analysis.summary import summarize_trace
 from memfit.analysis.trial_result import RunTrial, TrialResult
-from memfit.ctrl_c import INTERRUPTED
 from memfit.devices import NO_LIMIT
 from memfit.records import Change, DryRun, Note, Provenance, ScriptEnd, Trace
+from memfit.termination_signals import INTERRUPTED
 from memfit.units import format_bytes, format_gib
 
 _EVEN = "routing=even"

@@ -7,7 +7,7 @@ after the last such failure: the attempts before requested more than there was.
 import numpy as np
 import numpy.typing as npt
 
-from memfit.analysis.script_location import step_end_events
+from memfit.analysis.event_locations import step_end_events
 from memfit.records import Action, Category, Timeline, Trace
 
 
@@ -28,7 +28,7 @@ def caught_failure_events(trace: Trace) -> npt.NDArray[np.int64]:
     return failures if recovered else failures[:0]
 
 
-def events_after_caught_failures(trace: Trace, line: Timeline) -> npt.NDArray[np.bool_]:
+def events_outside_failed_attempts(trace: Trace, line: Timeline) -> npt.NDArray[np.bool_]:
     """Return the events that the answer is about: all but those of attempts whose failure the script caught.
 
     An attempt begins where the training step before it ended. It ends when what it held has been freed: until
@@ -44,11 +44,11 @@ def events_after_caught_failures(trace: Trace, line: Timeline) -> npt.NDArray[np
     return answered
 
 
-def peak_after_caught_failures(trace: Trace, line: Timeline) -> int:
+def peak_event_outside_failed_attempts(trace: Trace, line: Timeline) -> int:
     """Return the event after which most was allocated; 0 for a run without events."""
-    return highest_after_caught_failures(line.allocated, events_after_caught_failures(trace, line))
+    return event_of_highest_level(line.allocated, events_outside_failed_attempts(trace, line))
 
 
-def highest_after_caught_failures(level: npt.NDArray[np.int64], answered: npt.NDArray[np.bool_]) -> int:
+def event_of_highest_level(level: npt.NDArray[np.int64], answered: npt.NDArray[np.bool_]) -> int:
     """Return the first of the answered events after which a level is highest; 0 for a run without events."""
     return int(np.argmax(np.where(answered, level, -1))) if len(level) else 0

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.patching.patches import Patch
-from memfit.run.process_tree import descendants_of_process
+from memfit.run.descendant_processes import descendants_of_process
 
 _THREADS = Patch("torch", "set_num_threads", why="keep a fork, whose OpenMP has lost its threads, on one")
 
@@ -69,7 +69,7 @@ def obstacle_to_fork() -> str:
     return "" if _unmark_bad_fork() is not None else "this PyTorch cannot use CUDA in a fork"
 
 
-def memory_shortage_in_fork() -> str:
+def gpu_memory_shortage() -> str:
     """Return that memory has run out, if so: with more of it, the script would have gone on otherwise."""
     import torch
 

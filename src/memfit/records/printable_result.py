@@ -7,7 +7,7 @@ SCHEMA_VERSION = 1
 """``schema`` in the public JSON. Fields may be added within a version; none is removed or changes meaning."""
 
 
-class PrintedResult:
+class PrintableResult:
     """Mix-in for the dataclasses of results, declared with ``repr=False``: text is what the command prints.
 
     With ``print``, and as the last line of a notebook cell.

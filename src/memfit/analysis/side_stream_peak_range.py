@@ -23,7 +23,7 @@ from memfit.records import (
 )
 
 
-def may_streams_race(trace: Trace) -> bool:
+def may_side_streams_change_peak(trace: Trace) -> bool:
     """Return whether the moment at which memory is free again may depend on the GPU.
 
     That is so if the script allocated on several streams, if a block was freed later than the script released
@@ -41,7 +41,7 @@ def may_streams_race(trace: Trace) -> bool:
     return not bool(np.all(at_once))
 
 
-def with_stream_race_range(early: DryRun, late: DryRun) -> DryRun:
+def with_side_stream_range(early: DryRun, late: DryRun) -> DryRun:
     """Return the answer of two runs whose side streams finish early and late: the late one, with the range.
 
     Args:
