@@ -24,7 +24,7 @@ from playwright.sync_api import Browser, sync_playwright
 import memfit
 from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.attribution import attribute_allocations
-from memfit.analysis.summary import summarize_trace
+from memfit.analysis.dry_run_result import dry_run_of_trace
 from memfit.records import Trace
 from memfit.report.html import run_report_html
 from memfit.report.html.drawn_moments import MOST_BLOCKS
@@ -62,7 +62,7 @@ def trained(blocks: int, folder: Path) -> Path:
 def in_python(trace: Trace) -> tuple[str, float]:
     """Return the HTML page of a trace, and the seconds to render it."""
     line = memory_timeline(trace)
-    attribution, summary = attribute_allocations(trace, line), summarize_trace(trace)
+    attribution, summary = attribute_allocations(trace, line), dry_run_of_trace(trace)
     begin = time.perf_counter()
     text = run_report_html(trace, line, attribution, summary)
     return text, time.perf_counter() - begin

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import UsageError
-from memfit.strategies.configuration import configure
+from memfit.strategies.read_configuration import configure
 
 PAGE = Path(__file__).with_name("settings.md")
 _INTRODUCTION = """\

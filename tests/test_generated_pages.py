@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from memfit.strategies.configuration import ALIASES, READERS, TABLES
+from memfit.strategies.read_configuration import ALIASES, READERS, TABLES
 
 DOCS = Path(__file__).parents[1] / "docs"
 OWN_SETTINGS = {"activation_checkpointing", "loss_scale", "gradient_dtype", "master_weights"} | {

@@ -13,7 +13,7 @@ from memfit.input_files import read_input_file
 from memfit.packing.csv_table import read_buffers_csv
 from memfit.run.options import RunOptions
 from memfit.run.parent import script_command
-from memfit.strategies.configuration import configure
+from memfit.strategies.read_configuration import configure
 from memfit.trace.trace_file import read_trace
 from memfit.train.resume import state_file
 

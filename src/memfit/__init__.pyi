@@ -3,8 +3,8 @@ from memfit.api.check_against_baseline import check as check
 from memfit.api.compare_strategies import compare as compare
 from memfit.api.gpus_for_script import gpus_for as gpus_for
 from memfit.api.packings import pack as pack
-from memfit.api.planning import auto_checkpoint as auto_checkpoint
-from memfit.api.planning import plan as plan
+from memfit.api.plan_and_auto_checkpoint import auto_checkpoint as auto_checkpoint
+from memfit.api.plan_and_auto_checkpoint import plan as plan
 from memfit.api.runs import dry_run as dry_run
 from memfit.api.runs import estimate as estimate
 from memfit.api.runs import record as record
@@ -31,8 +31,6 @@ from memfit.strategies.checkpointing import Checkpointing as Checkpointing
 from memfit.strategies.checkpointing import Region as Region
 from memfit.strategies.chunked_head import ChunkedHead as ChunkedHead
 from memfit.strategies.compilation import Compilation as Compilation
-from memfit.strategies.configuration import Configuration as Configuration
-from memfit.strategies.configuration import configure as configure
 from memfit.strategies.offload import Offload as Offload
 from memfit.strategies.optimizer_state import OptimizerState as OptimizerState
 from memfit.strategies.plan import Plan as Plan
@@ -40,6 +38,8 @@ from memfit.strategies.precision import LossScale as LossScale
 from memfit.strategies.precision import Precision as Precision
 from memfit.strategies.precision_decorators import auto_fp16 as auto_fp16
 from memfit.strategies.precision_decorators import force_fp32 as force_fp32
+from memfit.strategies.read_configuration import Configuration as Configuration
+from memfit.strategies.read_configuration import configure as configure
 from memfit.strategies.sharding import Sharding as Sharding
 from memfit.trace.snapshot import write_snapshot as write_snapshot
 from memfit.train.accumulation_window import StepResult as StepResult

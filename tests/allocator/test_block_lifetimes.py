@@ -2,7 +2,7 @@
 
 from memfit.allocator.block_lifetimes import FREE, LIVE, PENDING, BlockSnapshot, BlockTracker
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.initial_state import InitialAllocatorState
+from memfit.allocator.reconstruct_initial_state import InitialAllocatorState
 from memfit.records import Action
 from support.traces import events_of, freed
 

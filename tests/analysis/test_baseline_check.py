@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from memfit.analysis.baseline_check import compare_with_baseline, memory_baseline_of_run
-from memfit.analysis.summary import summarize_trace
+from memfit.analysis.dry_run_result import dry_run_of_trace
 from memfit.errors import FileFormatError
 from memfit.records import Category, CheckVerdict, Figure, MemoryCheck, Provenance
 from memfit.report.public_json import baseline_from_json, baseline_to_json, public_json_type, result_to_json
@@ -17,7 +17,7 @@ from memfit.report.terminal.run_differences import print_memory_check
 from support.advised_runs import trace
 
 RUN = trace(1000)
-FOUND = summarize_trace(RUN)
+FOUND = dry_run_of_trace(RUN)
 PEAK = 10_000_000
 BASE = replace(
     memory_baseline_of_run(RUN, FOUND),

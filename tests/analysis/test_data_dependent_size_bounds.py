@@ -6,7 +6,7 @@ import pytest
 
 from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.data_dependent_size_bounds import data_dependent_size_bounds
-from memfit.analysis.summary import summarize_trace
+from memfit.analysis.dry_run_result import dry_run_of_trace
 from memfit.records import Action, Frame, Mark, MarkKind, Note, Provenance, ScriptEnd, SizeBound
 from support.traces import BASE, Event, trace_of
 
@@ -79,8 +79,8 @@ def test_the_last_bound_in_code_that_still_runs_decides(blocks, bounds, ends, he
     trace = run(blocks, bounds, ends=ends)
     bounds = tuple(replace(bound, bytes=mib * MIB) for bound, mib in held)
     assert data_dependent_size_bounds(trace, memory_timeline(trace), len(blocks)) == bounds
-    assert summarize_trace(trace).bounds == bounds
-    assert summarize_trace(trace).bound == (bounds[0] if bounds else None)
+    assert dry_run_of_trace(trace).bounds == bounds
+    assert dry_run_of_trace(trace).bound == (bounds[0] if bounds else None)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_the_last_bound_in_code_that_still_runs_decides(blocks, bounds, ends, he
     ],
 )
 def test_a_failure_after_a_bound_may_not_happen_in_a_real_run(bounds, verdict):
-    answer = summarize_trace(run([(MIB, IN_HEADS), (9 * MIB, IN_POOL)], bounds, failed=True))
+    answer = dry_run_of_trace(run([(MIB, IN_HEADS), (9 * MIB, IN_POOL)], bounds, failed=True))
     assert answer.verdict == verdict
     pool = replace(POOL, bytes=9 * MIB)  # the request that failed counts
     assert answer.bound == (pool if verdict == "may not fit" else None)
@@ -100,4 +100,4 @@ def test_a_failure_after_a_bound_may_not_happen_in_a_real_run(bounds, verdict):
 
 def test_a_mark_without_its_note_is_skipped():
     trace = run([(MIB, IN_SCRIPT)], [(1, SCRIPT)])
-    assert summarize_trace(replace(trace, notes=())).bound is None
+    assert dry_run_of_trace(replace(trace, notes=())).bound is None

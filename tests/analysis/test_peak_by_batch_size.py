@@ -2,8 +2,8 @@
 
 import pytest
 
+from memfit.analysis.dry_run_result import dry_run_of_trace
 from memfit.analysis.peak_by_batch_size import with_largest_batch_within
-from memfit.analysis.summary import summarize_trace
 from memfit.records import (
     Action,
     BatchSize,
@@ -44,7 +44,7 @@ EVALUATION = (MarkKind.EVALUATION, 0)
 
 
 def peaks(trace):
-    (found,) = summarize_trace(trace).longest
+    (found,) = dry_run_of_trace(trace).longest
     return {each.batch.bytes: each.allocated >> 10 for each in found.measured}
 
 
@@ -84,7 +84,7 @@ def test_without_a_backward_a_batch_has_what_follows_it():
 def test_marks_of_no_scan_and_of_no_batch_are_ignored():
     moments = [give(0, scan=7), 990, step(0), give(0), 300, step(1)]
     assert peaks(trace_with(moments)) == {400: 300}
-    assert summarize_trace(trace_with(moments, trains=False)).longest[0].measured == (
+    assert dry_run_of_trace(trace_with(moments, trains=False)).longest[0].measured == (
         MeasuredBatch(LARGEST, 300 << 10),
     )
 
@@ -92,7 +92,7 @@ def test_marks_of_no_scan_and_of_no_batch_are_ignored():
 @pytest.mark.parametrize("between", [440, 500])
 def test_the_line_through_the_peaks_says_what_fits(between):
     moments = [give(0), 9, step(0), give(0), 840, step(1), give(1), 240, step(2), give(2), between, step(3)]
-    (found,) = summarize_trace(trace_with(moments)).longest
+    (found,) = dry_run_of_trace(trace_with(moments)).longest
     if between == 440:
         assert (found.fixed, found.per_byte, found.off) == (40 << 10, pytest.approx(2048), 0)
     else:

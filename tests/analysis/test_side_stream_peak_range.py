@@ -1,7 +1,7 @@
 """The range between a run whose side streams finish early and one whose side streams finish late."""
 
+from memfit.analysis.dry_run_result import dry_run_of_trace
 from memfit.analysis.side_stream_peak_range import with_side_stream_range
-from memfit.analysis.summary import summarize_trace
 from memfit.records import Action, ByteRange, DeviceUse, Figure, Provenance
 from support.traces import BASE, trace_of
 
@@ -12,7 +12,7 @@ DEVICE = DeviceUse("A100-80GB", Figure(1 << 40, Provenance.EXACT), Figure(100 * 
 def holding(allocated, reserved):
     """Return the summary of a run that holds so many MiB."""
     history = [(Action.SEGMENT_ALLOC, BASE, reserved * MIB), (Action.ALLOC, BASE, allocated * MIB)]
-    return summarize_trace(trace_of(history, device=DEVICE))
+    return dry_run_of_trace(trace_of(history, device=DEVICE))
 
 
 def mebibytes(size):

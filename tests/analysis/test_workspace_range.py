@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from memfit.analysis.dry_run_result import dry_run_of_trace
 from memfit.analysis.needed_memory import (
     memory_needed_without_workspaces,
     with_needed_memory,
     with_range_by_workspaces,
 )
 from memfit.analysis.side_stream_peak_range import with_side_stream_range
-from memfit.analysis.summary import summarize_trace
 from memfit.records import (
     Action,
     ByteRange,
@@ -49,7 +49,7 @@ def convolving(workspace, *, total=1 << 40, category=Category.WORKSPACE, reporte
 
 
 def ranged(trace):
-    return with_range_by_workspaces(trace, with_needed_memory(trace, summarize_trace(trace)))
+    return with_range_by_workspaces(trace, with_needed_memory(trace, dry_run_of_trace(trace)))
 
 
 def test_the_lower_end_has_no_workspaces():
@@ -95,7 +95,7 @@ def test_a_tight_run_has_a_range_too():
 @pytest.mark.parametrize(("workspace", "is_range"), [(12 * MIB, True), (10 * MIB, False)])
 def test_ends_within_2_percent_of_the_process_are_one_figure(workspace, is_range):
     trace = convolving(workspace)
-    found = summarize_trace(trace)
+    found = dry_run_of_trace(trace)
     assert found.peak_process.bytes == CONTEXT + 400 * MIB + workspace
     assert (with_range_by_workspaces(trace, found) is not found) is is_range
 
@@ -129,7 +129,7 @@ def test_the_verdict_is_that_of_the_run_without_workspaces_if_it_needs_more(tota
     ]
     on = replace(device(total * MIB), context=assumed, in_use=in_use * MIB)
     trace = trace_of(history, device=on, labels=LABELS, cudnn_workspaces=(100 * MIB,))
-    assert summarize_trace(trace).verdict == "fits"
+    assert dry_run_of_trace(trace).verdict == "fits"
     found = ranged(trace)
     assert (found.verdict, found.range.process) == (verdict, ByteRange(600 * MIB, 640 * MIB))
     least, most = (f"{(mib + in_use) / 1024:.2f}" for mib in (600, 640))
@@ -165,11 +165,11 @@ def test_a_run_that_does_not_fit_needs_less_without_workspaces(workspace, least)
     # Without any, it needs 400 MiB and the context; but it failed on a GPU of 518 MiB.
     trace = convolving(workspace)
     needs = Figure(CONTEXT + 400 * MIB + workspace, Provenance.SIMULATED)
-    found = memory_needed_without_workspaces(trace, summarize_trace(trace), device(0), needs, 518 * MIB)
+    found = memory_needed_without_workspaces(trace, dry_run_of_trace(trace), device(0), needs, 518 * MIB)
     assert (found and found.bytes) == least
     large = device(CONTEXT)
     bare = memory_needed_without_workspaces(
-        convolving(200 * MIB), summarize_trace(trace), large, Figure(700 * MIB, Provenance.EXACT)
+        convolving(200 * MIB), dry_run_of_trace(trace), large, Figure(700 * MIB, Provenance.EXACT)
     )
     assert bare.bytes == CONTEXT + 400 * MIB
 
@@ -178,14 +178,14 @@ def test_a_run_that_does_not_fit_needs_less_without_workspaces(workspace, least)
 def test_workspaces_of_at_most_2_percent_are_not_told_apart(workspace, is_notable):
     trace = convolving(workspace)
     needs = Figure(CONTEXT + 400 * MIB + workspace, Provenance.SIMULATED)
-    found = memory_needed_without_workspaces(trace, summarize_trace(trace), device(CONTEXT), needs)
+    found = memory_needed_without_workspaces(trace, dry_run_of_trace(trace), device(CONTEXT), needs)
     assert (found is not None) is is_notable
 
 
 def test_a_run_without_convolutions_needs_nothing_else_without_workspaces():
     trace = convolving(200 * MIB, reported=())
     needs = Figure(700 * MIB, Provenance.EXACT)
-    assert memory_needed_without_workspaces(trace, summarize_trace(trace), device(500 * MIB), needs) is None
+    assert memory_needed_without_workspaces(trace, dry_run_of_trace(trace), device(500 * MIB), needs) is None
 
 
 def trace_without_room():
@@ -195,7 +195,7 @@ def trace_without_room():
 
 
 def test_a_range_of_streams_contains_that_of_workspaces():
-    early, late = ranged(convolving(200 * MIB)), summarize_trace(convolving(300 * MIB))
+    early, late = ranged(convolving(200 * MIB)), dry_run_of_trace(convolving(300 * MIB))
     found = with_side_stream_range(early, late).range
     assert found.reserved == ByteRange(400 * MIB, 700 * MIB)
     assert found.causes == (RangeCause.STREAMS, RangeCause.WORKSPACES)

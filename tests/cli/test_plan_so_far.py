@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import memfit
-from memfit.api import planning
+from memfit.api import plan_and_auto_checkpoint as planning
 from memfit.cli import command_output
 from memfit.cli.command_output import PlanSoFar
 from memfit.errors import TargetError, UsageError

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from memfit.analysis.summary import summarize_trace
+from memfit.analysis.dry_run_result import dry_run_of_trace
 from memfit.records import Figure, Provenance
 from memfit.trace.trace_file import read_trace
 
@@ -30,7 +30,7 @@ def test_what_is_left_must_exceed_the_uncertainty(memory, options, verdict, code
 def test_a_measured_context_is_certain(dry_run):
     run = dry_run(SCRIPT, options=("--memory", "1630MiB", "-o", "run.memfit"))
     trace = read_trace(run.folder / "run.memfit")
-    assert summarize_trace(trace).verdict == "tight"
+    assert dry_run_of_trace(trace).verdict == "tight"
     measured = Figure(trace.device.context.bytes, Provenance.MEASURED, "nvml")
-    certain = summarize_trace(replace(trace, device=replace(trace.device, context=measured)))
+    certain = dry_run_of_trace(replace(trace, device=replace(trace.device, context=measured)))
     assert (certain.verdict, certain.uncertainty) == ("fits", 0)

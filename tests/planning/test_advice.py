@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from memfit.analysis.allocator_comparison import compare_allocator_settings
-from memfit.analysis.summary import summarize_trace
+from memfit.analysis.dry_run_result import dry_run_of_trace
 from memfit.analysis.total_need_by_rerun import find_total_need
 from memfit.analysis.trial_result import TrialResult
 from memfit.cli.command_output import exit_code_of_run
@@ -90,7 +90,7 @@ def test_a_plan_of_the_scripts_own_is_to_be_extended():
     def run(_change, _what):
         return TrialResult(trace(300), ("Net (plan: train.py:12)",))
 
-    answer = find_advice(trace(400), summarize_trace(trace(400)), run)
+    answer = find_advice(trace(400), dry_run_of_trace(trace(400)), run)
     assert answer.advice[0].how == ("add memfit.Checkpointing() to the plan of Net (plan: train.py:12)",)
 
 
@@ -102,7 +102,7 @@ def test_offloading_is_tried_with_copies_that_finish_late():
         late.extend([in_words(change)] * change.finish_late)
         return TrialResult(trace(250 if change.finish_late else 300), ("Net",))
 
-    answer = find_advice(trace(400), summarize_trace(trace(400)), run)
+    answer = find_advice(trace(400), dry_run_of_trace(trace(400)), run)
     assert rows(answer) == [(CHECKPOINT, 100, 400, True), (OFFLOAD, 150, 350, True)]
     assert late == ["offload"]
 
@@ -112,7 +112,7 @@ def test_a_plan_is_recommended_where_one_process_does_not_fit():
     answer, _ = advice_for(too_large(450), results)
     assert answer.advice_remarks[-1].startswith("memfit plan, given --gpu or --budget, finds the fastest mix")
     assert advice_for(trace(400), results)[0].advice_remarks == ()  # it fits
-    rank = replace(summarize_trace(too_large(450)), rank=JobRank(0, 8))
+    rank = replace(dry_run_of_trace(too_large(450)), rank=JobRank(0, 8))
     answer = find_advice(too_large(450), rank, lambda *_: TrialResult(trace(400), ("Net",)))
     assert not any("memfit plan" in line for line in answer.advice_remarks)
 
@@ -187,7 +187,7 @@ def test_if_nothing_is_enough_what_saves_most_comes_first():
 def test_advice_names_the_models_it_applies_to():
     results = iter((TrialResult(trace(300), ("Net",)), TrialResult(trace(100), ("Net", "Net"))))
     first = trace(400)
-    answer = find_advice(first, summarize_trace(first), lambda *_: next(results))
+    answer = find_advice(first, dry_run_of_trace(first), lambda *_: next(results))
     assert [piece.how for piece in answer.advice] == [
         ("import memfit; memfit.apply(model, [memfit.Checkpointing()])  # after creating Net",),
         ("import memfit; memfit.apply(model, [memfit.Offload()])  # after creating each of Net, Net",),
@@ -280,7 +280,7 @@ def test_an_interrupted_run_gets_no_advice_and_is_not_rerun(end):
 
 
 def test_an_interrupted_run_that_does_not_fit_is_not_rerun_either():
-    found = summarize_trace(trace(200, oom=True, end=ScriptEnd("interrupted", 130), total=300))
+    found = dry_run_of_trace(trace(200, oom=True, end=ScriptEnd("interrupted", 130), total=300))
     assert found.verdict == "does not fit"
     assert find_total_need(found, None) is found
 
@@ -293,10 +293,10 @@ def test_a_run_out_of_memory_is_first_rerun_with_unlimited_memory(end):
     assert rows(answer) == [(CHECKPOINT, 250, 250, True)]
     assert tried[0] == in_words(Change())
     assert answer.needs.bytes == 500 * MIB
-    assert (answer.verdict, answer.peak_reserved) == (summarize_trace(short).verdict, 200 * MIB)
+    assert (answer.verdict, answer.peak_reserved) == (dry_run_of_trace(short).verdict, 200 * MIB)
     answer, _ = advice_for(short, {"": FAILED})
     assert (answer.advice, answer.needs, answer.untried) == ((), None, FAILED)
-    assert find_advice(short, summarize_trace(short)).advice == ()
+    assert find_advice(short, dry_run_of_trace(short)).advice == ()
 
 
 def test_a_request_for_more_than_unlimited_memory_gets_no_advice():
@@ -333,7 +333,7 @@ def test_a_trace_that_cannot_be_replayed_gives_the_reason():
 
 def test_figures_carry_their_provenance():
     first = trace(400, cached=300, fragmented=True, total=0)
-    (piece,) = find_advice(first, summarize_trace(first)).advice
+    (piece,) = find_advice(first, dry_run_of_trace(first)).advice
     assert (piece.saves.provenance, piece.needs.provenance) == (Provenance.SIMULATED, Provenance.ASSUMED)
     assert piece.fits is None
     results = {"checkpointing": trace(200, **PARAMETERS), "offload": FAILED}
@@ -345,12 +345,12 @@ def test_what_a_run_needs_is_the_memory_of_the_smallest_gpu_on_which_it_fits():
     """With unlimited memory, the run takes 700 MiB. Where memory is short, PyTorch releases 200 of them."""
     short = too_large(450)
     unlimited = replace(trace(400, cached=200), device=short.device)
-    assert summarize_trace(unlimited).peak_process.bytes == 700 * MIB
+    assert dry_run_of_trace(unlimited).peak_process.bytes == 700 * MIB
     answer, _ = advice_for(short, {"": unlimited, "checkpointing": trace(300, cached=200), "offload": FAILED})
     assert rows(answer) == [(CHECKPOINT, 100, 400, True)]
     assert answer.needs.bytes == 500 * MIB
     assert answer.advice[0].saves.provenance is Provenance.SIMULATED
-    assert find_total_need(summarize_trace(short), lambda *_: TrialResult(unlimited)).needs == answer.needs
+    assert find_total_need(dry_run_of_trace(short), lambda *_: TrialResult(unlimited)).needs == answer.needs
 
 
 def test_what_a_run_needs_is_never_less_than_the_memory_it_ran_out_of():

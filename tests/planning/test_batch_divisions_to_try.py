@@ -7,7 +7,7 @@ import torch
 
 from memfit.analysis.trial_result import TrialResult
 from memfit.planning.choose_checkpointing import CheckpointChooser
-from memfit.planning.script_changes import AllowedChanges
+from memfit.planning.strategy_and_allocator_changes import AllowedChanges
 from memfit.records import LoaderBatchSize, ScriptEnd
 from memfit.report.public_json import result_to_json
 from support.planned_networks import feed_forward

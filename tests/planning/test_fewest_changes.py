@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from memfit.analysis.summary import summarize_trace
+from memfit.analysis.dry_run_result import dry_run_of_trace
 from memfit.analysis.trial_result import TrialResult
 from memfit.planning.advice import find_advice
 from memfit.planning.fewest_changes import MOST_RUNS
@@ -203,7 +203,7 @@ def test_the_number_of_reruns_is_limited():
         return TrialResult(trace(400, options=options), ("Net",))
 
     first = too_large(300, options=options)
-    answer = find_advice(first, summarize_trace(first), run)
+    answer = find_advice(first, dry_run_of_trace(first), run)
     assert len(tried) == 1 + MOST_RUNS
     stopped = f"memfit stopped after {MOST_RUNS} runs; other combinations may save more."
     assert answer.advice_remarks[-2:] == (stopped, PLAN)

@@ -11,7 +11,7 @@ from rich.console import Console
 from memfit.analysis.trial_result import TrialResult
 from memfit.planning.find_plan import find_plan
 from memfit.planning.run_changes_on_ghost import PlannedScript
-from memfit.planning.script_changes import AllowedChanges
+from memfit.planning.strategy_and_allocator_changes import AllowedChanges
 from memfit.records import (
     Action,
     DeviceUse,

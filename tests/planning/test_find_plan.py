@@ -14,7 +14,7 @@ from memfit.errors import TargetError
 from memfit.planning.find_plan import find_plan
 from memfit.planning.plan_search_base import PlanSearch
 from memfit.planning.run_changes_on_ghost import PlannedScript
-from memfit.planning.script_changes import AllowedChanges
+from memfit.planning.strategy_and_allocator_changes import AllowedChanges
 from memfit.records import Action, Change, EventLabel, Phase, ScriptEnd, ScriptPlan
 from memfit.report.public_json import public_json_type, result_to_json
 from memfit.report.terminal.plan_chart import plan_chart_lines

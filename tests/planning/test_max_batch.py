@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from memfit.analysis.summary import summarize_trace
+from memfit.analysis.dry_run_result import dry_run_of_trace
 from memfit.analysis.trial_result import TrialResult
 from memfit.errors import TargetError, UsageError
 from memfit.planning.batch_size_changes import BatchSizeRun, next_batch_size
@@ -219,7 +219,7 @@ def test_an_assumed_context_and_bounds_are_remarked_on(monkeypatch):
     assert script.find().remarks == ()
     more = {"bounds": (SizeBound("nonzero", "train.py:7", 5),), "uncertainty": 80 * MIB}
     monkeypatch.setattr(
-        "memfit.planning.max_batch.summarize_trace", lambda trace: replace(summarize_trace(trace), **more)
+        "memfit.planning.max_batch.dry_run_of_trace", lambda trace: replace(dry_run_of_trace(trace), **more)
     )
     remarks = script.find().remarks
     assert "may take up to 80.0 MiB more" in remarks[0]

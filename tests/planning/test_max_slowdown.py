@@ -5,9 +5,9 @@ import json
 import msgspec
 import pytest
 
-from memfit.api.planning import parse_allowed_changes
+from memfit.api.plan_and_auto_checkpoint import parse_allowed_changes
 from memfit.errors import UsageError
-from memfit.planning.script_changes import AllowedChanges
+from memfit.planning.strategy_and_allocator_changes import AllowedChanges
 from memfit.records import ScriptPlan
 from memfit.report.public_json import public_json_type, result_to_json
 from support.planned_script import MIB, OUTSIDE, Script, find, planned

@@ -7,8 +7,8 @@ import pytest
 
 from memfit.analysis.trial_result import TrialResult
 from memfit.planning.memory_floor import MemoryFloors, memory_floor_of_updates
-from memfit.planning.optimizer_changes import optimizer_changes
-from memfit.planning.script_changes import PRECISIONS, AllowedChanges
+from memfit.planning.optimizer_state_changes import optimizer_state_changes
+from memfit.planning.strategy_and_allocator_changes import PRECISIONS, AllowedChanges
 from memfit.records import (
     Action,
     Category,
@@ -33,7 +33,7 @@ HELD = {
     Category.INPUT: {"x": 100},
 }
 FIXED = {"CUDA context": 100, "parameters": 42, "buffers": 4, "cuBLAS workspaces": 8}
-CHANGES = {each.words[0]: each for each in optimizer_changes(AllowedChanges(low_bit_state=True))}
+CHANGES = {each.words[0]: each for each in optimizer_state_changes(AllowedChanges(low_bit_state=True))}
 
 
 def trained(temporaries=16):

@@ -7,7 +7,7 @@ import pytest
 from memfit.errors import FileFormatError, UsageError
 from memfit.planning.plan_file import read_plan
 from memfit.records import SCHEMA_VERSION, Change, Equality
-from memfit.strategies.configuration import configure
+from memfit.strategies.read_configuration import configure
 
 SETTINGS = {"checkpointing": {"regions": [{"modules": ["0"], "save_ops": ["aten.addmm.default:1"]}]}}
 

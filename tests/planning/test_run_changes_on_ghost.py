@@ -3,7 +3,7 @@
 import pytest
 
 from memfit.analysis.trial_result import TrialResult
-from memfit.planning.run_changes_on_ghost import PlanRuns, replayed_run_of_trial
+from memfit.planning.run_changes_on_ghost import PlanRuns, replayable_run_of_trial
 from memfit.records import Action, Change
 from support.planned_script import DEVICE
 from support.traces import BASE, trace_of
@@ -26,7 +26,7 @@ def test_a_run_that_gets_expandable_segments_says_what_it_allocates_with_them(bu
     history = [
         event for at in bases for event in ((Action.SEGMENT_ALLOC, at, 20 * MIB), (Action.ALLOC, at, SIZE))
     ]
-    run = replayed_run_of_trial(TrialResult(trace_of(history, device=DEVICE, versions={"torch": "2.14.1"})))
+    run = replayable_run_of_trial(TrialResult(trace_of(history, device=DEVICE, versions={"torch": "2.14.1"})))
     runs = PlanRuns(unused, budget * MIB + OUTSIDE, tune=True)
     found = runs.needs([run], Change(), 1.0)
     assert (found.change.allocator, found.allocated) == (conf, allocated)
@@ -40,5 +40,5 @@ def test_a_run_that_finishes_late_keeps_what_pytorch_caches_as_in_a_dry_run(late
     history += [(Action.SEGMENT_ALLOC, at, 640 * MIB), (Action.ALLOC, at, 640 * MIB)]
     trace = trace_of(history, device=DEVICE, versions={"torch": "2.14.1"})
     runs = PlanRuns(unused, 1 << 40, tune=False)
-    found = runs.needs([replayed_run_of_trial(TrialResult(trace, late=late))], Change(), 1.0)
+    found = runs.needs([replayable_run_of_trial(TrialResult(trace, late=late))], Change(), 1.0)
     assert found.needs.bytes == mebibytes * MIB + OUTSIDE

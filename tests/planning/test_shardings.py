@@ -10,8 +10,8 @@ from memfit.analysis.trial_result import TrialResult
 from memfit.errors import TargetError, UsageError
 from memfit.planning.find_plan import find_plan
 from memfit.planning.run_changes_on_ghost import PlannedScript, forward_and_backward_seconds
-from memfit.planning.script_changes import AllowedChanges
 from memfit.planning.shardings import bytes_sent_per_step, shard_copy_seconds, with_unsharded_module_names
+from memfit.planning.strategy_and_allocator_changes import AllowedChanges
 from memfit.records import Change, DividedBatches, Figure, Provenance, ScriptEnd, Term
 from memfit.report.terminal.script_plan import print_plan
 from support.planned_script import MIB, OUTSIDE, Script, copy, needing, work

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from memfit.planning.find_plan import find_plan
 from memfit.planning.run_changes_on_ghost import PlannedScript
-from memfit.planning.script_changes import AllowedChanges
+from memfit.planning.strategy_and_allocator_changes import AllowedChanges
 from memfit.records import Provenance, ScriptEnd
 from memfit.report.public_json import result_to_json
 from memfit.report.terminal.script_plan import print_plan

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from memfit.analysis.summary import summarize_trace
+from memfit.analysis.dry_run_result import dry_run_of_trace
 from memfit.errors import FileFormatError
 from memfit.records import (
     Action,
@@ -33,7 +33,7 @@ from support.traces import BASE, Event, trace_of
 def test_the_summary_needs_no_script(answer):
     text = report(run())
     page = Elements(text)
-    answer = summarize_trace(run())
+    answer = dry_run_of_trace(run())
     for term in answer.terms:
         assert f"{term.name}{term.figure.bytes:,}" in page.text
         assert str(term.figure.provenance) in page.text
@@ -55,7 +55,7 @@ CHECKPOINT = Advice(
 
 def test_the_ranks_of_a_job_are_a_table_of_their_own():
     one = replace(run(), rank=JobRank(3, 8))
-    place = summarize_trace(one).peak_place
+    place = dry_run_of_trace(one).peak_place
 
     def role(rank, also, gibibytes):
         size = ByteRange(gibibytes * GIB, gibibytes * GIB)
@@ -94,7 +94,7 @@ def test_advice_reads_as_on_the_terminal():
     )
     text = report(run(), advice=(CHECKPOINT, second))
     assert re.findall(r"<li><b>(.*?)</b>", text) == ["fewer activations", "more of it + and more"]
-    lines = advice_lines(replace(summarize_trace(run()), advice=(CHECKPOINT, second)), "")
+    lines = advice_lines(replace(dry_run_of_trace(run()), advice=(CHECKPOINT, second)), "")
     for shown in (Elements(text).text, " ".join(line.plain for line in lines)):
         words = " ".join(shown.replace("·", " ").split())
         assert "saves 3.0 GiB measured needs 90.0 GiB does not fit --checkpoint <0-2>" in words

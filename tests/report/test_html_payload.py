@@ -5,12 +5,12 @@ import pytest
 
 from memfit.allocator.block_lifetimes import FREE, LIVE, BlockTracker
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.initial_state import reconstruct_initial_state
+from memfit.allocator.reconstruct_initial_state import reconstruct_initial_state
 from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.attribution import attribute_allocations
 from memfit.analysis.breakdown import breakdown_at
+from memfit.analysis.dry_run_result import dry_run_of_trace
 from memfit.analysis.event_locations import script_location_at
-from memfit.analysis.summary import summarize_trace
 from memfit.records import (
     Action,
     EventLabel,
@@ -32,7 +32,7 @@ def drawn(trace, most=100_000, *, source=True):
     words = PageTextTable(source=source)
     return unpacked(
         page_payload(
-            trace, line, attribute_allocations(trace, line), summarize_trace(trace), words, most=most
+            trace, line, attribute_allocations(trace, line), dry_run_of_trace(trace), words, most=most
         ).text
     )
 

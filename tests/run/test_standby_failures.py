@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from memfit.analysis.summary import summarize_trace
+from memfit.analysis.dry_run_result import dry_run_of_trace
 from memfit.trials.script_standbys import ScriptStandbys
 from support.standby_runs import OPTIONS, Runs, script_of
 
@@ -71,4 +71,4 @@ held = cache(8)"""
         large = runs.run()
         assert not runs.forked
         assert "memory has run out" in runs.why_whole
-    assert [summarize_trace(each.trace).peak_allocated >> 30 for each in (small, large)] == [4, 8]
+    assert [dry_run_of_trace(each.trace).peak_allocated >> 30 for each in (small, large)] == [4, 8]

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from memfit.run import started_processes
-from memfit.run.started_processes import read_started_processes
+from memfit.run import follow_started_processes as started_processes
+from memfit.run.follow_started_processes import read_started_processes
 
 
 @pytest.mark.parametrize(("command", "recorded"), [(["python", "other.py"], ["python other.py"]), ([], [])])

@@ -8,10 +8,10 @@ import pytest
 from memfit.errors import UsageError
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.checkpointing import Checkpointing
-from memfit.strategies.configuration import configure
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.plan import Plan
 from memfit.strategies.precision import LossScale, Precision
+from memfit.strategies.read_configuration import configure
 from memfit.strategies.sharding import Sharding
 
 FOUR = Accumulation(batches_per_update=4, remainder="carry")

@@ -7,7 +7,7 @@ from torch import nn
 import memfit
 from memfit import Accumulation, Checkpointing, Offload, OptimizerState, Plan, Precision, Sharding
 from memfit.errors import UsageError
-from memfit.strategies.configuration import configure
+from memfit.strategies.read_configuration import configure
 from support import sharding_rank_cases
 
 PARAMETERS = 689

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from memfit.analysis.summary import summarize_trace
+from memfit.analysis.dry_run_result import dry_run_of_trace
 from memfit.analysis.trial_result import TrialResult
 from memfit.planning.advice import find_advice
 from memfit.records import (
@@ -107,7 +107,7 @@ def advice_for(first, results, *, caught=0, **more):
         result = trace(result, **more) if isinstance(result, int) else result
         return TrialResult(result, ("Net",)) if isinstance(result, Trace) else result
 
-    answer = find_advice(first, replace(summarize_trace(first), caught=caught), run)
+    answer = find_advice(first, replace(dry_run_of_trace(first), caught=caught), run)
     return answer, tried
 
 

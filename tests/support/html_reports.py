@@ -14,7 +14,7 @@ import numpy as np
 
 from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.attribution import attribute_allocations
-from memfit.analysis.summary import summarize_trace
+from memfit.analysis.dry_run_result import dry_run_of_trace
 from memfit.records import (
     Action,
     Category,
@@ -133,7 +133,7 @@ def evil():
 def report(trace, *, advice=None, needs=None, untried=None, ranks=(), peaks=None, **options):
     """Return the HTML page of a trace."""
     line = memory_timeline(trace)
-    summary = summarize_trace(trace)
+    summary = dry_run_of_trace(trace)
     found = replace(summary, advice=advice, needs=needs, untried=untried, ranks=ranks, range=peaks)
     return run_report_html(trace, line, attribute_allocations(trace, line), found, **options)
 

@@ -8,7 +8,7 @@ from memfit.analysis.trial_result import TrialResult
 from memfit.planning.choose_checkpointing import CheckpointChooser
 from memfit.planning.find_plan import find_plan
 from memfit.planning.run_changes_on_ghost import PlannedScript
-from memfit.planning.script_changes import AllowedChanges
+from memfit.planning.strategy_and_allocator_changes import AllowedChanges
 from memfit.records import Action, DeviceUse, Figure, Provenance, ScriptEnd
 from support.planned_networks import feed_forward
 from support.traces import BASE, trace_of

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.initial_state import reconstruct_initial_state
+from memfit.allocator.reconstruct_initial_state import reconstruct_initial_state
 from memfit.allocator.timeline import memory_timeline, timeline_disagreement_with_pytorch
 from memfit.errors import FileFormatError, OutputError
 from memfit.records import Action, EventLabel, Events, Phase, Trace

@@ -9,8 +9,8 @@ from memfit.patching.installed_hooks import InstalledHooks
 from memfit.verification import first_update_process
 from memfit.verification.first_update_process import (
     FirstUpdateReached,
+    FirstUpdateRunSettings,
     FirstUpdateWatcher,
-    UpdateSettings,
     read_first_update,
 )
 
@@ -18,7 +18,10 @@ from memfit.verification.first_update_process import (
 @pytest.fixture
 def watched(tmp_path):
     """Watch this process as that of a script."""
-    hooks, update = InstalledHooks(), FirstUpdateWatcher(UpdateSettings(str(tmp_path), False, True, True))
+    hooks, update = (
+        InstalledHooks(),
+        FirstUpdateWatcher(FirstUpdateRunSettings(str(tmp_path), False, True, True)),
+    )
     hooks.call_after(first_update_process._OPTIMIZER, "__init__", update.created)
     hooks.wrap(first_update_process._MODULE, "__call__", update.called)
     hooks.add(register_optimizer_step_pre_hook(update.steps))

@@ -6,7 +6,7 @@ import pytest
 
 from memfit.records import MarkKind, Stage
 from memfit.watching import measured_stages
-from memfit.watching.measured_stages import MeasuredStages
+from memfit.watching.measured_stages import RunStageMeter
 from memfit.watching.prediction import StepMemory
 from support.stage_marks import LETTERS, NAMES, ORDERS
 
@@ -19,7 +19,7 @@ class Run:
     def __init__(self, *, gradients=True):
         self.peak = self.allocated = self.reads = 0
         self.kept = []
-        self.stages = MeasuredStages(self.read, lambda: gradients)
+        self.stages = RunStageMeter(self.read, lambda: gradients)
 
     def read(self):
         self.reads += 1

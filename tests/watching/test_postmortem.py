@@ -7,7 +7,7 @@ import pytest
 from memfit.allocator.timeline import memory_timeline, timeline_disagreement_with_pytorch
 from memfit.analysis.attribution import attribute_allocations
 from memfit.analysis.breakdown import breakdown_at
-from memfit.analysis.summary import summarize_trace
+from memfit.analysis.dry_run_result import dry_run_of_trace
 from memfit.records import Category, GroupBy, MachineKind
 from memfit.trace.trace_file import read_trace
 from support.scripts import WATCHED
@@ -124,7 +124,7 @@ def test_a_post_mortem_names_what_held_the_memory(rehearse, tmp_path, labels):
     assert (
         timeline_disagreement_with_pytorch(trace, memory_timeline(trace)) == ""
     )  # with PyTorch's own counters
-    answer = summarize_trace(trace)
+    answer = dry_run_of_trace(trace)
     assert (answer.verdict, answer.device.machine, answer.steps) == (
         "out of memory",
         MachineKind.REHEARSAL,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from memfit.records import Action, Mark
-from memfit.watching.measured_stages import MeasuredStages
+from memfit.watching.measured_stages import RunStageMeter
 from memfit.watching.prediction import Prediction, StepMemory
 from memfit.watching.prediction_comparison import PredictionComparer
 from support.stage_marks import LETTERS
@@ -102,7 +102,7 @@ def compared(*moments, predicted=PREDICTED):
 def followed(*moments, predicted):
     """Return what differs in a run by hand, and its comparison with a predicted one."""
     now = StepMemory(0, 0)
-    stages = MeasuredStages(lambda: now, lambda: True)
+    stages = RunStageMeter(lambda: now, lambda: True)
     comparison = PredictionComparer(Prediction.of(trace(*predicted)), stages)
     found, steps = [], 0
     for moment in moments:

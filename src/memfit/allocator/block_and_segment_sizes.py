@@ -121,7 +121,7 @@ def least_split_remainder(config: AllocatorConfig, *, small: bool) -> int:
     return MIN_BLOCK if small or config.expandable_segments else SMALL_SIZE + 1
 
 
-def bytes_taken_by_malloc(size: int) -> int:
+def device_bytes_of_cuda_malloc(size: int) -> int:
     """Return the bytes that a cudaMalloc of ``size`` bytes takes from the device, by ``GRANULE``."""
     granule = GRANULE if size >= MIB else MIN_BLOCK
     return -(-size // granule) * granule

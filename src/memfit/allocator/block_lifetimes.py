@@ -20,7 +20,7 @@ import numpy as np
 from memfit.allocator.block_and_segment_sizes import round_size, should_split_block
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.free_ranges import ImpossibleEventError, impossible_event_error
-from memfit.allocator.initial_state import InitialAllocatorState
+from memfit.allocator.reconstruct_initial_state import InitialAllocatorState
 from memfit.records import Action, Events
 
 # As plain ints: comparing with an enum member costs more than the rest of a step.

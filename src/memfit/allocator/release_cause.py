@@ -16,7 +16,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.initial_state import reserved_bytes_changes
+from memfit.allocator.reconstruct_initial_state import reserved_bytes_changes
 from memfit.records import Action, MarkKind, Trace
 
 _RELEASES = frozenset(map(int, (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)))

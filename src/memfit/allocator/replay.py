@@ -10,7 +10,7 @@ because what the script would do then is unknown.
 from copy import copy
 
 from memfit.allocator import compiled_allocator
-from memfit.allocator.block_and_segment_sizes import bytes_taken_by_malloc
+from memfit.allocator.block_and_segment_sizes import device_bytes_of_cuda_malloc
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.requests import AllocatorRequests, RequestKind
 from memfit.errors import UsageError
@@ -78,10 +78,10 @@ def _replay_uncached(asked: AllocatorRequests, *, total: int, taken: int) -> Rep
     for ask, number, size, event in zip(asked.ask, asked.block, asked.size, asked.event, strict=True):
         if ask in (_MALLOC, _FAILED):
             calls.malloc += 1
-            if bytes_taken_by_malloc(size) <= free:
+            if device_bytes_of_cuda_malloc(size) <= free:
                 sizes[number] = size
                 allocated += size
-                free -= bytes_taken_by_malloc(size)
+                free -= device_bytes_of_cuda_malloc(size)
                 peak_allocated, least_free = max(peak_allocated, allocated), min(least_free, free)
             elif ask == _MALLOC:
                 failure = FailedMalloc(event, size, free)
@@ -91,7 +91,7 @@ def _replay_uncached(asked: AllocatorRequests, *, total: int, taken: int) -> Rep
             calls.free += 1
             freed = sizes.pop(number)
             allocated -= freed
-            free += bytes_taken_by_malloc(freed)
+            free += device_bytes_of_cuda_malloc(freed)
         elif ask == _STEP:
             steps.append(copy(calls))
     reserved = total - taken - least_free

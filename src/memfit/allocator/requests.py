@@ -25,7 +25,7 @@ import numpy as np
 
 from memfit.allocator.block_lifetimes import BlockTracker
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.initial_state import reconstruct_initial_state
+from memfit.allocator.reconstruct_initial_state import reconstruct_initial_state
 from memfit.allocator.release_cause import MemoryRelease, memory_releases
 from memfit.errors import FileFormatError, UsageError
 from memfit.records import DEFAULT_POOL, Action, MarkKind, Trace

@@ -7,7 +7,7 @@ import numpy as np
 
 from memfit.allocator.block_lifetimes import BlockTracker
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.initial_state import reconstruct_initial_state, reserved_bytes_changes
+from memfit.allocator.reconstruct_initial_state import reconstruct_initial_state, reserved_bytes_changes
 from memfit.errors import FileFormatError, UsageError
 from memfit.records import Action, MarkKind, Timeline, Trace
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.initial_state import InitialAllocatorState, reconstruct_initial_state
+from memfit.allocator.reconstruct_initial_state import InitialAllocatorState, reconstruct_initial_state
 from memfit.errors import FileFormatError
 from memfit.records import Action, Attribution, Category, Phase, Trace
 

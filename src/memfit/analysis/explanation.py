@@ -6,16 +6,16 @@ import numpy.typing as npt
 from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.attribution import attribute_allocations
 from memfit.analysis.breakdown import CATEGORY_NAMES, breakdown_at, peak_event
+from memfit.analysis.dry_run_result import dry_run_of_attributed_trace
 from memfit.analysis.event_locations import script_location_at, step_end_events, training_step_of_event
 from memfit.analysis.fragmentation import classify_unrequested_bytes
 from memfit.analysis.peak_outside_failed_attempts import peak_event_outside_failed_attempts
-from memfit.analysis.summary import summarize_attributed_trace
 from memfit.records import (
     Action,
     Attribution,
     Category,
     Explanation,
-    MemoryPeak,
+    HighMemoryMoment,
     Phase,
     PhaseMemoryChange,
     Timeline,
@@ -45,7 +45,7 @@ def explain_trace(trace: Trace, at: str = "peak", *, fragments: bool = False) ->
     """
     line = memory_timeline(trace)
     attribution = attribute_allocations(trace, line)
-    found = summarize_attributed_trace(trace, line, attribution)
+    found = dry_run_of_attributed_trace(trace, line, attribution)
     return Explanation(
         summary=found,
         below_peak=secondary_peaks(trace, line),
@@ -56,7 +56,7 @@ def explain_trace(trace: Trace, at: str = "peak", *, fragments: bool = False) ->
     )
 
 
-def secondary_peaks(trace: Trace, line: Timeline) -> tuple[MemoryPeak, ...]:
+def secondary_peaks(trace: Trace, line: Timeline) -> tuple[HighMemoryMoment, ...]:
     r"""Return the moments that limit a run next, once its peak is lowered; the highest first.
 
         allocated     /\  peak
@@ -91,7 +91,8 @@ def secondary_peaks(trace: Trace, line: Timeline) -> tuple[MemoryPeak, ...]:
         at = int(np.argmax(np.where(far, level, -1)))
         found.append(begin + at)
     return tuple(
-        MemoryPeak(event, script_location_at(trace, event), int(line.allocated[event])) for event in found
+        HighMemoryMoment(event, script_location_at(trace, event), int(line.allocated[event]))
+        for event in found
     )
 
 

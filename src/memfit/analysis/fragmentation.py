@@ -20,7 +20,7 @@ from memfit.allocator.block_and_segment_sizes import SMALL_SEGMENT, SMALL_SIZE, 
 from memfit.allocator.block_lifetimes import FREE, LIVE, PENDING, BlockSnapshot, BlockTracker
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.free_ranges import EXPANDABLE
-from memfit.allocator.initial_state import reconstruct_initial_state
+from memfit.allocator.reconstruct_initial_state import reconstruct_initial_state
 from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.event_locations import script_location_at, worst_provenance_of_notes
 from memfit.analysis.peak_outside_failed_attempts import peak_event_outside_failed_attempts

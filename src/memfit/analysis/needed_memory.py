@@ -47,7 +47,7 @@ _NAMED = 3
 
 
 @dataclass(frozen=True)
-class ReplayedRun:
+class ReplayableRun:
     """A run's requests, replayed under other allocator settings and on other GPUs."""
 
     trace: Trace
@@ -61,7 +61,7 @@ class ReplayedRun:
     """Whether GPU work on side streams finished late."""
 
     @classmethod
-    def of(cls, trace: Trace, found: DryRun, *, late: bool = False) -> "ReplayedRun":
+    def of(cls, trace: Trace, found: DryRun, *, late: bool = False) -> "ReplayableRun":
         """Read a run's requests.
 
         Raises:
@@ -160,7 +160,7 @@ def process_bytes_on_smallest_gpu(
         fails_at: bytes of a GPU on which the run is known not to fit.
     """
     try:
-        reserved = ReplayedRun.of(trace, found).needs(fails_at)
+        reserved = ReplayableRun.of(trace, found).needs(fails_at)
     except (FileFormatError, UsageError):  # memfit has no model of that allocator
         return found.peak_process
     needs = process_bytes_with_reserved(reserved, device)
@@ -255,10 +255,10 @@ def _workspaces(trace: Trace) -> npt.NDArray[np.bool_]:
     return of_plans
 
 
-def _without(trace: Trace, found: DryRun, of_plans: npt.NDArray[np.bool_]) -> ReplayedRun | None:
+def _without(trace: Trace, found: DryRun, of_plans: npt.NDArray[np.bool_]) -> ReplayableRun | None:
     """Return the run without these allocations, to be replayed; None if memfit cannot replay it."""
     try:
-        run = ReplayedRun.of(trace, found)
+        run = ReplayableRun.of(trace, found)
     except MemfitError:  # memfit has no model of that allocator
         return None
     asked = run.asked

@@ -8,7 +8,7 @@ from memfit.allocator.block_and_segment_sizes import SMALL_SEGMENT
 from memfit.allocator.block_lifetimes import BlockTracker
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.free_ranges import EXPANDABLE
-from memfit.allocator.initial_state import InitialAllocatorState, reconstruct_initial_state
+from memfit.allocator.reconstruct_initial_state import InitialAllocatorState, reconstruct_initial_state
 from memfit.analysis.fragmentation import blocks_by_segment
 from memfit.records import Action, Trace
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from memfit.analysis.dry_run_result import dry_run_of_trace
 from memfit.analysis.needed_memory import process_bytes_on_smallest_gpu
 from memfit.analysis.side_stream_peak_range import with_side_stream_range
-from memfit.analysis.summary import summarize_trace
 from memfit.analysis.trial_result import TrialResult, why_run_failed
 from memfit.records import (
     ByteRange,
@@ -113,10 +113,10 @@ def compared_run_of_trial(
         late: the same, with GPU work that finishes late; None if no streams race.
         device: the device to fit.
     """
-    trace, found = early.trace, summarize_trace(early.trace)
+    trace, found = early.trace, dry_run_of_trace(early.trace)
     if late is not None:
         after = replace(late.trace, device=trace.device)
-        found = with_side_stream_range(found, summarize_trace(after))
+        found = with_side_stream_range(found, dry_run_of_trace(after))
         trace = trace if found.range is None else after
     device = replace(device, nccl=trace.device.nccl)
     needs = process_bytes_on_smallest_gpu(trace, found, device)

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
+from memfit.analysis.dry_run_result import dry_run_of_trace
 from memfit.analysis.needed_memory import memory_needed_without_workspaces, process_bytes_on_smallest_gpu
 from memfit.analysis.peak_by_batch_size import allocator_room_on_device, with_largest_batch_within
 from memfit.analysis.peak_outside_failed_attempts import failed_allocation_events
-from memfit.analysis.summary import summarize_trace
 from memfit.analysis.trial_result import RunTrial, TrialResult
 from memfit.devices import NO_LIMIT
 from memfit.records import Change, DryRun, Note, Provenance, ScriptEnd, Trace
@@ -48,7 +48,7 @@ def find_total_need(found: DryRun, run: RunTrial) -> DryRun:
         return replace(found, untried=ScriptEnd("interrupted", INTERRUPTED))
     if not isinstance(unlimited, TrialResult):
         return replace(found, untried=unlimited)
-    total = summarize_trace(unlimited.trace)
+    total = dry_run_of_trace(unlimited.trace)
     needs = process_bytes_on_smallest_gpu(
         unlimited.trace, total, found.device, fails_at=found.device.total.bytes
     )
@@ -92,7 +92,7 @@ def with_even_routing_note(most: DryRun, run: RunTrial) -> DryRun:
     trial = run(Change(), "even routing")
     if not isinstance(trial, TrialResult):
         return most
-    even = summarize_trace(trial.trace)
+    even = dry_run_of_trace(trial.trace)
     text = (
         f"If tokens are routed evenly (--values {_EVEN}), this rank needs "
         f"{format_gib(even.peak_process.bytes)}: {format_bytes(even.peak_allocated)} allocated, "

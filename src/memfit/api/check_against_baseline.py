@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from memfit.analysis.baseline_check import compare_with_baseline, memory_baseline_of_run
-from memfit.analysis.summary import summarize_trace
+from memfit.analysis.dry_run_result import dry_run_of_trace
 from memfit.analysis.trial_result import ran_to_completion, why_run_failed
 from memfit.api.ghost_runs import run_on_ghost
 from memfit.atomic_files import check_output_path, write_output_file
@@ -92,7 +92,7 @@ def check(  # noqa: PLR0913 - one parameter an option
         if isinstance(trial, ScriptEnd):
             raise TargetError(f"memfit cannot check the script: {why_run_failed(trial)}")
         trace = replace(trial.trace, device=found.device, command=found.command)
-        found = summarize_trace(trace)
+        found = dry_run_of_trace(trace)
     _expect_complete(trace)
     run = memory_baseline_of_run(trace, found)
     if before is not None:

@@ -16,7 +16,7 @@ from memfit.planning.run_changes_on_ghost import (
     host_copy_time_estimator,
     roofline_time_estimator,
 )
-from memfit.planning.script_changes import AllowedChanges
+from memfit.planning.strategy_and_allocator_changes import AllowedChanges
 from memfit.records import Change, DeviceUse, GpusFor, ScriptEnd, ScriptPlan
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import ScriptProgress, script_command

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from memfit.allocator.timeline import memory_timeline
-from memfit.analysis import summary
+from memfit.analysis import dry_run_result as summary
 from memfit.analysis.allocator_comparison import compare_allocator_settings
 from memfit.analysis.attribution import attribute_allocations
 from memfit.analysis.breakdown import compare_run_breakdowns
@@ -37,7 +37,7 @@ def summarize(trace: Trace) -> DryRun:
     Raises:
         FileFormatError: the history contradicts itself.
     """
-    return _with_needs(trace, summary.summarize_trace(trace))
+    return _with_needs(trace, summary.dry_run_of_trace(trace))
 
 
 def _with_needs(trace: Trace, found: DryRun) -> DryRun:

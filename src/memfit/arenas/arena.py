@@ -40,7 +40,7 @@ from memfit.errors import UsageError
 from memfit.records import Figure, Provenance, Term, Trace
 from memfit.strategies.arena_settings import ArenaSettings
 from memfit.trace.trace_file import write_trace
-from memfit.user_frame import warn_user
+from memfit.user_lines import warn_user
 
 if TYPE_CHECKING:
     from memfit.report.terminal.arena_report import ArenaReport

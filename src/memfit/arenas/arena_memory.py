@@ -16,7 +16,7 @@ from memfit.errors import UnsuitableEnvironmentError, UsageError
 from memfit.packing.allocation_lifetimes import ALIGNMENT, CPU_ALIGNMENT
 from memfit.records import DeviceUse, Figure, MachineKind, Provenance, Term
 from memfit.units import KIB
-from memfit.user_frame import warn_user
+from memfit.user_lines import warn_user
 
 _LIBRARY = b"libc10.so"
 

@@ -13,8 +13,8 @@ from memfit.arenas.excluded_module_outputs import ExcludedModuleOutputs, split_e
 from memfit.errors import UsageError
 from memfit.recording.recorder import installed_recorder
 from memfit.strategies.arena_settings import ArenaSettings
-from memfit.strategies.configuration import Configuration
-from memfit.user_frame import warn_user
+from memfit.strategies.read_configuration import Configuration
+from memfit.user_lines import warn_user
 
 _last: dict[str, Arena] = {}  # by device; a new arena closes the one before
 

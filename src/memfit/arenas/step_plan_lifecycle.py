@@ -8,7 +8,7 @@ from memfit.arenas.arena_memory import ArenaMemory
 from memfit.arenas.step_plan import NO_PLAN, StepPlan, plan_step_offsets
 from memfit.packing.buffers import Column
 from memfit.units import format_bytes
-from memfit.user_frame import warn_user
+from memfit.user_lines import warn_user
 
 if TYPE_CHECKING:
     from memfit.report.terminal.arena_report import StepKindReport

@@ -17,7 +17,7 @@ from memfit.cli.options import (
     checked_script_keywords,
     json_output_file,
     option_read_by,
-    parse_percentage,
+    parse_tolerance,
 )
 from memfit.report.escape_control_characters import escaped
 from memfit.run.options import STEPS
@@ -29,7 +29,7 @@ def check(
     baseline: Path = Path("memfit-baseline.json"),
     update: bool = False,
     tolerance: Annotated[
-        float, option_read_by(parse_percentage), Parameter(show_default=lambda _: "1%")
+        float, option_read_by(parse_tolerance), Parameter(show_default=lambda _: "1%")
     ] = 0.01,
     budget: MemoryBudget = MemoryBudget(),
     steps: int = STEPS,

@@ -52,13 +52,13 @@ def parse_gpu_memory(text: str) -> int:
     return amount
 
 
-def parse_percentage(text: str) -> float:
+def parse_tolerance(text: str) -> float:
     """Return the share that an option gives in percent.
 
     Raises:
         UsageError: the text is not a percentage.
 
-    >>> parse_percentage("0.5%")
+    >>> parse_tolerance("0.5%")
     0.005
     """
     number, percent = text.strip().removesuffix("%").strip(), text.strip().endswith("%")

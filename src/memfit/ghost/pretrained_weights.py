@@ -19,7 +19,7 @@ from memfit.ghost.note_callback_protocol import NoteCallback
 from memfit.patching.patches import Patch
 from memfit.records import Provenance
 from memfit.temporary_folders import TemporaryFolder
-from memfit.user_frame import innermost_user_line
+from memfit.user_lines import innermost_user_line
 
 _FIND = Patch(
     "transformers.modeling_utils",

@@ -13,7 +13,8 @@ from memfit.ghost.build.extension_stubs import ExtensionStubs
 from memfit.ghost.build.runtime_library import BuiltGhost
 from memfit.ghost.cudnn.cache import EngineConfig
 from memfit.ghost.cudnn.client import installed_cudnn_client
-from memfit.ghost.exchange_callback import (
+from memfit.ghost.ghost_device import GhostDevice
+from memfit.ghost.rank_message_callbacks import (
     EXCHANGE_CALLBACK,
     MESSAGE_CALLBACK,
     Exchange,
@@ -23,7 +24,6 @@ from memfit.ghost.exchange_callback import (
     rank_receive_callback,
     rank_send_callback,
 )
-from memfit.ghost.ghost_device import GhostDevice
 from memfit.ghost.workspaces import WorkspaceSizes, WorkspaceSource
 
 _HOLD_UNTIL_AWAITED = 2  # core/ghost.h

@@ -31,7 +31,7 @@ from memfit.random_state import seed_generators
 from memfit.recording.script_loaders import creating_line_and_library
 from memfit.records import LoaderBatchSize, OperationCounts
 from memfit.run.run_script_as_python import hide_output
-from memfit.user_frame import innermost_line_of_place, innermost_user_line
+from memfit.user_lines import innermost_line_of_place, innermost_user_line
 
 if TYPE_CHECKING:
     from memfit.injection.inject_optimizer_state import OptimizerStateInjector
@@ -207,7 +207,7 @@ class _PlanInjector:
     """Applies a plan to each model whose parameters an optimizer takes, and completes the script's plans."""
 
     def __init__(self, settings: InjectionSettings, report: _Report, models: ModelsOfOptimizers) -> None:
-        from memfit.strategies.configuration import configure
+        from memfit.strategies.read_configuration import configure
 
         change = settings.change
         self._optimizer, self._created = change.optimizer, len(models.all)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from memfit.patching.patches import Patch
-from memfit.user_frame import innermost_line_of_place, innermost_user_line
+from memfit.user_lines import innermost_line_of_place, innermost_user_line
 
 if TYPE_CHECKING:
     from memfit.patching.installed_hooks import InstalledHooks

@@ -29,9 +29,9 @@ from memfit.errors import UsageError
 from memfit.planning.plan_file import PlanFile, read_plan
 from memfit.strategies.accumulation import Accumulation, Remainder
 from memfit.strategies.apply import add_step_to_revert, apply, apply_to_optimizer
-from memfit.strategies.configuration import Configuration
 from memfit.strategies.plan import Plan
 from memfit.strategies.precision import Dtype, LossScale, Precision
+from memfit.strategies.read_configuration import Configuration
 from memfit.strategies.sharding import world_size
 from memfit.train.accumulation_window import AccumulationWindow
 

@@ -8,10 +8,10 @@ records.StepOperations                one step, operation by operation
   │   └ uniform_checkpointing.py      the same without a solver: modules of one kind alike
   └ sample_independence.py            whether micro-batches give the same sums
 
-script_changes.py                     what can be changed about a script, what to write for it, and its cost
+strategy_and_allocator_changes.py     what can be changed about a script, what to write for it, and its cost
 batch_size_changes.py                 the same for its batches
   └ run_changes_on_ghost.py           runs changes on the ghost: what the script then needs
-      ├ plan_search_base.py         what the searches for the fastest plan have in common
+      ├ plan_search_base.py           what the searches for the fastest plan have in common
       │   ├ find_plan.py              choices, with whole batches and with divided ones
       │   │   └ bracket_checkpoint_choices.py  between the fastest that fits and the smallest that does not
       │   └ find_compiled_plan.py

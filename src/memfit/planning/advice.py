@@ -16,7 +16,7 @@ from memfit.planning.batch_size_changes import (
     find_batch_size_setting,
 )
 from memfit.planning.fewest_changes import MOST_RUNS, FewestChangesSearch, TriedChanges
-from memfit.planning.run_changes_on_ghost import replayed_run_of_trial
+from memfit.planning.run_changes_on_ghost import replayable_run_of_trial
 from memfit.records import (
     ARENA,
     Advice,
@@ -71,7 +71,7 @@ def _advised(trace: Trace, answer: DryRun, run_trial: RunTrial | None) -> Iterat
         raise UsageError(
             "memfit cannot try allocator settings: they have no effect in a script that uses memfit.arena."
         )
-    run = replayed_run_of_trial(first)
+    run = replayable_run_of_trial(first)
     search = FewestChangesSearch(run, run_trial, answer)
     bounds = run.found.bounds if answer.ran_out else ()
     needs, least = search.unchanged.run.needs, None

@@ -17,14 +17,14 @@ from memfit.planning.batch_size_changes import (
     with_assumption_on_samples,
 )
 from memfit.planning.checkpointing_bases import CheckpointingBase, CheckpointingBases
-from memfit.planning.optimizer_changes import makes_updates_in_backward, optimizer_state_bytes_saved
+from memfit.planning.optimizer_state_changes import makes_updates_in_backward, optimizer_state_bytes_saved
 from memfit.planning.run_changes_on_ghost import PlanRuns
 from memfit.planning.sample_independence import (
     SampleComparison,
     compare_steps_of_parts,
     why_loss_is_a_sum,
 )
-from memfit.planning.script_changes import AllowedChanges
+from memfit.planning.strategy_and_allocator_changes import AllowedChanges
 from memfit.records import Change, PlanRun, ScriptEnd
 from memfit.units import format_gib
 

@@ -18,16 +18,16 @@ from memfit.planning.batch_size_changes import batch_division_changes
 from memfit.planning.bracket_checkpoint_choices import CheckpointChoiceBracket
 from memfit.planning.choose_checkpointing import CheckpointChooser
 from memfit.planning.memory_floor import MemoryFloor, MemoryFloors, memory_floor_of_updates
-from memfit.planning.optimizer_changes import (
+from memfit.planning.optimizer_state_changes import (
     OptimizerChangesToTry,
     bytes_of_category_at_peak,
     has_all_optimizer_settings_of,
     offloads_state,
-    optimizer_changes,
+    optimizer_state_changes,
 )
 from memfit.planning.run_changes_on_ghost import PlannedScript, PlanRuns, forward_and_backward_seconds
-from memfit.planning.script_changes import FUSED_OPTIMIZER, PRECISIONS, AllowedChanges
 from memfit.planning.shardings import with_unsharded_module_names
+from memfit.planning.strategy_and_allocator_changes import FUSED_OPTIMIZER, PRECISIONS, AllowedChanges
 from memfit.records import Category, Change, Phase, PlanRun, ScriptEnd, StepOperations
 
 
@@ -71,7 +71,7 @@ class CheckpointingBases:
             None if script.is_to_be_sharded(plain) else MemoryFloors(plain, parts if allowed.rounding else 1)
         )
         """None if the shards that are to be made are not known."""
-        self.optimizer_changes = optimizer_changes(allowed) if script.ranks == 1 else ()
+        self.optimizer_changes = optimizer_state_changes(allowed) if script.ranks == 1 else ()
         """None with several ranks, which reduce gradients before an update."""
         self._starts: list[PlanRun] = []
         """The script without any change of these."""

@@ -14,7 +14,7 @@ from functools import reduce
 from itertools import islice
 from operator import or_
 
-from memfit.analysis.needed_memory import ReplayedRun
+from memfit.analysis.needed_memory import ReplayableRun
 from memfit.analysis.trial_result import RunTrial
 from memfit.planning.batch_size_changes import (
     BatchSizeRun,
@@ -28,7 +28,7 @@ from memfit.planning.batch_size_changes import (
 )
 from memfit.planning.run_changes_on_ghost import PlanRuns
 from memfit.planning.sample_independence import compare_steps_of_parts
-from memfit.planning.script_changes import (
+from memfit.planning.strategy_and_allocator_changes import (
     FUSED_OPTIMIZER,
     OFFLOADED_ACTIVATIONS,
     checkpointing_changes,
@@ -102,7 +102,7 @@ class FewestChangesSearch:
         found: the summary of the unchanged run, as it ran.
     """
 
-    def __init__(self, first: ReplayedRun, run_trial: RunTrial | None, found: DryRun) -> None:
+    def __init__(self, first: ReplayableRun, run_trial: RunTrial | None, found: DryRun) -> None:
         device, trace = found.device, first.trace
         room = max(device.total.bytes - found.uncertainty, 0)  # a fit that may fail is not enough
         self._has_room, self._can_run, self._gpu = bool(room), run_trial is not None, device.total.bytes
@@ -262,7 +262,7 @@ class FewestChangesSearch:
             self._learn(made, ran[1], ran[0].models)
 
     def _learn(
-        self, made: Made, run: ReplayedRun, models: tuple[str, ...], *, fails: bool = False
+        self, made: Made, run: ReplayableRun, models: tuple[str, ...], *, fails: bool = False
     ) -> TriedChanges:
         """Remember what a run needs, also under the allocator setting; its trace is not kept."""
         sets = [made]
@@ -294,7 +294,7 @@ def _without(made: Made, kind: ChangeKind) -> Made:
     return {other: change for other, change in made.items() if other is not kind}
 
 
-def _driver_calls(before: ReplayedRun, after: ReplayedRun) -> str:
+def _driver_calls(before: ReplayableRun, after: ReplayableRun) -> str:
     """Return the cost of allocator settings as text."""
     calls = before.unlimited.calls_per_step, after.unlimited.calls_per_step
     if calls[0] is None or calls[1] is None:

@@ -31,7 +31,10 @@ from memfit.planning.sample_independence import (
     SampleComparison,
     compare_steps_of_parts,
 )
-from memfit.planning.script_changes import activation_memory_budget_change, block_checkpointing_policies
+from memfit.planning.strategy_and_allocator_changes import (
+    activation_memory_budget_change,
+    block_checkpointing_policies,
+)
 from memfit.records import Change, PlanRun, ScriptEnd, ScriptPlan, StepOperations
 
 _MOST_RUNS = 6

@@ -36,17 +36,17 @@ from memfit.planning.plan_search_base import (
     why_smallest_exceeds_budget,
 )
 from memfit.planning.run_changes_on_ghost import PlannedScript, PlanRuns, replayable_runs_of_ranks
-from memfit.planning.script_changes import (
-    AllowedChanges,
-    block_checkpointing_policies,
-    checkpoint_choice_change,
-)
 from memfit.planning.shardings import (
     OFFLOADED_SHARDS,
     UNSHARDED,
     bytes_sent_per_step,
     shard_copy_seconds,
     shardings_to_try,
+)
+from memfit.planning.strategy_and_allocator_changes import (
+    AllowedChanges,
+    block_checkpointing_policies,
+    checkpoint_choice_change,
 )
 from memfit.records import Change, PlanRun, ScriptEnd, ScriptPlan
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from memfit.analysis.dry_run_result import dry_run_of_trace
 from memfit.analysis.needed_memory import process_bytes_on_smallest_gpu
 from memfit.analysis.peak_outside_failed_attempts import failed_allocation_events
 from memfit.analysis.side_stream_peak_range import may_side_streams_change_peak
-from memfit.analysis.summary import summarize_trace
 from memfit.analysis.trial_result import RunTrial, TrialResult, why_run_failed
 from memfit.errors import TargetError, UsageError
 from memfit.planning.batch_size_changes import (
@@ -138,7 +138,7 @@ def _measured(script: MaxBatchScript, change: Change, size: int) -> tuple[Trace,
         trace = result.trace
         if not fits or not may_side_streams_change_peak(trace):
             break
-    found = summarize_trace(trace)
+    found = dry_run_of_trace(trace)
     needs = process_bytes_on_smallest_gpu(
         trace, found, trace.device, fails_at=0 if fits else script.device.total.bytes
     )

@@ -25,7 +25,7 @@ from memfit.analysis.breakdown import CATEGORY_NAMES
 from memfit.analysis.event_locations import phase_of_events, worst_provenance_of_notes
 from memfit.analysis.trial_result import TrialResult
 from memfit.planning.module_checkpoint_options import bytes_of_storages
-from memfit.planning.optimizer_changes import (
+from memfit.planning.optimizer_state_changes import (
     IN_8_BITS,
     has_8_bit_state,
     makes_updates_in_backward,

@@ -5,14 +5,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 
+from memfit.analysis.dry_run_result import dry_run_of_trace
 from memfit.analysis.needed_memory import memory_needed_without_workspaces
-from memfit.analysis.summary import summarize_trace
 from memfit.analysis.trial_result import TrialResult
 from memfit.errors import TargetError
 from memfit.planning.memory_floor import MemoryFloor
 from memfit.planning.module_checkpoint_options import bytes_of_storages
 from memfit.planning.run_changes_on_ghost import PlannedScript, PlanRuns, replayable_runs_of_ranks
-from memfit.planning.script_changes import AllowedChanges
+from memfit.planning.strategy_and_allocator_changes import AllowedChanges
 from memfit.records import Change, Figure, PlanRun, ScriptPlan, StepOperations, Term, traits_of_strategy
 from memfit.units import format_gib
 
@@ -120,7 +120,7 @@ class PlanSearch(ABC):
         trace, operations, found = (
             self._plain.trace,
             self._plain.operations,
-            summarize_trace(self._plain.trace),
+            dry_run_of_trace(self._plain.trace),
         )
         needs, bare, slowdown = as_written.needs, None, self._allowed.slowdown
         if needs.bytes > self._budget:

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from memfit.analysis.needed_memory import ReplayedRun, process_bytes_with_reserved
-from memfit.analysis.summary import summarize_trace
+from memfit.analysis.dry_run_result import dry_run_of_trace
+from memfit.analysis.needed_memory import ReplayableRun, process_bytes_with_reserved
 from memfit.analysis.trial_result import RunTrial, TrialResult
 from memfit.devices import Device
-from memfit.planning.script_changes import expandable_segments_change
+from memfit.planning.strategy_and_allocator_changes import expandable_segments_change
 from memfit.records import Change, Operation, PlanRun, ScriptEnd, StepOperations
 
 RunAhead = Callable[[Sequence[tuple[Change, str]]], None]
@@ -80,7 +80,7 @@ class PlanRuns:
         """Return whether a run fits the budget."""
         return run.needs.bytes <= self.budget
 
-    def run(self, plan: Change, *, operations: bool = False) -> tuple[TrialResult, ReplayedRun] | ScriptEnd:
+    def run(self, plan: Change, *, operations: bool = False) -> tuple[TrialResult, ReplayableRun] | ScriptEnd:
         """Run a plan, but for settings of the allocator, which a replay applies.
 
         Args:
@@ -90,7 +90,7 @@ class PlanRuns:
         change, what = self.next_run(plan, operations=operations)
         self.count += 1
         result = self._run_trial(change, what)
-        return result if isinstance(result, ScriptEnd) else (result, replayed_run_of_trial(result))
+        return result if isinstance(result, ScriptEnd) else (result, replayable_run_of_trial(result))
 
     def next_run(self, plan: Change, after: int = 0, *, operations: bool = False) -> tuple[Change, str]:
         """Return the change and the name with which ``run`` runs a plan.
@@ -118,7 +118,9 @@ class PlanRuns:
             return made
         result, run = made
         done = self.needs(
-            [run, *map(replayed_run_of_trial, result.others)], plan, time(result) if callable(time) else time
+            [run, *map(replayable_run_of_trial, result.others)],
+            plan,
+            time(result) if callable(time) else time,
         )
         done = replace(done, operations=result.counts)
         self.tried.append(done)
@@ -126,7 +128,7 @@ class PlanRuns:
 
     def needs(
         self,
-        runs: Sequence[ReplayedRun],
+        runs: Sequence[ReplayableRun],
         plan: Change,
         time: float,
         *,
@@ -150,7 +152,7 @@ class PlanRuns:
                 return min(most, tuned, key=_bytes)
         return most
 
-    def _needs(self, run: ReplayedRun, plan: Change, time: float, fails_at: int) -> PlanRun:
+    def _needs(self, run: ReplayableRun, plan: Change, time: float, fails_at: int) -> PlanRun:
         under = replace(run, conf=plan.allocator)
         reserved = under.needs(fails_at)
         rank = run.trace.rank
@@ -171,18 +173,18 @@ def _bytes(run: PlanRun) -> int:
     return run.needs.bytes
 
 
-def replayed_run_of_trial(result: TrialResult) -> ReplayedRun:
+def replayable_run_of_trial(result: TrialResult) -> ReplayableRun:
     """Return a run whose requests can be replayed.
 
     Raises:
         MemfitError: its history is incomplete, or the allocator was not PyTorch's own.
     """
-    return ReplayedRun.of(result.trace, summarize_trace(result.trace), late=result.late)
+    return ReplayableRun.of(result.trace, dry_run_of_trace(result.trace), late=result.late)
 
 
-def replayable_runs_of_ranks(result: TrialResult) -> list[ReplayedRun]:
-    """Return the runs of all ranks, as ``replayed_run_of_trial`` does."""
-    return [replayed_run_of_trial(each) for each in (result, *result.others)]
+def replayable_runs_of_ranks(result: TrialResult) -> list[ReplayableRun]:
+    """Return the runs of all ranks, as ``replayable_run_of_trial`` does."""
+    return [replayable_run_of_trial(each) for each in (result, *result.others)]
 
 
 LAUNCH = 5e-6

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from memfit.analysis.strategy_comparison import SHARDINGS
-from memfit.planning.script_changes import strategy_change
+from memfit.planning.strategy_and_allocator_changes import strategy_change
 from memfit.records import Change, ModuleCall, PlanRun, StepOperations, Term
 
 _DDP, _ZERO1, _FSDP2 = (strategy_change("sharding", {"mode": mode}, name) for name, mode in SHARDINGS.items())

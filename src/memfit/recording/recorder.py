@@ -52,7 +52,7 @@ from memfit.records import DeviceUse, Events, MarkKind, Note, Phase, Provenance,
 from memfit.trace.pytorch_history_to_columns import distinct_pools_of_history, history_columns
 from memfit.trace.snapshot import segments_at_end
 from memfit.trace.stack_table import StackTable
-from memfit.user_frame import is_user_file
+from memfit.user_lines import is_user_file
 
 _LIVE_HISTORY_LIMIT = 1 << 20
 """Events kept of a live run, in case it records more than that before a training step ends."""

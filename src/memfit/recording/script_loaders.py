@@ -11,7 +11,7 @@ from memfit.patching.after_import import call_after_import
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.records import LoaderBatchSize
-from memfit.user_frame import innermost_user_line, is_user_file
+from memfit.user_lines import innermost_user_line, is_user_file
 
 LOADERS_MODULE = "torch.utils.data.dataloader"
 _CREATED = Patch(

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from memfit.recording.event_labels import PREFIX
-from memfit.user_frame import is_memfit_file
+from memfit.user_lines import is_memfit_file
 
 FREES = ("free_requested", "free_completed")
 _RUNS_SCRIPT = str(Path(__file__).parents[1] / "run" / "run_script_as_python.py")

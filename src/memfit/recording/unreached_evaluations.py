@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.patching.patches import Patch
-from memfit.user_frame import frame_locations, is_user_file
+from memfit.user_lines import frame_locations, is_user_file
 
 _MODULE = Patch("torch.nn.modules.module:Module", "train", why="learn which evaluations ran")
 

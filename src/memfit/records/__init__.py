@@ -46,8 +46,8 @@ from memfit.records.explanation import (
     BreakdownRow,
     Explanation,
     GroupBy,
+    HighMemoryMoment,
     LiveAllocation,
-    MemoryPeak,
     PhaseMemoryChange,
     RowChange,
     RunDifference,
@@ -56,6 +56,7 @@ from memfit.records.fragmentation import Fragmentation, Hole, PinningBlock, Rese
 from memfit.records.graph_dataflow import Dataflow, GraphValue
 from memfit.records.max_batch import BatchLimit, BatchRun, MaxBatch
 from memfit.records.peak_by_batch_size import BatchSize, LoaderScan, MeasuredBatch, PeakByBatchSize
+from memfit.records.plan_search_result import GpusFor, PlanRun, ScriptPlan
 from memfit.records.printable_result import SCHEMA_VERSION
 from memfit.records.provenance import Figure, Note, Provenance, worst_provenance
 from memfit.records.script_change import (
@@ -67,7 +68,6 @@ from memfit.records.script_change import (
     traits_of_strategy,
 )
 from memfit.records.script_options import LoaderBatchSize, ScriptOption, ScriptOptionPurpose
-from memfit.records.script_plan import GpusFor, PlanRun, ScriptPlan
 from memfit.records.step_operations import (
     LEAST_RECOMPUTED,
     InputTensor,

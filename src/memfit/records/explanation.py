@@ -52,7 +52,7 @@ class LiveAllocation:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryPeak:
+class HighMemoryMoment:
     """A moment of a run at which much memory is allocated."""
 
     event: int
@@ -99,7 +99,7 @@ class Explanation(PrintableResult):
     json_description = "What ``memfit explain --json`` writes."
 
     summary: DryRun
-    below_peak: tuple[MemoryPeak, ...]
+    below_peak: tuple[HighMemoryMoment, ...]
     """The peaks that would limit the run next, highest first."""
     at: str
     """The moment of ``held``: ``peak``, a phase, or a training step."""

@@ -24,8 +24,8 @@ from memfit.ghost.workspaces import WorkspaceSource
 from memfit.native_build import cache_folder
 from memfit.patching.after_import import call_after_import
 from memfit.records import DeviceUse, Figure, MachineKind, Provenance
+from memfit.run.charge_nccl_communicators_to_ghost import CommunicatorMemory
 from memfit.run.child_start import ChildSettings, GhostSettings
-from memfit.run.communicator_memory import CommunicatorMemory
 from memfit.run.job_rank import Rank
 from memfit.run.options import RunOptions
 from memfit.units import format_bytes

@@ -5,8 +5,8 @@ recorded on a real GPU, runs the user's script as ``python SCRIPT.py`` would, an
 here imports torch before the script does, so that environment variables that the script sets before importing
 torch take effect.
 
-Python calls ``record_started_process()`` when another process starts (``started_processes.py``), which then
-records itself. Nothing else happens in a process without torch.
+Python calls ``record_started_process()`` when another process starts (``follow_started_processes.py``), which
+then records itself. Nothing else happens in a process without torch.
 """
 
 import atexit
@@ -25,12 +25,12 @@ from memfit.patching.after_import import call_after_import
 from memfit.records import ScriptEnd
 from memfit.run.backend import CardBackend, GhostBackend
 from memfit.run.child_start import ChildSettings, read_child_settings
+from memfit.run.follow_started_processes import SETTINGS, SITE, follow_started_processes
 from memfit.run.interruption import release_ctrl_c
 from memfit.run.launchers import free_port
 from memfit.run.parent_pipe import ParentPipe, end_process_with_parent, open_parent_pipe
 from memfit.run.run_and_record_script import ScriptProcess
 from memfit.run.standby_fork import StandbyForker
-from memfit.run.started_processes import SETTINGS, SITE, follow_started_processes
 
 
 def main() -> None:

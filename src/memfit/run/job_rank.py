@@ -107,10 +107,10 @@ ALONE = Rank()
 """The only rank of a script that runs on one GPU."""
 
 
-def rank_of_trace(job: Rank, environment: Mapping[str, str]) -> JobRank | None:
+def rank_script_ran_as(job: Rank, environment: Mapping[str, str]) -> JobRank | None:
     """Return the rank that a script ran as: the one to run or, in a recording, that of torchrun's variables.
 
-    >>> rank_of_trace(Rank(), {"RANK": "3", "WORLD_SIZE": "8"})
+    >>> rank_script_ran_as(Rank(), {"RANK": "3", "WORLD_SIZE": "8"})
     JobRank(rank=3, world_size=8)
     """
     if job.world_size > 1:

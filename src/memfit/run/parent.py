@@ -33,13 +33,13 @@ from memfit.run.child_start import (
     kill_script,
     start_script,
 )
+from memfit.run.follow_started_processes import UnfollowedProcesses, read_started_processes
 from memfit.run.interruption import Interruption, hold_ctrl_c_back, leave_ctrl_c_to_script
 from memfit.run.options import RunOptions
 from memfit.run.parent_pipe import ChildMessage
 from memfit.run.ranks_beside_script import OtherRanks
 from memfit.run.ranks_started_by_script import StartedRanks
 from memfit.run.run_script_as_python import check_script_path
-from memfit.run.started_processes import UnfollowedProcesses, read_started_processes
 from memfit.temporary_folders import TemporaryFolder
 from memfit.termination_signals import INTERRUPTED
 from memfit.trace.trace_file import read_trace

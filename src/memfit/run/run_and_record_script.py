@@ -32,25 +32,25 @@ from memfit.records import Provenance, ScriptEnd
 from memfit.run.backend import Backend
 from memfit.run.child_start import ChildSettings, read_child_settings
 from memfit.run.descendant_processes import kill_descendants
-from memfit.run.job_rank import rank_of_trace
+from memfit.run.follow_started_processes import (
+    StartedProcessRecorder,
+    follow_started_processes,
+    read_started_processes,
+    record_gpu_use_after_fork,
+    record_running_programs,
+)
+from memfit.run.job_rank import rank_script_ran_as
 from memfit.run.launchers import refuse_process_groups, wrong_group_size_error
 from memfit.run.parent_pipe import ParentPipe, open_parent_pipe, report_compilations
 from memfit.run.ranks_started_by_script import StartedRanks
 from memfit.run.run_script_as_python import (
-    call_at_process_end,
+    call_when_started_process_ends,
     classify_script_end,
     flush_output,
     join_script_threads,
     noting_excepthook,
     print_exception_as_python_does,
     run_script_as_main,
-)
-from memfit.run.started_processes import (
-    StartedProcessRecorder,
-    follow_started_processes,
-    read_started_processes,
-    record_gpu_use_after_fork,
-    record_running_programs,
 )
 from memfit.termination_signals import INTERRUPTED
 
@@ -238,7 +238,7 @@ class ScriptProcess:
         handle = signal.getsignal(signal.SIGINT)
         if callable(handle) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, call_before(self._note_interruption, handle))
-        call_at_process_end(self._end_as_rank)
+        call_when_started_process_ends(self._end_as_rank)
         self._ranks.wait_for_others()
 
     def _note_interruption(self, *_: object) -> None:
@@ -378,7 +378,7 @@ class ScriptProcess:
             options=self._options.found(),
             loader=self._loader or self._loaders.last,
             children=children,
-            rank=rank_of_trace(job, os.environ),
+            rank=rank_script_ran_as(job, os.environ),
             cudnn_workspaces=self._backend.cudnn_workspaces(),
             pinned=peak_pinned_host_bytes(),
             shortened=tuple(found for each in self._short for found in each.shortened),

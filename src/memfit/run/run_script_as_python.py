@@ -157,7 +157,7 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def _innermost_user_line(error: BaseException) -> str:
-    from memfit.user_frame import is_user_file
+    from memfit.user_lines import is_user_file
 
     lines = [
         f"{frame.f_code.co_filename}:{line}"
@@ -206,7 +206,7 @@ def flush_output() -> None:
             continue  # closed, or without a reader: Python itself exits silently then
 
 
-def call_at_process_end(end: Callable[[BaseException | None, bool], object]) -> None:
+def call_when_started_process_ends(end: Callable[[BaseException | None, bool], object]) -> None:
     """Call ``end`` when this process, which another program started, ends by itself.
 
     ``os._exit`` and signals end a process without the call. A process of ``multiprocessing`` has by then

@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from memfit.errors import UsageError
-from memfit.strategies.configuration import Configuration
 from memfit.strategies.mechanisms.master_weights import (
     function_to_round_into_parameters,
     replace_optimizer_parameters,
@@ -36,6 +35,7 @@ from memfit.strategies.mechanisms.step_in_backward import (
 from memfit.strategies.mechanisms.wrap_forward import forward_wrappers
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.plan import Plan, sharding_conflict
+from memfit.strategies.read_configuration import Configuration
 from memfit.strategies.sharding import sharding_of_model
 
 _APPLIED: weakref.WeakKeyDictionary[nn.Module, ExitStack] = weakref.WeakKeyDictionary()

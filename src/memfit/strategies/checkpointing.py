@@ -42,7 +42,7 @@ from memfit.strategies.mechanisms.recompute_forward import CheckpointedForward, 
 from memfit.strategies.mechanisms.selective_checkpointing import operation_overloads
 from memfit.strategies.mechanisms.wrap_forward import forward_wrappers, wrap_forward
 from memfit.strategies.setting_checks import check_setting_types
-from memfit.user_frame import warn_user
+from memfit.user_lines import warn_user
 
 _OPERATIONS = (activation, batchnorm, conv, dropout, instancenorm, linear, normalization, pooling, sparse)
 

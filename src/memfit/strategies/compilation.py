@@ -17,7 +17,7 @@ from torch import nn
 
 from memfit.errors import UsageError
 from memfit.strategies.setting_checks import check_setting_types
-from memfit.user_frame import warn_user
+from memfit.user_lines import warn_user
 
 _SETTING = "activation_memory_budget"
 

@@ -23,7 +23,7 @@ from memfit.strategies.mechanisms.recompute_forward import CheckpointedForward
 from memfit.strategies.mechanisms.saved_tensor_offload import SavedTensorOffloader
 from memfit.strategies.mechanisms.wrap_forward import WrappedForward, forward_wrappers, wrap_forward
 from memfit.strategies.setting_checks import check_setting_types
-from memfit.user_frame import warn_user
+from memfit.user_lines import warn_user
 
 
 @dataclass(frozen=True, slots=True)

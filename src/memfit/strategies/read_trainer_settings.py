@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from memfit.errors import UsageError
-from memfit.strategies.read_legacy_framework_settings import (
+from memfit.strategies.setting_checks import unknown_name_error
+from memfit.strategies.translate_legacy_framework_settings import (
     NOTHING,
     WITHOUT_EFFECT,
     Reader,
@@ -23,7 +24,6 @@ from memfit.strategies.read_legacy_framework_settings import (
     read_grad_clip,
     switch_reader,
 )
-from memfit.strategies.setting_checks import unknown_name_error
 
 LIGHTNING_PRECISION: Mapping[Any, Mapping[str, Any]] = {
     "16-mixed": {"dtype": "fp16"},

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from memfit.records import Frame
-from memfit.user_frame import GENERATED
+from memfit.user_lines import GENERATED
 
 DEPTH = 40
 """Most frames kept of a stack, counted from the innermost."""

@@ -18,7 +18,7 @@ from memfit.errors import UsageError
 from memfit.strategies.arena_settings import ArenaSettings
 from memfit.strategies.mechanisms.tensors_in_objects import tensors_in_object
 from memfit.strategies.precision import device_type_of_model
-from memfit.user_frame import warn_user
+from memfit.user_lines import warn_user
 
 if TYPE_CHECKING:
     from memfit.arenas.arena import Arena

@@ -8,7 +8,7 @@ from msgspec import Meta
 from memfit.recording.optimizer_accessors import parameters_of
 from memfit.strategies.precision import LossScale
 from memfit.train.ranks.rank_agreement import SingleRank
-from memfit.user_frame import warn_user
+from memfit.user_lines import warn_user
 
 _LOW = 2.0**-10
 """A loss scale below which no training works: its float16 gradients would overflow unscaled."""

@@ -20,7 +20,7 @@ from torch.nn.modules.module import (
 from memfit.random_state import get_random_state, set_random_state
 from memfit.recording.optimizer_accessors import local_optimizer, parameters_of
 from memfit.strategies.mechanisms.tensors_in_objects import inner_tensors, tensor_version
-from memfit.user_frame import warn_user
+from memfit.user_lines import warn_user
 
 BufferSlot = tuple[nn.Module, str, torch.Tensor | None, Any, Any]
 """A module, the name of one of its own buffers, the buffer, and its shape and dtype when it was found."""

@@ -11,7 +11,7 @@ from torch import nn
 from memfit.errors import AmbiguousBatchError, UsageError
 from memfit.strategies.mechanisms.module_patterns import class_name
 from memfit.train.ranks.rank_agreement import SingleRank
-from memfit.user_frame import warn_user
+from memfit.user_lines import warn_user
 
 Metric = Callable[[nn.Module, Any], Any]
 """``metric(model, batch)`` returns, as a loss does, a mean or a pair: the sum and its divisor."""

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Self
 
+from memfit.analysis.dry_run_result import dry_run_of_trace
 from memfit.analysis.equivalent_ranks import find_what_ranks_hold
 from memfit.analysis.side_stream_peak_range import may_side_streams_change_peak
 from memfit.analysis.strategy_comparison import first_rank_that_holds_most, ranks_that_may_need_most
-from memfit.analysis.summary import summarize_trace
 from memfit.analysis.trial_result import TrialResult, why_run_failed
 from memfit.records import Change, ScriptEnd, ScriptLocation
 from memfit.run.job_rank import Rank
@@ -200,11 +200,11 @@ class RankRuns:
 
 
 def _process(run: RankRun) -> int:
-    return summarize_trace(run.results[-1].trace).peak_process.bytes
+    return dry_run_of_trace(run.results[-1].trace).peak_process.bytes
 
 
 def _held(run: RankRun) -> _RankMemory:
-    found, nccl = summarize_trace(run.first.trace), run.first.trace.device.nccl
+    found, nccl = dry_run_of_trace(run.first.trace), run.first.trace.device.nccl
     return _RankMemory(
         found.peak_allocated, found.peak_reserved, found.peak_place, 0 if nccl is None else nccl.bytes
     )

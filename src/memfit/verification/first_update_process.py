@@ -25,7 +25,7 @@ _LISTING = "update.json"
 _FINEST_FIRST = ("float64", "float32", "tf32", "float16", "bfloat16")
 
 
-class UpdateSettings(msgspec.Struct, frozen=True):
+class FirstUpdateRunSettings(msgspec.Struct, frozen=True):
     """How to run a script until its first update: passed as JSON in a file."""
 
     folder: str
@@ -77,7 +77,7 @@ def read_first_update(folder: Path) -> FirstUpdate:
 
 def main() -> None:
     """Run the script."""
-    settings = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=UpdateSettings)
+    settings = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=FirstUpdateRunSettings)
     command = tuple(sys.argv[2:])
     end_process_with_parent(settings.pipe)
     if settings.on_cpu:
@@ -107,11 +107,11 @@ class FirstUpdateReached(BaseException):
     """Ends the script."""
 
 
-def _write(settings: UpdateSettings, update: FirstUpdate) -> None:
+def _write(settings: FirstUpdateRunSettings, update: FirstUpdate) -> None:
     (Path(settings.folder) / _LISTING).write_bytes(msgspec.json.encode(update))
 
 
-def _watch(settings: UpdateSettings) -> None:
+def _watch(settings: FirstUpdateRunSettings) -> None:
     """Hook optimizers and models: torch has just been imported."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -139,7 +139,7 @@ def _watch(settings: UpdateSettings) -> None:
 class FirstUpdateWatcher:
     """Collects the gradients of each optimizer's first update."""
 
-    def __init__(self, settings: UpdateSettings) -> None:
+    def __init__(self, settings: FirstUpdateRunSettings) -> None:
         self._settings = settings
         self._folder = Path(settings.folder)
         self._optimizers: list[Any] = []

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from memfit.analysis.summary import summarize_trace
+from memfit.analysis.dry_run_result import dry_run_of_trace
 from memfit.analysis.trial_result import ran_to_completion, why_run_failed
 from memfit.errors import TargetError, UsageError
 from memfit.planning.plan_file import PlanFile
@@ -33,7 +33,7 @@ from memfit.verification.compare_updates import (
     why_other_operations,
     why_runs_not_comparable,
 )
-from memfit.verification.first_update_process import UpdateSettings, read_first_update
+from memfit.verification.first_update_process import FirstUpdateRunSettings, read_first_update
 
 _ON_CPU = "\nTo compute on the CPU instead, write: CUDA_VISIBLE_DEVICES= memfit verify ..."
 
@@ -66,7 +66,7 @@ def verify_plan(
             on_progress(ScriptProgress(trying=what))
             folder = Path(name) / what
             folder.mkdir()
-            settings = UpdateSettings(str(folder), module, on_cpu, dropout)
+            settings = FirstUpdateRunSettings(str(folder), module, on_cpu, dropout)
             return _run(command, settings, change, what)
 
         plain, planned = run("as written", Change()), run("under the plan", change)
@@ -113,7 +113,9 @@ def verify_plan(
     )
 
 
-def _run(command: tuple[str, ...], settings: UpdateSettings, change: Change, what: str) -> FirstUpdateRun:
+def _run(
+    command: tuple[str, ...], settings: FirstUpdateRunSettings, change: Change, what: str
+) -> FirstUpdateRun:
     """Run the script under a change until its first update."""
     folder = Path(settings.folder)
     with prepare_injection(change, RunOptions(module=settings.module), counts_backward=True) as injection:
@@ -194,7 +196,7 @@ def measure_peak_under_plan(
         raise TargetError(
             f"memfit trained {command_as_typed(command)[0]} under the plan, but {why_run_failed(trace.end)}"
         )
-    found = summarize_trace(trace)
+    found = dry_run_of_trace(trace)
     return MeasuredPeak(
         found.peak_allocated,
         found.peak_reserved,

@@ -53,7 +53,7 @@ class PeakBounds:
 
 
 @dataclass(slots=True)
-class MeasuredStage:
+class MeasuredRunStage:
     """The measured memory of a stage, one of the times that the script enters it."""
 
     stage: Stage
@@ -64,7 +64,7 @@ class MeasuredStage:
     """Training steps completed in it."""
 
 
-class MeasuredStages:
+class RunStageMeter:
     """Measures stages from the marks of a run.
 
     Args:
@@ -81,7 +81,7 @@ class MeasuredStages:
         self._loader = -1  # the one read last, if it has not ended
         self._passes = LoaderPasses()
         self._may_change = True
-        self.current = MeasuredStage(Stage.SETUP, PeakBounds(0, 0), 0)
+        self.current = MeasuredRunStage(Stage.SETUP, PeakBounds(0, 0), 0)
         """The stage at the end of the last training step."""
 
     def add(self, kind: MarkKind, index: int) -> None:
@@ -103,7 +103,7 @@ class MeasuredStages:
         if len(self._marks) > MOST_MARKS:
             self._drop_marks()
 
-    def complete_step(self, now: StepMemory) -> list[MeasuredStage]:
+    def complete_step(self, now: StepMemory) -> list[MeasuredRunStage]:
         """Note that a training step is complete; return the stages that have ended since the last one.
 
         Args:
@@ -115,7 +115,7 @@ class MeasuredStages:
         self._last = MarkKind.TRAINING_STEP
         return ended
 
-    def finish(self, now: StepMemory, *, ran_out: bool) -> list[MeasuredStage]:
+    def finish(self, now: StepMemory, *, ran_out: bool) -> list[MeasuredRunStage]:
         """Return the stages that have ended since the last step, and the current one: the run is over.
 
         Args:
@@ -144,7 +144,7 @@ class MeasuredStages:
         self._parts.append((PeakBounds.between(self._now, now), now.allocated))
         self._now = now
 
-    def _decide(self, *, ran_out: bool) -> list[MeasuredStage]:
+    def _decide(self, *, ran_out: bool) -> list[MeasuredRunStage]:
         """Tell the stages since the last decision apart, and forget their marks."""
         marks, parts = self._marks, self._parts
         self._marks, self._parts = [], []
@@ -157,7 +157,7 @@ class MeasuredStages:
             for peak, allocated in parts[span.begin : span.end]:
                 if span.stage is not self.current.stage:
                     ended.append(self.current)
-                    self.current = MeasuredStage(span.stage, peak, allocated)
+                    self.current = MeasuredRunStage(span.stage, peak, allocated)
                 self.current.peak = self.current.peak.and_of(peak)
                 self.current.allocated = allocated
         self._may_change = False

@@ -19,8 +19,8 @@ import torch
 from memfit.allocator.timeline import memory_timeline
 from memfit.analysis.attribution import attribute_allocations
 from memfit.analysis.breakdown import breakdown_at
+from memfit.analysis.dry_run_result import dry_run_of_attributed_trace
 from memfit.analysis.run_stages import stage_of_event
-from memfit.analysis.summary import summarize_attributed_trace
 from memfit.atomic_files import write_output_file
 from memfit.card.find_visible_card import is_ghost_loaded
 from memfit.card.outside_allocator import BY_CARD, read_outside_memory
@@ -32,7 +32,7 @@ from memfit.report.html import run_report_html
 from memfit.report.places_in_words import location_in_words, short_path
 from memfit.trace.trace_file import write_trace
 from memfit.units import format_bytes
-from memfit.user_frame import innermost_user_line
+from memfit.user_lines import innermost_user_line
 from memfit.versions import software_versions
 
 _ROWS = 3
@@ -121,7 +121,9 @@ def write_postmortem(recorder: Recorder, failure: AllocationFailure, folder: Pat
     yield f"written: {short_path(str(name))} (memfit explain)"
     report = name.with_suffix(".html")
     try:
-        text = run_report_html(trace, line, attribution, summarize_attributed_trace(trace, line, attribution))
+        text = run_report_html(
+            trace, line, attribution, dry_run_of_attributed_trace(trace, line, attribution)
+        )
         write_output_file(report, text.encode(errors="replace"))
     except Exception as error:  # noqa: BLE001 - the trace, which holds the same, is written
         yield f"no report was written: {type(error).__name__}: {error}"

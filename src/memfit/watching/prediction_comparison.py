@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from memfit.records import MachineKind, Stage
 from memfit.units import format_bytes
-from memfit.watching.measured_stages import MeasuredStage, MeasuredStages, PeakBounds
+from memfit.watching.measured_stages import MeasuredRunStage, PeakBounds, RunStageMeter
 from memfit.watching.prediction import PlannedPeak, PredictedStep, Prediction, StepMemory, is_stage_compared
 
 TOLERANCE = 1.0
@@ -22,7 +22,7 @@ class PredictionComparer:
         stages: measures the stages of the run; None to compare steps by their number only.
     """
 
-    def __init__(self, prediction: Prediction, stages: MeasuredStages | None) -> None:
+    def __init__(self, prediction: Prediction, stages: RunStageMeter | None) -> None:
         self._prediction, self._stages = prediction, stages
         self._times: Counter[Stage] = Counter()  # stages that have ended
         self._times_at_end: Counter[Stage] = Counter()  # after the last training step
@@ -83,7 +83,9 @@ class PredictionComparer:
                 return predicted.steps[min(current.steps, len(predicted.steps)) - 1]
         return self._prediction.at(step)
 
-    def _end(self, measured: MeasuredStage, *, trained: bool = False, is_over: bool = False) -> Iterator[str]:
+    def _end(
+        self, measured: MeasuredRunStage, *, trained: bool = False, is_over: bool = False
+    ) -> Iterator[str]:
         """Yield what differs in a stage that has ended; if ``trained``, after the last training step.
 
         If ``is_over``, it ended with the run, when the script frees everything.

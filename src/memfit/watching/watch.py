@@ -22,7 +22,7 @@ from memfit.records import Phase, Trace
 from memfit.report.escape_control_characters import escaped
 from memfit.report.terminal.progress_line import Show, show_progress_line
 from memfit.units import GIB
-from memfit.watching.measured_stages import MeasuredStages
+from memfit.watching.measured_stages import RunStageMeter
 from memfit.watching.prediction import PlannedPeak, Prediction, StepMemory
 from memfit.watching.prediction_comparison import (
     PeakComparer,
@@ -234,7 +234,7 @@ class Watch:
             return PeakComparer(prediction)
         if not prediction.stages:
             return PredictionComparer(prediction, None)
-        stages = MeasuredStages(_current_memory, torch.is_grad_enabled)
+        stages = RunStageMeter(_current_memory, torch.is_grad_enabled)
         recorder.stages.wanted = True
         recorder.book.listeners.append(functools.partial(self._safely, stages.add))
         return PredictionComparer(prediction, stages)

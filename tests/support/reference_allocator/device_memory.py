@@ -7,7 +7,7 @@ chooses among free blocks of equal size by address.
 
 from dataclasses import dataclass, field
 
-from memfit.allocator.block_and_segment_sizes import bytes_taken_by_malloc
+from memfit.allocator.block_and_segment_sizes import device_bytes_of_cuda_malloc
 from memfit.records import DriverCalls
 from memfit.units import TIB
 
@@ -49,7 +49,7 @@ class DeviceMemory:
     def malloc(self, size: int) -> int | None:
         """Return the address of ``size`` bytes from cudaMalloc; None if too few are left."""
         self.calls.malloc += 1
-        taken = bytes_taken_by_malloc(size)
+        taken = device_bytes_of_cuda_malloc(size)
         if taken > self.total - self.used:
             return None
         self._take(taken)
@@ -58,7 +58,7 @@ class DeviceMemory:
     def free(self, address: int, size: int) -> None:
         """Free memory from ``malloc``."""
         self.calls.free += 1
-        self.used -= bytes_taken_by_malloc(size)
+        self.used -= device_bytes_of_cuda_malloc(size)
         self._malloc.give(address, size)
 
     def reserve(self, size: int) -> int:

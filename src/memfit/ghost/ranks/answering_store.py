@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from memfit.user_frame import innermost_user_line
+from memfit.user_lines import innermost_user_line
 
 _PATIENCE = 5.0
 """Seconds in which a line may ask for the same keys, while the GPU has no work."""

@@ -28,7 +28,7 @@ from memfit.ghost.values.known_values import (
 )
 from memfit.ghost.values.value_options import OPERATORS, ChosenGpuValue, GpuValueOptions, Kind
 from memfit.records import Provenance
-from memfit.user_frame import frame_locations, innermost_line_of_place, user_line_with_package_line
+from memfit.user_lines import frame_locations, innermost_line_of_place, user_line_with_package_line
 
 _MAX_READS = 100_000
 """Assumed values that one line may read without a training step, before its loop counts as endless."""

@@ -33,7 +33,7 @@ from memfit.records import (
     Attribution,
     Category,
     DryRun,
-    MemoryPeak,
+    HighMemoryMoment,
     Phase,
     Provenance,
     Stage,
@@ -111,7 +111,7 @@ class DrawnTimelineFacts:
 
 
 def _page_facts(
-    trace: Trace, picture: DrawnTimeline, near: tuple[MemoryPeak, ...], summary: DryRun
+    trace: Trace, picture: DrawnTimeline, near: tuple[HighMemoryMoment, ...], summary: DryRun
 ) -> DrawnTimelineFacts:
     """Collect the facts for the page.
 
@@ -164,7 +164,7 @@ def _layer_of_category(categories: Numbers) -> Numbers:
     return np.argsort([*_COLOURS, EARLIER])[categories]
 
 
-def _moments_to_jump_to(trace: Trace, line: Timeline) -> tuple[MemoryPeak, ...]:
+def _moments_to_jump_to(trace: Trace, line: Timeline) -> tuple[HighMemoryMoment, ...]:
     """Return the moments to look at: the peak, those just below it, and the peak of each phase and stage.
 
     A phase or stage that already contains one of these moments gets none of its own.
@@ -180,7 +180,7 @@ def _moments_to_jump_to(trace: Trace, line: Timeline) -> tuple[MemoryPeak, ...]:
     return tuple(found)
 
 
-def _stages_without(trace: Trace, found: Sequence[MemoryPeak]) -> Iterator[Stage]:
+def _stages_without(trace: Trace, found: Sequence[HighMemoryMoment]) -> Iterator[Stage]:
     """Yield the stages of a run, but for its setup, that contain none of some moments."""
     spans = stage_spans(trace)
     for stage in dict.fromkeys(span.stage for span in spans if span.stage is not Stage.SETUP):
@@ -189,8 +189,8 @@ def _stages_without(trace: Trace, found: Sequence[MemoryPeak]) -> Iterator[Stage
             yield stage
 
 
-def _at(trace: Trace, line: Timeline, event: int) -> MemoryPeak:
-    return MemoryPeak(event, script_location_at(trace, event), int(line.allocated[event]))
+def _at(trace: Trace, line: Timeline, event: int) -> HighMemoryMoment:
+    return HighMemoryMoment(event, script_location_at(trace, event), int(line.allocated[event]))
 
 
 _MOST_FRAMES = 30
@@ -205,7 +205,7 @@ class PagePayload:
     """The data of a page."""
 
     facts: DrawnTimelineFacts
-    shortcuts: tuple[MemoryPeak, ...]
+    shortcuts: tuple[HighMemoryMoment, ...]
     text: str
     """All of the data, in base64."""
 

@@ -10,7 +10,7 @@ from memfit.report.escape_control_characters import escaped
 from memfit.report.places_in_words import location_in_words, short_path
 from memfit.report.terminal.advice import steps_run_in_words
 from memfit.units import MIB, format_bytes, format_gib
-from memfit.user_frame import innermost_line_of_place
+from memfit.user_lines import innermost_line_of_place
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from memfit.dispatch_modes import without_dispatch_modes
 from memfit.strategies.mechanisms.tensors_in_objects import tensor_version
-from memfit.user_frame import warn_user
+from memfit.user_lines import warn_user
 
 Slot = tuple[int, str]
 """A buffer's location: the index of its module in ``region.modules()``, and its name in that module."""

@@ -23,7 +23,7 @@ from memfit.errors import UsageError
 from memfit.strategies.mechanisms.host_copies import HostCopier, SideStreamCopier
 from memfit.strategies.mechanisms.optimizer_step import check_updates_are_independent, step_some_parameters
 from memfit.strategies.mechanisms.tensors_in_objects import inner_tensors
-from memfit.user_frame import warn_user
+from memfit.user_lines import warn_user
 
 BLOCK_BYTES = 16 * 2**20
 """Bytes of neighbouring parameters that share a block: copying their state takes longer than its launch."""

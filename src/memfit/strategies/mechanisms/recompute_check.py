@@ -24,7 +24,7 @@ _EMPTY = ("aten.empty", "aten.new_empty", "aten.resize")
 
 
 @dataclass(frozen=True, slots=True)
-class OperationFingerprint:
+class ResultFingerprint:
     """One operation's first result: shape, dtype and the checksum of its bits."""
 
     operation: str
@@ -43,7 +43,7 @@ class FingerprintRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.fingerprints: list[OperationFingerprint] = []
+        self.fingerprints: list[ResultFingerprint] = []
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -61,7 +61,7 @@ class FingerprintRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.take(_fingerprint(name, result))
         return result
 
-    def take(self, fingerprint: OperationFingerprint) -> None:
+    def take(self, fingerprint: ResultFingerprint) -> None:
         """Keep a fingerprint."""
         self.fingerprints.append(fingerprint)
 
@@ -79,11 +79,11 @@ class FingerprintComparer(FingerprintRecorder):  # type: ignore[no-untyped-call]
         DivergenceError: an operation differs; raised from inside it.
     """
 
-    def __init__(self, region: str, recorded: Sequence[OperationFingerprint]) -> None:
+    def __init__(self, region: str, recorded: Sequence[ResultFingerprint]) -> None:
         super().__init__()
         self._region, self._recorded = region, recorded
 
-    def take(self, fingerprint: OperationFingerprint) -> None:
+    def take(self, fingerprint: ResultFingerprint) -> None:
         """Compare a fingerprint with the forward's of the same index."""
         index = len(self.fingerprints)
         self.fingerprints.append(fingerprint)
@@ -109,15 +109,15 @@ class FingerprintComparer(FingerprintRecorder):  # type: ignore[no-untyped-call]
         )
 
 
-def _fingerprint(operation: str, result: Any) -> OperationFingerprint:
+def _fingerprint(operation: str, result: Any) -> ResultFingerprint:
     # Only the first result: others may be workspace, or padded with whatever the memory held.
     first = result[0] if isinstance(result, tuple | list) and result else result
     if not isinstance(first, torch.Tensor):
-        return OperationFingerprint(operation, (), None, None)
+        return ResultFingerprint(operation, (), None, None)
     readable = type(first) in {torch.Tensor, torch.nn.Parameter} and first.layout is torch.strided
     if operation.startswith(_EMPTY) or first.is_meta or first.is_quantized or not readable:
-        return OperationFingerprint(operation, tuple(first.shape), first.dtype, None)
-    return OperationFingerprint(operation, tuple(first.shape), first.dtype, _checksum(first))
+        return ResultFingerprint(operation, tuple(first.shape), first.dtype, None)
+    return ResultFingerprint(operation, tuple(first.shape), first.dtype, _checksum(first))
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ from memfit.strategies.mechanisms.selective_checkpointing import (
 from memfit.strategies.mechanisms.single_tensor_recompute import recompute_single_tensors
 from memfit.strategies.mechanisms.tensors_in_objects import tensor_version, tensors_in_object
 from memfit.strategies.mechanisms.wrap_forward import Forward, WrappedForward
-from memfit.user_frame import warn_user
+from memfit.user_lines import warn_user
 
 Context = AbstractContextManager[Any]
 

@@ -114,7 +114,7 @@ class NotedView(NamedTuple):
         return self.place.tensor(self.content.storage())
 
 
-class ArgumentLayout(NamedTuple):
+class FlattenedArguments(NamedTuple):
     """How the arguments of an operation become a list, and the list arguments again.
 
     PyTorch's own trees take a third of the time of a note. Only lists of tensors need them.
@@ -128,7 +128,7 @@ class ArgumentLayout(NamedTuple):
     """Of PyTorch's tree, if there are lists of tensors."""
 
     @classmethod
-    def flatten(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "tuple[list[Any], ArgumentLayout]":
+    def flatten(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "tuple[list[Any], FlattenedArguments]":
         """Return arguments as a list, and how."""
         leaves = [*args, *kwargs.values()]
         if any(_has_tensors(each) for each in leaves):
@@ -170,7 +170,7 @@ class NotedOperation:
     __slots__ = ("_arguments", "_layout", "_operation", "_written", "changes", "creates")
 
     def __init__(
-        self, operation: Any, arguments: list[Any], layout: "ArgumentLayout", written: tuple[int, ...]
+        self, operation: Any, arguments: list[Any], layout: "FlattenedArguments", written: tuple[int, ...]
     ) -> None:
         self._operation, self._arguments, self._layout = operation, arguments, layout
         self._written = written

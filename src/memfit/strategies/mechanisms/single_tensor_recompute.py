@@ -29,7 +29,7 @@ from memfit.recording.operation_interception import OperationInterceptionMode
 from memfit.recording.tensor_storage import storage_of
 from memfit.records import LEAST_RECOMPUTED, is_recomputable_operation
 from memfit.strategies.mechanisms.replayable_operations import (
-    ArgumentLayout,
+    FlattenedArguments,
     NotedContent,
     NotedOperation,
     NotedTensor,
@@ -95,7 +95,7 @@ class _Tape:
     def run(self, operation: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation of the forward, and note it unless its results are kept."""
         is_kept, kind = self._is_kept(operation), _kind(operation)
-        leaves, layout = ArgumentLayout.flatten(args, kwargs)
+        leaves, layout = FlattenedArguments.flatten(args, kwargs)
         tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
         if kind.is_view or not all(map(_is_plain, tensors)):
             return operation(*args, **kwargs)

@@ -29,7 +29,7 @@ from memfit.patching.patches import Patch
 from memfit.recording.optimizer_accessors import optimizer_name, parameters_of
 from memfit.strategies.mechanisms.offloaded_optimizer_state import OffloadedOptimizerState
 from memfit.strategies.mechanisms.optimizer_step import check_updates_are_independent, step_some_parameters
-from memfit.user_frame import innermost_line_of_place, innermost_user_line, is_user_file
+from memfit.user_lines import innermost_line_of_place, innermost_user_line, is_user_file
 
 
 def raise_loop_unsuitable_error(why: str) -> None:

@@ -21,7 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from memfit.errors import UsageError
 from memfit.train.ranks.rank_agreement import SingleRank
-from memfit.user_frame import warn_user
+from memfit.user_lines import warn_user
 
 
 class SavedLoaderOrder(TypedDict):

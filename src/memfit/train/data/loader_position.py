@@ -24,7 +24,7 @@ from memfit.strategies.accumulation import Accumulation, Remainder
 from memfit.train.data.loader_order import batches_already_read, loader_order_of
 from memfit.train.progress_bar import show_rereading_progress
 from memfit.train.ranks.rank_agreement import SingleRank
-from memfit.user_frame import warn_user
+from memfit.user_lines import warn_user
 
 _LOADER_PARTS = ("sampler", "batch_sampler", "dataset")
 

@@ -29,7 +29,7 @@ from memfit.train.data.batch_layout import (
     looks_like_samples,
     possible_batch_sizes,
 )
-from memfit.user_frame import warn_user
+from memfit.user_lines import warn_user
 
 _ADVICE = (
     "Pass two functions to memfit.Engine: size=lambda batch: ..., which returns the "

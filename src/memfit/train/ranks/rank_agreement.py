@@ -29,7 +29,7 @@ from memfit.report.places_in_words import format_ranks
 from memfit.strategies.plan import Plan
 from memfit.strategies.sharding import world_size
 from memfit.train.ranks.lost_ranks import RankProcesses, is_broken_connection
-from memfit.user_frame import innermost_line_of_place, user_line_with_package_line
+from memfit.user_lines import innermost_line_of_place, user_line_with_package_line
 
 Facts = Mapping[str, str]
 """Values by name, each as it is written in an error."""

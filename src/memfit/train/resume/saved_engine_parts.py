@@ -25,8 +25,8 @@ from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.mechanisms.module_patterns import module_without_compile_wrapper
 from memfit.strategies.plan import Plan
 from memfit.train.accumulation_ledger import AccumulationLedger
+from memfit.train.batch_updates_with_retry import DividedBatchStepper
 from memfit.train.callbacks import Callback
-from memfit.train.divided_batch_updates import DividedBatchStepper
 from memfit.train.ranks.rank_agreement import SingleRank
 
 

@@ -16,7 +16,7 @@ from memfit.train.resume.saved_engine_parts import (
     tensors_outside_state_dict,
 )
 from memfit.train.resume.saved_run_format import SavedRun
-from memfit.user_frame import warn_user
+from memfit.user_lines import warn_user
 
 
 def check_run_suits_engine(parts: EngineParts, state: SavedRun) -> None:

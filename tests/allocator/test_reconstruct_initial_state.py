@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.initial_state import reconstruct_initial_state
+from memfit.allocator.reconstruct_initial_state import reconstruct_initial_state
 from memfit.allocator.timeline import memory_timeline
 from memfit.errors import FileFormatError
 from memfit.records import Action, SnapshotBlock

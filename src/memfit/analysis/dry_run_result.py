@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from memfit.allocator.block_and_segment_sizes import device_bytes_for_request
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.initial_state import reconstruct_initial_state
+from memfit.allocator.reconstruct_initial_state import reconstruct_initial_state
 from memfit.allocator.timeline import memory_timeline, timeline_disagreement_with_pytorch
 from memfit.analysis.attribution import attribute_allocations
 from memfit.analysis.breakdown import CATEGORY_NAMES, ROUNDING, breakdown_at, category_provenance
@@ -56,17 +56,17 @@ _NOTABLE = 0.01
 """Share of the allocated bytes from which on a note names the line of what the script holds."""
 
 
-def summarize_trace(trace: Trace) -> DryRun:
+def dry_run_of_trace(trace: Trace) -> DryRun:
     """Return what a script uses, from its trace alone.
 
     Returns:
         The verdict, the peaks in bytes, the terms that sum to them, and notes.
     """
     line = memory_timeline(trace)
-    return summarize_attributed_trace(trace, line, attribute_allocations(trace, line))
+    return dry_run_of_attributed_trace(trace, line, attribute_allocations(trace, line))
 
 
-def summarize_attributed_trace(trace: Trace, line: Timeline, attribution: Attribution) -> DryRun:
+def dry_run_of_attributed_trace(trace: Trace, line: Timeline, attribution: Attribution) -> DryRun:
     """Return the summary of a trace whose timeline and attribution exist already."""
     steps = steps_completed_before(trace, len(trace.events))
     peak = peak_event_outside_failed_attempts(trace, line)

@@ -4,14 +4,14 @@ from dataclasses import fields, replace
 
 import pytest
 
-from memfit.planning.optimizer_changes import (
+from memfit.planning.optimizer_state_changes import (
     OptimizerChangesToTry,
     has_8_bit_state,
     makes_updates_in_backward,
     offloads_state,
-    optimizer_changes,
+    optimizer_state_changes,
 )
-from memfit.planning.script_changes import AllowedChanges
+from memfit.planning.strategy_and_allocator_changes import AllowedChanges
 from memfit.records import (
     STRATEGY_TRAITS,
     Change,
@@ -114,13 +114,13 @@ def test_once_something_fits_only_what_may_be_faster_is_tried():
 
 @pytest.mark.parametrize(("low", "exact"), [(False, False), (True, False), (True, True)])
 def test_nothing_is_changed_that_is_not_allowed(low, exact):
-    found = optimizer_changes(AllowedChanges(optimizer=exact, low_bit_state=low))
+    found = optimizer_state_changes(AllowedChanges(optimizer=exact, low_bit_state=low))
     assert any(has_8_bit_state(each) for each in found) is low
     assert any(not has_8_bit_state(each) for each in found) is exact
 
 
 def test_each_change_does_what_its_words_say():
-    for change in optimizer_changes(AllowedChanges(low_bit_state=True)):
+    for change in optimizer_state_changes(AllowedChanges(low_bit_state=True)):
         (words,) = change.words
         assert change.plan.keys() == {"optimizer_state"}
         assert offloads_state(change) is change.uses_side_streams is (OFFLOADED in words)

@@ -18,7 +18,7 @@ from memfit.planning.run_changes_on_ghost import (
     host_copy_time_estimator,
     roofline_time_estimator,
 )
-from memfit.planning.script_changes import LOW_BIT_STATE, PRECISIONS, AllowedChanges
+from memfit.planning.strategy_and_allocator_changes import LOW_BIT_STATE, PRECISIONS, AllowedChanges
 from memfit.records import Change, ScriptEnd, ScriptPlan
 from memfit.records.job_function_command import command_as_typed, is_job_command
 from memfit.run.job_rank import Rank

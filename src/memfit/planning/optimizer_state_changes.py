@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from memfit.analysis.breakdown import CATEGORY_NAMES
 from memfit.planning.bracket_checkpoint_choices import WORTH
-from memfit.planning.script_changes import AllowedChanges
+from memfit.planning.strategy_and_allocator_changes import AllowedChanges
 from memfit.records import Category, Change, Phase, PlanRun
 
 _Settings = dict[str, bool | int | str]
@@ -26,10 +26,13 @@ _IN_8_BITS: _Settings = {"bits": 8, "backend": "bitsandbytes"}
 _OFFLOADED: _Settings = {"offload": True}
 
 
-def optimizer_changes(allowed: AllowedChanges) -> tuple[Change, ...]:
+def optimizer_state_changes(allowed: AllowedChanges) -> tuple[Change, ...]:
     """Return the changes that a plan may make: the fastest first, and of these the most exact ones.
 
-    >>> [change.words for change in optimizer_changes(AllowedChanges(optimizer=False, low_bit_state=True))]
+    >>> [
+    ...     change.words
+    ...     for change in optimizer_state_changes(AllowedChanges(optimizer=False, low_bit_state=True))
+    ... ]
     [('8-bit optimizer state',)]
     """
     exact, low = allowed.optimizer, allowed.low_bit_state
@@ -59,7 +62,7 @@ class OptimizerChangesToTry:
         self, plain: PlanRun, allowed: AllowedChanges, budget: int, copies: Callable[[], float]
     ) -> None:
         self._plain, self._budget, self._copies = plain, budget, copies
-        self._changes = optimizer_changes(allowed)
+        self._changes = optimizer_state_changes(allowed)
         self._left = list(self._changes)
         self._too_little: list[Change] = []
         """What seemed not to be enough."""

@@ -8,7 +8,11 @@ from memfit.planning.batch_size_changes import (
     why_batches_are_indivisible,
 )
 from memfit.planning.choose_checkpointing import CheckpointChoice, PlannedRegion
-from memfit.planning.script_changes import FUSED_OPTIMIZER, OFFLOADED_ACTIVATIONS, checkpoint_choice_change
+from memfit.planning.strategy_and_allocator_changes import (
+    FUSED_OPTIMIZER,
+    OFFLOADED_ACTIVATIONS,
+    checkpoint_choice_change,
+)
 from memfit.records import Change, LoaderBatchSize, ScriptOption, ScriptOptionPurpose
 from support.advised_runs import trace
 
