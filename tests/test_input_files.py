@@ -12,7 +12,7 @@ from memfit.errors import MemfitError
 from memfit.input_files import read_input_file
 from memfit.packing.csv_table import read_buffers_csv
 from memfit.run.options import RunOptions
-from memfit.run.parent import script_command
+from memfit.run.parent import checked_script_argv
 from memfit.strategies.read_configuration import configure
 from memfit.trace.trace_file import read_trace
 from memfit.train.resume import state_file
@@ -27,7 +27,7 @@ READERS = {
     "configure": configure,
     "plans": lambda path: read_step_plans(path, 1),
     "resume": state_file.load_state_file,
-    "script": lambda path: script_command(path, (), RunOptions(), None),
+    "script": lambda path: checked_script_argv(path, (), RunOptions(), None),
 }
 
 

@@ -19,7 +19,7 @@ from model_counts import operations_of_forward, recomputed_operations
 import memfit
 from memfit.ghost.build.torch_install import OLDEST
 from memfit.patching.installed_hooks import InstalledHooks
-from memfit.planning.choose_checkpointing import CheckpointChooser, PlannedRegion
+from memfit.planning.choose_checkpointing import CheckpointChooser, RegionSettings
 from memfit.planning.step_memory_model import StepMemoryModel
 from memfit.planning.tensor_recompute_options import tensor_recomputations
 from memfit.strategies.mechanisms.recomputation_counter import OperationCounter
@@ -74,7 +74,7 @@ def regions_of(step):
     options = tensor_recomputations(memory, work)
     tensors = [options[0], options[len(options) // 2], options[-1]]
     modules = [each.regions for each in choices if each is not None]
-    return modules + [(PlannedRegion(("",), each.save_ops, recompute="tensors"),) for each in tensors]
+    return modules + [(RegionSettings(("",), each.save_ops, recompute="tensors"),) for each in tensors]
 
 
 @pytest.mark.parametrize("make", NETWORKS)
@@ -92,14 +92,14 @@ def test_as_many_operations_run_again_as_the_planner_s_model_has(make):
 def test_regions_in_parts_run_as_often_as_the_planner_s_model_has(region):
     network = feed_forward()
     step = network.record()
-    regions = [PlannedRegion(("0", "2"), **region)]
+    regions = [RegionSettings(("0", "2"), **region)]
     assert counted(network, regions) == (operations_of_forward(step), recomputed_operations(step, regions))
 
 
 def test_kept_results_that_run_again_are_not_what_the_model_has(monkeypatch):
     network = feed_forward()
     step = network.record()
-    regions = [PlannedRegion(("0", "2"), ("aten.addmm.default:0",))]
+    regions = [RegionSettings(("0", "2"), ("aten.addmm.default:0",))]
     expected = recomputed_operations(step, regions)
     assert counted(network, regions)[1] == expected
     monkeypatch.setattr(KeptResults, "recomputation", lambda _: nullcontext())

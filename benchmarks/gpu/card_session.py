@@ -13,7 +13,7 @@ import msgspec
 
 from memfit import __version__
 from memfit.atomic_files import write_output_file
-from memfit.card.find_visible_card import Card
+from memfit.card.detect_card import Card
 from memfit.devices import find_device
 from memfit.errors import UnknownDeviceError
 

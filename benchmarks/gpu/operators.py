@@ -33,7 +33,7 @@ import msgspec
 from card_session import command_line, ran_on, rehearse, result_name
 from operators_table import compare, markdown
 
-from memfit.card.find_visible_card import find_visible_card
+from memfit.card.detect_card import detect_card
 from memfit.devices import find_device
 from memfit.errors import MemfitError, UnknownDeviceError
 from memfit.ghost.build.runtime_library import build_ghost
@@ -143,7 +143,7 @@ def main() -> int:
     until = begun + options.seconds
     rehearse(options.rehearse)
     try:
-        card = find_visible_card("compare operators")
+        card = detect_card("compare operators")
         profile = find_device(options.gpu or card.name).name
         name = result_name(card, f"{version('torch')}-operators")
         options.out.mkdir(parents=True, exist_ok=True)

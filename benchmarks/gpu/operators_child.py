@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from operator_samples import call, database, first_line, has_backward, samples, signature
 
-from memfit.card.find_visible_card import is_ghost_loaded
+from memfit.card.detect_card import is_ghost_loaded
 from memfit.devices import find_device
 from memfit.ghost.build.runtime_library import build_ghost
 from memfit.ghost.ghost_device import GhostDevice

@@ -24,7 +24,7 @@ from plan_cases import AS_WRITTEN, ROOT, PlanCase, described, make_plans, plan_c
 from plans_table import markdown
 from timed_run import TimedRun, timed_run
 
-from memfit.card.find_visible_card import find_visible_card
+from memfit.card.detect_card import detect_card
 from memfit.devices import find_device
 from memfit.errors import MemfitError
 
@@ -77,7 +77,7 @@ def _result(folder: Path) -> ResultFile:
     """Open the result file of this machine's GPU."""
     from torch import __version__ as torch
 
-    card = find_visible_card("train under plans")
+    card = detect_card("train under plans")
     result = ResultFile(folder.resolve(), result_name(card, f"{torch}-plans"), "cases", markdown)
     result.content |= ran_on(card, str(torch))
     return result

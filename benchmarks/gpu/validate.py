@@ -33,7 +33,7 @@ from table import markdown
 import memfit
 from memfit import __version__
 from memfit.card.context_measurement import measure_context
-from memfit.card.find_visible_card import find_visible_card
+from memfit.card.detect_card import detect_card
 from memfit.devices import find_device
 from memfit.errors import MemfitError, UnknownDeviceError
 from memfit.records import CardContextReport, DryRun
@@ -193,7 +193,7 @@ def main() -> int:
     listed = (job for job in jobs() if job.quick or not options.quick)
     these = chosen(listed, options.only, "jobs.toml")
     try:
-        card = find_visible_card("validate")
+        card = detect_card("validate")
         gpu = find_device(options.gpu or card.name).name
         context, measured = calibration(until - time.monotonic())
     except UnknownDeviceError as error:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from memfit.injection.injection_files import InjectionReport
-from memfit.planning.choose_checkpointing import PlannedRegion
+from memfit.planning.choose_checkpointing import RegionSettings
 from memfit.planning.module_checkpoint_options import (
     module_checkpoint_option,
     module_checkpoint_option_in_parts,
@@ -40,7 +40,7 @@ def main() -> None:
     _, report = _run(command, change)
     if step is None or report.operations is None:
         raise SystemExit(f"{' '.join(command)}: operations were not counted under {sys.argv[1]}.")
-    regions = [PlannedRegion(**each) for each in change.plan["checkpointing"]["regions"]]
+    regions = [RegionSettings(**each) for each in change.plan["checkpointing"]["regions"]]
     times = change.updates_held_back
     found = {
         "model": [operations_of_forward(step) * times, recomputed_operations(step, regions) * times],
@@ -55,7 +55,7 @@ def operations_of_forward(step: StepOperations) -> int:
     return round(sum(_second(operation) for operation in step.forward if operation.call >= 0))
 
 
-def recomputed_operations(step: StepOperations, regions: Sequence[PlannedRegion]) -> int:
+def recomputed_operations(step: StepOperations, regions: Sequence[RegionSettings]) -> int:
     """Return how many operations the planner expects to run again.
 
     Args:

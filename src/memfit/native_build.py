@@ -168,7 +168,7 @@ class NativeLibrary:
         return self._loaded
 
     def open(self, path: Path) -> ctypes.CDLL:
-        """Load a library that ``compile_c_library`` made, and declare the types of its functions."""
+        """Load a library that ``compile_c_folder`` made, and declare the types of its functions."""
         library = ctypes.CDLL(str(path))
         for name, (result, arguments) in self._functions.items():
             function = getattr(library, name)
@@ -185,7 +185,7 @@ class NativeLibrary:
             with suppress(OSError, AttributeError):  # a cache cleaner may have truncated it
                 return self.open(path)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            compile_c_library(self.sources, Path(folder) / path.name).replace(path)
+            compile_c_folder(self.sources, Path(folder) / path.name).replace(path)
         return self.open(path)
 
 
@@ -194,7 +194,7 @@ def shared_c_headers() -> list[Path]:
     return sorted(SHARED_C.glob("*.h"))
 
 
-def compile_c_library(sources: Path, library: Path) -> Path:
+def compile_c_folder(sources: Path, library: Path) -> Path:
     """Compile the C files of a folder.
 
     Raises:

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from memfit.card.find_visible_card import find_visible_card
+from memfit.card.detect_card import detect_card
 from memfit.errors import UnsuitableEnvironmentError
 from support.scripts import TRAIN
 
@@ -92,7 +92,7 @@ def test_without_a_gpu_the_error_suggests_dry_run(memfit, tmp_path):
     assert "Cannot record script.py without a GPU: " in run.err
     assert "memfit dry-run" in run.err
     with pytest.raises(UnsuitableEnvironmentError, match="Cannot look without a GPU"):
-        find_visible_card("look")
+        detect_card("look")
 
 
 @pytest.mark.parametrize("options", [("--steps", "0"), ("no_such.py",)])

@@ -8,7 +8,7 @@ from memfit.atomic_files import check_output_paths
 from memfit.cli.main import main
 from memfit.errors import UsageError
 from memfit.run.options import RunOptions
-from memfit.run.parent import script_command
+from memfit.run.parent import checked_script_argv
 
 SCRIPT = "raise SystemExit('ran')\n"
 
@@ -68,4 +68,4 @@ def test_devices_take_any_number_of_outputs(files):
 
 def test_the_python_function_refuses_to_overwrite_the_script(files):
     with pytest.raises(UsageError, match="would overwrite the script"):
-        script_command("train.py", (), RunOptions(), files / "train.py")
+        checked_script_argv("train.py", (), RunOptions(), files / "train.py")

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from memfit.run.run_script_as_python import classify_script_end
+from memfit.run.script_end import classify_script_end
 from support.scripts import figures
 
 pytestmark = pytest.mark.warm

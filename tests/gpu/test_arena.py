@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from memfit.card.find_visible_card import find_visible_card
+from memfit.card.detect_card import detect_card
 from memfit.errors import MemfitError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.process]
@@ -67,7 +67,7 @@ def trained(tmp_path, allocator):
 
 def test_training_in_an_arena_is_bit_identical(tmp_path):
     try:
-        card = find_visible_card("test a GPU")
+        card = detect_card("test a GPU")
     except MemfitError as error:
         pytest.skip(str(error))
     assert not card.rehearsal

@@ -8,7 +8,7 @@ import pytest
 
 import memfit
 from memfit.card.context_measurement import measure_context
-from memfit.card.find_visible_card import find_visible_card
+from memfit.card.detect_card import detect_card
 from memfit.devices import find_device
 from memfit.errors import MemfitError, UnknownDeviceError
 
@@ -20,7 +20,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def card():
     """Return the GPU of this machine; skip the test, with the reason, if there is none."""
     try:
-        found = find_visible_card("test a GPU")
+        found = detect_card("test a GPU")
     except MemfitError as error:
         pytest.skip(str(error))
     assert not found.rehearsal

@@ -7,7 +7,7 @@ from memfit.planning.batch_size_changes import (
     smaller_batch_changes,
     why_batches_are_indivisible,
 )
-from memfit.planning.choose_checkpointing import CheckpointChoice, PlannedRegion
+from memfit.planning.choose_checkpointing import CheckpointChoice, RegionSettings
 from memfit.planning.strategy_and_allocator_changes import (
     FUSED_OPTIMIZER,
     OFFLOADED_ACTIVATIONS,
@@ -72,7 +72,7 @@ def test_why_batches_stay_whole():
 
 
 def test_inputs_that_wait_on_the_host_are_run_with_late_copies():
-    choice = CheckpointChoice((PlannedRegion(("blocks.0", "blocks.1")),), 0.1, 0.1, 1)
+    choice = CheckpointChoice((RegionSettings(("blocks.0", "blocks.1")),), 0.1, 0.1, 1)
     kept, offloaded = (checkpoint_choice_change(choice, 0, offload=offload) for offload in (False, True))
     assert (kept.uses_side_streams, kept.words) == (False, ("2 modules checkpointed",))
     assert kept.plan == {"checkpointing": {"regions": [{"modules": ["blocks.0", "blocks.1"]}]}}

@@ -7,7 +7,7 @@ import pytest
 from memfit.analysis.trial_result import TrialResult
 from memfit.records import Change
 from memfit.run.options import RunOptions
-from memfit.run.parent import script_command
+from memfit.run.parent import checked_script_argv
 from memfit.trials.trial_run import trial_runner
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("warm_scripts")]
@@ -43,7 +43,7 @@ def run(tmp_path_factory):
     script = tmp_path_factory.mktemp("compiled") / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
     options = RunOptions(unlimited=True)
-    return trial_runner(script_command(script, [], options, None), options, lambda _: None)
+    return trial_runner(checked_script_argv(script, [], options, None), options, lambda _: None)
 
 
 def products(step):

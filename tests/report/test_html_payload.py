@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from memfit.allocator.block_lifetimes import FREE, LIVE, BlockTracker
+from memfit.allocator.block_tracker import FREE, LIVE, BlockTracker
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.reconstruct_initial_state import reconstruct_initial_state
 from memfit.allocator.timeline import memory_timeline

@@ -6,7 +6,7 @@ import pytest
 
 from memfit.analysis.dry_run_result import dry_run_of_trace
 from memfit.records import Mark, MarkKind, Shortened
-from memfit.report.terminal.summary import stage_remarks
+from memfit.report.terminal.summary import warnings_of_run_stages
 from support.html_reports import report, run
 
 OPTION = Shortened("TrainingArguments.max_steps", 6, 1000)
@@ -22,7 +22,7 @@ OPTION = Shortened("TrainingArguments.max_steps", 6, 1000)
     ],
 )
 def test_loaders_and_options_have_words_of_their_own(each, words):
-    assert list(stage_remarks(dry_run_of_trace(run(shortened=(each,))))) == [f"Shortened: {words}."]
+    assert list(warnings_of_run_stages(dry_run_of_trace(run(shortened=(each,))))) == [f"Shortened: {words}."]
 
 
 @pytest.mark.parametrize("source", [True, False])

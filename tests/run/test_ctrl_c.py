@@ -14,7 +14,7 @@ from memfit.python_command import code_running_module
 from memfit.records import Action
 from memfit.run.child_start import ChildSettings, child_settings_as_json
 from memfit.run.options import RunOptions
-from memfit.run.run_script_as_python import classify_script_end
+from memfit.run.script_end import classify_script_end
 from memfit.trace.trace_file import write_trace
 from support import interrupts
 from support.new_processes import run_python, start_memfit

@@ -11,7 +11,7 @@ import pytest
 from memfit.cli.main import run_command
 from memfit.planning.plan_file import read_plan
 from memfit.records import Change
-from memfit.script_training.training_process import automatic_part_of_change, changes_left_to_user
+from memfit.script_training.plan_application_watcher import automatic_part_of_change, changes_left_to_user
 
 pytestmark = pytest.mark.process
 

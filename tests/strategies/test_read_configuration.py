@@ -18,7 +18,7 @@ from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.plan import Plan
 from memfit.strategies.precision import LossScale, Precision
 from memfit.strategies.read_configuration import ALIASES, READERS, TABLES, Configuration, configure
-from memfit.strategies.translate_legacy_framework_settings import _OF_CELLS, HOOKS
+from memfit.strategies.translate_other_frameworks_settings import _OF_CELLS, HOOKS
 
 FP16 = Precision("fp16", loss_scale=LossScale("static", 512.0))
 BACKBONE = Checkpointing(blocks="backbone")

@@ -9,7 +9,7 @@ from memfit.strategies.checkpointing import Checkpointing
 from memfit.strategies.plan import Plan
 from memfit.strategies.precision import Precision
 from memfit.strategies.read_configuration import configure
-from memfit.strategies.translate_legacy_framework_settings import parse_mem_param
+from memfit.strategies.translate_other_frameworks_settings import parse_mem_param
 
 
 def test_a_toml_file_is_read(tmp_path):

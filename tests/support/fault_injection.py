@@ -27,8 +27,8 @@ from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.mechanisms.optimizer_step import replace_optimizer_step, unwrapped_optimizer_step
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.precision import LossScale, Precision
+from memfit.train.batches_by_window import WindowBatches, gather_batches_by_window
 from memfit.train.engine import Engine
-from memfit.train.gathered_batches import WindowBatches, gather_batches_by_window
 from support.late_stream import late_state_copies
 
 BATCHES = 8

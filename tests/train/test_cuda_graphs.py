@@ -81,7 +81,7 @@ def emulated_graphs(monkeypatch):
     captured.clear()
 
     monkeypatch.setattr(
-        "memfit.train.engine_setup.make_step_cuda_graphs",
+        "memfit.train.engine_setup.prepare_step_cuda_graphs",
         lambda optimizer: StepCudaGraphs(optimizer, emulated_capture(optimizer), nullcontext),
     )
 

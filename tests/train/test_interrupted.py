@@ -8,7 +8,7 @@ from torch import nn
 
 import memfit
 from memfit.errors import UsageError
-from memfit.train.training_job import LearningRateSchedule
+from memfit.train.training_job import SchedulerAndInterval
 
 
 class RandomSamples(torch.utils.data.Dataset):
@@ -168,7 +168,7 @@ def test_an_update_whose_scheduler_raised_is_made_and_counted():
         step(run, 3)
     assert "the update was made and counted" in error.value.__notes__[0]
     assert (run.optimizer_step, run.is_whole) == (4, True)
-    plain._ledger.update.schedule = LearningRateSchedule()
+    plain._ledger.update.schedule = SchedulerAndInterval()
     step(plain, 3)
     assert same(run, plain)
     state = copy.deepcopy(run.state_dict())

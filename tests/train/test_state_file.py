@@ -16,7 +16,7 @@ import memfit
 from memfit import random_state
 from memfit.errors import FileFormatError, UsageError
 from memfit.train.resume import state_file
-from memfit.train.training_job import LearningRateSchedule
+from memfit.train.training_job import SchedulerAndInterval
 
 
 def test_a_file_is_written_completely_or_not_at_all(tmp_path, monkeypatch):
@@ -167,7 +167,7 @@ def test_the_state_of_pytorchs_schedulers_is_plain(tmp_path):
         epochs = list(np.arange(2, 8, 2))
         scheduler = torch.optim.lr_scheduler.MultiStepLR(created.optimizer, epochs, gamma=0.5)
         created.scheduler = created._ledger.update.scheduler = scheduler
-        created._ledger.update.schedule = LearningRateSchedule(created.scheduler, "update")
+        created._ledger.update.schedule = SchedulerAndInterval(created.scheduler, "update")
         return created
 
     first, resumed = run(), run()

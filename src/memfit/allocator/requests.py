@@ -23,7 +23,7 @@ from operator import attrgetter, itemgetter
 
 import numpy as np
 
-from memfit.allocator.block_lifetimes import BlockTracker
+from memfit.allocator.block_tracker import BlockTracker
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.reconstruct_initial_state import reconstruct_initial_state
 from memfit.allocator.release_cause import MemoryRelease, memory_releases

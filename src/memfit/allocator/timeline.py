@@ -1,11 +1,11 @@
 """From the allocator's history to the bytes allocated and reserved after each event.
 
-The history records every address but only requested sizes; ``block_lifetimes.py`` derives the rest.
+The history records every address but only requested sizes; ``block_tracker.py`` derives the rest.
 """
 
 import numpy as np
 
-from memfit.allocator.block_lifetimes import BlockTracker
+from memfit.allocator.block_tracker import BlockTracker
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.reconstruct_initial_state import reconstruct_initial_state, reserved_bytes_changes
 from memfit.errors import FileFormatError, UsageError

@@ -50,7 +50,7 @@ def find_what_ranks_hold(nproc: int, nnodes: int, run: Callable[[int], Held]) ->
     return dict(sorted(held.items()))
 
 
-def equivalent_ranks_of_run(rank: int, result: DryRun) -> EquivalentRanks:
+def what_one_rank_holds(rank: int, result: DryRun) -> EquivalentRanks:
     """Return what a rank holds, from its run."""
     process = _bytes_needed(result) if result.ran_out else result.peak_process.bytes
     return EquivalentRanks(

@@ -17,7 +17,7 @@ from heapq import nlargest
 import numpy as np
 
 from memfit.allocator.block_and_segment_sizes import SMALL_SEGMENT, SMALL_SIZE, round_size
-from memfit.allocator.block_lifetimes import FREE, LIVE, PENDING, BlockSnapshot, BlockTracker
+from memfit.allocator.block_tracker import FREE, LIVE, PENDING, BlockSnapshot, BlockTracker
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.free_ranges import EXPANDABLE
 from memfit.allocator.reconstruct_initial_state import reconstruct_initial_state

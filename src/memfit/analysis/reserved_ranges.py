@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from memfit.allocator.block_and_segment_sizes import SMALL_SEGMENT
-from memfit.allocator.block_lifetimes import BlockTracker
+from memfit.allocator.block_tracker import BlockTracker
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.free_ranges import EXPANDABLE
 from memfit.allocator.reconstruct_initial_state import InitialAllocatorState, reconstruct_initial_state

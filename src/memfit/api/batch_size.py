@@ -10,7 +10,7 @@ from memfit.planning.max_batch import MaxBatchScript, find_max_batch
 from memfit.records import MaxBatch
 from memfit.run.job_rank import Rank
 from memfit.run.options import STEPS, RunOptions
-from memfit.run.parent import ScriptProgress, script_command
+from memfit.run.parent import ScriptProgress, checked_script_argv
 from memfit.run.resolve_ghost_settings import resolve_ghost_settings
 from memfit.trials.trial_run import trial_runner
 
@@ -75,7 +75,7 @@ def max_batch(  # noqa: PLR0913 - one parameter an option
     )
     if multiple < 1:
         raise UsageError(f"multiple must be at least 1, not {multiple}.")
-    command = script_command(script, arguments, options, None)
+    command = checked_script_argv(script, arguments, options, None)
     device = resolve_ghost_settings(options).device
     limited, unlimited = (
         trial_runner(command, way, on_progress) for way in (options, replace(options, unlimited=True))

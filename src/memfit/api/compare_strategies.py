@@ -16,7 +16,7 @@ from memfit.errors import TargetError
 from memfit.records import Change, ComparedRun, DeviceUse, ScriptEnd, StrategyComparison, Trace
 from memfit.run.job_rank import Rank
 from memfit.run.options import STEPS, RunOptions
-from memfit.run.parent import ScriptProgress, script_command
+from memfit.run.parent import ScriptProgress, checked_script_argv
 from memfit.run.resolve_ghost_settings import resolve_ghost_settings
 from memfit.trials.rank_runs import RankRun, RankRuns, UnfinishedRankError
 
@@ -69,7 +69,7 @@ def compare(  # noqa: PLR0913 - one parameter an option
         in_use=in_use,
         values=values,
     )
-    command = script_command(script, arguments, options, None)
+    command = checked_script_argv(script, arguments, options, None)
     device = resolve_ghost_settings(options).device
     base, *others = strategies_to_compare(options.rank.world_size)
     with RankRuns(command, options, on_progress) as ranks:

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from memfit.analysis.equivalent_ranks import (
-    equivalent_ranks_of_run,
     find_what_ranks_hold,
     group_equivalent_ranks,
     rank_run_sort_key,
+    what_one_rank_holds,
 )
 from memfit.analysis.side_stream_peak_range import may_side_streams_change_peak, with_side_stream_range
 from memfit.analysis.total_need_by_rerun import (
@@ -26,7 +26,7 @@ from memfit.planning.plan_file import read_plan
 from memfit.records import Change, DryRun, EquivalentRanks, Note, Provenance, ScriptLocation, Trace
 from memfit.run.launchers import check_world_size_is_one
 from memfit.run.options import RunOptions
-from memfit.run.parent import PATIENCE, RecordedRun, ScriptProgress, run_script, script_command
+from memfit.run.parent import PATIENCE, RecordedRun, ScriptProgress, checked_script_argv, run_script
 from memfit.run.resolve_ghost_settings import resolve_ghost_settings
 from memfit.temporary_folders import TemporaryFolder
 from memfit.trace.trace_file import write_trace
@@ -188,7 +188,7 @@ class _GhostJob:
         output = trace_file_of_rank(output, rank.rank)
         if rank.world_size == 1:
             check_world_size_is_one(os.environ)
-        command = script_command(self.script, self.arguments, self.options, output)
+        command = checked_script_argv(self.script, self.arguments, self.options, output)
         with ScriptStandbys() as standbys:
             return self._run_and_ask_again(command, output, standbys, advise=advise)
 
@@ -247,7 +247,9 @@ class _GhostJob:
         job = self.options.rank
         if job.world_size == 1:
             raise UsageError("--all-ranks: the job has one rank. Say how many it has, as in --nproc 8.")
-        script_command(self.script, self.arguments, self.options, output)  # checks them before any rank runs
+        checked_script_argv(
+            self.script, self.arguments, self.options, output
+        )  # checks them before any rank runs
         one_each = output is not None and RANK in output.name
         unsaved: list[OutputError | None] = []
         largest: FinishedRun | None = None
@@ -269,7 +271,7 @@ class _GhostJob:
             unsaved.append(found.unsaved)
             if largest is None or rank_run_sort_key(found.result) > rank_run_sort_key(largest.result):
                 largest = found
-            return equivalent_ranks_of_run(number, found.result)
+            return what_one_rank_holds(number, found.result)
 
         held = find_what_ranks_hold(job.nproc, job.nnodes, run)
         if largest is None:

@@ -19,7 +19,7 @@ from memfit.planning.run_changes_on_ghost import (
 from memfit.planning.strategy_and_allocator_changes import AllowedChanges
 from memfit.records import Change, DeviceUse, GpusFor, ScriptEnd, ScriptPlan
 from memfit.run.options import STEPS, RunOptions
-from memfit.run.parent import ScriptProgress, script_command
+from memfit.run.parent import ScriptProgress, checked_script_argv
 from memfit.run.resolve_ghost_settings import resolve_ghost_settings
 from memfit.trials.script_standbys import ScriptStandbys
 from memfit.trials.trial_run import trial_runner
@@ -51,7 +51,7 @@ def gpus_for(  # noqa: PLR0913 - one parameter an option
     """
     options = RunOptions(module=module, steps=steps, in_use=in_use, values=values)
     allowed = AllowedChanges(rounding=not bitwise)
-    command = script_command(script, arguments, options, None)
+    command = checked_script_argv(script, arguments, options, None)
     alike: dict[tuple[int, int], list[Device]] = defaultdict(list)
     for card in sorted(all_devices(), key=lambda card: -card.total_bytes):
         alike[card.compute_capability].append(card)

@@ -23,7 +23,7 @@ from memfit.records import Change, ScriptEnd, ScriptPlan
 from memfit.records.job_function_command import command_as_typed, is_job_command
 from memfit.run.job_rank import Rank
 from memfit.run.options import STEPS, RunOptions
-from memfit.run.parent import ScriptProgress, script_command
+from memfit.run.parent import ScriptProgress, checked_script_argv
 from memfit.run.resolve_ghost_settings import resolve_ghost_settings
 from memfit.strategies.setting_checks import unknown_name_error
 from memfit.temporary_folders import TemporaryFolder
@@ -105,7 +105,7 @@ def plan(  # noqa: PLR0913 - one parameter an option
         values=values,
     )
     allowed = parse_allowed_changes(bitwise=bitwise, allow=allow, max_slowdown=max_slowdown)
-    command = script_command(script, arguments, options, None)
+    command = checked_script_argv(script, arguments, options, None)
     return _plan_for(command, options, on_progress, allowed, policies, max_time, on_found)
 
 
@@ -161,7 +161,7 @@ def auto_checkpoint(  # noqa: PLR0913 - one parameter an option
     with TemporaryFolder() as folder:
         file = Path(folder) / "model.job"
         file.write_bytes(serialise_training_step(step).data)
-        command = script_command("memfit.estimating.training_loop", [str(file)], options, None)
+        command = checked_script_argv("memfit.estimating.training_loop", [str(file)], options, None)
         applicable = AllowedChanges(
             allocator=False, rounding=False, optimizer=False
         )  # what applies to the model alone

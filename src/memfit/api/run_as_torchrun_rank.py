@@ -17,9 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from memfit.analysis.equivalent_ranks import (
-    equivalent_ranks_of_run,
     group_equivalent_ranks,
     rank_run_sort_key,
+    what_one_rank_holds,
 )
 from memfit.analysis.side_stream_peak_range import may_side_streams_change_peak
 from memfit.analysis.trial_result import TrialResult
@@ -35,7 +35,7 @@ from memfit.api.traces import summarize
 from memfit.records import Change
 from memfit.run.job_rank import Rank
 from memfit.run.options import RunOptions
-from memfit.run.parent import PATIENCE, ScriptProgress, run_script, script_command
+from memfit.run.parent import PATIENCE, ScriptProgress, checked_script_argv, run_script
 from memfit.run.resolve_ghost_settings import resolve_ghost_settings
 from memfit.temporary_folders import PREFIX, keep_folder_from_removal
 from memfit.trace.trace_file import read_trace, write_trace
@@ -70,7 +70,7 @@ def run_as_torchrun_rank(
         On the first rank of each machine, the result of the rank there that needs most, with all roles beside
         it; elsewhere None. If the script fails here, this rank's result.
     """
-    command = script_command(script, arguments, options, output)
+    command = checked_script_argv(script, arguments, options, output)
     early = SharedTraces(options.rank, environment, "early")
     recorded = run_script(
         command, options, resolve_ghost_settings(options), early.prepare(), on_progress, PATIENCE
@@ -102,7 +102,7 @@ def run_as_torchrun_rank(
     (late or early).remove()
     largest = max(ranks.values(), key=lambda rank: rank_run_sort_key(rank.result))
     roles = group_equivalent_ranks(
-        (number, equivalent_ranks_of_run(number, rank.result)) for number, rank in ranks.items()
+        (number, what_one_rank_holds(number, rank.result)) for number, rank in ranks.items()
     )
     to_save = {output: largest.trace}
     if output is not None and RANK in output.name:

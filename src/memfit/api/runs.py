@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from memfit.analysis.needed_memory import memory_needed_without_workspaces, process_bytes_on_smallest_gpu
 from memfit.api.ghost_runs import FinishedRun, run_on_ghost
 from memfit.api.traces import summarize, write_html
-from memfit.card.find_visible_card import find_visible_card
+from memfit.card.detect_card import detect_card
 from memfit.devices import DEFAULT, NO_LIMIT
 from memfit.records import DeviceUse, DryRun
 from memfit.report.estimate_result import Estimate
 from memfit.run.job_rank import first_rank_to_run
 from memfit.run.options import BATCHES, LONGEST_STEPS, SCAN, SECONDS, STEPS, RunOptions
-from memfit.run.parent import ScriptProgress, run_script, script_command
+from memfit.run.parent import ScriptProgress, checked_script_argv, run_script
 from memfit.run.resolve_ghost_settings import resolve_ghost_settings
 
 if TYPE_CHECKING:
@@ -192,8 +192,8 @@ def run_on_card(
     on_progress: Callable[[ScriptProgress], None],
 ) -> FinishedRun:
     """Do what ``record`` does, and return a result whose trace may not have been saved."""
-    command = script_command(script, arguments, options, output)
-    find_visible_card(f"record {command[0]}")
+    command = checked_script_argv(script, arguments, options, output)
+    detect_card(f"record {command[0]}")
     recorded = run_script(command, options, None, output, on_progress, None)
     return FinishedRun(recorded.trace, summarize(recorded.trace), recorded.unsaved)
 
@@ -268,7 +268,7 @@ def estimate(  # noqa: PLR0913 - one parameter an option
             in_use=in_use,
             values=values,
         )
-        command = script_command(module, arguments, options, None)
+        command = checked_script_argv(module, arguments, options, None)
         trace = run_script(command, options, resolve_ghost_settings(options), None, lambda _: None).trace
         found = summarize(trace)
         if beyond is None:

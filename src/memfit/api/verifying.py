@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from memfit.card.find_visible_card import find_visible_card
+from memfit.card.detect_card import detect_card
 from memfit.errors import UnsuitableEnvironmentError, UsageError
 from memfit.planning.plan_file import read_plan
 from memfit.records import Verification, VerificationVerdict
 from memfit.run.options import RunOptions
-from memfit.run.parent import ScriptProgress, script_command
+from memfit.run.parent import ScriptProgress, checked_script_argv
 from memfit.verification.runs_under_plan import measure_peak_under_plan, verify_plan
 
 _REHEARSAL = "memfit's ghost stands in for the GPU, as in a rehearsal, and the ghost computes no gradients."
@@ -54,9 +54,9 @@ def verify(
             f"{plan} was made for {change.world_size} ranks; memfit verify runs one process. Compare the "
             "gradients of a run of your own under torchrun, with memfit.apply and without."
         )
-    command = script_command(script, arguments, RunOptions(module=module), None)
+    command = checked_script_argv(script, arguments, RunOptions(module=module), None)
     try:
-        card = find_visible_card(f"verify {command[0]}")
+        card = detect_card(f"verify {command[0]}")
     except UnsuitableEnvironmentError:
         card = None
     found = verify_plan(command, change, module=module, on_cpu=card is None, on_progress=on_progress)

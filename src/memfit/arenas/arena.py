@@ -26,7 +26,7 @@ from memfit.analysis.allocator_comparison import compare_allocator_settings
 from memfit.arenas import arena_library
 from memfit.arenas.arena_memory import ArenaMemory
 from memfit.arenas.arena_trace import trace_of_arena_log
-from memfit.arenas.excluded_module_outputs import ExcludedModuleOutputs
+from memfit.arenas.collect_excluded_outputs import ExcludedModuleOutputs
 from memfit.arenas.step_plan import (
     StepKey,
     StepPlan,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from memfit.arenas.arena_library import gpu_bytes_by_use, load
-from memfit.card.find_visible_card import is_ghost_loaded
+from memfit.card.detect_card import is_ghost_loaded
 from memfit.errors import UnsuitableEnvironmentError, UsageError
 from memfit.packing.allocation_lifetimes import ALIGNMENT, CPU_ALIGNMENT
 from memfit.records import DeviceUse, Figure, MachineKind, Provenance, Term

@@ -9,7 +9,7 @@ from torch import nn
 
 from memfit.arenas.arena import Arena
 from memfit.arenas.arena_memory import ArenaMemory, CpuArenaMemory, CudaArenaMemory
-from memfit.arenas.excluded_module_outputs import ExcludedModuleOutputs, split_excluded_modules_and_names
+from memfit.arenas.collect_excluded_outputs import ExcludedModuleOutputs, split_excluded_modules_and_names
 from memfit.errors import UsageError
 from memfit.recording.recorder import installed_recorder
 from memfit.strategies.arena_settings import ArenaSettings

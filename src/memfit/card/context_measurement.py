@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from memfit.atomic_files import write_output_file
-from memfit.card.find_visible_card import find_visible_card
+from memfit.card.detect_card import detect_card
 from memfit.card.nccl_measurement import measure_nccl
 from memfit.devices import Device, context_observations, find_device
 from memfit.errors import FileFormatError, TargetError, UnknownDeviceError
@@ -80,7 +80,7 @@ def measure_context() -> CardContextReport:
         UnsuitableEnvironmentError: there is no GPU.
         TargetError: PyTorch cannot use it; the message quotes the last lines of its error.
     """
-    card = find_visible_card("measure the CUDA context")
+    card = detect_card("measure the CUDA context")
     plain = _probe({})
     if isinstance(plain, str):
         raise TargetError(f"Cannot measure the CUDA context, because PyTorch could not use the GPU:\n{plain}")

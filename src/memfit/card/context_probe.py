@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from memfit.card.find_visible_card import find_visible_card
+from memfit.card.detect_card import detect_card
 from memfit.card.outside_allocator import OutsideMemoryMeter
 from memfit.records import CardContextReport, CardContextStage, MachineKind
 
@@ -50,7 +50,7 @@ def main() -> None:
             CardContextStage(reading.process, reading.reserved, torch.cuda.memory_allocated(0), what)
         )
         way = reading.way
-    card = find_visible_card("measure the CUDA context")
+    card = detect_card("measure the CUDA context")
     print(
         msgspec.json.encode(
             CardContextReport(

@@ -11,7 +11,7 @@ process ids of another one, and on WSL it reports none. The figure's source name
 import os
 from dataclasses import dataclass
 
-from memfit.card.find_visible_card import is_ghost_loaded, pci_bus_id
+from memfit.card.detect_card import is_ghost_loaded, pci_bus_id
 from memfit.card.nvml import CardMemoryUse, NvmlLibrary
 from memfit.records import Figure, ProcessMemory, Provenance
 

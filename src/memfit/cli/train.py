@@ -34,7 +34,7 @@ def train(
     from memfit.planning.plan_file import read_plan
     from memfit.python_command import command_running_module
     from memfit.run.options import RunOptions
-    from memfit.run.parent import script_command
+    from memfit.run.parent import checked_script_argv
     from memfit.script_training.training_process import TrainSettings
     from memfit.trace.trace_file import read_trace
 
@@ -48,7 +48,7 @@ def train(
     read_plan(plan)
     if prediction is not None:
         read_trace(prediction)
-    target = script_command(command[0], command[1:], RunOptions(module=module), None)
+    target = checked_script_argv(command[0], command[1:], RunOptions(module=module), None)
     settings = TrainSettings(
         str(plan), module, "" if prediction is None else str(prediction), as_far_as_it_goes
     )

@@ -85,7 +85,7 @@ class Dropout(msgspec.Struct, frozen=True, tag_field="kind", tag="dropout"):
     """Per multiprocessor."""
 
 
-class CudnnCTCLoss(msgspec.Struct, frozen=True, tag_field="kind", tag="ctc"):
+class CTCLossDescription(msgspec.Struct, frozen=True, tag_field="kind", tag="ctc"):
     """One CTC loss with its gradient."""
 
     probabilities: CudnnTensorShape
@@ -111,7 +111,7 @@ Operation = (
     | RecurrentPass
     | BatchNorm
     | Dropout
-    | CudnnCTCLoss
+    | CTCLossDescription
     | CudnnOperationGraph
     | UnknownOperation
 )
@@ -122,7 +122,7 @@ _SUBJECTS: Mapping[type, str] = {
     RecurrentPass: "recurrent networks",
     BatchNorm: "batch normalization",
     Dropout: "the states of dropout between recurrent layers",
-    CudnnCTCLoss: "the CTC loss",
+    CTCLossDescription: "the CTC loss",
     CudnnOperationGraph: "attention",
     UnknownOperation: "operations with many dimensions",
 }

@@ -30,7 +30,7 @@ from memfit.patching.patches import Patch
 from memfit.random_state import seed_generators
 from memfit.recording.script_loaders import creating_line_and_library
 from memfit.records import LoaderBatchSize, OperationCounts
-from memfit.run.run_script_as_python import hide_output
+from memfit.run.script_end import hide_output
 from memfit.user_lines import innermost_line_of_place, innermost_user_line
 
 if TYPE_CHECKING:

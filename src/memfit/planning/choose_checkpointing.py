@@ -66,7 +66,7 @@ _Again = dict[str, list[Counter[int]]]
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class PlannedRegion:
+class RegionSettings:
     """A ``memfit.Region``, without the class, which needs torch."""
 
     modules: tuple[str, ...]
@@ -90,7 +90,7 @@ class PlannedRegion:
 class CheckpointChoice:
     """How to checkpoint a model's modules."""
 
-    regions: tuple[PlannedRegion, ...]
+    regions: tuple[RegionSettings, ...]
     """The modules that are checkpointed."""
     seconds: float
     """That recomputing adds to a step."""
@@ -205,12 +205,12 @@ class CheckpointChooser:
             if module in selection:
                 option = self._ways[module][selection[module]][0]
                 modules[option.save_ops, option.split_at].append(module)
-        regions = (PlannedRegion(tuple(names), *way) for way, names in modules.items())
+        regions = (RegionSettings(tuple(names), *way) for way, names in modules.items())
         seconds, peak = self._uniform.seconds(selection), self._uniform.peak(selection)
         return CheckpointChoice(tuple(sorted(regions)), seconds, 0.0, peak)
 
     def _tensor_choice(self, option: TensorRecomputation) -> CheckpointChoice:
-        region = PlannedRegion((self._memory.step.calls[0].module,), option.save_ops, recompute="tensors")
+        region = RegionSettings((self._memory.step.calls[0].module,), option.save_ops, recompute="tensors")
         return CheckpointChoice((region,), option.seconds, 0.0, option.peak)
 
     def _keepers(self) -> dict[int, list[dict[int, float]]]:

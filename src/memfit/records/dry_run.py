@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Self
 
-from memfit.records.peak_by_batch_size import PeakByBatchSize
+from memfit.records.loader_batches_and_peaks import PeakByBatchSize
 from memfit.records.printable_result import PrintableResult
 from memfit.records.provenance import Figure, Note
 from memfit.records.trace import ChildProcess, DeviceUse, JobRank, ScriptEnd, ScriptLocation, Shortened

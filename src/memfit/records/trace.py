@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from memfit.devices import OBSERVED_SPREAD
 from memfit.records.event_marks import Mark  # noqa: TC001 - msgspec asks for the types of fields
-from memfit.records.peak_by_batch_size import LoaderScan  # noqa: TC001 - as below
+from memfit.records.loader_batches_and_peaks import LoaderScan  # noqa: TC001 - as below
 from memfit.records.provenance import Figure, Note, worst_provenance
 from memfit.records.script_options import LoaderBatchSize, ScriptOption  # noqa: TC001 - as above
 

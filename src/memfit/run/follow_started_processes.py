@@ -27,7 +27,7 @@ from memfit.patching.patches import Patch, call_before
 from memfit.records import ChildProcess, Figure
 from memfit.run.child_start import ChildSettings, child_settings_as_json
 from memfit.run.descendant_processes import descendants_of_process, processes_with_environment
-from memfit.run.run_script_as_python import classify_script_end, note_process_ending_exception
+from memfit.run.script_end import classify_script_end, note_process_ending_exception
 from memfit.units import format_bytes
 
 SITE = "sitecustomize"

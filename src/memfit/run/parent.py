@@ -143,7 +143,7 @@ def run_script(
         return RecordedRun(read_trace(path), None)
 
 
-def script_command(
+def checked_script_argv(
     script: str | Path, arguments: Sequence[str], options: RunOptions, output: Path | None
 ) -> tuple[str, ...]:
     """Return the script's ``sys.argv``, checked before anything is built or run.

@@ -43,14 +43,13 @@ from memfit.run.job_rank import rank_script_ran_as
 from memfit.run.launchers import refuse_process_groups, wrong_group_size_error
 from memfit.run.parent_pipe import ParentPipe, open_parent_pipe, report_compilations
 from memfit.run.ranks_started_by_script import StartedRanks
-from memfit.run.run_script_as_python import (
+from memfit.run.run_script_as_python import print_exception_as_python_does, run_script_as_main
+from memfit.run.script_end import (
     call_when_started_process_ends,
     classify_script_end,
     flush_output,
     join_script_threads,
     noting_excepthook,
-    print_exception_as_python_does,
-    run_script_as_main,
 )
 from memfit.termination_signals import INTERRUPTED
 

@@ -40,7 +40,7 @@ from memfit.run.fork_safety import (
     repair_fork,
 )
 from memfit.run.interruption import hold_ctrl_c_back, release_ctrl_c
-from memfit.run.run_script_as_python import flush_output
+from memfit.run.script_end import flush_output
 
 if TYPE_CHECKING:
     from memfit.patching.installed_hooks import InstalledHooks

@@ -6,7 +6,7 @@
     [checkpointing]                          a strategy's fields
     modules = ["layers.*"]
     arena = { exclude = ["fc1"] }            the settings of memfit.arena
-    fp16 = { loss_scale = 512.0 }            an older name, see translate_legacy_framework_settings.py
+    fp16 = { loss_scale = 512.0 }            an older name, see translate_other_frameworks_settings.py
 
 Every setting is echoed with the plan's field that it became. Contradictory settings and unknown names are
 errors.
@@ -27,8 +27,8 @@ from memfit.strategies.plan import Plan
 from memfit.strategies.precision import LossScale
 from memfit.strategies.read_trainer_settings import LIGHTNING_PRECISION, TRAINER_READERS
 from memfit.strategies.setting_checks import unknown_name_error
-from memfit.strategies.translate_legacy_framework_settings import NOTHING, TranslatedSetting
-from memfit.strategies.translate_legacy_framework_settings import READERS as LEGACY_READERS
+from memfit.strategies.translate_other_frameworks_settings import NOTHING, TranslatedSetting
+from memfit.strategies.translate_other_frameworks_settings import READERS as LEGACY_READERS
 
 READERS = {**LEGACY_READERS, **TRAINER_READERS}
 """Names of older systems and of other trainers, and how each is read."""

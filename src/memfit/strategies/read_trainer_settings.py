@@ -12,7 +12,7 @@ from typing import Any
 
 from memfit.errors import UsageError
 from memfit.strategies.setting_checks import unknown_name_error
-from memfit.strategies.translate_legacy_framework_settings import (
+from memfit.strategies.translate_other_frameworks_settings import (
     NOTHING,
     WITHOUT_EFFECT,
     Reader,

@@ -64,7 +64,7 @@ class StepCudaGraphs:
     """The two graphs of an engine, captured after its warm-up.
 
     Args:
-        optimizer: one that can be captured, see ``make_step_cuda_graphs``.
+        optimizer: one that can be captured, see ``prepare_step_cuda_graphs``.
         capture: captures work into a graph.
         warming: the context in which warm-up steps run.
     """
@@ -160,7 +160,7 @@ class StepCudaGraphs:
                 parameter.grad = torch.zeros_like(parameter)
 
 
-def make_step_cuda_graphs(optimizer: torch.optim.Optimizer) -> StepCudaGraphs:
+def prepare_step_cuda_graphs(optimizer: torch.optim.Optimizer) -> StepCudaGraphs:
     """Return an engine's graphs, and make its optimizer capturable: its learning rates become tensors.
 
     Raises:

@@ -28,12 +28,12 @@ from memfit.train.accumulation_ledger import AccumulationLedger
 from memfit.train.accumulation_window import AccumulationWindow, StepResult
 from memfit.train.arena_steps import ArenaSteps
 from memfit.train.batch_updates_with_retry import DividedBatchStepper, raise_missing_loss
+from memfit.train.batches_by_window import MicroBatches, gather_batches_by_window
 from memfit.train.callbacks import Callback, call_callbacks, callbacks_in_call_order, check_watched_metrics
 from memfit.train.data.loader_order import set_sampler_epoch
 from memfit.train.data.loader_position import check_loader_batch_size, number_of_batches
 from memfit.train.data.split_batch import BatchSplitter
 from memfit.train.engine_setup import set_up_engine
-from memfit.train.gathered_batches import MicroBatches, gather_batches_by_window
 from memfit.train.optimizer_update import Protect
 from memfit.train.resume.save_and_load_run import ResumableRun
 from memfit.train.resume.saved_engine_parts import EngineParts

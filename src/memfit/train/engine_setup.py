@@ -34,7 +34,7 @@ from memfit.strategies.sharding import (
     sharding_of_model,
     world_size,
 )
-from memfit.train.cuda_graphs import make_step_cuda_graphs
+from memfit.train.cuda_graphs import prepare_step_cuda_graphs
 from memfit.train.data.split_batch import warn_of_batch_norms
 from memfit.train.loss_scaler import LossScaler
 from memfit.train.optimizer_update import OptimizerUpdate, Protect
@@ -139,7 +139,7 @@ def _set_up(
         model,
         max_grad_norm=max_grad_norm,
         protect=protect,
-        graphs=make_step_cuda_graphs(optimizer) if cuda_graphs else None,
+        graphs=prepare_step_cuda_graphs(optimizer) if cuda_graphs else None,
         on_optimizer=on_optimizer,
         ranks=ranks,
     )

@@ -26,7 +26,7 @@ from memfit.train.cuda_graphs import StepCudaGraphs
 from memfit.train.loss_scaler import LossScaler
 from memfit.train.ranks.rank_agreement import SingleRank, is_out_of_memory
 from memfit.train.step_snapshots import OptimizerBackup
-from memfit.train.training_job import LearningRateSchedule
+from memfit.train.training_job import SchedulerAndInterval
 from memfit.train.window_gradients import GradientSums, WindowGradients
 
 INTERRUPTED = (
@@ -65,7 +65,7 @@ class OptimizerUpdate:
     def __init__(  # noqa: PLR0913 - the parts that meet here
         self,
         optimizer: torch.optim.Optimizer,
-        schedule: LearningRateSchedule,
+        schedule: SchedulerAndInterval,
         scaler: LossScaler,
         sums: GradientSums | None,
         masters: dict[nn.Parameter, nn.Parameter],

@@ -79,7 +79,7 @@ def as_job(job: Job | nn.Module, *parts: Any) -> Job:
 
 
 @dataclass(frozen=True, slots=True)
-class LearningRateSchedule:
+class SchedulerAndInterval:
     """A scheduler, and when it steps."""
 
     scheduler: Any = None
@@ -128,7 +128,7 @@ class LearningRateSchedule:
     def __str__(self) -> str:
         """Say when it steps.
 
-        >>> print(LearningRateSchedule(None, "epoch"))
+        >>> print(SchedulerAndInterval(None, "epoch"))
         after each epoch
         """
         if self.metric is not None:
@@ -158,14 +158,14 @@ def _check_schedule(job: Job) -> None:
         )
 
 
-def learning_rate_schedule_of(job: Job, optimizer: torch.optim.Optimizer) -> LearningRateSchedule:
+def learning_rate_schedule_of(job: Job, optimizer: torch.optim.Optimizer) -> SchedulerAndInterval:
     """Return a job's schedule; its scheduler is made if the job has a function for it.
 
     Raises:
         UsageError: the scheduler is none, or cannot step as the job says.
     """
     if job.scheduler is None:
-        return LearningRateSchedule()
+        return SchedulerAndInterval()
     made = job.scheduler(optimizer) if callable(job.scheduler) else job.scheduler
     if not (hasattr(made, "step") and hasattr(made, "state_dict")):
         raise UsageError(
@@ -184,4 +184,4 @@ def learning_rate_schedule_of(job: Job, optimizer: torch.optim.Optimizer) -> Lea
             f"{type(made).__name__} watches no metric: of PyTorch's schedulers, only ReduceLROnPlateau does. "
             "Pass scheduler_interval='update' or 'epoch' in place of scheduler_metric."
         )
-    return LearningRateSchedule(made, job.scheduler_interval, job.scheduler_metric)
+    return SchedulerAndInterval(made, job.scheduler_interval, job.scheduler_metric)

@@ -16,7 +16,8 @@ from memfit.patching.after_import import call_after_import
 from memfit.patching.patches import Patch
 from memfit.records import InputTensor
 from memfit.run.parent_pipe import end_process_with_parent
-from memfit.run.run_script_as_python import classify_script_end, run_script_as_main
+from memfit.run.run_script_as_python import run_script_as_main
+from memfit.run.script_end import classify_script_end
 
 _OPTIMIZER = Patch("torch.optim.optimizer:Optimizer", "__init__", why="verify its first update")
 _MODULE = Patch("torch.nn.modules.module:Module", "__call__", why="see what a model is passed")
@@ -117,7 +118,7 @@ def _watch(settings: FirstUpdateRunSettings) -> None:
 
     from memfit.patching.installed_hooks import InstalledHooks
     from memfit.random_state import seed_generators
-    from memfit.verification.plain_gradients_on_cpu import (
+    from memfit.verification.make_runs_comparable import (
         install_cpu_stand_in,
         switch_dropout_off,
         switch_gradient_changes_off,

@@ -22,7 +22,7 @@ from memfit.analysis.breakdown import breakdown_at
 from memfit.analysis.dry_run_result import dry_run_of_attributed_trace
 from memfit.analysis.run_stages import stage_of_event
 from memfit.atomic_files import write_output_file
-from memfit.card.find_visible_card import is_ghost_loaded
+from memfit.card.detect_card import is_ghost_loaded
 from memfit.card.outside_allocator import BY_CARD, read_outside_memory
 from memfit.errors import UsageError
 from memfit.recording.allocator_history import UNCACHED

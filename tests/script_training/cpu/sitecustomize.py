@@ -20,7 +20,7 @@ def begin():
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     from memfit.patching.installed_hooks import InstalledHooks
-    from memfit.verification.plain_gradients_on_cpu import install_cpu_stand_in
+    from memfit.verification.make_runs_comparable import install_cpu_stand_in
 
     install_cpu_stand_in(InstalledHooks())
     register_optimizer_step_post_hook(note)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from unittest import mock
 
 from memfit.allocator import compiled_allocator
-from memfit.native_build import compile_c_library
+from memfit.native_build import compile_c_folder
 
 # In import order: each module imports only those before it.
 _MODULES = (
@@ -89,7 +89,7 @@ def mutated_c(mutant: Mutant) -> Iterator[None]:
         sources = Path(shutil.copytree(compiled_allocator.LIBRARY.sources, Path(folder) / "c"))
         changed = sources / mutant.module
         changed.write_text(_replaced(mutant, changed.read_text()))
-        library = compiled_allocator.LIBRARY.open(compile_c_library(sources, Path(folder) / "mutant.so"))
+        library = compiled_allocator.LIBRARY.open(compile_c_folder(sources, Path(folder) / "mutant.so"))
         with mock.patch.object(compiled_allocator, "load", return_value=library):
             yield
 

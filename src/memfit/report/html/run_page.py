@@ -11,7 +11,7 @@ from memfit.report.html.safe_page_texts import PageTextTable, content_security_p
 
 _STYLES = ("common.css", "dark.css", "page.css")
 _SCRIPTS = (
-    "payload.js", "page_data.js", "format.js", "drawing.js", "virtual_list.js", "timeline.js",
+    "payload.js", "page_data.js", "format.js", "canvas_helpers.js", "virtual_list.js", "timeline.js",
     "moment.js", "icicle.js", "segments.js", "live_tensors.js", "page.js",
 )  # fmt: skip
 """In order of dependency; joined into one script with its own scope."""

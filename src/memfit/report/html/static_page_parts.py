@@ -17,8 +17,8 @@ from memfit.report.terminal.rank_table import peak_range_line, rank_table
 from memfit.report.terminal.summary import (
     MACHINES,
     growth_in_words,
-    stage_remarks,
     stage_table,
+    warnings_of_run_stages,
     what_ran_on_what,
 )
 from memfit.report.terminal.verdict import verdict_of_run, why_no_more_advice
@@ -152,7 +152,7 @@ def stage_table_html(result: DryRun, words: PageTextTable) -> str:
     """Return the table of a run's stages, as the terminal shows it; empty if memfit knows no stages of it."""
     if not result.stages:
         return ""
-    below = "".join(f"<p>{words.html(text)}</p>" for text in stage_remarks(result))
+    below = "".join(f"<p>{words.html(text)}</p>" for text in warnings_of_run_stages(result))
     return _ledger("stages", "Stages of the run", stage_table(result), words) + below
 
 

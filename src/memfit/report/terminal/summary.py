@@ -59,7 +59,7 @@ def print_summary(result: DryRun, console: Console, *, hints: bool = True, notes
         console.print(f"Rank {result.ranks[0].rank}:")
     if result.stages:
         console.print(stage_table(result).in_terminal())
-        for text in stage_remarks(result):
+        for text in warnings_of_run_stages(result):
             style = "dim" if text.startswith(_SHORTENED) else "yellow"
             console.print(Text(escaped(text), style=style))
         console.print()
@@ -161,7 +161,7 @@ def _stage_place(use: StageUse) -> str:
     return "ran out of memory: " * use.ran_out + " · ".join(part for part in parts if part)
 
 
-def stage_remarks(result: DryRun) -> Iterator[str]:
+def warnings_of_run_stages(result: DryRun) -> Iterator[str]:
     """Yield what is amiss in stages, and what was shortened; file names are as in the trace."""
     for use in result.stages:
         if use.gradients:

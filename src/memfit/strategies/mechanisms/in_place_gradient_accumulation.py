@@ -21,7 +21,7 @@ def autocast_dtype(kind: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if enabled else None
 
 
-class ParameterGradientSums(TorchFunctionMode):
+class SumGradientsInPlaceMode(TorchFunctionMode):
     """The sums of the parameters' gradients, and while it is active, linear layers that add to them.
 
     Args:
@@ -99,7 +99,7 @@ class _SummedLinear(torch.autograd.Function):
         inputs: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        sums: ParameterGradientSums,
+        sums: SumGradientsInPlaceMode,
         lower: torch.dtype | None,
     ) -> torch.Tensor:
         low = weight.detach() if lower is None else sums.cast(weight, lower)

@@ -21,7 +21,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memfit.errors import UsageError
 from memfit.random_state import DrawnRandomNumbers
-from memfit.strategies.mechanisms.in_place_gradient_accumulation import ParameterGradientSums, autocast_dtype
+from memfit.strategies.mechanisms.in_place_gradient_accumulation import (
+    SumGradientsInPlaceMode,
+    autocast_dtype,
+)
 from memfit.strategies.mechanisms.tensors_in_objects import tensor_version
 
 Loss = Callable[[Any, tuple[torch.Tensor, ...]], Any]
@@ -68,7 +71,7 @@ class SlicedLoss:
         but earlier versions may. Weights of linear layers are cast once all the same.
         """
         kind = inputs.device.type
-        casts = ParameterGradientSums(self.head.parameters(), None)
+        casts = SumGradientsInPlaceMode(self.head.parameters(), None)
         with torch.no_grad(), _autocast(kind, autocast_dtype(kind), cache=False), casts:
             for rows in self._slices(len(inputs)):
                 self._run(inputs[rows], targets, rows, totals)
@@ -90,7 +93,7 @@ class SlicedLoss:
             totals: is added to.
             upstream: the gradient of the sum; 1 by default.
         """
-        sums = ParameterGradientSums(parameters, self._dtype_of_sums(parameters, len(inputs)))
+        sums = SumGradientsInPlaceMode(parameters, self._dtype_of_sums(parameters, len(inputs)))
         wanted = [sums.anchor, *parameters]
         buffer = torch.zeros_like(inputs) if inputs.requires_grad else None
         differentiable = False
@@ -259,7 +262,7 @@ def _gradients(
         return list(torch.autograd.grad(loss, wanted, given, allow_unused=True))
 
 
-def _store(gradients: list[torch.Tensor | None], place: torch.Tensor, sums: ParameterGradientSums) -> None:
+def _store(gradients: list[torch.Tensor | None], place: torch.Tensor, sums: SumGradientsInPlaceMode) -> None:
     """Copy the gradient of a slice's inputs to its place, and add those of the parameters."""
     own, _, *of_parameters = gradients
     if own is not None:

@@ -26,7 +26,7 @@ from memfit.train.resume.saved_engine_parts import (
     gradient_precision_of,
     indices_of_own_parameters,
     model_without_wrappers,
-    named_parameters,
+    named_model_and_optimizer_parameters,
     optimizer_state_of_own_parameters,
     parameter_names_by_group,
     tensors_outside_state_dict,
@@ -106,7 +106,7 @@ def load_engine_state(
                     f"Cannot resume: {part} did not accept its saved state ({error!r})."
                 ) from error
         undo.pop_all()
-    model, parameters = model_without_wrappers(parts), named_parameters(parts)
+    model, parameters = model_without_wrappers(parts), named_model_and_optimizer_parameters(parts)
     model.load_state_dict(state["model"])
     with torch.no_grad():
         for name, tensor in tensors_outside_state_dict(parts).items():
@@ -125,7 +125,7 @@ def load_engine_state(
 
 
 def _load_window(parts: EngineParts, state: SavedRun) -> None:
-    ledger, window, parameters = parts.ledger, state["window"], named_parameters(parts)
+    ledger, window, parameters = parts.ledger, state["window"], named_model_and_optimizer_parameters(parts)
     if window is not None and window.loss is not None:
         window.loss = window.loss.to(next(parts.model.parameters()).device, copy=True)
     inside_epoch = state["position"]["began"] is not None
@@ -209,5 +209,8 @@ def _master_weights(parts: EngineParts) -> dict[str, torch.Tensor]:
 def _gradients(parts: EngineParts) -> dict[str, torch.Tensor]:
     sums = parts.ledger.update.gradients.sums
     summed = {} if sums is None else dict(sums.items())
-    found = {name: summed.get(each, each.grad) for name, each in named_parameters(parts).items()}
+    found = {
+        name: summed.get(each, each.grad)
+        for name, each in named_model_and_optimizer_parameters(parts).items()
+    }
     return {name: gradient for name, gradient in found.items() if gradient is not None}

@@ -67,7 +67,7 @@ def model_without_wrappers(parts: EngineParts) -> nn.Module:
     return model
 
 
-def named_parameters(parts: EngineParts) -> dict[str, nn.Parameter]:
+def named_model_and_optimizer_parameters(parts: EngineParts) -> dict[str, nn.Parameter]:
     """Return the model's parameters by name, and the optimizer's others, such as a loss's, by index."""
     found = dict(model_without_wrappers(parts).named_parameters())
     known = {id(parameter) for parameter in (*found.values(), *parts.ledger.update.masters.values())}
@@ -82,7 +82,7 @@ def tensors_outside_state_dict(parts: EngineParts) -> dict[str, torch.Tensor]:
     """Return what the model's ``state_dict`` leaves out: a loss's parameters, non-persistent buffers."""
     model = model_without_wrappers(parts)
     known = model.state_dict().keys()
-    found = (*named_parameters(parts).items(), *model.named_buffers())
+    found = (*named_model_and_optimizer_parameters(parts).items(), *model.named_buffers())
     return {name: tensor for name, tensor in found if name not in known}
 
 
@@ -90,7 +90,8 @@ def parameter_names_by_group(parts: EngineParts) -> list[list[str]]:
     """Return the names of the parameters in each group; float32 copies have their parameters' names."""
     masters = parts.ledger.update.masters
     names = {
-        id(masters.get(parameter, parameter)): name for name, parameter in named_parameters(parts).items()
+        id(masters.get(parameter, parameter)): name
+        for name, parameter in named_model_and_optimizer_parameters(parts).items()
     }
     return [[names[id(each)] for each in group["params"]] for group in parts.optimizer.param_groups]
 

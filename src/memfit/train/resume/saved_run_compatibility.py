@@ -11,7 +11,7 @@ from memfit.train.resume.saved_engine_parts import (
     class_name_with_module,
     gradient_precision_of,
     model_without_wrappers,
-    named_parameters,
+    named_model_and_optimizer_parameters,
     parameter_names_by_group,
     tensors_outside_state_dict,
 )
@@ -182,7 +182,7 @@ def _check_inside(parts: EngineParts, state: SavedRun) -> None:
             f"changed since ({'; '.join(other)}). Use the precision of the saved run, or resume from a state "
             "saved between windows."
         )
-    parameters = named_parameters(parts)
+    parameters = named_model_and_optimizer_parameters(parts)
     for name, gradient in state["gradients"].items():
         if name not in parameters or gradient.shape != parameters[name].shape:
             raise UsageError(

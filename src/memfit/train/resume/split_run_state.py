@@ -29,7 +29,7 @@ from memfit.train.resume.saved_engine_parts import (
     EngineParts,
     indices_of_own_parameters,
     model_without_wrappers,
-    named_parameters,
+    named_model_and_optimizer_parameters,
 )
 from memfit.train.resume.saved_run_compatibility import check_saved_shapes
 from memfit.train.resume.saved_run_format import SavedOptimizerParameterState
@@ -62,7 +62,7 @@ def split_run_state(parts: EngineParts, state: dict[str, Any]) -> SplitRunState:
             tensors[f"model.{name}"] = value.detach()
         else:
             model[name] = value
-    names, of_name = _names(state), named_parameters(parts)
+    names, of_name = _names(state), named_model_and_optimizer_parameters(parts)
     entries: dict[int, SavedOptimizerParameterState] = {}
     for index, entry in state["optimizer"]["state"].items():
         name = names[index]
@@ -106,7 +106,7 @@ def empty_tensors_of_rank(
     }
     check_saved_shapes(here, there)
     likes = {f"model.{name}": each for name, each in here.items()}
-    of_name, names = named_parameters(parts), _names(shared)
+    of_name, names = named_model_and_optimizer_parameters(parts), _names(shared)
     for index in indices_of_own_parameters(parts.optimizer):
         for key in entries[index]["tensors"] if index in entries else ():
             likes[_entry(names[index], key)] = of_name[names[index]]
@@ -121,7 +121,7 @@ def join_run_state(
     tensors: Mapping[str, torch.Tensor],
 ) -> dict[str, Any]:
     """Return the whole state of a rank."""
-    names, of_name = _names(shared), named_parameters(parts)
+    names, of_name = _names(shared), named_model_and_optimizer_parameters(parts)
     model = {name.removeprefix("model."): each for name, each in tensors.items() if name.startswith("model.")}
     state = {
         index: {key: tensors[_entry(names[index], key)] for key in entries[index]["tensors"]}
@@ -144,7 +144,11 @@ def join_run_state(
 
 def rank_part_of_single_process_run(parts: EngineParts, saved: dict[str, Any]) -> dict[str, Any]:
     """Return a rank's part of a state that a single process saved, and that suits the engine."""
-    likes, names, of_name = model_without_wrappers(parts).state_dict(), _names(saved), named_parameters(parts)
+    likes, names, of_name = (
+        model_without_wrappers(parts).state_dict(),
+        _names(saved),
+        named_model_and_optimizer_parameters(parts),
+    )
     model = {name: _divided(value, likes[name]) for name, value in saved["model"].items()}
     state = {
         index: {key: _divided(value, of_name[names[index]]) for key, value in entry.items()}

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from memfit.card.find_visible_card import find_visible_card
+from memfit.card.detect_card import detect_card
 from memfit.errors import UnsuitableEnvironmentError
 
 NO_DEVICE, DRIVER_MISMATCH = 100, 803
@@ -16,7 +16,7 @@ def refused(monkeypatch, status):
     driver = SimpleNamespace(cuInit=lambda _: status, cuDeviceGetCount=lambda _: 0)
     monkeypatch.setattr(ctypes, "CDLL", lambda _: driver)
     with pytest.raises(UnsuitableEnvironmentError) as error:
-        find_visible_card("look")
+        detect_card("look")
     return str(error.value)
 
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 from memfit.patching.installed_hooks import InstalledHooks
-from memfit.verification.plain_gradients_on_cpu import (
+from memfit.verification.make_runs_comparable import (
     CpuInsteadOfCuda,
     install_cpu_stand_in,
     switch_dropout_off,

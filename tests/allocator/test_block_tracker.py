@@ -1,6 +1,6 @@
 """Blocks that BlockTracker reports at an event; tests of timeline and fragmentation cover the rest."""
 
-from memfit.allocator.block_lifetimes import FREE, LIVE, PENDING, BlockSnapshot, BlockTracker
+from memfit.allocator.block_tracker import FREE, LIVE, PENDING, BlockSnapshot, BlockTracker
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.reconstruct_initial_state import InitialAllocatorState
 from memfit.records import Action

@@ -10,7 +10,7 @@ import memfit
 from memfit.injection.injection_files import InjectionReport
 from memfit.planning.plan_file import read_plan
 from memfit.records import OperationCounts
-from memfit.script_training.training_process import PlanApplicationWatcher
+from memfit.script_training.plan_application_watcher import PlanApplicationWatcher
 
 pytestmark = pytest.mark.process
 

@@ -32,7 +32,7 @@ class Card:
     """How many GPUs CUDA shows this process."""
 
 
-def find_visible_card(purpose: str) -> Card:
+def detect_card(purpose: str) -> Card:
     """Find the GPU that CUDA code of this process would use.
 
     Args:
