@@ -55,7 +55,7 @@ def compare(monkeypatch):
             return run
 
         monkeypatch.setattr(rank_runs, "trial_runner", trial_runner)
-        monkeypatch.setattr(compare_strategies, "script_command", lambda *_: ("train.py",))
+        monkeypatch.setattr(compare_strategies, "checked_script_argv", lambda *_: ("train.py",))
         monkeypatch.setattr(
             compare_strategies, "resolve_ghost_settings", lambda _: SimpleNamespace(device=DEVICE)
         )

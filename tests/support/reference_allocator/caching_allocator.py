@@ -13,7 +13,6 @@
     reclaim.py              which cached blocks to release when not all have to go
     stream_events.py        freed blocks that wait for other streams
     blocks.py               blocks, and the free ones in order of best fit
-    rounding.py             sizes
     device_memory.py        the device: a count of bytes
 
 There is no memory behind it, so it runs anywhere, under any settings and with any capacity. ``log`` has one
