@@ -33,7 +33,7 @@ import memfit
 from memfit.allocator.requests import allocator_requests_of_trace
 from memfit.packing.allocation_lifetimes import buffers_of_repeating_step, buffers_of_requests, last_full_step
 from memfit.packing.best_packing import Packing, always_live_mask, pack_buffers
-from memfit.packing.buffers import Buffers, lifetime_sections
+from memfit.packing.buffer_lifetimes import Buffers, lifetime_sections
 from memfit.packing.csv_table import read_buffers_csv
 from memfit.packing.packing_violations import find_packing_violation
 from memfit.records import Trace

@@ -1,13 +1,13 @@
 from memfit.api.batch_size import max_batch as max_batch
 from memfit.api.check_against_baseline import check as check
 from memfit.api.compare_strategies import compare as compare
+from memfit.api.dry_run_record_estimate import dry_run as dry_run
+from memfit.api.dry_run_record_estimate import estimate as estimate
+from memfit.api.dry_run_record_estimate import record as record
 from memfit.api.gpus_for_script import gpus_for as gpus_for
 from memfit.api.packings import pack as pack
 from memfit.api.plan_and_auto_checkpoint import auto_checkpoint as auto_checkpoint
 from memfit.api.plan_and_auto_checkpoint import plan as plan
-from memfit.api.runs import dry_run as dry_run
-from memfit.api.runs import estimate as estimate
-from memfit.api.runs import record as record
 from memfit.api.traces import diff as diff
 from memfit.api.traces import explain as explain
 from memfit.api.traces import read as read

@@ -6,7 +6,7 @@ import pytest
 
 from memfit.analysis.dry_run_result import dry_run_of_trace
 from memfit.analysis.needed_memory import (
-    memory_needed_without_workspaces,
+    memory_needed_without_convolution_workspaces,
     with_needed_memory,
     with_range_by_workspaces,
 )
@@ -165,10 +165,12 @@ def test_a_run_that_does_not_fit_needs_less_without_workspaces(workspace, least)
     # Without any, it needs 400 MiB and the context; but it failed on a GPU of 518 MiB.
     trace = convolving(workspace)
     needs = Figure(CONTEXT + 400 * MIB + workspace, Provenance.SIMULATED)
-    found = memory_needed_without_workspaces(trace, dry_run_of_trace(trace), device(0), needs, 518 * MIB)
+    found = memory_needed_without_convolution_workspaces(
+        trace, dry_run_of_trace(trace), device(0), needs, 518 * MIB
+    )
     assert (found and found.bytes) == least
     large = device(CONTEXT)
-    bare = memory_needed_without_workspaces(
+    bare = memory_needed_without_convolution_workspaces(
         convolving(200 * MIB), dry_run_of_trace(trace), large, Figure(700 * MIB, Provenance.EXACT)
     )
     assert bare.bytes == CONTEXT + 400 * MIB
@@ -178,14 +180,19 @@ def test_a_run_that_does_not_fit_needs_less_without_workspaces(workspace, least)
 def test_workspaces_of_at_most_2_percent_are_not_told_apart(workspace, is_notable):
     trace = convolving(workspace)
     needs = Figure(CONTEXT + 400 * MIB + workspace, Provenance.SIMULATED)
-    found = memory_needed_without_workspaces(trace, dry_run_of_trace(trace), device(CONTEXT), needs)
+    found = memory_needed_without_convolution_workspaces(
+        trace, dry_run_of_trace(trace), device(CONTEXT), needs
+    )
     assert (found is not None) is is_notable
 
 
 def test_a_run_without_convolutions_needs_nothing_else_without_workspaces():
     trace = convolving(200 * MIB, reported=())
     needs = Figure(700 * MIB, Provenance.EXACT)
-    assert memory_needed_without_workspaces(trace, dry_run_of_trace(trace), device(500 * MIB), needs) is None
+    assert (
+        memory_needed_without_convolution_workspaces(trace, dry_run_of_trace(trace), device(500 * MIB), needs)
+        is None
+    )
 
 
 def trace_without_room():

@@ -4,7 +4,7 @@ import numpy as np
 
 from memfit.allocator.requests import AllocatorRequests, RequestKind
 from memfit.packing.allocation_lifetimes import buffers_of_repeating_step, buffers_of_requests, last_full_step
-from memfit.packing.buffers import Buffers, lifetime_sections
+from memfit.packing.buffer_lifetimes import Buffers, lifetime_sections
 
 
 def requests_of(*rows, pools=((0, 0),)):

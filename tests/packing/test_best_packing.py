@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from memfit.packing import exhaustive_search
 from memfit.packing.best_packing import ORDERS, greedy_packings, pack_buffers
-from memfit.packing.buffers import Buffers, concatenate_buffers, lifetime_sections
+from memfit.packing.buffer_lifetimes import Buffers, concatenate_buffers, lifetime_sections
 from memfit.packing.exhaustive_search import PackingSearchResult
 from memfit.packing.packing_violations import find_packing_violation
 from support.known_packings import gapless_problem

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from memfit.packing import c_packers
-from memfit.packing.buffers import Buffers, lifetime_sections
+from memfit.packing.buffer_lifetimes import Buffers, lifetime_sections
 from support.known_packings import gapless_problem
 from support.sanitized_build import run_check
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from memfit.packing.best_packing import pack_buffers
-from memfit.packing.buffers import Buffers
+from memfit.packing.buffer_lifetimes import Buffers
 from memfit.packing.packing_violations import find_packing_violation
 from support.known_packings import gapless_problem
 

@@ -13,7 +13,7 @@ from memfit.packing.best_packing import (
     independent_packing_parts,
     pack_buffers,
 )
-from memfit.packing.buffers import Buffers, concatenate_buffers, lifetime_sections
+from memfit.packing.buffer_lifetimes import Buffers, concatenate_buffers, lifetime_sections
 from support.known_packings import gapless_problem
 
 lengths = st.one_of(st.integers(1, 3), st.integers(1, 10))

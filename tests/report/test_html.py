@@ -24,7 +24,7 @@ from memfit.records import (
     RangeCause,
     ScriptEnd,
 )
-from memfit.report.html.safe_page_texts import NO_FILE
+from memfit.report.html.page_text_table import NO_FILE
 from memfit.report.terminal.advice import advice_lines
 from support.html_reports import EVIL, GIB, LONG, MIB, Elements, evil, report, run, sums, unpacked
 from support.traces import BASE, Event, trace_of

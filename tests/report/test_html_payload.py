@@ -22,7 +22,7 @@ from memfit.records import (
     SnapshotBlock,
 )
 from memfit.report.html.page_payload import page_payload
-from memfit.report.html.safe_page_texts import PageTextTable
+from memfit.report.html.page_text_table import PageTextTable
 from support.html_reports import GIB, MIB, blocks, run, sums, unpacked
 from support.traces import BASE, Event, freed, segment, trace_of
 

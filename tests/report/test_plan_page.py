@@ -8,8 +8,8 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from memfit.records import Change, Figure, Phase, PlanRun, Provenance, ScriptLocation, ScriptPlan
+from memfit.report.html.page_text_table import content_security_policy
 from memfit.report.html.plan_page import plan_chart_svg, plan_report_html
-from memfit.report.html.safe_page_texts import content_security_policy
 from memfit.report.terminal.plan_chart import PlanKind, plan_chart_lines, plans_to_draw
 from support.html_reports import EVIL, GIB, Elements
 

@@ -9,7 +9,7 @@ from memfit.strategies.checkpointing import Checkpointing
 from memfit.strategies.plan import Plan
 from memfit.strategies.precision import Precision
 from memfit.strategies.read_configuration import configure
-from memfit.strategies.translate_other_frameworks_settings import parse_mem_param
+from memfit.strategies.translate_other_frameworks_settings import parse_caffe_mem_param_block
 
 
 def test_a_toml_file_is_read(tmp_path):
@@ -52,8 +52,8 @@ layer { name: "data" type: "Input" }
 
 def test_caffes_text_sets_up_the_arena(tmp_path):
     fields = {"optimize_train": True, "optimize_test": False, "exclude_blob": ["fc1", "fc2"]}
-    assert parse_mem_param(NETWORK) == fields
-    assert parse_mem_param('optimize_train: true exclude_blob: "fc1"')["exclude_blob"] == ["fc1"]
+    assert parse_caffe_mem_param_block(NETWORK) == fields
+    assert parse_caffe_mem_param_block('optimize_train: true exclude_blob: "fc1"')["exclude_blob"] == ["fc1"]
     path = tmp_path / "net.prototxt"
     path.write_text(NETWORK)
     for given in (path, {"mem_param": NETWORK}, {"mem_param": fields}):

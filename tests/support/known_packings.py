@@ -4,7 +4,7 @@ from bisect import insort
 
 import numpy as np
 
-from memfit.packing.buffers import Buffers
+from memfit.packing.buffer_lifetimes import Buffers
 
 
 def gapless_problem(seed: int, count: int, length: int = 200, height: int = 10_000) -> Buffers:

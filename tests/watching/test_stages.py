@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from memfit.records import Action, Mark
-from memfit.watching.measured_stages import RunStageMeter
+from memfit.watching.measure_run_stages import RunStageMeter
 from memfit.watching.prediction import Prediction, StepMemory
 from memfit.watching.prediction_comparison import PredictionComparer
 from support.stage_marks import LETTERS

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from memfit.analysis.event_locations import stack_of_event
+from memfit.analysis.event_locations import stack_index_of_event
 from memfit.records import Action, MarkKind, SizeBound, Timeline, Trace
 
 _Marks = list[tuple[int, int]]
@@ -33,7 +33,7 @@ def data_dependent_size_bounds(trace: Trace, line: Timeline, event: int) -> tupl
     alive[event] |= trace.events.action[event] == Action.OOM
     blocks = np.flatnonzero(alive)
     began = _last_before(_marks(trace, MarkKind.TRAINING_STEP), blocks)
-    stacks = np.array([stack_of_event(trace, block) for block in blocks.tolist()], np.int64)
+    stacks = np.array([stack_index_of_event(trace, block) for block in blocks.tolist()], np.int64)
     last = np.zeros((len(moments), len(blocks)), np.int64)  # the mark of each bound before each block, or 0
     for row, (bound, marks) in enumerate(moments.items()):
         found = _last_before(marks, blocks)

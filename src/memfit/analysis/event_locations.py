@@ -86,12 +86,12 @@ def script_line_of_event(trace: Trace, event: int) -> str:
 
 
 def _frame(trace: Trace, event: int) -> Frame | None:
-    stack = stack_of_event(trace, event)
+    stack = stack_index_of_event(trace, event)
     frames = [trace.frames[index] for index in trace.stacks[stack]] if stack >= 0 else []
     return next((frame for frame in frames if frame.user), frames[0] if frames else None)
 
 
-def stack_of_event(trace: Trace, event: int) -> int:
+def stack_index_of_event(trace: Trace, event: int) -> int:
     """Return the index of an event's stack, in the backward that of the forward; -1 without a frame."""
     stack = int(trace.events.stack[event])
     return stack if stack >= 0 else _label(trace, event).stack

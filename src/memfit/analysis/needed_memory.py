@@ -219,7 +219,7 @@ def with_range_by_workspaces(trace: Trace, found: DryRun) -> DryRun:
     )
 
 
-def memory_needed_without_workspaces(
+def memory_needed_without_convolution_workspaces(
     trace: Trace, found: DryRun, device: DeviceUse, needs: Figure, fails_at: int = 0
 ) -> Figure | None:
     """Return what a run needs if its convolutions use no workspaces.

@@ -3,7 +3,10 @@
 from dataclasses import replace
 
 from memfit.analysis.dry_run_result import dry_run_of_trace
-from memfit.analysis.needed_memory import memory_needed_without_workspaces, process_bytes_on_smallest_gpu
+from memfit.analysis.needed_memory import (
+    memory_needed_without_convolution_workspaces,
+    process_bytes_on_smallest_gpu,
+)
 from memfit.analysis.peak_by_batch_size import allocator_room_on_device, with_largest_batch_within
 from memfit.analysis.peak_outside_failed_attempts import failed_allocation_events
 from memfit.analysis.trial_result import RunTrial, TrialResult
@@ -52,7 +55,7 @@ def find_total_need(found: DryRun, run: RunTrial) -> DryRun:
     needs = process_bytes_on_smallest_gpu(
         unlimited.trace, total, found.device, fails_at=found.device.total.bytes
     )
-    least = memory_needed_without_workspaces(
+    least = memory_needed_without_convolution_workspaces(
         unlimited.trace, total, found.device, needs, found.device.total.bytes
     )
     # What it reserves beyond what it allocates will be missing on this device, too.

@@ -7,7 +7,7 @@ from pathlib import Path
 from memfit.analysis.baseline_check import compare_with_baseline, memory_baseline_of_run
 from memfit.analysis.dry_run_result import dry_run_of_trace
 from memfit.analysis.trial_result import ran_to_completion, why_run_failed
-from memfit.api.ghost_runs import run_on_ghost
+from memfit.api.run_on_ghost import run_on_ghost
 from memfit.atomic_files import check_output_path, write_output_file
 from memfit.devices import DEFAULT
 from memfit.errors import TargetError, UsageError

@@ -20,7 +20,7 @@ from memfit.planning.run_changes_on_ghost import (
 )
 from memfit.planning.strategy_and_allocator_changes import LOW_BIT_STATE, PRECISIONS, AllowedChanges
 from memfit.records import Change, ScriptEnd, ScriptPlan
-from memfit.records.job_function_command import command_as_typed, is_job_command
+from memfit.records.command_as_typed import command_as_typed, is_job_command
 from memfit.run.job_rank import Rank
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import ScriptProgress, checked_script_argv

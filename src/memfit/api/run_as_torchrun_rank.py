@@ -23,7 +23,7 @@ from memfit.analysis.equivalent_ranks import (
 )
 from memfit.analysis.side_stream_peak_range import may_side_streams_change_peak
 from memfit.analysis.trial_result import TrialResult
-from memfit.api.ghost_runs import (
+from memfit.api.run_on_ghost import (
     LATE,
     RANK,
     FinishedRun,

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from memfit.native_build import NativeLibrary
-from memfit.packing.buffers import Column
+from memfit.packing.buffer_lifetimes import Column
 
 IDLE, RECORDING, PLACING = range(3)
 LIVES, SHARED = -1, -2

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from memfit.arenas.arena_library import FREED
-from memfit.packing.buffers import Column
+from memfit.packing.buffer_lifetimes import Column
 from memfit.records import (
     ARENA,
     DEFAULT_POOL,

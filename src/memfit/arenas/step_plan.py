@@ -1,7 +1,7 @@
 """Plans of steps: offsets from two recordings of a step, for the steps that repeat it, and the file of plans.
 
 Time counts allocations: allocation 4 is made at time 4; a tensor freed before allocation 7 is live until 7.
-The step repeats, so time is a circle, and a gradient may live across its end: see ``packing/buffers.py``.
+The step repeats, so time is a circle, and a gradient may live across its end (``packing/buffer_lifetimes.py``).
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ from memfit.atomic_files import write_output_file
 from memfit.errors import FileFormatError
 from memfit.input_files import read_input_file
 from memfit.packing.best_packing import pack_buffers
-from memfit.packing.buffers import Buffers, Column
+from memfit.packing.buffer_lifetimes import Buffers, Column
 
 FORMAT = "memfit plans"
 VERSION = 1

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from memfit.arenas import arena_library
 from memfit.arenas.arena_memory import ArenaMemory
 from memfit.arenas.step_plan import NO_PLAN, StepPlan, plan_step_offsets
-from memfit.packing.buffers import Column
+from memfit.packing.buffer_lifetimes import Column
 from memfit.units import format_bytes
 from memfit.user_lines import warn_user
 

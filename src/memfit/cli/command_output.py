@@ -19,7 +19,7 @@ from memfit.termination_signals import INTERRUPTED
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from memfit.api.ghost_runs import FinishedRun
+    from memfit.api.run_on_ghost import FinishedRun
     from memfit.records import DryRun, ScriptPlan
     from memfit.run.parent import ScriptProgress
 
@@ -184,7 +184,7 @@ def console_on_stdout() -> Iterator["Console"]:
 
 def written_trace_file(output: Path | None, run: "FinishedRun") -> Output:
     """Return the file of a run's trace, which the run has written: it remains to print its path."""
-    from memfit.api.ghost_runs import RANK, trace_file_of_rank
+    from memfit.api.run_on_ghost import RANK, trace_file_of_rank
 
     def report(path: Path) -> None:
         if run.unsaved is not None:

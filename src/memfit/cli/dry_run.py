@@ -171,8 +171,8 @@ def dry_run(
             cuDNN, and uses its own rules where cuDNN reports no size. With 'rules', memfit uses only
             its rules. With 'none', it counts each workspace as 0 bytes.
     """
-    from memfit.api.ghost_runs import FinishedRun, run_on_ghost
     from memfit.api.run_as_torchrun_rank import run_as_torchrun_rank
+    from memfit.api.run_on_ghost import FinishedRun, run_on_ghost
     from memfit.api.traces import write_html
 
     limits, resuming = length.limits(), length.resuming()

@@ -42,7 +42,7 @@ def record(
             run.memfit only if you name it with this option.
         fail: Exit with code 1 unless the verdict is FITS.
     """
-    from memfit.api.runs import run_on_card
+    from memfit.api.dry_run_record_estimate import run_on_card
 
     trace = Path("run.memfit") if output is None else output
     outputs = {"-o": trace, "--json": json_output_file(json)}

@@ -9,7 +9,7 @@ from cyclopts import App
 
 from memfit.devices import find_device
 from memfit.errors import UnknownDeviceError, UsageError
-from memfit.records.job_function_command import JOB_LOOP
+from memfit.records.command_as_typed import JOB_LOOP
 from memfit.run.launchers import LAUNCHERS
 
 _PYTHON = re.compile(r"python[0-9.]*")

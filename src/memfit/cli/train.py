@@ -6,7 +6,7 @@ from pathlib import Path
 
 from memfit.cli.options import Module, Script, require_plan, require_script
 from memfit.errors import UsageError
-from memfit.records.job_function_command import is_job_command
+from memfit.records.command_as_typed import is_job_command
 
 
 def train(

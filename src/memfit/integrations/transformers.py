@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memfit.api.runs import estimate as _estimate
+from memfit.api.dry_run_record_estimate import estimate as _estimate
 from memfit.devices import DEFAULT
 from memfit.errors import UsageError
 from memfit.estimating.serialise_training_step import OptimizerCopy

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from memfit.allocator.requests import AllocatorRequests, RequestKind
-from memfit.packing.buffers import Buffers, Column
+from memfit.packing.buffer_lifetimes import Buffers, Column
 
 ALIGNMENT = 512
 """Bytes: PyTorch's blocks begin at multiples of it, and kernels rely on that."""

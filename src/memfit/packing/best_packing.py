@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from memfit.errors import MemfitError, UsageError
 from memfit.packing import exhaustive_search
-from memfit.packing.buffers import Buffers, Column, LifetimeSections, lifetime_sections
+from memfit.packing.buffer_lifetimes import Buffers, Column, LifetimeSections, lifetime_sections
 from memfit.packing.c_packers import place_greedily
 from memfit.packing.packing_violations import find_packing_violation
 
@@ -249,7 +249,7 @@ def independent_packing_parts(cut: LifetimeSections, always: npt.NDArray[np.bool
         always: mask of the buffers at the bottom: from ``always_live_mask``, or
             ``countable_as_always_live_mask``.
 
-    >>> from memfit.packing.buffers import Buffers, lifetime_sections
+    >>> from memfit.packing.buffer_lifetimes import Buffers, lifetime_sections
     >>> rows = Buffers(np.array([0, 0, 3, 4]), np.array([9, 3, 5, 9]), np.array([4, 2, 1, 1]), tuple("abcd"))
     >>> cut = lifetime_sections(rows)
     >>> independent_packing_parts(cut, always_live_mask(cut)).tolist()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from memfit.native_build import NativeLibrary
-from memfit.packing.buffers import Buffers, Column, LifetimeSections
+from memfit.packing.buffer_lifetimes import Buffers, Column, LifetimeSections
 
 FOUND, INFEASIBLE, NODE_LIMIT, CANCELLED, NO_HOST_MEMORY = range(5)
 _WAIT = 0.05  # seconds between two checks of the clock and of Ctrl-C

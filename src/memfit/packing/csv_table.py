@@ -15,7 +15,7 @@ import numpy as np
 
 from memfit.errors import FileFormatError
 from memfit.input_files import read_input_file
-from memfit.packing.buffers import Buffers, Column
+from memfit.packing.buffer_lifetimes import Buffers, Column
 
 _COLUMNS = ("id", "lower", "upper", "size")
 MAX_BYTES = 1 << 26

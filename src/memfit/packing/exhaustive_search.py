@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memfit.packing.buffers import Buffers, Column, LifetimeSections
+from memfit.packing.buffer_lifetimes import Buffers, Column, LifetimeSections
 from memfit.packing.c_packers import FOUND, INFEASIBLE, NODE_LIMIT, run_exhaustive_search
 
 PREFERENCES = ("LAT", "TAL", "TLA")

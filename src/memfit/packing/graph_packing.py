@@ -14,7 +14,7 @@ import numpy as np
 from memfit.errors import UsageError
 from memfit.packing.allocation_lifetimes import ALIGNMENT
 from memfit.packing.best_packing import Packing
-from memfit.packing.buffers import Buffers
+from memfit.packing.buffer_lifetimes import Buffers
 from memfit.packing.run_packing import IndependentPackings, pack_independent_groups
 from memfit.records import Dataflow
 from memfit.records.printable_result import PrintableResult

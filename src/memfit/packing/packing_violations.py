@@ -5,7 +5,7 @@ from bisect import bisect_left
 
 import numpy as np
 
-from memfit.packing.buffers import Buffers, Column
+from memfit.packing.buffer_lifetimes import Buffers, Column
 
 
 def find_packing_violation(buffers: Buffers, offset: Column, capacity: int) -> str:

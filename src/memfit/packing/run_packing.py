@@ -16,7 +16,7 @@ from memfit.packing.allocation_lifetimes import (
     last_full_step,
 )
 from memfit.packing.best_packing import Packing, pack_buffers
-from memfit.packing.buffers import Buffers, Column, concatenate_buffers, lifetime_sections
+from memfit.packing.buffer_lifetimes import Buffers, Column, concatenate_buffers, lifetime_sections
 from memfit.records import Provenance, SettingOutcome
 from memfit.records.printable_result import PrintableResult
 

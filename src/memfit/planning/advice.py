@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from memfit.allocator.config import AllocatorConfig
-from memfit.analysis.needed_memory import memory_needed_without_workspaces
+from memfit.analysis.needed_memory import memory_needed_without_convolution_workspaces
 from memfit.analysis.total_need_by_rerun import needs_unlimited_rerun, run_with_unlimited_memory
 from memfit.analysis.trial_result import RunTrial, TrialResult, ran_to_completion
 from memfit.errors import MemfitError, UsageError
@@ -76,7 +76,7 @@ def _advised(trace: Trace, answer: DryRun, run_trial: RunTrial | None) -> Iterat
     bounds = run.found.bounds if answer.ran_out else ()
     needs, least = search.unchanged.run.needs, None
     if answer.ran_out:
-        least = memory_needed_without_workspaces(
+        least = memory_needed_without_convolution_workspaces(
             first.trace, run.found, answer.device, needs, answer.device.total.bytes
         )
     answer = replace(answer, needs=needs, needs_without_workspaces=least, bounds=bounds or answer.bounds)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import isfinite
 
 from memfit.analysis.dry_run_result import dry_run_of_trace
-from memfit.analysis.needed_memory import memory_needed_without_workspaces
+from memfit.analysis.needed_memory import memory_needed_without_convolution_workspaces
 from memfit.analysis.trial_result import TrialResult
 from memfit.errors import TargetError
 from memfit.planning.memory_floor import MemoryFloor
@@ -124,7 +124,7 @@ class PlanSearch(ABC):
         )
         needs, bare, slowdown = as_written.needs, None, self._allowed.slowdown
         if needs.bytes > self._budget:
-            bare = memory_needed_without_workspaces(trace, found, trace.device, needs)
+            bare = memory_needed_without_convolution_workspaces(trace, found, trace.device, needs)
         too_slow = chosen if chosen is not None and chosen.time > slowdown else None
         chosen = None if too_slow is not None else chosen
         in_model = chosen is None or any(traits_of_strategy(name).is_in_model for name in chosen.change.plan)

@@ -24,7 +24,7 @@ import msgspec
 from memfit.atomic_files import check_output_paths
 from memfit.errors import MemfitError, OutputError, TargetError, UsageError
 from memfit.records import ChildProcess, ScriptEnd, Trace
-from memfit.records.job_function_command import command_as_typed
+from memfit.records.command_as_typed import command_as_typed
 from memfit.run.child_start import (
     ChildSettings,
     GhostSettings,

@@ -21,7 +21,7 @@ from memfit.errors import TargetError
 from memfit.injection.injection_files import InjectionReport
 from memfit.planning.plan_file import PlanFile
 from memfit.records import Change
-from memfit.records.job_function_command import command_as_typed
+from memfit.records.command_as_typed import command_as_typed
 from memfit.report.escape_control_characters import escaped
 from memfit.trials.trial_run import recomputed_saved_ops_in_words
 

@@ -246,7 +246,7 @@ _ENTRY = re.compile(r"""\s*(\w+)\s*:\s*(?:"([^"]*)"|'([^']*)'|(\w+))\s*[,;]?\s*"
 
 def _read_mem_param(name: str, given: Any) -> Iterator[TranslatedSetting]:
     """Read the memory settings of Caffe's fork, from a dict or a network's text: they set up the arena."""
-    fields = parse_mem_param(given) if isinstance(given, str) else given
+    fields = parse_caffe_mem_param_block(given) if isinstance(given, str) else given
     for field, value in check_setting_type(
         name, fields, Mapping, "a dict, or a network in Caffe's text format"
     ).items():
@@ -271,10 +271,10 @@ def _blobs(name: str, given: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def parse_mem_param(text: str) -> dict[str, Any]:
+def parse_caffe_mem_param_block(text: str) -> dict[str, Any]:
     """Read the ``mem_param`` block of a network in Caffe's text format, or only the text between its braces.
 
-    >>> parse_mem_param('mem_param { optimize_train: true exclude_blob: "fc1" }')
+    >>> parse_caffe_mem_param_block('mem_param { optimize_train: true exclude_blob: "fc1" }')
     {'optimize_train': True, 'exclude_blob': ['fc1']}
 
     Raises:

@@ -16,7 +16,7 @@ from torch import nn
 
 from memfit.errors import UsageError
 from memfit.strategies.arena_settings import ArenaSettings
-from memfit.strategies.mechanisms.tensors_in_objects import tensors_in_object
+from memfit.strategies.mechanisms.inspect_tensors import tensors_in_object
 from memfit.strategies.precision import device_type_of_model
 from memfit.user_lines import warn_user
 

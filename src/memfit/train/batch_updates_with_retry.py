@@ -17,7 +17,7 @@ from torch import nn
 from memfit.errors import AmbiguousBatchError, UsageError
 from memfit.random_state import get_random_state, set_random_state
 from memfit.strategies.accumulation import Accumulation
-from memfit.strategies.mechanisms.tensors_in_objects import tensor_version, tensors_in_object
+from memfit.strategies.mechanisms.inspect_tensors import tensor_version, tensors_in_object
 from memfit.strategies.plan import Plan
 from memfit.strategies.precision import autocast_of_model
 from memfit.train.accumulation_ledger import AccumulationLedger, AccumulationWindowCopy

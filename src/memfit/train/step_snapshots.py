@@ -19,7 +19,7 @@ from torch.nn.modules.module import (
 
 from memfit.random_state import get_random_state, set_random_state
 from memfit.recording.optimizer_accessors import local_optimizer, parameters_of
-from memfit.strategies.mechanisms.tensors_in_objects import inner_tensors, tensor_version
+from memfit.strategies.mechanisms.inspect_tensors import inner_tensors, tensor_version
 from memfit.user_lines import warn_user
 
 BufferSlot = tuple[nn.Module, str, torch.Tensor | None, Any, Any]

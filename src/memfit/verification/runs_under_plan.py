@@ -18,7 +18,7 @@ from memfit.errors import TargetError, UsageError
 from memfit.planning.plan_file import PlanFile
 from memfit.python_command import command_running_module
 from memfit.records import Change, CountedOperations, MeasuredPeak, Verification, VerificationVerdict
-from memfit.records.job_function_command import command_as_typed
+from memfit.records.command_as_typed import command_as_typed
 from memfit.run.child_start import kill_script
 from memfit.run.options import RunOptions
 from memfit.run.parent import ScriptProgress, run_script

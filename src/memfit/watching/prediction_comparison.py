@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from memfit.records import MachineKind, Stage
 from memfit.units import format_bytes
-from memfit.watching.measured_stages import MeasuredRunStage, PeakBounds, RunStageMeter
+from memfit.watching.measure_run_stages import MeasuredRunStage, PeakBounds, RunStageMeter
 from memfit.watching.prediction import PlannedPeak, PredictedStep, Prediction, StepMemory, is_stage_compared
 
 TOLERANCE = 1.0

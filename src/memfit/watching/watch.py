@@ -22,7 +22,7 @@ from memfit.records import Phase, Trace
 from memfit.report.escape_control_characters import escaped
 from memfit.report.terminal.progress_line import Show, show_progress_line
 from memfit.units import GIB
-from memfit.watching.measured_stages import RunStageMeter
+from memfit.watching.measure_run_stages import RunStageMeter
 from memfit.watching.prediction import PlannedPeak, Prediction, StepMemory
 from memfit.watching.prediction_comparison import (
     PeakComparer,

@@ -42,7 +42,7 @@ from memfit.records import (
     worst_provenance,
 )
 from memfit.report.html.drawn_moments import MOST_BLOCKS, DrawnTimeline, choose_drawn_blocks
-from memfit.report.html.safe_page_texts import PageTextTable
+from memfit.report.html.page_text_table import PageTextTable
 
 _COLOURS = {
     Category.PARAMETER: ("#0072b2", False),

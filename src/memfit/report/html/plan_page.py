@@ -14,8 +14,8 @@ from pathlib import Path
 from string import Template
 
 from memfit.records import Provenance, ScriptPlan
-from memfit.records.job_function_command import command_as_typed
-from memfit.report.html.safe_page_texts import PageTextTable, content_security_policy, read_page_asset
+from memfit.records.command_as_typed import command_as_typed
+from memfit.report.html.page_text_table import PageTextTable, content_security_policy, read_page_asset
 from memfit.report.terminal.plan_chart import DrawnPlan, PlanKind, plans_in_drawing_order, plans_to_draw
 from memfit.report.terminal.script_plan import plan_changes_in_words, plan_detail_lines, plan_verdict
 from memfit.units import format_gib, unit_for_table

@@ -7,7 +7,7 @@ from memfit.analysis.reserved_ranges import reserves_in_segments
 from memfit.records import Attribution, DryRun, Timeline, Trace
 from memfit.report.html import static_page_parts
 from memfit.report.html.page_payload import page_payload
-from memfit.report.html.safe_page_texts import PageTextTable, content_security_policy, read_page_asset
+from memfit.report.html.page_text_table import PageTextTable, content_security_policy, read_page_asset
 
 _STYLES = ("common.css", "dark.css", "page.css")
 _SCRIPTS = (

@@ -5,9 +5,9 @@ from html import escape
 
 from memfit.analysis.breakdown import CATEGORY_NAMES
 from memfit.records import Category, DryRun, Figure, Provenance
-from memfit.records.job_function_command import command_as_typed
+from memfit.records.command_as_typed import command_as_typed
 from memfit.report.html.page_payload import DrawnTimelineFacts, PagePayload
-from memfit.report.html.safe_page_texts import PageTextTable
+from memfit.report.html.page_text_table import PageTextTable
 from memfit.report.places_in_words import location_in_words
 from memfit.report.terminal.advice import NO_ADVICE, advice_heading, advice_outcome, needs_or_needs_at_most
 from memfit.report.terminal.layout import ReportTable

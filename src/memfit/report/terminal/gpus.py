@@ -8,7 +8,7 @@ from rich.text import Text
 
 from memfit.devices import Device
 from memfit.records import GpusFor, ScriptPlan
-from memfit.records.job_function_command import command_as_typed
+from memfit.records.command_as_typed import command_as_typed
 from memfit.report.escape_control_characters import escaped
 from memfit.report.terminal.layout import plain_table, print_answer_and_subject, subject_in_words
 from memfit.report.terminal.script_plan import plan_changes_in_words

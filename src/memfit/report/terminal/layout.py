@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memfit.records.job_function_command import command_as_typed
+from memfit.records.command_as_typed import command_as_typed
 from memfit.report.escape_control_characters import escaped
 
 

@@ -12,11 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.records import Equality, PlanRun, ScriptPlan
-from memfit.records.job_function_command import is_job_command
+from memfit.records.command_as_typed import is_job_command
 from memfit.report.escape_control_characters import escaped
 from memfit.report.terminal.layout import plain_table, subject_in_words
 from memfit.report.terminal.plan_chart import plan_chart_lines, policy_name_of_run
-from memfit.report.terminal.sharding_instructions import (
+from memfit.report.terminal.plan_instructions import (
     code_before_sharding,
     launch_instruction,
     optimizer_changes_in_words,

@@ -10,12 +10,12 @@ from memfit.records import ComparedRun, StrategyComparison
 from memfit.report.escape_control_characters import escaped
 from memfit.report.places_in_words import location_in_cell
 from memfit.report.terminal.layout import plain_table, subject_in_words
-from memfit.report.terminal.rank_table import format_byte_range
-from memfit.report.terminal.sharding_instructions import (
+from memfit.report.terminal.plan_instructions import (
     code_before_sharding,
     launch_instruction,
     sharded_optimizer_code,
 )
+from memfit.report.terminal.rank_table import format_byte_range
 from memfit.units import format_gib, unit_for_table
 
 _SHARDED = "memfit.Sharding("

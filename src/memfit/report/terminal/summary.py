@@ -19,7 +19,7 @@ from memfit.records import (
     StageUse,
     worst_provenance,
 )
-from memfit.records.job_function_command import command_as_typed
+from memfit.records.command_as_typed import command_as_typed
 from memfit.report.escape_control_characters import escaped
 from memfit.report.places_in_words import location_in_words, short_path
 from memfit.report.terminal.advice import advice_lines, steps_run_in_words

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from memfit.dispatch_modes import without_dispatch_modes
-from memfit.strategies.mechanisms.tensors_in_objects import tensor_version
+from memfit.strategies.mechanisms.inspect_tensors import tensor_version
 from memfit.user_lines import warn_user
 
 Slot = tuple[int, str]

@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 
 from memfit.errors import UsageError
 from memfit.strategies.mechanisms.host_copies import HostCopier, SideStreamCopier
+from memfit.strategies.mechanisms.inspect_tensors import inner_tensors
 from memfit.strategies.mechanisms.optimizer_step import check_updates_are_independent, step_some_parameters
-from memfit.strategies.mechanisms.tensors_in_objects import inner_tensors
 from memfit.user_lines import warn_user
 
 BLOCK_BYTES = 16 * 2**20

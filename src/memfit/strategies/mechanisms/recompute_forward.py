@@ -23,6 +23,7 @@ from memfit.dispatch_modes import without_dispatch_modes
 from memfit.errors import UsageError
 from memfit.random_state import DrawnRandomNumbers
 from memfit.strategies.mechanisms.buffer_snapshots import BufferTracker
+from memfit.strategies.mechanisms.inspect_tensors import tensor_version, tensors_in_object
 from memfit.strategies.mechanisms.recomputation_counter import active_operation_counter, mark_as_recomputed
 from memfit.strategies.mechanisms.recompute_check import FingerprintComparer, FingerprintRecorder
 from memfit.strategies.mechanisms.recompute_in_parts import recompute_in_parts
@@ -34,7 +35,6 @@ from memfit.strategies.mechanisms.selective_checkpointing import (
     selective_contexts_for_compile,
 )
 from memfit.strategies.mechanisms.single_tensor_recompute import recompute_single_tensors
-from memfit.strategies.mechanisms.tensors_in_objects import tensor_version, tensors_in_object
 from memfit.strategies.mechanisms.wrap_forward import Forward, WrappedForward
 from memfit.user_lines import warn_user
 

@@ -15,8 +15,8 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from memfit.recording.tensor_storage import storage_of
+from memfit.strategies.mechanisms.inspect_tensors import tensor_version
 from memfit.strategies.mechanisms.recomputation_counter import mark_as_recomputed
-from memfit.strategies.mechanisms.tensors_in_objects import tensor_version
 
 
 class NotedTensor:

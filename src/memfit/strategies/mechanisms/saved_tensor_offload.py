@@ -20,8 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from memfit.dispatch_modes import without_dispatch_modes
 from memfit.recording.tensor_storage import storage_of
 from memfit.strategies.mechanisms.host_copies import HostCopier
+from memfit.strategies.mechanisms.inspect_tensors import tensor_version
 from memfit.strategies.mechanisms.replayable_operations import PlaceInStorage
-from memfit.strategies.mechanisms.tensors_in_objects import tensor_version
 
 
 class _KeptTensor:

@@ -25,7 +25,7 @@ from memfit.strategies.mechanisms.in_place_gradient_accumulation import (
     SumGradientsInPlaceMode,
     autocast_dtype,
 )
-from memfit.strategies.mechanisms.tensors_in_objects import tensor_version
+from memfit.strategies.mechanisms.inspect_tensors import tensor_version
 
 Loss = Callable[[Any, tuple[torch.Tensor, ...]], Any]
 """Takes the module's result and the targets of a slice; returns a sum, or a pair of a sum and its divisor."""

@@ -2,7 +2,7 @@
 
 tensors, arrays     along their first dimension, if that is the batch's size
 dicts               entry by entry
-tuples, lists       columns entry by entry, samples in slices: ``batch_layout`` decides which
+tuples, lists       columns entry by entry, samples in slices: ``columns_or_samples`` decides which
 anything else       goes unchanged to every micro-batch
 """
 
@@ -17,17 +17,17 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from memfit.errors import AmbiguousBatchError, UsageError
-from memfit.strategies.mechanisms.tensors_in_objects import tensors_in_object
-from memfit.train.data.batch_layout import (
+from memfit.strategies.mechanisms.inspect_tensors import tensors_in_object
+from memfit.train.data.columns_or_samples import (
     ListLayout,
     Path,
     Role,
     Roles,
     common_batch_sizes,
     has_batch_dimension,
-    lengths_of_batch_parts,
     looks_like_samples,
     possible_batch_sizes,
+    sample_counts_of_batch_values,
 )
 from memfit.user_lines import warn_user
 
@@ -79,7 +79,7 @@ class BatchSplitter:
         sizes = possible_batch_sizes(batch, self._roles, outer=True) or set()
         if len(sizes) == 1:
             return sizes.pop()
-        found = set(lengths_of_batch_parts(batch, outer=True))
+        found = set(sample_counts_of_batch_values(batch, outer=True))
         if len(found) == 1 and found <= sizes:
             (size,) = found
             collated = isinstance(batch, tuple | list) and all(

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit.errors import UsageError
-from memfit.strategies.mechanisms.tensors_in_objects import tensors_in_object
+from memfit.strategies.mechanisms.inspect_tensors import tensors_in_object
 from memfit.train.accumulation_window import AccumulationWindow
 from memfit.train.ranks.rank_agreement import SingleRank
 from memfit.train.window_gradients import KeptGradients, WindowGradients

@@ -14,8 +14,8 @@ import torch
 from memfit.errors import TornUpdateError, UsageError
 from memfit.random_state import set_random_state
 from memfit.recording.optimizer_accessors import local_optimizer, parameters_of
+from memfit.strategies.mechanisms.inspect_tensors import independent_tensor_copy, inner_tensors
 from memfit.strategies.mechanisms.master_weights import load_float32_copies
-from memfit.strategies.mechanisms.tensors_in_objects import independent_tensor_copy, inner_tensors
 from memfit.train.callbacks import Callback
 from memfit.train.optimizer_update import INTERRUPTED
 from memfit.train.resume.saved_engine_parts import (

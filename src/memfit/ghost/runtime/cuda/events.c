@@ -1,5 +1,5 @@
 /* Events: when each was recorded, on which capture, and whether a test still holds it. */
-#include "cuda/captures.h"
+#include "cuda/stream_captures.h"
 
 #include <time.h>
 

@@ -1,6 +1,6 @@
 /* CUDA graphs: handles that count their nodes. Launching one does what a kernel does: nothing, but it may
  * have written anywhere. */
-#include "cuda/captures.h"
+#include "cuda/stream_captures.h"
 
 /* An object whose destructor runs when the last graph that holds it is released. */
 struct user_object {

@@ -1,7 +1,7 @@
 /* Kernels: queried and launched. None runs; launches are counted, and each may have written to any device
  * memory (core/remembered_bytes.c).
  */
-#include "cuda/captures.h"
+#include "cuda/stream_captures.h"
 
 /* ---- Launches -------------------------------------------------------------------------------- */
 

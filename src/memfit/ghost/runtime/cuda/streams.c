@@ -1,5 +1,5 @@
 /* Streams: handles with a priority, and callbacks that run at once. */
-#include "cuda/captures.h"
+#include "cuda/stream_captures.h"
 
 API status cudaStreamCreateWithPriority(void **stream, unsigned flags, int priority)
 {

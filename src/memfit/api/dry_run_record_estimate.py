@@ -5,8 +5,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.analysis.needed_memory import memory_needed_without_workspaces, process_bytes_on_smallest_gpu
-from memfit.api.ghost_runs import FinishedRun, run_on_ghost
+from memfit.analysis.needed_memory import (
+    memory_needed_without_convolution_workspaces,
+    process_bytes_on_smallest_gpu,
+)
+from memfit.api.run_on_ghost import FinishedRun, run_on_ghost
 from memfit.api.traces import summarize, write_html
 from memfit.card.detect_card import detect_card
 from memfit.devices import DEFAULT, NO_LIMIT
@@ -274,7 +277,7 @@ def estimate(  # noqa: PLR0913 - one parameter an option
         if beyond is None:
             return found
         needs = process_bytes_on_smallest_gpu(trace, found, beyond, fails_at=beyond.total.bytes)
-        least = memory_needed_without_workspaces(trace, found, beyond, needs, beyond.total.bytes)
+        least = memory_needed_without_convolution_workspaces(trace, found, beyond, needs, beyond.total.bytes)
         return dataclasses.replace(found, needs=needs, needs_without_workspaces=least)
 
     step = collect_training_step(model, inputs, loss, optimizer, steps)

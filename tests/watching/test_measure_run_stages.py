@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from memfit.records import MarkKind, Stage
-from memfit.watching import measured_stages
-from memfit.watching.measured_stages import RunStageMeter
+from memfit.watching import measure_run_stages
+from memfit.watching.measure_run_stages import RunStageMeter
 from memfit.watching.prediction import StepMemory
 from support.stage_marks import LETTERS, NAMES, ORDERS
 
@@ -102,7 +102,7 @@ def test_counters_are_read_where_a_stage_may_begin_only(marks, gradients, reads)
 
 
 def test_marks_of_a_long_evaluation_are_bounded(monkeypatch):
-    monkeypatch.setattr(measured_stages, "MOST_MARKS", 5000)
+    monkeypatch.setattr(measure_run_stages, "MOST_MARKS", 5000)
     run = Run()
     found = run.go("bf", 200, "ws", "Bfv" * 4000, "Bfv", 300, "BfvdBfv" * 2000, 150, "EBfv", "bf", 200, "ws")
     assert max(run.kept) <= 5000

@@ -86,18 +86,18 @@ def common_batch_sizes(entries: Iterable[tuple[Any, object]], roles: Roles, path
     return set.intersection(*sizes) if sizes else None
 
 
-def lengths_of_batch_parts(value: object, *, outer: bool = False) -> Iterator[int]:
+def sample_counts_of_batch_values(value: object, *, outer: bool = False) -> Iterator[int]:
     """Yield the length of each part, reading sequences that may be columns as columns."""
     if has_batch_dimension(value):
         yield value.shape[0]
     elif isinstance(value, Mapping):
         for entry in value.values():
-            yield from lengths_of_batch_parts(entry)
+            yield from sample_counts_of_batch_values(entry)
     elif isinstance(value, tuple | list):
         layout = ListLayout.of(value, outer=outer)
         if layout.columns:
             for entry in value:
-                yield from lengths_of_batch_parts(entry)
+                yield from sample_counts_of_batch_values(entry)
         elif layout.samples:
             yield len(value)
 

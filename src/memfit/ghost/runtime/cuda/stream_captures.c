@@ -3,7 +3,7 @@
  * PyTorch asks three things of a capture that decide memory: whether a stream takes part in one, its id
  * (allocations with that id go to the graph's private pool), and whether the captured graph has nodes.
  */
-#include "cuda/captures.h"
+#include "cuda/stream_captures.h"
 
 #define MOST_CAPTURES 64
 
