@@ -1,7 +1,8 @@
 """Plans of steps: offsets from two recordings of a step, for the steps that repeat it, and the file of plans.
 
 Time counts allocations: allocation 4 is made at time 4; a tensor freed before allocation 7 is live until 7.
-The step repeats, so time is a circle, and a gradient may live across its end (``packing/buffer_lifetimes.py``).
+The step repeats, so time is a circle, and a gradient may live across its end; ``packing/buffer_lifetimes.py``
+describes that.
 """
 
 from collections.abc import Iterator, Mapping
