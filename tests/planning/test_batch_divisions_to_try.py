@@ -14,7 +14,9 @@ from support.planned_networks import feed_forward
 from support.planned_script import (
     MIB,
     OUTSIDE,
+    SPREAD,
     Script,
+    assumed,
     chosen_ways,
     enlarged,
     find,
@@ -119,6 +121,15 @@ def test_divisions_end_where_the_line_through_two_of_them_does_not_reach_the_bud
     script.steps |= {8: None, 4: None}
     planned(script, 0.91)
     assert script.divided == [2, 4, 8, 16]
+
+
+def test_divisions_end_where_one_fits_tightly_and_no_other_can_be_less_tight():
+    script = Undiminished(more=lambda _: 0)
+    script.steps |= {8: None}
+    needed = round(0.9 * script.plain) * MIB + OUTSIDE
+    found = find(assumed(script), needed + round(0.5 * SPREAD * OUTSIDE))
+    assert (found.is_tight, found.chosen.change.micro_batches.count) == (True, 2)
+    assert script.divided == [2, 4]
 
 
 def test_where_only_bits_count_batches_stay_whole():

@@ -9,29 +9,12 @@ from rich.console import Console
 from memfit.planning.find_plan import find_plan
 from memfit.planning.run_changes_on_ghost import PlannedScript
 from memfit.planning.strategy_and_allocator_changes import AllowedChanges
-from memfit.records import Provenance, ScriptEnd
 from memfit.report.public_json import result_to_json
 from memfit.report.terminal.script_plan import print_plan
-from support.planned_script import MIB, OUTSIDE, Script, copy, find, work
+from support.planned_script import MIB, OUTSIDE, SPREAD, Script, assumed, copy, find, work
 
-SPREAD = 0.5
 UNCERTAIN = round(SPREAD * OUTSIDE) // MIB
 """MiB by which the context may be larger."""
-
-
-def assumed(script, spread=SPREAD):
-    """Return a script's runs with an assumed context, which may be larger by a share."""
-
-    def run(change, what):
-        result = script(change, what)
-        if isinstance(result, ScriptEnd):
-            return result
-        device = result.trace.device
-        context = replace(device.context, provenance=Provenance.ASSUMED)
-        trace = replace(result.trace, device=replace(device, context=context, context_spread=spread))
-        return replace(result, trace=trace)
-
-    return run
 
 
 def under(script, mebibytes, allowed=AllowedChanges(), spread=SPREAD):  # noqa: B008 - frozen

@@ -15,6 +15,8 @@ from support.traces import BASE, trace_of
 
 MIB = 1 << 20
 OUTSIDE = 100 * MIB
+SPREAD = 0.5
+"""Share of an assumed context by which it may be larger."""
 DEVICE = DeviceUse("A100-80GB", Figure(1 << 40, Provenance.EXACT), Figure(OUTSIDE, Provenance.MEASURED), 0)
 
 
@@ -110,3 +112,18 @@ def find(run, budget, allowed=AllowedChanges()):  # noqa: B008 - frozen
 
 def planned(script, share):
     return find(script, int(share * script.plain) * MIB + OUTSIDE)
+
+
+def assumed(script, spread=SPREAD):
+    """Return a script's runs with an assumed context, which may be larger by a share."""
+
+    def run(change, what):
+        result = script(change, what)
+        if isinstance(result, ScriptEnd):
+            return result
+        device = result.trace.device
+        context = replace(device.context, provenance=Provenance.ASSUMED)
+        trace = replace(result.trace, device=replace(device, context=context, context_spread=spread))
+        return replace(result, trace=trace)
+
+    return run

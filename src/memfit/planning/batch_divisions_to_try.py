@@ -140,6 +140,8 @@ class BatchDivisionsToTry:
             rise = (last.run.allocated - run.allocated) / (1 / last.change.parts - 1 / parts)
             outside = run.needs.bytes - run.reserved.bytes
             least = max(least, outside + int(run.allocated - rise / parts))
-        if self.left and least > self._budget:
+        # Once a plan fits tightly, smaller parts are worth a run only if they may fit without being tight.
+        is_one_tight = any(each.needs.bytes <= self._budget for each in self._runs.tried)
+        if self.left and least > (self._runs.budget if is_one_tight else self._budget):
             self.left = []
             self.why_no_more = f"smaller parts would need at least {format_gib(least)}, too"
