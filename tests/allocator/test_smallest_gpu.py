@@ -49,7 +49,7 @@ def fits(answer):
 @pytest.mark.parametrize(("job", "conf"), [*zip(JOBS, CONFS * 3, strict=False)])
 def test_a_job_fits_on_the_smallest_gpu_and_not_with_2_mib_less(job, conf, tmp_path):
     run(tmp_path, job, "", "-o", "run.memfit")
-    compared = memfit.replay(memfit.read(tmp_path / "run.memfit"), [conf], smallest=True)
+    compared = memfit.replay(tmp_path / "run.memfit", [conf], smallest=True)
     row = next(row for row in compared.outcomes if row.setting.conf == conf)
     assert run(tmp_path, job, conf)["peak"]["reserved"] == row.replay.peak_reserved
     assert fits(run(tmp_path, job, conf, "--memory", f"{row.smallest}"))

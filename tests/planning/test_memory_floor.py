@@ -14,9 +14,11 @@ from memfit.records import (
     Category,
     Change,
     EventLabel,
+    Figure,
     ModuleCall,
     Operation,
     Phase,
+    Provenance,
     StepOperations,
     TensorInfo,
 )
@@ -75,6 +77,13 @@ def floor(plan=Change(), operations=None, parts=1):  # noqa: B008 - frozen
     assert sum(terms.values()) == found.needs.bytes // MIB
     assert terms.items() >= FIXED.items() or "precision" in plan.plan
     return {name: size for name, size in terms.items() if name not in FIXED}
+
+
+def test_what_nccl_holds_is_named_beside_the_context():
+    trace = trained()
+    ranks = replace(trace.device, nccl=Figure(20 * MIB, Provenance.ASSUMED))
+    found = MemoryFloors(TrialResult(replace(trace, device=ranks)), 1).under(Change())
+    assert {term.name: term.figure.bytes // MIB for term in found.terms}["CUDA context and NCCL"] == 120
 
 
 def test_what_an_update_holds_at_its_end_is_needed_but_for_what_a_plan_moves():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import memfit
 from memfit.errors import MemfitError, TargetError, UsageError
 from memfit.run.run_script_as_python import check_script_path, run_script_as_main
 
@@ -35,6 +36,13 @@ def test_what_python_cannot_read_is_refused_in_one_line(tmp_path, source, stated
         check_script_path(path)
     assert str(caught.value).startswith(f"Python refuses {path}: {stated}")
     assert "\n" not in str(caught.value)
+
+
+def test_from_python_arguments_are_words_and_not_one_text():
+    with pytest.raises(UsageError, match=r"are a list of words: \['--resume', '--epochs', '4'\]"):
+        memfit.dry_run(__file__, "--resume --epochs 4")
+    with pytest.raises(UsageError, match=r"resume_with is a list of words: \['--resume'\]"):
+        memfit.dry_run(__file__, whole=True, resume_with="--resume")
 
 
 def test_python_in_place_of_the_script_is_to_be_left_out():

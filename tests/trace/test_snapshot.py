@@ -235,7 +235,7 @@ def test_an_oom_round_trips(tmp_path):
     trace = read_snapshot(saved(tmp_path, snapshot))
     assert trace.events.address.tolist()[-1] == 77
     assert snapshot_of_trace(trace)["device_traces"][0][-1]["device_free"] == 77
-    write_snapshot(trace, tmp_path / "copied")
+    write_snapshot(trace, str(tmp_path / "copied"))
     assert_equal(read_snapshot(tmp_path / "copied"), trace)
 
 

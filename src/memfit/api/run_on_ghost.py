@@ -1,6 +1,7 @@
 """A script's run on the ghost: as one process, or as every rank of a job in turn."""
 
 import os
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -78,7 +79,7 @@ def run_on_ghost(  # noqa: PLR0913 - what a dry run is asked for
         TargetError: the script failed or was stopped, so that it may have written nothing to resume from.
         MemfitError: one of the runs was not possible.
     """
-    _expect_to_go_together(options, advise=advise, resumes=resume_with is not None)
+    _expect_to_go_together(options, advise=advise, resume_with=resume_with)
     change = Change()
     if plan is not None:
         change, options = _planned(plan, options)
@@ -96,7 +97,7 @@ def run_on_ghost(  # noqa: PLR0913 - what a dry run is asked for
     return _larger_of(first, again.run(None, advise=advise, all_ranks=all_ranks), output)
 
 
-def _expect_to_go_together(options: RunOptions, *, advise: bool, resumes: bool) -> None:
+def _expect_to_go_together(options: RunOptions, *, advise: bool, resume_with: Sequence[str] | None) -> None:
     """Check that what a dry run is asked for does not contradict itself.
 
     Raises:
@@ -112,7 +113,9 @@ def _expect_to_go_together(options: RunOptions, *, advise: bool, resumes: bool) 
         raise UsageError("--batches must be at least 1, and --seconds more than 0.")
     if options.scan is not None and not options.scan > 0:
         raise UsageError("--scan must be more than 0.")
-    if resumes and options.batches is None:
+    if isinstance(resume_with, str):
+        raise UsageError(f"resume_with is a list of words: {shlex.split(resume_with)}.")
+    if resume_with is not None and options.batches is None:
         raise UsageError("--resume-with runs a whole script twice: add --whole.")
 
 

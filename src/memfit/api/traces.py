@@ -93,7 +93,7 @@ def diff(
 
 
 def replay(
-    trace: Trace,
+    trace: Trace | str | Path,
     confs: Sequence[str] | str | None = None,
     *,
     gpu: str | None = None,
@@ -105,7 +105,7 @@ def replay(
     """Predict a recorded run under other allocator settings, or on another GPU; needs no GPU.
 
     Args:
-        trace: what ``read`` returned.
+        trace: what ``read`` returned, or its file.
         confs: one or several values of ``PYTORCH_ALLOC_CONF``. None tries those worth trying, no caching at
             all, and ``empty_cache`` after each step.
         gpu: name of a device in the table; by default the one that the run was recorded for.
@@ -119,7 +119,7 @@ def replay(
         FileFormatError: the trace does not hold the sizes that were requested.
     """
     return compare_allocator_settings(
-        trace,
+        trace if isinstance(trace, Trace) else read(trace),
         confs,
         device=find_device(gpu) if gpu is not None else None,
         memory=memory,

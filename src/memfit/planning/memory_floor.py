@@ -186,7 +186,8 @@ def _floor(trace: Trace, held: Mapping[str, int]) -> MemoryFloor:
     outside = trace.device.outside
     sizes = worst_provenance_of_notes(note for note in trace.notes if note.sizes)
     sure = worst_provenance(Provenance.SIMULATED, sizes, outside.provenance)
-    terms = {"CUDA context": outside.bytes, **held}
+    name = "CUDA context" if trace.device.nccl is None else "CUDA context and NCCL"
+    terms = {name: outside.bytes, **held}
     return MemoryFloor(
         Figure(sum(terms.values()), sure),
         tuple(Term(name, Figure(size, sure)) for name, size in terms.items() if size),

@@ -13,6 +13,7 @@ it takes longer than a moment to end, this process kills it with all that it sta
 import os
 import re
 import selectors
+import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -149,13 +150,15 @@ def checked_script_argv(
     """Return the script's ``sys.argv``, checked before anything is built or run.
 
     Raises:
-        UsageError: there is no such script, the trace cannot be written to ``output``, or ``steps`` is out
-            of range.
+        UsageError: there is no such script, its arguments are one text, the trace cannot be written to
+            ``output``, or ``steps`` is out of range.
         FileFormatError: the script cannot be read.
         TargetError: the script is not valid Python.
     """
     if options.steps is not None and options.steps < 1:
         raise UsageError(f"steps must be at least 1, not {options.steps}.")
+    if isinstance(arguments, str):
+        raise UsageError(f"The script's arguments are a list of words: {shlex.split(arguments)}.")
     command = (str(script), *arguments)
     if not options.module:
         check_script_path(Path(command[0]))

@@ -203,7 +203,7 @@ def segments_at_end(snapshot: Mapping[str, Any], device: int = 0) -> tuple[Segme
     )
 
 
-def write_snapshot(trace: Trace, path: Path) -> None:
+def write_snapshot(trace: Trace, path: str | Path) -> None:
     """Write a trace as a memory snapshot, for pytorch.org/memory_viz and torch.cuda._memory_viz.
 
     Labels become ``user_metadata``: the phase, the module and the operator of each event.
@@ -212,7 +212,7 @@ def write_snapshot(trace: Trace, path: Path) -> None:
         OutputError: the file cannot be written.
     """
     snapshot = snapshot_of_trace(trace)
-    write_atomically(path, lambda file: pickle.dump(snapshot, file, protocol=_PROTOCOL))
+    write_atomically(Path(path), lambda file: pickle.dump(snapshot, file, protocol=_PROTOCOL))
 
 
 def snapshot_of_trace(trace: Trace) -> dict[str, Any]:
