@@ -129,7 +129,12 @@ def test_a_terminated_memfit_removes_its_files_and_ends_what_the_script_has_star
         open("pid", "w").write(f"{os.getpid()} {child.pid}\\n")
         time.sleep(60)
     """
-    process = start(tmp_path, script, command)
+    # Where the tests run under nohup, memfit would inherit a SIGHUP that is ignored, and go on.
+    inherited = signal.signal(number, signal.SIG_DFL)
+    try:
+        process = start(tmp_path, script, command)
+    finally:
+        signal.signal(number, inherited)
     pids = written(tmp_path / "pid", process)
     assert list((tmp_path / "tmp").iterdir())
     process.send_signal(number)
