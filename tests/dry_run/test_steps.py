@@ -59,6 +59,44 @@ def test_steps_skipped_by_the_scaler_are_counted(dry_run):
     assert "never" not in run.out
 
 
+OVERFLOWS = """
+    import torch
+    model = torch.nn.Linear(1024, 1024).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(4):
+        loss = model(torch.ones(64, 1024, device="cuda")).square().mean()
+        loss.backward()
+        overflow = torch.zeros(1, dtype=torch.int32, device="cuda")
+        overflow += (loss > 1e9).int()
+        if overflow.item() > 0:
+            continue
+        optimizer.step()
+"""
+
+
+def test_a_run_that_skips_every_update_is_incomplete_and_names_the_value_that_it_read(dry_run):
+    run = dry_run(OVERFLOWS)
+    assert (run.code, run.answer["verdict"]) == (3, "unknown")
+    assert run.answer["end"]["backwards_without_update"] == 4
+    assert run.out.startswith("INCOMPLETE ")
+    assert "memfit: no optimizer stepped." in run.err
+    assert "script.py:10: 1 for an integer (to try another: --values script.py:10=0)" in run.err
+    run = dry_run(OVERFLOWS, options=("--values", "script.py:10=0"))
+    assert (run.code, run.answer["verdict"], run.answer["steps"]) == (0, "fits", 3)
+    assert run.answer["end"]["backwards_without_update"] == 0
+    assert "no optimizer stepped" not in run.err
+
+
+def test_backward_passes_for_their_gradients_alone_are_a_whole_run(dry_run):
+    script = """
+        import torch
+        weight = torch.ones(64, 64, device="cuda", requires_grad=True)
+        (weight @ weight).sum().backward()
+    """
+    run = dry_run(script)
+    assert (run.code, run.answer["verdict"]) == (0, "fits")
+
+
 def test_gradients_made_in_a_function_s_forward_are_part_of_that_forward(dry_run):
     script = """
         import torch

@@ -26,7 +26,12 @@ LATER = "later parts, such as evaluation or larger batches"
             ),
         ),
         (ScriptEnd("end", 0), 1, "FITS   needs ", "This result covers the whole run: 1 training step."),
-        (ScriptEnd("end", 0), 0, "FITS   needs ", "This result covers the whole run."),
+        (
+            ScriptEnd("end", 0),
+            0,
+            "FITS   needs ",
+            "This result covers the whole run, which has no training step.",
+        ),
     ],
 )
 def test_a_verdict_names_what_it_covers(end, steps, first, second, answer):
@@ -47,6 +52,16 @@ def test_an_incomplete_run_names_how_the_script_ended(end, line, answer):
     first, second = verdict_of_run(replace(answer, verdict="unknown", end=end)).text.plain.splitlines()
     assert first.startswith("INCOMPLETE")
     assert second.startswith(f"The script ended with {line}")
+
+
+def test_a_run_whose_optimizers_never_stepped_lacks_what_an_update_needs(answer):
+    run = replace(answer, verdict="unknown", end=ScriptEnd("end", 0, backwards_without_update=4), steps=0)
+    first, second = verdict_of_run(run).text.plain.splitlines()
+    assert first.startswith("INCOMPLETE   needs ")
+    assert first.endswith(" without an update")
+    assert second.startswith(
+        "The script ran 4 backward passes, and its optimizers never stepped: what an update needs is missing."
+    )
 
 
 def test_a_tight_verdict_names_the_term_that_is_not_certain(answer):

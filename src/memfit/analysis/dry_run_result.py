@@ -158,8 +158,9 @@ def _verdict(trace: Trace, failed: OutOfMemory | None, needed: int, *, is_bound:
     if failed is not None and not len(caught_failure_events(trace)):
         return "may not fit" if is_bound else "does not fit"
     ended_early = trace.end.reason in ("exception", "interrupted") or trace.end.gave_up
+    never_updated = trace.end.backwards_without_update and not trace.shortened
     device = trace.device
-    if ended_early or trace.children or not device.total.bytes:
+    if ended_early or never_updated or trace.children or not device.total.bytes:
         return "unknown"
     left = device.total.bytes - device.in_use - needed
     if left < 0 and device.nccl is not None:  # NCCL asked last, and not PyTorch

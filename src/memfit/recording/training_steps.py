@@ -109,6 +109,7 @@ class TrainingStepTracker:
         self._end_now = end_now
         self._times_ended = 0
         self._optimizer_steps = 0  # of any optimizer
+        self._had_optimizer = False
         self._warm_up_steps = 0
         self._captures = GraphCaptures()
         self._round = 0  # a new round begins when an optimizer steps for the second time in one
@@ -138,6 +139,11 @@ class TrainingStepTracker:
     def optimizers(self) -> tuple[Optimizer, ...]:
         """The optimizers that exist now."""
         return tuple(self._last_round)
+
+    @property
+    def backwards_without_update(self) -> int:
+        """The backward passes so far if there were optimizers and none has stepped; otherwise 0."""
+        return self.backwards if self._had_optimizer and not self._optimizer_steps else 0
 
     def install(self, hooks: InstalledHooks) -> None:
         """Hook the optimizers, backward passes and gradient scalers of this process."""
@@ -187,6 +193,7 @@ class TrainingStepTracker:
     # -- optimizers ---------------------------------------------------------------------------
 
     def _note_optimizer(self, optimizer: Optimizer) -> None:
+        self._had_optimizer = True
         self._last_round.setdefault(optimizer, self._round)
 
     def enter_optimizer(self, optimizer: Optimizer) -> None:

@@ -196,8 +196,9 @@ class DryRun(PrintableResult):
     """``fits``, ``tight`` (it fits by less than ``uncertainty``), ``does not fit`` (an allocation failed and
     the script carried on, or NCCL took more than PyTorch had left), ``out of memory``, ``may not fit`` (the
     two, with ``bound`` or ``range``: the script may need less), or ``unknown``: the script failed, gave up
-    (an exit code other than 0), was interrupted or started ``children`` that use the GPU, or this is a
-    snapshot, which names no device."""
+    (an exit code other than 0), was interrupted or started ``children`` that use the GPU, ran to its end with
+    optimizers that made no update, or this is a snapshot, which names no
+    device."""
     device: DeviceUse
     steps: int
     peak_allocated: int

@@ -58,13 +58,26 @@ def verdict_of_run(result: DryRun, *, hints: bool = True) -> VerdictLines:
         return _failure(result, hints=hints)
     failed = result.end.reason in ("exception", "interrupted") or result.end.gave_up
     *before, last = _memory_needed_and_taken(result) if failed else (_memory_needed(result),)
-    ended = [f"The {'resumed ' * result.resumed}script ended with {_ended(result.end)}"] if failed else []
+    covered, why = "without children", ""
+    if failed:
+        covered = "up to where it ended"
+        why = f"The {'resumed ' * result.resumed}script ended with {_ended(result.end)}"
+    elif result.end.backwards_without_update:
+        covered, why = "without an update", _no_update(result.end.backwards_without_update, hints=hints)
     return VerdictLines(
         "INCOMPLETE",
-        (*before, f"{last} {'up to where it ended' if failed else 'without children'}"),
+        (*before, f"{last} {covered}"),
         "yellow",
-        lines=(*_bound(result, hints=hints), *ended, *map(_child, result.children)),
+        lines=tuple(filter(None, (*_bound(result, hints=hints), why, *map(_child, result.children)))),
     )
+
+
+def _no_update(backwards: int, *, hints: bool) -> str:
+    """Return that a script ran backward passes, and its optimizers never stepped."""
+    passes = f"{backwards} backward pass{'es' * (backwards != 1)}"
+    text = f"The script ran {passes}, and its optimizers never stepped: what an update needs is missing."
+    why = " If it should have trained, a GPU value that it read may be the reason; --notes lists these reads."
+    return text + why * hints
 
 
 def _child(child: ChildProcess) -> str:
@@ -97,7 +110,7 @@ def _after_caught(result: DryRun) -> str:
 def _covers(result: DryRun, *, hints: bool) -> str:
     """Return which part of the script the answer covers."""
     if not result.end.stopped:
-        steps = f": {steps_run_in_words(result)}" * bool(result.steps)
+        steps = f": {steps_run_in_words(result)}" if result.steps else ", which has no training step"
         return f"This result covers the whole run{', shortened' * bool(result.shortened)}{steps}."
     if result.end.reason == "time":
         steps = steps_run_in_words(result)
