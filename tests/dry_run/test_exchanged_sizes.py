@@ -39,10 +39,10 @@ def test_sizes_that_ranks_exchange_are_those_of_this_rank(dry_run):
     total = size.clone()
     dist.all_reduce(total)
     print([each.tolist() for each in sizes] == [[5, 6, 7, 8]] * 4, all_sizes.tolist() == [5, 6, 7, 8] * 4)
-    print(swapped.tolist(), total.tolist())  # what a reduction returns is not known
+    print(swapped.tolist(), total.tolist())
     """
     done = run_as_rank_1(dry_run, script)
-    assert done.out.splitlines()[:2] == ["True True", "[6, 6, 6, 6] [0, 0, 0, 0]"], done.err
+    assert done.out.splitlines()[:2] == ["True True", "[6, 6, 6, 6] [20, 24, 28, 32]"], done.err
 
 
 def test_a_rank_may_receive_the_tokens_of_all_ranks(dry_run):

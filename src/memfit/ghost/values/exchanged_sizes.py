@@ -1,9 +1,10 @@
 """Sizes and counts that ranks exchange, whose elements are known (``small_tensors.py``).
 
-The other ranks run the same program, so what they send is taken to be what this rank sends. Counts of tokens
-by expert are the exception: an even share would understate what a rank must be ready to receive. By default,
-every rank sends all its tokens to one expert of this rank, the most that it can receive; ``routing=even``, a
-share or a number choose otherwise, spread over the senders and this rank's experts.
+The other ranks run the same program, so what they send is taken to be what this rank sends: what is gathered
+repeats it, a sum is as many times it as there are ranks, and mean, maximum and minimum are it. Counts of
+tokens by expert are the exception: an even share would understate what a rank must be ready to receive. By
+default, every rank sends all its tokens to one expert of this rank, the most that it can receive;
+``routing=even``, a share or a number choose otherwise, spread over the senders and this rank's experts.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,10 +32,13 @@ _BROADCAST = Patch("torch.distributed:ProcessGroup", "broadcast*", why="know siz
 """A sender that does not exist is taken to have what this rank has."""
 _FUNCTIONAL = Patch(
     "torch:ops._c10d_functional",
-    *("all_to_all_single", "all_gather_into_tensor"),
+    *("all_to_all_single", "all_gather_into_tensor", "all_reduce", "all_reduce_"),
     why="know sizes that ranks exchange",
     source="torch/csrc/distributed/c10d/Functional.cpp",
 )
+
+_UNCHANGED = ("AVG", "MIN", "MAX")
+"""Reductions of equal operands that return the operand; NCCL has none of bits."""
 
 Fact = KnownValue | KnownElements | None
 
@@ -46,7 +50,8 @@ def track_exchanged_values(values: AssumedValues) -> None:
     """
     if not torch.distributed.is_available():
         return
-    exchanges = {
+    exchanges: dict[str, Callable[..., Facts]] = {
+        **dict.fromkeys(("allreduce", "allreduce_coalesced"), _reduce_all),
         **dict.fromkeys(("allgather",), _gather_lists),
         **dict.fromkeys(("_allgather_base", "all_gather_single"), _gather),
         **dict.fromkeys(("alltoall_base", "all_to_all_single"), _swap),
@@ -83,6 +88,15 @@ def override_functional_collectives(values: AssumedValues) -> KernelOverrides:
         result: torch.Tensor = run(tensor, size, group_name)
         values.known.put(result, _received(values, fact), fresh=True)
         return result
+
+    for op in ("all_reduce", "all_reduce_"):
+
+        @overrides.add(op, "CUDA")
+        def all_reduce(run: Kernel, tensor: torch.Tensor, reduction: str, group_name: str) -> object:
+            fact = _reduced(values, group_of(group_name), tensor, reduction.upper())
+            result: torch.Tensor = run(tensor, reduction, group_name)
+            values.known.put(result, _received(values, fact), fresh=result is not tensor)
+            return result
 
     return overrides
 
@@ -128,6 +142,27 @@ Facts = list[tuple[torch.Tensor, Fact]]
 
 def _nothing(*_: object) -> Facts:
     return []
+
+
+def _reduce_all(values: AssumedValues, group: Any, tensors: Any, *reduction: Any) -> Facts:
+    """Return what an all-reduce leaves in tensors; without a reduction, it is a sum."""
+    chosen = getattr(reduction[0], "reduceOp", reduction[0]) if reduction else None
+    name = "SUM" if chosen is None else getattr(chosen, "op", chosen).name
+    listed = tensors if isinstance(tensors, list | tuple) else [tensors]
+    return [(tensor, _reduced(values, group, tensor, name)) for tensor in listed]
+
+
+def _reduced(values: AssumedValues, group: Any, tensor: torch.Tensor, reduction: str) -> Fact:
+    """Return what a reduction of tensors returns that all are as this rank's."""
+    fact = _own(values, tensor)
+    if fact is None or reduction in _UNCHANGED:
+        return fact
+    if reduction != "SUM":
+        return None
+    size = int(group.size())
+    if isinstance(fact, KnownValue):
+        return fact._replace(value=fact.value * size)
+    return fact._replace(values=(fact.values * size).to(tensor.dtype))
 
 
 def _gather(
