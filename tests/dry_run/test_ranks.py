@@ -46,9 +46,9 @@ def test_the_other_ranks_send_what_this_one_sends(dry_run):
     sizes = torch.zeros(4, dtype=torch.int64, device="cuda")
     dist.all_gather_into_tensor(sizes, torch.tensor([70], device="cuda"), group=half)
     assert sizes.tolist() == [70] * 4, sizes
-    total = torch.zeros(1, device="cuda")
+    total = torch.full((1,), 2.0, device="cuda")
     dist.all_reduce(total)
-    assert total.item() == 1  # memfit's stand-in for an unknown value, not the zero from before
+    assert total.item() == 16
     on_cpu = dist.new_group(backend="gloo")
     gathered = [torch.zeros(1) for _ in range(8)]
     dist.all_gather(gathered, torch.ones(1), group=on_cpu)

@@ -100,11 +100,12 @@ class TokenCountBasis(IntEnum):
 
 
 class KnownElements(NamedTuple):
-    """The elements of a small tensor, one by one. Rules: ``small_tensors.py``."""
+    """The elements of a small tensor, one by one (``computed_on_cpu.py``)."""
 
     values: torch.Tensor
     """On the CPU, in the tensor's shape and dtype."""
     routing: TokenCountBasis = TokenCountBasis.NONE
+    basis: KnownValueBasis = KnownValueBasis.FILLED
 
 
 def known_value_of_number(number: object) -> KnownValue | None:

@@ -95,6 +95,8 @@ def _operands(inputs: KnownInputs, *operands: object) -> list[KnownValue | None]
 
 def _compare(function: Callable[[Any, Any], bool], inputs: KnownInputs, a: Any, b: Any) -> KnownValue | None:
     left, right = _operands(inputs, a, b)
+    if left is None and _tests_for_finiteness(a, b):
+        return KnownValue(function(0.0, 0.0 if a is b else b), KnownValueBasis.FINITE)
     if left is None and right is not None and function is operator.eq and not isinstance(b, torch.Tensor):
         return _where_equal(inputs.known, a, right.value)
     if left is None or right is None:
@@ -102,6 +104,11 @@ def _compare(function: Callable[[Any, Any], bool], inputs: KnownInputs, a: Any, 
     dtype = torch.result_type(a, b)  # 0.1 rounds differently in half than in float
     x, y = round_to_dtype(left.value, dtype), round_to_dtype(right.value, dtype)
     return None if x is None or y is None else _combined(function(x, y), left, right)
+
+
+def _tests_for_finiteness(a: Any, b: Any) -> bool:
+    """Return whether floats are compared with themselves, as NaN is found, or with infinity."""
+    return a.is_floating_point() and (a is b or (isinstance(b, float) and not math.isfinite(b)))
 
 
 def _where_equal(known: KnownValues, tensor: object, number: Number) -> KnownValue | None:
@@ -290,6 +297,8 @@ RULES: Mapping[str, PropagationRule] = {
     },
     "logical_not": _not,
     "bitwise_not": _invert,
+    "_to_copy": _unchanged,
+    "clone": _unchanged,
     "max": _unchanged,
     "max.dim": _unchanged,
     "amax": _unchanged,

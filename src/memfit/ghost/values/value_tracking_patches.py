@@ -23,11 +23,11 @@ import torch
 from memfit.dispatch_modes import without_dispatch_modes
 from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.ghost.values.assumed_values import AssumedValues
+from memfit.ghost.values.computed_on_cpu import may_have_known_elements
 from memfit.ghost.values.exchanged_sizes import track_exchanged_values
 from memfit.ghost.values.known_values import KnownElements, KnownValue, is_plain_tensor, known_value_of_number
 from memfit.ghost.values.propagation_rules import union_of_known_indices
 from memfit.ghost.values.small_tensors import (
-    is_small_integer_tensor,
     replace_torch_function,
     track_small_tensors,
 )
@@ -111,6 +111,8 @@ def _record(
     """Call a function and record its result's value: ``value``, or the argument at that position."""
     result = function(*args, **options)
     if not torch.compiler.is_compiling() and is_plain_tensor(result) and result.is_cuda:
+        if result._is_view() and values.known.elements(result) is not None:
+            return result  # with those of its base, see ``computed_on_cpu.py``
         known = _number_at(value, args, options) if isinstance(value, int) else value
         values.known.put(result, known, fresh=not function.__name__.endswith("_"))
     return result
@@ -134,6 +136,8 @@ def _track_indexed_writes(values: AssumedValues) -> None:
     ) -> Any:
         known = values.known.mostly(self) if is_plain_tensor(self) and self.is_cuda else None
         result = method(self, *args, **options)
+        if known is not None and values.known.elements(self) is not None:
+            return result
         count = written(self, *args, **options) if known is not None else None
         if known is not None and count is not None:
             at = args[0] if written is _selected and self.dim() == 1 else None
@@ -174,7 +178,7 @@ def _arrived(
     One element is answered as ``item()`` answers it.
     """
     if source.is_cpu:
-        if is_small_integer_tensor(source):
+        if may_have_known_elements(source):
             on_cpu = source.detach().to(copy.dtype, memory_format=torch.contiguous_format, copy=True)
             values.known.put(copy, KnownElements(on_cpu), fresh=True)
         return copy

@@ -1,0 +1,207 @@
+"""Small tensors whose elements are all known: an op on them is computed on the CPU, too.
+
+    flags = torch.tensor([0, 3], device="cuda")    elements from the CPU
+    torch.cat([flags > 1, done])                   computed on the CPU from known elements
+    flags[1] = 5                                   a write through a view: the base's elements are known, too
+
+PyTorch's own kernel of the GPU runs as well, so every allocation is its own. What an op does is not stated
+here: it runs on copies of the known elements. One function covers the ops that PyTorch tags as pointwise, the
+reductions, and those that move elements.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from memfit.ghost.values.known_values import (
+    KnownElements,
+    KnownValueBasis,
+    KnownValues,
+    TokenCountBasis,
+    is_plain_tensor,
+)
+
+SMALLEST_UNKNOWN = 4097
+"""Tensors with so many elements are not kept by element."""
+_NO_ELEMENTS = (torch.complex64, torch.complex128, torch.complex32)
+_OTHERS = (
+    *("sum", "sum.dim_IntList", "prod", "prod.dim_int", "cumsum", "cumprod", "mean", "mean.dim"),
+    *("max", "max.dim", "min", "min.dim", "amax", "amin", "aminmax", "argmax", "argmin", "count_nonzero"),
+    *("all", "all.dim", "all.dims", "any", "any.dim", "any.dims", "_is_all_true", "_is_any_true"),
+    *("cat", "stack", "clone", "_to_copy", "copy_", "fill_.Scalar", "fill_.Tensor", "zero_"),
+    *("index.Tensor", "index_select", "index_put_", "_index_put_impl_", "gather", "where.self"),
+    *("masked_fill.Scalar", "masked_fill_.Scalar", "index_fill_.int_Scalar", "index_copy_"),
+    *("scatter_.src", "scatter_.value", "scatter.src", "scatter.value", "isin.Tensor_Tensor"),
+    *("nonzero", "sort", "sort.stable", "topk", "flip", "roll", "repeat", "tril", "triu"),
+    *("zeros_like", "ones_like", "full_like", "linalg_vector_norm", "norm.Scalar", "norm.ScalarOpt_dim"),
+)
+"""Reductions, and ops that move elements."""
+
+
+_WITH_NUMBERS = (
+    "add",
+    "sub",
+    "subtract",
+    "rsub",
+    "mul",
+    "multiply",
+    "div",
+    "divide",
+    "true_divide",
+    "floor_divide",
+)
+"""Ops that get a number as a tensor, which an override cannot pass on. ``small_tensors.py`` wraps their
+methods."""
+
+
+def ops_computed_on_cpu() -> tuple[str, ...]:
+    """Return the ATen ops, with their overloads, whose results follow from the elements of their inputs."""
+    return tuple(dict.fromkeys((*_pointwise(), *_OTHERS)))
+
+
+def _pointwise() -> Iterator[str]:
+    """Yield the ops that PyTorch tags as computing each element from those at its place."""
+    for qualified in torch._C._dispatch_get_all_op_names():
+        namespace, _, name = qualified.partition("::")
+        base, _, overload = name.partition(".")
+        if namespace != "aten" or base.startswith(("_foreach", "_fused")) or "out" in overload:
+            continue
+        if base.rstrip("_") in _WITH_NUMBERS:
+            continue
+        op = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
+        tags = getattr(op, "tags", ())
+        if torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags:
+            yield name
+
+
+def may_have_known_elements(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is small enough, and of a dtype, to be known by element."""
+    return tensor.numel() < SMALLEST_UNKNOWN and tensor.dtype not in _NO_ELEMENTS
+
+
+def known_elements(known: KnownValues, tensor: torch.Tensor) -> KnownElements | None:
+    """Return the elements of a tensor on the GPU, or of a CPU tensor; None if they are not known."""
+    if not may_have_known_elements(tensor) or not is_plain_tensor(tensor):
+        return None
+    if tensor.is_cpu:
+        return KnownElements(tensor.detach())
+    found = known.elements(tensor)
+    if found is not None:
+        return found
+    value = known.get(tensor)
+    if value is None or value.basis is KnownValueBasis.CHECKED:
+        return None
+    full = torch.full(tensor.shape, value.value, dtype=tensor.dtype, device="cpu")
+    return KnownElements(full, basis=value.basis)
+
+
+class _UnknownError(Exception):
+    """An argument is not known by element."""
+
+
+class CpuComputation:
+    """One op on small tensors, computed on the CPU before it runs on the GPU.
+
+    Args:
+        known: the known values of tensors.
+    """
+
+    def __init__(self, known: KnownValues) -> None:
+        self._known = known
+        self._basis = KnownValueBasis.FILLED
+        self._routing = TokenCountBasis.NONE
+        self._has_elements = False
+
+    def run(
+        self,
+        op: Callable[..., Any],
+        args: Sequence[Any],
+        options: dict[str, Any],
+        *,
+        writes: bool,
+        needs_elements: bool,
+    ) -> tuple[KnownElements, ...]:
+        """Return the elements of each result; empty if they do not follow.
+
+        Args:
+            op: an overload, or a function of PyTorch's.
+            args: its arguments.
+            options: the same, by keyword.
+            writes: whether it writes to the first of them.
+            needs_elements: whether one of its tensors at least must be known by element, and not as a whole.
+        """
+        try:
+            on_cpu = [self._on_cpu(each) for each in args]
+            named = {name: self._on_cpu(each) for name, each in options.items() if name not in _PLACES}
+        except _UnknownError:
+            return ()
+        if needs_elements and not self._has_elements:
+            return ()
+        if writes:
+            on_cpu[0] = on_cpu[0].clone()
+        try:
+            with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+                result = op(*on_cpu, **named)
+        except (RuntimeError, NotImplementedError, IndexError, TypeError):
+            return ()  # the CPU lacks this op for the dtype, or the op itself will raise
+        results = result if isinstance(result, tuple | list) else (result,)
+        return tuple(
+            KnownElements(each.contiguous(), self._routing, self._basis)
+            for each in results
+            if isinstance(each, torch.Tensor)
+        )
+
+    def _on_cpu(self, argument: Any) -> Any:
+        if isinstance(argument, torch.Tensor):
+            found = known_elements(self._known, argument)
+            if found is None:
+                raise _UnknownError
+            if argument.is_cuda:
+                self._basis, self._routing = max(self._basis, found.basis), max(self._routing, found.routing)
+                self._has_elements |= self._known.elements(argument) is not None
+            return found.values
+        if isinstance(argument, list | tuple):
+            return [self._on_cpu(each) for each in argument]
+        if isinstance(argument, torch.device):
+            return torch.device("cpu")
+        return argument
+
+
+_PLACES = ("device", "pin_memory", "non_blocking", "layout")
+
+
+def put_elements(known: KnownValues, result: Any, computed: tuple[KnownElements, ...]) -> bool:
+    """Record the elements of new tensors; return whether all are known."""
+    results = result if isinstance(result, tuple | list) else (result,)
+    tensors = [each for each in results if isinstance(each, torch.Tensor)]
+    if not computed or len(tensors) != len(computed):
+        return False
+    pairs = list(zip(tensors, computed, strict=True))
+    if any(not on_gpu.is_cuda or on_gpu.shape != each.values.shape for on_gpu, each in pairs):
+        return False
+    for on_gpu, each in pairs:
+        known.put(on_gpu, each._replace(values=each.values.to(on_gpu.dtype)), fresh=True)
+    return True
+
+
+def elements_after_write(
+    known: KnownValues, written: torch.Tensor, computed: tuple[KnownElements, ...]
+) -> tuple[torch.Tensor, KnownElements] | None:
+    """Return the tensor that a write changes and its elements after it: of a view, those of its base.
+
+    None if they are not known. To be called before the write.
+    """
+    if len(computed) != 1 or computed[0].values.shape != written.shape:
+        return None
+    new = computed[0]._replace(values=computed[0].values.to(written.dtype))
+    base = written._base
+    if base is None:
+        return written, new
+    before = known_elements(known, base)
+    if before is None or not base.is_contiguous():
+        return None
+    after = before.values.clone(memory_format=torch.contiguous_format)
+    offset = int(written.storage_offset()) - int(base.storage_offset())
+    after.as_strided(written.shape, written.stride(), offset).copy_(new.values)
+    return base, KnownElements(after, max(before.routing, new.routing), max(before.basis, new.basis))
