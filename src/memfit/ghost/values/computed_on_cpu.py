@@ -18,12 +18,13 @@ from memfit.ghost.values.known_values import (
     KnownElements,
     KnownValueBasis,
     KnownValues,
-    TokenCountBasis,
     is_plain_tensor,
 )
 
-SMALLEST_UNKNOWN = 4097
-"""Tensors with so many elements are not kept by element."""
+_MOST = 4096
+"""The largest tensor, in elements, whose elements are kept."""
+_PLACES = ("device", "pin_memory", "non_blocking", "layout")
+"""Keyword arguments that say where a result is."""
 _NO_ELEMENTS = (torch.complex64, torch.complex128, torch.complex32)
 _OTHERS = (
     *("sum", "sum.dim_IntList", "prod", "prod.dim_int", "cumsum", "cumprod", "mean", "mean.dim"),
@@ -77,7 +78,7 @@ def _pointwise() -> Iterator[str]:
 
 def may_have_known_elements(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is small enough, and of a dtype, to be known by element."""
-    return tensor.numel() < SMALLEST_UNKNOWN and tensor.dtype not in _NO_ELEMENTS
+    return tensor.numel() <= _MOST and tensor.dtype not in _NO_ELEMENTS
 
 
 def known_elements(known: KnownValues, tensor: torch.Tensor) -> KnownElements | None:
@@ -100,81 +101,66 @@ class _UnknownError(Exception):
     """An argument is not known by element."""
 
 
-class CpuComputation:
-    """One op on small tensors, computed on the CPU before it runs on the GPU.
+def compute_on_cpu(
+    known: KnownValues,
+    op: Callable[..., Any],
+    args: Sequence[Any],
+    options: dict[str, Any],
+    *,
+    writes: bool,
+    needs_elements: bool = False,
+) -> tuple[KnownElements, ...]:
+    """Return the elements of each result of an op; empty if they do not follow from its arguments.
 
     Args:
         known: the known values of tensors.
+        op: an overload, or a function of PyTorch's.
+        args: its arguments.
+        options: the same, by keyword.
+        writes: whether it writes to the first of them.
+        needs_elements: whether one of its tensors at least must be known by element, and not as a whole.
     """
+    found: list[KnownElements] = []
+    by_element = False
 
-    def __init__(self, known: KnownValues) -> None:
-        self._known = known
-        self._basis = KnownValueBasis.FILLED
-        self._routing = TokenCountBasis.NONE
-        self._has_elements = False
-
-    def run(
-        self,
-        op: Callable[..., Any],
-        args: Sequence[Any],
-        options: dict[str, Any],
-        *,
-        writes: bool,
-        needs_elements: bool,
-    ) -> tuple[KnownElements, ...]:
-        """Return the elements of each result; empty if they do not follow.
-
-        Args:
-            op: an overload, or a function of PyTorch's.
-            args: its arguments.
-            options: the same, by keyword.
-            writes: whether it writes to the first of them.
-            needs_elements: whether one of its tensors at least must be known by element, and not as a whole.
-        """
-        try:
-            on_cpu = [self._on_cpu(each) for each in args]
-            named = {name: self._on_cpu(each) for name, each in options.items() if name not in _PLACES}
-        except _UnknownError:
-            return ()
-        if needs_elements and not self._has_elements:
-            return ()
-        if writes:
-            on_cpu[0] = on_cpu[0].clone()
-        try:
-            with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
-                result = op(*on_cpu, **named)
-        except (RuntimeError, NotImplementedError, IndexError, TypeError):
-            return ()  # the CPU lacks this op for the dtype, or the op itself will raise
-        results = result if isinstance(result, tuple | list) else (result,)
-        return tuple(
-            KnownElements(each.contiguous(), self._routing, self._basis)
-            for each in results
-            if isinstance(each, torch.Tensor)
-        )
-
-    def _on_cpu(self, argument: Any) -> Any:
+    def on_cpu(argument: Any) -> Any:
+        nonlocal by_element
         if isinstance(argument, torch.Tensor):
-            found = known_elements(self._known, argument)
-            if found is None:
+            elements = known_elements(known, argument)
+            if elements is None:
                 raise _UnknownError
             if argument.is_cuda:
-                self._basis, self._routing = max(self._basis, found.basis), max(self._routing, found.routing)
-                self._has_elements |= self._known.elements(argument) is not None
-            return found.values
-        if isinstance(argument, list | tuple):
-            return [self._on_cpu(each) for each in argument]
-        if isinstance(argument, torch.device):
-            return torch.device("cpu")
-        return argument
+                found.append(elements)
+                by_element |= known.elements(argument) is not None
+            return elements.values
+        return [on_cpu(each) for each in argument] if isinstance(argument, list | tuple) else argument
+
+    try:
+        moved = [on_cpu(each) for each in args]
+        named = {name: on_cpu(each) for name, each in options.items() if name not in _PLACES}
+    except _UnknownError:
+        return ()
+    if not found or (needs_elements and not by_element):
+        return ()
+    if writes:
+        moved[0] = moved[0].clone()
+    try:
+        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+            result = op(*moved, **named)
+    except (RuntimeError, IndexError, TypeError):
+        return ()  # the CPU lacks this op for the dtype, or the op will raise on the GPU, too
+    routing, basis = max(each.routing for each in found), max(each.basis for each in found)
+    return tuple(KnownElements(each.contiguous(), routing, basis) for each in _tensors(result))
 
 
-_PLACES = ("device", "pin_memory", "non_blocking", "layout")
+def _tensors(result: Any) -> list[torch.Tensor]:
+    results = result if isinstance(result, tuple | list) else (result,)
+    return [each for each in results if isinstance(each, torch.Tensor)]
 
 
 def put_elements(known: KnownValues, result: Any, computed: tuple[KnownElements, ...]) -> bool:
     """Record the elements of new tensors; return whether all are known."""
-    results = result if isinstance(result, tuple | list) else (result,)
-    tensors = [each for each in results if isinstance(each, torch.Tensor)]
+    tensors = _tensors(result)
     if not computed or len(tensors) != len(computed):
         return False
     pairs = list(zip(tensors, computed, strict=True))

@@ -2,6 +2,7 @@
 
     the script reads                the ghost returns
     ----------------------------    ------------------------------------------------------------------
+    elements of a small tensor      what the CPU computed from known elements (``computed_on_cpu.py``)
     one element                     its known value (``propagation_rules.py``), or the bytes that the
                                     ghost remembers, or an assumed value: 1.0, 1 or False
     a number of elements            the largest possible (``data_dependent_sizes.py``)
@@ -23,12 +24,13 @@ from typing import Any
 
 import torch
 
+from memfit.dispatch_modes import without_dispatch_modes
 from memfit.ghost.kernel_override_registry import Kernel, KernelOverrides
 from memfit.ghost.note_callback_protocol import NoteCallback
 from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.ghost.values.assumed_values import AssumedValues, GpuRead, explain_gpu_read
 from memfit.ghost.values.computed_on_cpu import (
-    CpuComputation,
+    compute_on_cpu,
     elements_after_write,
     may_have_known_elements,
     ops_computed_on_cpu,
@@ -199,13 +201,14 @@ def _track(overrides: KernelOverrides, inputs: KnownInputs, op: str, rule: Propa
     @overrides.add(op, "AutogradCUDA")
     def track(run: Kernel, *args: Any, **options: Any) -> object:
         computed: tuple[KnownElements, ...] = ()
+        written = None
         if is_computed and _are_small(args):
-            needs_elements = rule is not _no_rule
-            computed = CpuComputation(known).run(
-                overload, args, options, writes=writes, needs_elements=needs_elements
-            )
+            with without_dispatch_modes():
+                computed = compute_on_cpu(
+                    known, overload, args, options, writes=writes, needs_elements=rule is not _no_rule
+                )
+                written = elements_after_write(known, args[0], computed) if writes else None
         if writes:
-            written = elements_after_write(known, args[0], computed)
             result = run(*args, **options)
             if written is not None:
                 known.put(*written)
@@ -217,7 +220,10 @@ def _track(overrides: KernelOverrides, inputs: KnownInputs, op: str, rule: Propa
                 result = packet(*args, **options)
         else:
             result = run(*args, **options)
-        if not put_elements(known, result, computed) and rule is not _no_rule:
+        if computed:
+            with without_dispatch_modes():
+                computed = computed if put_elements(known, result, computed) else ()
+        if not computed and rule is not _no_rule:
             first: Any = result[0] if isinstance(result, tuple) else result
             if first.is_cuda:
                 known.put(first, fact, fresh=True)

@@ -136,8 +136,6 @@ class KnownValues:
         self._entries: dict[int, _Entry] = {}
         self._exposed: set[int] = set()
         self._sweep_at = 1024
-        self.holds_elements = False
-        """Whether the elements of any tensor have been recorded."""
 
     def get(self, tensor: torch.Tensor) -> KnownValue | None:
         """Return the value of every element of ``tensor``, or None if it is unknown.
@@ -243,10 +241,8 @@ class KnownValues:
             if value is None or (fact.exceptions >= tensor.numel() and fact.selection is None):
                 return
             fact = fact._replace(value=value)
-        if isinstance(fact, KnownElements):
-            if not tensor.is_contiguous():
-                return
-            self.holds_elements = True
+        if isinstance(fact, KnownElements) and not tensor.is_contiguous():
+            return
         state = self.state(tensor)
         if state is not None:
             self._entries[storage] = _Entry(state, fact)

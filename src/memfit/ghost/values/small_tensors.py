@@ -1,9 +1,9 @@
-"""Small tensors on the GPU whose elements are known one by one: sizes, counts, offsets.
+"""Small tensors on the GPU whose elements are known one by one: flags, sizes, counts, offsets.
 
-    torch.tensor([3, 4], device="cuda")  to("cuda")       integers from the CPU
+    torch.tensor([3, 4], device="cuda")  to("cuda")       elements from the CPU
     bincount  histc  scatter_add_  one_hot(...).sum(0)    counts by class: as even as possible
-    sum  cumsum  long  stack  ...                         computed on the CPU, from known elements
-    all_gather  all_to_all_single  ...                    what this rank sends (``exchanged_sizes.py``)
+    x + 1  x *= y  ...                                    computed on the CPU (``computed_on_cpu.py``)
+    all_gather  all_reduce  ...                           what this rank sends (``exchanged_sizes.py``)
 
 A script that sends tokens to experts on other ranks counts them by expert, exchanges the counts, copies them
 to the CPU and allocates what it will receive. What it reads must add up, or its own collectives refuse it.
@@ -21,7 +21,7 @@ from torch.utils._device import _device_constructors
 from memfit.dispatch_modes import without_dispatch_modes
 from memfit.ghost.values.assumed_values import AssumedValues
 from memfit.ghost.values.computed_on_cpu import (
-    CpuComputation,
+    compute_on_cpu,
     elements_after_write,
     may_have_known_elements,
     put_elements,
@@ -135,9 +135,7 @@ def _compute(values: AssumedValues, function: Callable[..., Any], *args: Any, **
     writes = function.__name__.endswith("_") and not function.__name__.endswith("__")
     writes |= function.__name__.startswith("__i")
     with without_dispatch_modes():
-        computed = CpuComputation(values.known).run(
-            function, args, options, writes=writes, needs_elements=False
-        )
+        computed = compute_on_cpu(values.known, function, args, options, writes=writes)
         written = elements_after_write(values.known, args[0], computed) if writes and computed else None
     result = function(*args, **options)
     if written is not None:
