@@ -87,6 +87,20 @@ def test_a_run_that_skips_every_update_is_incomplete_and_names_the_value_that_it
     assert "no optimizer stepped" not in run.err
 
 
+def test_floats_that_were_never_computed_are_finite_wherever_a_script_asks(dry_run):
+    script = """
+        import torch
+        inf = float("inf")
+        gradient = torch.randn(1 << 16, device="cuda", dtype=torch.bfloat16)
+        norm = torch.linalg.vector_norm(gradient.float())
+        found = norm == inf, norm != norm, norm < inf, gradient.eq(-inf).any(), norm.ne(inf), norm > 3
+        print(*(each.item() for each in found))
+    """
+    run = dry_run(script)
+    assert run.out.splitlines()[0] == "False False True False True False"
+    assert any("assumed to be finite" in note["text"] for note in run.answer["notes"])
+
+
 def test_backward_passes_for_their_gradients_alone_are_a_whole_run(dry_run):
     script = """
         import torch

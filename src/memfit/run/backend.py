@@ -23,7 +23,7 @@ from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.ghost.workspaces import WorkspaceSource
 from memfit.native_build import cache_folder
 from memfit.patching.after_import import call_after_import
-from memfit.records import DeviceUse, Figure, MachineKind, Provenance
+from memfit.records import DeviceUse, Figure, MachineKind, Provenance, ScriptEnd
 from memfit.run.charge_nccl_communicators_to_ghost import CommunicatorMemory
 from memfit.run.child_start import ChildSettings, GhostSettings
 from memfit.run.job_rank import Rank
@@ -74,6 +74,19 @@ class Backend(ABC):
     def hint(self) -> str:
         """Return what about the backend may have made the script fail; empty if nothing."""
         return ""
+
+    def with_missing_updates(self, end: ScriptEnd, backwards: int) -> ScriptEnd:
+        """Note in a script's end that no optimizer stepped, and print what may have kept the script from it.
+
+        Args:
+            end: how the script ended.
+            backwards: the passes that no update followed; 0 if there were updates, or no optimizer.
+        """
+        if end.reason != "end" or end.exit_code or not backwards:
+            return end
+        if hint := self.hint():
+            print(f"memfit: no optimizer stepped. {hint}", file=sys.stderr)
+        return replace(end, backwards_without_update=backwards)
 
     @abstractmethod
     def device(self) -> DeviceUse:

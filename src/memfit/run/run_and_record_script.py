@@ -291,7 +291,8 @@ class ScriptProcess:
             if self._record is not None:
                 self._record.end()
             _exit(end.exit_code)
-        end = self._with_missing_updates(end)
+        if self._recorder is not None:
+            end = self._backend.with_missing_updates(end, self._recorder.steps.backwards_without_update)
         flush_output()
         self._let_others_end(end)
         if end.reason == "interrupted":
@@ -313,15 +314,6 @@ class ScriptProcess:
         if end.reason == "interrupted":
             kill_descendants(self._pid)
         _exit(end.exit_code)
-
-    def _with_missing_updates(self, end: ScriptEnd) -> ScriptEnd:
-        """Note in the script's end if its optimizers never stepped; print which values it read last."""
-        missing = 0 if self._recorder is None else self._recorder.steps.backwards_without_update
-        if end.reason != "end" or end.exit_code or not missing:
-            return end
-        if hint := self._backend.hint():
-            print(f"memfit: no optimizer stepped. {hint}", file=sys.stderr)
-        return replace(end, backwards_without_update=missing)
 
     def _let_others_end(self, end: ScriptEnd) -> None:
         """Wait for the rank that the script has started, or for one that has failed before this one."""

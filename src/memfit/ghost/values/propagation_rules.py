@@ -106,7 +106,7 @@ def _compare(function: Callable[[Any, Any], bool], inputs: KnownInputs, a: Any, 
     return None if x is None or y is None else _combined(function(x, y), left, right)
 
 
-def _tests_for_finiteness(a: Any, b: Any) -> bool:
+def _tests_for_finiteness(a: torch.Tensor, b: object) -> bool:
     """Return whether floats are compared with themselves, as NaN is found, or with infinity."""
     return a.is_floating_point() and (a is b or (isinstance(b, float) and not math.isfinite(b)))
 
