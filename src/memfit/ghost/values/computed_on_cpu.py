@@ -30,14 +30,16 @@ _OTHERS = (
     *("sum", "sum.dim_IntList", "prod", "prod.dim_int", "cumsum", "cumprod", "mean", "mean.dim"),
     *("max", "max.dim", "min", "min.dim", "amax", "amin", "aminmax", "argmax", "argmin", "count_nonzero"),
     *("all", "all.dim", "all.dims", "any", "any.dim", "any.dims", "_is_all_true", "_is_any_true"),
-    *("cat", "stack", "clone", "_to_copy", "copy_", "fill_.Scalar", "fill_.Tensor", "zero_"),
+    *("cat", "stack", "clone", "_to_copy"),
     *("index.Tensor", "index_select", "index_put_", "_index_put_impl_", "gather", "where.self"),
     *("masked_fill.Scalar", "masked_fill_.Scalar", "index_fill_.int_Scalar", "index_copy_"),
     *("scatter_.src", "scatter_.value", "scatter.src", "scatter.value", "isin.Tensor_Tensor"),
     *("nonzero", "sort", "sort.stable", "topk", "flip", "roll", "repeat", "tril", "triu"),
     *("zeros_like", "ones_like", "full_like", "linalg_vector_norm", "norm.Scalar", "norm.ScalarOpt_dim"),
 )
-"""Reductions, and ops that move elements."""
+"""Reductions, and ops that move elements. Not ``copy_``, ``fill_`` and ``zero_``: PyTorch's C++ code calls
+them on tensors that it keeps, such as the views of DDP's buckets, and an override makes Python objects of
+these. ``small_tensors.py`` wraps their methods."""
 
 
 _WITH_NUMBERS = (
@@ -133,7 +135,9 @@ def compute_on_cpu(
                 found.append(elements)
                 by_element |= known.elements(argument) is not None
             return elements.values
-        return [on_cpu(each) for each in argument] if isinstance(argument, list | tuple) else argument
+        if isinstance(argument, list):
+            return [on_cpu(each) for each in argument]
+        return tuple(map(on_cpu, argument)) if isinstance(argument, tuple) else argument
 
     try:
         moved = [on_cpu(each) for each in args]
@@ -150,7 +154,8 @@ def compute_on_cpu(
     except (RuntimeError, IndexError, TypeError):
         return ()  # the CPU lacks this op for the dtype, or the op will raise on the GPU, too
     routing, basis = max(each.routing for each in found), max(each.basis for each in found)
-    return tuple(KnownElements(each.contiguous(), routing, basis) for each in _tensors(result))
+    results = moved[:1] if writes else _tensors(result)
+    return tuple(KnownElements(each.contiguous(), routing, basis) for each in results)
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:

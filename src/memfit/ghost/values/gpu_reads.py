@@ -211,7 +211,8 @@ def _track(overrides: KernelOverrides, inputs: KnownInputs, op: str, rule: Propa
         if writes:
             result = run(*args, **options)
             if written is not None:
-                known.put(*written)
+                with without_dispatch_modes():
+                    known.put(*written)
             return result
         fact = None if computed else rule(inputs, *args, **options)
         if op.endswith(".Tensor") and any(isinstance(arg, bool | int | float | complex) for arg in args):

@@ -241,8 +241,10 @@ class KnownValues:
             if value is None or (fact.exceptions >= tensor.numel() and fact.selection is None):
                 return
             fact = fact._replace(value=value)
-        if isinstance(fact, KnownElements) and not tensor.is_contiguous():
-            return
+        if isinstance(fact, KnownElements):
+            if not tensor.is_contiguous():
+                return
+            fact = _one_value(fact) or fact
         state = self.state(tensor)
         if state is not None:
             self._entries[storage] = _Entry(state, fact)
@@ -275,6 +277,17 @@ class KnownValues:
                 key: entry for key, entry in self._entries.items() if entry.state.tensor() is not None
             }
             self._sweep_at = 1024 + 2 * len(self._entries)
+
+
+def _one_value(elements: KnownElements) -> KnownValue | None:
+    """Return the one value that all elements have, and that is no count of tokens; else None."""
+    if elements.routing is not TokenCountBasis.NONE:
+        return None
+    first = elements.values.flatten()[0].item()
+    if elements.values.numel() > 1 and bool((elements.values != first).any()):
+        return None
+    value = round_to_dtype(first, elements.values.dtype)
+    return None if value is None else KnownValue(value, elements.basis)
 
 
 def _storages(entry: _Entry) -> tuple[int, ...]:

@@ -37,19 +37,11 @@ from memfit.patching.patches import Patch, wrapped
 _INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 _METHODS = Patch(
     "torch._tensor:Tensor",
-    *("add", "sub", "mul", "div", "floor_divide", "add_", "sub_", "mul_", "div_", "sum"),
-    *(
-        "__add__",
-        "__radd__",
-        "__iadd__",
-        "__sub__",
-        "__rsub__",
-        "__isub__",
-        "__mul__",
-        "__rmul__",
-        "__imul__",
-    ),
-    *("__truediv__", "__rtruediv__", "__itruediv__", "__floordiv__", "__rfloordiv__"),
+    *("add", "sub", "mul", "div", "floor_divide", "sum"),
+    *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__"),
+    *("__truediv__", "__rtruediv__", "__floordiv__", "__rfloordiv__"),
+    *("add_", "sub_", "mul_", "div_", "copy_", "fill_", "zero_"),
+    *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__"),
     why="know sizes that a script computes",
 )
 _FUNCTIONS = Patch(
@@ -57,7 +49,7 @@ _FUNCTIONS = Patch(
     *("add", "sub", "mul", "div", "floor_divide", "sum"),
     why="know sizes that a script computes",
 )
-"""Arithmetic, computed on the CPU, too, if all its tensors are known. Other ops: ``gpu_reads.py``."""
+"""Arithmetic and writes, computed on the CPU, too, if all tensors are known. Other ops: ``gpu_reads.py``."""
 _COUNTING_FUNCTIONS = Patch("torch", "bincount", "histc", why="count by class")
 _COUNTING_METHODS = Patch("torch._tensor:Tensor", "bincount", "histc", "scatter_add_", why="count by class")
 _ONE_HOT = Patch("torch.nn.functional", "one_hot", why="count by class")
@@ -129,20 +121,31 @@ def _noting(note: Callable[..., None], values: AssumedValues) -> Callable[..., A
 
 
 def _compute(values: AssumedValues, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Call a function of arithmetic; compute its result on the CPU, too, if its tensors are known."""
+    """Call a function; compute its result, or what it writes, on the CPU, too, if its tensors are known."""
     if torch.compiler.is_compiling() or not _are_small(args):
         return function(*args, **options)
-    writes = function.__name__.endswith("_") and not function.__name__.endswith("__")
-    writes |= function.__name__.startswith("__i")
+    writes = _is_write(function.__name__)
+    if writes and not args[0].is_cuda:
+        return function(*args, **options)
     with without_dispatch_modes():
         computed = compute_on_cpu(values.known, function, args, options, writes=writes)
         written = elements_after_write(values.known, args[0], computed) if writes and computed else None
     result = function(*args, **options)
-    if written is not None:
-        values.known.put(*written)
-    elif computed and not writes:
-        put_elements(values.known, result, computed)
+    with without_dispatch_modes():
+        if written is not None:
+            values.known.put(*written)
+        elif computed and not writes:
+            put_elements(values.known, result, computed)
     return result
+
+
+def _is_write(name: str) -> bool:
+    """Return whether a method writes to its tensor.
+
+    >>> [_is_write(name) for name in ("add", "add_", "__add__", "__iadd__", "__setitem__")]
+    [False, True, False, True, True]
+    """
+    return name.startswith(("__i", "__set")) or (name.endswith("_") and not name.endswith("__"))
 
 
 def _are_small(args: Iterable[Any]) -> bool:

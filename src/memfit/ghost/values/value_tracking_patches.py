@@ -6,7 +6,7 @@
     to  cpu  copy_  tolist  numpy  on_cpu[...] = ...    replace the values that arrive on the CPU
     data  data_ptr  dlpack  storage  set_  swap_tensors forget: autograd no longer sees all writes
     _foreach_*_  _fused_*_                              forget: they write without incrementing versions
-    sum  cumsum  bincount  ...                          follow small tensors by element (small_tensors.py)
+    + - * /  copy_  bincount  ...                       follow small tensors by element (small_tensors.py)
     ProcessGroup.allreduce  allgather  ...              forget what they write (exchanged_sizes.py)
     CUDAGraph.replay                                    forget everything: it repeats the captured writes
 
@@ -111,8 +111,6 @@ def _record(
     """Call a function and record its result's value: ``value``, or the argument at that position."""
     result = function(*args, **options)
     if not torch.compiler.is_compiling() and is_plain_tensor(result) and result.is_cuda:
-        if result._is_view() and values.known.elements(result) is not None:
-            return result  # with those of its base, see ``computed_on_cpu.py``
         known = _number_at(value, args, options) if isinstance(value, int) else value
         values.known.put(result, known, fresh=not function.__name__.endswith("_"))
     return result
@@ -136,8 +134,6 @@ def _track_indexed_writes(values: AssumedValues) -> None:
     ) -> Any:
         known = values.known.mostly(self) if is_plain_tensor(self) and self.is_cuda else None
         result = method(self, *args, **options)
-        if known is not None and values.known.elements(self) is not None:
-            return result
         count = written(self, *args, **options) if known is not None else None
         if known is not None and count is not None:
             at = args[0] if written is _selected and self.dim() == 1 else None
