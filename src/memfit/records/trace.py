@@ -239,8 +239,8 @@ class ScriptEnd:
     evaluation: str = ""
     """With ``steps``: ``file:line`` of a call of ``eval()`` in the user's code that did not run, or empty."""
     backwards_without_update: int = 0
-    """With ``end``: how many backward passes the script ran if it created optimizers and none of them stepped;
-    otherwise 0. The figures then lack what an update needs."""
+    """With ``end``: how many backward passes the script ran if it created optimizers and none of them
+    stepped; otherwise 0. The figures then lack what an update needs."""
 
     @property
     def stopped(self) -> bool:
