@@ -42,19 +42,8 @@ them on tensors that it keeps, such as the views of DDP's buckets, and an overri
 these. ``small_tensors.py`` wraps their methods."""
 
 
-_WITH_NUMBERS = (
-    "add",
-    "sub",
-    "subtract",
-    "rsub",
-    "mul",
-    "multiply",
-    "div",
-    "divide",
-    "true_divide",
-    "floor_divide",
-)
-"""Ops that get a number as a tensor, which an override cannot pass on. ``small_tensors.py`` wraps their
+_WITH_NUMBERS = ("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "floor_divide")
+"""Methods that get a number as a tensor, which an override cannot pass on. ``small_tensors.py`` wraps their
 methods."""
 
 
@@ -64,13 +53,17 @@ def ops_computed_on_cpu() -> tuple[str, ...]:
 
 
 def _pointwise() -> Iterator[str]:
-    """Yield the ops that PyTorch tags as computing each element from those at its place."""
+    """Yield the methods of tensors that PyTorch tags as computing each element from those at its place."""
+    methods = {*dir(torch.Tensor)}
     for qualified in torch._C._dispatch_get_all_op_names():
         namespace, _, name = qualified.partition("::")
         base, _, overload = name.partition(".")
-        if namespace != "aten" or base.startswith(("_foreach", "_fused")) or "out" in overload:
-            continue
-        if base.rstrip("_") in _WITH_NUMBERS:
+        if (
+            namespace != "aten"
+            or base not in methods
+            or "out" in overload
+            or base.rstrip("_") in _WITH_NUMBERS
+        ):
             continue
         op = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
         tags = getattr(op, "tags", ())
