@@ -30,8 +30,18 @@ def train(stage, more=BF16, *, accumulated=1, checkpointed=False, torch_adam=Tru
     for _ in range(3 * accumulated):
         engine.backward(loss_of(engine, batch(device)))
         engine.step()
-    if engine.global_rank == 0:
-        print(f"{engine.global_steps} updates, {engine.skipped_steps} skipped")
+    check(engine)
+
+
+def check(engine):
+    """Check that every update was made, and that the optimizer's state is this rank's share, but for padding."""
+    assert (engine.global_steps, engine.skipped_steps) == (3, 0)
+    held = sum(state["exp_avg"].numel() for state in engine.optimizer.optimizer.state.values())
+    parameters = list(engine.module.parameters())
+    whole = sum(getattr(each, "ds_numel", each.numel()) for each in parameters)
+    padding = held * engine.world_size - whole
+    padded = len(parameters) if engine.zero_optimization_partition_weights() else 2
+    assert 0 <= padding < padded * engine.world_size, (held, whole)
 
 
 def zero1():

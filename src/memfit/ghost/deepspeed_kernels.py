@@ -1,7 +1,7 @@
 """Run DeepSpeed's optimizers without their kernels, which DeepSpeed compiles when an optimizer is created.
 
-The compilation needs the CUDA toolkit or a C++ compiler, and takes minutes. The kernels update tensors that the
-optimizer has created in Python, and allocate nothing themselves; on the ghost, they would compute nothing.
+The compilation needs the CUDA toolkit or a C++ compiler, and takes minutes. The kernels update tensors that
+the optimizer has created in Python, and allocate nothing themselves; on the ghost, they would compute nothing.
 DeepSpeed's other ops are compiled as usual.
 """
 
@@ -56,8 +56,8 @@ def run_deepspeed_without_kernels(note: NoteCallback) -> None:
             return original(builder, *args, **options)
         note(
             Provenance.ASSUMED,
-            f"DeepSpeed's {builder.name} was not compiled: its kernels compute nothing on the ghost, and allocate no "
-            "memory by their source (DeepSpeed 0.19).",
+            f"DeepSpeed's {builder.name} was not compiled: its kernels compute nothing on the ghost, and allocate "
+            "no memory by their source (DeepSpeed 0.19).",
             "",
         )
         return _WithoutKernels(functions, lambda: original(builder, *args, **options))
@@ -68,8 +68,9 @@ def run_deepspeed_without_kernels(note: NoteCallback) -> None:
             return original(builder, *args, **options)
         except Exception:
             print(
-                f"memfit: DeepSpeed could not compile {builder.name}. Install the CUDA toolkit (nvcc) and a C++ "
-                f"compiler, or compile it when DeepSpeed is installed: {builder.BUILD_VAR}=1 pip install deepspeed.",
+                f"memfit: DeepSpeed could not compile {builder.name}. Install the CUDA toolkit (nvcc) and a "
+                "C++ compiler, or compile it when DeepSpeed is installed: "
+                f"{builder.BUILD_VAR}=1 pip install deepspeed.",
                 file=sys.stderr,
             )
             raise

@@ -311,8 +311,8 @@ class MemoryOwners:
 def _partitioned_by_deepspeed(parameter: torch.Tensor) -> bool:
     """Return whether ZeRO-3 holds a share of a parameter elsewhere, so that its own memory is gathered.
 
-    Source: ``ds_persist`` of ``deepspeed/runtime/zero/parameter_offload.py``, DeepSpeed 0.19.8: the parameters
-    that stay gathered.
+    Source: ``ds_persist``, ``deepspeed/runtime/zero/parameter_offload.py``, DeepSpeed 0.19.8: whether a
+    parameter stays gathered.
     """
     return not getattr(parameter, "ds_persist", True)
 
