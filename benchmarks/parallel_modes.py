@@ -3,8 +3,8 @@
     python benchmarks/parallel_modes.py [SCRIPT[:VARIANT] ...] [--ranks R/N,...] [--markdown FILE]
 
 The scripts of ``parallel_modes/`` use PyTorch as users do. ``R/N`` is rank R of a job of N; ``all/N`` runs
-all of them, and ``real/N`` starts them all at once, with torchrun. The table holds the verdict, PyTorch's peak
-on the rank that needs most, the bytes at this peak that no object explains, the number of rows in which
+all of them, and ``real/N`` starts them all at once, with torchrun. The table holds the verdict, PyTorch's
+peak on the rank that needs most, the bytes at this peak that no object explains, the number of rows in which
 ``--all-ranks`` groups the ranks, and the last lines of a run that fails. Exits with 1 if a run fails that
 ``REFUSED`` does not list, or if one of those succeeds. Scripts whose package is not installed are skipped by
 name.

@@ -1,6 +1,7 @@
 """DeepSpeed's optimizers on the ghost: no compiler is needed, and their flat buffers have rows.
 
-The scripts use classes with DeepSpeed's names and attributes; ``benchmarks/parallel_modes.py`` runs its engine.
+The scripts use classes with DeepSpeed's names and attributes; its engine runs in
+``benchmarks/parallel_modes.py``.
 """
 
 import pytest

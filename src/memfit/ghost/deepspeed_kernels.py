@@ -1,7 +1,7 @@
 """Run DeepSpeed's optimizers without their kernels, which DeepSpeed compiles when an optimizer is created.
 
 The compilation needs the CUDA toolkit or a C++ compiler, and takes minutes. The kernels update tensors that
-the optimizer has created in Python, and allocate nothing themselves; on the ghost, they would compute nothing.
+the optimizer has created in Python, and allocate nothing themselves; the ghost would not run them.
 DeepSpeed's other ops are compiled as usual.
 """
 
@@ -56,8 +56,8 @@ def run_deepspeed_without_kernels(note: NoteCallback) -> None:
             return original(builder, *args, **options)
         note(
             Provenance.ASSUMED,
-            f"DeepSpeed's {builder.name} was not compiled: its kernels compute nothing on the ghost, and allocate "
-            "no memory by their source (DeepSpeed 0.19).",
+            f"DeepSpeed's {builder.name} was not compiled: its kernels compute nothing on the ghost, and by their "
+            "source (DeepSpeed 0.19) allocate no memory.",
             "",
         )
         return _WithoutKernels(functions, lambda: original(builder, *args, **options))
