@@ -56,8 +56,8 @@ def run_deepspeed_without_kernels(note: NoteCallback) -> None:
             return original(builder, *args, **options)
         note(
             Provenance.ASSUMED,
-            f"DeepSpeed's {builder.name} was not compiled: its kernels compute nothing on the ghost, and by their "
-            "source (DeepSpeed 0.19) allocate no memory.",
+            f"DeepSpeed's {builder.name} was not compiled: its kernels compute nothing on the ghost, and by "
+            "their source (DeepSpeed 0.19) allocate no memory.",
             "",
         )
         return _WithoutKernels(functions, lambda: original(builder, *args, **options))
