@@ -227,8 +227,8 @@ class AssumedValues:
 
     def note_elements(self, elements: KnownElements) -> None:
         """Note a read of counts by class, which memfit assumed."""
-        total = int(elements.values.sum())
         if elements.routing is TokenCountBasis.SENT:
+            total = int(elements.values.sum())
             text = f"The script read how often each class occurs: memfit assumed the {total:,} to be even."
             self.assume("counts by class", "", total, text)
 

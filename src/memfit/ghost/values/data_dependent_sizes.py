@@ -23,7 +23,7 @@ import torch
 from memfit.ghost.kernel_override_registry import Kernel, KernelOverrides
 from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.ghost.values.assumed_values import AssumedValues
-from memfit.ghost.values.known_values import KnownValueBasis
+from memfit.ghost.values.known_values import KnownValueBasis, TokenCountBasis
 from memfit.ghost.values.value_options import chosen_element_count
 from memfit.patching.patches import Patch
 
@@ -150,8 +150,11 @@ def _max_nonzero(values: AssumedValues, tensor: torch.Tensor) -> int:
 
 
 def _known_count(values: AssumedValues, tensor: torch.Tensor) -> int | None:
-    """Return the number of nonzero elements of a uniform tensor; None if its value rests on a check."""
+    """Return the number of nonzero elements of a tensor; None if it is not known, or rests on a check."""
     known = values.known.get(tensor)
+    elements = values.known.elements(tensor)
+    if elements is not None and elements.routing is TokenCountBasis.NONE:
+        return int(elements.values.count_nonzero())
     if known is None or known.basis is KnownValueBasis.CHECKED:
         return None
     found = tensor.numel() if known.value else 0

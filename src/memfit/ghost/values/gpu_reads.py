@@ -2,6 +2,7 @@
 
     the script reads                the ghost returns
     ----------------------------    ------------------------------------------------------------------
+    elements of a small tensor      what the CPU computed from known elements (``computed_on_cpu.py``)
     one element                     its known value (``propagation_rules.py``), or the bytes that the
                                     ghost remembers, or an assumed value: 1.0, 1 or False
     a number of elements            the largest possible (``data_dependent_sizes.py``)
@@ -18,18 +19,33 @@ inference mode have no version counter, so no value could be known for them. The
 """
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from memfit.dispatch_modes import without_dispatch_modes
 from memfit.ghost.kernel_override_registry import Kernel, KernelOverrides
 from memfit.ghost.note_callback_protocol import NoteCallback
 from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.ghost.values.assumed_values import AssumedValues, GpuRead, explain_gpu_read
+from memfit.ghost.values.computed_on_cpu import (
+    compute_on_cpu,
+    elements_after_write,
+    may_have_known_elements,
+    ops_computed_on_cpu,
+    put_elements,
+)
 from memfit.ghost.values.data_dependent_sizes import SIZED_KERNELS, override_ops_with_data_dependent_sizes
 from memfit.ghost.values.exchanged_sizes import override_functional_collectives
-from memfit.ghost.values.known_values import KnownElements, KnownIndices, KnownValue, Number, is_plain_tensor
+from memfit.ghost.values.known_values import (
+    KnownElements,
+    KnownIndices,
+    KnownValue,
+    KnownValueBasis,
+    Number,
+    is_plain_tensor,
+)
 from memfit.ghost.values.propagation_rules import (
     RULES,
     KnownInputs,
@@ -37,7 +53,6 @@ from memfit.ghost.values.propagation_rules import (
     found_inf_after_unscale,
     loss_scale_after_update,
 )
-from memfit.ghost.values.small_tensors import is_small_integer_tensor
 from memfit.ghost.values.value_options import GpuValueOptions
 from memfit.ghost.values.value_tracking_patches import patch_torch_to_track_values
 from memfit.patching.patches import Patch
@@ -55,11 +70,12 @@ _CHECKS: Mapping[str, tuple[Number, ...]] = {
     "segment_reduce": (0, True),  # the least length, and that the lengths add up
 }
 """Op that reads values to check its arguments -> the values that pass the check."""
+_COMPUTED = ops_computed_on_cpu()
 _KERNELS = Patch(
     "torch:ops.aten",
     *("_local_scalar_dense", "equal", "allclose", "cov", "lift_fresh"),
     *("_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_"),
-    *sorted({op.partition(".")[0] for op in (*_CHECKS, *RULES)}),
+    *sorted({op.partition(".")[0] for op in (*_CHECKS, *RULES, *_COMPUTED)}),
     why="answer the script's reads of GPU values",
     source="aten/src/ATen/native/native_functions.yaml",
 )
@@ -98,8 +114,8 @@ def answer_gpu_reads(
     inputs = KnownInputs(values.known, all=options.choose("all").value, any=options.choose("bool").value)
     _answer_scalars(overrides, values, ghost)
     _answer_checks(overrides, values, inputs)
-    for op, rule in RULES.items():
-        _track(overrides, inputs, op, rule)
+    for op in dict.fromkeys((*RULES, *_COMPUTED)):
+        _track(overrides, inputs, op, RULES.get(op, _no_rule))
     _track_grad_scaler(overrides, inputs)
     _track_constants(overrides, values, ghost)
     override_ops_with_data_dependent_sizes(overrides, values, ghost)
@@ -122,9 +138,11 @@ def _answer_scalars(overrides: KernelOverrides, values: AssumedValues, ghost: Gh
         if prepared is not None:
             return type(raw)(prepared)
         elements = values.known.elements(tensor)
-        if elements is not None:
+        if elements is not None and elements.basis is KnownValueBasis.FILLED:
             values.note_elements(elements)
             return elements.values.item()
+        if elements is not None:
+            return values.answer(tensor, KnownValue(elements.values.item(), elements.basis))
         known = values.known.get(tensor)
         if known is None and ghost.last_read_known():
             return raw
@@ -171,21 +189,61 @@ def _answer_checks(overrides: KernelOverrides, values: AssumedValues, inputs: Kn
                 return run(*args, **options)
 
 
+def _no_rule(*_: object, **__: object) -> None:
+    """Know nothing of a result."""
+
+
 def _track(overrides: KernelOverrides, inputs: KnownInputs, op: str, rule: PropagationRule) -> None:
-    """Record the value of ``op``'s result if ``rule`` knows it."""
+    """Record the elements of ``op``'s result, computed on the CPU, or else its value if ``rule`` knows it."""
     packet = getattr(torch.ops.aten, op.partition(".")[0])
+    overload = getattr(packet, op.partition(".")[2] or "default", None)
+    if overload is None:
+        return
+    is_computed = op in _COMPUTED
+    writes = overload._schema.is_mutable
+    known = inputs.known
 
     @overrides.add(op, "AutogradCUDA")
-    def track(run: Kernel, *args: object, **options: object) -> object:
-        known = rule(inputs, *args, **options)
+    def track(run: Kernel, *args: Any, **options: Any) -> object:
+        computed: tuple[KnownElements, ...] = ()
+        written = None
+        if is_computed and _are_small(args):
+            with without_dispatch_modes():
+                computed = compute_on_cpu(
+                    known, overload, args, options, writes=writes, needs_elements=rule is not _no_rule
+                )
+                written = elements_after_write(known, args[0], computed) if writes else None
+        if writes:
+            result = run(*args, **options)
+            if written is not None:
+                with without_dispatch_modes():
+                    known.put(*written)
+            return result
+        fact = None if computed else rule(inputs, *args, **options)
         if op.endswith(".Tensor") and any(isinstance(arg, bool | int | float | complex) for arg in args):
             # A number that C++ had wrapped in a tensor arrives unwrapped; only the packet wraps it again.
             with torch._C._AutoDispatchBelowAutograd():
                 result = packet(*args, **options)
         else:
             result = run(*args, **options)
-        inputs.known.put(result[0] if isinstance(result, tuple) else result, known, fresh=True)
+        if computed:
+            with without_dispatch_modes():
+                computed = computed if put_elements(known, result, computed) else ()
+        if not computed and rule is not _no_rule:
+            first: Any = result[0] if isinstance(result, tuple) else result
+            if first.is_cuda:
+                known.put(first, fact, fresh=True)
         return result
+
+
+def _are_small(args: Sequence[Any]) -> bool:
+    """Return whether the first tensors that an op gets may be known by element."""
+    for arg in args[:2]:
+        if isinstance(arg, torch.Tensor) and not may_have_known_elements(arg):
+            return False
+        if isinstance(arg, list | tuple) and arg and isinstance(arg[0], torch.Tensor):
+            return may_have_known_elements(arg[0])
+    return True
 
 
 def _track_grad_scaler(overrides: KernelOverrides, inputs: KnownInputs) -> None:
@@ -217,7 +275,7 @@ def _track_constants(overrides: KernelOverrides, values: AssumedValues, ghost: G
                 value = tensor.item()
             if ghost.last_read_known():
                 values.known.put(tensor, KnownValue(value), fresh=True)
-        elif is_plain_tensor(tensor) and is_small_integer_tensor(tensor) and tensor.is_contiguous():
+        elif is_plain_tensor(tensor) and may_have_known_elements(tensor) and tensor.is_contiguous():
             with values.while_counting(), torch._C._AutoDispatchBelowAutograd():
                 on_cpu = torch.empty_like(tensor, device="cpu").copy_(tensor)
             if ghost.last_read_known():

@@ -100,11 +100,12 @@ class TokenCountBasis(IntEnum):
 
 
 class KnownElements(NamedTuple):
-    """The elements of a small tensor, one by one. Rules: ``small_tensors.py``."""
+    """The elements of a small tensor, one by one (``computed_on_cpu.py``)."""
 
     values: torch.Tensor
     """On the CPU, in the tensor's shape and dtype."""
     routing: TokenCountBasis = TokenCountBasis.NONE
+    basis: KnownValueBasis = KnownValueBasis.FILLED
 
 
 def known_value_of_number(number: object) -> KnownValue | None:
@@ -135,8 +136,6 @@ class KnownValues:
         self._entries: dict[int, _Entry] = {}
         self._exposed: set[int] = set()
         self._sweep_at = 1024
-        self.holds_elements = False
-        """Whether the elements of any tensor have been recorded."""
 
     def get(self, tensor: torch.Tensor) -> KnownValue | None:
         """Return the value of every element of ``tensor``, or None if it is unknown.
@@ -245,7 +244,7 @@ class KnownValues:
         if isinstance(fact, KnownElements):
             if not tensor.is_contiguous():
                 return
-            self.holds_elements = True
+            fact = _one_value(fact) or fact
         state = self.state(tensor)
         if state is not None:
             self._entries[storage] = _Entry(state, fact)
@@ -278,6 +277,17 @@ class KnownValues:
                 key: entry for key, entry in self._entries.items() if entry.state.tensor() is not None
             }
             self._sweep_at = 1024 + 2 * len(self._entries)
+
+
+def _one_value(elements: KnownElements) -> KnownValue | None:
+    """Return the one value that all elements have, and that is no count of tokens; else None."""
+    if elements.routing is not TokenCountBasis.NONE:
+        return None
+    first = elements.values.flatten()[0].item()
+    if elements.values.numel() > 1 and bool((elements.values != first).any()):
+        return None
+    value = round_to_dtype(first, elements.values.dtype)
+    return None if value is None else KnownValue(value, elements.basis)
 
 
 def _storages(entry: _Entry) -> tuple[int, ...]:

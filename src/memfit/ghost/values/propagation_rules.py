@@ -297,6 +297,8 @@ RULES: Mapping[str, PropagationRule] = {
     },
     "logical_not": _not,
     "bitwise_not": _invert,
+    "_to_copy": _unchanged,
+    "clone": _unchanged,
     "max": _unchanged,
     "max.dim": _unchanged,
     "amax": _unchanged,

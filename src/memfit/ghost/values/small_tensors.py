@@ -1,9 +1,9 @@
-"""Small tensors on the GPU whose elements are known one by one: sizes, counts, offsets.
+"""Small tensors on the GPU whose elements are known one by one: flags, sizes, counts, offsets.
 
-    torch.tensor([3, 4], device="cuda")  to("cuda")       integers from the CPU
+    torch.tensor([3, 4], device="cuda")  to("cuda")       elements from the CPU
     bincount  histc  scatter_add_  one_hot(...).sum(0)    counts by class: as even as possible
-    sum  cumsum  long  stack  ...                         computed on the CPU, from known elements
-    all_gather  all_to_all_single  ...                    what this rank sends (``exchanged_sizes.py``)
+    x + 1  x *= y  ...                                    computed on the CPU (``computed_on_cpu.py``)
+    all_gather  all_reduce  ...                           what this rank sends (``exchanged_sizes.py``)
 
 A script that sends tokens to experts on other ranks counts them by expert, exchanges the counts, copies them
 to the CPU and allocates what it will receive. What it reads must add up, or its own collectives refuse it.
@@ -20,32 +20,36 @@ from torch.utils._device import _device_constructors
 
 from memfit.dispatch_modes import without_dispatch_modes
 from memfit.ghost.values.assumed_values import AssumedValues
+from memfit.ghost.values.computed_on_cpu import (
+    compute_on_cpu,
+    elements_after_write,
+    may_have_known_elements,
+    put_elements,
+)
 from memfit.ghost.values.known_values import (
     KnownElements,
     KnownValue,
-    KnownValueBasis,
     TokenCountBasis,
     is_plain_tensor,
-    tensor_storage_id,
 )
-from memfit.patching.patches import Patch
+from memfit.patching.patches import Patch, wrapped
 
-_SMALL = 4096
-"""The largest tensor, in elements, whose elements are kept."""
 _INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 _METHODS = Patch(
     "torch._tensor:Tensor",
-    *("sum", "cumsum", "max", "amax", "long", "int", "float", "double", "clone", "contiguous", "type"),
-    *("reshape", "flatten", "index_select", "add", "sub", "mul"),
-    *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__floordiv__", "__mod__"),
+    *("add", "sub", "mul", "div", "floor_divide", "sum"),
+    *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__"),
+    *("__truediv__", "__rtruediv__", "__floordiv__", "__rfloordiv__"),
+    *("add_", "sub_", "mul_", "div_", "copy_", "fill_", "zero_"),
+    *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__"),
     why="know sizes that a script computes",
 )
 _FUNCTIONS = Patch(
     "torch",
-    *("sum", "cumsum", "max", "amax", "stack", "cat", "flatten", "reshape"),
+    *("add", "sub", "mul", "div", "floor_divide", "sum"),
     why="know sizes that a script computes",
 )
-"""Methods and functions that are computed on the CPU, too, if all their tensors are known."""
+"""Arithmetic and writes, computed on the CPU, too, if all tensors are known. Other ops: ``gpu_reads.py``."""
 _COUNTING_FUNCTIONS = Patch("torch", "bincount", "histc", why="count by class")
 _COUNTING_METHODS = Patch("torch._tensor:Tensor", "bincount", "histc", "scatter_add_", why="count by class")
 _ONE_HOT = Patch("torch.nn.functional", "one_hot", why="count by class")
@@ -53,11 +57,13 @@ _ONE_HOT = Patch("torch.nn.functional", "one_hot", why="count by class")
 
 def track_small_tensors(values: AssumedValues) -> None:
     """Follow the elements of small tensors through what a script calls, for the life of the process."""
-    follow, count, total = (_noting(note, values) for note in (_follow, _count, _count_by_column))
+    count, total = (_noting(note, values) for note in (_count, _count_by_column))
     for name in _METHODS.names:
-        _METHODS.install(name, follow)
+        if name != "sum":
+            _METHODS.wrap(name, partial(_compute, values))
     for name in _FUNCTIONS.names:
-        replace_torch_function(_FUNCTIONS, name, follow)
+        if name != "sum":
+            replace_torch_function(_FUNCTIONS, name, partial(wrapped, around=partial(_compute, values)))
     for name in ("bincount", "histc"):
         replace_torch_function(_COUNTING_FUNCTIONS, name, count)
         _COUNTING_METHODS.install(name, count)
@@ -85,11 +91,6 @@ def replace_torch_function(
     patch.install(name, registered)
 
 
-def is_small_integer_tensor(tensor: torch.Tensor) -> bool:
-    """Return whether the elements of a tensor may be sizes."""
-    return tensor.numel() <= _SMALL and tensor.dtype in _INTEGERS
-
-
 def even_class_counts(total: int, like: torch.Tensor) -> torch.Tensor:
     """Return how often each class occurs, as evenly as possible, in the shape and dtype of ``like``.
 
@@ -100,21 +101,6 @@ def even_class_counts(total: int, like: torch.Tensor) -> torch.Tensor:
     counts = torch.full((classes,), total // classes, device="cpu")
     counts[: total % classes] += 1
     return counts.to(like.dtype).view(like.shape)
-
-
-def _known(values: AssumedValues, tensor: torch.Tensor) -> KnownElements | None:
-    """Return the elements of a tensor, or None."""
-    if tensor.is_cpu:
-        return KnownElements(tensor) if is_small_integer_tensor(tensor) else None
-    if not is_plain_tensor(tensor) or not tensor.is_cuda:
-        return None
-    found = values.known.elements(tensor)
-    if found is not None or not is_small_integer_tensor(tensor):
-        return found
-    known = values.known.get(tensor)
-    if known is None or known.basis is not KnownValueBasis.FILLED:
-        return None
-    return KnownElements(torch.full(tensor.shape, int(known.value), dtype=tensor.dtype, device="cpu"))
 
 
 def _noting(note: Callable[..., None], values: AssumedValues) -> Callable[..., Any]:
@@ -134,55 +120,41 @@ def _noting(note: Callable[..., None], values: AssumedValues) -> Callable[..., A
     return noting
 
 
-def _follow(
-    values: AssumedValues, function: Callable[..., Any], result: object, *args: Any, **options: Any
-) -> None:
-    """Compute a result on the CPU, too, if at least one tensor's elements are known."""
-    if not values.known.holds_elements:
-        return
-    results = _tensors(result)
-    if not results or any(not _is_small_on_gpu(each) for each in results):
-        return
-    routings: list[TokenCountBasis] = []
-    on_cpu = [_on_cpu(values, argument, routings) for argument in args]
-    named = {name: _on_cpu(values, argument, routings) for name, argument in options.items()}
-    if not routings or any(each is _UNKNOWN for each in (*on_cpu, *named.values())):
-        return
-    with torch.no_grad():
-        computed = function(*on_cpu, **named)
-    given = {tensor_storage_id(each) for each in _tensors((*args, *options.values()))}
-    for on_gpu, known in zip(results, _tensors(computed), strict=True):
-        if values.known.elements(on_gpu) is None:
-            fact = KnownElements(known.contiguous(), max(routings))
-            values.known.put(on_gpu, fact, fresh=tensor_storage_id(on_gpu) not in given)  # no view
+def _compute(values: AssumedValues, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call a function; compute its result, or what it writes, on the CPU, too, if its tensors are known."""
+    if torch.compiler.is_compiling() or not _are_small(args):
+        return function(*args, **options)
+    writes = _is_write(function.__name__)
+    if writes and not args[0].is_cuda:
+        return function(*args, **options)
+    with without_dispatch_modes():
+        computed = compute_on_cpu(values.known, function, args, options, writes=writes)
+        written = elements_after_write(values.known, args[0], computed) if writes and computed else None
+    result = function(*args, **options)
+    with without_dispatch_modes():
+        if written is not None:
+            values.known.put(*written)
+        elif computed and not writes:
+            put_elements(values.known, result, computed)
+    return result
+
+
+def _is_write(name: str) -> bool:
+    """Return whether a method writes to its tensor.
+
+    >>> [_is_write(name) for name in ("add", "add_", "__add__", "__iadd__", "__setitem__")]
+    [False, True, False, True, True]
+    """
+    return name.startswith(("__i", "__set")) or (name.endswith("_") and not name.endswith("__"))
+
+
+def _are_small(args: Iterable[Any]) -> bool:
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    return any(arg.is_cuda for arg in tensors) and all(map(may_have_known_elements, tensors))
 
 
 def _is_small_on_gpu(tensor: torch.Tensor) -> bool:
-    return is_plain_tensor(tensor) and tensor.is_cuda and tensor.numel() <= _SMALL
-
-
-_UNKNOWN = object()
-
-
-def _on_cpu(values: AssumedValues, argument: Any, routings: list[TokenCountBasis]) -> Any:
-    """Return an argument with tensors on the CPU, or ``_UNKNOWN``; note the routing of those on the GPU."""
-    if isinstance(argument, list | tuple) and any(isinstance(each, torch.Tensor) for each in argument):
-        parts = [_on_cpu(values, each, routings) for each in argument]
-        return _UNKNOWN if any(part is _UNKNOWN for part in parts) else parts
-    if not isinstance(argument, torch.Tensor):
-        return argument
-    known = _known(values, argument)
-    if known is None:
-        return _UNKNOWN
-    if argument.is_cuda and values.known.elements(argument) is not None:
-        routings.append(known.routing)
-    return known.values
-
-
-def _tensors(result: object) -> Iterable[torch.Tensor]:
-    """Return the tensors of a result."""
-    parts = result if isinstance(result, tuple | list) else (result,)
-    return [part for part in parts if isinstance(part, torch.Tensor)]
+    return is_plain_tensor(tensor) and tensor.is_cuda and may_have_known_elements(tensor)
 
 
 def _count(

@@ -6,7 +6,7 @@
     to  cpu  copy_  tolist  numpy  on_cpu[...] = ...    replace the values that arrive on the CPU
     data  data_ptr  dlpack  storage  set_  swap_tensors forget: autograd no longer sees all writes
     _foreach_*_  _fused_*_                              forget: they write without incrementing versions
-    sum  cumsum  bincount  ...                          follow small tensors by element (small_tensors.py)
+    + - * /  copy_  bincount  ...                       follow small tensors by element (small_tensors.py)
     ProcessGroup.allreduce  allgather  ...              forget what they write (exchanged_sizes.py)
     CUDAGraph.replay                                    forget everything: it repeats the captured writes
 
@@ -23,11 +23,11 @@ import torch
 from memfit.dispatch_modes import without_dispatch_modes
 from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.ghost.values.assumed_values import AssumedValues
+from memfit.ghost.values.computed_on_cpu import may_have_known_elements
 from memfit.ghost.values.exchanged_sizes import track_exchanged_values
 from memfit.ghost.values.known_values import KnownElements, KnownValue, is_plain_tensor, known_value_of_number
 from memfit.ghost.values.propagation_rules import union_of_known_indices
 from memfit.ghost.values.small_tensors import (
-    is_small_integer_tensor,
     replace_torch_function,
     track_small_tensors,
 )
@@ -174,7 +174,7 @@ def _arrived(
     One element is answered as ``item()`` answers it.
     """
     if source.is_cpu:
-        if is_small_integer_tensor(source):
+        if may_have_known_elements(source):
             on_cpu = source.detach().to(copy.dtype, memory_format=torch.contiguous_format, copy=True)
             values.known.put(copy, KnownElements(on_cpu), fresh=True)
         return copy

@@ -1,0 +1,191 @@
+"""Small tensors whose elements are all known: an op on them is computed on the CPU, too.
+
+    flags = torch.tensor([0, 3], device="cuda")    elements from the CPU
+    torch.cat([flags > 1, done])                   computed on the CPU from known elements
+    flags[1] = 5                                   a write through a view: the base's elements are known, too
+
+PyTorch's own kernel of the GPU runs as well, so every allocation is its own. What an op does is not stated
+here: it runs on copies of the known elements. One function covers the ops that PyTorch tags as pointwise, the
+reductions, and those that move elements.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from memfit.ghost.values.known_values import (
+    KnownElements,
+    KnownValueBasis,
+    KnownValues,
+    is_plain_tensor,
+)
+
+_MOST = 4096
+"""The largest tensor, in elements, whose elements are kept."""
+_PLACES = ("device", "pin_memory", "non_blocking", "layout")
+"""Keyword arguments that say where a result is."""
+_NO_ELEMENTS = (torch.complex64, torch.complex128, torch.complex32)
+_OTHERS = (
+    *("sum", "sum.dim_IntList", "prod", "prod.dim_int", "cumsum", "cumprod", "mean", "mean.dim"),
+    *("max", "max.dim", "min", "min.dim", "amax", "amin", "aminmax", "argmax", "argmin", "count_nonzero"),
+    *("all", "all.dim", "all.dims", "any", "any.dim", "any.dims", "_is_all_true", "_is_any_true"),
+    *("cat", "stack", "clone", "_to_copy"),
+    *("index.Tensor", "index_select", "index_put_", "_index_put_impl_", "gather", "where.self"),
+    *("masked_fill.Scalar", "masked_fill_.Scalar", "index_fill_.int_Scalar", "index_copy_"),
+    *("scatter_.src", "scatter_.value", "scatter.src", "scatter.value", "isin.Tensor_Tensor"),
+    *("nonzero", "sort", "sort.stable", "topk", "flip", "roll", "repeat", "tril", "triu"),
+    *("zeros_like", "ones_like", "full_like", "linalg_vector_norm", "norm.Scalar", "norm.ScalarOpt_dim"),
+)
+"""Reductions, and ops that move elements. Not ``copy_``, ``fill_`` and ``zero_``: PyTorch's C++ code calls
+them on tensors that it keeps, such as the views of DDP's buckets, and an override makes Python objects of
+these. ``small_tensors.py`` wraps their methods."""
+
+
+_WITH_NUMBERS = ("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "floor_divide")
+"""Methods that get a number as a tensor, which an override cannot pass on. ``small_tensors.py`` wraps their
+methods."""
+
+
+def ops_computed_on_cpu() -> tuple[str, ...]:
+    """Return the ATen ops, with their overloads, whose results follow from the elements of their inputs."""
+    return tuple(dict.fromkeys((*_pointwise(), *_OTHERS)))
+
+
+def _pointwise() -> Iterator[str]:
+    """Yield the methods of tensors that PyTorch tags as computing each element from those at its place."""
+    methods = {*dir(torch.Tensor)}
+    for qualified in torch._C._dispatch_get_all_op_names():
+        namespace, _, name = qualified.partition("::")
+        base, _, overload = name.partition(".")
+        if (
+            namespace != "aten"
+            or base not in methods
+            or "out" in overload
+            or base.rstrip("_") in _WITH_NUMBERS
+        ):
+            continue
+        op = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
+        tags = getattr(op, "tags", ())
+        if torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags:
+            yield name
+
+
+def may_have_known_elements(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is small enough, and of a dtype, to be known by element."""
+    return tensor.numel() <= _MOST and tensor.dtype not in _NO_ELEMENTS
+
+
+def known_elements(known: KnownValues, tensor: torch.Tensor) -> KnownElements | None:
+    """Return the elements of a tensor on the GPU, or of a CPU tensor; None if they are not known."""
+    if not may_have_known_elements(tensor) or not is_plain_tensor(tensor):
+        return None
+    if tensor.is_cpu:
+        return KnownElements(tensor.detach())
+    found = known.elements(tensor)
+    if found is not None:
+        return found
+    value = known.get(tensor)
+    if value is None or value.basis is KnownValueBasis.CHECKED:
+        return None
+    full = torch.full(tensor.shape, value.value, dtype=tensor.dtype, device="cpu")
+    return KnownElements(full, basis=value.basis)
+
+
+class _UnknownError(Exception):
+    """An argument is not known by element."""
+
+
+def compute_on_cpu(
+    known: KnownValues,
+    op: Callable[..., Any],
+    args: Sequence[Any],
+    options: dict[str, Any],
+    *,
+    writes: bool,
+    needs_elements: bool = False,
+) -> tuple[KnownElements, ...]:
+    """Return the elements of each result of an op; empty if they do not follow from its arguments.
+
+    Args:
+        known: the known values of tensors.
+        op: an overload, or a function of PyTorch's.
+        args: its arguments.
+        options: the same, by keyword.
+        writes: whether it writes to the first of them.
+        needs_elements: whether one of its tensors at least must be known by element, and not as a whole.
+    """
+    found: list[KnownElements] = []
+    by_element = False
+
+    def on_cpu(argument: Any) -> Any:
+        nonlocal by_element
+        if isinstance(argument, torch.Tensor):
+            elements = known_elements(known, argument)
+            if elements is None:
+                raise _UnknownError
+            if argument.is_cuda:
+                found.append(elements)
+                by_element |= known.elements(argument) is not None
+            return elements.values
+        if isinstance(argument, list):
+            return [on_cpu(each) for each in argument]
+        return tuple(map(on_cpu, argument)) if isinstance(argument, tuple) else argument
+
+    try:
+        moved = [on_cpu(each) for each in args]
+        named = {name: on_cpu(each) for name, each in options.items() if name not in _PLACES}
+    except _UnknownError:
+        return ()
+    if not found or (needs_elements and not by_element):
+        return ()
+    if writes:
+        moved[0] = moved[0].clone()
+    try:
+        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+            result = op(*moved, **named)
+    except (RuntimeError, IndexError, TypeError):
+        return ()  # the CPU lacks this op for the dtype, or the op will raise on the GPU, too
+    routing, basis = max(each.routing for each in found), max(each.basis for each in found)
+    results = moved[:1] if writes else _tensors(result)
+    return tuple(KnownElements(each.contiguous(), routing, basis) for each in results)
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    results = result if isinstance(result, tuple | list) else (result,)
+    return [each for each in results if isinstance(each, torch.Tensor)]
+
+
+def put_elements(known: KnownValues, result: Any, computed: tuple[KnownElements, ...]) -> bool:
+    """Record the elements of new tensors; return whether all are known."""
+    tensors = _tensors(result)
+    if not computed or len(tensors) != len(computed):
+        return False
+    pairs = list(zip(tensors, computed, strict=True))
+    if any(not on_gpu.is_cuda or on_gpu.shape != each.values.shape for on_gpu, each in pairs):
+        return False
+    for on_gpu, each in pairs:
+        known.put(on_gpu, each._replace(values=each.values.to(on_gpu.dtype)), fresh=True)
+    return True
+
+
+def elements_after_write(
+    known: KnownValues, written: torch.Tensor, computed: tuple[KnownElements, ...]
+) -> tuple[torch.Tensor, KnownElements] | None:
+    """Return the tensor that a write changes and its elements after it: of a view, those of its base.
+
+    None if they are not known. To be called before the write.
+    """
+    if len(computed) != 1 or computed[0].values.shape != written.shape:
+        return None
+    new = computed[0]._replace(values=computed[0].values.to(written.dtype))
+    base = written._base
+    if base is None:
+        return written, new
+    before = known_elements(known, base)
+    if before is None or not base.is_contiguous():
+        return None
+    after = before.values.clone(memory_format=torch.contiguous_format)
+    offset = int(written.storage_offset()) - int(base.storage_offset())
+    after.as_strided(written.shape, written.stride(), offset).copy_(new.values)
+    return base, KnownElements(after, max(before.routing, new.routing), max(before.basis, new.basis))
