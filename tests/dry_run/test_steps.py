@@ -142,6 +142,27 @@ def test_accumulation_whose_last_batches_complete_no_update_is_a_whole_run(dry_r
     assert "This result covers the whole run: 2 training steps." in run.out
 
 
+def test_backward_passes_in_eval_mode_after_training_are_no_skipped_updates(dry_run):
+    script = """
+        import torch
+        model = torch.nn.Linear(64, 8).cuda()
+        optimizer, loss_of = torch.optim.Adam(model.parameters()), torch.nn.MSELoss()
+        target = torch.zeros(16, 8, device="cuda")
+        x = torch.ones(16, 64, device="cuda", requires_grad=True)
+        loss_of(model(x), target).backward()
+        optimizer.step()
+        model.eval()
+        for _ in range(4):  # an attack on the trained model
+            loss = loss_of(model(x), target)
+            loss.backward()
+            print(loss.item())
+    """
+    run = dry_run(script)
+    assert (run.code, run.answer["verdict"], run.answer["steps"]) == (0, "fits", 1)
+    run = dry_run(script.replace("model.eval()", ""))
+    assert run.answer["end"]["missing_updates"] == "4 of 5 updates were skipped"
+
+
 def test_a_script_that_gives_up_names_the_values_that_it_read(dry_run):
     script = OVERFLOWS.replace("continue", "raise SystemExit(17)")
     run = dry_run(script)

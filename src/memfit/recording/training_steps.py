@@ -155,9 +155,13 @@ class TrainingStepTracker:
         hooks.wrap(_SCALER, "step", self._call_scaler_step)
         hooks.wrap(_SCALER, "_maybe_opt_step", self._step_or_skip)
 
-    def enter_forward(self, *, training: bool = True) -> None:
-        """Add a mark: an outermost module, in training mode or not, is about to run."""
-        self._in_training_mode = training
+    def enter_forward(self, *, training: bool | None = None) -> None:
+        """Add a mark: an outermost module is about to run.
+
+        Args:
+            training: whether it is in training mode; None if it has no parameters, as a loss.
+        """
+        self._in_training_mode = self._in_training_mode if training is None else training
         self.updates.enter_forward()
         self._book.mark(MarkKind.FORWARD, self.forwards)
         self.forwards += 1
