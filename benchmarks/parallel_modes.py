@@ -32,6 +32,17 @@ REFUSED = {
     "collectives:symmetric_memory": "the ghost does not implement cuMemExportToShareableHandle",
 }
 """Variant -> the reason why memfit refuses it, or why the script fails on a card, too."""
+_WRAPPED = (
+    "--fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP --fsdp_transformer_layer_cls_to_wrap=Block --use_fsdp"
+)
+LAUNCHED = {
+    "libraries:launched_ddp": "--multi_gpu --mixed_precision=bf16",
+    "libraries:launched_accumulating": "--multi_gpu --mixed_precision=fp16",
+    "libraries:launched_fsdp1": f"{_WRAPPED} --mixed_precision=bf16",
+    "libraries:launched_fsdp1_flat": f"{_WRAPPED} --fsdp_use_orig_params=false",
+    "libraries:launched_fsdp2": f"{_WRAPPED} --fsdp_version=2 --mixed_precision=bf16",
+}
+"""Variant -> the options of ``accelerate launch`` that it runs with."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +86,8 @@ def run(variant: str, rank: str, folder: Path) -> Answer:
     trace.unlink(missing_ok=True)
     which = ["--all-ranks"] if own == "all" else ["--rank", own]
     options = ("--gpu", "H100", "--nproc", ranks, *which, "--to-end", "-o", str(trace))
-    job = (*options, str(SCRIPTS / f"{script}.py"), name)
+    launcher = ("accelerate", "launch", *LAUNCHED[variant].split()) if variant in LAUNCHED else ()
+    job = (*options, *launcher, str(SCRIPTS / f"{script}.py"), name)
     limit = LIMIT * (int(ranks) if own == "all" else 1)
     began = time.monotonic()
     try:

@@ -289,6 +289,32 @@ truth(whole=whole, own=own, gradients=size(parameter.grad.to_local() for paramet
     assert by_op["foreach_reduce/allocate"] == truth["whole"]  # input of the reduce-scatter
 
 
+@pytest.mark.parametrize("original", [True, False])
+def test_flat_parameters_of_fsdp1_are_shares_and_what_it_gathers_is_communication(attributed, original):
+    """The outer linear layer stays gathered from forward to backward, and autograd saves its weight."""
+    found, truth = attributed(
+        GROUP
+        + f"""
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+flat = dict(device_id=torch.cuda.current_device(), use_orig_params={original})
+inner = FSDP(nn.Linear(256, 1024, bias=False), **flat)
+net = FSDP(nn.Sequential(inner, nn.Linear(1024, 256, bias=False)), **flat)
+optimizer = torch.optim.AdamW(net.parameters())
+net(torch.ones(64, 256, device="cuda")).sum().backward()
+optimizer.step()
+shares = [parameter for parameter in net.parameters() if parameter.numel()]
+truth(own=size(shares), gradients=size(parameter.grad for parameter in shares))
+"""
+    )
+    whole = 2 * 256 * 1024 * 4
+    assert truth == {"own": whole // 2, "gradients": whole // 2}
+    assert bytes_of(found, category="parameters") == bytes_of(found, category="gradients") == whole // 2
+    assert bytes_of(found, category="optimizer state") == whole
+    gathered = [row for row in found if row.op == "_alloc_padded_unsharded_flat_param/_alloc_storage"]
+    assert {row.category for row in gathered} == {"communication"}
+    assert sum(row.requested for row in gathered) == whole + whole // 2  # the inner layer's, twice
+
+
 SHARED = """
 class Net(nn.Module):
     def __init__(self):
