@@ -3,9 +3,11 @@
     python benchmarks/parallel_modes.py [SCRIPT[:VARIANT] ...] [--ranks R/N,...] [--markdown FILE]
 
 The scripts of ``parallel_modes/`` use PyTorch as users do. ``R/N`` is rank R of a job of N; ``all/N`` runs
-all of them. The table holds the verdict, PyTorch's peak on the rank that needs most, the bytes at this peak
-that no object explains, the number of rows in which ``--all-ranks`` groups the ranks, and the last lines of a
-run that fails. Exits with 1 if a run fails that ``REFUSED`` does not list, or if one of those succeeds.
+all of them, and ``real/N`` starts them all at once, with torchrun or, for those of ``LAUNCHED``,
+``accelerate launch``. The table holds the verdict, PyTorch's peak on the rank that needs most, the bytes at
+this peak that no object explains, the number of rows in which ``--all-ranks`` groups the ranks, and the last
+lines of a run that fails. Exits with 1 if a run fails that ``REFUSED`` does not list, or if one of those
+succeeds. Scripts whose package is not installed are skipped by name.
 """
 
 import ast
@@ -15,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from measuring import command_line, memfit_json, parts, table, write_json
@@ -43,6 +46,8 @@ LAUNCHED = {
     "libraries:launched_fsdp2": f"{_WRAPPED} --fsdp_version=2 --mixed_precision=bf16",
 }
 """Variant -> the options of ``accelerate launch`` that it runs with."""
+NEEDS = {"deepspeed_engines": "deepspeed"}
+"""Script -> the package that it needs and memfit's own environment lacks."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +90,18 @@ def run(variant: str, rank: str, folder: Path) -> Answer:
     trace = folder / "run.memfit"
     trace.unlink(missing_ok=True)
     which = ["--all-ranks"] if own == "all" else ["--rank", own]
-    options = ("--gpu", "H100", "--nproc", ranks, *which, "--to-end", "-o", str(trace))
-    launcher = ("accelerate", "launch", *LAUNCHED[variant].split()) if variant in LAUNCHED else ()
-    job = (*options, *launcher, str(SCRIPTS / f"{script}.py"), name)
-    limit = LIMIT * (int(ranks) if own == "all" else 1)
+    counted = () if own == "real" else ("--nproc", ranks, *which)
+    by = LAUNCHED.get(variant, "").split()
+    launch = ("accelerate", "launch", *by) if by and own != "real" else ()
+    file = str(SCRIPTS / f"{script}.py")
+    job = ("--gpu", "H100", *counted, "--to-end", "-o", str(trace), *launch, file, name)
+    limit = LIMIT if own.isdecimal() else LIMIT * int(ranks)
     began = time.monotonic()
     try:
-        answer, done = memfit_json("dry-run", *job, folder=folder, seconds=limit)
+        real = ("accelerate.commands.launch", *by, "--num_processes")
+        real = real if by else ("torch.distributed.run", "--nproc-per-node")
+        launcher = ("-m", *real, ranks) if own == "real" else ()
+        answer, done = memfit_json("dry-run", *job, launcher=launcher, folder=folder, seconds=limit)
     except subprocess.TimeoutExpired:
         return Answer(variant, rank, "hangs", 0, 0, limit, "")
     seconds = time.monotonic() - began
@@ -132,6 +142,10 @@ def main() -> int:
     chosen = [
         each for each in known if not arguments.variants or {each, each.split(":")[0]} & {*arguments.variants}
     ]
+    for script, package in NEEDS.items():
+        if not find_spec(package) and (absent := [each for each in chosen if each.startswith(f"{script}:")]):
+            print(f"skipped, as {package} is not installed: {', '.join(absent)}")
+            chosen = [each for each in chosen if each not in absent]
     answers = []
     with tempfile.TemporaryDirectory() as folder:
         for variant in chosen:

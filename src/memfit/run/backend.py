@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from memfit.card.detect_card import is_ghost_loaded
 from memfit.card.outside_allocator import OutsideMemoryMeter
 from memfit.devices import find_device, why_torch_lacks_kernels
+from memfit.ghost.deepspeed_kernels import run_deepspeed_without_kernels
 from memfit.ghost.load_ghost import load
 from memfit.ghost.ranks.collective_release_times import CollectiveWatcher, wait_until_collectives_released
 from memfit.ghost.runtime_bindings import GhostRuntime
@@ -160,6 +161,7 @@ class GhostBackend(Backend):
             self.ghost, caches, recorder.note, labelled=recorder.book.doing
         )
         call_after_import("torch._inductor.fx_passes.joint_graph", self._follow_folding)
+        run_deepspeed_without_kernels(recorder.note)
         if self._options.host_memory:
             from memfit.ghost.skip_random_fills import RandomFillSkipper
 

@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,16 @@ from urllib.parse import parse_qsl, urlsplit
 from memfit.errors import UsageError
 from memfit.ghost.ranks.wrap_group_creation import wrap_group_creation
 from memfit.run.accelerate_launcher import ask_accelerate
-from memfit.run.job_rank import ALONE, Rank
+from memfit.run.deepspeed_launcher import WITHOUT_VALUE, processes_started_by_deepspeed
+from memfit.run.job_rank import ALONE, LOCAL_RANK_ARGUMENT, Rank
 
 _TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
 _ACCELERATE = "accelerate.commands.launch"
+_DEEPSPEED = ("deepspeed", "ds", "deepspeed.launcher.runner")
 LAUNCHERS = {
     **dict.fromkeys(("torchrun", *_TORCHRUN), ("-m", "--module", "--nnodes")),
     **dict.fromkeys(("accelerate", "accelerate-launch", _ACCELERATE), ("-m", "--module")),
+    **dict.fromkeys(_DEEPSPEED, ("--module",)),
 }
 """Commands and modules that start a script, and those of their options that memfit's commands have, too."""
 _IS_MODULE = {"m", "module"}
@@ -73,6 +76,8 @@ def launched_script(
     name = command[0] if module else Path(command[0]).name
     if name == "torchrun" or (module and name in _TORCHRUN):
         return _launched_by_torchrun(command[0], command[1:])
+    if name in _DEEPSPEED:
+        return _launched_by_deepspeed(command[0], command[1:])
     if name == (_ACCELERATE if module else "accelerate-launch"):
         typed, options = command[0], command[1:]
     elif not module and [name, *command[1:2]] == ["accelerate", "launch"]:
@@ -182,7 +187,24 @@ def _launched_by_torchrun(name: str, tokens: Sequence[str]) -> LaunchedScript:
     )
 
 
-def _split(tokens: Sequence[str]) -> tuple[dict[str, str], Sequence[str]]:
+def _launched_by_deepspeed(name: str, tokens: Sequence[str]) -> LaunchedScript:
+    """Return what DeepSpeed's launcher starts when these tokens follow it."""
+    options, rest = _split(tokens, WITHOUT_VALUE)
+    if not rest:
+        raise UsageError(f"{name}: the script is missing. Put it after the launcher's options.")
+    started = processes_started_by_deepspeed(options)
+    local_rank = () if "no_local_rank" in options else (LOCAL_RANK_ARGUMENT,)
+    return LaunchedScript(
+        (rest[0], *local_rank, *rest[1:]),
+        "module" in options,
+        ALONE.variables(free_port()),
+        *started,
+    )
+
+
+def _split(
+    tokens: Sequence[str], without_value: Container[str] = _WITHOUT_VALUE
+) -> tuple[dict[str, str], Sequence[str]]:
     """Return a launcher's options by name, and the script with its arguments."""
     options: dict[str, str] = {}
     position = 0
@@ -192,7 +214,7 @@ def _split(tokens: Sequence[str]) -> tuple[dict[str, str], Sequence[str]]:
         name, inline, value = tokens[position].partition("=")
         name = name.lstrip("-").replace("-", "_")
         position += 1
-        if not inline and name not in _WITHOUT_VALUE:
+        if not inline and name not in without_value:
             value = tokens[position] if position < len(tokens) else ""
             position += 1
         options[name] = value
