@@ -6,8 +6,9 @@ The scripts of ``parallel_modes/`` use PyTorch as users do. ``R/N`` is rank R of
 all of them, and ``real/N`` starts them all at once, with torchrun. The table holds the verdict, PyTorch's
 peak on the rank that needs most, the bytes at this peak that no object explains, the number of rows in which
 ``--all-ranks`` groups the ranks, and the last lines of a run that fails. Exits with 1 if a run fails that
-``REFUSED`` does not list, or if one of those succeeds. Scripts whose package is not installed are skipped by
-name.
+``REFUSED`` does not list, if one of those succeeds, or if one that trains, as all but those of
+``collectives.py`` do, fits without having made a training step. Scripts whose package is not installed are
+skipped by name.
 """
 
 import ast
@@ -97,6 +98,8 @@ def run(variant: str, rank: str, folder: Path) -> Answer:
         held = memfit.explain(trace).held.rows[GroupBy.CATEGORY]
         unknown = sum(row.bytes for row in held if row.name in ("unknown", "before the history"))
     verdict = answer["verdict"] if not done.returncode else f"exit {done.returncode}"
+    if verdict == "fits" and not answer["steps"] and script != "collectives":
+        verdict = "fits, 0 steps"
     said = "" if not done.returncode else " | ".join(lines[-3:])
     rows = len(answer["ranks"]) or 1
     return Answer(variant, rank, verdict, answer["peak"]["allocated"], unknown, seconds, said, rows)

@@ -161,7 +161,7 @@ class Recorder:
                 self._roots.add(module)
                 self._record_modules((module,))
             self._owners.record_arguments(self.book.moment(), arguments)
-        self.steps.enter_forward()
+        self.steps.enter_forward(training=module.training)
         self.stages.enter_root(module)
 
     def _before_backward(self, roots: Iterable[object]) -> None:

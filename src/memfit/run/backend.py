@@ -24,7 +24,7 @@ from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.ghost.workspaces import WorkspaceSource
 from memfit.native_build import cache_folder
 from memfit.patching.after_import import call_after_import
-from memfit.records import DeviceUse, Figure, MachineKind, Provenance, ScriptEnd
+from memfit.records import DeviceUse, Figure, MachineKind, Provenance, ScriptEnd, StandIn
 from memfit.run.charge_nccl_communicators_to_ghost import CommunicatorMemory
 from memfit.run.child_start import ChildSettings, GhostSettings
 from memfit.run.job_rank import Rank
@@ -76,18 +76,22 @@ class Backend(ABC):
         """Return what about the backend may have made the script fail; empty if nothing."""
         return ""
 
-    def with_missing_updates(self, end: ScriptEnd, backwards: int) -> ScriptEnd:
-        """Note in a script's end that no optimizer stepped, and print what may have kept the script from it.
+    def stand_ins(self) -> tuple[StandIn, ...]:
+        """Return the GPU values that the script read last and nobody computed, newest first."""
+        return ()
 
-        Args:
-            end: how the script ended.
-            backwards: the passes that no update followed; 0 if there were updates, or no optimizer.
-        """
-        if end.reason != "end" or end.exit_code or not backwards:
+    def explained(self, end: ScriptEnd) -> ScriptEnd:
+        """Add to a script's end which updates are missing, and the stand-ins that may be why."""
+        if end.reason == "exception" or end.gave_up:
+            return replace(end, stand_ins=self.stand_ins())
+        if self._recorder is None or not (end.reason == "end" or end.stopped):
             return end
-        if hint := self.hint():
-            print(f"memfit: no optimizer stepped. {hint}", file=sys.stderr)
-        return replace(end, backwards_without_update=backwards)
+        missing, reads = self._recorder.steps.updates.missing(stopped=end.stopped)
+        if missing:
+            return replace(end, missing_updates=missing, stand_ins=reads or self.stand_ins())
+        if not end.stopped:
+            self._recorder.steps.count_steps_of_used_optimizers()
+        return end
 
     @abstractmethod
     def device(self) -> DeviceUse:
@@ -151,6 +155,7 @@ class GhostBackend(Backend):
             forward_lines=recorder.labelled_lines,
             fallback_where=recorder.place,
             senders_exist=self._options.real_ranks,
+            on_stand_in=recorder.steps.updates.note_read,
         )
         if self._settings.shown_memory is not None:
             from memfit.ghost.ghost_device import show_device_memory_to_script
@@ -227,14 +232,18 @@ class GhostBackend(Backend):
             self.ghost.finish_late()
 
     def hint(self) -> str:
-        """Return a sentence on a rejected library, a gap reached, or a value that the ghost returned."""
+        """Return a sentence on a rejected library, or on a gap reached."""
         rejections = self.ghost.extensions.rejections
         if rejections:
             return rejections[-1]
         if gaps := self._gaps_reached():
             named = ", ".join(map(self._named, gaps))
             return f"the ghost does not implement {named} (see memfit doctor --gaps) and returned an error."
-        return self._values.hint() if self._values is not None else ""
+        return ""
+
+    def stand_ins(self) -> tuple[StandIn, ...]:
+        """Return the stand-ins that the script read last, newest first; none if ``hint`` says more."""
+        return () if self._values is None or self.hint() else self._values.last_stand_ins()
 
     def device(self) -> DeviceUse:
         """Return the device as configured, and record a note for each gap that the run reached."""
