@@ -18,6 +18,7 @@ from memfit.card.detect_card import is_ghost_loaded
 from memfit.card.outside_allocator import OutsideMemoryMeter
 from memfit.devices import find_device, why_torch_lacks_kernels
 from memfit.ghost.load_ghost import load
+from memfit.ghost.rank_exchange_protocol import RankExchange
 from memfit.ghost.ranks.collective_release_times import CollectiveWatcher, wait_until_collectives_released
 from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.ghost.workspaces import WorkspaceSource
@@ -66,6 +67,9 @@ class Backend(ABC):
     def joined(self) -> None:
         """Remember that the script has joined a process group."""
         self._has_joined = True
+
+    def exchange_with(self, ranks: RankExchange) -> None:  # noqa: B027 - ranks on cards exchange by themselves
+        """Have the script's ranks exchange small tensors."""
 
     @abstractmethod
     def stepped(self) -> None:
@@ -183,6 +187,11 @@ class GhostBackend(Backend):
             self._collectives = None
             finish_stream_work_late(self.ghost)
         self._settings, self._options = ghost, options
+
+    def exchange_with(self, ranks: RankExchange) -> None:
+        """Have the script's ranks exchange small tensors."""
+        if self._values is not None:
+            self._values.ranks = ranks
 
     def _follow_folding(self) -> None:
         from memfit.ghost.compile.constant_folding import track_folded_constants

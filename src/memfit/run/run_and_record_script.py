@@ -86,7 +86,8 @@ class ScriptProcess:
         self._last_error: BaseException | None = None
         self._others: PresentRanks | None = None
         if settings.options.real_ranks and backend.ghost is not None:
-            self._others = PresentRanks(backend.ghost, "late" if settings.options.finish_late else "early")
+            name = "late" if settings.options.finish_late else "early"
+            self._others = PresentRanks(backend.ghost, name, self._refuse_group)
         self._interrupted = False  # while it stands for the script
         self._runs_as_rank = False  # of a process group that it has joined
         self._steps_reported = 0
@@ -186,10 +187,12 @@ class ScriptProcess:
         """Have the script join process groups as its rank, if there are others; refuse groups otherwise."""
         if self._others is not None:
             self._others.meet(self._backend.joined)
+            self._backend.exchange_with(self._others)
         elif self._settings.options.rank.world_size > 1 and self._backend.ghost is not None:
-            exchange = ExchangedObjects(self._folders, self._settings.options.rank.rank)
+            exchange = ExchangedObjects(self._folders, self._settings.options.rank.rank, self._refuse_group)
             launches = partial(self._backend.ghost.counter, "launches")
-            join_groups_with_absent_ranks(self._join, self._refuse_group, exchange, launches)
+            join_groups_with_absent_ranks(self._join, exchange, launches)
+            self._backend.exchange_with(exchange)
         else:
             refuse_process_groups(self._refuse_group, in_script=self._is_the_script)
 

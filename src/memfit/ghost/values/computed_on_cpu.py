@@ -10,11 +10,14 @@ reductions, and those that move elements.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
 
+from memfit.dispatch_modes import without_dispatch_modes
 from memfit.ghost.values.known_values import (
+    AwaitedElements,
     KnownElements,
     KnownValueBasis,
     KnownValues,
@@ -96,6 +99,10 @@ class _UnknownError(Exception):
     """An argument is not known by element."""
 
 
+Computed = tuple[KnownElements, ...] | Callable[[], tuple[KnownElements, ...]]
+"""The elements of each result; what returns them, if they follow from elements that another rank sends."""
+
+
 def compute_on_cpu(
     known: KnownValues,
     op: Callable[..., Any],
@@ -104,7 +111,7 @@ def compute_on_cpu(
     *,
     writes: bool,
     needs_elements: bool = False,
-) -> tuple[KnownElements, ...]:
+) -> Computed:
     """Return the elements of each result of an op; empty if they do not follow from its arguments.
 
     Args:
@@ -115,39 +122,118 @@ def compute_on_cpu(
         writes: whether it writes to the first of them.
         needs_elements: whether one of its tensors at least must be known by element, and not as a whole.
     """
-    found: list[KnownElements] = []
-    by_element = False
-
-    def on_cpu(argument: Any) -> Any:
-        nonlocal by_element
-        if isinstance(argument, torch.Tensor):
-            elements = known_elements(known, argument)
-            if elements is None:
-                raise _UnknownError
-            if argument.is_cuda:
-                found.append(elements)
-                by_element |= known.elements(argument) is not None
-            return elements.values
-        if isinstance(argument, list):
-            return [on_cpu(each) for each in argument]
-        return tuple(map(on_cpu, argument)) if isinstance(argument, tuple) else argument
-
+    arguments = _Arguments(known, writes=writes)
     try:
-        moved = [on_cpu(each) for each in args]
-        named = {name: on_cpu(each) for name, each in options.items() if name not in _PLACES}
+        moved = [arguments.on_cpu(each) for each in args]
+        named = {name: arguments.on_cpu(each) for name, each in options.items() if name not in _PLACES}
     except _UnknownError:
         return ()
-    if not found or (needs_elements and not by_element):
+    if not arguments.found and not arguments.awaits:
         return ()
+    if needs_elements and not arguments.by_element:
+        return ()
+    if arguments.awaits:
+        return _computed_once(op, _kept(moved), _kept(named), arguments.found)
     if writes:
         moved[0] = moved[0].clone()
+    return _compute(op, moved, named, arguments.found, writes=writes)
+
+
+class _Arguments:
+    """An op's arguments with the elements of tensors in place of these, and what was found on the way."""
+
+    def __init__(self, known: KnownValues, *, writes: bool) -> None:
+        self._known = known
+        self._writes = writes
+        self.found: list[KnownElements] = []
+        self.by_element = False
+        """Whether one tensor at least is known by element, not as a whole."""
+        self.awaits = False
+        """Whether another rank must send the elements of one; an op that writes awaits them at once."""
+
+    def on_cpu(self, argument: Any) -> Any:
+        """Return an argument as the CPU gets it.
+
+        Raises:
+            _UnknownError: a tensor is not known by element.
+        """
+        if not isinstance(argument, torch.Tensor):
+            return _mapped(argument, self.on_cpu)
+        awaited = self._known.awaited(argument) if argument.is_cuda else None
+        if awaited is not None and not self._writes:
+            self.by_element = self.awaits = True
+            return awaited
+        if awaited is not None and argument.is_floating_point():
+            raise _UnknownError  # an update of weights that another rank sent awaits nothing
+        elements = known_elements(self._known, argument)
+        if elements is None:
+            raise _UnknownError
+        if argument.is_cuda:
+            self.found.append(elements)
+            self.by_element |= self._known.elements(argument) is not None
+        return elements.values
+
+
+def _mapped(argument: Any, change: Callable[[Any], Any]) -> Any:
+    """Change the parts of a nested argument."""
+    if isinstance(argument, list):
+        return [change(each) for each in argument]
+    return tuple(map(change, argument)) if isinstance(argument, tuple) else argument
+
+
+def _kept(arguments: Any) -> Any:
+    """Copy the tensors among arguments: the script may write to them before the op is computed."""
+    if isinstance(arguments, torch.Tensor):
+        return arguments.clone()
+    if isinstance(arguments, dict):
+        return {name: _kept(each) for name, each in arguments.items()}
+    return _mapped(arguments, _kept)
+
+
+def _computed_once(
+    op: Callable[..., Any], args: list[Any], options: dict[str, Any], found: list[KnownElements]
+) -> Callable[[], tuple[KnownElements, ...]]:
+    """Return a function that computes an op once another rank has sent elements that it needs."""
+
+    @cache
+    def compute() -> tuple[KnownElements, ...]:
+        had = list(found)
+
+        def here(argument: Any) -> Any:
+            if not isinstance(argument, AwaitedElements):
+                return _mapped(argument, here)
+            elements = argument.have()
+            if elements is None:
+                raise _UnknownError
+            had.append(elements)
+            return elements.values
+
+        try:
+            with without_dispatch_modes():
+                here_args = [here(each) for each in args]
+                here_options = {name: here(each) for name, each in options.items()}
+                return _compute(op, here_args, here_options, had, writes=False)
+        except _UnknownError:
+            return ()
+
+    return compute
+
+
+def _compute(
+    op: Callable[..., Any],
+    args: list[Any],
+    options: dict[str, Any],
+    found: list[KnownElements],
+    *,
+    writes: bool,
+) -> tuple[KnownElements, ...]:
     try:
         with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
-            result = op(*moved, **named)
+            result = op(*args, **options)
     except (RuntimeError, IndexError, TypeError):
         return ()  # the CPU lacks this op for the dtype, or the op will raise on the GPU, too
     routing, basis = max(each.routing for each in found), max(each.basis for each in found)
-    results = moved[:1] if writes else _tensors(result)
+    results = args[:1] if writes else _tensors(result)
     return tuple(KnownElements(each.contiguous(), routing, basis) for each in results)
 
 
@@ -156,9 +242,14 @@ def _tensors(result: Any) -> list[torch.Tensor]:
     return [each for each in results if isinstance(each, torch.Tensor)]
 
 
-def put_elements(known: KnownValues, result: Any, computed: tuple[KnownElements, ...]) -> bool:
-    """Record the elements of new tensors; return whether all are known."""
+def put_elements(known: KnownValues, result: Any, computed: Computed) -> bool:
+    """Record the elements of new tensors; return whether all are known, or awaited."""
     tensors = _tensors(result)
+    if callable(computed):
+        for index, on_gpu in enumerate(tensors):
+            awaited = partial(_result_like, computed, index, on_gpu.shape, on_gpu.dtype)
+            known.put(on_gpu, AwaitedElements(awaited), fresh=True)
+        return True
     if not computed or len(tensors) != len(computed):
         return False
     pairs = list(zip(tensors, computed, strict=True))
@@ -169,14 +260,23 @@ def put_elements(known: KnownValues, result: Any, computed: tuple[KnownElements,
     return True
 
 
+def _result_like(
+    computed: Callable[[], tuple[KnownElements, ...]], index: int, shape: torch.Size, dtype: torch.dtype
+) -> KnownElements | None:
+    results = computed()
+    if index >= len(results) or results[index].values.shape != shape:
+        return None
+    return results[index]._replace(values=results[index].values.to(dtype))
+
+
 def elements_after_write(
-    known: KnownValues, written: torch.Tensor, computed: tuple[KnownElements, ...]
+    known: KnownValues, written: torch.Tensor, computed: Computed
 ) -> tuple[torch.Tensor, KnownElements] | None:
     """Return the tensor that a write changes and its elements after it: of a view, those of its base.
 
     None if they are not known. To be called before the write.
     """
-    if len(computed) != 1 or computed[0].values.shape != written.shape:
+    if callable(computed) or len(computed) != 1 or computed[0].values.shape != written.shape:
         return None
     new = computed[0]._replace(values=computed[0].values.to(written.dtype))
     base = written._base

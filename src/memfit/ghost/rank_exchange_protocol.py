@@ -1,0 +1,30 @@
+"""What carries small tensors between the ranks of a job."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+
+class RankExchange(Protocol):
+    """Through files if the other ranks run only when they are needed; else through the job's store."""
+
+    real: bool
+    """Whether the other ranks exist in any case. Then PyTorch's Gloo carries what is on the CPU."""
+
+    def key(self, *call: object) -> str:
+        """Return the key of what the next such call sends, the same on each rank; empty to send nothing."""
+
+    def leave(self, key: str, sent: Any) -> None:
+        """Leave something for other ranks."""
+
+    def leave_awaited(self, key: str, sent: Callable[[], Any]) -> None:
+        """Do so with what a function returns, which may have to wait for another rank."""
+
+    def receive(self, key: str, sender: int) -> Any:
+        """Return what another rank has left.
+
+        Raises:
+            LookupError: it cannot be had; the message says why.
+        """
+
+    def refuse(self, why: str) -> object:
+        """End the run: the script needs what cannot be had."""
