@@ -10,6 +10,9 @@ class RankExchange(Protocol):
     real: bool
     """Whether the other ranks exist in any case. Then PyTorch's Gloo carries what is on the CPU."""
 
+    missing: str
+    """What the script reads that no rank has written; empty if there is nothing."""
+
     def key(self, *call: object) -> str:
         """Return the key of what the next such call sends, the same on each rank; empty to send nothing."""
 

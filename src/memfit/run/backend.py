@@ -241,7 +241,9 @@ class GhostBackend(Backend):
         if gaps := self._gaps_reached():
             named = ", ".join(map(self._named, gaps))
             return f"the ghost does not implement {named} (see memfit doctor --gaps) and returned an error."
-        return self._values.hint() if self._values is not None else ""
+        if self._values is None:
+            return ""
+        return (self._values.ranks and self._values.ranks.missing) or self._values.hint()
 
     def device(self) -> DeviceUse:
         """Return the device as configured, and record a note for each gap that the run reached."""

@@ -18,6 +18,7 @@ from functools import cache, partial
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
+from memfit.ghost.ranks.files_of_other_ranks import FilesOfOtherRanks
 from memfit.ghost.ranks.join_and_pipeline_agreements import assume_ranks_agree_with_this_one
 from memfit.ghost.ranks.object_exchange_files import ExchangedObjects
 from memfit.ghost.ranks.wrap_group_creation import exchange_objects_on_cpu, wrap_group_creation
@@ -47,6 +48,7 @@ VARIABLES = {"TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": 
 def join_groups_with_absent_ranks(
     join: Callable[[int, int], object],
     objects: ExchangedObjects,
+    writers: tuple[int, ...],
     work: Callable[[], int],
 ) -> None:
     """Have every process group of the script be joined by ranks that do not exist.
@@ -56,6 +58,7 @@ def join_groups_with_absent_ranks(
     Args:
         join: called with its rank and the number of ranks before this process joins the default group.
         objects: those that this rank sends to others, and that others send to it.
+        writers: the ranks that may write files for this one.
         work: returns a number that grows whenever the script gives the GPU work.
     """
     from torch._C._distributed_c10d import FakeProcessGroup
@@ -70,6 +73,7 @@ def join_groups_with_absent_ranks(
     from memfit.ghost.ranks.object_collectives import object_collective_wrappers
 
     os.environ.update(VARIABLES)
+    FilesOfOtherRanks(objects, writers).install()
     plugins = distributed_c10d.Backend._plugins
     plugins["GLOO"] = plugins["FAKE"]
     waits = EndlessWaitDetector(objects.refuse, work)

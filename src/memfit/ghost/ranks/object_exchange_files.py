@@ -44,11 +44,15 @@ class ExchangedObjects:
     ) -> None:
         self.refuse = refuse
         self._folders = folders
-        self._rank = rank
+        self.rank = rank
         self._waits = f"waits-{rank}"
         self._calls: Counter[tuple[object, ...]] = Counter()
         self._quiet = 0
         self._later: list[tuple[str, Callable[[], Any]]] = []
+        self.before_waiting: Callable[[], object] = lambda: None
+        """Called again and again while this rank waits for others."""
+        self.missing = ""
+        """What the script reads that no rank has written; empty if there is nothing."""
 
     def key(self, *call: object) -> str:
         """Return the key of the next object of a call, given by its kind, its group and the ranks in it.
@@ -91,35 +95,65 @@ class ExchangedObjects:
         Raises:
             LookupError: the rank cannot send it; the message says why.
         """
-        folder, asks = self._folders()
-        kept = folder / key
+        kept = self._folders()[0] / key
         if not kept.exists():
-            (asks / f"wanted-{sender}").touch()
-            self.wait_until(kept.exists, (sender,))
+            self.want(sender)
+            self.wait_until(kept.exists, sender)
         return pickle.loads(kept.read_bytes())  # noqa: S301 - a rank of the same job wrote it
 
-    def wait_until(self, condition: Callable[[], bool], ranks: tuple[int, ...]) -> None:
-        """Wait for other ranks.
+    def wait_until(self, condition: Callable[[], bool], rank: int) -> None:
+        """Wait for another rank.
 
         Raises:
-            LookupError: one of them has failed, or all ranks wait; the message says why.
+            LookupError: it has ended, or all ranks wait; the message says why.
         """
-        _, asks = self._folders()
-        failures = [*(asks / f"failed-{rank}" for rank in ranks), asks / "failed"]
         try:
             while not condition():
-                for why in failures:
-                    if why.exists() and not condition():
-                        raise LookupError(why.read_text())
+                if (why := self.failure(rank)) and not condition():
+                    raise LookupError(why)
                 self._leave_if_wanted()
-                (asks / self._waits).touch()
+                self.before_waiting()
+                self.note_waiting(True)
                 time.sleep(_INTERVAL)
         finally:
-            (asks / self._waits).unlink(missing_ok=True)
+            self.note_waiting(False)
+
+    @property
+    def asks(self) -> Path:
+        """The folder in which the ranks of this run ask for each other."""
+        return self._folders()[1]
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether this rank sends nothing."""
+        return bool(self._quiet)
+
+    def want(self, rank: int) -> None:
+        """Have another rank run beside this one."""
+        (self.asks / f"wanted-{rank}").touch()
 
     def is_wanted(self) -> bool:
-        """Return whether another rank waits for what this one does."""
-        return (self._folders()[1] / f"wanted-{self._rank}").exists()
+        """Return whether another rank may wait for this one."""
+        return (self.asks / f"wanted-{self.rank}").exists()
+
+    def wanted_ranks(self) -> set[int]:
+        """Return the ranks that run, this one among them if there is another."""
+        return {int(path.name.removeprefix("wanted-")) for path in self.asks.glob("wanted-*")}
+
+    def failure(self, rank: int) -> str:
+        """Return why another rank sends nothing more, or why no rank does; empty while it runs."""
+        for file in (self.asks / f"failed-{rank}", self.asks / "failed"):
+            if file.exists():
+                return file.read_text()
+        return ""
+
+    def note_waiting(self, waits: bool) -> None:
+        """Note whether this rank waits for others: if all do, memfit tells them."""
+        file = self.asks / self._waits
+        if waits:
+            file.touch()
+        else:
+            file.unlink(missing_ok=True)
 
     def _leave_if_wanted(self) -> None:
         while self._later and self.is_wanted():

@@ -48,6 +48,7 @@ class PresentRanks:
     """
 
     real = True
+    missing = ""
 
     def __init__(self, ghost: GhostRuntime, run: str, refuse: Callable[[str], object]) -> None:
         self.refuse = refuse

@@ -124,7 +124,8 @@ def compute_on_cpu(
     """
     arguments = _Arguments(known, writes=writes)
     try:
-        moved = [arguments.on_cpu(each) for each in args]
+        moved = [arguments.overwritten(args[0])] if _overwrites(known, op, args) else []
+        moved += [arguments.on_cpu(each) for each in args[len(moved) :]]
         named = {name: arguments.on_cpu(each) for name, each in options.items() if name not in _PLACES}
     except _UnknownError:
         return ()
@@ -139,6 +140,11 @@ def compute_on_cpu(
     return _compute(op, moved, named, arguments.found, writes=writes)
 
 
+def _overwrites(known: KnownValues, op: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """Return whether an op leaves nothing of what another rank sends."""
+    return op.__name__ in {"fill_", "zero_", "copy_"} and known.awaited(args[0]) is not None
+
+
 class _Arguments:
     """An op's arguments with the elements of tensors in place of these, and what was found on the way."""
 
@@ -150,6 +156,12 @@ class _Arguments:
         """Whether one tensor at least is known by element, not as a whole."""
         self.awaits = False
         """Whether another rank must send the elements of one; an op that writes awaits them at once."""
+
+    def overwritten(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor on the CPU for one on the GPU of which nothing remains."""
+        zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+        self.found.append(KnownElements(zeros))
+        return zeros
 
     def on_cpu(self, argument: Any) -> Any:
         """Return an argument as the CPU gets it.

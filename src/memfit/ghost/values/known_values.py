@@ -109,11 +109,7 @@ class KnownElements(NamedTuple):
 
 
 class AwaitedElements:
-    """Elements that another rank sends, or that follow from these: they are had when the script reads them.
-
-    Args:
-        have: returns them; None if they cannot be known. It is called once at most.
-    """
+    """Elements that another rank sends, or that follow from these: ``have`` returns them, once read."""
 
     def __init__(self, have: Callable[[], KnownElements | None]) -> None:
         self._have: Callable[[], KnownElements | None] | None = have
