@@ -10,6 +10,8 @@ class RankExchange(Protocol):
     real: bool
     """Whether the other ranks exist in any case. Then PyTorch's Gloo carries what is on the CPU."""
 
+    sources: set[int]
+    """The ranks whose tensors, objects or files this one has received."""
     missing: str
     """What the script reads that no rank has written; empty if there is nothing."""
 

@@ -251,7 +251,7 @@ class GhostBackend(Backend):
             return self._settings.device
         rank = self._options.rank
         if rank.world_size > 1 and self._has_joined:
-            text = f"The script ran as {rank}. {_RECEIVED[self._options.real_ranks]}"
+            text = f"The script ran as {rank}. {_RECEIVED[self._options.real_ranks]}{self._sources()}"
             self._recorder.note(Provenance.ASSUMED, text)  # sizes rarely follow from what others send
         elif rank.world_size > 1:
             text = f"The script ran as {rank}, and joined no process group: it trains by itself."
@@ -279,6 +279,14 @@ class GhostBackend(Backend):
     def cudnn_workspaces(self) -> tuple[int, ...]:
         """Return the sizes that cuDNN's plans reported for their workspaces, in ascending order; bytes."""
         return tuple(sorted(self.ghost.reported_workspaces()))
+
+    def _sources(self) -> str:
+        """Return from which ranks the script has received what only they have; empty if from none."""
+        found = self._values.ranks.sources if self._values is not None and self._values.ranks else set()
+        if not found:
+            return ""
+        ranks = f"rank{'s' * (len(found) > 1)} {', '.join(map(str, sorted(found)))}"
+        return f" What the script read that {ranks} sent or wrote is theirs: memfit ran as {ranks}, too."
 
     def _reached(self) -> list[str]:
         """Return a sentence on each function that the ghost refused, answered by assumption, or lacks."""

@@ -40,8 +40,10 @@ _ELSEWHERE = ("/proc/", "/sys/", "/dev/")
 _QUESTIONS = 3
 _PATIENCE = 2.0
 """How often, and for how many seconds, a line must have asked for a file to count as a loop that waits."""
-_LOOKING = {"genericpath.py", "pathlib.py", "_local.py", "_abc.py"}
-"""Files of the standard library that look for files."""
+_LOOKING = {Path(__file__).name, "genericpath.py", "<frozen genericpath>", "pathlib.py", "_local.py"}
+"""Files of the standard library that look for files, and this one."""
+_COMPILERS = ("_dynamo", "_functorch", "_inductor")
+"""Of PyTorch: they look for what they have compiled before."""
 
 
 class FilesOfOtherRanks:
@@ -133,7 +135,7 @@ class FilesOfOtherRanks:
         name = os.fsdecode(path)
         if name.endswith(".pyc") or name.startswith(_ELSEWHERE) or os.path.lexists(name):
             return
-        if not is_memfit_file(_asking_file()) and (why := self._have_written(name)):
+        if _reads_for_script() and (why := self._have_written(name)):
             self._objects.missing = why
 
     def _stat(self, stat: Callable[..., Any]) -> Callable[..., Any]:
@@ -143,7 +145,7 @@ class FilesOfOtherRanks:
             try:
                 found = stat(path, *args, **options)
             except FileNotFoundError:
-                if self._awaits or not self._looks() or not is_user_file(_asking_file()):
+                if self._awaits or not self._looks() or not _looks_for_script():
                     raise
             else:
                 if self._polls:
@@ -208,7 +210,21 @@ class FilesOfOtherRanks:
         self._objects.note_waiting(True)
 
 
-def _asking_file() -> str:
-    """Return the file of the code that looks for a file: that which has called the standard library."""
+def _looks_for_script() -> bool:
+    """Return whether the script's own line looks for a file, itself or through the standard library."""
     frames = frame_locations(sys._getframe(2))
-    return next((file for file, _ in frames if Path(file).name not in _LOOKING and file != __file__), "")
+    return is_user_file(next((file for file, _ in frames if Path(file).name not in _LOOKING), ""))
+
+
+def _reads_for_script() -> bool:
+    """Return whether the script reads a file, itself or through a library; imports and caches do not count."""
+    reader = ""
+    for file, _ in frame_locations(sys._getframe(2)):
+        if file == __file__:
+            continue
+        if file.startswith("<frozen importlib") or (is_memfit_file(file) and not reader):
+            return False
+        if is_user_file(file):
+            return not any(f"/torch/{part}/" in reader for part in _COMPILERS)
+        reader = reader or file
+    return False

@@ -48,9 +48,11 @@ class ExchangedObjects:
         self._waits = f"waits-{rank}"
         self._calls: Counter[tuple[object, ...]] = Counter()
         self._quiet = 0
+        self._leaving = False
         self._later: list[tuple[str, Callable[[], Any]]] = []
         self.before_waiting: Callable[[], object] = lambda: None
         """Called again and again while this rank waits for others."""
+        self.sources: set[int] = set()
         self.missing = ""
         """What the script reads that no rank has written; empty if there is nothing."""
 
@@ -96,6 +98,7 @@ class ExchangedObjects:
             LookupError: the rank cannot send it; the message says why.
         """
         kept = self._folders()[0] / key
+        self.sources.add(sender)
         if not kept.exists():
             self.want(sender)
             self.wait_until(kept.exists, sender)
@@ -130,6 +133,7 @@ class ExchangedObjects:
 
     def want(self, rank: int) -> None:
         """Have another rank run beside this one."""
+        self.sources.add(rank)
         (self.asks / f"wanted-{rank}").touch()
 
     def is_wanted(self) -> bool:
@@ -156,6 +160,11 @@ class ExchangedObjects:
             file.unlink(missing_ok=True)
 
     def _leave_if_wanted(self) -> None:
-        while self._later and self.is_wanted():
+        """Leave what awaits other ranks, one after the other, as a GPU's stream sends it."""
+        while self._later and not self._leaving and self.is_wanted():
             key, sent = self._later.pop(0)
-            self.leave(key, sent())
+            self._leaving = True
+            try:
+                self.leave(key, sent())
+            finally:
+                self._leaving = False

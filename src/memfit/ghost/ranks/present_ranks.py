@@ -52,6 +52,7 @@ class PresentRanks:
 
     def __init__(self, ghost: GhostRuntime, run: str, refuse: Callable[[str], object]) -> None:
         self.refuse = refuse
+        self.sources: set[int] = set()
         self._ghost = ghost
         self._run = run
         self._store: Any = None
