@@ -217,7 +217,7 @@ def _looks_for_script() -> bool:
 
 
 def _reads_for_script() -> bool:
-    """Return whether the script reads a file, itself or through a library; imports and caches do not count."""
+    """Return whether the script reads a file, itself or through a library, but for imports and caches."""
     reader = ""
     for file, _ in frame_locations(sys._getframe(2)):
         if file == __file__:
