@@ -29,6 +29,9 @@ def test_a_rank_reads_what_another_sends(run):
     flags = torch.tensor([0, 3, 5] if rank == 0 else [0, 0, 0], device="cuda")
     dist.broadcast(flags, 0)
     print(flags.tolist(), flags[1].item(), int(flags.max() * 2), (flags > 0).nonzero().shape[0])
+    flags[1:] *= 2
+    flags[flags == 10] = 7
+    print(flags.tolist())
     names = torch.zeros(4, dtype=torch.uint8, device="cuda")
     dist.broadcast(torch.tensor(list(b"adam"), dtype=torch.uint8, device="cuda") if rank == 0 else names, 0)
     print(bytes(names.cpu().numpy()))
@@ -51,9 +54,9 @@ def test_a_rank_reads_what_another_sends(run):
     print(on_cpu.tolist())
     torch.empty(int(flags.sum()) << 20, dtype=torch.uint8, device="cuda")
     """)
-    said = "[0, 3, 5] 3 10 2", "b'adam'", "[10, 10]", "0.25", "8", "[7, 9]"
-    assert tuple(done.out.splitlines()[:6]) == said, done.err
-    assert done.answer["peak"]["allocated"] >= 8 << 20
+    said = "[0, 3, 5] 3 10 2", "[0, 6, 7]", "b'adam'", "[10, 10]", "0.25", "8", "[7, 9]"
+    assert tuple(done.out.splitlines()[:7]) == said, done.err
+    assert done.answer["peak"]["allocated"] >= 13 << 20
     assert beside
 
 
@@ -68,6 +71,8 @@ def test_what_a_script_does_not_read_starts_no_other_rank(run):
     tokens = torch.ones(4, 8, dtype=torch.int64, device="cuda")
     dist.broadcast(tokens, 0)
     mask = (tokens + 1 > 3).to(torch.float32).sum(1)
+    tokens[tokens == 1] = 0
+    tokens[:, 1:] -= 1
     received = torch.empty(4, 16, device="cuda")
     dist.recv(received, 1 - rank)
     dist.send(received * 2, 1 - rank)
@@ -129,6 +134,30 @@ def test_a_file_that_no_rank_writes_is_named_with_the_barrier(run):
     said = "index.npy, which does not exist. Another rank may write it before the barrier at"
     assert said in done.err
     assert "but rank 0, which memfit ran up to there, has not written it." in done.err
+
+
+def test_barriers_wait_for_a_rank_that_runs_beside(run):
+    done, beside = run("""
+    import time
+    size = torch.tensor([3 - 3 * rank], device="cuda")
+    dist.broadcast(size, 0)
+    torch.empty(size.item() << 20, dtype=torch.uint8, device="cuda")  # rank 0 runs from here on
+    if rank == 0:
+        with open("index", "w") as file:
+            file.write("half of it,")
+            file.flush()
+            time.sleep(2)
+            file.write(" and the rest")
+    dist.barrier()
+    print(open("index").read())
+    dist.barrier()
+    if rank == 0:
+        os.remove("index")
+    dist.barrier()
+    print(os.path.exists("index"))
+    """)
+    assert done.out.splitlines()[:2] == ["half of it, and the rest", "False"], done.err
+    assert beside
 
 
 def test_a_loop_that_waits_for_a_file_ends_when_another_rank_has_written_it(run):

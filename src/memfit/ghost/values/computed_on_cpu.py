@@ -10,7 +10,7 @@ reductions, and those that move elements.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,8 +99,8 @@ class _UnknownError(Exception):
     """An argument is not known by element."""
 
 
-Computed = tuple[KnownElements, ...] | Callable[[], tuple[KnownElements, ...]]
-"""The elements of each result; what returns them, if they follow from elements that another rank sends."""
+_DEEPEST = 64
+"""After so many ops, a result that awaits another rank is awaited at once: computing it is recursive."""
 
 
 def compute_on_cpu(
@@ -111,7 +111,7 @@ def compute_on_cpu(
     *,
     writes: bool,
     needs_elements: bool = False,
-) -> Computed:
+) -> "Computed":
     """Return the elements of each result of an op; empty if they do not follow from its arguments.
 
     Args:
@@ -122,21 +122,19 @@ def compute_on_cpu(
         writes: whether it writes to the first of them.
         needs_elements: whether one of its tensors at least must be known by element, and not as a whole.
     """
-    arguments = _Arguments(known, writes=writes)
+    arguments = _Arguments(known)
     try:
         moved = [arguments.overwritten(args[0])] if _overwrites(known, op, args) else []
         moved += [arguments.on_cpu(each) for each in args[len(moved) :]]
         named = {name: arguments.on_cpu(each) for name, each in options.items() if name not in _PLACES}
     except _UnknownError:
         return ()
-    if not arguments.found and not arguments.awaits:
+    if not arguments.found and not arguments.depth:
         return ()
     if needs_elements and not arguments.by_element:
         return ()
-    if arguments.awaits:
-        return _computed_once(op, _kept(moved), _kept(named), arguments.found)
-    if writes:
-        moved[0] = moved[0].clone()
+    if arguments.depth:
+        return _AwaitedResults(op, _kept(moved), _kept(named), arguments, writes=writes)
     return _compute(op, moved, named, arguments.found, writes=writes)
 
 
@@ -148,14 +146,13 @@ def _overwrites(known: KnownValues, op: Callable[..., Any], args: Sequence[Any])
 class _Arguments:
     """An op's arguments with the elements of tensors in place of these, and what was found on the way."""
 
-    def __init__(self, known: KnownValues, *, writes: bool) -> None:
+    def __init__(self, known: KnownValues) -> None:
         self._known = known
-        self._writes = writes
         self.found: list[KnownElements] = []
         self.by_element = False
         """Whether one tensor at least is known by element, not as a whole."""
-        self.awaits = False
-        """Whether another rank must send the elements of one; an op that writes awaits them at once."""
+        self.depth = 0
+        """As of ``AwaitedElements`` for the result; 0 if it awaits no other rank."""
 
     def overwritten(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor on the CPU for one on the GPU of which nothing remains."""
@@ -172,11 +169,9 @@ class _Arguments:
         if not isinstance(argument, torch.Tensor):
             return _mapped(argument, self.on_cpu)
         awaited = self._known.awaited(argument) if argument.is_cuda else None
-        if awaited is not None and not self._writes:
-            self.by_element = self.awaits = True
+        if awaited is not None and awaited.depth < _DEEPEST:
+            self.by_element, self.depth = True, max(self.depth, awaited.depth + 1)
             return awaited
-        if awaited is not None and argument.is_floating_point():
-            raise _UnknownError  # an update of weights that another rank sent awaits nothing
         elements = known_elements(self._known, argument)
         if elements is None:
             raise _UnknownError
@@ -202,33 +197,58 @@ def _kept(arguments: Any) -> Any:
     return _mapped(arguments, _kept)
 
 
-def _computed_once(
-    op: Callable[..., Any], args: list[Any], options: dict[str, Any], found: list[KnownElements]
-) -> Callable[[], tuple[KnownElements, ...]]:
-    """Return a function that computes an op once another rank has sent elements that it needs."""
+class _AwaitedResults:
+    """The results of an op that needs elements which another rank sends."""
 
-    @cache
-    def compute() -> tuple[KnownElements, ...]:
-        had = list(found)
+    def __init__(
+        self,
+        op: Callable[..., Any],
+        args: list[Any],
+        options: dict[str, Any],
+        arguments: _Arguments,
+        *,
+        writes: bool,
+    ) -> None:
+        self._call = op, args, options
+        self._found = list(arguments.found)
+        self._writes = writes
+        self._depth = arguments.depth
+        self._results: tuple[KnownElements, ...] | None = None
 
-        def here(argument: Any) -> Any:
-            if not isinstance(argument, AwaitedElements):
-                return _mapped(argument, here)
-            elements = argument.have()
-            if elements is None:
-                raise _UnknownError
-            had.append(elements)
-            return elements.values
+    def result(self, index: int, shape: torch.Size, dtype: torch.dtype) -> AwaitedElements:
+        """Return one of them, as a tensor of a shape and a dtype holds it."""
 
+        def have() -> KnownElements | None:
+            if self._results is None:
+                self._results = self._have()
+            if index >= len(self._results) or self._results[index].values.shape != shape:
+                return None
+            return self._results[index]._replace(values=self._results[index].values.to(dtype))
+
+        return AwaitedElements(have, self._depth)
+
+    def _have(self) -> tuple[KnownElements, ...]:
+        op, args, options = self._call
         try:
             with without_dispatch_modes():
-                here_args = [here(each) for each in args]
-                here_options = {name: here(each) for name, each in options.items()}
-                return _compute(op, here_args, here_options, had, writes=False)
+                here = [self._here(each) for each in args]
+                named = {name: self._here(each) for name, each in options.items()}
+                return _compute(op, here, named, self._found, writes=self._writes)
         except _UnknownError:
             return ()
 
-    return compute
+    def _here(self, argument: Any) -> Any:
+        if not isinstance(argument, AwaitedElements):
+            return _mapped(argument, self._here)
+        elements = argument.have()
+        if elements is None:
+            raise _UnknownError
+        self._found.append(elements)
+        return elements.values
+
+
+Computed = tuple[KnownElements, ...] | _AwaitedResults
+"""The elements of each result of an op; its results, if they follow from elements that another rank sends."""
 
 
 def _compute(
@@ -239,6 +259,8 @@ def _compute(
     *,
     writes: bool,
 ) -> tuple[KnownElements, ...]:
+    if writes:
+        args = [args[0].clone(), *args[1:]]
     try:
         with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
             result = op(*args, **options)
@@ -257,10 +279,9 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 def put_elements(known: KnownValues, result: Any, computed: Computed) -> bool:
     """Record the elements of new tensors; return whether all are known, or awaited."""
     tensors = _tensors(result)
-    if callable(computed):
+    if isinstance(computed, _AwaitedResults):
         for index, on_gpu in enumerate(tensors):
-            awaited = partial(_result_like, computed, index, on_gpu.shape, on_gpu.dtype)
-            known.put(on_gpu, AwaitedElements(awaited), fresh=True)
+            known.put(on_gpu, computed.result(index, on_gpu.shape, on_gpu.dtype), fresh=True)
         return True
     if not computed or len(tensors) != len(computed):
         return False
@@ -272,32 +293,43 @@ def put_elements(known: KnownValues, result: Any, computed: Computed) -> bool:
     return True
 
 
-def _result_like(
-    computed: Callable[[], tuple[KnownElements, ...]], index: int, shape: torch.Size, dtype: torch.dtype
-) -> KnownElements | None:
-    results = computed()
-    if index >= len(results) or results[index].values.shape != shape:
-        return None
-    return results[index]._replace(values=results[index].values.to(dtype))
-
-
 def elements_after_write(
     known: KnownValues, written: torch.Tensor, computed: Computed
-) -> tuple[torch.Tensor, KnownElements] | None:
+) -> tuple[torch.Tensor, KnownElements | AwaitedElements] | None:
     """Return the tensor that a write changes and its elements after it: of a view, those of its base.
 
     None if they are not known. To be called before the write.
     """
-    if callable(computed) or len(computed) != 1 or computed[0].values.shape != written.shape:
+    new: KnownElements | AwaitedElements
+    if isinstance(computed, _AwaitedResults):
+        new = computed.result(0, written.shape, written.dtype)
+    elif len(computed) != 1 or computed[0].values.shape != written.shape:
         return None
-    new = computed[0]._replace(values=computed[0].values.to(written.dtype))
+    else:
+        new = computed[0]._replace(values=computed[0].values.to(written.dtype))
     base = written._base
     if base is None:
         return written, new
-    before = known_elements(known, base)
+    before = known.awaited(base) or known_elements(known, base)
     if before is None or not base.is_contiguous():
         return None
-    after = before.values.clone(memory_format=torch.contiguous_format)
     offset = int(written.storage_offset()) - int(base.storage_offset())
-    after.as_strided(written.shape, written.stride(), offset).copy_(new.values)
-    return base, KnownElements(after, max(before.routing, new.routing), max(before.basis, new.basis))
+    merge = partial(_merged, shape=written.shape, strides=written.stride(), offset=offset)
+    if isinstance(before, KnownElements) and isinstance(new, KnownElements):
+        return base, merge(before, new)
+    depth = max(each.depth for each in (before, new) if isinstance(each, AwaitedElements))
+
+    def have() -> KnownElements | None:
+        both = [each.have() if isinstance(each, AwaitedElements) else each for each in (before, new)]
+        return None if both[0] is None or both[1] is None else merge(both[0], both[1])
+
+    return base, AwaitedElements(have, depth + 1)
+
+
+def _merged(
+    before: KnownElements, new: KnownElements, shape: torch.Size, strides: Sequence[int], offset: int
+) -> KnownElements:
+    """Return the elements of a tensor after a write to a view of it."""
+    after = before.values.clone(memory_format=torch.contiguous_format)
+    after.as_strided(shape, strides, offset).copy_(new.values)
+    return KnownElements(after, max(before.routing, new.routing), max(before.basis, new.basis))

@@ -111,7 +111,8 @@ class KnownElements(NamedTuple):
 class AwaitedElements:
     """Elements that another rank sends, or that follow from these: ``have`` returns them, once read."""
 
-    def __init__(self, have: Callable[[], KnownElements | None]) -> None:
+    def __init__(self, have: Callable[[], KnownElements | None], depth: int = 0) -> None:
+        self.depth = depth  # how many ops lie between them and what another rank sends
         self._have: Callable[[], KnownElements | None] | None = have
         self._had: KnownElements | None = None
 
@@ -211,7 +212,7 @@ class KnownValues:
             had = whole.have()
             return had and had._replace(values=had.values.as_strided(shape, strides, at))
 
-        return AwaitedElements(part)
+        return AwaitedElements(part, whole.depth)
 
     def _had(self, entry: _Entry, awaited: AwaitedElements) -> _Entry | None:
         """Replace an entry by what is known once its elements are here."""

@@ -207,7 +207,7 @@ def _fact_of_copy(
     """Return what is known of a copy on the GPU; what another rank sends is not awaited."""
     awaited = values.known.awaited(source)
     if awaited is not None:
-        return AwaitedElements(partial(_converted, awaited, dtype))
+        return AwaitedElements(partial(_converted, awaited, dtype), awaited.depth)
     elements = values.known.elements(source)
     if elements is None:
         return values.known.mostly(source)
