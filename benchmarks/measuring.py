@@ -155,6 +155,7 @@ def measured(command: Sequence[str], environment: Mapping[str, str] | None = Non
 def memfit_json(
     command: str,
     *arguments: str,
+    launcher: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     folder: Path | None = None,
     seconds: float | None = None,
@@ -164,6 +165,7 @@ def memfit_json(
     Args:
         command: such as ``dry-run``.
         arguments: its options, the script and the script's arguments.
+        launcher: options of Python that start memfit, such as ``-m torch.distributed.run``.
         environment: variables in addition to this process's.
         folder: the working folder; by default a new one.
         seconds: the time limit.
@@ -174,7 +176,7 @@ def memfit_json(
     with tempfile.TemporaryDirectory() as new:
         answer = Path(new, "answer.json")
         done = subprocess.run(
-            [*MEMFIT, command, "--json", str(answer), *arguments],
+            [MEMFIT[0], *launcher, *MEMFIT[1:], command, "--json", str(answer), *arguments],
             env={**os.environ, **(environment or {})},
             cwd=folder or new,
             capture_output=True,

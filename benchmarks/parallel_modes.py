@@ -3,9 +3,12 @@
     python benchmarks/parallel_modes.py [SCRIPT[:VARIANT] ...] [--ranks R/N,...] [--markdown FILE]
 
 The scripts of ``parallel_modes/`` use PyTorch as users do. ``R/N`` is rank R of a job of N; ``all/N`` runs
-all of them. The table holds the verdict, PyTorch's peak on the rank that needs most, the bytes at this peak
-that no object explains, the number of rows in which ``--all-ranks`` groups the ranks, and the last lines of a
-run that fails. Exits with 1 if a run fails that ``REFUSED`` does not list, or if one of those succeeds.
+all of them, and ``real/N`` starts them all at once, with torchrun. The table holds the verdict, PyTorch's
+peak on the rank that needs most, the bytes at this peak that no object explains, the number of rows in which
+``--all-ranks`` groups the ranks, and the last lines of a run that fails. Exits with 1 if a run fails that
+``REFUSED`` does not list, if one of those succeeds, or if one that trains, as all but those of
+``collectives.py`` do, fits without having made a training step. Scripts whose package is not installed are
+skipped by name.
 """
 
 import ast
@@ -15,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from measuring import command_line, memfit_json, parts, table, write_json
@@ -32,6 +36,8 @@ REFUSED = {
     "collectives:symmetric_memory": "the ghost does not implement cuMemExportToShareableHandle",
 }
 """Variant -> the reason why memfit refuses it, or why the script fails on a card, too."""
+NEEDS = {"deepspeed_engines": "deepspeed"}
+"""Script -> the package that it needs and memfit's own environment lacks."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +80,13 @@ def run(variant: str, rank: str, folder: Path) -> Answer:
     trace = folder / "run.memfit"
     trace.unlink(missing_ok=True)
     which = ["--all-ranks"] if own == "all" else ["--rank", own]
-    options = ("--gpu", "H100", "--nproc", ranks, *which, "--to-end", "-o", str(trace))
-    job = (*options, str(SCRIPTS / f"{script}.py"), name)
-    limit = LIMIT * (int(ranks) if own == "all" else 1)
+    counted = () if own == "real" else ("--nproc", ranks, *which)
+    job = ("--gpu", "H100", *counted, "--to-end", "-o", str(trace), str(SCRIPTS / f"{script}.py"), name)
+    limit = LIMIT if own.isdecimal() else LIMIT * int(ranks)
     began = time.monotonic()
     try:
-        answer, done = memfit_json("dry-run", *job, folder=folder, seconds=limit)
+        launcher = ("-m", "torch.distributed.run", "--nproc-per-node", ranks) if own == "real" else ()
+        answer, done = memfit_json("dry-run", *job, launcher=launcher, folder=folder, seconds=limit)
     except subprocess.TimeoutExpired:
         return Answer(variant, rank, "hangs", 0, 0, limit, "")
     seconds = time.monotonic() - began
@@ -91,6 +98,8 @@ def run(variant: str, rank: str, folder: Path) -> Answer:
         held = memfit.explain(trace).held.rows[GroupBy.CATEGORY]
         unknown = sum(row.bytes for row in held if row.name in ("unknown", "before the history"))
     verdict = answer["verdict"] if not done.returncode else f"exit {done.returncode}"
+    if verdict == "fits" and not answer["steps"] and script != "collectives":
+        verdict = "fits, 0 steps"
     said = "" if not done.returncode else " | ".join(lines[-3:])
     rows = len(answer["ranks"]) or 1
     return Answer(variant, rank, verdict, answer["peak"]["allocated"], unknown, seconds, said, rows)
@@ -120,6 +129,10 @@ def main() -> int:
     chosen = [
         each for each in known if not arguments.variants or {each, each.split(":")[0]} & {*arguments.variants}
     ]
+    for script, package in NEEDS.items():
+        if not find_spec(package) and (absent := [each for each in chosen if each.startswith(f"{script}:")]):
+            print(f"skipped, as {package} is not installed: {', '.join(absent)}")
+            chosen = [each for each in chosen if each not in absent]
     answers = []
     with tempfile.TemporaryDirectory() as folder:
         for variant in chosen:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from memfit.cli.main import main
+from memfit.cli.main import app, main
+from memfit.cli.script_arguments import insert_dashes_before_script
 
 
 def refusal(capsys, *tokens):
@@ -107,7 +108,9 @@ def test_options_of_the_script_reach_the_script(tokens, capsys):
     assert "No such script: missing.py" in refusal(capsys, *tokens)
 
 
-def test_the_module_behind_a_launcher_is_the_launchers(capsys):
-    refused = refusal(capsys, "dry-run", "accelerate", "launch", "--tpu", "-m", "pkg.train")
-    assert "Write accelerate launch -m pkg.train in its place." in refused
-    assert "--steps must come before" in refusal(capsys, "dry-run", "torchrun", "-m", "pkg", "--steps", "1")
+def test_options_that_a_launcher_has_too_are_the_launchers(capsys):
+    for launcher in (["torchrun"], ["-m", "torch.distributed.run"]):
+        typed = [*launcher, "--nnodes", "2", "-m", "pkg.train"]
+        split = insert_dashes_before_script(["dry-run", *typed], app)
+        assert [each for each in split if each != "--"] == ["dry-run", *typed]
+        assert "--steps must come before" in refusal(capsys, "dry-run", *typed, "--steps", "1")

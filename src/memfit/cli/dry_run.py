@@ -179,6 +179,8 @@ def dry_run(
     outputs = {"-o": output, "--html": html, "--json": json_output_file(json)}
     found = checked_script_keywords("dry-run", command, outputs, module=module, ranks=ranks)
     script, arguments, module = (found.pop(name) for name in ("script", "arguments", "module"))
+    if all_ranks and ranks.rank is None:
+        found["rank"] = 0
     stands_for = first_rank_to_run(**found, all_ranks=all_ranks)
     beside = rank_started_by_torchrun(os.environ)
     alone = all_ranks or advise or plan is not None or resuming is not None or stands_for != ALONE

@@ -185,8 +185,9 @@ class JobSize:
 class RankOfJob(JobSize):
     """One of the processes that run a script."""
 
-    rank: int = 0
-    """Which of the processes to run, counted from 0 over all machines. The others do not exist."""
+    rank: int | None = None
+    """Which of the processes to run, counted from 0 over all machines. The others do not exist. Default: the
+    first one of the machine that a launcher names, or 0."""
 
 
 def json_output_file(json: str | None) -> Path | None:
@@ -258,19 +259,27 @@ def checked_script_keywords(
 
     Raises:
         UsageError: there is no script, an output would overwrite it or another output, or launcher and
-            options both say how many processes there are.
+            options say different numbers of processes.
     """
+    from memfit.report.terminal.progress_line import show_progress_line
+
     require_script(name, command, {**outputs, **(inputs or {})})
     keywords: dict[str, Any] = {"module": module}
     if ranks is not None:
-        launched = launched_script(command, module=module)
+        own = (ranks.nproc, ranks.nnodes)
+        with show_progress_line() as show:
+            launched = launched_script(
+                command, module=module, nproc=ranks.nproc, nnodes=ranks.nnodes, on_wait=show
+            )
         os.environ.update(launched.environment)
         command = launched.command
-        own, started = (ranks.nproc, ranks.nnodes), (launched.nproc, launched.nnodes)
-        if own != (1, 1) != started:
+        started = (launched.nproc, launched.nnodes)
+        if (1, 1) != own != started != (1, 1):
             raise UsageError("Two numbers of processes: give --nproc and --nnodes, or those of the launcher.")
         nproc, nnodes = own if started == (1, 1) else started
         keywords = {**vars(ranks), "module": launched.module, "nproc": nproc, "nnodes": nnodes}
+        if isinstance(ranks, RankOfJob) and ranks.rank is None:
+            keywords["rank"] = nproc * launched.machine
     script, *arguments = command
     path = Path(*script.split(".")) if keywords["module"] else Path(script)
     if keywords["module"] and not path.is_dir():

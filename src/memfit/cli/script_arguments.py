@@ -55,8 +55,8 @@ def insert_dashes_before_script(tokens: list[str], app: App) -> list[str]:
                 f"The script runs in memfit's own Python: leave out {tokens[position]} {following}. To set "
                 "an option of Python, start memfit with it: python -O -m memfit dry-run train.py"
             )
-    if Path(tokens[position]).name in LAUNCHERS:  # they have this option as well, for the script's module
-        values_taken = {name: count for name, count in values_taken.items() if name not in ("-m", "--module")}
+    launchers_own = LAUNCHERS.get(Path(tokens[position]).name, ())
+    values_taken = {name: count for name, count in values_taken.items() if name not in launchers_own}
     _refuse_misplaced(tokens, position, values_taken)
     job = _JOB.fullmatch(tokens[position]) and not Path(tokens[position]).exists()
     return [*tokens[:position], *(["-m", "--", JOB_LOOP] if job else ["--"]), *tokens[position:]]

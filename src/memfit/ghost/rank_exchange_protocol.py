@@ -33,3 +33,11 @@ class RankExchange(Protocol):
 
     def refuse(self, why: str) -> object:
         """End the run: the script needs what cannot be had."""
+
+
+def described_sources(ranks: RankExchange | None) -> str:
+    """Return from which ranks a script has received what only they have; empty if from none."""
+    if ranks is None or not ranks.sources:
+        return ""
+    named = f"rank{'s' * (len(ranks.sources) > 1)} {', '.join(map(str, sorted(ranks.sources)))}"
+    return f" What the script read that {named} sent or wrote is theirs: memfit ran as {named}, too."

@@ -141,10 +141,10 @@ class MemoryOwners:
         self.record_parameters(serial, parameters)
 
     def record_parameters(self, serial: int, parameters: Iterable[torch.Tensor]) -> None:
-        """Record parameters: this rank's share, or what FSDP has gathered of the others' shares."""
+        """Record parameters: this rank's share, or what FSDP or ZeRO-3 has gathered of the others' shares."""
         rows: dict[Category, list[NamedTensor]] = {Category.PARAMETER: [], Category.COMMUNICATION: []}
         for parameter in parameters:
-            gathered = self._gathered.get(id(parameter)) is parameter
+            gathered = self._gathered.get(id(parameter)) is parameter or _partitioned_by_deepspeed(parameter)
             rows[Category.COMMUNICATION if gathered else Category.PARAMETER].append(self._named(parameter))
         for category, named in rows.items():
             self._record(serial, category, named)
@@ -160,6 +160,11 @@ class MemoryOwners:
                 if parameter.is_leaf and parameter.grad is not None
             ),
         )
+
+    def record_flat(self, serial: int, category: Category, tensors: Iterable[torch.Tensor]) -> None:
+        """Record buffers that hold parameters or gradients one after the other."""
+        name = TensorName("flat parameters" if category is Category.PARAMETER else "flat gradients")
+        self._record(serial, category, (NamedTensor(tensor, name) for tensor in tensors))
 
     def record_optimizer_state(self, serial: int, optimizer: Optimizer) -> None:
         """Record the tensors of an optimizer's state, however nested."""
@@ -301,6 +306,15 @@ class MemoryOwners:
 
     def _index_of(self, tensor: TensorInfo) -> int:
         return self.tensors.setdefault(tensor, len(self.tensors))
+
+
+def _partitioned_by_deepspeed(parameter: torch.Tensor) -> bool:
+    """Return whether ZeRO-3 holds a share of a parameter elsewhere, so that its own memory is gathered.
+
+    Source: ``ds_persist``, ``deepspeed/runtime/zero/parameter_offload.py``, DeepSpeed 0.19.8: whether a
+    parameter stays gathered.
+    """
+    return not getattr(parameter, "ds_persist", True)
 
 
 def gpu_addresses_of_tensors(tensors: Iterable[torch.Tensor]) -> set[int]:

@@ -33,6 +33,7 @@ from memfit.recording.annotate_events import (
     place_marks_between_events,
 )
 from memfit.recording.compiled_graphs import BEFORE_FORWARD, CompiledCodeWatcher
+from memfit.recording.deepspeed_buffers import record_deepspeed_buffers
 from memfit.recording.event_labels import LabelBook
 from memfit.recording.label_running_modules import RunningModuleLabeller, innermost_running_module
 from memfit.recording.memory_owners import MemoryOwners, find_live_objects
@@ -134,6 +135,7 @@ class Recorder:
         if self._with_labels:
             self._modules.install(self._hooks)
             label_autocast_exits(self._hooks, self.book)
+            record_deepspeed_buffers(self._hooks, self._owners, self.book.moment)
         if self._with_labels or self._live:
             self._owners.watch(self._hooks)
         self._compiled.install()
@@ -159,7 +161,7 @@ class Recorder:
                 self._roots.add(module)
                 self._record_modules((module,))
             self._owners.record_arguments(self.book.moment(), arguments)
-        self.steps.enter_forward()
+        self.steps.enter_forward(training=module.training)
         self.stages.enter_root(module)
 
     def _before_backward(self, roots: Iterable[object]) -> None:

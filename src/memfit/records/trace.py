@@ -14,6 +14,7 @@ from memfit.devices import OBSERVED_SPREAD
 from memfit.records.event_marks import Mark  # noqa: TC001 - msgspec asks for the types of fields
 from memfit.records.loader_batches_and_peaks import LoaderScan  # noqa: TC001 - as below
 from memfit.records.provenance import Figure, Note, worst_provenance
+from memfit.records.script_end import ScriptEnd  # noqa: TC001 - as above
 from memfit.records.script_options import LoaderBatchSize, ScriptOption  # noqa: TC001 - as above
 
 if TYPE_CHECKING:
@@ -222,35 +223,6 @@ class DeviceUse:
             return self.context
         sure = worst_provenance(self.context.provenance, self.nccl.provenance)
         return Figure(self.context.bytes + self.nccl.bytes, sure, "CUDA context + NCCL")
-
-
-@dataclass(frozen=True, slots=True)
-class ScriptEnd:
-    """How the run of the script ended."""
-
-    reason: str
-    """``steps`` (stopped after the steps asked for), ``time`` (stopped after the seconds asked for), ``end``
-    (its own end), ``exception``, ``out of memory`` or ``interrupted``."""
-    exit_code: int
-    exception: str = ""
-    """The exception as Python prints it below the traceback; for ``sys.exit(message)``, the message."""
-    where: str = ""
-    """``file:line`` of the innermost user frame of the exception, or empty."""
-    evaluation: str = ""
-    """With ``steps``: ``file:line`` of a call of ``eval()`` in the user's code that did not run, or empty."""
-    backwards_without_update: int = 0
-    """With ``end``: how many backward passes the script ran if it created optimizers and none of them
-    stepped; otherwise 0. The figures then lack what an update needs."""
-
-    @property
-    def stopped(self) -> bool:
-        """Whether memfit ended the script, which would have gone on."""
-        return self.reason in ("steps", "time")
-
-    @property
-    def gave_up(self) -> bool:
-        """Whether the script ended on its own with an exit code other than 0."""
-        return self.reason == "end" and self.exit_code != 0
 
 
 @dataclass(frozen=True, slots=True)

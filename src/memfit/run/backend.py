@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING
 from memfit.card.detect_card import is_ghost_loaded
 from memfit.card.outside_allocator import OutsideMemoryMeter
 from memfit.devices import find_device, why_torch_lacks_kernels
+from memfit.ghost.deepspeed_kernels import run_deepspeed_without_kernels
 from memfit.ghost.load_ghost import load
-from memfit.ghost.rank_exchange_protocol import RankExchange
+from memfit.ghost.rank_exchange_protocol import RankExchange, described_sources
 from memfit.ghost.ranks.collective_release_times import CollectiveWatcher, wait_until_collectives_released
 from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.ghost.workspaces import WorkspaceSource
 from memfit.native_build import cache_folder
 from memfit.patching.after_import import call_after_import
-from memfit.records import DeviceUse, Figure, MachineKind, Provenance, ScriptEnd
+from memfit.records import DeviceUse, Figure, MachineKind, Provenance, ScriptEnd, StandIn
 from memfit.run.charge_nccl_communicators_to_ghost import CommunicatorMemory
 from memfit.run.child_start import ChildSettings, GhostSettings
 from memfit.run.job_rank import Rank
@@ -79,18 +80,22 @@ class Backend(ABC):
         """Return what about the backend may have made the script fail; empty if nothing."""
         return ""
 
-    def with_missing_updates(self, end: ScriptEnd, backwards: int) -> ScriptEnd:
-        """Note in a script's end that no optimizer stepped, and print what may have kept the script from it.
+    def stand_ins(self) -> tuple[StandIn, ...]:
+        """Return the GPU values that the script read last and nobody computed, newest first."""
+        return ()
 
-        Args:
-            end: how the script ended.
-            backwards: the passes that no update followed; 0 if there were updates, or no optimizer.
-        """
-        if end.reason != "end" or end.exit_code or not backwards:
+    def explained(self, end: ScriptEnd) -> ScriptEnd:
+        """Add to a script's end which updates are missing, and the stand-ins that may be why."""
+        if end.reason == "exception" or end.gave_up:
+            return replace(end, stand_ins=self.stand_ins())
+        if self._recorder is None or not (end.reason == "end" or end.stopped):
             return end
-        if hint := self.hint():
-            print(f"memfit: no optimizer stepped. {hint}", file=sys.stderr)
-        return replace(end, backwards_without_update=backwards)
+        missing, reads = self._recorder.steps.updates.missing(stopped=end.stopped)
+        if missing:
+            return replace(end, missing_updates=missing, stand_ins=reads or self.stand_ins())
+        if not end.stopped:
+            self._recorder.steps.count_steps_of_used_optimizers()
+        return end
 
     @abstractmethod
     def device(self) -> DeviceUse:
@@ -154,6 +159,7 @@ class GhostBackend(Backend):
             forward_lines=recorder.labelled_lines,
             fallback_where=recorder.place,
             senders_exist=self._options.real_ranks,
+            on_stand_in=recorder.steps.updates.note_read,
         )
         if self._settings.shown_memory is not None:
             from memfit.ghost.ghost_device import show_device_memory_to_script
@@ -164,6 +170,7 @@ class GhostBackend(Backend):
             self.ghost, caches, recorder.note, labelled=recorder.book.doing
         )
         call_after_import("torch._inductor.fx_passes.joint_graph", self._follow_folding)
+        run_deepspeed_without_kernels(recorder.note)
         if self._options.host_memory:
             from memfit.ghost.skip_random_fills import RandomFillSkipper
 
@@ -234,16 +241,22 @@ class GhostBackend(Backend):
             self.ghost.finish_late()
 
     def hint(self) -> str:
-        """Return a sentence on a rejected library, a gap reached, or a value that the ghost returned."""
+        """Return a sentence on a rejected library, or on a gap reached."""
         rejections = self.ghost.extensions.rejections
         if rejections:
             return rejections[-1]
         if gaps := self._gaps_reached():
             named = ", ".join(map(self._named, gaps))
             return f"the ghost does not implement {named} (see memfit doctor --gaps) and returned an error."
-        if self._values is None:
-            return ""
-        return (self._values.ranks and self._values.ranks.missing) or self._values.hint()
+        ranks = self._ranks()
+        return "" if ranks is None else ranks.missing
+
+    def _ranks(self) -> RankExchange | None:
+        return None if self._values is None else self._values.ranks
+
+    def stand_ins(self) -> tuple[StandIn, ...]:
+        """Return the stand-ins that the script read last, newest first; none if ``hint`` says more."""
+        return () if self._values is None or self.hint() else self._values.last_stand_ins()
 
     def device(self) -> DeviceUse:
         """Return the device as configured, and record a note for each gap that the run reached."""
@@ -251,7 +264,7 @@ class GhostBackend(Backend):
             return self._settings.device
         rank = self._options.rank
         if rank.world_size > 1 and self._has_joined:
-            text = f"The script ran as {rank}. {_RECEIVED[self._options.real_ranks]}{self._sources()}"
+            text = f"The script ran as {rank}. {_RECEIVED[self._options.real_ranks]}{described_sources(self._ranks())}"
             self._recorder.note(Provenance.ASSUMED, text)  # sizes rarely follow from what others send
         elif rank.world_size > 1:
             text = f"The script ran as {rank}, and joined no process group: it trains by itself."
@@ -279,14 +292,6 @@ class GhostBackend(Backend):
     def cudnn_workspaces(self) -> tuple[int, ...]:
         """Return the sizes that cuDNN's plans reported for their workspaces, in ascending order; bytes."""
         return tuple(sorted(self.ghost.reported_workspaces()))
-
-    def _sources(self) -> str:
-        """Return from which ranks the script has received what only they have; empty if from none."""
-        found = self._values.ranks.sources if self._values is not None and self._values.ranks else set()
-        if not found:
-            return ""
-        ranks = f"rank{'s' * (len(found) > 1)} {', '.join(map(str, sorted(found)))}"
-        return f" What the script read that {ranks} sent or wrote is theirs: memfit ran as {ranks}, too."
 
     def _reached(self) -> list[str]:
         """Return a sentence on each function that the ghost refused, answered by assumption, or lacks."""

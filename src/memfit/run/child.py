@@ -52,7 +52,7 @@ def main() -> None:
         os._exit(error.exit_code)
     if settings.options.rank.world_size > 1 and not settings.options.real_ranks:
         os.environ.update(settings.options.rank.variables(free_port()))
-    process = ScriptProcess(tuple(command), settings, backend, parent)
+    process = ScriptProcess(settings.options.rank.arguments(command), settings, backend, parent)
     if settings.standby is not None:
         process.standby = StandbyForker(settings.standby, descriptor, process.go_on)
     call_after_import("torch", process.begin)

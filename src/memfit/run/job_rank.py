@@ -1,11 +1,13 @@
 """Which rank of how many a process stands for."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from memfit.errors import UsageError
 from memfit.records import JobRank
 
+LOCAL_RANK_ARGUMENT = "--local_rank=$LOCAL_RANK"
+"""The argument that DeepSpeed's launcher adds for the script, until the rank is known."""
 _MOST_GPUS = 16
 """``MAX_DEVICES`` of the ghost (ghost/runtime/core/ghost.h)."""
 
@@ -75,6 +77,15 @@ class Rank:
         """
         where = f" (GPU {self.local} of machine {self.rank // self.nproc})" if self.nnodes > 1 else ""
         return f"rank {self.rank} of {self.world_size}{where}"
+
+    def arguments(self, command: Iterable[str]) -> tuple[str, ...]:
+        """Return a script's ``sys.argv`` as this rank gets it.
+
+        >>> Rank(rank=3, nproc=4).arguments(["train.py", "--local_rank=$LOCAL_RANK"])
+        ('train.py', '--local_rank=3')
+        """
+        own = LOCAL_RANK_ARGUMENT.replace("$LOCAL_RANK", str(self.local))
+        return tuple(own if each == LOCAL_RANK_ARGUMENT else each for each in command)
 
     def variables(self, port: int) -> dict[str, str]:
         """Return the environment variables that torchrun sets for this rank.

@@ -1,37 +1,31 @@
 """Launchers: run the script behind one itself, as one of its processes; detect torchrun around memfit."""
 
 import os
-import shlex
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from memfit.errors import UsageError
 from memfit.ghost.ranks.wrap_group_creation import wrap_group_creation
-from memfit.run.job_rank import ALONE, Rank
+from memfit.run.accelerate_launcher import ask_accelerate
+from memfit.run.deepspeed_launcher import WITHOUT_VALUE, processes_started_by_deepspeed
+from memfit.run.job_rank import ALONE, LOCAL_RANK_ARGUMENT, Rank
 
-LAUNCHERS = ("torchrun", "accelerate")
-"""Commands that start a script."""
 _TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
 _ACCELERATE = "accelerate.commands.launch"
+_DEEPSPEED = ("deepspeed", "ds", "deepspeed.launcher.runner")
+LAUNCHERS = {
+    **dict.fromkeys(("torchrun", *_TORCHRUN), ("-m", "--module", "--nnodes")),
+    **dict.fromkeys(("accelerate", "accelerate-launch", _ACCELERATE), ("-m", "--module")),
+    **dict.fromkeys(_DEEPSPEED, ("--module",)),
+}
+"""Commands and modules that start a script, and those of their options that memfit's commands have, too."""
 _IS_MODULE = {"m", "module"}
-_WITHOUT_VALUE = _IS_MODULE | {
-    *("no_python", "run_path", "standalone", "use_env", "virtual_local_rank"),  # torchrun
-    *("cpu", "debug", "downcast_bf16", "enable_cpu_affinity", "q", "quiet", "same_network"),  # accelerate
-    *("multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm", "use_parallelism_config"),
-    *("dynamo_use_dynamic", "dynamo_use_fullgraph", "dynamo_use_regional_compilation"),
-}
-"""Options that no value follows, without dashes and with underscores."""
-_UNREAD = ("config_file", "no_python", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
-_VARIABLES = {
-    "mixed_precision": "ACCELERATE_MIXED_PRECISION",
-    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-    "dynamo_backend": "ACCELERATE_DYNAMO_BACKEND",
-}
-"""Options of ``accelerate launch`` that reach the script, and the environment variable that each becomes."""
+_WITHOUT_VALUE = _IS_MODULE | {"no_python", "run_path", "standalone", "use_env", "virtual_local_rank"}
+"""Options of torchrun that no value follows, without dashes and with underscores."""
 _SET_BY_TORCHRUN = (
     *("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
@@ -51,30 +45,50 @@ class LaunchedScript:
     """Processes that it would start on each machine; 1 where it would start one per GPU."""
     nnodes: int = 1
     """Machines that it counts on."""
+    machine: int = 0
+    """Which of these machines this is."""
 
 
-def launched_script(command: Sequence[str], *, module: bool) -> LaunchedScript:
+def launched_script(
+    command: Sequence[str],
+    *,
+    module: bool,
+    nproc: int = 1,
+    nnodes: int = 1,
+    on_wait: Callable[[str], object] = lambda _: None,
+) -> LaunchedScript:
     """Return the script that a launcher would start; the command itself if it names no launcher.
 
     Args:
         command: what the user wrote, for example ``torchrun --standalone train.py --lr 1``.
         module: whether it begins with a module, as after ``python -m``.
+        nproc: processes on each machine that the user asks memfit for; 1 if none.
+        nnodes: machines that the user asks memfit for.
+        on_wait: called with the reason before something that takes seconds.
 
     Raises:
-        UsageError: memfit does not know what the launcher would start.
+        UsageError: the launcher would not start a script, or memfit does not know how.
+        UnsuitableEnvironmentError: the launcher is not installed.
 
-    >>> launched_script(["accelerate", "launch", "--mixed_precision=bf16", "train.py"], module=False).command
-    ('train.py',)
+    >>> launched_script(["torchrun", "--nproc-per-node=8", "train.py"], module=False).nproc
+    8
     """
     name = command[0] if module else Path(command[0]).name
     if name == "torchrun" or (module and name in _TORCHRUN):
-        found = _launched(command[:1], command[1:], module=module)
-        return replace(found, environment=ALONE.variables(free_port()) | dict(found.environment))
-    if not module and name == "accelerate" and list(command[1:2]) == ["launch"]:
-        return _launched(command[:2], command[2:], module=module)
-    if module and name == _ACCELERATE:
-        return _launched(command[:1], command[1:], module=module)
-    return LaunchedScript(tuple(command), module)
+        return _launched_by_torchrun(command[0], command[1:])
+    if name in _DEEPSPEED:
+        return _launched_by_deepspeed(command[0], command[1:])
+    if name == (_ACCELERATE if module else "accelerate-launch"):
+        typed, options = command[0], command[1:]
+    elif not module and [name, *command[1:2]] == ["accelerate", "launch"]:
+        typed, options = " ".join(command[:2]), command[2:]
+    else:
+        return LaunchedScript(tuple(command), module)
+    on_wait(f"{typed}: Accelerate reads its options")
+    answer = ask_accelerate(typed, options, os.environ, nproc=nproc, nnodes=nnodes)
+    variables = ALONE.variables(free_port()) if answer.pop("torchrun") else {}
+    answer["environment"] = variables | answer["environment"]
+    return LaunchedScript(tuple(answer.pop("command")), **answer)
 
 
 def rank_started_by_torchrun(environment: Mapping[str, str]) -> Rank | None:
@@ -156,31 +170,41 @@ def _is_on_gpu(backend: str) -> bool:
     return "nccl" in backend or backend == "undefined"  # then each device has its own
 
 
-def _launched(launcher: Sequence[str], tokens: Sequence[str], *, module: bool) -> LaunchedScript:
-    """Return what a launcher, which may be a module, starts when these tokens follow it."""
-    name = " ".join(launcher)
+def _launched_by_torchrun(name: str, tokens: Sequence[str]) -> LaunchedScript:
+    """Return what torchrun starts when these tokens follow it."""
     options, rest = _split(tokens)
     if not rest:
         raise UsageError(f"{name}: the script is missing. Put it after the launcher's options.")
-    starts = not _IS_MODULE.isdisjoint(options)
-    for key in _UNREAD:
-        if key in options:
-            # With the launcher: the script may need the variables that it sets.
-            dropped = _IS_MODULE.union(_UNREAD)
-            kept = [f"--{k}={v}" if v else f"--{k}" for k, v in options.items() if k not in dropped]
-            without = shlex.join([*["-m"] * module, *launcher, *kept, *["-m"] * starts, *rest])
-            raise UsageError(
-                f"{name} --{key}: memfit does not support this option. Write {without} in its place."
-            )
-    nodes = _number(options.get("nnodes", options.get("num_machines", "1")))
-    processes = _number(options.get("nproc_per_node", "1"))
-    if "num_processes" in options:  # of accelerate, counted over all machines
-        processes = _number(options["num_processes"]) // nodes
-    variables = {_VARIABLES[key]: value for key, value in options.items() if key in _VARIABLES}
-    return LaunchedScript(tuple(rest), starts, variables, processes, nodes)
+    if "no_python" in options:
+        raise UsageError(f"{name} --no_python: memfit runs Python scripts only. Leave this option out.")
+    return LaunchedScript(
+        tuple(rest),
+        not _IS_MODULE.isdisjoint(options),
+        ALONE.variables(free_port()),
+        nproc=_number(options.get("nproc_per_node", "1")),
+        nnodes=_number(options.get("nnodes", "1")),
+        machine=_number(options.get("node_rank", "0")),
+    )
 
 
-def _split(tokens: Sequence[str]) -> tuple[dict[str, str], Sequence[str]]:
+def _launched_by_deepspeed(name: str, tokens: Sequence[str]) -> LaunchedScript:
+    """Return what DeepSpeed's launcher starts when these tokens follow it."""
+    options, rest = _split(tokens, WITHOUT_VALUE)
+    if not rest:
+        raise UsageError(f"{name}: the script is missing. Put it after the launcher's options.")
+    started = processes_started_by_deepspeed(options)
+    local_rank = () if "no_local_rank" in options else (LOCAL_RANK_ARGUMENT,)
+    return LaunchedScript(
+        (rest[0], *local_rank, *rest[1:]),
+        "module" in options,
+        ALONE.variables(free_port()),
+        *started,
+    )
+
+
+def _split(
+    tokens: Sequence[str], without_value: Container[str] = _WITHOUT_VALUE
+) -> tuple[dict[str, str], Sequence[str]]:
     """Return a launcher's options by name, and the script with its arguments."""
     options: dict[str, str] = {}
     position = 0
@@ -190,7 +214,7 @@ def _split(tokens: Sequence[str]) -> tuple[dict[str, str], Sequence[str]]:
         name, inline, value = tokens[position].partition("=")
         name = name.lstrip("-").replace("-", "_")
         position += 1
-        if not inline and name not in _WITHOUT_VALUE:
+        if not inline and name not in without_value:
             value = tokens[position] if position < len(tokens) else ""
             position += 1
         options[name] = value

@@ -279,7 +279,7 @@ class ScriptProcess:
         end = classify_script_end(error)
         if end.reason in ("end", "exception") and not printed:
             print_exception_as_python_does(error, __file__)
-        if end.reason == "exception" and (hint := self._backend.hint()):
+        if (end.reason == "exception" or end.gave_up) and (hint := self._backend.hint()):
             print(f"memfit: {hint}", file=sys.stderr)
         return end
 
@@ -294,7 +294,7 @@ class ScriptProcess:
                 self._record.end()
             _exit(end.exit_code)
         if self._recorder is not None:
-            end = self._backend.with_missing_updates(end, self._recorder.steps.backwards_without_update)
+            end = self._backend.explained(end)
         flush_output()
         self._let_others_end(end)
         if end.reason == "interrupted":

@@ -58,6 +58,7 @@ from memfit.ghost.values.received_from_rank import override_functional_broadcast
 from memfit.ghost.values.value_options import GpuValueOptions
 from memfit.ghost.values.value_tracking_patches import patch_torch_to_track_values
 from memfit.patching.patches import Patch
+from memfit.records import StandIn
 
 __all__ = ["AssumedValues", "GpuRead", "GpuValueOptions", "answer_gpu_reads"]
 
@@ -90,6 +91,7 @@ def answer_gpu_reads(
     forward_lines: Callable[[], list[tuple[str, int]]] = list,
     fallback_where: Callable[[], str] = str,
     senders_exist: bool = False,
+    on_stand_in: Callable[[StandIn], None] = lambda _: None,
 ) -> AssumedValues:
     """Answer the script's GPU reads from now on, for the life of the process.
 
@@ -101,12 +103,15 @@ def answer_gpu_reads(
             frames (on PyTorch's autograd thread).
         fallback_where: returns a location for a read without either.
         senders_exist: whether the other ranks of process groups exist, and send what they have.
+        on_stand_in: called with each assumed value that the script reads.
 
     Returns:
         The answers and their notes. The caller reports training steps to it (``AssumedValues.stepped``) and
         keeps a reference: the overrides end with it.
     """
-    values = AssumedValues(options, note, forward_lines, fallback_where, senders_exist=senders_exist)
+    values = AssumedValues(
+        options, note, forward_lines, fallback_where, on_stand_in, senders_exist=senders_exist
+    )
     overrides = KernelOverrides(_KERNELS, SIZED_KERNELS)
     inputs = KnownInputs(values.known, all=options.choose("all").value, any=options.choose("bool").value)
     _answer_scalars(overrides, values, ghost)

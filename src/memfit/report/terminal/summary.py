@@ -170,8 +170,6 @@ def warnings_of_run_stages(result: DryRun) -> Iterator[str]:
             )
         if use.leaves >= _LEFT:
             yield _leaves(use)
-    if result.lacks_steps:
-        yield "No training step was completed: the optimizer steps after more batches. Pass more --batches."
     if result.leaks_in_short_passes and not result.ran_out:
         left = (result.device.total.bytes - result.peak_process.bytes) // result.growth.bytes_per_step
         yield (
