@@ -35,9 +35,12 @@ class RankExchange(Protocol):
         """End the run: the script needs what cannot be had."""
 
 
-def described_sources(ranks: RankExchange | None) -> str:
-    """Return from which ranks a script has received what only they have; empty if from none."""
+def what_others_sent(ranks: RankExchange | None, *, real: bool) -> str:
+    """Return where what the other ranks send came from; ``real``: they exist."""
+    if real:
+        return "The ranks sent each other buffers of up to 64 KiB; what longer ones hold is unknown."
+    assumed = "memfit assumed that the other ranks send what this one sends."
     if ranks is None or not ranks.sources:
-        return ""
+        return assumed
     named = f"rank{'s' * (len(ranks.sources) > 1)} {', '.join(map(str, sorted(ranks.sources)))}"
-    return f" What the script read that {named} sent or wrote is theirs: memfit ran as {named}, too."
+    return f"{assumed} What the script read that {named} sent or wrote is theirs: memfit ran as {named}, too."

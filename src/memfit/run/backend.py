@@ -19,7 +19,7 @@ from memfit.card.outside_allocator import OutsideMemoryMeter
 from memfit.devices import find_device, why_torch_lacks_kernels
 from memfit.ghost.deepspeed_kernels import run_deepspeed_without_kernels
 from memfit.ghost.load_ghost import load
-from memfit.ghost.rank_exchange_protocol import RankExchange, described_sources
+from memfit.ghost.rank_exchange_protocol import RankExchange, what_others_sent
 from memfit.ghost.ranks.collective_release_times import CollectiveWatcher, wait_until_collectives_released
 from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.ghost.workspaces import WorkspaceSource
@@ -39,10 +39,6 @@ if TYPE_CHECKING:
 
 _LOADER = "transformers.modeling_utils"
 _STEPS_SETTLED = 5  # DistributedDataParallel replaces its buckets after the first
-_RECEIVED = {
-    False: "memfit assumed that the other ranks send what this one sends.",
-    True: "The ranks sent each other buffers of up to 64 KiB; what longer ones hold is unknown.",
-}
 READING_INTERVAL = 0.5  # seconds between two readings of a card: NVML takes milliseconds
 
 
@@ -264,7 +260,8 @@ class GhostBackend(Backend):
             return self._settings.device
         rank = self._options.rank
         if rank.world_size > 1 and self._has_joined:
-            text = f"The script ran as {rank}. {_RECEIVED[self._options.real_ranks]}{described_sources(self._ranks())}"
+            others = what_others_sent(self._ranks(), real=self._options.real_ranks)
+            text = f"The script ran as {rank}. {others}"
             self._recorder.note(Provenance.ASSUMED, text)  # sizes rarely follow from what others send
         elif rank.world_size > 1:
             text = f"The script ran as {rank}, and joined no process group: it trains by itself."
