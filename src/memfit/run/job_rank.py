@@ -127,10 +127,10 @@ def rank_script_ran_as(job: Rank, environment: Mapping[str, str]) -> JobRank | N
     """Return the rank that a script ran as: the one to run or, in a recording, that of torchrun's variables.
 
     >>> rank_script_ran_as(Rank(), {"RANK": "3", "WORLD_SIZE": "8"})
-    JobRank(rank=3, world_size=8)
+    JobRank(rank=3, world_size=8, nproc=None)
     """
     if job.world_size > 1:
-        return JobRank(job.rank, job.world_size)
+        return JobRank(job.rank, job.world_size, job.nproc)
     rank, size = (environment.get(name, "") for name in ("RANK", "WORLD_SIZE"))
     if not (rank.isdigit() and size.isdigit() and int(rank) < int(size)) or int(size) == 1:
         return None
