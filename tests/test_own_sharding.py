@@ -56,10 +56,10 @@ ROWS = {
         "checkpointing + offload",
         "reshard_after_forward=True",
         "reshard_after_forward=True + checkpointing",
-        "reshard_after_forward=False",
-        "reshard_after_forward=False + checkpointing",
         "offload_policy=CPUOffloadPolicy()",
         "offload_policy=CPUOffloadPolicy() + checkpointing",
+        "reshard_after_forward=False",
+        "reshard_after_forward=False + checkpointing",
     ),
     DDP: (
         "as written",

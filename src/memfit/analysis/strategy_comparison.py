@@ -62,7 +62,7 @@ def strategies_to_compare(
     for name, mode in shardings.items():
         yield from _variants(name, mode)
     for each in own:
-        for options in each.options:
+        for options in (*each.options, *each.others):
             name, change = call_options_in_words(options), Change(own_sharding={each.call: options})
             yield StrategyCombination(name, change)
             yield StrategyCombination(f"{name} + checkpointing", change | Change({"checkpointing": {}}))

@@ -68,9 +68,12 @@ class OwnShardingInjector:
 
     def _note(self, own: OwnSharding, line: str, given: Mapping[str, Any]) -> None:
         before = self._noted.get(own.call, ShardingCalls(own.name, own.call, (), ()))
-        lacks = [each for each in own.options if each in before.options or not _has(given, each)]
+        options, others = (
+            tuple(each for each in every if each in lacking or not _has(given, each))
+            for every, lacking in ((own.options, before.options), (own.others, before.others))
+        )
         lines = tuple(dict.fromkeys((*before.lines, line)))
-        self._noted[own.call] = now = ShardingCalls(own.name, own.call, lines, tuple(lacks))
+        self._noted[own.call] = now = ShardingCalls(own.name, own.call, lines, options, others)
         if now != before:
             self.on_change(tuple(self._noted.values()))
 

@@ -23,21 +23,20 @@ class OwnSharding:
     call: str
     """What the script calls."""
     options: tuple[CallOptions, ...]
-    """What may be tried in place of the script's own, alone."""
+    """What may lower the peak: plans and comparisons try it in place of the script's own, alone."""
+    others: tuple[CallOptions, ...] = ()
+    """What only comparisons try."""
 
 
 OWN_SHARDINGS = (
     OwnSharding(
         "FSDP2",
         "fully_shard",
-        (
-            {"reshard_after_forward": True},
-            {"reshard_after_forward": False},
-            {"offload_policy": "CPUOffloadPolicy()"},
-        ),
+        ({"reshard_after_forward": True}, {"offload_policy": "CPUOffloadPolicy()"}),
+        ({"reshard_after_forward": False},),
     ),
     OwnSharding(
-        "DDP", "DistributedDataParallel", ({"gradient_as_bucket_view": True}, {"static_graph": True})
+        "DDP", "DistributedDataParallel", ({"gradient_as_bucket_view": True},), ({"static_graph": True},)
     ),
 )
 
@@ -54,6 +53,8 @@ class ShardingCalls:
     """The script's lines that make the calls, or make a library do so."""
     options: tuple[CallOptions, ...]
     """Those of ``OwnSharding`` that not all of these calls have already."""
+    others: tuple[CallOptions, ...] = ()
+    """The same."""
 
 
 def call_options_in_words(options: CallOptions) -> str:
@@ -63,3 +64,15 @@ def call_options_in_words(options: CallOptions) -> str:
     'reshard_after_forward=False, offload_policy=CPUOffloadPolicy()'
     """
     return ", ".join(f"{name}={value}" for name, value in options.items())
+
+
+_OFFLOADING = ("offload_policy",)
+
+
+def offloads_shards(options: CallOptions) -> bool:
+    """Return whether shards wait on the host, and the CPU updates them.
+
+    >>> offloads_shards({"offload_policy": "CPUOffloadPolicy()"})
+    True
+    """
+    return any(name in options for name in _OFFLOADING)

@@ -13,6 +13,7 @@ from memfit.report.terminal.layout import plain_table, subject_in_words
 from memfit.report.terminal.plan_instructions import (
     code_before_sharding,
     launch_instruction,
+    own_sharding_instruction,
     sharded_optimizer_code,
 )
 from memfit.report.terminal.rank_table import format_byte_range
@@ -79,9 +80,8 @@ def _table(result: StrategyComparison) -> Table:
 def _options_to_write(result: StrategyComparison) -> Iterator[str]:
     """Yield where the options of the script's own sharding belong."""
     for own in result.own_sharding:
-        if own.options:
-            lines = escaped(", ".join(own.lines))
-            yield f"\nTo train with an option of {own.name}, pass it in each call of {own.call}: {lines}"
+        if own.options or own.others:
+            yield f"\nTo train with an option of {own.name}, {own_sharding_instruction(own, 'it')}"
 
 
 def _to_write(result: StrategyComparison) -> Iterator[str]:
