@@ -97,8 +97,11 @@ def refusal_of_strategies(of: StrategyCombination, refused: Mapping[Change, Scri
     """
 
     def is_part(change: Change) -> bool:
-        both = change | of.change
-        return both.plan == of.change.plan and both.own_sharding == of.change.own_sharding
+        ours = of.change.own_sharding
+        own = all(
+            options.items() <= ours.get(call, {}).items() for call, options in change.own_sharding.items()
+        )
+        return own and change.plan.items() <= of.change.plan.items()
 
     return next((end for change, end in refused.items() if is_part(change)), None)
 

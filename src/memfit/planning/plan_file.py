@@ -12,6 +12,7 @@ from memfit.errors import FileFormatError
 from memfit.input_files import read_input_file
 from memfit.records import SCHEMA_VERSION, Change, Equality, OperationCounts, equality_of
 
+_OF_CHANGE = ("plan", "allocator", "micro_batches", "fused", "own_sharding", "optimizer")
 _MAX_FILE = 16 << 20  # bytes; a plan of 1,000 modules has less than one MiB
 
 
@@ -20,7 +21,8 @@ class PlanFile:
     """What a plan file says; all but ``change`` has the file's names."""
 
     change: Change
-    """What to do: the file's ``plan``, ``allocator``, ``micro_batches``, ``fused`` and ``optimizer``."""
+    """What to do: the file's ``plan``, ``allocator``, ``micro_batches``, ``fused``, ``own_sharding`` and
+    ``optimizer``."""
     equality: Equality
     """What training under it computes, compared with the script as written."""
     command: tuple[str, ...] = ()
@@ -89,7 +91,7 @@ def read_plan(path: Path) -> PlanFile:
         raise FileFormatError(f"Cannot read a plan from {path}: 'allocator' is not a string.")
     if not (optimizer is None or type(optimizer) is int):
         raise FileFormatError(f"Cannot read a plan from {path}: 'optimizer' is not an integer.")
-    given = _values(found, ("plan", "allocator", "micro_batches", "fused", "optimizer"), Change, path)
+    given = _values(found, _OF_CHANGE, Change, path)
     divided = given.get("micro_batches")
     if divided is not None:
         given |= {"arguments": divided.arguments, "loader": divided.loader}

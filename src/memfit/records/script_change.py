@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from memfit.records.own_sharding import CallOptions
+from memfit.records.own_sharding import CallOptions, offloads_shards
 from memfit.records.script_options import LoaderBatchSize
 
 
@@ -222,4 +222,5 @@ def equality_of(change: Change, *, compiled: bool = False) -> Equality:
     in_parts = plan.get("sharding", {}).get("mode") == "fsdp2"  # its ranks sum gradients in parts
     exact = Equality.ROUNDING not in equalities and optimizer <= _OF_OPTIMIZER and not in_parts
     rounds = change.micro_batches is not None or change.fused or (compiled and bool(plan))
+    rounds = rounds or any(map(offloads_shards, change.own_sharding.values()))  # the CPU updates them
     return Equality.BITWISE if exact and not rounds else Equality.ROUNDING
