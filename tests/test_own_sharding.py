@@ -106,7 +106,7 @@ def test_only_what_suits_the_scripts_own_sharding_is_compared(compared, shard, r
     found = compared(shard)
     assert tuple(run.name for run in found.runs) == rows
     assert not any(run.reason for run in found.runs)
-    (own,) = found.own_sharding
+    (own,) = found.sharding_calls
     (line,) = own.lines
     assert line.startswith("train.py:")
     assert own.call in script(shard).splitlines()[int(line.partition(":")[2]) - 1]

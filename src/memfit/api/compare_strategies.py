@@ -101,7 +101,7 @@ def compare(  # noqa: PLR0913 - one parameter an option
         command=command,
         versions=written.trace.versions,
         distributed=ranks.distributed,
-        own_sharding=written.sharding_calls,
+        sharding_calls=written.sharding_calls,
         interrupted=interrupted,
     )
 

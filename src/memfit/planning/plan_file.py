@@ -11,6 +11,7 @@ import msgspec
 from memfit.errors import FileFormatError
 from memfit.input_files import read_input_file
 from memfit.records import SCHEMA_VERSION, Change, Equality, OperationCounts, equality_of
+from memfit.records.own_sharding import unknown_call_options
 
 _OF_CHANGE = ("plan", "allocator", "micro_batches", "fused", "own_sharding", "optimizer")
 _MAX_FILE = 16 << 20  # bytes; a plan of 1,000 modules has less than one MiB
@@ -96,6 +97,11 @@ def read_plan(path: Path) -> PlanFile:
     if divided is not None:
         given |= {"arguments": divided.arguments, "loader": divided.loader}
     change = Change(**given)
+    if unknown := unknown_call_options(change.own_sharding):
+        raise FileFormatError(
+            f"Cannot read a plan from {path}: 'own_sharding': memfit cannot change {unknown[0]}. Write that in "
+            "the script."
+        )
     if found.get("equality") is None:
         found["equality"] = equality_of(change)
     said = _values(found, [each.name for each in fields(PlanFile) if each.name != "change"], PlanFile, path)

@@ -149,7 +149,7 @@ class PlanSearch(ABC):
             max_slowdown=slowdown if isfinite(slowdown) else None,
             too_slow=too_slow,
             dropped=tuple(self._runs.dropped),
-            own_sharding=self._plain.sharding_calls,
+            sharding_calls=self._plain.sharding_calls,
         )
         return self._completed(answer)
 

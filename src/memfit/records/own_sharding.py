@@ -66,6 +66,21 @@ def call_options_in_words(options: CallOptions) -> str:
     return ", ".join(f"{name}={value}" for name, value in options.items())
 
 
+def unknown_call_options(own_sharding: Mapping[str, CallOptions]) -> tuple[str, ...]:
+    """Return the options, by call, that ``OWN_SHARDINGS`` does not have.
+
+    >>> unknown_call_options({"fully_shard": {"reshard_after_forward": True, "offload_policy": "rm()"}})
+    ('fully_shard(offload_policy=rm())',)
+    """
+    known = {own.call: (*own.options, *own.others) for own in OWN_SHARDINGS}
+    return tuple(
+        f"{call}({call_options_in_words({name: value})})"
+        for call, options in own_sharding.items()
+        for name, value in options.items()
+        if {name: value} not in known.get(call, ())
+    )
+
+
 _OFFLOADING = ("offload_policy",)
 
 

@@ -112,7 +112,7 @@ class ScriptPlan(PrintableResult):
     """Whether the script as written trains on several GPUs. If it does not, but there are several ranks,
     ``as_written`` is the script with plain data parallelism."""
 
-    own_sharding: tuple[ShardingCalls, ...] = ()
+    sharding_calls: tuple[ShardingCalls, ...] = ()
     """How the script as written shards itself, by calls whose options plans change."""
     sent: tuple[int, int] | None = None
     """About how many bytes a rank sends to others in a step, as ``as_written`` and under the chosen plan;

@@ -58,7 +58,7 @@ class StrategyComparison(PrintableResult):
     versions: Mapping[str, str]
     distributed: bool = False
     """Whether the script as written trains on several GPUs."""
-    own_sharding: tuple[ShardingCalls, ...] = ()
+    sharding_calls: tuple[ShardingCalls, ...] = ()
     """How the script as written shards itself, by calls whose options memfit compares."""
     interrupted: bool = False
     """Whether the user interrupted the comparison, so that later runs are missing."""

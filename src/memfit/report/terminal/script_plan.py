@@ -266,7 +266,7 @@ def _chosen(result: ScriptPlan, chosen: PlanRun, file: Path | None) -> Iterator[
         yield f"\n{equal}"
     elif chosen is not result.as_written:
         yield f"\nCompared with DDP on {result.world_size:,} GPUs: {equal[0].lower()}{equal[1:]}"
-    for own in result.own_sharding:
+    for own in result.sharding_calls:
         if options := chosen.change.own_sharding.get(own.call):
             text = own_sharding_instruction(own, call_options_in_words(options))
             yield f"{own.name}: {text}"

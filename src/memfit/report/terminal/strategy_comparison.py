@@ -79,7 +79,7 @@ def _table(result: StrategyComparison) -> Table:
 
 def _options_to_write(result: StrategyComparison) -> Iterator[str]:
     """Yield where the options of the script's own sharding belong."""
-    for own in result.own_sharding:
+    for own in result.sharding_calls:
         if own.options or own.others:
             yield f"\nTo train with an option of {own.name}, {own_sharding_instruction(own, 'it')}"
 
