@@ -99,8 +99,8 @@ def read_plan(path: Path) -> PlanFile:
     change = Change(**given)
     if unknown := unknown_call_options(change.own_sharding):
         raise FileFormatError(
-            f"Cannot read a plan from {path}: 'own_sharding': memfit cannot change {unknown[0]}. Write that in "
-            "the script."
+            f"Cannot read a plan from {path}: 'own_sharding': memfit cannot change {unknown[0]}. Write that "
+            "in the script."
         )
     if found.get("equality") is None:
         found["equality"] = equality_of(change)
