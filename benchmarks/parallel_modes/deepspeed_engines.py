@@ -3,6 +3,7 @@
 import deepspeed
 import torch
 from jobs import Model, batch, loss_of, start, variant
+from libraries import lightning, trainer
 
 BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}
 BUCKETS = {"reduce_bucket_size": 200_000, "stage3_param_persistence_threshold": 1_000}
@@ -114,6 +115,19 @@ def zero3_offloaded():
 
 def zero3_optimizer_offloaded():
     train(3, FP16, offload_optimizer=CPU)
+
+
+def trainer_zero3():
+    automatic = dict.fromkeys(
+        ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"
+    )
+    adam = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}}
+    zero = {"zero_optimization": {"stage": 3, **BUCKETS}}
+    trainer(deepspeed=automatic | BF16 | adam | zero, bf16=True, save_strategy="no")
+
+
+def lightning_zero2():
+    lightning("deepspeed_stage_2")
 
 
 if __name__ == "__main__":

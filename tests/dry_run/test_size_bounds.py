@@ -56,3 +56,14 @@ def test_a_size_given_for_a_line_holds_in_its_backward(dry_run):
         assert bool(run.answer["upper_bound"]) == bound
         (note,) = [note for note in run.answer["notes"] if note["text"].startswith("A size depends")]
         assert note["where"] == f"{run.folder / 'script.py'}:5"
+
+
+def test_what_pytorch_selects_to_print_a_tensor_is_no_upper_bound(dry_run):
+    script = """
+        import torch
+        print(torch.randn(8, device="cuda"))
+        x = torch.empty(1 << 20, device="cuda")
+    """
+    run = dry_run(script)
+    assert run.answer["verdict"] == "fits", run.err
+    assert run.answer["upper_bound"] is None

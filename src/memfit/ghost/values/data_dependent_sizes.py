@@ -26,6 +26,7 @@ from memfit.ghost.values.assumed_values import AssumedValues
 from memfit.ghost.values.known_values import KnownValueBasis, TokenCountBasis
 from memfit.ghost.values.value_options import chosen_element_count
 from memfit.patching.patches import Patch
+from memfit.user_lines import frame_locations
 
 _CLASSES = 1000
 """Number of classes without an upper bound: that of ImageNet, the most common large label set."""
@@ -106,7 +107,9 @@ def _answer_by_ghost(
                 text = f"{name} is assumed to find as many as possible, {upper:,} elements"
             else:
                 text = f"the user assumes that {name} finds {found:,} of at most {upper:,} elements"
-            _note(values, name, found, text, chosen.given, is_bound=chosen.value == "upper")
+            prints = _prints_tensor()
+            is_bound = chosen.value == "upper" and not prints
+            _note(values, name, found, text, chosen.given, is_bound=is_bound, sizes=not prints)
             if op == "nonzero":
                 values.remember_found(tensor, found)
         with values.while_counting(), ghost.answering_counts(int(found)):
@@ -151,8 +154,8 @@ def _max_nonzero(values: AssumedValues, tensor: torch.Tensor) -> int:
 
 def _known_count(values: AssumedValues, tensor: torch.Tensor) -> int | None:
     """Return the number of nonzero elements of a tensor; None if it is not known, or rests on a check."""
+    elements = values.known.elements(tensor)  # first: another rank may send them
     known = values.known.get(tensor)
-    elements = values.known.elements(tensor)
     if elements is not None and elements.routing is TokenCountBasis.NONE:
         return int(elements.values.count_nonzero())
     if known is None or known.basis is KnownValueBasis.CHECKED:
@@ -234,9 +237,21 @@ def _classes(values: AssumedValues, op: str, argument: str) -> int:
 
 
 def _note(
-    values: AssumedValues, op: str, found: int, text: str, given: str, *, is_bound: bool = False
+    values: AssumedValues,
+    op: str,
+    found: int,
+    text: str,
+    given: str,
+    *,
+    is_bound: bool = False,
+    sizes: bool = True,
 ) -> None:
     """Note a size; ``given`` is the pair of ``--values`` that set it, or empty."""
     advice = f" (--values {given})." if given else f". --values {op}=… or, for one line, FILE:LINE=… sets it."
     text = f"A size depends on GPU values: {text}{advice}"
-    values.assume(f"the size of {op}", op, found, text, sizes=True, bound=op if is_bound else "")
+    values.assume(f"the size of {op}", op, found, text, sizes=sizes, bound=op if is_bound else "")
+
+
+def _prints_tensor() -> bool:
+    """Return whether PyTorch formats a tensor as text, which frees what it selects for that at once."""
+    return any(file.endswith("torch/_tensor_str.py") for file, _ in frame_locations())
