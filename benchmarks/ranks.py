@@ -8,7 +8,8 @@ rank_jobs/llama70b.py builds the model on the meta device, shards it, and initia
 pipeline: every distinct role of a pipeline of eight stages (examples/distributed/pipeline.py), in 60 s.
 
 The processor time, of memfit and the processes that it starts, depends less than the wall time on what else
-the machine does. Exits with 1 if a figure is not as required. accuracy.py has published figures.
+the machine does. Exits with 1 if a figure is not as required, or if a job made no training step. accuracy.py
+has published figures.
 """
 
 import json
@@ -100,6 +101,7 @@ def llama() -> tuple[RankRun, str, list[str]]:
     parameters = run.printed.split(" parameters")[0].split()[-1]
     failed = ["more than 90 s"] * (run.seconds > 90)  # noqa: PLR2004
     failed += ["more than 8 GiB of host memory"] * (run.host_bytes > 8 * GIB)
+    failed += ["no training step"] * (not run.answer["steps"])
     needs = f"{run.answer['peak']['process'] / GIB:.2f} GiB"
     return run, f"rank 0 of 64 needs {needs}; {parameters} parameters in all", failed
 
@@ -111,6 +113,7 @@ def pipeline() -> tuple[RankRun, str, list[str]]:
     roles = {(role["rank"], *role["also"]) for role in run.answer["ranks"]}
     failed = ["other roles than the first, the middle and the last stage"] * (roles != ROLES)
     failed += ["more than 60 s"] * (run.seconds > 60)  # noqa: PLR2004
+    failed += ["no training step"] * (not run.answer["steps"])
     shown = "; ".join(", ".join(map(str, role)) for role in sorted(roles))
     return run, f"roles {shown}", failed
 

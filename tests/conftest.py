@@ -8,6 +8,7 @@ With several workers, tests that share a fixture run on one of them, which makes
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -46,11 +47,12 @@ def dry_run(tmp_path, request):
     """Return a function that writes a script, runs `memfit dry-run` on it, and reads the JSON.
 
     ``environment`` has further variables. With the mark `warm`, and without options for the process, memfit
-    is run in a fork of a warm process.
+    is run in a fork of a warm process. The test fails if a script that trains fits without having made a
+    training step, unless ``without_step`` says why that is so.
     """
     is_warm = request.node.get_closest_marker("warm") is not None
 
-    def run(script, *arguments, options=(), json_answer=True, environment=None, **popen):
+    def run(script, *arguments, options=(), json_answer=True, environment=None, without_step="", **popen):
         path = tmp_path / "script.py"
         path.write_text(textwrap.dedent(script))
         answer = tmp_path / "answer.json"
@@ -70,9 +72,16 @@ def dry_run(tmp_path, request):
                 **({"env": os.environ | (environment or {})} | popen),
             )
         found = json.loads(answer.read_text()) if answer.exists() else None
+        if _trains(script) and found and found["verdict"] in ("fits", "tight"):
+            assert found["steps"] or without_step, "the script trains, made no training step, and fits"
         return DryRunOutput(done.returncode, done.stdout, done.stderr, found, tmp_path)
 
     return run
+
+
+def _trains(script):
+    """Return whether a script runs backward passes, and has an optimizer or a trainer that steps."""
+    return bool(re.search(r"\bbackward\(", script) and re.search(r"\boptim\w*\.|\.step\(", script))
 
 
 @pytest.fixture

@@ -149,7 +149,7 @@ def test_where_each_step_leaves_more_behind_the_run_does_not_count_as_whole(dry_
     assert abs(full.answer["out_of_memory"]["step"] - (run.answer["steps"] + left)) <= 2
     early = dry_run(LEAKS, options=("--whole", "--memory", "550MiB"))
     assert early.answer["verdict"] == "out of memory"
-    assert "No training step was completed" not in early.out
+    assert "INCOMPLETE" not in early.out
 
 
 SAVES_BESIDE = """
@@ -267,7 +267,7 @@ def test_a_failure_that_a_script_catches_is_not_the_one_that_ends_it(dry_run):
     assert run.answer["peak"]["stage"] == "training"
 
 
-def test_where_no_training_step_is_reached_the_run_does_not_count_as_whole(dry_run):
+def test_where_passes_become_too_short_for_an_update_the_run_is_incomplete(dry_run):
     script = """
         import torch
         from torch.utils.data import DataLoader
@@ -279,9 +279,9 @@ def test_where_no_training_step_is_reached_the_run_does_not_count_as_whole(dry_r
                 optimizer.step()
     """
     run = dry_run(script, options=("--whole",))
-    assert "FITS SO FAR" in run.out
-    assert "No training step was completed" in run.out
-    assert "SO FAR" not in dry_run(script, options=("--whole", "--batches", "4")).out
+    assert run.out.startswith("INCOMPLETE")
+    assert "if the optimizer steps after more batches, pass more --batches." in run.out
+    assert dry_run(script, options=("--whole", "--batches", "4")).out.startswith("FITS  ")
 
 
 def test_pinned_host_memory_has_a_row_of_its_own(dry_run):

@@ -52,11 +52,12 @@ def test_steps_skipped_by_the_scaler_are_counted(dry_run):
             scaler.scale(model(torch.ones(2, 8, device="cuda")).sum()).backward()
             scaler.step(optimizer)
             scaler.update()
-        print("never")
+        print("reached the end")
     """
     run = dry_run(script)
-    assert run.answer["steps"] == 3
-    assert "never" not in run.out
+    assert (run.answer["steps"], run.answer["verdict"]) == (3, "unknown")
+    assert "reached the end" not in run.out
+    assert "its optimizers never stepped" in run.out
 
 
 OVERFLOWS = """
@@ -77,14 +78,76 @@ OVERFLOWS = """
 def test_a_run_that_skips_every_update_is_incomplete_and_names_the_value_that_it_read(dry_run):
     run = dry_run(OVERFLOWS)
     assert (run.code, run.answer["verdict"]) == (3, "unknown")
-    assert run.answer["end"]["backwards_without_update"] == 4
     assert run.out.startswith("INCOMPLETE ")
-    assert "memfit: no optimizer stepped." in run.err
-    assert "script.py:10: 1 for an integer (to try another: --values script.py:10=0)" in run.err
+    never = "The script ran 4 backward passes, and its optimizers never stepped: "
+    assert run.out.splitlines()[1:4] == [
+        f"{never}the figures lack what these updates need.",
+        "A GPU value that the script read may be why. The ghost computes none, and returned:",
+        "  1 for an integer at script.py:10 (to try another: --values script.py:10=0)",
+    ]
+    assert run.err == ""
     run = dry_run(OVERFLOWS, options=("--values", "script.py:10=0"))
     assert (run.code, run.answer["verdict"], run.answer["steps"]) == (0, "fits", 3)
-    assert run.answer["end"]["backwards_without_update"] == 0
-    assert "no optimizer stepped" not in run.err
+    assert run.answer["end"]["missing_updates"] == ""
+    assert run.answer["end"]["stand_ins"] == []
+
+
+def test_updates_skipped_after_the_first_make_a_run_incomplete(dry_run):
+    script = OVERFLOWS.replace("if overflow.item() > 0:", "if step and overflow.item() > 0:")
+    run = dry_run(script.replace("for _ in", "for step in"))
+    assert (run.code, run.answer["verdict"], run.answer["steps"]) == (3, "unknown", 1)
+    assert run.answer["end"]["missing_updates"] == "3 of 4 updates were skipped"
+    assert [read["instead"] for read in run.answer["end"]["stand_ins"]] == ["script.py:10=0"]
+
+
+def test_each_optimizer_with_gradients_must_step(dry_run):
+    script = """
+        import torch
+        first, second = torch.nn.Linear(8, 8).cuda(), torch.nn.Linear(8, 8).cuda()
+        optimizers = [torch.optim.Adam(each.parameters()) for each in (first, second)]
+        for _ in range(3):
+            loss = second(first(torch.ones(2, 8, device="cuda"))).square().mean()
+            loss.backward()
+            optimizers[0].step()
+            if not (loss > 1e9).int().item():
+                optimizers[1].step()
+    """
+    run = dry_run(script)
+    assert (run.code, run.answer["steps"]) == (3, 0)
+    assert run.answer["end"]["missing_updates"].startswith("1 of 2 optimizers never stepped")
+    unused = script.replace("int().item()", "int()").replace(
+        "for each in (first, second)", "for each in (first, first)"
+    )
+    run = dry_run(unused.replace("if not (loss > 1e9).int():", "if False:"))
+    assert (run.code, run.answer["verdict"], run.answer["steps"]) == (0, "fits", 3)
+    assert run.answer["growth"]["steady_from"] == 1
+
+
+def test_accumulation_whose_last_batches_complete_no_update_is_a_whole_run(dry_run):
+    script = """
+        import torch
+        model = torch.nn.Linear(64, 64).cuda()
+        optimizer = torch.optim.Adam(model.parameters())
+        for n in range(11):
+            loss = model(torch.ones(8, 64, device="cuda")).square().mean()
+            loss.backward()
+            print(loss.item())
+            if n % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad()
+        print(loss.item())
+    """
+    run = dry_run(script)
+    assert (run.code, run.answer["verdict"], run.answer["steps"]) == (0, "fits", 2)
+    assert "This result covers the whole run: 2 training steps." in run.out
+
+
+def test_a_script_that_gives_up_names_the_values_that_it_read(dry_run):
+    script = OVERFLOWS.replace("continue", "raise SystemExit(17)")
+    run = dry_run(script)
+    assert run.code == 3
+    assert "The script ended with exit code 17" in run.out
+    assert "1 for an integer at script.py:10 (to try another: --values script.py:10=0)" in run.out
 
 
 def test_floats_that_were_never_computed_are_finite_wherever_a_script_asks(dry_run):

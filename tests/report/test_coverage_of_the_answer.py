@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from memfit.records import ScriptEnd
+from memfit.records import ScriptEnd, StandIn
 from memfit.report.terminal.verdict import verdict_of_run
 
 COVERS = "This result covers {}. Not run: {}; they may need more. To run more, pass --to-end or --steps N."
@@ -55,13 +55,18 @@ def test_an_incomplete_run_names_how_the_script_ended(end, line, answer):
 
 
 def test_a_run_whose_optimizers_never_stepped_lacks_what_an_update_needs(answer):
-    run = replace(answer, verdict="unknown", end=ScriptEnd("end", 0, backwards_without_update=4), steps=0)
-    first, second = verdict_of_run(run).text.plain.splitlines()
+    reads = [StandIn("/somewhere/train.py:9", "an integer", "1", "train.py:9=0") for _ in range(4)]
+    end = ScriptEnd("end", 0, missing_updates="Its optimizers never stepped", stand_ins=tuple(reads))
+    run = replace(answer, verdict="unknown", end=end, steps=0)
+    first, *others = verdict_of_run(run).text.plain.splitlines()
     assert first.startswith("INCOMPLETE   needs ")
-    assert first.endswith(" without an update")
-    assert second.startswith(
-        "The script ran 4 backward passes, and its optimizers never stepped: what an update needs is missing."
-    )
+    assert first.endswith(" without the missing updates")
+    assert others == [
+        "Its optimizers never stepped: the figures lack what these updates need.",
+        "A GPU value that the script read may be why. The ghost computes none, and returned:",
+        *["  1 for an integer at /somewhere/train.py:9 (to try another: --values train.py:9=0)"] * 3,
+    ]
+    assert "--values" not in verdict_of_run(run, hints=False).text.plain
 
 
 def test_a_tight_verdict_names_the_term_that_is_not_certain(answer):

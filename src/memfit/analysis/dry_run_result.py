@@ -29,6 +29,7 @@ from memfit.analysis.peak_outside_failed_attempts import (
     peak_event_outside_failed_attempts,
 )
 from memfit.analysis.run_stages import memory_use_by_stage, stage_of_event
+from memfit.analysis.trial_result import ran_to_completion
 from memfit.records import (
     DEFAULT_POOL,
     Action,
@@ -113,12 +114,16 @@ def dry_run_of_attributed_trace(trace: Trace, line: Timeline, attribution: Attri
         bounds=bounds,
         rank=trace.rank,
         pinned=_pinned(trace),
+        unpinned=Figure(trace.unpinned, Provenance.EXACT, _AFTER_STEPS) if trace.unpinned else None,
         stages=memory_use_by_stage(
             trace, line, None if len(caught_failure_events(trace)) else _reported_failure(trace)
         ),
         shortened=trace.shortened,
         longest=fit_peaks_to_batch_sizes(trace, line),
     )
+
+
+_AFTER_STEPS = "what optimizers hold after their first steps"
 
 
 def _pinned(trace: Trace) -> Figure | None:
@@ -157,10 +162,8 @@ def _verdict(trace: Trace, failed: OutOfMemory | None, needed: int, *, is_bound:
         return "may not fit" if is_bound else "out of memory"
     if failed is not None and not len(caught_failure_events(trace)):
         return "may not fit" if is_bound else "does not fit"
-    ended_early = trace.end.reason in ("exception", "interrupted") or trace.end.gave_up
-    never_updated = trace.end.backwards_without_update and not trace.shortened
     device = trace.device
-    if ended_early or never_updated or trace.children or not device.total.bytes:
+    if not ran_to_completion(trace.end) or trace.children or not device.total.bytes:
         return "unknown"
     left = device.total.bytes - device.in_use - needed
     if left < 0 and device.nccl is not None:  # NCCL asked last, and not PyTorch
@@ -294,7 +297,7 @@ def _held_by_script(attribution: Attribution, peak: int, allocated: int) -> list
 
 def _notes(trace: Trace, line: Timeline, steps: int) -> list[Note]:
     notes, events = [], trace.events
-    if not steps and trace.end.reason == "end":
+    if not steps and trace.end.reason == "end" and not trace.end.missing_updates:
         backwards = sum(mark.kind is MarkKind.BACKWARD for mark in trace.marks)
         did = f"{backwards} backward passes" if backwards else "forward passes only"
         covered = "up to where it ended" if trace.end.gave_up else "its whole run"

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memfit.records import Change, OperationCounts, ScriptEnd, StepOperations, Trace
+from memfit.records import Change, OperationCounts, ScriptEnd, StandIn, StepOperations, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,16 @@ RunTrial = Callable[[Change, str], TrialResult | ScriptEnd]
 """Runs the script again, given a change and its name. Returns how the script ended if it did not complete."""
 
 
+MOST_STAND_INS = 3
+"""Reads that may be why a run is incomplete, and that are named."""
+
+
 def ran_to_completion(end: ScriptEnd) -> bool:
-    """Return whether a script completed: it ended by itself, or after the requested steps."""
-    return (end.stopped or end.reason == "end") and not end.exit_code
+    """Return whether a script completed: it ended by itself, or after the requested steps.
+
+    A run that trained, and lacks updates, is no measurement of training.
+    """
+    return (end.stopped or end.reason == "end") and not end.exit_code and not end.missing_updates
 
 
 def why_run_failed(end: ScriptEnd) -> str:
@@ -40,4 +47,31 @@ def why_run_failed(end: ScriptEnd) -> str:
         return end.exception
     where = f" ({end.where})" if end.where else ""
     first_line = end.exception.partition("\n")[0]
-    return f"the script ended with {first_line or f'exit code {end.exit_code}'}{where}"
+    why = f"the script ended with {first_line or f'exit code {end.exit_code}'}{where}"
+    if end.missing_updates:
+        why = missing_updates_as_clause(end)
+    reads = "; ".join(map(stand_in_in_words, end.stand_ins[:MOST_STAND_INS]))
+    return f"{why}. {STAND_INS_READ} {reads}" if reads else why
+
+
+def missing_updates_as_clause(end: ScriptEnd) -> str:
+    """Return which updates a script that trained did not make.
+
+    >>> missing_updates_as_clause(ScriptEnd("end", 0, missing_updates="The script never stepped"))
+    'the script never stepped'
+    """
+    return end.missing_updates[:1].lower() + end.missing_updates[1:]
+
+
+STAND_INS_READ = "A GPU value that the script read may be why. The ghost computes none, and returned"
+"""Before what ``stand_in_in_words`` returns."""
+
+
+def stand_in_in_words(read: StandIn) -> str:
+    """Return what a read returned, where, and the option that returns another value.
+
+    >>> stand_in_in_words(StandIn("train.py:9", "an integer", "1", "train.py:9=0"))
+    '1 for an integer at train.py:9 (to try another: --values train.py:9=0)'
+    """
+    option = f" (to try another: --values {read.instead})" if read.instead else ""
+    return f"{read.value} for {read.what} at {read.where}{option}"

@@ -134,7 +134,7 @@ def _measured(script: MaxBatchScript, change: Change, size: int) -> tuple[Trace,
         if isinstance(result, ScriptEnd):
             more = ". If the batch size must be a multiple of a number, give that number to --multiple."
             why = f"{why_run_failed(result)}{'' if change == Change() else more}"
-            raise TargetError(f"memfit ran the script with {what}: {why}")
+            raise TargetError(f"memfit ran the script {'with ' * bool(size)}{what}: {why}")
         trace = result.trace
         if not fits or not may_side_streams_change_peak(trace):
             break

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from traceback import walk_stack
@@ -33,6 +34,7 @@ from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.recording.cuda_graphs import GraphCaptures, thread_uses_side_stream
 from memfit.recording.event_labels import LabelBook
+from memfit.recording.missing_updates import UpdateWatcher
 from memfit.records import MarkKind, Phase
 
 _OPTIMIZER = Patch("torch.optim.optimizer:Optimizer", "__init__", why="learn which optimizers exist")
@@ -120,7 +122,6 @@ class TrainingStepTracker:
         self._end_now = end_now
         self._times_ended = 0
         self._optimizer_steps = 0  # of any optimizer
-        self._had_optimizer = False
         self._warm_up_steps = 0
         self._captures = GraphCaptures()
         self._round = 0  # a new round begins when an optimizer steps for the second time in one
@@ -133,6 +134,8 @@ class TrainingStepTracker:
         self._backward_depth = 0
         self._backward_called = False  # inside torch.autograd.backward or grad
         self._tracing: set[int] = set()  # threads on which a compiler traces
+        self._in_training_mode = True
+        self.updates = UpdateWatcher()
         self.deadline: float | None = None
         """Of ``time.monotonic``, after which the script is ended in any case; None for none."""
         self.forwards = 0
@@ -151,11 +154,6 @@ class TrainingStepTracker:
         """The optimizers that exist now."""
         return tuple(self._last_round)
 
-    @property
-    def backwards_without_update(self) -> int:
-        """The backward passes so far if there were optimizers and none has stepped; otherwise 0."""
-        return self.backwards if self._had_optimizer and not self._optimizer_steps else 0
-
     def install(self, hooks: InstalledHooks) -> None:
         """Hook the optimizers, backward passes and gradient scalers of this process."""
         hooks.add(register_optimizer_step_pre_hook(lambda optimizer, *_: self.enter_optimizer(optimizer)))
@@ -168,8 +166,10 @@ class TrainingStepTracker:
         hooks.wrap(_SCALER, "step", self._call_scaler_step)
         hooks.wrap(_SCALER, "_maybe_opt_step", self._step_or_skip)
 
-    def enter_forward(self) -> None:
-        """Add a mark: an outermost module is about to run."""
+    def enter_forward(self, *, training: bool = True) -> None:
+        """Add a mark: an outermost module, in training mode or not, is about to run."""
+        self._in_training_mode = training
+        self.updates.enter_forward()
         self._book.mark(MarkKind.FORWARD, self.forwards)
         self.forwards += 1
         self._on_change()
@@ -204,7 +204,7 @@ class TrainingStepTracker:
     # -- optimizers ---------------------------------------------------------------------------
 
     def _note_optimizer(self, optimizer: Optimizer) -> None:
-        self._had_optimizer = True
+        self.updates.note_optimizer(optimizer)
         self._last_round.setdefault(optimizer, self._round)
 
     def enter_optimizer(self, optimizer: Optimizer) -> None:
@@ -222,6 +222,7 @@ class TrainingStepTracker:
         """
         before, _ = self._stepping.pop(threading.get_ident(), (0, 0))
         self._after_optimizer(optimizer)
+        self.updates.note_update(optimizer)
         if self.in_backward:  # a step fused into the backward
             self._book.use(before)
         else:
@@ -273,6 +274,22 @@ class TrainingStepTracker:
         )
         self._complete(steps)
 
+    def count_steps_of_used_optimizers(self) -> None:
+        """Count the steps of a run that ended while optimizers that never stepped counted as in use."""
+        used = set(self._number.values())
+        made: Counter[int] = Counter()
+        marks = []
+        for mark in () if self.completed else self._book.marks:
+            marks.append(mark)
+            moment, kind, optimizer = mark
+            if kind is MarkKind.OPTIMIZER_STEP and optimizer in used:
+                made[optimizer] += 1
+                if len(made) == len(used) and min(made.values()) > self.completed:
+                    marks.append((moment, MarkKind.TRAINING_STEP, self.completed))
+                    self.completed += 1
+        if self.completed and marks:
+            self._book.marks[:] = marks
+
     def _count_replayed(self, reference: "weakref.ref[Optimizer]") -> None:
         optimizer = reference()
         if optimizer is not None:
@@ -319,6 +336,8 @@ class TrainingStepTracker:
                 self._before_backward(tensors)  # record the graph of this last forward, too
                 raise
         self._book.mark(MarkKind.BACKWARD, self.backwards)
+        if not inside_forward and not self._stepping:
+            self.updates.enter_backward(trains=self._in_training_mode)
         self._before_backward(tensors)
         self.enter(Phase.BACKWARD)
         self._backward_depth += 1

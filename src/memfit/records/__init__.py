@@ -67,6 +67,7 @@ from memfit.records.script_change import (
     equality_of,
     traits_of_strategy,
 )
+from memfit.records.script_end import ScriptEnd, StandIn
 from memfit.records.script_options import LoaderBatchSize, ScriptOption, ScriptOptionPurpose
 from memfit.records.step_operations import (
     LEAST_RECOMPUTED,
@@ -93,7 +94,6 @@ from memfit.records.trace import (
     JobRank,
     MachineKind,
     Phase,
-    ScriptEnd,
     ScriptLocation,
     Segment,
     Shortened,

@@ -8,7 +8,8 @@ from typing import Self
 from memfit.records.loader_batches_and_peaks import PeakByBatchSize
 from memfit.records.printable_result import PrintableResult
 from memfit.records.provenance import Figure, Note
-from memfit.records.trace import ChildProcess, DeviceUse, JobRank, ScriptEnd, ScriptLocation, Shortened
+from memfit.records.script_end import ScriptEnd
+from memfit.records.trace import ChildProcess, DeviceUse, JobRank, ScriptLocation, Shortened
 
 
 class Stage(StrEnum):
@@ -196,9 +197,8 @@ class DryRun(PrintableResult):
     """``fits``, ``tight`` (it fits by less than ``uncertainty``), ``does not fit`` (an allocation failed and
     the script carried on, or NCCL took more than PyTorch had left), ``out of memory``, ``may not fit`` (the
     two, with ``bound`` or ``range``: the script may need less), or ``unknown``: the script failed, gave up
-    (an exit code other than 0), was interrupted or started ``children`` that use the GPU, ran to its end with
-    optimizers that made no update, or this is a snapshot, which names no
-    device."""
+    (an exit code other than 0), was interrupted, lacks updates (``end.missing_updates``) or started
+    ``children`` that use the GPU, or this is a snapshot, which names no device."""
     device: DeviceUse
     steps: int
     peak_allocated: int
@@ -250,6 +250,8 @@ class DryRun(PrintableResult):
 
     pinned: Figure | None = None
     """Most bytes of host memory that PyTorch's allocator pinned, beside those of the device; None if none."""
+    unpinned: Figure | None = None
+    """Most bytes of other host memory that optimizers' parameters, gradients and state took; None if none."""
     stages: tuple[StageUse, ...] = ()
     """The stages of the script's life, in the order in which it enters them; empty for a run that was ended
     after a few training steps."""
@@ -262,13 +264,6 @@ class DryRun(PrintableResult):
     """Whether the result is of the run that resumed from what the first one had written."""
 
     @property
-    def lacks_steps(self) -> bool:
-        """Whether the script trains, but its passes over loaders became too short for an optimizer's step."""
-        failed = self.end.reason in ("exception", "out of memory")
-        trains = any(use.stage is Stage.TRAINING for use in self.stages)
-        return bool(self.shortened) and trains and not self.steps and not failed
-
-    @property
     def leaks_in_short_passes(self) -> bool:
         """Whether memory grows from step to step, and the script makes more steps than memfit ran."""
         return bool(self.shortened) and self.growth.leak
@@ -276,7 +271,7 @@ class DryRun(PrintableResult):
     @property
     def is_partial(self) -> bool:
         """Whether the script is known to go on with more than what was run."""
-        return self.end.stopped or self.lacks_steps or self.leaks_in_short_passes
+        return self.end.stopped or self.leaks_in_short_passes
 
     @property
     def worst_stage(self) -> StageUse | None:

@@ -14,6 +14,7 @@ from memfit.devices import OBSERVED_SPREAD
 from memfit.records.event_marks import Mark  # noqa: TC001 - msgspec asks for the types of fields
 from memfit.records.loader_batches_and_peaks import LoaderScan  # noqa: TC001 - as below
 from memfit.records.provenance import Figure, Note, worst_provenance
+from memfit.records.script_end import ScriptEnd  # noqa: TC001 - as above
 from memfit.records.script_options import LoaderBatchSize, ScriptOption  # noqa: TC001 - as above
 
 if TYPE_CHECKING:
@@ -225,35 +226,6 @@ class DeviceUse:
 
 
 @dataclass(frozen=True, slots=True)
-class ScriptEnd:
-    """How the run of the script ended."""
-
-    reason: str
-    """``steps`` (stopped after the steps asked for), ``time`` (stopped after the seconds asked for), ``end``
-    (its own end), ``exception``, ``out of memory`` or ``interrupted``."""
-    exit_code: int
-    exception: str = ""
-    """The exception as Python prints it below the traceback; for ``sys.exit(message)``, the message."""
-    where: str = ""
-    """``file:line`` of the innermost user frame of the exception, or empty."""
-    evaluation: str = ""
-    """With ``steps``: ``file:line`` of a call of ``eval()`` in the user's code that did not run, or empty."""
-    backwards_without_update: int = 0
-    """With ``end``: how many backward passes the script ran if it created optimizers and none of them
-    stepped; otherwise 0. The figures then lack what an update needs."""
-
-    @property
-    def stopped(self) -> bool:
-        """Whether memfit ended the script, which would have gone on."""
-        return self.reason in ("steps", "time")
-
-    @property
-    def gave_up(self) -> bool:
-        """Whether the script ended on its own with an exit code other than 0."""
-        return self.reason == "end" and self.exit_code != 0
-
-
-@dataclass(frozen=True, slots=True)
 class Shortened:
     """Something of a script that memfit made shorter."""
 
@@ -289,6 +261,8 @@ class JobRank:
     rank: int
     world_size: int
     """Number of ranks."""
+    nproc: int | None = None
+    """Number of ranks on each machine; None if it is not known."""
 
     def __str__(self) -> str:
         """Name the rank.
@@ -337,6 +311,8 @@ class Trace:
     """The sizes that execution plans of cuDNN reported for their workspaces, in ascending order. Bytes."""
     pinned: int = 0
     """Most bytes of host memory that PyTorch's allocator pinned."""
+    unpinned: int = 0
+    """Most bytes of other host memory that optimizers' parameters, gradients and state took."""
     shortened: tuple[Shortened, ...] = ()
     """What memfit made shorter than the script has it, in the order in which the script met it."""
     scans: tuple[LoaderScan, ...] = ()

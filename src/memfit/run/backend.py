@@ -19,12 +19,13 @@ from memfit.card.outside_allocator import OutsideMemoryMeter
 from memfit.devices import find_device, why_torch_lacks_kernels
 from memfit.ghost.deepspeed_kernels import run_deepspeed_without_kernels
 from memfit.ghost.load_ghost import load
+from memfit.ghost.rank_exchange_protocol import RankExchange, what_others_sent
 from memfit.ghost.ranks.collective_release_times import CollectiveWatcher, wait_until_collectives_released
 from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.ghost.workspaces import WorkspaceSource
 from memfit.native_build import cache_folder
 from memfit.patching.after_import import call_after_import
-from memfit.records import DeviceUse, Figure, MachineKind, Provenance, ScriptEnd
+from memfit.records import DeviceUse, Figure, MachineKind, Provenance, ScriptEnd, StandIn
 from memfit.run.charge_nccl_communicators_to_ghost import CommunicatorMemory
 from memfit.run.child_start import ChildSettings, GhostSettings
 from memfit.run.job_rank import Rank
@@ -38,10 +39,6 @@ if TYPE_CHECKING:
 
 _LOADER = "transformers.modeling_utils"
 _STEPS_SETTLED = 5  # DistributedDataParallel replaces its buckets after the first
-_RECEIVED = {
-    False: "memfit assumed that the other ranks send what this one sends.",
-    True: "The ranks sent each other buffers of up to 64 KiB; what longer ones hold is unknown.",
-}
 READING_INTERVAL = 0.5  # seconds between two readings of a card: NVML takes milliseconds
 
 
@@ -68,6 +65,9 @@ class Backend(ABC):
         """Remember that the script has joined a process group."""
         self._has_joined = True
 
+    def exchange_with(self, ranks: RankExchange) -> None:  # noqa: B027 - ranks on cards exchange by themselves
+        """Have the script's ranks exchange small tensors."""
+
     @abstractmethod
     def stepped(self) -> None:
         """Handle the end of a training step."""
@@ -76,18 +76,22 @@ class Backend(ABC):
         """Return what about the backend may have made the script fail; empty if nothing."""
         return ""
 
-    def with_missing_updates(self, end: ScriptEnd, backwards: int) -> ScriptEnd:
-        """Note in a script's end that no optimizer stepped, and print what may have kept the script from it.
+    def stand_ins(self) -> tuple[StandIn, ...]:
+        """Return the GPU values that the script read last and nobody computed, newest first."""
+        return ()
 
-        Args:
-            end: how the script ended.
-            backwards: the passes that no update followed; 0 if there were updates, or no optimizer.
-        """
-        if end.reason != "end" or end.exit_code or not backwards:
+    def explained(self, end: ScriptEnd) -> ScriptEnd:
+        """Add to a script's end which updates are missing, and the stand-ins that may be why."""
+        if end.reason == "exception" or end.gave_up:
+            return replace(end, stand_ins=self.stand_ins())
+        if self._recorder is None or not (end.reason == "end" or end.stopped):
             return end
-        if hint := self.hint():
-            print(f"memfit: no optimizer stepped. {hint}", file=sys.stderr)
-        return replace(end, backwards_without_update=backwards)
+        missing, reads = self._recorder.steps.updates.missing(stopped=end.stopped)
+        if missing:
+            return replace(end, missing_updates=missing, stand_ins=reads or self.stand_ins())
+        if not end.stopped:
+            self._recorder.steps.count_steps_of_used_optimizers()
+        return end
 
     @abstractmethod
     def device(self) -> DeviceUse:
@@ -151,6 +155,7 @@ class GhostBackend(Backend):
             forward_lines=recorder.labelled_lines,
             fallback_where=recorder.place,
             senders_exist=self._options.real_ranks,
+            on_stand_in=recorder.steps.updates.note_read,
         )
         if self._settings.shown_memory is not None:
             from memfit.ghost.ghost_device import show_device_memory_to_script
@@ -185,6 +190,11 @@ class GhostBackend(Backend):
             self._collectives = None
             finish_stream_work_late(self.ghost)
         self._settings, self._options = ghost, options
+
+    def exchange_with(self, ranks: RankExchange) -> None:
+        """Have the script's ranks exchange small tensors."""
+        if self._values is not None:
+            self._values.ranks = ranks
 
     def _follow_folding(self) -> None:
         from memfit.ghost.compile.constant_folding import track_folded_constants
@@ -227,14 +237,22 @@ class GhostBackend(Backend):
             self.ghost.finish_late()
 
     def hint(self) -> str:
-        """Return a sentence on a rejected library, a gap reached, or a value that the ghost returned."""
+        """Return a sentence on a rejected library, or on a gap reached."""
         rejections = self.ghost.extensions.rejections
         if rejections:
             return rejections[-1]
         if gaps := self._gaps_reached():
             named = ", ".join(map(self._named, gaps))
             return f"the ghost does not implement {named} (see memfit doctor --gaps) and returned an error."
-        return self._values.hint() if self._values is not None else ""
+        ranks = self._ranks()
+        return "" if ranks is None else ranks.missing
+
+    def _ranks(self) -> RankExchange | None:
+        return None if self._values is None else self._values.ranks
+
+    def stand_ins(self) -> tuple[StandIn, ...]:
+        """Return the stand-ins that the script read last, newest first; none if ``hint`` says more."""
+        return () if self._values is None or self.hint() else self._values.last_stand_ins()
 
     def device(self) -> DeviceUse:
         """Return the device as configured, and record a note for each gap that the run reached."""
@@ -242,7 +260,8 @@ class GhostBackend(Backend):
             return self._settings.device
         rank = self._options.rank
         if rank.world_size > 1 and self._has_joined:
-            text = f"The script ran as {rank}. {_RECEIVED[self._options.real_ranks]}"
+            others = what_others_sent(self._ranks(), real=self._options.real_ranks)
+            text = f"The script ran as {rank}. {others}"
             self._recorder.note(Provenance.ASSUMED, text)  # sizes rarely follow from what others send
         elif rank.world_size > 1:
             text = f"The script ran as {rank}, and joined no process group: it trains by itself."

@@ -68,5 +68,8 @@ def _texts(trace: Trace) -> Iterator[str]:
     for texts in (trace.settings, trace.versions):
         yield from (*texts.keys(), *texts.values())
     yield from (trace.device.name, trace.end.reason, trace.end.exception, trace.end.where)
+    yield trace.end.missing_updates
+    for read in trace.end.stand_ins:
+        yield from (read.where, read.what, read.value, read.instead)
     yield from (segment.kind for segment in trace.segments)
     yield from trace.command

@@ -69,24 +69,24 @@ print(sorted(note[1].partition("The user ")[2] for note in notes if "copied" in 
     assert out[5] == f"assumes that each of them is 7.0 (--values script.py:{at['line']}=7)."
 
 
-def test_the_hint_after_a_failure_names_each_line_once_with_the_value_to_type(on_ghost):
+def test_the_last_reads_name_each_line_once_with_the_value_to_type(on_ghost):
     script = """
 values = install()
-print(repr(values.hint()))
+print(values.last_stand_ins())
 x = torch.randn(8, device="cuda")
 x.sum().item()
 x[x > 0]
 x.tolist(); (x > 0).tolist()
 x.sum().item()
-print(values.hint())
+for read in values.last_stand_ins():
+    print(read.where, read.value, read.what, read.instead, sep="|")
 """
     lines = (INSTALL_VALUES + script).splitlines()
-    last = 15 + len(lines) - 2
+    last = 15 + len(lines) - 3
     out = on_ghost(INSTALL_VALUES + script).splitlines()
-    assert out[:2] == ["''", "The ghost computes nothing, so the script last read these stand-ins:"]
-    other = "to try another: --values "
-    assert [line.rpartition("/")[2] for line in out[2:]] == [
-        f"script.py:{last}: 1.0 for a float ({other}script.py:{last}=0)",
-        f"script.py:{last - 1}: False for a copy of booleans ({other}script.py:{last - 1}=true)",
-        f"script.py:{last - 2}: 8 for the size of nonzero ({other}script.py:{last - 2}=1)",
+    assert out[0] == "()"
+    assert [line.rpartition("/")[2] for line in out[1:]] == [
+        f"script.py:{last}|1.0|a float|script.py:{last}=0",
+        f"script.py:{last - 1}|False|a copy of booleans|script.py:{last - 1}=true",
+        f"script.py:{last - 2}|8|the size of nonzero|script.py:{last - 2}=1",
     ]

@@ -10,31 +10,27 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
 
 from memfit.errors import TargetError
 from memfit.ghost.note_callback_protocol import NoteCallback
+from memfit.ghost.rank_exchange_protocol import RankExchange
+from memfit.ghost.values.dtype_rounding import Number, round_to_dtype
 from memfit.ghost.values.known_values import (
     KnownElements,
     KnownValue,
     KnownValueBasis,
     KnownValues,
-    Number,
     TokenCountBasis,
-    round_to_dtype,
     tensor_storage_address,
 )
 from memfit.ghost.values.value_options import OPERATORS, ChosenGpuValue, GpuValueOptions, Kind
-from memfit.records import Provenance
+from memfit.records import Provenance, StandIn
 from memfit.user_lines import frame_locations, innermost_line_of_place, user_line_with_package_line
 
 _MAX_READS = 100_000
 """Assumed values that one line may read without a training step, before its loop counts as endless."""
-
-_MOST_HINTS = 3
-"""Reads that a hint names."""
 
 _READ = "The script read a GPU value."
 _NOTHING_COMPUTED = "The ghost computes nothing, so"
@@ -61,7 +57,8 @@ class GpuRead:
 class AssumedValues:
     """The answers to the script's GPU reads, and the notes about them.
 
-    ``known`` holds the known values of tensors; see ``gpu_reads.install`` for the arguments.
+    ``known`` holds the known values of tensors, and ``ranks`` carries those of small ones between the
+    ranks of a job; see ``gpu_reads.install`` for the arguments.
     """
 
     def __init__(
@@ -70,15 +67,19 @@ class AssumedValues:
         note: NoteCallback,
         forward_lines: Callable[[], list[tuple[str, int]]],
         fallback_where: Callable[[], str],
+        on_stand_in: Callable[[StandIn], None],
         *,
         senders_exist: bool = False,
+        ranks: RankExchange | None = None,
     ) -> None:
         self.options = options
+        self.ranks = ranks
         self.senders_exist = senders_exist
         self.known = KnownValues()
         self._note = note
         self._forward_lines = forward_lines
         self._fallback_where = fallback_where
+        self._on_stand_in = on_stand_in
         self._noted: set[tuple[str, str]] = set()
         self._last: dict[str, GpuRead] = {}  # by what was read, oldest first
         self._used: set[str] = set()
@@ -95,20 +96,15 @@ class AssumedValues:
         """Return the last read of each kind of unknown value, oldest first."""
         return list(self._last.values())
 
-    def hint(self) -> str:
-        """Describe the last reads at up to three lines, newest first, each with the option that changes it.
-
-        Empty if there was none.
+    def last_stand_ins(self) -> tuple[StandIn, ...]:
+        """Return the last reads, newest first, one of each line.
 
         For the reader of an exception that one of these values may have caused.
         """
-        if not self._last:
-            return ""
-        newest: dict[str, GpuRead] = {}
-        for read in reversed(self._last.values()):
-            newest.setdefault(_option_key(read) or read.where, read)
-        lines = [f"  {_described(read)}" for read in islice(newest.values(), _MOST_HINTS)]
-        return "\n".join((f"{_NOTHING_COMPUTED} the script last read these stand-ins:", *lines))
+        newest: dict[str, StandIn] = {}
+        for read in map(_stand_in, reversed(self._last.values())):
+            newest.setdefault(read.key, read)
+        return tuple(newest.values())
 
     def unused(self) -> list[str]:
         """Return the pairs of ``--values`` for an operator or a line that no read has used."""
@@ -166,7 +162,8 @@ class AssumedValues:
         """
         where = user_line_with_package_line(self._lines()) or self._fallback_where()
         self._last.pop(what, None)
-        self._last[what] = GpuRead(where, what, key, answer)
+        self._last[what] = read = GpuRead(where, what, key, answer)
+        self._on_stand_in(_stand_in(read))
         if bound or (where, text) not in self._noted:
             self._noted.add((where, text))
             self._note(Provenance.ASSUMED, text, where, sizes=sizes, bound=bound)
@@ -298,17 +295,11 @@ def explain_gpu_read(chosen: ChosenGpuValue, key: str, returned: str = "it retur
     )
 
 
-def _option_key(read: GpuRead) -> str:
-    """Return the ``--values`` key that changes a read: its line, or else its kind; empty if none does."""
-    return read.key and (innermost_line_of_place(read.where) or read.key)
-
-
-def _described(read: GpuRead) -> str:
-    """Return one line on a read: what it returned, where, and the option that returns another value."""
-    key = _option_key(read)
+def _stand_in(read: GpuRead) -> StandIn:
+    """Return a read as others report it, with the line, or else the kind, whose value to change."""
+    key = read.key and (innermost_line_of_place(read.where) or read.key)
     if isinstance(read.answer, bool):
         other = "false" if read.answer else "true"
     else:
         other = "1" if not read.answer or (read.key in OPERATORS and read.answer != 1) else "0"
-    option = f" (to try another: --values {key}={other})" if key else ""
-    return f"{read.where}: {read.answer} for {read.what}{option}"
+    return StandIn(read.where, read.what, str(read.answer), f"{key}={other}" if key else "")

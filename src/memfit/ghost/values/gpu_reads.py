@@ -30,6 +30,7 @@ from memfit.ghost.note_callback_protocol import NoteCallback
 from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.ghost.values.assumed_values import AssumedValues, GpuRead, explain_gpu_read
 from memfit.ghost.values.computed_on_cpu import (
+    Computed,
     compute_on_cpu,
     elements_after_write,
     may_have_known_elements,
@@ -37,13 +38,13 @@ from memfit.ghost.values.computed_on_cpu import (
     put_elements,
 )
 from memfit.ghost.values.data_dependent_sizes import SIZED_KERNELS, override_ops_with_data_dependent_sizes
+from memfit.ghost.values.dtype_rounding import Number
 from memfit.ghost.values.exchanged_sizes import override_functional_collectives
 from memfit.ghost.values.known_values import (
     KnownElements,
     KnownIndices,
     KnownValue,
     KnownValueBasis,
-    Number,
     is_plain_tensor,
 )
 from memfit.ghost.values.propagation_rules import (
@@ -53,9 +54,11 @@ from memfit.ghost.values.propagation_rules import (
     found_inf_after_unscale,
     loss_scale_after_update,
 )
+from memfit.ghost.values.received_from_rank import override_functional_broadcasts
 from memfit.ghost.values.value_options import GpuValueOptions
 from memfit.ghost.values.value_tracking_patches import patch_torch_to_track_values
 from memfit.patching.patches import Patch
+from memfit.records import StandIn
 
 __all__ = ["AssumedValues", "GpuRead", "GpuValueOptions", "answer_gpu_reads"]
 
@@ -88,6 +91,7 @@ def answer_gpu_reads(
     forward_lines: Callable[[], list[tuple[str, int]]] = list,
     fallback_where: Callable[[], str] = str,
     senders_exist: bool = False,
+    on_stand_in: Callable[[StandIn], None] = lambda _: None,
 ) -> AssumedValues:
     """Answer the script's GPU reads from now on, for the life of the process.
 
@@ -99,12 +103,15 @@ def answer_gpu_reads(
             frames (on PyTorch's autograd thread).
         fallback_where: returns a location for a read without either.
         senders_exist: whether the other ranks of process groups exist, and send what they have.
+        on_stand_in: called with each assumed value that the script reads.
 
     Returns:
         The answers and their notes. The caller reports training steps to it (``AssumedValues.stepped``) and
         keeps a reference: the overrides end with it.
     """
-    values = AssumedValues(options, note, forward_lines, fallback_where, senders_exist=senders_exist)
+    values = AssumedValues(
+        options, note, forward_lines, fallback_where, on_stand_in, senders_exist=senders_exist
+    )
     overrides = KernelOverrides(_KERNELS, SIZED_KERNELS)
     inputs = KnownInputs(values.known, all=options.choose("all").value, any=options.choose("bool").value)
     _answer_scalars(overrides, values, ghost)
@@ -117,7 +124,7 @@ def answer_gpu_reads(
     patch_torch_to_track_values(values, ghost)
     _INFERENCE.install("_InferenceMode", lambda _: _NoGrad)
     _AUTOCAST.install("set_autocast_cache_enabled", lambda _: _NoGrad.set_cache)
-    values.keep(overrides, override_functional_collectives(values))
+    values.keep(overrides, override_functional_collectives(values), override_functional_broadcasts(values))
     return values
 
 
@@ -200,7 +207,7 @@ def _track(overrides: KernelOverrides, inputs: KnownInputs, op: str, rule: Propa
 
     @overrides.add(op, "AutogradCUDA")
     def track(run: Kernel, *args: Any, **options: Any) -> object:
-        computed: tuple[KnownElements, ...] = ()
+        computed: Computed = ()
         written = None
         if is_computed and _are_small(args):
             with without_dispatch_modes():

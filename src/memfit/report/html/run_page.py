@@ -82,6 +82,6 @@ def _without_source(summary: DryRun) -> DryRun:
         longest=tuple(
             replace(found, scan=replace(found.scan, where="the script")) for found in summary.longest
         ),
-        end=replace(summary.end, where=""),
+        end=replace(summary.end, where="", stand_ins=()),
         notes=tuple(replace(note, where="") for note in summary.notes),
     )

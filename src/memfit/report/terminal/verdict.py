@@ -1,10 +1,17 @@
 """Whether a run fits, what it needs, and why it may not: the verdict of a summary, as data and as text."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.text import Text
 
+from memfit.analysis.trial_result import (
+    MOST_STAND_INS,
+    STAND_INS_READ,
+    missing_updates_as_clause,
+    stand_in_in_words,
+    why_run_failed,
+)
 from memfit.records import ChildProcess, DryRun, MachineKind, OutOfMemory, ScriptEnd
 from memfit.report.escape_control_characters import escaped
 from memfit.report.places_in_words import location_in_words, short_path
@@ -56,28 +63,47 @@ def verdict_of_run(result: DryRun, *, hints: bool = True) -> VerdictLines:
         )
     if result.verdict != "unknown":
         return _failure(result, hints=hints)
-    failed = result.end.reason in ("exception", "interrupted") or result.end.gave_up
+    failed = _failed(result.end)
     *before, last = _memory_needed_and_taken(result) if failed else (_memory_needed(result),)
-    covered, why = "without children", ""
-    if failed:
-        covered = "up to where it ended"
-        why = f"The {'resumed ' * result.resumed}script ended with {_ended(result.end)}"
-    elif result.end.backwards_without_update:
-        covered, why = "without an update", _no_update(result.end.backwards_without_update, hints=hints)
+    covered = "up to where it ended" if failed else "without children"
+    if result.end.missing_updates:
+        covered = "without the missing updates"
     return VerdictLines(
         "INCOMPLETE",
         (*before, f"{last} {covered}"),
         "yellow",
-        lines=tuple(filter(None, (*_bound(result, hints=hints), why, *map(_child, result.children)))),
+        lines=(
+            *_bound(result, hints=hints),
+            *_why_incomplete(result, hints=hints),
+            *map(_child, result.children),
+        ),
     )
 
 
-def _no_update(backwards: int, *, hints: bool) -> str:
-    """Return that a script ran backward passes, and its optimizers never stepped."""
-    passes = f"{backwards} backward pass{'es' * (backwards != 1)}"
-    text = f"The script ran {passes}, and its optimizers never stepped: what an update needs is missing."
-    why = " If it should have trained, a GPU value that it read may be the reason; --notes lists these reads."
-    return text + why * hints
+def _failed(end: ScriptEnd) -> bool:
+    """Return whether a script failed or was interrupted, other than for want of memory."""
+    return end.reason in ("exception", "interrupted") or end.gave_up
+
+
+def _why_incomplete(result: DryRun, *, hints: bool) -> Iterator[str]:
+    """Yield how the script failed or which updates it did not make, and the stand-ins that may be why."""
+    end = result.end
+    if end.missing_updates:
+        yield f"{end.missing_updates}: the figures lack what these updates need."
+        if end.reason == "time":
+            yield "memfit stopped the script when its time was up."
+        if result.shortened:
+            yield (
+                "Passes over loaders are shorter in this run: if the optimizer steps after more batches, "
+                "pass more --batches."
+            )
+    elif _failed(end):
+        yield f"The {'resumed ' * result.resumed}script ended with {_ended(end)}"
+    if end.stand_ins:
+        yield f"{STAND_INS_READ}:"
+    for read in end.stand_ins[:MOST_STAND_INS]:
+        shown = replace(read, where=short_path(read.where), instead=read.instead * hints)
+        yield f"  {escaped(stand_in_in_words(shown))}"
 
 
 def _child(child: ChildProcess) -> str:
@@ -146,6 +172,8 @@ def why_no_more_advice(result: DryRun) -> str:
     if end.reason == "refused":
         return f"{what}: {escaped(_first_line(end.exception))}"
     again = "" if end == result.end else "when run again without input, "
+    if end.missing_updates:
+        return f"{what}: {again}{missing_updates_as_clause(end)}."
     return f"{what}: {again}the script ended with {_ended(end)}"
 
 
@@ -232,6 +260,8 @@ def _remarks(result: DryRun, failure: OutOfMemory, *, hints: bool) -> Iterator[s
     if result.needs is None and result.untried is not None:
         end = result.untried
         why = "a second run, with unlimited memory, did not complete."
+        if end.missing_updates:
+            why = f"in a second run, with unlimited memory, {escaped(why_run_failed(end))}."
         why = escaped(_first_line(end.exception)) if end.reason == "refused" else why
         yield f"How much memory the script needs in total is unknown: {why}"
     if hints and result.advice is None and not result.stages:

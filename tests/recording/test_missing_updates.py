@@ -1,0 +1,98 @@
+"""Which updates count as missing: by the order of backward passes, reads, updates and forwards."""
+
+import pytest
+import torch
+
+from memfit.recording.missing_updates import UpdateWatcher
+from memfit.records import StandIn
+
+
+def optimizer():
+    """Return an optimizer of a parameter that has a gradient."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    return torch.optim.SGD([parameter])
+
+
+def missing(events, *, stopped=False, optimizers=1):
+    """Return what is missing, and the lines named, after events.
+
+    ``b`` is a backward pass, ``e`` one in eval mode, ``f`` a forward, ``1`` an update of the first optimizer,
+    ``2`` of the second, and a capital letter a read of that line.
+    """
+    existing = [optimizer() for _ in range(optimizers)]
+    watcher = UpdateWatcher()
+    for each in existing:
+        watcher.note_optimizer(each)
+    for event in events.replace(" ", ""):
+        if event in "be":
+            watcher.enter_backward(trains=event == "b")
+        elif event == "f":
+            watcher.enter_forward()
+        elif event.isdigit():
+            watcher.note_update(existing[int(event) - 1])
+        else:
+            watcher.note_read(StandIn(event, "an integer", "1", f"{event}:1=0"))
+    text, reads = watcher.missing(stopped=stopped)
+    return text, "".join(read.where for read in reads)
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        "f f",  # inference
+        "fb1 fb1",
+        "fb1L fb1L fb1L",
+        "fbL fbL fbL1 fbL fbL fbL1",  # accumulation, with the loss read for each batch
+        "fbL fbL fb1L fbL fbL fb1L",
+        "fbL fbL fb1L fbL fbLE",  # and a last batch that completes no update, with a read at the end
+        "fbD fb1 fb1",  # a read in the first batch alone
+        "fb1 fb1 feA feA feA",  # attacks on the trained model
+        "fb1 fb fb fb",  # backward passes whose reason no read tells
+        "fbAfbA fb1 fbAfbA fb1",  # attacks in training
+        "1 1",  # a captured step that is replayed
+    ],
+)
+def test_updates_are_complete(events):
+    assert missing(events) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("events", "text", "lines"),
+    [
+        ("fbA fbA", "The script ran 2 backward passes, and its optimizers never stepped", "A"),
+        ("fb", "The script ran 1 backward pass, and its optimizers never stepped", ""),
+        ("fLbA fLbA", "The script ran 2 backward passes, and its optimizers never stepped", "A"),
+        ("fb1 fbA fbA fbA", "3 of 4 updates were skipped", "A"),
+        ("fb1L fbLA fbLA", "2 of 3 updates were skipped", "A"),
+        ("fbL fbL1 fbL fbLA fbL fbLA", "2 of 3 updates were skipped", "A"),
+        ("fb1 fbAB fbAB", "2 of 3 updates were skipped", "BA"),
+    ],
+)
+def test_updates_are_missing(events, text, lines):
+    assert missing(events) == (text, lines)
+
+
+def test_a_script_that_memfit_stopped_may_have_made_the_updates_later():
+    assert missing("fb1 fbA fbA", stopped=True) == ("", "")
+    assert missing("fbA fbA", stopped=True)[0].endswith("never stepped")  # a scaler skipped its steps
+
+
+def test_an_optimizer_with_gradients_of_its_own_must_step_too():
+    text = "1 of 2 optimizers never stepped, although there are gradients for it"
+    assert missing("fbA fb1 fbA fb1", optimizers=2) == (text, "A")
+    assert missing("fbA fb1 fbA fb1", optimizers=2, stopped=True) == (text, "A")
+    assert missing("fb fb1 fb fb1", optimizers=2) == (text, "")
+    assert missing("fb fb1 fb fb1", optimizers=2, stopped=True) == ("", "")
+    assert missing("fbA fb1 fbA fb2", optimizers=2) == ("", "")
+
+
+def test_a_spare_optimizer_of_the_same_parameters_or_without_gradients_may_stay_unused():
+    watcher, used = UpdateWatcher(), optimizer()
+    spare = torch.optim.Adam(used.param_groups[0]["params"])
+    idle = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
+    for each in (used, spare, idle):
+        watcher.note_optimizer(each)
+    watcher.enter_backward(trains=True)
+    watcher.note_update(used)
+    assert watcher.missing(stopped=False) == ("", ())
