@@ -3,12 +3,12 @@
     python benchmarks/parallel_modes.py [SCRIPT[:VARIANT] ...] [--ranks R/N,...] [--markdown FILE]
 
 The scripts of ``parallel_modes/`` use PyTorch as users do. ``R/N`` is rank R of a job of N; ``all/N`` runs
-all of them, and ``real/N`` starts them all at once, with torchrun. The table holds the verdict, PyTorch's
-peak on the rank that needs most, the bytes at this peak that no object explains, the number of rows in which
-``--all-ranks`` groups the ranks, and the last lines of a run that fails. Exits with 1 if a run fails that
-``REFUSED`` does not list, if one of those succeeds, or if one that trains, as all but those of
-``collectives.py`` do, fits without having made a training step. Scripts whose package is not installed are
-skipped by name.
+all of them, and ``real/N`` starts them all at once, with torchrun or, for those of ``LAUNCHED``,
+``accelerate launch``. The table holds the verdict, PyTorch's peak on the rank that needs most, the bytes at
+this peak that no object explains, the number of rows in which ``--all-ranks`` groups the ranks, and the last
+lines of a run that fails. Exits with 1 if a run fails that ``REFUSED`` does not list, if one of those
+succeeds, or if one that trains, as all but those of ``collectives.py`` do, fits without having made a
+training step. Scripts whose package is not installed are skipped by name.
 """
 
 import ast
@@ -36,6 +36,17 @@ REFUSED = {
     "collectives:symmetric_memory": "the ghost does not implement cuMemExportToShareableHandle",
 }
 """Variant -> the reason why memfit refuses it, or why the script fails on a card, too."""
+_WRAPPED = (
+    "--fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP --fsdp_transformer_layer_cls_to_wrap=Block --use_fsdp"
+)
+LAUNCHED = {
+    "libraries:launched_ddp": "--multi_gpu --mixed_precision=bf16",
+    "libraries:launched_accumulating": "--multi_gpu --mixed_precision=fp16",
+    "libraries:launched_fsdp1": f"{_WRAPPED} --mixed_precision=bf16",
+    "libraries:launched_fsdp1_flat": f"{_WRAPPED} --fsdp_use_orig_params=false",
+    "libraries:launched_fsdp2": f"{_WRAPPED} --fsdp_version=2 --mixed_precision=bf16",
+}
+"""Variant -> the options of ``accelerate launch`` that it runs with."""
 NEEDS = {"deepspeed_engines": "deepspeed"}
 """Script -> the package that it needs and memfit's own environment lacks."""
 
@@ -81,11 +92,16 @@ def run(variant: str, rank: str, folder: Path) -> Answer:
     trace.unlink(missing_ok=True)
     which = ["--all-ranks"] if own == "all" else ["--rank", own]
     counted = () if own == "real" else ("--nproc", ranks, *which)
-    job = ("--gpu", "H100", *counted, "--to-end", "-o", str(trace), str(SCRIPTS / f"{script}.py"), name)
+    by = LAUNCHED.get(variant, "").split()
+    launch = ("accelerate", "launch", *by) if by and own != "real" else ()
+    file = str(SCRIPTS / f"{script}.py")
+    job = ("--gpu", "H100", *counted, "--to-end", "-o", str(trace), *launch, file, name)
     limit = LIMIT if own.isdecimal() else LIMIT * int(ranks)
     began = time.monotonic()
     try:
-        launcher = ("-m", "torch.distributed.run", "--nproc-per-node", ranks) if own == "real" else ()
+        real = ("accelerate.commands.launch", *by, "--num_processes")
+        real = real if by else ("torch.distributed.run", "--nproc-per-node")
+        launcher = ("-m", *real, ranks) if own == "real" else ()
         answer, done = memfit_json("dry-run", *job, launcher=launcher, folder=folder, seconds=limit)
     except subprocess.TimeoutExpired:
         return Answer(variant, rank, "hangs", 0, 0, limit, "")

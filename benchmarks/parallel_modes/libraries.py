@@ -38,10 +38,10 @@ def trainer_saves():
     trainer(save_steps=2, gradient_checkpointing=True)
 
 
-def trainer_fsdp():
+def trainer_fsdp1():
     trainer(
         fsdp="full_shard auto_wrap",
-        fsdp_config={"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+        fsdp_config={"version": 1, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
         save_strategy="no",
     )
 
@@ -51,6 +51,8 @@ def trainer_fsdp2():
         fsdp="full_shard auto_wrap",
         fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
         save_strategy="no",
+        bf16=True,
+        gradient_accumulation_steps=2,
     )
 
 
@@ -75,6 +77,43 @@ def accelerated(**options):
 
 def accelerate_ddp():
     accelerated(mixed_precision="bf16")
+
+
+def launched_ddp(steps=1):
+    """Train as the options of ``accelerate launch`` say, with an update after every ``steps`` batches."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(gradient_accumulation_steps=steps)
+    model = Model()
+    if os.environ.get("FSDP_USE_ORIG_PARAMS") == "false":  # the optimizer gets flat parameters
+        model = accelerator.prepare(model)
+        optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters()))
+    else:
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    for _ in range(3 * steps):
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch(accelerator.device)))
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    accelerator.end_training()
+
+
+def launched_accumulating():
+    launched_ddp(2)
+
+
+def launched_fsdp1():
+    launched_ddp()
+
+
+def launched_fsdp1_flat():
+    launched_ddp()
+
+
+def launched_fsdp2():
+    launched_ddp(2)
 
 
 def plugin(**options):

@@ -48,7 +48,7 @@ def test_the_table_lists_every_rank_and_each_keeps_a_trace_of_its_own(dry_run, t
     assert table == [["2", "fits", "40.00"], ["0", "fits", "30.00"], ["1", "fits", "20.00"]], run.out
     traces = [memfit.explain(tmp_path / f"rank-{rank}.memfit").summary for rank in range(3)]
     assert [trace.peak_allocated >> 20 for trace in traces] == [30, 20, 40]
-    assert [trace.rank for trace in traces] == [JobRank(rank, 3) for rank in range(3)]
+    assert [trace.rank for trace in traces] == [JobRank(rank, 3, 3) for rank in range(3)]
     assert "Traces: rank-{rank}.memfit  (memfit diff rank-2.memfit rank-1.memfit)" in run.err
     assert "Every rank; the rest of this page is about rank 2" in (tmp_path / "ranks.html").read_text()
 

@@ -114,12 +114,16 @@ def dry_run_of_attributed_trace(trace: Trace, line: Timeline, attribution: Attri
         bounds=bounds,
         rank=trace.rank,
         pinned=_pinned(trace),
+        unpinned=Figure(trace.unpinned, Provenance.EXACT, _AFTER_STEPS) if trace.unpinned else None,
         stages=memory_use_by_stage(
             trace, line, None if len(caught_failure_events(trace)) else _reported_failure(trace)
         ),
         shortened=trace.shortened,
         longest=fit_peaks_to_batch_sizes(trace, line),
     )
+
+
+_AFTER_STEPS = "what optimizers hold after their first steps"
 
 
 def _pinned(trace: Trace) -> Figure | None:

@@ -9,7 +9,8 @@
 
 All optimizers name the functions of their foreach, for-loop and fused steps in the same way.
 
-Source: torch/optim/*.py (``_multi_tensor_*``, ``_single_tensor_*``, ``_fused_*``), PyTorch 2.14.1.
+Source: torch/optim/*.py (``_multi_tensor_*``, ``_single_tensor_*``, ``_fused_*``), PyTorch 2.14.1;
+``FlatParamHandle._alloc_padded_unsharded_flat_param``, torch/distributed/fsdp/_flat_param.py.
 """
 
 import re
@@ -39,6 +40,11 @@ class TorchFunction(NamedTuple):
     """``caller/function``, the innermost two; empty if a module or the script called C++ directly."""
     communicates: bool = False
     """Whether it belongs to ``torch.distributed`` or to a data-parallel wrapper."""
+
+    @property
+    def gathers(self) -> bool:
+        """Whether it allocates what FSDP1 gathers: parameters of all ranks, which a graph may save."""
+        return self.name.startswith("_alloc_padded_unsharded_flat_param/")
 
     @property
     def how(self) -> str:

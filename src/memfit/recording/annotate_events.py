@@ -118,7 +118,9 @@ def assign_torch_functions(
     category, label, labels = events.category.copy(), events.label.copy(), book.labels
     allocated = (events.action == Action.ALLOC) & (label >= 0)
     communicates = np.array([function.communicates for function in table])[column]
-    category[allocated & communicates & (category == Category.UNKNOWN)] = Category.COMMUNICATION
+    gathers = np.array([function.gathers for function in table])[column]
+    communicates = gathers | (communicates & (category == Category.UNKNOWN))
+    category[allocated & communicates] = Category.COMMUNICATION
     known = np.flatnonzero(allocated & (column > 0))
     pairs, inverse = np.unique(np.stack((label[known], column[known])), axis=1, return_inverse=True)
     better = [label_with_better_op(labels[index], table[function]) for index, function in pairs.T.tolist()]

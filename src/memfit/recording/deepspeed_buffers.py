@@ -17,10 +17,13 @@ _STEPS = (
     Patch("deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer", "step", why=_WHY),
 )
 _ATTRIBUTES = {
-    Category.PARAMETER: ("bit16_groups_flat", "lp_param_buffer", "bf16_groups_flat", "fp16_groups_flat"),
+    Category.PARAMETER: (
+        *("bit16_groups_flat", "lp_param_buffer", "bf16_groups_flat", "fp16_groups_flat"),
+        *("fp16_partitioned_groups_flat", "param_buffer_of_bit16_for_cpu_offload_groups"),
+    ),
     Category.GRADIENT: (
         *("averaged_gradients", "all_grad_tensors", "ipg_buckets", "grad_partitions_flat_buffer"),
-        "fp32_groups_gradients_flat",
+        *("fp32_groups_gradients_flat", "accumulated_grads_in_cpu", "temp_grad_buffer_for_cpu_offload"),
     ),
 }
 """Attributes of the optimizers that hold tensors, or buckets with tensors, in lists and dictionaries.

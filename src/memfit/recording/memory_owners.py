@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from memfit.ghost.values.known_values import tensor_storage_address
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
+from memfit.recording.host_tensors import HostTensors
 from memfit.recording.label_running_modules import tensors_in_containers
 from memfit.recording.saved_tensors import (
     NonReentrantCheckpoints,
@@ -81,6 +82,7 @@ class MemoryOwners:
     """Ops that computed saved tensors, with their indices; index 0 stands for no op."""
     snapshots: list[OwnerSnapshot] = field(default_factory=list)
     checkpoints: NonReentrantCheckpoints = field(default_factory=NonReentrantCheckpoints)
+    host: HostTensors = field(default_factory=HostTensors)
     incomplete: bool = False
     """Whether an object could not be inspected."""
     _backwards: list[int] = field(default_factory=list)  # autograd's sequence number at each backward
@@ -150,21 +152,25 @@ class MemoryOwners:
             self._record(serial, category, named)
 
     def record_gradients(self, serial: int, parameters: Iterable[torch.Tensor]) -> None:
-        """Record the gradients of some parameters."""
+        """Record the gradients of some parameters, and those that Megatron accumulates (``main_grad``)."""
         self._record(
             serial,
             Category.GRADIENT,
             (
-                NamedTensor(parameter.grad, self._names.of(parameter), ".grad")
+                NamedTensor(gradient, self._names.of(parameter), f".{attribute}")
                 for parameter in parameters
-                if parameter.is_leaf and parameter.grad is not None
+                if parameter.is_leaf
+                for attribute in ("grad", "main_grad")
+                if isinstance(gradient := getattr(parameter, attribute, None), torch.Tensor)
             ),
         )
 
     def record_flat(self, serial: int, category: Category, tensors: Iterable[torch.Tensor]) -> None:
         """Record buffers that hold parameters or gradients one after the other."""
         name = TensorName("flat parameters" if category is Category.PARAMETER else "flat gradients")
-        self._record(serial, category, (NamedTensor(tensor, name) for tensor in tensors))
+        listed = list(tensors)
+        self._record(serial, category, (NamedTensor(tensor, name) for tensor in listed))
+        self.host.hold(category, listed)
 
     def record_optimizer_state(self, serial: int, optimizer: Optimizer) -> None:
         """Record the tensors of an optimizer's state, however nested."""

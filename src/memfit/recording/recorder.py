@@ -195,6 +195,8 @@ class Recorder:
     def _after_optimizer(self, optimizer: Optimizer) -> None:
         if self._inspects_while_running:
             self._owners.record_optimizer_state(self.book.moment(), optimizer)
+            if self.steps.completed <= 1:
+                self._owners.host.after_step(optimizer)
             self._copies.after_first_step(self._roots)
 
     def _record_modules(self, modules: Iterable[torch.nn.Module]) -> None:
@@ -305,6 +307,7 @@ class Recorder:
             ),
             pools=distinct_pools_of_history(history, snapshot["segments"]),
             tensors=tensors,
+            unpinned=self._owners.host.peak,
         )
 
     def _mark_workspaces(self, events: Events, serials: npt.NDArray[np.int32]) -> bool:

@@ -250,6 +250,8 @@ class DryRun(PrintableResult):
 
     pinned: Figure | None = None
     """Most bytes of host memory that PyTorch's allocator pinned, beside those of the device; None if none."""
+    unpinned: Figure | None = None
+    """Most bytes of other host memory that optimizers' parameters, gradients and state took; None if none."""
     stages: tuple[StageUse, ...] = ()
     """The stages of the script's life, in the order in which it enters them; empty for a run that was ended
     after a few training steps."""

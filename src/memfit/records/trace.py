@@ -261,6 +261,8 @@ class JobRank:
     rank: int
     world_size: int
     """Number of ranks."""
+    nproc: int | None = None
+    """Number of ranks on each machine; None if it is not known."""
 
     def __str__(self) -> str:
         """Name the rank.
@@ -309,6 +311,8 @@ class Trace:
     """The sizes that execution plans of cuDNN reported for their workspaces, in ascending order. Bytes."""
     pinned: int = 0
     """Most bytes of host memory that PyTorch's allocator pinned."""
+    unpinned: int = 0
+    """Most bytes of other host memory that optimizers' parameters, gradients and state took."""
     shortened: tuple[Shortened, ...] = ()
     """What memfit made shorter than the script has it, in the order in which the script met it."""
     scans: tuple[LoaderScan, ...] = ()

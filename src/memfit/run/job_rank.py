@@ -64,6 +64,11 @@ class Rank:
         """Number of GPUs that the process sees."""
         return 1 if self.own_gpu_only else self.nproc
 
+    @property
+    def first_of_machines(self) -> tuple[int, int]:
+        """The first rank of its machine, and the first of all: as a rule, they write files for the others."""
+        return self.rank - self.local, 0
+
     def __str__(self) -> str:
         """Name the rank.
 
@@ -122,10 +127,10 @@ def rank_script_ran_as(job: Rank, environment: Mapping[str, str]) -> JobRank | N
     """Return the rank that a script ran as: the one to run or, in a recording, that of torchrun's variables.
 
     >>> rank_script_ran_as(Rank(), {"RANK": "3", "WORLD_SIZE": "8"})
-    JobRank(rank=3, world_size=8)
+    JobRank(rank=3, world_size=8, nproc=None)
     """
     if job.world_size > 1:
-        return JobRank(job.rank, job.world_size)
+        return JobRank(job.rank, job.world_size, job.nproc)
     rank, size = (environment.get(name, "") for name in ("RANK", "WORLD_SIZE"))
     if not (rank.isdigit() and size.isdigit() and int(rank) < int(size)) or int(size) == 1:
         return None

@@ -327,7 +327,8 @@ def _faults(trace: Trace) -> Iterator[str]:
             [trace.rank.rank if trace.rank else 0], 0, trace.rank.world_size - 1 if trace.rank else 0,
         ),
         "the size of a workspace": (list(trace.cudnn_workspaces), 0, _MAX_INTEGER),
-        "the pinned bytes": ([trace.pinned], 0, _MAX_INTEGER),
+        "the bytes of host memory": ([trace.pinned, trace.unpinned], 0, _MAX_INTEGER),
+        "the ranks of a machine": ([(trace.rank and trace.rank.nproc) or 1], 1, _MAX_INTEGER),
         "a scan's number": ([n for scan in trace.scans for n in _numbers(scan)], 0, _MAX_INTEGER),
         "the exit code": ([trace.end.exit_code], -_MAX_INTEGER, _MAX_INTEGER),
     }  # fmt: skip

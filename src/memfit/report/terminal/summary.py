@@ -94,12 +94,24 @@ def _below_table(result: DryRun) -> Iterator[Text | str]:
     """Yield what the table's rows do not add up to: ranges, memory of the host, growth and batches."""
     if result.range is not None:
         yield peak_range_line(result.range)
-    if (pinned := result.pinned) is not None and pinned.bytes >= MIB:  # item() pins a number of 4 bytes
-        why = f", {pinned.source}" * (pinned.provenance is not Provenance.MEASURED)
-        yield Text(f"Pinned host memory: {format_bytes(pinned.bytes)} ({pinned.provenance}{why}).")
+    yield from _host_memory(result)
     if (grown := growth_in_words(result)).plain:
         yield grown
     yield from longest_batch_lines(result)
+
+
+def _host_memory(result: DryRun) -> Iterator[Text]:
+    """Yield a line on the host memory of the rank, and of all ranks of its machine."""
+    kinds = {"Pinned host memory": result.pinned, "Optimizers in other host memory": result.unpinned}
+    total = 0
+    for kind, figure in kinds.items():
+        if figure is not None and figure.bytes >= MIB:  # item() pins a number of 4 bytes
+            why = f", {figure.source}" * (figure.provenance is not Provenance.MEASURED)
+            yield Text(f"{kind}: {format_bytes(figure.bytes)} ({figure.provenance}{why}).")
+            total += figure.bytes
+    nproc = (result.rank and result.rank.nproc) or 1
+    if total and nproc > 1:
+        yield Text(f"Host memory of {nproc} such ranks, on one machine: {format_bytes(total * nproc)}.")
 
 
 def growth_in_words(result: DryRun) -> Text:
