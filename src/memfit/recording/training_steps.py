@@ -167,11 +167,7 @@ class TrainingStepTracker:
         hooks.wrap(_SCALER, "_maybe_opt_step", self._step_or_skip)
 
     def enter_forward(self, *, training: bool | None = None) -> None:
-        """Add a mark: an outermost module is about to run.
-
-        Args:
-            training: whether it is in training mode; None if it has no parameters, as a loss.
-        """
+        """Add a mark: an outermost module is about to run, in training mode (None: it has no parameters)."""
         self._in_training_mode = self._in_training_mode if training is None else training
         self.updates.enter_forward()
         self._book.mark(MarkKind.FORWARD, self.forwards)
