@@ -13,6 +13,9 @@ from support import warm_process
 pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[1]
+_WITH_DEEPSPEED = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed (pip install deepspeed)"
+)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +32,12 @@ def benchmark():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("variant", "rank"), [("data_parallel:static_graph", "1/2"), ("fsdp2:three_dimensions", "5/8")]
+    ("variant", "rank"),
+    [
+        ("data_parallel:static_graph", "1/2"),
+        ("fsdp2:three_dimensions", "5/8"),
+        pytest.param("deepspeed_engines:zero2_fused_adam", "1/2", marks=_WITH_DEEPSPEED),
+    ],
 )
 def test_a_parallel_mode_fits_and_all_of_its_memory_is_explained(benchmark, variant, rank, tmp_path):
     answer = benchmark.run(variant, rank, tmp_path)

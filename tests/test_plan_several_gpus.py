@@ -21,6 +21,22 @@ TRAIN = """
 ON_ONE_GPU = """
     model = Net(1024, 6).cuda()
 """
+JOINED = """
+    import os
+    torch.distributed.init_process_group()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+"""
+SHARDS_ITSELF = {
+    "gradient_as_bucket_view=True": """
+    model = nn.parallel.DistributedDataParallel(Net(1024, 6).cuda(), )
+""",
+    "offload_policy=CPUOffloadPolicy()": """
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+    model = Net(1024, 6).cuda()
+    fully_shard(model, )
+""",
+}
+"""By option that makes it fit: how a script shards itself."""
 ON_SEVERAL = """
     import os
     torch.distributed.init_process_group()
@@ -93,6 +109,35 @@ def test_a_script_for_several_gpus_is_planned_for_every_rank(tmp_path):
     gradients = memfit("verify", "--plan", plan, script)
     assert gradients.returncode == 2
     assert "was made for 2 ranks; memfit verify runs one process" in gradients.stderr
+
+
+@pytest.mark.parametrize("option", SHARDS_ITSELF)
+def test_an_option_of_the_scripts_own_sharding_is_planned_and_needs_what_it_needs_by_hand(tmp_path, option):
+    shards = JOINED + SHARDS_ITSELF[option]
+    script, plan = written(tmp_path, shards, 64, 1024), tmp_path / "plan.json"
+    text, found = planned(script, 2230, plan)
+    call = "fully_shard" if "fully_shard" in shards else "DistributedDataParallel"
+    name, _, value = option.partition("=")
+    assert found["own_sharding"] == {call: {name: True if value == "True" else value}}
+    assert (found["plan"], found["allocator"]) == ({}, "")
+    assert f"pass {option} in each call of {call}: train.py:" in text
+    rank = ("--nproc", "2", "--rank", f"{found['rank']}")
+    under = dry_run(script, plan, found, *rank)
+    script.write_text(script.read_text().replace(", )", f", {option})"))
+    nothing = tmp_path / "nothing.json"
+    nothing.write_text('{"plan": {}}')
+    by_hand = dry_run(script, nothing, found, *rank)
+    assert under["peak"] == by_hand["peak"] | {"line": under["peak"]["line"]}
+    assert under["peak"]["allocated"] == found["allocated"]
+    assert found["needs"]["bytes"] < found["as_written"]["needs"]["bytes"]
+
+
+def test_a_plan_for_a_sharding_that_the_script_does_not_have_is_refused(tmp_path):
+    script, plan = written(tmp_path, ON_ONE_GPU, 64, 1024), tmp_path / "plan.json"
+    plan.write_text('{"plan": {}, "own_sharding": {"fully_shard": {"reshard_after_forward": true}}}')
+    done = memfit("dry-run", "--plan", plan, script)
+    assert done.returncode == 2
+    assert "the script does not call fully_shard" in done.stderr
 
 
 def test_a_job_is_refused_by_name(tmp_path):

@@ -7,7 +7,7 @@ Each script runs three times, and the peaks (allocated, reserved) of every rank 
 - as N processes that ``mp.spawn`` starts (rank_scripts/spawned.py), by the peaks that PyTorch reports.
 
 Processes meet through PyTorch's own store and Gloo, and exchange short buffers. Where streams race, the first
-two compare both bounds, and the third, which runs once, the lower one. MEMFIT_TIMES=2 runs five scripts as
+two compare both bounds, and the third, which runs once, the lower one. MEMFIT_TIMES=2 runs six scripts as
 two and as four ranks.
 
 The trainers of libraries (benchmarks/parallel_modes/libraries.py) run in the first two ways, where
@@ -31,11 +31,11 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "tests/support/rank_scripts"
-JOBS = [(SCRIPTS / "uneven_zero1.py", 2)]  # its ranks differ
+JOBS = [(SCRIPTS / "uneven_zero1.py", 2), (SCRIPTS / "sent_values.py", 2)]  # their ranks differ
 if int(os.environ.get("MEMFIT_TIMES", "1")) > 1:
     examples = (ROOT / f"examples/distributed/{name}.py" for name in ("ddp", "zero1", "fsdp2"))
-    scripts = (*examples, SCRIPTS / "uneven.py", SCRIPTS / "uneven_zero1.py")
-    JOBS = [(script, ranks) for script in scripts for ranks in (2, 4)]
+    scripts = (*examples, SCRIPTS / "uneven.py", SCRIPTS / "uneven_zero1.py", SCRIPTS / "sent_values.py")
+    JOBS = [*((script, ranks) for script in scripts for ranks in (2, 4)), (SCRIPTS / "sent_values.py", 8)]
 SIZES = ("allocated", "reserved")
 LIBRARIES = [("launched_fsdp1", 2)]
 if int(os.environ.get("MEMFIT_TIMES", "1")) > 1:

@@ -13,7 +13,7 @@ from memfit.analysis.strategy_comparison import strategies_to_compare
 from memfit.analysis.trial_result import TrialResult
 from memfit.api import compare_strategies
 from memfit.errors import TargetError
-from memfit.records import Action, DeviceUse, Figure, Provenance, ScriptEnd, StrategyComparison
+from memfit.records import Action, DeviceUse, Figure, Provenance, ScriptEnd, ShardingCalls, StrategyComparison
 from memfit.report.public_json import public_json_type, result_to_json
 from memfit.report.terminal.strategy_comparison import print_strategy_comparison
 from memfit.trials import rank_runs
@@ -23,10 +23,11 @@ MIB = 1 << 20
 EXACT = Provenance.EXACT
 DEVICE = DeviceUse("A100-80GB", Figure(1000 * MIB, EXACT), Figure(100 * MIB, EXACT), 0)
 NCCL = Figure(10 * MIB, Provenance.ASSUMED)
+DDP = ShardingCalls("DDP", "DistributedDataParallel", ("train.py:2",), ({"gradient_as_bucket_view": True},))
 NOT_POSSIBLE = ScriptEnd("refused", 0, "Net has no blocks")
 
 
-def run_of(mebibytes, *, nccl=None, shares=(), models=("Net (optimizer: train.py:3)",), stream=0):
+def run_of(mebibytes, *, nccl=None, shares=(), models=("Net (optimizer: train.py:3)",), stream=0, own=()):
     """Return the result of a run that allocates so much, in a process of 100 MiB more."""
     size = mebibytes * MIB
     history = [(Action.SEGMENT_ALLOC, BASE, size), (Action.ALLOC, BASE, size)]
@@ -34,7 +35,7 @@ def run_of(mebibytes, *, nccl=None, shares=(), models=("Net (optimizer: train.py
         history = [*history, (Action.SEGMENT_ALLOC, BASE + size, 2 * MIB, stream)]
         history = [*history, (Action.ALLOC, BASE + size, 2 * MIB, stream)]
     device = replace(DEVICE, total=Figure(1 << 40, EXACT), nccl=nccl)
-    return TrialResult(trace_of(history, device=device, versions={"torch": "2.14.1"}), models, shares)
+    return TrialResult(trace_of(history, device=device, versions={"torch": "2.14.1"}), models, shares, own)
 
 
 @pytest.fixture
@@ -131,6 +132,25 @@ def test_a_script_that_trains_on_several_gpus_itself_runs_on_each_rank(compare):
     assert rows["as written"].needs.bytes == 410 * MIB  # with NCCL's 10
 
 
+def test_an_option_that_fails_does_not_stand_for_the_others(compare):
+    fails = "gradient_as_bucket_view=True"
+    own = replace(DDP, others=({"static_graph": True},))
+
+    def results(name, *_):
+        return NOT_POSSIBLE if name == fails else run_of(100, nccl=NCCL, own=(own,))
+
+    _, rows = compare(results)
+    assert {name for name, row in rows.items() if row.reason} == {fails, f"{fails} + checkpointing"}
+    assert rows[fails].own_sharding == {"DistributedDataParallel": {"gradient_as_bucket_view": True}}
+    assert [made[0] for made in compare.made if made[0].startswith("g")] == [fails]
+
+
+def test_a_script_that_shards_itself_in_another_way_is_compared_with_no_sharding(compare):
+    found, rows = compare(lambda *_: run_of(100, nccl=NCCL))
+    assert list(rows) == ["as written", "checkpointing", "offload", "checkpointing + offload"]
+    assert "To train with an option" not in printed(found)
+
+
 def test_what_cannot_be_applied_is_not_tried_again_with_more(compare):
     def results(name, *_):
         return NOT_POSSIBLE if "checkpointing" in name else run_of(100)
@@ -188,11 +208,15 @@ def test_the_table_has_the_figures_and_what_to_write(compare):
 
 
 def test_a_script_with_a_sharding_of_its_own_is_told_what_to_add_to_it(compare):
-    def results(name, *_):
-        return NOT_POSSIBLE if name.startswith(("DDP", "FSDP2")) else run_of(100, nccl=NCCL)
-
-    text = printed(compare(results)[0])
-    assert "    ZeRO-1 + checkpointing            [memfit.Checkpointing()]\n" in text
+    found, rows = compare(lambda *_: run_of(100, nccl=NCCL, own=(DDP,)))
+    assert not any(name.startswith(("DDP", "FSDP2")) for name in rows)
+    text = printed(found)
+    assert "    ZeRO-1  " not in text  # nothing is to be applied to the model
+    assert (
+        "\nTo train with an option of DDP, pass it in each call of DistributedDataParallel: train.py:2\n"
+        in text
+    )
+    assert "    ZeRO-1 + checkpointing                        [memfit.Checkpointing()]\n" in text
     assert 'optimizer = memfit.Sharding("zero1").optimizer(optimizer, model)  # for ZeRO-1 only' in text
     assert "init_process_group" not in text
 

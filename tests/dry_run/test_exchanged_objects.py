@@ -58,4 +58,4 @@ def test_stages_of_a_pipeline_infer_the_shapes_that_their_neighbours_send(dry_ru
     print(tuple(part.weight.grad.shape), [tuple(each.buffer.shape) for each in stage.args_recv_info[0]])
     """
     done = run_as(dry_run, script, 1, 3)
-    assert done.out.splitlines()[0] == "(256, 512) [(1024, 512)]", done.err
+    assert done.out.splitlines()[0] == "(256, 512) [(1024, 512)]", done

@@ -310,3 +310,41 @@ def test_the_batch_size_is_that_of_training_not_of_an_evaluation_after_it(dry_ru
     """
     run = dry_run(script, options=("--to-end", "-o", "run.memfit"))
     assert read_trace(run.folder / "run.memfit").loader.size == 4
+
+
+ENGINE = """
+    import torch
+    from torch.autograd import Variable
+    model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(4)]).cuda().bfloat16()
+    buffer = torch.zeros(sum(each.numel() for each in model.parameters()), device="cuda")
+    at = 0
+    def add(parameter):
+        parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None
+    for parameter in model.parameters():
+        parameter.main_grad = buffer[at : at + parameter.numel()].view_as(parameter)
+        at += parameter.numel()
+        parameter.register_post_accumulate_grad_hook(add)
+    masters = [parameter.detach().float() for parameter in model.parameters()]
+    optimizer = torch.optim.AdamW(masters)
+    for _ in range(3):
+        output = model(torch.ones(4096, 1024, device="cuda", dtype=torch.bfloat16))
+        Variable._execution_engine.run_backward(
+            tensors=(output,), grad_tensors=(torch.ones_like(output),), keep_graph=False, create_graph=False,
+            inputs=(), allow_unreachable=True, accumulate_grad=True,
+        )
+        for master, parameter in zip(masters, model.parameters()):
+            master.grad = parameter.main_grad
+        optimizer.step()
+        buffer.zero_()
+"""
+
+
+def test_a_backward_that_a_library_runs_on_autograd_s_engine_is_one(dry_run):
+    """Megatron's pipelines call the engine, and add each gradient to its part of one buffer."""
+    run = dry_run(ENGINE)
+    terms = {term["name"]: term["bytes"] for term in run.answer["terms"]}
+    assert (run.answer["steps"], run.answer["peak"]["phase"]) == (3, "backward")
+    assert terms["gradients"] >= 4 * 4 * 1024 * 1025
+    assert terms["activations"] >= 3 * 4096 * 1024 * 2
+    assert terms["outputs"] == 2 * 4096 * 1024 * 2  # the output, and the gradient that it is given

@@ -86,3 +86,21 @@ def test_an_edited_plan_is_checked_as_settings_are(written):
     wrong = {"checkpointing": {"regions": [{"modules": ["0"], "save_ops": ["aten.adm"]}]}}
     with pytest.raises(UsageError, match=r"aten\.adm"):
         configure(written({"plan": wrong}))
+
+
+@pytest.mark.parametrize(
+    ("own", "named"),
+    [
+        ({"fully_shard": {"offload_policy": "print()"}}, r"fully_shard\(offload_policy=print\(\)\)"),
+        ({"exec": {"code": "1"}}, r"exec\(code=1\)"),
+    ],
+)
+def test_only_options_that_memfit_can_change_are_read(written, own, named):
+    with pytest.raises(FileFormatError, match=rf"'own_sharding': memfit cannot change {named}\."):
+        read_plan(written({"plan": {}, "own_sharding": own}))
+
+
+def test_an_option_of_the_scripts_own_sharding_is_read(written):
+    own = {"fully_shard": {"offload_policy": "CPUOffloadPolicy()"}}
+    found = read_plan(written({"plan": {}, "own_sharding": own}))
+    assert (found.change, found.equality) == (Change(own_sharding=own), Equality.ROUNDING)

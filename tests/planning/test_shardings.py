@@ -12,7 +12,7 @@ from memfit.planning.find_plan import find_plan
 from memfit.planning.run_changes_on_ghost import PlannedScript, forward_and_backward_seconds
 from memfit.planning.shardings import bytes_sent_per_step, shard_copy_seconds, with_unsharded_module_names
 from memfit.planning.strategy_and_allocator_changes import AllowedChanges
-from memfit.records import Change, DividedBatches, Figure, Provenance, ScriptEnd, Term
+from memfit.records import Change, DividedBatches, Figure, Provenance, ScriptEnd, ShardingCalls, Term
 from memfit.report.terminal.script_plan import print_plan
 from support.planned_script import MIB, OUTSIDE, Script, copy, needing, work
 
@@ -176,3 +176,83 @@ def test_what_a_rank_sends_and_copies_follows_from_the_bytes_of_parameters(mode,
     halves = replace(run.change, micro_batches=DividedBatches(2, 4, "", ""))
     assert bytes_sent_per_step(replace(run, change=halves), terms, 4) == in_two * 600
     assert shard_copy_seconds(terms, float, 4) == 300.0
+
+
+FSDP2 = ShardingCalls(
+    "FSDP2",
+    "fully_shard",
+    ("t.py:8",),
+    ({"reshard_after_forward": True}, {"offload_policy": "CPUOffloadPolicy()"}),
+    ({"reshard_after_forward": False},),
+)
+
+
+class SelfShardedScript(Script):
+    """A script that calls ``fully_shard``.
+
+    Args:
+        needs: by argument, or ``written``, how much more than the plain script it needs, as a share; None if
+            it fails with an option.
+    """
+
+    def __init__(self, **needs):
+        super().__init__(blocks=8)
+        self.shares = {"written": 1.0, "reshard_after_forward": 1.0, "offload_policy": 1.0} | needs
+        self.ran = []
+
+    def __call__(self, change, what):
+        (name,) = change.own_sharding.get("fully_shard", ["written"])
+        self.ran.append((name, "checkpointing" in change.plan))
+        if self.shares[name] is None:
+            return ScriptEnd("exception", 1, f"no {name}")
+        inside = super().__call__(replace(change, own_sharding={}), what)
+        if isinstance(inside, ScriptEnd):
+            return inside
+        trace = needing(
+            int(inside.trace.events.size.max() // MIB + round((self.shares[name] - 1) * self.plain))
+        )
+        trace = replace(trace, device=replace(trace.device, nccl=NCCL))
+        return replace(inside, trace=trace, sharding_calls=(FSDP2,))
+
+
+def test_an_option_of_the_scripts_own_sharding_is_taken_if_it_fits():
+    script = SelfShardedScript(reshard_after_forward=0.8)
+    found = planned(script, 0.9)
+    assert found.chosen.change == Change(own_sharding={"fully_shard": {"reshard_after_forward": True}})
+    assert (found.chosen.time, found.chosen.equality) == (1.0, "bit for bit")
+    assert script.ran == [("written", False), ("reshard_after_forward", False)]
+    text = printed(replace(found, distributed=True))
+    assert "reshard_after_forward=True  <- chosen" in text
+    assert "FSDP2: pass reshard_after_forward=True in each call of fully_shard: t.py:8\n" in text
+    assert "memfit train --plan" in text
+
+
+def test_what_is_recomputed_is_added_to_the_option_that_needs_least():
+    found = planned(SelfShardedScript(reshard_after_forward=0.95), 0.8)
+    assert found.chosen.change.own_sharding == {"fully_shard": {"reshard_after_forward": True}}
+    assert "checkpointing" in found.chosen.change.plan
+    without = planned(SelfShardedScript(reshard_after_forward=1.05), 0.8)
+    assert without.chosen.change.own_sharding == {}
+
+
+def test_shards_of_the_script_are_offloaded_only_if_nothing_else_is_enough(monkeypatch):
+    monkeypatch.setattr("memfit.planning.find_plan.shard_copy_seconds", lambda *_: 0.5)
+    script = SelfShardedScript(written=1.5, reshard_after_forward=1.5, offload_policy=0.4)
+    found = planned(script, 0.45)
+    assert found.chosen.change == Change(
+        own_sharding={"fully_shard": {"offload_policy": "CPUOffloadPolicy()"}}
+    )
+    assert found.chosen.time == 1.0 + 0.5 / forward_and_backward_seconds(script.step, work)
+    assert found.chosen.equality == "up to rounding"
+    assert found.floor is None
+    bitwise = planned(script, 0.45, AllowedChanges(rounding=False))
+    assert bitwise.chosen is None
+    assert not any("offload_policy" in str(run.change.own_sharding) for run in bitwise.tried)
+
+
+def test_an_option_with_which_the_script_fails_is_named_and_left_out():
+    found = planned(SelfShardedScript(reshard_after_forward=None), 0.8)
+    assert found.dropped == (
+        "With reshard_after_forward=True, the script ended with no reshard_after_forward.",
+    )
+    assert found.chosen.change.own_sharding == {}

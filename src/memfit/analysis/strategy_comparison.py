@@ -16,7 +16,9 @@ from memfit.records import (
     DryRun,
     PeakRange,
     ScriptEnd,
+    ShardingCalls,
 )
+from memfit.records.own_sharding import call_options_in_words
 
 AS_WRITTEN = "as written"
 SHARDINGS = {"DDP": "ddp", "ZeRO-1": "zero1", "FSDP2": "fsdp2"}
@@ -31,17 +33,39 @@ class StrategyCombination:
     change: Change
 
 
-def strategies_to_compare(world_size: int) -> Iterator[StrategyCombination]:
+def strategies_to_compare(
+    world_size: int, *, distributed: bool = False, own: Sequence[ShardingCalls] = ()
+) -> Iterator[StrategyCombination]:
     """Yield what to compare: the script as written, then each sharding, with and without the rest.
+
+    Args:
+        world_size: number of ranks.
+        distributed: whether the script as written trains on several GPUs. Other shardings than its own do
+            not suit it, but for ZeRO-1 beside a DistributedDataParallel.
+        own: how it shards itself. Each option that it does not have is tried alone, and with checkpointing.
 
     >>> [one.name for one in strategies_to_compare(1)]
     ['as written', 'checkpointing', 'offload', 'checkpointing + offload']
     >>> len(list(strategies_to_compare(8)))
     16
+    >>> fsdp2 = ShardingCalls("FSDP2", "fully_shard", ("train.py:8",), ({"reshard_after_forward": False},))
+    >>> [one.name for one in strategies_to_compare(8, distributed=True, own=[fsdp2])][-2:]
+    ['reshard_after_forward=False', 'reshard_after_forward=False + checkpointing']
     """
-    yield from _variants("", "")
-    for name, mode in SHARDINGS.items() if world_size > 1 else ():
+    calls = {each.call for each in own}
+    for one in _variants("", ""):
+        if "fully_shard" not in calls or one.change.plan.get("offload") != {}:  # they conflict
+            yield one
+    shardings = SHARDINGS if world_size > 1 and not distributed else {}
+    if "DistributedDataParallel" in calls:
+        shardings = {"ZeRO-1": "zero1"}
+    for name, mode in shardings.items():
         yield from _variants(name, mode)
+    for each in own:
+        for options in (*each.options, *each.others):
+            name, change = call_options_in_words(options), Change(own_sharding={each.call: options})
+            yield StrategyCombination(name, change)
+            yield StrategyCombination(f"{name} + checkpointing", change | Change({"checkpointing": {}}))
 
 
 def _variants(name: str, mode: str) -> Iterator[StrategyCombination]:
@@ -71,8 +95,15 @@ def refusal_of_strategies(of: StrategyCombination, refused: Mapping[Change, Scri
         of: the strategies.
         refused: what could not be applied, and why.
     """
-    ours = of.change.plan.items()
-    return next((end for change, end in refused.items() if change.plan.items() <= ours), None)
+
+    def is_part(change: Change) -> bool:
+        ours = of.change.own_sharding
+        own = all(
+            options.items() <= ours.get(call, {}).items() for call, options in change.own_sharding.items()
+        )
+        return own and change.plan.items() <= of.change.plan.items()
+
+    return next((end for change, end in refused.items() if is_part(change)), None)
 
 
 def first_rank_that_holds_most(nproc: int) -> int:
@@ -125,6 +156,7 @@ def compared_run_of_trial(
     return ComparedRun(
         name=of.name,
         plan=of.change.code,
+        own_sharding=of.change.own_sharding,
         models=early.models,
         rank=rank,
         peak=replace(peak, process=ByteRange(min(least, needs.bytes), needs.bytes)),
@@ -146,7 +178,9 @@ def with_change_from_first_run(runs: Sequence[ComparedRun]) -> tuple[ComparedRun
 
 def compared_run_from_failure(of: StrategyCombination, end: ScriptEnd) -> ComparedRun:
     """Return that strategies cannot be applied, or that the script fails with them, and why."""
-    return ComparedRun(of.name, of.change.code, reason=why_run_failed(end))
+    return ComparedRun(
+        of.name, of.change.code, own_sharding=of.change.own_sharding, reason=why_run_failed(end)
+    )
 
 
 def _verdict(found: DryRun, least: int, most: int, device: DeviceUse) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memfit.records import Change, OperationCounts, ScriptEnd, StandIn, StepOperations, Trace
+from memfit.records import Change, OperationCounts, ScriptEnd, ShardingCalls, StandIn, StepOperations, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +15,8 @@ class TrialResult:
     """Models that strategies were applied to: the class of each, and the line that creates its optimizer."""
     shares: tuple[int, ...] = ()
     """By rank, the bytes of parameters whose optimizer state it holds; empty if all hold as much."""
+    sharding_calls: tuple[ShardingCalls, ...] = ()
+    """How the script shards itself."""
     operations: StepOperations | None = None
     """Of a training step, if they were to be recorded."""
     late: bool = False

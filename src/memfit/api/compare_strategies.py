@@ -11,9 +11,10 @@ from memfit.analysis.strategy_comparison import (
     strategies_to_compare,
     with_change_from_first_run,
 )
+from memfit.analysis.trial_result import TrialResult
 from memfit.devices import DEFAULT
 from memfit.errors import TargetError
-from memfit.records import Change, ComparedRun, DeviceUse, ScriptEnd, StrategyComparison, Trace
+from memfit.records import Change, ComparedRun, DeviceUse, ScriptEnd, StrategyComparison
 from memfit.run.job_rank import Rank
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import ScriptProgress, checked_script_argv
@@ -47,7 +48,8 @@ def compare(  # noqa: PLR0913 - one parameter an option
         gpu: name of a device in the table (``memfit gpus``).
         memory: bytes of device memory instead of that device's.
         in_use: bytes of device memory that other processes hold.
-        nproc: processes on each machine, with a GPU each; for more than one, shardings are compared, too.
+        nproc: processes on each machine, with a GPU each; for more than one, shardings are compared, too. Of
+            a script that shards itself, options of its own calls are compared in their place.
         nnodes: machines.
         steps: training steps after which memfit stops each run; None lets it run to its end.
         values: what the ghost returns when the script reads a GPU value, see ``RunOptions.values``.
@@ -71,9 +73,12 @@ def compare(  # noqa: PLR0913 - one parameter an option
     )
     command = checked_script_argv(script, arguments, options, None)
     device = resolve_ghost_settings(options).device
-    base, *others = strategies_to_compare(options.rank.world_size)
+    base = next(strategies_to_compare(1))
     with RankRuns(command, options, on_progress) as ranks:
-        first, trace = _as_written(base, command, device, ranks)
+        first, written = _as_written(base, command, device, ranks)
+        _, *others = strategies_to_compare(
+            options.rank.world_size, distributed=ranks.distributed, own=written.sharding_calls
+        )
         runs, interrupted = [first], False
         refused: dict[Change, ScriptEnd] = {}
         try:
@@ -94,19 +99,20 @@ def compare(  # noqa: PLR0913 - one parameter an option
         nnodes=nnodes,
         runs=with_change_from_first_run(runs),
         command=command,
-        versions=trace.versions,
+        versions=written.trace.versions,
         distributed=ranks.distributed,
+        sharding_calls=written.sharding_calls,
         interrupted=interrupted,
     )
 
 
 def _as_written(
     base: StrategyCombination, command: tuple[str, ...], device: DeviceUse, ranks: RankRuns
-) -> tuple[ComparedRun, Trace]:
+) -> tuple[ComparedRun, TrialResult]:
     """Run the script as written: on every rank, if it trains on several GPUs itself.
 
     Returns:
-        The rank that needs most, and its trace.
+        The rank that needs most, and the run of one.
 
     Raises:
         TargetError: it fails.
@@ -120,7 +126,7 @@ def _as_written(
     largest = _largest(base, runs, device)
     if ranks.distributed:
         ranks.keep_largest(next(run.rank for run in runs if run.rank.rank == largest.rank))
-    return largest, runs[0].first.trace
+    return largest, runs[0].first
 
 
 def _largest(of: StrategyCombination, runs: list[RankRun], device: DeviceUse) -> ComparedRun:

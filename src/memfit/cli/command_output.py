@@ -250,6 +250,9 @@ def _progress_text(progress: "ScriptProgress", steps: int | None, elapsed: float
 
     seconds = f"{elapsed:.0f} s"
     trying = f"{progress.rank} · " if progress.rank else ""
+    if progress.ranks_beside:
+        ranks = ", ".join(map(str, progress.ranks_beside))
+        trying += f"with rank{'s' * (len(progress.ranks_beside) > 1)} {ranks} beside · "
     others = f" and {progress.beside} more" if progress.beside else ""
     trying += f"trying: {progress.trying}{others} · " if progress.trying else ""
     trying += f"fits: {progress.fits:.2f} times the time · " if progress.fits is not None else ""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from memfit.errors import UsageError
+from memfit.injection.inject_own_sharding import OwnShardingInjector
 from memfit.injection.injection_files import InjectionReport, InjectionSettings, injection_report_writer
 from memfit.injection.models_of_optimizers import (
     ModelsOfOptimizers,
@@ -98,6 +99,7 @@ def _inject_now(settings: InjectionSettings, on_report: Callable[[InjectionRepor
     hooks, recording = InstalledHooks(), InstalledHooks()
     report, models = _Report(on_report), ModelsOfOptimizers()
     models.names.follow(hooks)
+    OwnShardingInjector(change.own_sharding, lambda calls: report.update(sharding_calls=calls)).install(hooks)
     if not change.strategies:
         models.note_optimizers(hooks)
         if settings.counts_backward:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from memfit.records import Change, OperationCounts
+from memfit.records import Change, OperationCounts, ShardingCalls
 
 NEVER_CALLED = (
     "the script calls no module after it has created its optimizer, so optimizer_state could not be applied."
@@ -43,6 +43,8 @@ class InjectionReport(msgspec.Struct, frozen=True):
     uncalled: tuple[str, ...] = ()
     """Sharded models that the script has not called, by class."""
     shares: tuple[int, ...] = ()
+    """As in ``TrialResult``."""
+    sharding_calls: tuple[ShardingCalls, ...] = ()
     """As in ``TrialResult``."""
     unfit_optimizer: str = ""
     """Why the plan was not applied to an optimizer as it should have been; empty if it was."""

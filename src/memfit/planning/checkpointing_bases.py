@@ -26,7 +26,7 @@ from memfit.planning.optimizer_state_changes import (
     optimizer_state_changes,
 )
 from memfit.planning.run_changes_on_ghost import PlannedScript, PlanRuns, forward_and_backward_seconds
-from memfit.planning.shardings import with_unsharded_module_names
+from memfit.planning.shardings import own_sharding_changes, with_unsharded_module_names
 from memfit.planning.strategy_and_allocator_changes import FUSED_OPTIMIZER, PRECISIONS, AllowedChanges
 from memfit.records import Category, Change, Phase, PlanRun, ScriptEnd, StepOperations
 
@@ -66,11 +66,14 @@ class CheckpointingBases:
         self._budget, self._allowed = budget, allowed
         self._made: list[CheckpointingBase] = []
         self._refused: list[Change] = []
+        offloads = any(own_sharding_changes(plain.sharding_calls, offloads=True))
         parts = max((way.parts for way in batch_division_changes(plain.trace, draws=False)), default=1)
         self.floors = (
-            None if script.is_to_be_sharded(plain) else MemoryFloors(plain, parts if allowed.rounding else 1)
+            None
+            if script.is_to_be_sharded(plain) or offloads
+            else MemoryFloors(plain, parts if allowed.rounding else 1)
         )
-        """None if the shards that are to be made are not known."""
+        """None if the shards that are to be made are not known, or the script's own may leave the GPU."""
         self.optimizer_changes = optimizer_state_changes(allowed) if script.ranks == 1 else ()
         """None with several ranks, which reduce gradients before an update."""
         self._starts: list[PlanRun] = []

@@ -40,6 +40,7 @@ from memfit.planning.shardings import (
     OFFLOADED_SHARDS,
     UNSHARDED,
     bytes_sent_per_step,
+    own_sharding_changes,
     shard_copy_seconds,
     shardings_to_try,
 )
@@ -54,6 +55,8 @@ _UNRECORDED = (
     "memfit saw no training step to plan: no optimizer stepped twice, the script calls no module of its "
     "model, or torch.compile uses another compiler than Inductor."
 )
+_Sharded = tuple[Change, TrialResult, PlanRun]
+"""How the script is sharded, and its run."""
 _MOST_RUNS = 16
 """Plans that run on the ghost at most."""
 
@@ -127,51 +130,70 @@ class _OperationSearch(PlanSearch):
     def _search_from(self, tuned: PlanRun) -> ScriptPlan:
         if self._runs.fits(tuned):
             return self._answer(chosen=tuned)
-        if self._plain.operations is None:
-            return self._unplanned(tuned)
-        return self._combine([self._bases.base(Change(), self._plain, tuned)])
+        free, offloads = (
+            own_sharding_changes(self._plain.sharding_calls, offloads=offloads) for offloads in (False, True)
+        )
+        tried = self._try_shardings(free)
+        return self._go_on(
+            [(Change(), self._plain, tuned), *tried], self._offloaded_shards(offloads, tuned, 1)
+        )
 
     def _plan_shardings(self) -> ScriptPlan:
         """Train a script for one GPU on several: with what moves least, if that is enough."""
-        as_written: PlanRun | None = None  # with what moves least: DDP, unless it does not suit the script
-        least: tuple[Change, TrialResult, PlanRun] | None = None
-        for sharding in shardings_to_try(rounding=self._allowed.rounding):
-            made = self._runs.make(sharding, 1.0, operations=True)
-            if isinstance(made, ScriptEnd):
-                self._runs.drop(sharding, why_run_failed(made))
-                continue
-            result, run = made
-            self._runs.models = result.models
-            if as_written is None:
-                ranks = replayable_runs_of_ranks(result)
-                as_written = self._runs.needs(ranks, sharding, 1.0, tune=False)
-                if run == as_written:
-                    run = as_written
-                    self._runs.tried.pop()
-            if self._runs.fits(run):
-                self._as_written = as_written
-                return self._answer(chosen=run)
-            if least is None or run.needs.bytes < least[2].needs.bytes:
-                least = sharding, result, run
-        if as_written is None or least is None:
+        tried = self._try_shardings(shardings_to_try(rounding=self._allowed.rounding))
+        if not tried:
             raise TargetError(f"memfit cannot plan for {self._script.ranks} GPUs. {self._runs.dropped[0]}")
+        change, result, run = tried[0]  # what moves least: DDP, unless it does not suit the script
+        as_written = self._runs.needs(replayable_runs_of_ranks(result), change, 1.0, tune=False)
+        if run == as_written:
+            self._runs.tried.remove(run)
+            tried[0] = change, result, as_written
         self._as_written = as_written
-        change, result, run = least
+        offloaded = self._offloaded_shards((OFFLOADED_SHARDS,), as_written, self._script.ranks)
+        return self._go_on(tried, offloaded)
+
+    def _try_shardings(self, changes: Iterable[Change]) -> list[_Sharded]:
+        """Run the script under changes of how it is sharded, until it fits; leave out what it refuses."""
+        tried: list[_Sharded] = []
+        for change in changes:
+            made = self._runs.make(change, 1.0, operations=True)
+            if isinstance(made, ScriptEnd):
+                self._runs.drop(change, why_run_failed(made))
+                continue
+            tried.append((change, *made))
+            self._runs.models = made[0].models
+            if self._runs.fits(made[1]):
+                break
+        return tried
+
+    def _go_on(self, tried: Iterable[_Sharded], offloaded: Iterator[CheckpointingBase]) -> ScriptPlan:
+        """Change more about the run that needs least, unless it fits; then move its shards to the host."""
+        change, result, run = min(tried, key=lambda each: each[2].needs.bytes)
+        if self._runs.fits(run):
+            return self._answer(chosen=run)
         if result.operations is None or self._plain.operations is None:
             return self._unplanned(run)
         start = self._bases.base(change, result, run)
-        offloaded = self._offloaded_shards(as_written) if self._allowed.rounding else ()
-        return self._combine(chain([start], offloaded))
+        return self._combine(chain([start], offloaded if self._allowed.rounding else ()))
 
-    def _offloaded_shards(self, as_written: PlanRun) -> Iterator[CheckpointingBase]:
-        """Yield the script with its shards on the host, if it runs like that."""
-        copies = shard_copy_seconds(as_written.terms, self._script.copy, self._script.ranks) / self._step
-        made = self._runs.make(OFFLOADED_SHARDS, 1.0 + copies, operations=True)
-        if isinstance(made, ScriptEnd):
-            self._runs.drop(OFFLOADED_SHARDS, why_run_failed(made))
-        elif made[0].operations is not None:
-            self._runs.models = made[0].models
-            yield replace(self._bases.base(OFFLOADED_SHARDS, *made), copies=copies)
+    def _offloaded_shards(
+        self, changes: Iterable[Change], before: PlanRun, ranks: int
+    ) -> Iterator[CheckpointingBase]:
+        """Yield the script with its shards on the host, under each change under which it runs like that.
+
+        Args:
+            changes: each moves the shards to the host.
+            before: a run with the parameters on the GPU.
+            ranks: over which these are shared under the changes, and were not before.
+        """
+        for change in changes:
+            copies = shard_copy_seconds(before.terms, self._script.copy, ranks) / self._step
+            made = self._runs.make(change, 1.0 + copies, operations=True)
+            if isinstance(made, ScriptEnd):
+                self._runs.drop(change, why_run_failed(made))
+            elif made[0].operations is not None:
+                self._runs.models = made[0].models
+                yield replace(self._bases.base(change, *made), copies=copies)
 
     def _combine(self, starts: Iterable[CheckpointingBase]) -> ScriptPlan:
         """Change more about what does not fit; the next start is made if nothing fits with those before."""

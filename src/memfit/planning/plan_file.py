@@ -11,7 +11,9 @@ import msgspec
 from memfit.errors import FileFormatError
 from memfit.input_files import read_input_file
 from memfit.records import SCHEMA_VERSION, Change, Equality, OperationCounts, equality_of
+from memfit.records.own_sharding import unknown_call_options
 
+_OF_CHANGE = ("plan", "allocator", "micro_batches", "fused", "own_sharding", "optimizer")
 _MAX_FILE = 16 << 20  # bytes; a plan of 1,000 modules has less than one MiB
 
 
@@ -20,7 +22,8 @@ class PlanFile:
     """What a plan file says; all but ``change`` has the file's names."""
 
     change: Change
-    """What to do: the file's ``plan``, ``allocator``, ``micro_batches``, ``fused`` and ``optimizer``."""
+    """What to do: the file's ``plan``, ``allocator``, ``micro_batches``, ``fused``, ``own_sharding`` and
+    ``optimizer``."""
     equality: Equality
     """What training under it computes, compared with the script as written."""
     command: tuple[str, ...] = ()
@@ -89,11 +92,16 @@ def read_plan(path: Path) -> PlanFile:
         raise FileFormatError(f"Cannot read a plan from {path}: 'allocator' is not a string.")
     if not (optimizer is None or type(optimizer) is int):
         raise FileFormatError(f"Cannot read a plan from {path}: 'optimizer' is not an integer.")
-    given = _values(found, ("plan", "allocator", "micro_batches", "fused", "optimizer"), Change, path)
+    given = _values(found, _OF_CHANGE, Change, path)
     divided = given.get("micro_batches")
     if divided is not None:
         given |= {"arguments": divided.arguments, "loader": divided.loader}
     change = Change(**given)
+    if unknown := unknown_call_options(change.own_sharding):
+        raise FileFormatError(
+            f"Cannot read a plan from {path}: 'own_sharding': memfit cannot change {unknown[0]}. Write that "
+            "in the script."
+        )
     if found.get("equality") is None:
         found["equality"] = equality_of(change)
     said = _values(found, [each.name for each in fields(PlanFile) if each.name != "change"], PlanFile, path)

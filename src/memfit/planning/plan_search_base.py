@@ -149,6 +149,7 @@ class PlanSearch(ABC):
             max_slowdown=slowdown if isfinite(slowdown) else None,
             too_slow=too_slow,
             dropped=tuple(self._runs.dropped),
+            sharding_calls=self._plain.sharding_calls,
         )
         return self._completed(answer)
 

@@ -12,12 +12,13 @@ sends less is tried first.
 Source: NCCL's performance notes (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from memfit.analysis.strategy_comparison import SHARDINGS
 from memfit.planning.strategy_and_allocator_changes import strategy_change
-from memfit.records import Change, ModuleCall, PlanRun, StepOperations, Term
+from memfit.records import Change, ModuleCall, PlanRun, ShardingCalls, StepOperations, Term
+from memfit.records.own_sharding import call_options_in_words, offloads_shards
 
 _DDP, _ZERO1, _FSDP2 = (strategy_change("sharding", {"mode": mode}, name) for name, mode in SHARDINGS.items())
 OFFLOADED_SHARDS = strategy_change("sharding", {"mode": "fsdp2", "offload": True}, "FSDP2 with offload")
@@ -36,6 +37,19 @@ def shardings_to_try(*, rounding: bool) -> tuple[Change, ...]:
         rounding: whether gradients may be summed in another order than with DDP.
     """
     return _SAME_SUMS + _OTHER_SUMS * rounding
+
+
+def own_sharding_changes(calls: Iterable[ShardingCalls], *, offloads: bool) -> Iterator[Change]:
+    """Yield the options of a script's own sharding that may lower its peak.
+
+    Args:
+        calls: how the script shards itself.
+        offloads: whether those under which shards wait on the host are wanted, or the others.
+    """
+    for own in calls:
+        for options in own.options:
+            if offloads_shards(options) == offloads:
+                yield Change(own_sharding={own.call: options}, words=(call_options_in_words(options),))
 
 
 def bytes_sent_per_step(run: PlanRun, terms: tuple[Term, ...], ranks: int) -> int:
@@ -57,7 +71,7 @@ def shard_copy_seconds(terms: tuple[Term, ...], copy: Callable[[int], float], ra
     Args:
         terms: of a run with all parameters on the GPU.
         copy: how long it takes to copy bytes to the host and back.
-        ranks: of the job.
+        ranks: over which these are still to be shared.
     """
     return _ROUND_TRIPS * copy(_parameters(terms) // ranks)
 

@@ -152,14 +152,16 @@ class MemoryOwners:
             self._record(serial, category, named)
 
     def record_gradients(self, serial: int, parameters: Iterable[torch.Tensor]) -> None:
-        """Record the gradients of some parameters."""
+        """Record the gradients of some parameters, and those that Megatron accumulates (``main_grad``)."""
         self._record(
             serial,
             Category.GRADIENT,
             (
-                NamedTensor(parameter.grad, self._names.of(parameter), ".grad")
+                NamedTensor(gradient, self._names.of(parameter), f".{attribute}")
                 for parameter in parameters
-                if parameter.is_leaf and parameter.grad is not None
+                if parameter.is_leaf
+                for attribute in ("grad", "main_grad")
+                if isinstance(gradient := getattr(parameter, attribute, None), torch.Tensor)
             ),
         )
 

@@ -39,9 +39,7 @@ from memfit.records import MarkKind, Phase
 
 _OPTIMIZER = Patch("torch.optim.optimizer:Optimizer", "__init__", why="learn which optimizers exist")
 _AUTOGRAD = Patch("torch.autograd", "backward", "grad", why="mark backward passes")
-_ENGINE = Patch(
-    "torch.autograd.graph", "_engine_run_backward", also="torch.autograd", why="mark backward passes"
-)
+_ENGINE = Patch("torch.autograd.variable:Variable", "_execution_engine", why="mark backward passes")
 _SCALER = Patch("torch.amp.grad_scaler:GradScaler", "step", "_maybe_opt_step", why="mark skipped steps")
 
 PATIENCE = 8
@@ -52,6 +50,19 @@ count as warm-up; later ones count as training."""
 
 FORBEARANCE = 3
 """How often a script may catch the exception that should end it before the process is ended."""
+
+
+class _WatchedEngine(torch._C._ImperativeEngine):
+    """Autograd's engine, for PyTorch and for libraries that call it themselves, as Megatron does.
+
+    Its methods cannot be replaced.
+    """
+
+    def __init__(self, around: Callable[..., Any]) -> None:
+        self._around = around
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._around(super().run_backward, *args, **kwargs)
 
 
 class EnoughStepsReached(BaseException):
@@ -151,7 +162,7 @@ class TrainingStepTracker:
         hooks.call_after(_OPTIMIZER, "__init__", self._note_optimizer)
         for name in _AUTOGRAD.names:
             hooks.wrap(_AUTOGRAD, name, self._call_backward)
-        hooks.wrap(_ENGINE, "_engine_run_backward", self._run_backward)
+        hooks.replace(_ENGINE, "_execution_engine", lambda _: _WatchedEngine(self._run_backward))
         hooks.wrap(_SCALER, "step", self._call_scaler_step)
         hooks.wrap(_SCALER, "_maybe_opt_step", self._step_or_skip)
 
@@ -306,11 +317,11 @@ class TrainingStepTracker:
             self._leave_backward(before)
 
     def _run_backward(
-        self, original: Callable[..., Any], roots: tuple[object, ...], *args: Any, **kwargs: Any
+        self, original: Callable[..., Any], tensors: tuple[object, ...], *args: Any, **kwargs: Any
     ) -> Any:
         # A reentrant checkpoint, a gradient taken inside a backward, or a backward traced by a compiler.
         if self.in_backward or threading.get_ident() in self._tracing:
-            return original(roots, *args, **kwargs)
+            return original(tensors, *args, **kwargs)
         inside_forward = _inside_function(sys._getframe(1))
         before = self._book.current()
         by_hand = not self._last_round and not inside_forward
@@ -322,16 +333,16 @@ class TrainingStepTracker:
             try:
                 self._complete(self.backwards)  # the script has made its update after the last backward
             except EnoughStepsReached:
-                self._before_backward(roots)  # record the graph of this last forward, too
+                self._before_backward(tensors)  # record the graph of this last forward, too
                 raise
         self._book.mark(MarkKind.BACKWARD, self.backwards)
         if not inside_forward and not self._stepping:
             self.updates.enter_backward(trains=self._in_training_mode)
-        self._before_backward(roots)
+        self._before_backward(tensors)
         self.enter(Phase.BACKWARD)
         self._backward_depth += 1
         try:
-            result = original(roots, *args, **kwargs)
+            result = original(tensors, *args, **kwargs)
             self._after_backward()
             return result
         finally:

@@ -56,6 +56,7 @@ from memfit.records.fragmentation import Fragmentation, Hole, PinningBlock, Rese
 from memfit.records.graph_dataflow import Dataflow, GraphValue
 from memfit.records.loader_batches_and_peaks import BatchSize, LoaderScan, MeasuredBatch, PeakByBatchSize
 from memfit.records.max_batch import BatchLimit, BatchRun, MaxBatch
+from memfit.records.own_sharding import OWN_SHARDINGS, OwnSharding, ShardingCalls
 from memfit.records.plan_search_result import GpusFor, PlanRun, ScriptPlan
 from memfit.records.printable_result import SCHEMA_VERSION
 from memfit.records.provenance import Figure, Note, Provenance, worst_provenance

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from memfit.records.dry_run import Term
+from memfit.records.own_sharding import ShardingCalls
 from memfit.records.printable_result import PrintableResult
 from memfit.records.provenance import Figure
 from memfit.records.script_change import Change, Equality, equality_of
@@ -111,6 +112,8 @@ class ScriptPlan(PrintableResult):
     """Whether the script as written trains on several GPUs. If it does not, but there are several ranks,
     ``as_written`` is the script with plain data parallelism."""
 
+    sharding_calls: tuple[ShardingCalls, ...] = ()
+    """How the script as written shards itself, by calls whose options plans change."""
     sent: tuple[int, int] | None = None
     """About how many bytes a rank sends to others in a step, as ``as_written`` and under the chosen plan;
     assumed. None unless the plan shards a script for one GPU."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from memfit.records.own_sharding import CallOptions, offloads_shards
 from memfit.records.script_options import LoaderBatchSize
 
 
@@ -80,6 +81,8 @@ class Change:
     """How batches are divided; None if they stay whole."""
     fused: bool = False
     """Whether PyTorch's optimizers use ``fused=True`` if the script does not choose an implementation."""
+    own_sharding: Mapping[str, CallOptions] = field(default_factory=dict)
+    """By call with which the script shards itself, such as ``fully_shard``: arguments in place of its own."""
     optimizer: int | None = None
     """Only models of this optimizer, counted from 0 as they are created, get the plan; None for all."""
     arguments: tuple[str, ...] = ()
@@ -114,6 +117,10 @@ class Change:
             allocator=other.allocator or self.allocator,
             micro_batches=other.micro_batches or self.micro_batches,
             fused=self.fused or other.fused,
+            own_sharding={
+                call: {**self.own_sharding.get(call, {}), **other.own_sharding.get(call, {})}
+                for call in (*self.own_sharding, *other.own_sharding)
+            },
             optimizer=self.optimizer if other.optimizer is None else other.optimizer,
             arguments=self.arguments + other.arguments,
             loader=other.loader or self.loader,
@@ -215,4 +222,5 @@ def equality_of(change: Change, *, compiled: bool = False) -> Equality:
     in_parts = plan.get("sharding", {}).get("mode") == "fsdp2"  # its ranks sum gradients in parts
     exact = Equality.ROUNDING not in equalities and optimizer <= _OF_OPTIMIZER and not in_parts
     rounds = change.micro_batches is not None or change.fused or (compiled and bool(plan))
+    rounds = rounds or any(map(offloads_shards, change.own_sharding.values()))  # the CPU updates them
     return Equality.BITWISE if exact and not rounds else Equality.ROUNDING

@@ -1,9 +1,10 @@
 """A script under several strategies: what it would need with each of them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from memfit.records.dry_run import PeakRange
+from memfit.records.own_sharding import CallOptions, ShardingCalls
 from memfit.records.printable_result import PrintableResult
 from memfit.records.provenance import Figure, Provenance
 from memfit.records.trace import DeviceUse, ScriptLocation
@@ -17,6 +18,8 @@ class ComparedRun:
     """``DDP + checkpointing``; ``as written`` for the script itself."""
     plan: tuple[str, ...]
     """The strategies as Python expressions."""
+    own_sharding: Mapping[str, CallOptions] = field(default_factory=dict)
+    """By call with which the script shards itself: arguments in place of its own."""
     models: tuple[str, ...] = ()
     """Models that they were applied to: the class of each, and the line that creates its optimizer."""
     rank: int | None = None
@@ -55,6 +58,8 @@ class StrategyComparison(PrintableResult):
     versions: Mapping[str, str]
     distributed: bool = False
     """Whether the script as written trains on several GPUs."""
+    sharding_calls: tuple[ShardingCalls, ...] = ()
+    """How the script as written shards itself, by calls whose options memfit compares."""
     interrupted: bool = False
     """Whether the user interrupted the comparison, so that later runs are missing."""
 

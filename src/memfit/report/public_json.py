@@ -107,13 +107,13 @@ _IN_PLACE_OF: Mapping[type, Mapping[str, Mapping[str, _Source]]] = {
     MaxBatch: {"device": {"device": "device", "budget": "budget"}},
     OutOfMemory: {"place": _of("place", *_WHOLE_PLACE)},
     PlanRun: {
-        "change": _of("change", "plan", "allocator", "micro_batches", "fused"),
+        "change": _of("change", "plan", "allocator", "micro_batches", "fused", "own_sharding"),
         "place": _PLACE,
     },
     EquivalentRanks: {"place": _PLACE},
     ScriptPlan: {
         "chosen": {
-            **_of("chosen.change", "plan", "allocator", "micro_batches", "fused"),
+            **_of("chosen.change", "plan", "allocator", "micro_batches", "fused", "own_sharding"),
             **_of("chosen", "equality", "needs", "allocated", "operations", "time", "rank"),
         },
         "rule": {"time_rule": "rule"},

@@ -19,6 +19,7 @@ from memfit.card.outside_allocator import OutsideMemoryMeter
 from memfit.devices import find_device, why_torch_lacks_kernels
 from memfit.ghost.deepspeed_kernels import run_deepspeed_without_kernels
 from memfit.ghost.load_ghost import load
+from memfit.ghost.rank_exchange_protocol import RankExchange, what_others_sent
 from memfit.ghost.ranks.collective_release_times import CollectiveWatcher, wait_until_collectives_released
 from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.ghost.workspaces import WorkspaceSource
@@ -38,10 +39,6 @@ if TYPE_CHECKING:
 
 _LOADER = "transformers.modeling_utils"
 _STEPS_SETTLED = 5  # DistributedDataParallel replaces its buckets after the first
-_RECEIVED = {
-    False: "memfit assumed that the other ranks send what this one sends.",
-    True: "The ranks sent each other buffers of up to 64 KiB; what longer ones hold is unknown.",
-}
 READING_INTERVAL = 0.5  # seconds between two readings of a card: NVML takes milliseconds
 
 
@@ -67,6 +64,9 @@ class Backend(ABC):
     def joined(self) -> None:
         """Remember that the script has joined a process group."""
         self._has_joined = True
+
+    def exchange_with(self, ranks: RankExchange) -> None:  # noqa: B027 - ranks on cards exchange by themselves
+        """Have the script's ranks exchange small tensors."""
 
     @abstractmethod
     def stepped(self) -> None:
@@ -191,6 +191,11 @@ class GhostBackend(Backend):
             finish_stream_work_late(self.ghost)
         self._settings, self._options = ghost, options
 
+    def exchange_with(self, ranks: RankExchange) -> None:
+        """Have the script's ranks exchange small tensors."""
+        if self._values is not None:
+            self._values.ranks = ranks
+
     def _follow_folding(self) -> None:
         from memfit.ghost.compile.constant_folding import track_folded_constants
 
@@ -239,7 +244,11 @@ class GhostBackend(Backend):
         if gaps := self._gaps_reached():
             named = ", ".join(map(self._named, gaps))
             return f"the ghost does not implement {named} (see memfit doctor --gaps) and returned an error."
-        return ""
+        ranks = self._ranks()
+        return "" if ranks is None else ranks.missing
+
+    def _ranks(self) -> RankExchange | None:
+        return None if self._values is None else self._values.ranks
 
     def stand_ins(self) -> tuple[StandIn, ...]:
         """Return the stand-ins that the script read last, newest first; none if ``hint`` says more."""
@@ -251,7 +260,8 @@ class GhostBackend(Backend):
             return self._settings.device
         rank = self._options.rank
         if rank.world_size > 1 and self._has_joined:
-            text = f"The script ran as {rank}. {_RECEIVED[self._options.real_ranks]}"
+            others = what_others_sent(self._ranks(), real=self._options.real_ranks)
+            text = f"The script ran as {rank}. {others}"
             self._recorder.note(Provenance.ASSUMED, text)  # sizes rarely follow from what others send
         elif rank.world_size > 1:
             text = f"The script ran as {rank}, and joined no process group: it trains by itself."

@@ -64,6 +64,11 @@ class Rank:
         """Number of GPUs that the process sees."""
         return 1 if self.own_gpu_only else self.nproc
 
+    @property
+    def first_of_machines(self) -> tuple[int, int]:
+        """The first rank of its machine, and the first of all: as a rule, they write files for the others."""
+        return self.rank - self.local, 0
+
     def __str__(self) -> str:
         """Name the rank.
 

@@ -75,6 +75,8 @@ class ScriptProgress:
     """Why the run does not, if it could have."""
     rank: str = ""
     """The rank being run, if memfit runs several."""
+    ranks_beside: tuple[int, ...] = ()
+    """Ranks that run beside it, for what they send or write."""
     fits: float | None = None
     """The time of a step under the fastest plan so far that fits, relative to the script as written; None if
     none does, or none is looked for."""
@@ -199,8 +201,9 @@ def _run_process(
             elif until is None:
                 until = time.monotonic() + last.patience
             unfollowed.look()
-            others.look()
-            on_progress(ScriptProgress(last.step, last.allocated, last.peak, compiling=last.compiling))
+            beside = others.look()
+            now = ScriptProgress(last.step, last.allocated, last.peak, last.compiling, ranks_beside=beside)
+            on_progress(now)
             if interruption.exhausted(writing=last.interrupted and last.end is None):
                 break
             if until is not None and time.monotonic() >= until:

@@ -1,8 +1,8 @@
 """The other ranks of the script's job that memfit runs beside the script, on this machine.
 
-The script waits for objects that only they have. The ranks exchange them through files
-(``ghost/ranks/object_exchange_files.py``). Their output is hidden, and they end with the script at the
-latest.
+The script waits for what only they have: objects, small tensors (``ghost/ranks/object_exchange_files.py``)
+and files (``ghost/ranks/files_of_other_ranks.py``). Their output is hidden, and they end with the script at
+the latest.
 """
 
 import os
@@ -38,10 +38,14 @@ class OtherRanks:
         self._readers: list[int] = []  # of the ranks' progress, which is not shown
         self._all_wait_since: float | None = None
 
-    def look(self) -> None:
-        """Start the ranks that are asked for, and tell those that wait if there is nothing to wait for."""
+    def look(self) -> tuple[int, ...]:
+        """Start the ranks that are asked for, and tell those that wait if there is nothing to wait for.
+
+        Returns:
+            The ranks that run beside the script now.
+        """
         if not self._settings.asks:
-            return
+            return ()
         wanted = {int(path.name.removeprefix("wanted-")) for path in self._asks.glob("wanted-*")}
         for rank in sorted(wanted - self._running.keys()):
             if len(self._running) == _MOST:
@@ -55,6 +59,7 @@ class OtherRanks:
                 )
         self._discard_progress()
         self._look_for_a_circle()
+        return tuple(rank for rank, process in self._running.items() if process.returncode is None)
 
     def close(self) -> None:
         """End them."""
@@ -66,13 +71,14 @@ class OtherRanks:
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
         folder = self._asks / f"rank-{rank}"
         folder.mkdir()
+        (self._asks / f"wanted-{self._settings.options.rank.rank}").touch()  # they wait for it, too
         pipe, trace = folder / "progress", str(folder / "run.memfit")
         os.mkfifo(pipe)
         self._readers.append(os.open(pipe, os.O_RDWR | os.O_NONBLOCK))
         options = self._settings.options
         settings = msgspec.structs.replace(
             self._settings,
-            options=replace(options, rank=replace(options.rank, rank=rank), labels=False),
+            options=replace(options, rank=replace(options.rank, rank=rank), labels=False, steps=None),
             output=trace,
             fallback=trace,
             folder=str(folder),

@@ -86,7 +86,8 @@ class ScriptProcess:
         self._last_error: BaseException | None = None
         self._others: PresentRanks | None = None
         if settings.options.real_ranks and backend.ghost is not None:
-            self._others = PresentRanks(backend.ghost, "late" if settings.options.finish_late else "early")
+            run = "late" if settings.options.finish_late else "early"
+            self._others = PresentRanks(backend.ghost, run, self._refuse_group)
         self._interrupted = False  # while it stands for the script
         self._runs_as_rank = False  # of a process group that it has joined
         self._steps_reported = 0
@@ -186,17 +187,18 @@ class ScriptProcess:
         """Have the script join process groups as its rank, if there are others; refuse groups otherwise."""
         if self._others is not None:
             self._others.meet(self._backend.joined)
+            self._backend.exchange_with(self._others)
         elif self._settings.options.rank.world_size > 1 and self._backend.ghost is not None:
-            exchange = ExchangedObjects(self._folders, self._settings.options.rank.rank)
-            launches = partial(self._backend.ghost.counter, "launches")
-            join_groups_with_absent_ranks(self._join, self._refuse_group, exchange, launches)
+            rank, launches = self._settings.options.rank, partial(self._backend.ghost.counter, "launches")
+            exchange = ExchangedObjects(self._folders, rank.rank, self._refuse_group)
+            join_groups_with_absent_ranks(self._join, exchange, rank.first_of_machines, launches)
+            self._backend.exchange_with(exchange)
         else:
             refuse_process_groups(self._refuse_group, in_script=self._is_the_script)
 
     def _folders(self) -> tuple[Path, Path]:
         """Return where the ranks of the job leave objects, and where those of this run ask for others."""
-        asks = Path(self._settings.asks)
-        return Path(self._settings.options.objects or asks), asks
+        return Path(self._settings.options.objects or self._settings.asks), Path(self._settings.asks)
 
     def _refuse_group(self, why: str) -> None:
         if not self._is_the_script():

@@ -22,6 +22,7 @@ from memfit.injection.injection_files import InjectionReport
 from memfit.planning.plan_file import PlanFile
 from memfit.records import Change
 from memfit.records.command_as_typed import command_as_typed
+from memfit.records.own_sharding import call_options_in_words
 from memfit.report.escape_control_characters import escaped
 from memfit.trials.trial_run import recomputed_saved_ops_in_words
 
@@ -77,6 +78,7 @@ class PlanApplicationWatcher:
         if self.left_out and not self._as_far:
             self._stop(f"before the script started. Write that in the script, and then train it with {FLAG}")
         what = [*self.carried_out.plan, *["fused optimizers"] * self.carried_out.fused]
+        what += map(call_options_in_words, self.carried_out.own_sharding.values())
         what += [f"{CONF}={self.carried_out.allocator}"] * bool(self.carried_out.allocator)
         what += [" ".join(self.carried_out.arguments)] * bool(self.carried_out.arguments)
         self._say(f"training under {self._file}: {', '.join(what) or 'nothing to apply'}")

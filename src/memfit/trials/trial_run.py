@@ -117,8 +117,14 @@ def _run_once(
         report = injection.report()
         if report.again:
             return ScriptEnd("refused", 0, recomputed_saved_ops_in_words(report.again)), True
-        operations = injection.operations()
-        return TrialResult(trace, report.models, report.shares, operations, counts=report.operations), True
+        return TrialResult(
+            trace,
+            models=report.models,
+            shares=report.shares,
+            sharding_calls=report.sharding_calls,
+            operations=injection.operations(),
+            counts=report.operations,
+        ), True
 
 
 def recomputed_saved_ops_in_words(again: Mapping[str, int]) -> str:
@@ -167,7 +173,8 @@ class Injection:
                 f"the script does not call {report.uncalled[0]} itself, but its methods or submodules: "
                 "gradients would not be shared among ranks."
             )
-        return ""
+        missing = self._change.own_sharding.keys() - {each.call for each in report.sharding_calls}
+        return f"the script does not call {', '.join(sorted(missing))}" if missing else ""
 
 
 @contextmanager

@@ -182,7 +182,7 @@ def test_views_with_another_dtype_or_range_are_unknown(evaluate):
 
 def test_values_are_rounded_as_tensors_round_them(on_ghost):
     script = """
-from memfit.ghost.values.known_values import round_to_dtype
+from memfit.ghost.values.dtype_rounding import round_to_dtype
 torch.manual_seed(0)
 numbers = [0.1, -0.1, 1e-45, 1e-8, 65504.0, 65519.9, 65520.0, 3.39e38, 3.4e38, 3.5e38, 1e300, -math.inf, 0.0]
 numbers += (torch.randn(500, dtype=torch.float64) * 10 ** torch.randint(-9, 9, (500,))).tolist()

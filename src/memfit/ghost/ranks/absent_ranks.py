@@ -18,6 +18,7 @@ from functools import cache, partial
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
+from memfit.ghost.ranks.files_of_other_ranks import FilesOfOtherRanks
 from memfit.ghost.ranks.join_and_pipeline_agreements import assume_ranks_agree_with_this_one
 from memfit.ghost.ranks.object_exchange_files import ExchangedObjects
 from memfit.ghost.ranks.wrap_group_creation import exchange_objects_on_cpu, wrap_group_creation
@@ -46,8 +47,8 @@ VARIABLES = {"TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": 
 
 def join_groups_with_absent_ranks(
     join: Callable[[int, int], object],
-    refuse: Callable[[str], object],
     objects: ExchangedObjects,
+    writers: tuple[int, ...],
     work: Callable[[], int],
 ) -> None:
     """Have every process group of the script be joined by ranks that do not exist.
@@ -56,8 +57,8 @@ def join_groups_with_absent_ranks(
 
     Args:
         join: called with its rank and the number of ranks before this process joins the default group.
-        refuse: called with the reason when the script needs an object or a value that cannot be had.
         objects: those that this rank sends to others, and that others send to it.
+        writers: the ranks that may write files for this one.
         work: returns a number that grows whenever the script gives the GPU work.
     """
     from torch._C._distributed_c10d import FakeProcessGroup
@@ -72,9 +73,10 @@ def join_groups_with_absent_ranks(
     from memfit.ghost.ranks.object_collectives import object_collective_wrappers
 
     os.environ.update(VARIABLES)
+    FilesOfOtherRanks(objects, writers).install()
     plugins = distributed_c10d.Backend._plugins
     plugins["GLOO"] = plugins["FAKE"]
-    waits = EndlessWaitDetector(refuse, work)
+    waits = EndlessWaitDetector(objects.refuse, work)
     store_of = cache(partial(AnsweringStore, waits=waits))
 
     def rendezvous(_find_peers: Any, url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Any:
@@ -103,13 +105,13 @@ def join_groups_with_absent_ranks(
         exchange_objects_on_cpu(made, fake)
         return made
 
-    for name, exchange in object_collective_wrappers(refuse, objects).items():
+    for name, exchange in object_collective_wrappers(objects).items():
         _EXCHANGES.wrap(name, exchange)
     _EXCHANGES.install("monitored_barrier", lambda _: distributed_c10d.barrier)  # the fake backend has none
     for name, store in answering_store_classes(waits).items():
         _STORES.install(name, partial(_replaced_by, store))
     wrap_group_creation(rendezvous, new_process_group)
-    assume_ranks_agree_with_this_one()
+    assume_ranks_agree_with_this_one(objects.quiet)
     _CHECKPOINTS.wrap_when_imported(__init__=_plan_alone)
     _PLANS.wrap_when_imported(_validate_global_plan=_accept_a_part)
 

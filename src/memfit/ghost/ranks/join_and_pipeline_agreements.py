@@ -4,6 +4,7 @@ Where the other ranks do not exist, all are as this one:
 
     Join                       the other ranks have as many inputs, so they join when this one does
     pipelining                 the other stages were given shapes, or must infer them, as this one
+    DTensor                    random numbers on the others' GPUs have the state of this one's
     ZeroRedundancyOptimizer    the state that another rank sends has the entries that this rank's has
 
 Where they exist, stages of a pipeline tell each other whether they were given shapes.
@@ -16,6 +17,7 @@ zero_redundancy_optimizer.py, PyTorch 2.14.1. Earlier versions of pipelining do 
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from memfit.patching.after_import import call_after_import
@@ -40,13 +42,28 @@ _ZERO_OPTIMIZER = Patch(
     "consolidate_state_dict",
     why="stand for the optimizer state of other ranks",
 )
+_RANDOM = Patch(
+    "torch.distributed.tensor._random:OffsetBasedRNGTracker",
+    "__init__",
+    why="have the ranks agree on the state of random numbers",
+)
 
 
-def assume_ranks_agree_with_this_one() -> None:
-    """Have the modules agree once the script imports them."""
+def assume_ranks_agree_with_this_one(quiet: Callable[[], AbstractContextManager[None]]) -> None:
+    """Have the modules agree once the script imports them.
+
+    Args:
+        quiet: returns a context in which this rank sends nothing to the others, and awaits nothing.
+    """
     _JOIN.wrap_when_imported(_get_num_nonjoined_procs=_count_none)
     call_after_import(_STAGE.module, lambda: _vote(lambda _, own: own))
-    _send_state_of_partitions()
+    _send_state_of_partitions(quiet)
+
+    def begin(original: Callable[..., None], *args: Any, **options: Any) -> None:
+        with quiet():
+            original(*args, **options)
+
+    _RANDOM.wrap_when_imported(__init__=begin)
 
 
 def exchange_pipeline_agreements() -> None:
@@ -87,7 +104,7 @@ def _vote(result: Callable[[Any, int], int]) -> None:
     _STAGE.wrap("_warmup_backward_result", agree)
 
 
-def _send_state_of_partitions() -> None:
+def _send_state_of_partitions(quiet: Callable[[], AbstractContextManager[None]]) -> None:
     """Have the other ranks send state for their parameters, with the entries that this rank's state has."""
     import torch.distributed as dist
 
@@ -104,7 +121,8 @@ def _send_state_of_partitions() -> None:
         original: Callable[..., Any], obj: Any, src_rank: int, group: Any = None, device: Any = "cpu"
     ) -> Any:
         if dist.get_rank() == src_rank or not consolidating:
-            return original(obj, src_rank, group, device)
+            with quiet():
+                return original(obj, src_rank, group, device)
         optimizer = consolidating[-1]
         return _state_of_partition(optimizer, dist.get_group_rank(optimizer.process_group, src_rank), device)
 

@@ -14,30 +14,22 @@ import torch.distributed as dist
 from memfit.ghost.ranks.object_exchange_files import ExchangedObjects
 
 
-def object_collective_wrappers(
-    refuse: Callable[[str], object], objects: ExchangedObjects
-) -> dict[str, Callable[..., Any]]:
-    """Return what to wrap around functions of ``torch.distributed`` that exchange objects, by their names.
-
-    Args:
-        refuse: called with the reason when the script needs an object that cannot be had.
-        objects: of the job.
-    """
-    lists = _ObjectLists(refuse, objects)
+def object_collective_wrappers(objects: ExchangedObjects) -> dict[str, Callable[..., Any]]:
+    """Return what to wrap around functions of ``torch.distributed`` that exchange objects, by their names."""
+    lists = _ObjectLists(objects)
     exchanges = {
         "broadcast_object_list": lists.broadcast,
         "scatter_object_list": lists.scatter,
         "send_object_list": lists.send,
         "recv_object_list": lists.recv,
     }
-    return {name: functools.partial(_exchange, exchange) for name, exchange in exchanges.items()}
+    return {name: functools.partial(_exchange, objects, exchange) for name, exchange in exchanges.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class _ObjectLists:
     """What the functions do: each takes the original, bound to its arguments, and the arguments by name."""
 
-    refuse: Callable[[str], object]
     objects: ExchangedObjects
 
     def broadcast(self, run: Callable[[], None], given: Mapping[str, Any]) -> None:
@@ -80,7 +72,7 @@ class _ObjectLists:
             return self.objects.receive(key, sender)
         except LookupError as error:
             source = "any rank" if sender is None else f"rank {sender}"
-            self.refuse(
+            self.objects.refuse(
                 f"torch.distributed.{function}: rank {own} receives an object from {source}, but {error}."
             )
             raise
@@ -95,11 +87,22 @@ def _is_placeholder(own: object) -> bool:
     return own is None or (isinstance(own, dict | list | set | tuple | str) and not own)
 
 
-def _exchange(exchange: Callable[..., Any], function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Call ``exchange(run, arguments)`` in place of a function; ``run`` calls it."""
+def _exchange(
+    objects: ExchangedObjects,
+    exchange: Callable[..., Any],
+    function: Callable[..., Any],
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """Call ``exchange(run, arguments)`` in place of a function; ``run`` calls it, on the sender alone."""
     given = inspect.signature(function).bind(*args, **options)
     given.apply_defaults()
-    return exchange(functools.partial(function, *args, **options), given.arguments)
+
+    def run() -> Any:
+        with objects.quiet():
+            return function(*args, **options)
+
+    return exchange(run, given.arguments)
 
 
 def _rank_of(given: Mapping[str, Any], name: str, default: int | None) -> int | None:

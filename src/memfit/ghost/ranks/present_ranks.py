@@ -4,13 +4,17 @@ rendezvous, stores, Gloo                    PyTorch's own
 short buffers that NCCL sends               go through the store (libraries/rank_exchange.c); one that a rank
                                             sends to one other is waited for when the other reads it
 long ones                                   are not sent: what they hold is unknown
+small tensors that are known by element     go through the store, too; what they bring is waited for when the
+                                            script reads it (values/sent_elements.py)
 objects (all_gather_object, …) on the GPU   go through Gloo, where their bytes are known; also if the script
                                             says on which device (stages of a pipeline do)
 """
 
 import inspect
 import os
+import pickle
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -40,12 +44,20 @@ class PresentRanks:
     Args:
         ghost: of this process.
         run: names this run of the script: the store of an earlier one may still hold its keys.
+        refuse: called with the reason when the script needs a value that cannot be had.
     """
 
-    def __init__(self, ghost: GhostRuntime, run: str) -> None:
+    real = True
+    missing = ""
+
+    def __init__(self, ghost: GhostRuntime, run: str, refuse: Callable[[str], object]) -> None:
+        self.refuse = refuse
+        self.sources: set[int] = set()
         self._ghost = ghost
         self._run = run
         self._store: Any = None
+        self._waiting: Any = None
+        self._calls: Counter[tuple[object, ...]] = Counter()
         self._size = 1
         self._sent: dict[str, str] = {}
 
@@ -88,13 +100,39 @@ class PresentRanks:
     def _join(self, store: Any, size: int) -> None:
         store.set_timeout(_TIMEOUT)
         self._store, self._size = store, size
-        waiting = store.clone()  # a store that waits holds up the threads that send by it
+        self._waiting = waiting = store.clone()  # one that waits holds up the threads that send by it
         waiting.set_timeout(_TIMEOUT)
         self._ghost.exchange_between_ranks(
             self._exchange,
             send=lambda name, sent: store.set(f"memfit/{name}", _written(sent)),
             receive=lambda name: _receive(waiting, f"memfit/{name}"),
         )
+
+    def key(self, *call: object) -> str:
+        """Return the key of the next tensor of a call, given by its kind, its group and the ranks in it."""
+        if self._store is None:
+            return ""
+        self._calls[call] += 1
+        return f"memfit/{'/'.join(map(str, call))}/{self._calls[call]}"
+
+    def leave(self, key: str, sent: Any) -> None:
+        """Leave a tensor's elements for the other ranks."""
+        self._store.set(key, pickle.dumps(sent))
+
+    def leave_awaited(self, key: str, sent: Callable[[], Any]) -> None:
+        """Leave elements that another rank sends first."""
+        self.leave(key, sent())
+
+    def receive(self, key: str, _sender: int) -> Any:
+        """Return what another rank has left.
+
+        Raises:
+            LookupError: it has not come in time.
+        """
+        try:
+            return pickle.loads(self._waiting.get(key))  # noqa: S301 - a rank of the same job wrote it
+        except RuntimeError as error:  # among them is DistStoreError
+            raise LookupError(f"it did not come: {error}") from error
 
     def _exchange(self, name: str, ranks: int, rank: int, sent: bytes | None) -> list[bytes | None]:
         """Return what each rank sent."""

@@ -15,14 +15,14 @@ import torch
 
 from memfit.errors import TargetError
 from memfit.ghost.note_callback_protocol import NoteCallback
+from memfit.ghost.rank_exchange_protocol import RankExchange
+from memfit.ghost.values.dtype_rounding import Number, round_to_dtype
 from memfit.ghost.values.known_values import (
     KnownElements,
     KnownValue,
     KnownValueBasis,
     KnownValues,
-    Number,
     TokenCountBasis,
-    round_to_dtype,
     tensor_storage_address,
 )
 from memfit.ghost.values.value_options import OPERATORS, ChosenGpuValue, GpuValueOptions, Kind
@@ -57,7 +57,8 @@ class GpuRead:
 class AssumedValues:
     """The answers to the script's GPU reads, and the notes about them.
 
-    ``known`` holds the known values of tensors; see ``gpu_reads.install`` for the arguments.
+    ``known`` holds the known values of tensors, and ``ranks`` carries those of small ones between the
+    ranks of a job; see ``gpu_reads.install`` for the arguments.
     """
 
     def __init__(
@@ -69,8 +70,10 @@ class AssumedValues:
         on_stand_in: Callable[[StandIn], None],
         *,
         senders_exist: bool = False,
+        ranks: RankExchange | None = None,
     ) -> None:
         self.options = options
+        self.ranks = ranks
         self.senders_exist = senders_exist
         self.known = KnownValues()
         self._note = note

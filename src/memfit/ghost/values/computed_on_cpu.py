@@ -10,11 +10,14 @@ reductions, and those that move elements.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from memfit.dispatch_modes import without_dispatch_modes
 from memfit.ghost.values.known_values import (
+    AwaitedElements,
     KnownElements,
     KnownValueBasis,
     KnownValues,
@@ -96,6 +99,10 @@ class _UnknownError(Exception):
     """An argument is not known by element."""
 
 
+_DEEPEST = 64
+"""After so many ops, a result that awaits another rank is awaited at once: computing it is recursive."""
+
+
 def compute_on_cpu(
     known: KnownValues,
     op: Callable[..., Any],
@@ -104,7 +111,7 @@ def compute_on_cpu(
     *,
     writes: bool,
     needs_elements: bool = False,
-) -> tuple[KnownElements, ...]:
+) -> "Computed":
     """Return the elements of each result of an op; empty if they do not follow from its arguments.
 
     Args:
@@ -115,39 +122,152 @@ def compute_on_cpu(
         writes: whether it writes to the first of them.
         needs_elements: whether one of its tensors at least must be known by element, and not as a whole.
     """
-    found: list[KnownElements] = []
-    by_element = False
-
-    def on_cpu(argument: Any) -> Any:
-        nonlocal by_element
-        if isinstance(argument, torch.Tensor):
-            elements = known_elements(known, argument)
-            if elements is None:
-                raise _UnknownError
-            if argument.is_cuda:
-                found.append(elements)
-                by_element |= known.elements(argument) is not None
-            return elements.values
-        if isinstance(argument, list):
-            return [on_cpu(each) for each in argument]
-        return tuple(map(on_cpu, argument)) if isinstance(argument, tuple) else argument
-
+    arguments = _Arguments(known)
     try:
-        moved = [on_cpu(each) for each in args]
-        named = {name: on_cpu(each) for name, each in options.items() if name not in _PLACES}
+        moved = [arguments.overwritten(args[0])] if _overwrites(known, op, args) else []
+        moved += [arguments.on_cpu(each) for each in args[len(moved) :]]
+        named = {name: arguments.on_cpu(each) for name, each in options.items() if name not in _PLACES}
     except _UnknownError:
         return ()
-    if not found or (needs_elements and not by_element):
+    if not arguments.found and not arguments.depth:
         return ()
+    if needs_elements and not arguments.by_element:
+        return ()
+    if arguments.depth:
+        return _AwaitedResults(op, _kept(moved), _kept(named), arguments, writes=writes)
+    return _compute(op, moved, named, arguments.found, writes=writes)
+
+
+def _overwrites(known: KnownValues, op: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """Return whether an op leaves nothing of what another rank sends."""
+    return op.__name__ in {"fill_", "zero_", "copy_"} and known.awaited(args[0]) is not None
+
+
+class _Arguments:
+    """An op's arguments with the elements of tensors in place of these, and what was found on the way."""
+
+    def __init__(self, known: KnownValues) -> None:
+        self._known = known
+        self.found: list[KnownElements] = []
+        self.by_element = False
+        """Whether one tensor at least is known by element, not as a whole."""
+        self.depth = 0
+        """As of ``AwaitedElements`` for the result; 0 if it awaits no other rank."""
+
+    def overwritten(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor on the CPU for one on the GPU of which nothing remains."""
+        zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+        self.found.append(KnownElements(zeros))
+        return zeros
+
+    def on_cpu(self, argument: Any) -> Any:
+        """Return an argument as the CPU gets it.
+
+        Raises:
+            _UnknownError: a tensor is not known by element.
+        """
+        if not isinstance(argument, torch.Tensor):
+            return _mapped(argument, self.on_cpu)
+        awaited = self._known.awaited(argument) if argument.is_cuda else None
+        if awaited is not None and awaited.depth < _DEEPEST:
+            self.by_element, self.depth = True, max(self.depth, awaited.depth + 1)
+            return awaited
+        elements = known_elements(self._known, argument)
+        if elements is None:
+            raise _UnknownError
+        if argument.is_cuda:
+            self.found.append(elements)
+            self.by_element |= self._known.elements(argument) is not None
+        return elements.values
+
+
+def _mapped(argument: Any, change: Callable[[Any], Any]) -> Any:
+    """Change the parts of a nested argument."""
+    if isinstance(argument, list):
+        return [change(each) for each in argument]
+    return tuple(map(change, argument)) if isinstance(argument, tuple) else argument
+
+
+def _kept(arguments: Any) -> Any:
+    """Copy the tensors among arguments: the script may write to them before the op is computed."""
+    if isinstance(arguments, torch.Tensor):
+        return arguments.clone()
+    if isinstance(arguments, dict):
+        return {name: _kept(each) for name, each in arguments.items()}
+    return _mapped(arguments, _kept)
+
+
+class _AwaitedResults:
+    """The results of an op that needs elements which another rank sends."""
+
+    def __init__(
+        self,
+        op: Callable[..., Any],
+        args: list[Any],
+        options: dict[str, Any],
+        arguments: _Arguments,
+        *,
+        writes: bool,
+    ) -> None:
+        self._call = op, args, options
+        self._found = list(arguments.found)
+        self._writes = writes
+        self._depth = arguments.depth
+        self._results: tuple[KnownElements, ...] | None = None
+
+    def result(self, index: int, shape: torch.Size, dtype: torch.dtype) -> AwaitedElements:
+        """Return one of them, as a tensor of a shape and a dtype holds it."""
+
+        def have() -> KnownElements | None:
+            if self._results is None:
+                self._results = self._have()
+            if index >= len(self._results) or self._results[index].values.shape != shape:
+                return None
+            return self._results[index]._replace(values=self._results[index].values.to(dtype))
+
+        return AwaitedElements(have, self._depth)
+
+    def _have(self) -> tuple[KnownElements, ...]:
+        op, args, options = self._call
+        try:
+            with without_dispatch_modes():
+                here = [self._here(each) for each in args]
+                named = {name: self._here(each) for name, each in options.items()}
+                return _compute(op, here, named, self._found, writes=self._writes)
+        except _UnknownError:
+            return ()
+
+    def _here(self, argument: Any) -> Any:
+        if not isinstance(argument, AwaitedElements):
+            return _mapped(argument, self._here)
+        elements = argument.have()
+        if elements is None:
+            raise _UnknownError
+        self._found.append(elements)
+        return elements.values
+
+
+Computed = tuple[KnownElements, ...] | _AwaitedResults
+"""The elements of each result of an op; its results, if they follow from elements that another rank sends."""
+
+
+def _compute(
+    op: Callable[..., Any],
+    args: list[Any],
+    options: dict[str, Any],
+    found: list[KnownElements],
+    *,
+    writes: bool,
+) -> tuple[KnownElements, ...]:
     if writes:
-        moved[0] = moved[0].clone()
+        args = [args[0].clone(), *args[1:]]
     try:
         with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
-            result = op(*moved, **named)
+            result = op(*args, **options)
     except (RuntimeError, IndexError, TypeError):
         return ()  # the CPU lacks this op for the dtype, or the op will raise on the GPU, too
     routing, basis = max(each.routing for each in found), max(each.basis for each in found)
-    results = moved[:1] if writes else _tensors(result)
+    results = args[:1] if writes else _tensors(result)
     return tuple(KnownElements(each.contiguous(), routing, basis) for each in results)
 
 
@@ -156,9 +276,13 @@ def _tensors(result: Any) -> list[torch.Tensor]:
     return [each for each in results if isinstance(each, torch.Tensor)]
 
 
-def put_elements(known: KnownValues, result: Any, computed: tuple[KnownElements, ...]) -> bool:
-    """Record the elements of new tensors; return whether all are known."""
+def put_elements(known: KnownValues, result: Any, computed: Computed) -> bool:
+    """Record the elements of new tensors; return whether all are known, or awaited."""
     tensors = _tensors(result)
+    if isinstance(computed, _AwaitedResults):
+        for index, on_gpu in enumerate(tensors):
+            known.put(on_gpu, computed.result(index, on_gpu.shape, on_gpu.dtype), fresh=True)
+        return True
     if not computed or len(tensors) != len(computed):
         return False
     pairs = list(zip(tensors, computed, strict=True))
@@ -170,22 +294,42 @@ def put_elements(known: KnownValues, result: Any, computed: tuple[KnownElements,
 
 
 def elements_after_write(
-    known: KnownValues, written: torch.Tensor, computed: tuple[KnownElements, ...]
-) -> tuple[torch.Tensor, KnownElements] | None:
+    known: KnownValues, written: torch.Tensor, computed: Computed
+) -> tuple[torch.Tensor, KnownElements | AwaitedElements] | None:
     """Return the tensor that a write changes and its elements after it: of a view, those of its base.
 
     None if they are not known. To be called before the write.
     """
-    if len(computed) != 1 or computed[0].values.shape != written.shape:
+    new: KnownElements | AwaitedElements
+    if isinstance(computed, _AwaitedResults):
+        new = computed.result(0, written.shape, written.dtype)
+    elif len(computed) != 1 or computed[0].values.shape != written.shape:
         return None
-    new = computed[0]._replace(values=computed[0].values.to(written.dtype))
+    else:
+        new = computed[0]._replace(values=computed[0].values.to(written.dtype))
     base = written._base
     if base is None:
         return written, new
-    before = known_elements(known, base)
+    before = known.awaited(base) or known_elements(known, base)
     if before is None or not base.is_contiguous():
         return None
-    after = before.values.clone(memory_format=torch.contiguous_format)
     offset = int(written.storage_offset()) - int(base.storage_offset())
-    after.as_strided(written.shape, written.stride(), offset).copy_(new.values)
-    return base, KnownElements(after, max(before.routing, new.routing), max(before.basis, new.basis))
+    merge = partial(_merged, shape=written.shape, strides=written.stride(), offset=offset)
+    if isinstance(before, KnownElements) and isinstance(new, KnownElements):
+        return base, merge(before, new)
+    depth = max(each.depth for each in (before, new) if isinstance(each, AwaitedElements))
+
+    def have() -> KnownElements | None:
+        both = [each.have() if isinstance(each, AwaitedElements) else each for each in (before, new)]
+        return None if both[0] is None or both[1] is None else merge(both[0], both[1])
+
+    return base, AwaitedElements(have, depth + 1)
+
+
+def _merged(
+    before: KnownElements, new: KnownElements, shape: torch.Size, strides: Sequence[int], offset: int
+) -> KnownElements:
+    """Return the elements of a tensor after a write to a view of it."""
+    after = before.values.clone(memory_format=torch.contiguous_format)
+    after.as_strided(shape, strides, offset).copy_(new.values)
+    return KnownElements(after, max(before.routing, new.routing), max(before.basis, new.basis))

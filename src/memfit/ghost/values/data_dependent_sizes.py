@@ -154,8 +154,8 @@ def _max_nonzero(values: AssumedValues, tensor: torch.Tensor) -> int:
 
 def _known_count(values: AssumedValues, tensor: torch.Tensor) -> int | None:
     """Return the number of nonzero elements of a tensor; None if it is not known, or rests on a check."""
+    elements = values.known.elements(tensor)  # first: another rank may send them
     known = values.known.get(tensor)
-    elements = values.known.elements(tensor)
     if elements is not None and elements.routing is TokenCountBasis.NONE:
         return int(elements.values.count_nonzero())
     if known is None or known.basis is KnownValueBasis.CHECKED:

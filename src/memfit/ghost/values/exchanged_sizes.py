@@ -9,6 +9,7 @@ default, every rank sends all its tokens to one expert of this rank, the most th
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ import torch
 from memfit.ghost.kernel_override_registry import Kernel, KernelOverrides
 from memfit.ghost.values.assumed_values import AssumedValues
 from memfit.ghost.values.known_values import KnownElements, KnownValue, TokenCountBasis
+from memfit.ghost.values.received_from_rank import track_sent_elements
+from memfit.ghost.values.sent_elements import Combination, exchange_elements, key_of_call
 from memfit.ghost.values.small_tensors import even_class_counts
 from memfit.ghost.values.value_options import chosen_element_count
 from memfit.patching.patches import Patch
@@ -28,8 +31,6 @@ _RECEIVING = Patch(
     source="torch/csrc/distributed/c10d/init.cpp",
 )
 """The methods whose first argument receives from other ranks."""
-_BROADCAST = Patch("torch.distributed:ProcessGroup", "broadcast*", why="know sizes that ranks exchange")
-"""A sender that does not exist is taken to have what this rank has."""
 _FUNCTIONAL = Patch(
     "torch:ops._c10d_functional",
     *("all_to_all_single", "all_gather_into_tensor", "all_reduce", "all_reduce_"),
@@ -56,10 +57,9 @@ def track_exchanged_values(values: AssumedValues) -> None:
         **dict.fromkeys(("_allgather_base", "all_gather_single"), _gather),
         **dict.fromkeys(("alltoall_base", "all_to_all_single"), _swap),
     }
-    for patch in (_RECEIVING, _BROADCAST) if values.senders_exist else (_RECEIVING,):
-        for name in patch.present():
-            exchange = exchanges.get(name, _nothing)
-            patch.wrap(name, partial(_receive, values, exchange))
+    for name in _RECEIVING.present():
+        _RECEIVING.wrap(name, partial(_receive, values, name, exchanges.get(name, _nothing)))
+    track_sent_elements(values)
 
 
 def override_functional_collectives(values: AssumedValues) -> KernelOverrides:
@@ -77,26 +77,42 @@ def override_functional_collectives(values: AssumedValues) -> KernelOverrides:
         run: Kernel, tensor: torch.Tensor, received: Any, sent: Any, group_name: str
     ) -> object:
         group = group_of(group_name)
-        fact = _swapped(values, group, tensor) if _equal(received) and _equal(sent) else None
-        result: torch.Tensor = run(tensor, received, sent, group_name)
-        values.known.put(result, _received(values, fact), fresh=True)
-        return result
+        is_equal = _equal(received) and _equal(sent)
+        fact = _swapped(values, group, tensor) if is_equal else None
+        combination = partial(_swap_parts, group) if is_equal else _unknown
+        return follow(group, tensor, combination, fact, lambda: run(tensor, received, sent, group_name))
 
     @overrides.add("all_gather_into_tensor", "CUDA")
     def all_gather_into_tensor(run: Kernel, tensor: torch.Tensor, size: int, group_name: str) -> object:
-        fact = _gathered(values, group_of(group_name), tensor)
-        result: torch.Tensor = run(tensor, size, group_name)
-        values.known.put(result, _received(values, fact), fresh=True)
-        return result
+        group = group_of(group_name)
+        fact = _gathered(values, group, tensor)
+        return follow(group, tensor, _join_parts, fact, lambda: run(tensor, size, group_name))
 
     for op in ("all_reduce", "all_reduce_"):
 
         @overrides.add(op, "CUDA")
         def all_reduce(run: Kernel, tensor: torch.Tensor, reduction: str, group_name: str) -> object:
-            fact = _reduced(values, group_of(group_name), tensor, reduction.upper())
-            result: torch.Tensor = run(tensor, reduction, group_name)
-            values.known.put(result, _received(values, fact), fresh=result is not tensor)
-            return result
+            group, name = group_of(group_name), reduction.upper()
+            fact = _reduced(values, group, tensor, name)
+            reduce = partial(_reduce_parts, name)
+            return follow(group, tensor, reduce, fact, lambda: run(tensor, reduction, group_name))
+
+    def follow(
+        group: Any,
+        tensor: torch.Tensor,
+        combination: Combination,
+        fact: Fact,
+        run: Callable[[], torch.Tensor],
+    ) -> torch.Tensor:
+        key = key_of_call(values, "functional", group) if values.senders_exist else ""
+        received: list[tuple[Any, Combination]] = []
+        finish = exchange_elements(values, key, group, tensor, received)
+        result = run()
+        values.known.put(result, _received(values, fact), fresh=result is not tensor)
+        received.append((result, combination))
+        if _received(values, fact) is None:
+            finish()
+        return result
 
     return overrides
 
@@ -104,7 +120,7 @@ def override_functional_collectives(values: AssumedValues) -> KernelOverrides:
 def _received(values: AssumedValues, fact: Fact) -> Fact:
     """Return what is known of a received tensor if the other ranks send what this one sends.
 
-    Ranks that exist send what they have, and the ghost receives its bytes; only how they route is assumed.
+    Ranks that exist send what they have; only how they route is assumed.
     """
     routed = isinstance(fact, KnownElements) and fact.routing is TokenCountBasis.RECEIVED
     return fact if routed or not values.senders_exist else None
@@ -112,6 +128,7 @@ def _received(values: AssumedValues, fact: Fact) -> Fact:
 
 def _receive(
     values: AssumedValues,
+    name: str,
     exchange: Callable[..., Any],
     method: Callable[..., Any],
     group: Any,
@@ -123,11 +140,89 @@ def _receive(
         return method(group, *arguments, **options)
     given = (*arguments, *options.values())
     facts = exchange(values, group, *given)
+    finish = _begin_exchange(values, name, group, given) if values.senders_exist else []
     _forget(values, given[:1])
     result = method(group, *arguments, **options)
-    for tensor, fact in facts:
-        values.known.put(tensor, _received(values, fact))
+    received = [(tensor, _received(values, fact)) for tensor, fact in facts]
+    for tensor, fact in received:
+        values.known.put(tensor, fact)
+    if not any(fact is not None for _, fact in received):
+        for each in finish:
+            each()
     return result
+
+
+def _begin_exchange(
+    values: AssumedValues, name: str, group: Any, given: tuple[Any, ...]
+) -> list[Callable[[], None]]:
+    """Leave what this rank sends in a collective of ranks that exist; return what to call after it."""
+    if name not in _SENDS:
+        return []
+    sends = _SENDS[name](group, *given)
+    keys = [key_of_call(values, name, group) for _ in sends]
+    return [exchange_elements(values, key, group, *each) for key, each in zip(keys, sends, strict=True)]
+
+
+Sends = list[tuple[Any, list[tuple[Any, Combination]]]]
+"""Each tensor that a rank sends, with the tensors that receive and what they hold then."""
+
+
+def _sends_of_reduction(_group: Any, tensors: Any, *reduction: Any) -> Sends:
+    reduce = partial(_reduce_parts, _name_of_reduction(reduction))
+    listed = tensors if isinstance(tensors, list | tuple) else [tensors]
+    return [(tensor, [(tensor, reduce)]) for tensor in listed]
+
+
+def _sends_of_gather(_group: Any, output: Any, tensor: Any, *_: object) -> Sends:
+    return [(tensor, [(output, _join_parts)])]
+
+
+def _sends_of_gathered_lists(group: Any, outputs: Any, inputs: Any, *_: object) -> Sends:
+    if not isinstance(inputs, list | tuple):
+        return []  # the overload for one tensor
+    ranks = range(group.size())
+    return [
+        (tensor, [(part, itemgetter(rank)) for rank, part in zip(ranks, parts, strict=True)])
+        for parts, tensor in zip(outputs, inputs, strict=True)
+    ]
+
+
+def _sends_of_swap(group: Any, output: Any, tensor: Any, *splits: object) -> Sends:
+    if not all(_equal(split) for split in splits[:2]):
+        return []
+    return [(tensor, [(output, partial(_swap_parts, group))])]
+
+
+_SENDS: dict[str, Callable[..., Sends]] = {
+    **dict.fromkeys(("allreduce", "allreduce_coalesced"), _sends_of_reduction),
+    **dict.fromkeys(("_allgather_base", "all_gather_single"), _sends_of_gather),
+    "allgather": _sends_of_gathered_lists,
+    **dict.fromkeys(("alltoall_base", "all_to_all_single"), _sends_of_swap),
+}
+_REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "SUM": lambda parts: parts.sum(0),
+    "AVG": lambda parts: parts.mean(0, dtype=parts.dtype if parts.is_floating_point() else torch.float64),
+    "MAX": lambda parts: parts.amax(0),
+    "MIN": lambda parts: parts.amin(0),
+    "PRODUCT": lambda parts: parts.prod(0),
+}
+
+
+def _reduce_parts(name: str, parts: list[torch.Tensor]) -> torch.Tensor | None:
+    return _REDUCTIONS[name](torch.stack(parts)) if name in _REDUCTIONS else None
+
+
+def _join_parts(parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([part.flatten() for part in parts])
+
+
+def _swap_parts(group: Any, parts: list[torch.Tensor]) -> torch.Tensor:
+    rows = [part.reshape(group.size(), -1)[group.rank()] for part in parts]
+    return torch.cat(rows)
+
+
+def _unknown(_parts: list[torch.Tensor]) -> None:
+    """Know nothing of what is received."""
 
 
 def _forget(values: AssumedValues, received: object) -> None:
@@ -146,10 +241,14 @@ def _nothing(*_: object) -> Facts:
 
 def _reduce_all(values: AssumedValues, group: Any, tensors: Any, *reduction: Any) -> Facts:
     """Return what an all-reduce leaves in tensors; without a reduction, it is a sum."""
-    chosen = getattr(reduction[0], "reduceOp", reduction[0]) if reduction else None
-    name = "SUM" if chosen is None else getattr(chosen, "op", chosen).name
+    name = _name_of_reduction(reduction)
     listed = tensors if isinstance(tensors, list | tuple) else [tensors]
     return [(tensor, _reduced(values, group, tensor, name)) for tensor in listed]
+
+
+def _name_of_reduction(reduction: tuple[Any, ...]) -> str:
+    chosen = getattr(reduction[0], "reduceOp", reduction[0]) if reduction else None
+    return "SUM" if chosen is None else str(getattr(chosen, "op", chosen).name)
 
 
 def _reduced(values: AssumedValues, group: Any, tensor: torch.Tensor, reduction: str) -> Fact:
@@ -203,6 +302,9 @@ def _equal(split: Any) -> bool:
 
 
 def _own(values: AssumedValues, tensor: torch.Tensor) -> Fact:
+    awaits = values.known.awaited(tensor) is not None
+    if awaits and (values.senders_exist or tensor.is_floating_point()):
+        return None  # weights that another rank sent await nothing here
     return values.known.elements(tensor) or values.known.get(tensor)
 
 

@@ -30,6 +30,7 @@ from memfit.ghost.note_callback_protocol import NoteCallback
 from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.ghost.values.assumed_values import AssumedValues, GpuRead, explain_gpu_read
 from memfit.ghost.values.computed_on_cpu import (
+    Computed,
     compute_on_cpu,
     elements_after_write,
     may_have_known_elements,
@@ -37,13 +38,13 @@ from memfit.ghost.values.computed_on_cpu import (
     put_elements,
 )
 from memfit.ghost.values.data_dependent_sizes import SIZED_KERNELS, override_ops_with_data_dependent_sizes
+from memfit.ghost.values.dtype_rounding import Number
 from memfit.ghost.values.exchanged_sizes import override_functional_collectives
 from memfit.ghost.values.known_values import (
     KnownElements,
     KnownIndices,
     KnownValue,
     KnownValueBasis,
-    Number,
     is_plain_tensor,
 )
 from memfit.ghost.values.propagation_rules import (
@@ -53,6 +54,7 @@ from memfit.ghost.values.propagation_rules import (
     found_inf_after_unscale,
     loss_scale_after_update,
 )
+from memfit.ghost.values.received_from_rank import override_functional_broadcasts
 from memfit.ghost.values.value_options import GpuValueOptions
 from memfit.ghost.values.value_tracking_patches import patch_torch_to_track_values
 from memfit.patching.patches import Patch
@@ -122,7 +124,7 @@ def answer_gpu_reads(
     patch_torch_to_track_values(values, ghost)
     _INFERENCE.install("_InferenceMode", lambda _: _NoGrad)
     _AUTOCAST.install("set_autocast_cache_enabled", lambda _: _NoGrad.set_cache)
-    values.keep(overrides, override_functional_collectives(values))
+    values.keep(overrides, override_functional_collectives(values), override_functional_broadcasts(values))
     return values
 
 
@@ -205,7 +207,7 @@ def _track(overrides: KernelOverrides, inputs: KnownInputs, op: str, rule: Propa
 
     @overrides.add(op, "AutogradCUDA")
     def track(run: Kernel, *args: Any, **options: Any) -> object:
-        computed: tuple[KnownElements, ...] = ()
+        computed: Computed = ()
         written = None
         if is_computed and _are_small(args):
             with without_dispatch_modes():

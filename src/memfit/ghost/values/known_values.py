@@ -20,14 +20,14 @@ place. Source: ``can_accumulate_inplace``, torch/csrc/autograd/input_buffer.cpp.
 """
 
 import math
-import struct
+from collections.abc import Callable
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils.weak import TensorWeakRef
 
-Number = bool | int | float
+from memfit.ghost.values.dtype_rounding import Number, round_to_dtype
 
 _data_ptr = (
     torch.Tensor.data_ptr
@@ -108,6 +108,21 @@ class KnownElements(NamedTuple):
     basis: KnownValueBasis = KnownValueBasis.FILLED
 
 
+class AwaitedElements:
+    """Elements that another rank sends, or that follow from these: ``have`` returns them, once read."""
+
+    def __init__(self, have: Callable[[], KnownElements | None], depth: int = 0) -> None:
+        self.depth = depth  # how many ops lie between them and what another rank sends
+        self._have: Callable[[], KnownElements | None] | None = have
+        self._had: KnownElements | None = None
+
+    def have(self) -> KnownElements | None:
+        """Return them, which may take as long as another rank runs."""
+        if self._have is not None:
+            self._had, self._have = self._have(), None
+        return self._had
+
+
 def known_value_of_number(number: object) -> KnownValue | None:
     """Return a plain number as a known value; None for anything else, including complex numbers."""
     return KnownValue(number) if isinstance(number, bool | int | float) else None
@@ -115,7 +130,7 @@ def known_value_of_number(number: object) -> KnownValue | None:
 
 class _Entry(NamedTuple):
     state: TensorState
-    fact: KnownValue | KnownIndices | KnownElements
+    fact: KnownValue | KnownIndices | KnownElements | AwaitedElements
     """Of a tensor's elements: their value, as indices, or one by one."""
 
 
@@ -177,11 +192,37 @@ class KnownValues:
         [4, 6]
         """
         entry = self._entry(tensor)
+        if entry is not None and isinstance(entry.fact, AwaitedElements):
+            entry = self._had(entry, entry.fact)
         if entry is None or not isinstance(entry.fact, KnownElements):
             return None
         first: Any = entry.state.part[0]
         at = int(tensor.storage_offset()) - first
         return entry.fact._replace(values=entry.fact.values.as_strided(tensor.shape, tensor.stride(), at))
+
+    def awaited(self, tensor: torch.Tensor) -> AwaitedElements | None:
+        """Return the elements of ``tensor`` if another rank sends them, without awaiting them."""
+        entry = self._entry(tensor)
+        if entry is None or not isinstance(entry.fact, AwaitedElements):
+            return None
+        whole, first = entry.fact, cast("int", entry.state.part[0])
+        shape, strides, at = tensor.shape, tensor.stride(), int(tensor.storage_offset()) - first
+
+        def part() -> KnownElements | None:
+            had = whole.have()
+            return had and had._replace(values=had.values.as_strided(shape, strides, at))
+
+        return AwaitedElements(part, whole.depth)
+
+    def _had(self, entry: _Entry, awaited: AwaitedElements) -> _Entry | None:
+        """Replace an entry by what is known once its elements are here."""
+        self._entries.pop(entry.state.storage, None)
+        had = awaited.have()
+        if had is None:
+            return None
+        entry = entry._replace(fact=_one_value(had) or had)
+        self._entries[entry.state.storage] = entry
+        return entry
 
     def state(self, tensor: torch.Tensor) -> TensorState | None:
         """Return the state of ``tensor`` now; None if a later write to it might not be noticed."""
@@ -216,7 +257,7 @@ class KnownValues:
     def put(
         self,
         tensor: torch.Tensor,
-        fact: KnownValue | KnownIndices | KnownElements | None,
+        fact: KnownValue | KnownIndices | KnownElements | AwaitedElements | None,
         *,
         fresh: bool = False,
     ) -> None:
@@ -241,9 +282,9 @@ class KnownValues:
             if value is None or (fact.exceptions >= tensor.numel() and fact.selection is None):
                 return
             fact = fact._replace(value=value)
+        if isinstance(fact, KnownElements | AwaitedElements) and not tensor.is_contiguous():
+            return
         if isinstance(fact, KnownElements):
-            if not tensor.is_contiguous():
-                return
             fact = _one_value(fact) or fact
         state = self.state(tensor)
         if state is not None:
@@ -292,7 +333,7 @@ def _one_value(elements: KnownElements) -> KnownValue | None:
 
 def _storages(entry: _Entry) -> tuple[int, ...]:
     """Return the storages of the tensors that an entry refers to."""
-    if isinstance(entry.fact, KnownElements):
+    if isinstance(entry.fact, KnownElements | AwaitedElements):
         return (entry.state.storage,)
     selection = entry.fact if isinstance(entry.fact, KnownIndices) else entry.fact.selection
     return (entry.state.storage,) if selection is None else (entry.state.storage, selection.source.storage)
@@ -312,45 +353,6 @@ def _seen_through(view: torch.Tensor, elements: int) -> int:
             return view.numel() if elements else 0
         reach += step * (size - 1)
     return min(elements * repeats, view.numel())
-
-
-def round_to_dtype(value: Number, dtype: torch.dtype) -> Number | None:
-    """Round a value to ``dtype``; None if it is out of range, or the dtype is complex.
-
-    >>> (
-    ...     round_to_dtype(0.1, torch.float16),
-    ...     round_to_dtype(1e9, torch.float16),
-    ...     round_to_dtype(3.0, torch.bool),
-    ... )
-    (0.0999755859375, inf, True)
-    >>> round_to_dtype(300, torch.uint8) is None
-    True
-    """
-    if dtype == torch.bool:
-        return bool(value)
-    if dtype.is_floating_point:
-        return _rounded_float(float(value), dtype)
-    if dtype.is_complex or not math.isfinite(value):
-        return None
-    limits = torch.iinfo(dtype)
-    return int(value) if limits.min <= value <= limits.max else None
-
-
-def _rounded_float(value: float, dtype: torch.dtype) -> float | None:
-    if dtype == torch.float64 or not math.isfinite(value):
-        return value
-    try:
-        if dtype == torch.float32:
-            return float(struct.unpack("f", struct.pack("f", value))[0])
-        if dtype == torch.float16:
-            return float(struct.unpack("e", struct.pack("e", value))[0])
-        if dtype == torch.bfloat16:  # the upper half of a float32, rounded to nearest, ties to even
-            (bits,) = struct.unpack("I", struct.pack("f", value))
-            bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
-            return float(struct.unpack("f", struct.pack("I", bits))[0])
-    except OverflowError:  # a finite value beyond the largest of the format
-        return math.copysign(math.inf, value)
-    return None  # the 8-bit and smaller formats
 
 
 def is_plain_tensor(tensor: torch.Tensor) -> bool:

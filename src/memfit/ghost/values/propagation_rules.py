@@ -32,14 +32,13 @@ from typing import Any
 
 import torch
 
+from memfit.ghost.values.dtype_rounding import Number, round_to_dtype
 from memfit.ghost.values.known_values import (
     KnownIndices,
     KnownValue,
     KnownValueBasis,
     KnownValues,
-    Number,
     known_value_of_number,
-    round_to_dtype,
 )
 
 

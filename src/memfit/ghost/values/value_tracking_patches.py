@@ -25,7 +25,13 @@ from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.ghost.values.assumed_values import AssumedValues
 from memfit.ghost.values.computed_on_cpu import may_have_known_elements
 from memfit.ghost.values.exchanged_sizes import track_exchanged_values
-from memfit.ghost.values.known_values import KnownElements, KnownValue, is_plain_tensor, known_value_of_number
+from memfit.ghost.values.known_values import (
+    AwaitedElements,
+    KnownElements,
+    KnownValue,
+    is_plain_tensor,
+    known_value_of_number,
+)
 from memfit.ghost.values.propagation_rules import union_of_known_indices
 from memfit.ghost.values.small_tensors import (
     replace_torch_function,
@@ -178,15 +184,13 @@ def _arrived(
             on_cpu = source.detach().to(copy.dtype, memory_format=torch.contiguous_format, copy=True)
             values.known.put(copy, KnownElements(on_cpu), fresh=True)
         return copy
+    if copy.is_cuda:
+        if copy is not source and (fact := _fact_of_copy(values, source, copy.dtype)) is not None:
+            values.known.put(copy, fact, fresh=True)
+        return copy
     elements = values.known.elements(source)
     known = values.known.get(source)
-    if copy.is_cuda:
-        fact: KnownValue | KnownElements | None = values.known.mostly(source)
-        if elements is not None:
-            fact = elements._replace(values=elements.values.to(copy.dtype).contiguous())
-        if fact is not None and copy is not source:
-            values.known.put(copy, fact, fresh=True)
-    elif elements is not None and copy.is_cpu:
+    if elements is not None and copy.is_cpu:
         copy.data.copy_(elements.values)  # bypasses autograd: the copy keeps its history
         values.note_elements(elements)
     elif copy.is_cpu and source.numel() and (known is not None or not ghost.last_read_known()):
@@ -195,6 +199,24 @@ def _arrived(
         else:
             values.fill_copy(source, copy, known)
     return copy
+
+
+def _fact_of_copy(
+    values: AssumedValues, source: torch.Tensor, dtype: torch.dtype
+) -> KnownValue | KnownElements | AwaitedElements | None:
+    """Return what is known of a copy on the GPU; what another rank sends is not awaited."""
+    awaited = values.known.awaited(source)
+    if awaited is not None:
+        return AwaitedElements(partial(_converted, awaited, dtype), awaited.depth)
+    elements = values.known.elements(source)
+    if elements is None:
+        return values.known.mostly(source)
+    return elements._replace(values=elements.values.to(dtype).contiguous())
+
+
+def _converted(awaited: AwaitedElements, dtype: torch.dtype) -> KnownElements | None:
+    had = awaited.have()
+    return had and had._replace(values=had.values.to(dtype).contiguous())
 
 
 def _answer_copies(arrived: Callable[..., torch.Tensor]) -> None:

@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from memfit.analysis.strategy_comparison import SHARDINGS
+from memfit.records import ShardingCalls
+from memfit.report.escape_control_characters import escaped
 
 
 def sharding_name(settings: Mapping[str, Any]) -> str:
@@ -25,6 +27,15 @@ def code_before_sharding() -> Iterator[str]:
 def sharded_optimizer_code(when: str) -> str:
     """Return the line that shards the optimizer with ZeRO-1."""
     return f'    optimizer = memfit.Sharding("zero1").optimizer(optimizer, model){when}'
+
+
+def own_sharding_instruction(own: ShardingCalls, option: str) -> str:
+    """Return how to change an option of the sharding that a script has itself.
+
+    >>> own_sharding_instruction(ShardingCalls("FSDP2", "fully_shard", ("train.py:8",), ()), "it")
+    'pass it in each call of fully_shard: train.py:8'
+    """
+    return f"pass {option} in each call of {own.call}: {escaped(', '.join(own.lines))}"
 
 
 def launch_instruction(nproc: int) -> str:

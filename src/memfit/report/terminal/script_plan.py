@@ -13,6 +13,7 @@ from rich.text import Text
 
 from memfit.records import Equality, PlanRun, ScriptPlan
 from memfit.records.command_as_typed import is_job_command
+from memfit.records.own_sharding import call_options_in_words
 from memfit.report.escape_control_characters import escaped
 from memfit.report.terminal.layout import plain_table, subject_in_words
 from memfit.report.terminal.plan_chart import plan_chart_lines, policy_name_of_run
@@ -20,6 +21,7 @@ from memfit.report.terminal.plan_instructions import (
     code_before_sharding,
     launch_instruction,
     optimizer_changes_in_words,
+    own_sharding_instruction,
     sharded_optimizer_code,
     sharding_name,
 )
@@ -155,6 +157,7 @@ def plan_changes_in_words(run: PlanRun) -> str:
     """Return what a plan changes, in a few words."""
     divided = run.change.micro_batches
     named = [sharding_name(run.change.plan["sharding"])] if "sharding" in run.change.plan else []
+    named += map(call_options_in_words, run.change.own_sharding.values())
     named += [f"{divided.count} micro-batches of {divided.size}"] if divided is not None else []
     regions = run.change.plan.get("checkpointing", {}).get("regions", [])
     part, split = (
@@ -263,6 +266,10 @@ def _chosen(result: ScriptPlan, chosen: PlanRun, file: Path | None) -> Iterator[
         yield f"\n{equal}"
     elif chosen is not result.as_written:
         yield f"\nCompared with DDP on {result.world_size:,} GPUs: {equal[0].lower()}{equal[1:]}"
+    for own in result.sharding_calls:
+        if options := chosen.change.own_sharding.get(own.call):
+            text = own_sharding_instruction(own, call_options_in_words(options))
+            yield f"{own.name}: {text}"
     yield from _changes(chosen)
     if result.out_of_time:
         yield "The time for the search was over before it ended: there may be a faster plan."
@@ -319,7 +326,9 @@ def _trains(result: ScriptPlan, chosen: PlanRun) -> bool:
         return False
     by_option = chosen.change.micro_batches is not None and chosen.change.micro_batches.by_option
     own = chosen.change.plan.keys() - {"accumulation"}
-    return bool(own or by_option or chosen.change.fused or chosen.change.allocator)
+    return bool(
+        own or by_option or chosen.change.fused or chosen.change.allocator or chosen.change.own_sharding
+    )
 
 
 def _how(region: Mapping[str, Any]) -> Iterator[str]:

@@ -13,6 +13,7 @@ from memfit.report.terminal.layout import plain_table, subject_in_words
 from memfit.report.terminal.plan_instructions import (
     code_before_sharding,
     launch_instruction,
+    own_sharding_instruction,
     sharded_optimizer_code,
 )
 from memfit.report.terminal.rank_table import format_byte_range
@@ -33,7 +34,7 @@ def print_strategy_comparison(result: StrategyComparison, console: Console) -> N
     for reason in dict.fromkeys(run.reason for run in result.runs if run.reason):
         names = ", ".join(run.name for run in result.runs if run.reason == reason)
         console.print(f"Not possible: {names}: {escaped(reason)}")
-    for line in _to_write(result):
+    for line in (*_options_to_write(result), *_to_write(result)):
         console.print(line)
     console.print(
         "Each row is a run of the script on the ghost with unlimited memory. process is what it then needs, "
@@ -76,9 +77,16 @@ def _table(result: StrategyComparison) -> Table:
     return table
 
 
+def _options_to_write(result: StrategyComparison) -> Iterator[str]:
+    """Yield where the options of the script's own sharding belong."""
+    for own in result.sharding_calls:
+        if own.options or own.others:
+            yield f"\nTo train with an option of {own.name}, {own_sharding_instruction(own, 'it')}"
+
+
 def _to_write(result: StrategyComparison) -> Iterator[str]:
     """Yield the code of each row, and where it belongs."""
-    plans = {run.name: _plan(run, result) for run in result.runs if run.models}
+    plans = {run.name: plan for run in result.runs if run.models and (plan := _plan(run, result))}
     if not plans:
         return
     models = escaped(", ".join(next(run.models for run in result.runs if run.models)))
