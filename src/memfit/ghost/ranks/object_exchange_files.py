@@ -2,21 +2,23 @@
 
     this rank                            memfit                        rank 3
     ---------                            ------                        ------
-    send_object_list ──> objects/KEY
-    recv_object_list ──> asks/wanted-3   starts rank 3, hidden ──────> send_object_list ──> objects/KEY
-                     <── objects/KEY
+    send_object_list ──> objects/sent-0
+    recv_object_list ──> asks/wanted-3   starts rank 3, hidden ──────> send_object_list ──> objects/sent-3
+                     <── objects/sent-3
 
-A key counts the calls of each kind in each group, which all of a group's ranks make in the same order.
+A rank appends what it sends to one file, each object after its key. A key counts the calls of each kind in
+each group, which all of a group's ranks make in the same order.
 Objects are received where the script receives them, small tensors where it reads them
 (``values/sent_elements.py``).
 """
 
-import hashlib
+import os
 import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,7 @@ class ExchangedObjects:
         self._calls: Counter[tuple[object, ...]] = Counter()
         self._quiet = 0
         self._leaving = False
+        self._sent: dict[Path, _SentObjects] = {}
         self._later: list[tuple[str, Callable[[], Any]]] = []
         self.before_waiting: Callable[[], object] = lambda: None
         """Called again and again while this rank waits for others."""
@@ -64,8 +67,7 @@ class ExchangedObjects:
         if self._quiet:
             return ""
         self._calls[call] += 1
-        text = repr((*call, self._calls[call]))
-        return hashlib.sha256(text.encode()).hexdigest()[:32]
+        return f"{'/'.join(map(str, call))}/{self._calls[call]}"
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -78,13 +80,12 @@ class ExchangedObjects:
 
     def leave(self, key: str, sent: Any) -> None:
         """Leave an object for the ranks that receive it; one that cannot be pickled is not left."""
-        folder, _ = self._folders()
-        beside = folder / f"{key}.{self._waits}"
         try:
-            beside.write_bytes(pickle.dumps(sent))
+            written = pickle.dumps(sent)
         except (pickle.PicklingError, AttributeError, TypeError):
             return
-        beside.replace(folder / key)
+        with (self._folders()[0] / f"sent-{self.rank}").open("ab") as file:
+            file.write(b"%s %d\n%s" % (key.encode(), len(written), written))
 
     def leave_awaited(self, key: str, sent: Callable[[], Any]) -> None:
         """Leave what a function returns, which may wait for a third rank, once another wants this one."""
@@ -97,12 +98,13 @@ class ExchangedObjects:
         Raises:
             LookupError: the rank cannot send it; the message says why.
         """
-        kept = self._folders()[0] / key
         self.sources.add(sender)
-        if not kept.exists():
+        path = self._folders()[0] / f"sent-{sender}"
+        sent = self._sent.setdefault(path, _SentObjects(path))
+        if not sent.has(key):
             self.want(sender)
-            self.wait_until(kept.exists, sender)
-        return pickle.loads(kept.read_bytes())  # noqa: S301 - a rank of the same job wrote it
+            self.wait_until(partial(sent.has, key), sender)
+        return pickle.loads(sent.read(key))  # noqa: S301 - a rank of the same job wrote it
 
     def wait_until(self, condition: Callable[[], bool], rank: int) -> None:
         """Wait for another rank.
@@ -138,7 +140,7 @@ class ExchangedObjects:
 
     def is_wanted(self) -> bool:
         """Return whether another rank may wait for this one."""
-        return (self.asks / f"wanted-{self.rank}").exists()
+        return os.path.lexists(f"{self.asks}/wanted-{self.rank}")
 
     def wanted_ranks(self) -> set[int]:
         """Return the ranks that run, this one among them if there is another."""
@@ -168,3 +170,39 @@ class ExchangedObjects:
                 self.leave(key, sent())
             finally:
                 self._leaving = False
+
+
+class _SentObjects:
+    """What a rank has appended to its file, by key; processes that run as the same rank append the same."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read = 0
+        self._places: dict[str, tuple[int, int]] = {}
+
+    def has(self, key: str) -> bool:
+        """Return whether an object is there in full."""
+        if key not in self._places:
+            self._look()
+        return key in self._places
+
+    def read(self, key: str) -> bytes:
+        """Return an object that is there."""
+        at, length = self._places[key]
+        with self._path.open("rb") as file:
+            file.seek(at)
+            return file.read(length)
+
+    def _look(self) -> None:
+        """Find what has been appended since."""
+        if not os.path.lexists(self._path):
+            return
+        with self._path.open("rb") as file:
+            end = os.fstat(file.fileno()).st_size
+            file.seek(self._read)
+            while (head := file.readline()).endswith(b"\n"):
+                key, _, length = head.decode().rpartition(" ")
+                if file.tell() + int(length) > end:
+                    return
+                self._places.setdefault(key, (file.tell(), int(length)))
+                self._read = file.seek(int(length), os.SEEK_CUR)
