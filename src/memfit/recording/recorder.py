@@ -161,8 +161,7 @@ class Recorder:
                 self._roots.add(module)
                 self._record_modules((module,))
             self._owners.record_arguments(self.book.moment(), arguments)
-        has_parameters = next(module.parameters(), None) is not None
-        self.steps.enter_forward(training=module.training if has_parameters else None)
+        self.steps.enter_forward(training=module.training if any(True for _ in module.parameters()) else None)
         self.stages.enter_root(module)
 
     def _before_backward(self, roots: Iterable[object]) -> None:
