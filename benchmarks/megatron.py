@@ -2,11 +2,11 @@
 
     python benchmarks/megatron.py CHECKOUT
 
-CHECKOUT is a clone of Megatron-LM (d98e8a64 was compared), whose needs (einops, regex, pybind11) are installed.
-The test is `gpt3_mcore_tp2_pp2_uninstall_te`, rank 7 of 8 A100s, on mock data: figures of
-`golden_values_dev_dgx_a100.json`, `mem-max-allocated-bytes`. Its first updates overflow, which the ghost cannot
-know, so the optimizer's state is there from step 20 on a card and from step 2 here. Takes minutes: Megatron's
-rank 7 needs what ranks 0 and 6 send, so memfit runs these beside. Exits with 1 if a peak differs by 0.5 %.
+CHECKOUT is a clone of Megatron-LM (d98e8a64 was compared); it needs einops, regex and pybind11. The test is
+`gpt3_mcore_tp2_pp2_uninstall_te`, rank 7 of 8 A100s, on mock data, with `mem-max-allocated-bytes` of
+`golden_values_dev_dgx_a100.json`. Its first updates overflow, which the ghost cannot know: the optimizer's
+state is there from step 20 on a card, and from step 2 here. Megatron's rank 7 needs what ranks 0 and 6 send,
+so memfit runs these beside: minutes. Exits with 1 if a peak differs by 0.5 % or more.
 """
 
 import os
@@ -24,9 +24,9 @@ ARGUMENTS = """
     --micro-batch-size 4 --global-batch-size 32 --train-iters 50 --lr-decay-iters 320000 --lr 0.00015
     --lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 1e-2 --clip-grad 1.0 --lr-warmup-fraction .01
     --log-interval 1 --eval-interval 1000 --eval-iters 10 --log-params-norm --log-num-zeros-in-grad
-    --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --transformer-impl local --use-mcore-models
-    --no-persist-layer-norm --no-masked-softmax-fusion --deterministic-mode --no-gradient-accumulation-fusion
-    --fp16 --apply-query-key-layer-scaling --distributed-backend nccl
+    --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --transformer-impl local
+    --use-mcore-models --no-persist-layer-norm --no-masked-softmax-fusion --deterministic-mode
+    --no-gradient-accumulation-fusion --fp16 --apply-query-key-layer-scaling --distributed-backend nccl
     --mock-data --tokenizer-type NullTokenizer --vocab-size 50256
 """
 ENVIRONMENT = {
