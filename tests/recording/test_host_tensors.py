@@ -40,3 +40,15 @@ def test_an_optimizer_on_the_host_has_a_line_and_the_ranks_of_its_machine_anothe
     assert run.answer["rank"] == {"rank": 1, "world_size": 4, "nproc": 4}
     assert "Optimizers in other host memory: 16.0 MiB (exact" in run.out
     assert "Host memory of 4 such ranks, on one machine: 64.0 MiB." in run.out
+
+
+def test_of_a_parameter_in_shards_the_piece_of_this_rank_counts():
+    class Shard(torch.nn.Parameter):
+        _local_tensor = torch.zeros(1000)
+
+        def untyped_storage(self):
+            raise RuntimeError("Attempted to access the data pointer on an invalid python storage.")
+
+    found = HostTensors()
+    found.hold("shards", [Shard(torch.zeros(4000))])
+    assert found.peak == 4000

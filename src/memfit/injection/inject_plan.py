@@ -27,6 +27,7 @@ from memfit.injection.models_of_optimizers import (
     parameters_in_optimizer_lists,
 )
 from memfit.patching.after_import import call_after_import
+from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.random_state import seed_generators
 from memfit.recording.script_loaders import creating_line_and_library
@@ -37,7 +38,6 @@ from memfit.user_lines import innermost_line_of_place, innermost_user_line
 if TYPE_CHECKING:
     from memfit.injection.inject_optimizer_state import OptimizerStateInjector
     from memfit.injection.inject_sharding import ShardingInjector
-    from memfit.patching.installed_hooks import InstalledHooks
     from memfit.recording.second_step_operations import SecondStepRecorder
     from memfit.strategies.mechanisms.recomputation_counter import OperationCounter
     from memfit.strategies.plan import Plan
@@ -71,7 +71,11 @@ def inject_change(settings: InjectionSettings, on_report: Callable[[InjectionRep
         hide_output()
     if settings.change.eager:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # PyTorch's own switch
-    call_after_import("torch", functools.partial(_inject_now, settings, on_report))
+    report = _Report(on_report)
+    own = settings.change.own_sharding
+    sharding = OwnShardingInjector(own, lambda calls: report.update(sharding_calls=calls))
+    sharding.install(InstalledHooks())  # before torch: what imports it may be among what is to be changed
+    call_after_import("torch", functools.partial(_inject_now, settings, report))
 
 
 def install_in_fork(path: str, called: Any) -> None:
@@ -90,16 +94,13 @@ def install_in_fork(path: str, called: Any) -> None:
         injected.become(settings, called)
 
 
-def _inject_now(settings: InjectionSettings, on_report: Callable[[InjectionReport], None]) -> None:
+def _inject_now(settings: InjectionSettings, report: "_Report") -> None:
     import torch
-
-    from memfit.patching.installed_hooks import InstalledHooks
 
     change = settings.change
     hooks, recording = InstalledHooks(), InstalledHooks()
-    report, models = _Report(on_report), ModelsOfOptimizers()
+    models = ModelsOfOptimizers()
     models.names.follow(hooks)
-    OwnShardingInjector(change.own_sharding, lambda calls: report.update(sharding_calls=calls)).install(hooks)
     if not change.strategies:
         models.note_optimizers(hooks)
         if settings.counts_backward:
@@ -175,13 +176,11 @@ class _Injected:
     has_plan: bool
     models: ModelsOfOptimizers
     operations: "SecondStepRecorder | None"
-    recording: "InstalledHooks"
+    recording: InstalledHooks
     """Those that record operations."""
 
     def become(self, settings: InjectionSettings, called: Any) -> None:
         """Do what ``install_in_fork`` does."""
-        from memfit.patching.installed_hooks import InstalledHooks
-
         self.report.move(Path(settings.report))
         if not settings.change.operations:
             self.recording.remove()
@@ -242,7 +241,7 @@ class _PlanInjector:
                 self._plan.sharding, self._plan, self._refuse, self._report
             )
 
-    def install(self, hooks: "InstalledHooks") -> None:
+    def install(self, hooks: InstalledHooks) -> None:
         """Hook the creation of optimizers, and ``memfit.apply``."""
         self._counter.install(hooks)
         hooks.wrap(_OPTIMIZER, "__init__", self._optimized)

@@ -7,6 +7,7 @@ from torch.optim import Optimizer
 
 from memfit.recording.label_running_modules import tensors_in_containers
 from memfit.recording.optimizer_accessors import parameters_of
+from memfit.recording.tensor_names import local_piece_of_dtensor
 
 
 class HostTensors:
@@ -27,7 +28,7 @@ class HostTensors:
         """Count the tensors of a holder, in the place of those that it had before."""
         storages = (
             tensor.untyped_storage()
-            for tensor in tensors
+            for tensor in map(local_piece_of_dtensor, tensors)  # a DTensor has no storage of its own
             if tensor.is_cpu and tensor.dim() and not tensor.is_pinned()
         )
         self._held[holder] = {each.data_ptr(): each.nbytes() for each in storages}

@@ -7,12 +7,15 @@
 An option has the call's own names, and values as in JSON; a text stands for the object that it creates.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 CallOptions = Mapping[str, Any]
-"""Arguments of a call by name."""
+"""Arguments of a call by name; of ``DEEPSPEED``, what is in its configuration, nested as there."""
+DEEPSPEED = "deepspeed.initialize"
+"""The call that takes a configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,22 @@ OWN_SHARDINGS = (
     OwnSharding(
         "DDP", "DistributedDataParallel", ({"gradient_as_bucket_view": True},), ({"static_graph": True},)
     ),
+    OwnSharding(
+        "DeepSpeed",
+        DEEPSPEED,
+        (),
+        (
+            *({"zero_optimization": {"stage": stage}} for stage in range(4)),
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+            {
+                "zero_optimization": {
+                    "stage": 3,
+                    "offload_optimizer": {"device": "cpu"},
+                    "offload_param": {"device": "cpu"},
+                }
+            },
+        ),
+    ),
 )
 
 
@@ -62,7 +81,11 @@ def call_options_in_words(options: CallOptions) -> str:
 
     >>> call_options_in_words({"reshard_after_forward": False, "offload_policy": "CPUOffloadPolicy()"})
     'reshard_after_forward=False, offload_policy=CPUOffloadPolicy()'
+    >>> call_options_in_words({"zero_optimization": {"stage": 2}})
+    '{"zero_optimization": {"stage": 2}}'
     """
+    if any(isinstance(value, Mapping) for value in options.values()):
+        return json.dumps(options)
     return ", ".join(f"{name}={value}" for name, value in options.items())
 
 
@@ -81,7 +104,7 @@ def unknown_call_options(own_sharding: Mapping[str, CallOptions]) -> tuple[str, 
     )
 
 
-_OFFLOADING = ("offload_policy",)
+_OFFLOADING = ("offload_policy", "offload_optimizer", "offload_param")
 
 
 def offloads_shards(options: CallOptions) -> bool:
@@ -90,4 +113,5 @@ def offloads_shards(options: CallOptions) -> bool:
     >>> offloads_shards({"offload_policy": "CPUOffloadPolicy()"})
     True
     """
-    return any(name in options for name in _OFFLOADING)
+    inner = (value for value in options.values() if isinstance(value, Mapping))
+    return any(name in options for name in _OFFLOADING) or any(map(offloads_shards, inner))

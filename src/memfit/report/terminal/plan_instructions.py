@@ -5,6 +5,7 @@ from typing import Any
 
 from memfit.analysis.strategy_comparison import SHARDINGS
 from memfit.records import ShardingCalls
+from memfit.records.own_sharding import DEEPSPEED
 from memfit.report.escape_control_characters import escaped
 
 
@@ -35,7 +36,8 @@ def own_sharding_instruction(own: ShardingCalls, option: str) -> str:
     >>> own_sharding_instruction(ShardingCalls("FSDP2", "fully_shard", ("train.py:8",), ()), "it")
     'pass it in each call of fully_shard: train.py:8'
     """
-    return f"pass {option} in each call of {own.call}: {escaped(', '.join(own.lines))}"
+    into = "the configuration of" if own.call == DEEPSPEED else "each call of"
+    return f"pass {option} in {into} {own.call}: {escaped(', '.join(own.lines))}"
 
 
 def launch_instruction(nproc: int) -> str:
