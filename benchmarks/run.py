@@ -47,6 +47,7 @@ BENCHMARKS = (
     Benchmark("html_speed", 1, "the HTML report in a browser: time to draw and to answer", "Chromium"),
     Benchmark("library_scripts", 10, "scripts in the idiom of twelve libraries: every row of the report"),
     Benchmark("max_batch", 3, "memfit max-batch: the answer fits, the next size does not"),
+    Benchmark("megatron", 6, "peaks that Megatron-LM publishes of its tests", "a clone of Megatron-LM"),
     Benchmark("ops", 10, "PyTorch's database of operators on the ghost: outcomes"),
     Benchmark("packing", 5, "offsets of buffers relative to their lower bound"),
     Benchmark("parallel_modes", 20, "every parallel mode of PyTorch, as some ranks of a job"),
