@@ -57,8 +57,8 @@ def rows(tmp_path_factory):
     script.write_text(textwrap.dedent(SCRIPT))
     every = strategy_comparison.strategies_to_compare
 
-    def some(world_size):
-        return [one for one in every(world_size) if one.name in NAMES]
+    def some(world_size, **options):
+        return (one for one in every(world_size, **options) if one.name in NAMES)
 
     with pytest.MonkeyPatch.context() as patch, warm_process.scripts():
         patch.setattr(compare_strategies, "strategies_to_compare", some)

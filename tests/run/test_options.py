@@ -23,8 +23,9 @@ DEFAULTS = {
 }
 SEVERAL = {"values": ()}
 """Defaults of options that may be repeated on the command line."""
-WITH_OTHERS = {"steps": None, "batches": BATCHES, "seconds": SECONDS, "scan": SCAN}
-"""Defaults of ``memfit dry-run`` that count only beside --whole or --longest, or not beside them."""
+WITH_OTHERS = {"rank": None, "steps": None, "batches": BATCHES, "seconds": SECONDS, "scan": SCAN}
+"""Defaults of ``memfit dry-run`` that a launcher may set, and those that count only beside --whole or
+--longest, or not beside them."""
 
 
 def defaults_of(function):
