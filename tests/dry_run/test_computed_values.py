@@ -26,6 +26,9 @@ EXPRESSIONS = """
     vals.float().mul(0.5).exp().isfinite().all().item()
     torch.tensor([True, False], device=d).logical_not().tolist()
     torch.tensor([1.5, 2.0], device=d).sum().item()
+    torch.cat([torch.ones(2, device=d), torch.zeros(2, device=d)]).tolist()
+    torch.cat([torch.full((1,), 5, device=d), torch.full((1,), 6, device=d)]).max().item()
+    torch.stack([torch.zeros(2, device=d), torch.ones(2, device=d)]).sum(1).tolist()
     written(lambda v: v.__setitem__(1, 5))
     written(lambda v: v[:2].add_(1))
     written(lambda v: v.add_(vals))
@@ -52,7 +55,7 @@ BOTH = f"""
 
 def test_what_follows_from_known_elements_is_read_as_computed(dry_run):
     run = dry_run(BOTH, options=("--to-end",))
-    assert run.out.splitlines()[0] == "[] 31", run.err
+    assert run.out.splitlines()[0] == "[] 34", run.err
     assert not [note for note in run.answer["notes"] if "GPU value" in note["text"]]
 
 

@@ -256,12 +256,13 @@ def _reduced(values: AssumedValues, group: Any, tensor: torch.Tensor, reduction:
     fact = _own(values, tensor)
     if fact is None or reduction in _UNCHANGED:
         return fact
-    if reduction != "SUM":
+    if reduction not in ("SUM", "PRODUCT"):
         return None
     size = int(group.size())
     if isinstance(fact, KnownValue):
-        return fact._replace(value=fact.value * size)
-    return fact._replace(values=(fact.values * size).to(tensor.dtype))
+        return fact._replace(value=fact.value * size if reduction == "SUM" else fact.value**size)
+    reduced = fact.values * size if reduction == "SUM" else fact.values**size
+    return fact._replace(values=reduced.to(tensor.dtype))
 
 
 def _gather(

@@ -20,6 +20,7 @@ inference mode have no version counter, so no value could be known for them. The
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ from memfit.ghost.values.known_values import (
     KnownIndices,
     KnownValue,
     KnownValueBasis,
+    KnownValues,
     is_plain_tensor,
 )
 from memfit.ghost.values.propagation_rules import (
@@ -201,27 +203,15 @@ def _track(overrides: KernelOverrides, inputs: KnownInputs, op: str, rule: Propa
     overload = getattr(packet, op.partition(".")[2] or "default", None)
     if overload is None:
         return
-    is_computed = op in _COMPUTED
-    writes = overload._schema.is_mutable
+    has_rule = rule is not _no_rule
     known = inputs.known
+    compute = partial(_compute, known, overload) if op in _COMPUTED else _compute_nothing
 
-    @overrides.add(op, "AutogradCUDA")
     def track(run: Kernel, *args: Any, **options: Any) -> object:
-        computed: Computed = ()
-        written = None
-        if is_computed and _are_small(args):
-            with without_dispatch_modes():
-                computed = compute_on_cpu(
-                    known, overload, args, options, writes=writes, needs_elements=rule is not _no_rule
-                )
-                written = elements_after_write(known, args[0], computed) if writes else None
-        if writes:
-            result = run(*args, **options)
-            if written is not None:
-                with without_dispatch_modes():
-                    known.put(*written)
-            return result
+        computed = compute(args, options, needs_elements=has_rule)
         fact = None if computed else rule(inputs, *args, **options)
+        if not computed and fact is None and has_rule:  # perhaps of uniform tensors, but not uniform itself
+            computed = compute(args, options)
         if op.endswith(".Tensor") and any(isinstance(arg, bool | int | float | complex) for arg in args):
             # A number that C++ had wrapped in a tensor arrives unwrapped; only the packet wraps it again.
             with torch._C._AutoDispatchBelowAutograd():
@@ -231,11 +221,52 @@ def _track(overrides: KernelOverrides, inputs: KnownInputs, op: str, rule: Propa
         if computed:
             with without_dispatch_modes():
                 computed = computed if put_elements(known, result, computed) else ()
-        if not computed and rule is not _no_rule:
+        if not computed and has_rule:
             first: Any = result[0] if isinstance(result, tuple) else result
             if first.is_cuda:
                 known.put(first, fact, fresh=True)
         return result
+
+    overrides.add(op, "AutogradCUDA")(
+        partial(_write, known, compute) if overload._schema.is_mutable else track
+    )
+
+
+def _write(
+    known: KnownValues, compute: Callable[..., Computed], run: Kernel, *args: Any, **options: Any
+) -> object:
+    """Run an op that writes to its first argument; record the elements that this has then."""
+    computed = compute(args, options)
+    if not computed:
+        return run(*args, **options)
+    with without_dispatch_modes():
+        written = elements_after_write(known, args[0], computed)
+    result = run(*args, **options)
+    if written is not None:
+        with without_dispatch_modes():
+            known.put(*written)
+    return result
+
+
+def _compute(
+    known: KnownValues,
+    overload: Any,
+    args: Sequence[Any],
+    options: dict[str, Any],
+    *,
+    needs_elements: bool = False,
+) -> Computed:
+    """Return what an op computes, on the CPU; empty if its tensors are large or unknown."""
+    if not _are_small(args):
+        return ()
+    writes = overload._schema.is_mutable
+    with without_dispatch_modes():
+        return compute_on_cpu(known, overload, args, options, writes=writes, needs_elements=needs_elements)
+
+
+def _compute_nothing(*_: object, **__: object) -> Computed:
+    """Stand for ``_compute`` of an op that has a rule alone."""
+    return ()
 
 
 def _are_small(args: Sequence[Any]) -> bool:
