@@ -1,4 +1,4 @@
-"""How a run of a script ended, and which GPU values that nobody computed may be why."""
+"""How a run of a script ended, and which stand-ins for GPU values may be the reason."""
 
 from dataclasses import dataclass
 

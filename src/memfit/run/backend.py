@@ -77,7 +77,7 @@ class Backend(ABC):
         return ""
 
     def stand_ins(self) -> tuple[StandIn, ...]:
-        """Return the GPU values that the script read last and nobody computed, newest first."""
+        """Return the stand-ins for GPU values that the script read last, newest first."""
         return ()
 
     def explained(self, end: ScriptEnd) -> ScriptEnd:

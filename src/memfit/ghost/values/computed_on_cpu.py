@@ -155,7 +155,7 @@ class _Arguments:
         """As of ``AwaitedElements`` for the result; 0 if it awaits no other rank."""
 
     def overwritten(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor on the CPU for one on the GPU of which nothing remains."""
+        """Return zeros on the CPU for a tensor whose every element the op overwrites."""
         zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
         self.found.append(KnownElements(zeros))
         return zeros
