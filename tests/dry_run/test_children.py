@@ -47,7 +47,9 @@ def test_a_child_trains_for_as_many_steps_as_the_script_and_ends_well(dry_run):
 def test_spawned_and_forked_processes_are_named(dry_run):
     script = """
         import multiprocessing, torch
-        def use_gpu(): torch.ones(1, device="cuda")
+        def use_gpu(): torch.cuda.synchronize()
+        if __name__ == "__mp_main__":
+            use_gpu()  # as a spawned process imports the script
         if __name__ == "__main__":
             for method in ("fork", "spawn"):
                 process = multiprocessing.get_context(method).Process(target=use_gpu, name=method)
