@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from memfit.ghost.values.known_values import KnownIndices, KnownValue, KnownValues
+from memfit.ghost.values.known_values import KnownValues
 from memfit.ghost.values.propagation_rules import RULES, KnownInputs, union_of_known_indices
+from memfit.ghost.values.tensor_facts import KnownIndices, KnownValue
 from support.scripts import check
 
 pytestmark = pytest.mark.warm

@@ -16,13 +16,8 @@ from typing import Any
 import torch
 
 from memfit.dispatch_modes import without_dispatch_modes
-from memfit.ghost.values.known_values import (
-    AwaitedElements,
-    KnownElements,
-    KnownValueBasis,
-    KnownValues,
-    is_plain_tensor,
-)
+from memfit.ghost.values.known_values import KnownValues
+from memfit.ghost.values.tensor_facts import AwaitedElements, KnownElements, KnownValueBasis, is_plain_tensor
 
 _MOST = 4096
 """The largest tensor, in elements, whose elements are kept."""

@@ -23,7 +23,7 @@ import torch
 from memfit.ghost.kernel_override_registry import Kernel, KernelOverrides
 from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.ghost.values.assumed_values import AssumedValues
-from memfit.ghost.values.known_values import KnownValueBasis, TokenCountBasis
+from memfit.ghost.values.tensor_facts import KnownValueBasis, TokenCountBasis
 from memfit.ghost.values.value_options import chosen_element_count
 from memfit.patching.patches import Patch
 from memfit.user_lines import frame_locations

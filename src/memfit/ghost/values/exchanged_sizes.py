@@ -16,10 +16,10 @@ import torch
 
 from memfit.ghost.kernel_override_registry import Kernel, KernelOverrides
 from memfit.ghost.values.assumed_values import AssumedValues
-from memfit.ghost.values.known_values import KnownElements, KnownValue, TokenCountBasis
 from memfit.ghost.values.received_from_rank import track_sent_elements
 from memfit.ghost.values.sent_elements import Combination, exchange_elements, key_of_call
 from memfit.ghost.values.small_tensors import even_class_counts
+from memfit.ghost.values.tensor_facts import KnownElements, KnownValue, TokenCountBasis
 from memfit.ghost.values.value_options import chosen_element_count
 from memfit.patching.patches import Patch
 

@@ -41,14 +41,7 @@ from memfit.ghost.values.computed_on_cpu import (
 from memfit.ghost.values.data_dependent_sizes import SIZED_KERNELS, override_ops_with_data_dependent_sizes
 from memfit.ghost.values.dtype_rounding import Number
 from memfit.ghost.values.exchanged_sizes import override_functional_collectives
-from memfit.ghost.values.known_values import (
-    KnownElements,
-    KnownIndices,
-    KnownValue,
-    KnownValueBasis,
-    KnownValues,
-    is_plain_tensor,
-)
+from memfit.ghost.values.known_values import KnownValues
 from memfit.ghost.values.propagation_rules import (
     RULES,
     KnownInputs,
@@ -57,6 +50,13 @@ from memfit.ghost.values.propagation_rules import (
     loss_scale_after_update,
 )
 from memfit.ghost.values.received_from_rank import override_functional_broadcasts
+from memfit.ghost.values.tensor_facts import (
+    KnownElements,
+    KnownIndices,
+    KnownValue,
+    KnownValueBasis,
+    is_plain_tensor,
+)
 from memfit.ghost.values.value_options import GpuValueOptions
 from memfit.ghost.values.value_tracking_patches import patch_torch_to_track_values
 from memfit.patching.patches import Patch

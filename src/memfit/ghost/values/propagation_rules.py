@@ -33,13 +33,8 @@ from typing import Any
 import torch
 
 from memfit.ghost.values.dtype_rounding import Number, round_to_dtype
-from memfit.ghost.values.known_values import (
-    KnownIndices,
-    KnownValue,
-    KnownValueBasis,
-    KnownValues,
-    known_value_of_number,
-)
+from memfit.ghost.values.known_values import KnownValues
+from memfit.ghost.values.tensor_facts import KnownIndices, KnownValue, KnownValueBasis, known_value_of_number
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import torch
 from memfit.ghost.rank_exchange_protocol import RankExchange
 from memfit.ghost.values.assumed_values import AssumedValues
 from memfit.ghost.values.computed_on_cpu import known_elements, may_have_known_elements
-from memfit.ghost.values.known_values import (
+from memfit.ghost.values.tensor_facts import (
     AwaitedElements,
     KnownElements,
     KnownValueBasis,

@@ -26,12 +26,7 @@ from memfit.ghost.values.computed_on_cpu import (
     may_have_known_elements,
     put_elements,
 )
-from memfit.ghost.values.known_values import (
-    KnownElements,
-    KnownValue,
-    TokenCountBasis,
-    is_plain_tensor,
-)
+from memfit.ghost.values.tensor_facts import KnownElements, KnownValue, TokenCountBasis, is_plain_tensor
 from memfit.patching.patches import Patch, wrapped
 
 _INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}

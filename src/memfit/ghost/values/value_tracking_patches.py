@@ -25,17 +25,17 @@ from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.ghost.values.assumed_values import AssumedValues
 from memfit.ghost.values.computed_on_cpu import may_have_known_elements
 from memfit.ghost.values.exchanged_sizes import track_exchanged_values
-from memfit.ghost.values.known_values import (
+from memfit.ghost.values.propagation_rules import union_of_known_indices
+from memfit.ghost.values.small_tensors import (
+    replace_torch_function,
+    track_small_tensors,
+)
+from memfit.ghost.values.tensor_facts import (
     AwaitedElements,
     KnownElements,
     KnownValue,
     is_plain_tensor,
     known_value_of_number,
-)
-from memfit.ghost.values.propagation_rules import union_of_known_indices
-from memfit.ghost.values.small_tensors import (
-    replace_torch_function,
-    track_small_tensors,
 )
 from memfit.patching.patches import Patch, call_before, wrapped
 
