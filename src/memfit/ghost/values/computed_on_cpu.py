@@ -9,64 +9,115 @@ here: it runs on copies of the known elements. One function covers the ops that 
 reductions, and those that move elements.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+import re
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from memfit.dispatch_modes import without_dispatch_modes
 from memfit.ghost.values.known_values import KnownValues
-from memfit.ghost.values.tensor_facts import AwaitedElements, KnownElements, KnownValueBasis, is_plain_tensor
+from memfit.ghost.values.tensor_facts import (
+    AwaitedElements,
+    KnownElements,
+    KnownValueBasis,
+    TokenCountBasis,
+    is_plain_tensor,
+)
 
 _MOST = 4096
 """The largest tensor, in elements, whose elements are kept."""
 _PLACES = ("device", "pin_memory", "non_blocking", "layout")
 """Keyword arguments that say where a result is."""
+_CONVERTING = ("_to_copy", "copy_", "_foreach_copy_", "fill_", "__setitem__")
+"""Ops that may convert floats to integers."""
 _NO_ELEMENTS = (torch.complex64, torch.complex128, torch.complex32)
-_OTHERS = (
-    *("sum", "sum.dim_IntList", "prod", "prod.dim_int", "cumsum", "cumprod", "mean", "mean.dim"),
-    *("max", "max.dim", "min", "min.dim", "amax", "amin", "aminmax", "argmax", "argmin", "count_nonzero"),
-    *("all", "all.dim", "all.dims", "any", "any.dim", "any.dims", "_is_all_true", "_is_any_true"),
-    *("cat", "stack", "clone", "_to_copy"),
-    *("index.Tensor", "index_select", "index_put_", "_index_put_impl_", "gather", "where.self"),
-    *("masked_fill.Scalar", "masked_fill_.Scalar", "index_fill_.int_Scalar", "index_copy_"),
-    *("scatter_.src", "scatter_.value", "scatter.src", "scatter.value", "isin.Tensor_Tensor"),
-    *("nonzero", "sort", "sort.stable", "topk", "flip", "roll", "repeat", "tril", "triu"),
-    *("zeros_like", "ones_like", "full_like", "linalg_vector_norm", "norm.Scalar", "norm.ScalarOpt_dim"),
+_MOVING = re.compile(
+    "_to_copy|_unsafe_view|clone|cat|stack|block_diag|constant_pad_nd|repeat|flip|roll|tril|triu|diff|cum.*"
+    "|where|gather|take.*|put|index.*|_index_put_impl|scatter.*|masked_.*|nonzero|isin|bincount|histc"
+    "|isclose|searchsorted|bucketize|repeat_interleave|sort|topk|unique_.*|_unique2|(full|ones|zeros)_like|_is_a.*_true"
 )
-"""Reductions, and ops that move elements. Not ``copy_``, ``fill_`` and ``zero_``: PyTorch's C++ code calls
-them on tensors that it keeps, such as the views of DDP's buckets, and an override makes Python objects of
-these. ``small_tensors.py`` wraps their methods."""
+"""Ops that PyTorch tags neither as pointwise nor as reductions: most of them move elements. Not ``copy_``,
+``fill_`` and ``zero_``: PyTorch's C++ code calls them on tensors that it keeps, such as the views of DDP's
+buckets, and an override makes Python objects of these. ``small_tensors.py`` wraps their methods."""
+
+_UNSUITABLE = {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view, torch.Tag.generated}
+"""Tags of ops that are random, change a tensor's shape, or that no script calls."""
+WITH_NUMBERS = ("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "floor_divide")
+"""Ops that get a number as a tensor, which an override cannot pass on. ``small_tensors.py`` wraps what Python
+calls."""
 
 
-_WITH_NUMBERS = ("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "floor_divide")
-"""Methods that get a number as a tensor, which an override cannot pass on. ``small_tensors.py`` wraps their
-methods."""
-
-
+@cache
 def ops_computed_on_cpu() -> tuple[str, ...]:
     """Return the ATen ops, with their overloads, whose results follow from the elements of their inputs."""
-    return tuple(dict.fromkeys((*_pointwise(), *_OTHERS)))
+    names = (each.removeprefix("aten::") for each in torch._C._dispatch_get_all_op_names())
+    return tuple(name for name in names if _is_computed(name))
 
 
-def _pointwise() -> Iterator[str]:
-    """Yield the methods of tensors that PyTorch tags as computing each element from those at its place."""
-    methods = {*dir(torch.Tensor)}
-    for qualified in torch._C._dispatch_get_all_op_names():
-        namespace, _, name = qualified.partition("::")
-        base, _, overload = name.partition(".")
-        if (
-            namespace != "aten"
-            or base not in methods
-            or "out" in overload
-            or base.rstrip("_") in _WITH_NUMBERS
-        ):
-            continue
-        op = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
-        tags = getattr(op, "tags", ())
-        if torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags:
-            yield name
+def overload_of(op: str) -> Any:
+    """Return the overload of an ATen op, named as ``max.dim``; None if this PyTorch lacks it."""
+    name, _, overload = op.partition(".")
+    return getattr(getattr(torch.ops.aten, name, None), overload or "default", None)
+
+
+def _is_computed(op: str) -> bool:
+    """Return whether the CPU computes an op, too, which returns tensors or writes to its first or ``out``."""
+    overload = overload_of(op) if _is_of_known_kind(_family(op)) else None
+    if overload is None or _UNSUITABLE & {*overload.tags}:
+        return False
+    arguments, results = overload._schema.arguments, overload._schema.returns
+    written = [arg for arg in arguments if arg.alias_info is not None and arg.alias_info.is_write]
+    views = [each for each in results if each.alias_info is not None and not each.alias_info.is_write]
+    is_written = not written or written == arguments[:1] or [each.name for each in written] == ["out"]
+    return (
+        is_written
+        and not views
+        and bool(results)
+        and all(str(each.type) in ("Tensor", "List[Tensor]") for each in results)
+        and any("Tensor" in str(arg.type) for arg in arguments)
+    )
+
+
+def _family(op: str) -> str:
+    """Return the name that an op shares with its form in place.
+
+    >>> [_family(op) for op in ("exp", "exp_", "eq_.Scalar", "__or__.Tensor")]
+    ['exp', 'exp', 'eq', '__or__']
+    """
+    name = op.partition(".")[0]
+    return name if name.endswith("__") else name.removesuffix("_")
+
+
+@cache
+def _is_of_known_kind(family: str) -> bool:
+    """Return whether a method of tensors is pointwise, a reduction or among ``_MOVING``."""
+    if family in WITH_NUMBERS or family in ("fill", "copy", "zero") or family.endswith("backward"):
+        return False
+    if _MOVING.fullmatch(family):
+        return True
+    return _has_tag(family, torch.Tag.pointwise) or _has_tag(family, torch.Tag.reduction)
+
+
+@cache
+def _has_tag(family: str, tag: torch.Tag) -> bool:
+    if not hasattr(torch.Tensor, family) and family not in ("rsub", "linalg_vector_norm"):
+        return False
+    packet = getattr(torch.ops.aten, family, None)
+    functional = (name for name in packet.overloads() if "out" not in name) if packet is not None else ()
+    return any(tag in getattr(packet, name).tags for name in functional)
+
+
+def is_pointwise(op: str) -> bool:
+    """Return whether an op computes each element from those at its place.
+
+    >>> [is_pointwise(op) for op in ("eq.Scalar", "exp_", "where.self", "sum.dim_IntList", "cat")]
+    [True, True, True, False, False]
+    """
+    name, _, overload = op.partition(".")
+    both = (overload_of(each) for each in (op, f"{_family(name)}.{overload}"))
+    return any(each is not None and torch.Tag.pointwise in each.tags for each in both)
 
 
 def may_have_known_elements(tensor: torch.Tensor) -> bool:
@@ -104,7 +155,8 @@ def compute_on_cpu(
     args: Sequence[Any],
     options: dict[str, Any],
     *,
-    writes: bool,
+    writes: bool = False,
+    creates: bool = False,
     needs_elements: bool = False,
 ) -> "Computed":
     """Return the elements of each result of an op; empty if they do not follow from its arguments.
@@ -114,18 +166,25 @@ def compute_on_cpu(
         op: an overload, or a function of PyTorch's.
         args: its arguments.
         options: the same, by keyword.
-        writes: whether it writes to the first of them.
+        writes: whether it writes to the first of them; one that writes to ``out`` returns it.
+        creates: whether it is a function that needs no tensor, such as ``torch.arange``.
         needs_elements: whether one of its tensors at least must be known by element, and not as a whole.
     """
     arguments = _Arguments(known)
     try:
         moved = [arguments.overwritten(args[0])] if _overwrites(known, op, args) else []
         moved += [arguments.on_cpu(each) for each in args[len(moved) :]]
-        named = {name: arguments.on_cpu(each) for name, each in options.items() if name not in _PLACES}
+        given = {name: each for name, each in options.items() if name not in _PLACES}
+        out = given.pop("out", None)
+        named = {name: arguments.on_cpu(each) for name, each in given.items()}
     except _UnknownError:
         return ()
-    if not arguments.found and not arguments.depth:
+    if not arguments.found and not arguments.depth and not creates:
         return ()
+    if out is not None:
+        named["out"] = torch.empty(0, dtype=out.dtype, device="cpu")
+    if creates:
+        named["device"] = "cpu"
     if needs_elements and not arguments.by_element:
         return ()
     if arguments.depth:
@@ -255,25 +314,51 @@ def _compute(
     writes: bool,
 ) -> tuple[KnownElements, ...]:
     if writes:
-        args = [args[0].clone(), *args[1:]]
-    try:
-        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
-            result = op(*args, **options)
-    except (RuntimeError, IndexError, TypeError):
-        return ()  # the CPU lacks this op for the dtype, or the op will raise on the GPU, too
-    routing, basis = max(each.routing for each in found), max(each.basis for each in found)
-    results = args[:1] if writes else _tensors(result)
+        args = [_kept(args[0]), *args[1:]]
+    results = run_on_cpu(op, args, options)
+    if results is not None and writes:
+        results = tensors_of(args[0])
+    if results is None:
+        return ()
+    if op.__name__.startswith(_CONVERTING) and not all(_holds(results[:1], each) for each in found):
+        return ()
+    routing = max((each.routing for each in found), default=TokenCountBasis.NONE)
+    basis = max((each.basis for each in found), default=KnownValueBasis.FILLED)
     return tuple(KnownElements(each.contiguous(), routing, basis) for each in results)
 
 
-def _tensors(result: Any) -> list[torch.Tensor]:
+def run_on_cpu(op: Callable[..., Any], args: list[Any], options: dict[str, Any]) -> list[torch.Tensor] | None:
+    """Return what an op returns for tensors on the CPU; None if it fails.
+
+    The CPU may lack the op for a dtype, or the op will raise on the GPU, too.
+    """
+    try:
+        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+            return tensors_of(op(*args, **options))
+    except (RuntimeError, IndexError, TypeError, NotImplementedError):
+        return None
+
+
+def _holds(converted: list[torch.Tensor], elements: KnownElements) -> bool:
+    """Return whether a dtype holds elements: GPUs convert floats out of its range in another way."""
+    floats = elements.values
+    if not floats.is_floating_point() or any(
+        each.is_floating_point() or each.dtype == torch.bool for each in converted
+    ):
+        return True
+    limits = torch.iinfo(converted[0].dtype)
+    return bool(((floats >= limits.min) & (floats < float(limits.max + 1))).all())
+
+
+def tensors_of(result: Any) -> list[torch.Tensor]:
+    """Return the tensors that an op returned."""
     results = result if isinstance(result, tuple | list) else (result,)
     return [each for each in results if isinstance(each, torch.Tensor)]
 
 
 def put_elements(known: KnownValues, result: Any, computed: Computed) -> bool:
     """Record the elements of new tensors; return whether all are known, or awaited."""
-    tensors = _tensors(result)
+    tensors = tensors_of(result)
     if isinstance(computed, _AwaitedResults):
         for index, on_gpu in enumerate(tensors):
             known.put(on_gpu, computed.result(index, on_gpu.shape, on_gpu.dtype), fresh=True)

@@ -35,7 +35,14 @@ from memfit.ghost.values.tensor_facts import (
     TokenCountBasis,
     tensor_storage_address,
     tensor_storage_id,
+    versions_of,
 )
+
+_set_data: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # the original
+_OF_TWO = 2
+"""How often a storage is in use that a tensor and one alias have."""
+_MOST_ALIASES = 8
+"""The most aliases of one tensor whose writes are followed at once."""
 
 
 class _Entry(NamedTuple):
@@ -60,6 +67,7 @@ class KnownValues:
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
         self._exposed: set[int] = set()
+        self._counters: dict[int, list[torch.Tensor]] = {}
         self._sweep_at = 1024
 
     def get(self, tensor: torch.Tensor) -> KnownValue | None:
@@ -79,12 +87,23 @@ class KnownValues:
         (3, True)
         """
         entry = self._entry(tensor)
+        if entry is not None and isinstance(entry.fact, KnownElements):
+            return _most_common(self.elements(tensor) or entry.fact)
         if entry is None or not isinstance(entry.fact, KnownValue):
             return None
         if entry.state.part == _part(tensor):
             return entry.fact
         exceptions = _seen_through(tensor, entry.fact.exceptions)
         return entry.fact._replace(exceptions=exceptions, selection=None)
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        """Return whether anything is known of a tensor, or awaited."""
+        return self._entry(tensor) is not None
+
+    def is_whole(self, tensor: torch.Tensor) -> bool:
+        """Return whether what is known is known of this tensor, and not of one that it is a part of."""
+        entry = self._entry(tensor)
+        return entry is not None and entry.state.part == _part(tensor)
 
     def selection(self, tensor: torch.Tensor) -> KnownIndices | None:
         """Return what is known of the elements of ``tensor`` as indices, or None."""
@@ -144,7 +163,7 @@ class KnownValues:
             storage,
             tensor_storage_address(tensor),
             _part(tensor),
-            tensor._version,
+            versions_of(tensor, self._counters.get(storage, ())),
             tensor.dtype,
         )
 
@@ -153,7 +172,7 @@ class KnownValues:
         storage = tensor_storage_id(tensor)
         return (
             storage not in self._exposed
-            and state.is_unchanged(storage, tensor)
+            and state.is_unchanged(storage, tensor, self._counters.get(storage, ()))
             and state.part == _part(tensor)
         )
 
@@ -162,7 +181,7 @@ class KnownValues:
         entry = self._entries.get(storage)
         if entry is None or not _covers(entry.state.part, _part(tensor)):
             return None
-        return entry if entry.state.is_unchanged(storage, tensor) else None
+        return entry if entry.state.is_unchanged(storage, tensor, self._counters.get(storage, ())) else None
 
     def put(
         self,
@@ -182,9 +201,12 @@ class KnownValues:
             fresh: the tensor was just created, so nothing else can reference its storage.
         """
         storage = tensor_storage_id(tensor)
-        self._entries.pop(storage, None)
+        before = self._entries.pop(storage, None)
         if fresh:
             self._exposed.discard(storage)
+            self._counters.pop(storage, None)
+        elif before is not None:
+            tensor = self._noted_before(tensor, before.state)
         if fact is None or not tensor.numel():
             return
         if isinstance(fact, KnownValue):
@@ -201,9 +223,40 @@ class KnownValues:
             self._entries[storage] = _Entry(state, fact)
             self._sweep()
 
+    def _noted_before(self, tensor: torch.Tensor, before: TensorState) -> torch.Tensor:
+        """Return the tensor that the same elements were known of, if it lives: a written alias may not."""
+        noted = before.tensor()
+        if noted is None or tensor_storage_id(noted) != before.storage or before.dtype != tensor.dtype:
+            return tensor
+        is_same = before.part == _part(tensor) == _part(noted)
+        versions = versions_of(noted, self._counters.get(before.storage, ()))
+        return noted if is_same and tensor._version in versions else tensor
+
+    def follow_alias(self, tensor: torch.Tensor, alias: torch.Tensor) -> None:
+        """Follow the writes to a new alias that has a version counter of its own: ``Tensor.data``.
+
+        If nothing is known of the tensor, it is exposed.
+        """
+        storage, entry = tensor_storage_id(tensor), self._entry(tensor)
+        counters = self._counters.setdefault(storage, [])
+        if torch._C._storage_Use_Count(storage) <= _OF_TWO:
+            counters.clear()  # no other tensor has this storage
+        noted = None if entry is None else entry.state.tensor()
+        if entry is None or noted is None or len(counters) >= _MOST_ALIASES:
+            self.expose(tensor)
+            return
+        counter = (
+            alias.detach()
+        )  # it has the same version counter, and outlives the alias, but not the storage
+        _set_data(counter, torch.empty(0, dtype=alias.dtype, device="cpu"))
+        counters.append(counter)
+        state = entry.state._replace(versions=versions_of(noted, counters))
+        self._entries[storage] = entry._replace(state=state)
+
     def expose(self, tensor: torch.Tensor) -> None:
         """Forget ``tensor``'s storage for good: it may be written without a new version from now on."""
         self.forget(tensor)
+        self._counters.pop(tensor_storage_id(tensor), None)
         self._exposed.add(tensor_storage_id(tensor))
 
     def clear(self) -> None:
@@ -227,6 +280,7 @@ class KnownValues:
             self._entries = {
                 key: entry for key, entry in self._entries.items() if entry.state.tensor() is not None
             }
+            self._counters = {key: each for key, each in self._counters.items() if key in self._entries}
             self._sweep_at = 1024 + 2 * len(self._entries)
 
 
@@ -239,6 +293,16 @@ def _one_value(elements: KnownElements) -> KnownValue | None:
         return None
     value = round_to_dtype(first, elements.values.dtype)
     return None if value is None else KnownValue(value, elements.basis)
+
+
+def _most_common(elements: KnownElements) -> KnownValue | None:
+    """Return the value of most elements, if they are integers or booleans and no counts of tokens."""
+    values = elements.values
+    if elements.routing is not TokenCountBasis.NONE or values.is_floating_point():
+        return None
+    found, counts = torch.unique(values, return_counts=True)
+    most = int(counts.argmax())
+    return KnownValue(found[most].item(), elements.basis, values.numel() - int(counts[most]))
 
 
 def _storages(entry: _Entry) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ AwaitedElements  the same, once another rank has sent them
 KnownIndices     indices of elements that hold one value
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -35,7 +35,9 @@ class TensorState(NamedTuple):
     storage: int
     address: int  # of the storage's memory; it changes if the storage is resized
     part: tuple[object, ...]  # see ``_part``
-    version: int
+    versions: tuple[
+        int, ...
+    ]  # its own; then of tensors that share its storage but no version counter with it
     dtype: torch.dtype
 
     def is_alive(self) -> bool:
@@ -43,16 +45,24 @@ class TensorState(NamedTuple):
         noted = self.tensor()
         return noted is not None and tensor_storage_id(noted) == self.storage
 
-    def is_unchanged(self, storage: int, tensor: torch.Tensor) -> bool:
+    def is_unchanged(self, storage: int, tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
         """Return whether a tensor has this storage, and nothing has been written to it since."""
+        noted = self.tensor()
         return (
             self.storage == storage
-            and self.version == tensor._version
+            and noted is not None
+            and tensor_storage_id(noted) == storage
+            and self.versions == versions_of(noted, others)
+            and tensor._version in self.versions
             and self.dtype == tensor.dtype
             and self.address == tensor_storage_address(tensor)
             and not tensor.is_neg()
-            and self.is_alive()
         )
+
+
+def versions_of(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Return the versions of a tensor and of others."""
+    return (tensor._version, *(other._version for other in others))
 
 
 class KnownIndices(NamedTuple):
