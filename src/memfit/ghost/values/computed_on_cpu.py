@@ -5,13 +5,11 @@
     flags[1] = 5                                   a write through a view: the base's elements are known, too
 
 PyTorch's own kernel of the GPU runs as well, so every allocation is its own. What an op does is not stated
-here: it runs on copies of the known elements. One function covers the ops that PyTorch tags as pointwise, the
-reductions, and those that move elements.
+here: it runs on copies of the known elements. Which ops: ``computed_ops.py``.
 """
 
-import re
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from memfit.ghost.values.known_values import KnownValues
 from memfit.ghost.values.tensor_facts import (
     AwaitedElements,
     KnownElements,
+    KnownValue,
     KnownValueBasis,
     TokenCountBasis,
     is_plain_tensor,
@@ -33,91 +32,6 @@ _PLACES = ("device", "pin_memory", "non_blocking", "layout")
 _CONVERTING = ("_to_copy", "copy_", "_foreach_copy_", "fill_", "__setitem__")
 """Ops that may convert floats to integers."""
 _NO_ELEMENTS = (torch.complex64, torch.complex128, torch.complex32)
-_MOVING = re.compile(
-    "_to_copy|_unsafe_view|clone|cat|stack|block_diag|constant_pad_nd|repeat|flip|roll|tril|triu|diff|cum.*"
-    "|where|gather|take.*|put|index.*|_index_put_impl|scatter.*|masked_.*|nonzero|isin|bincount|histc"
-    "|isclose|searchsorted|bucketize|repeat_interleave|sort|topk|unique_.*|_unique2|(full|ones|zeros)_like|_is_a.*_true"
-)
-"""Ops that PyTorch tags neither as pointwise nor as reductions: most of them move elements. Not ``copy_``,
-``fill_`` and ``zero_``: PyTorch's C++ code calls them on tensors that it keeps, such as the views of DDP's
-buckets, and an override makes Python objects of these. ``small_tensors.py`` wraps their methods."""
-
-_UNSUITABLE = {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view, torch.Tag.generated}
-"""Tags of ops that are random, change a tensor's shape, or that no script calls."""
-WITH_NUMBERS = ("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "floor_divide")
-"""Ops that get a number as a tensor, which an override cannot pass on. ``small_tensors.py`` wraps what Python
-calls."""
-
-
-@cache
-def ops_computed_on_cpu() -> tuple[str, ...]:
-    """Return the ATen ops, with their overloads, whose results follow from the elements of their inputs."""
-    names = (each.removeprefix("aten::") for each in torch._C._dispatch_get_all_op_names())
-    return tuple(name for name in names if _is_computed(name))
-
-
-def overload_of(op: str) -> Any:
-    """Return the overload of an ATen op, named as ``max.dim``; None if this PyTorch lacks it."""
-    name, _, overload = op.partition(".")
-    return getattr(getattr(torch.ops.aten, name, None), overload or "default", None)
-
-
-def _is_computed(op: str) -> bool:
-    """Return whether the CPU computes an op, too, which returns tensors or writes to its first or ``out``."""
-    overload = overload_of(op) if _is_of_known_kind(_family(op)) else None
-    if overload is None or _UNSUITABLE & {*overload.tags}:
-        return False
-    arguments, results = overload._schema.arguments, overload._schema.returns
-    written = [arg for arg in arguments if arg.alias_info is not None and arg.alias_info.is_write]
-    views = [each for each in results if each.alias_info is not None and not each.alias_info.is_write]
-    is_written = not written or written == arguments[:1] or [each.name for each in written] == ["out"]
-    return (
-        is_written
-        and not views
-        and bool(results)
-        and all(str(each.type) in ("Tensor", "List[Tensor]") for each in results)
-        and any("Tensor" in str(arg.type) for arg in arguments)
-    )
-
-
-def _family(op: str) -> str:
-    """Return the name that an op shares with its form in place.
-
-    >>> [_family(op) for op in ("exp", "exp_", "eq_.Scalar", "__or__.Tensor")]
-    ['exp', 'exp', 'eq', '__or__']
-    """
-    name = op.partition(".")[0]
-    return name if name.endswith("__") else name.removesuffix("_")
-
-
-@cache
-def _is_of_known_kind(family: str) -> bool:
-    """Return whether a method of tensors is pointwise, a reduction or among ``_MOVING``."""
-    if family in WITH_NUMBERS or family in ("fill", "copy", "zero") or family.endswith("backward"):
-        return False
-    if _MOVING.fullmatch(family):
-        return True
-    return _has_tag(family, torch.Tag.pointwise) or _has_tag(family, torch.Tag.reduction)
-
-
-@cache
-def _has_tag(family: str, tag: torch.Tag) -> bool:
-    if not hasattr(torch.Tensor, family) and family not in ("rsub", "linalg_vector_norm"):
-        return False
-    packet = getattr(torch.ops.aten, family, None)
-    functional = (name for name in packet.overloads() if "out" not in name) if packet is not None else ()
-    return any(tag in getattr(packet, name).tags for name in functional)
-
-
-def is_pointwise(op: str) -> bool:
-    """Return whether an op computes each element from those at its place.
-
-    >>> [is_pointwise(op) for op in ("eq.Scalar", "exp_", "where.self", "sum.dim_IntList", "cat")]
-    [True, True, True, False, False]
-    """
-    name, _, overload = op.partition(".")
-    both = (overload_of(each) for each in (op, f"{_family(name)}.{overload}"))
-    return any(each is not None and torch.Tag.pointwise in each.tags for each in both)
 
 
 def may_have_known_elements(tensor: torch.Tensor) -> bool:
@@ -301,6 +215,9 @@ class _AwaitedResults:
         return elements.values
 
 
+Fact = KnownValue | KnownElements | AwaitedElements
+Written = tuple[torch.Tensor, Fact]
+"""A tensor that was written, and what is known of it since."""
 Computed = tuple[KnownElements, ...] | _AwaitedResults
 """The elements of each result of an op; its results, if they follow from elements that another rank sends."""
 
@@ -373,35 +290,47 @@ def put_elements(known: KnownValues, result: Any, computed: Computed) -> bool:
     return True
 
 
-def elements_after_write(
-    known: KnownValues, written: torch.Tensor, computed: Computed
-) -> tuple[torch.Tensor, KnownElements | AwaitedElements] | None:
-    """Return the tensor that a write changes and its elements after it: of a view, those of its base.
-
-    None if they are not known. To be called before the write.
-    """
-    new: KnownElements | AwaitedElements
+def written_on_cpu(
+    known: KnownValues,
+    op: Callable[..., Any],
+    args: Sequence[Any],
+    options: dict[str, Any],
+    target: torch.Tensor,
+) -> Written | None:
+    """Return what an op writes to ``target``, its ``out`` or first argument, as ``after_write`` does."""
+    computed = compute_on_cpu(known, op, args, options, writes="out" not in options)
     if isinstance(computed, _AwaitedResults):
-        new = computed.result(0, written.shape, written.dtype)
-    elif len(computed) != 1 or computed[0].values.shape != written.shape:
+        return after_write(known, target, computed.result(0, target.shape, target.dtype))
+    if len(computed) != 1 or computed[0].values.shape != target.shape:
         return None
-    else:
-        new = computed[0]._replace(values=computed[0].values.to(written.dtype))
+    return after_write(known, target, computed[0]._replace(values=computed[0].values.to(target.dtype)))
+
+
+def after_write(known: KnownValues, written: torch.Tensor, new: Fact) -> Written | None:
+    """Return the tensor that a write changes and what is known of it after: of a view, its base.
+
+    None if nothing is known. To be called before the write.
+    """
     base = written._base
-    if base is None:
+    if base is None or (isinstance(new, KnownValue) and base.numel() == written.numel()):
         return written, new
     before = known.awaited(base) or known_elements(known, base)
     if before is None or not base.is_contiguous():
         return None
+    if isinstance(new, KnownValue):
+        new = KnownElements(
+            torch.full(written.shape, new.value, dtype=written.dtype, device="cpu"), basis=new.basis
+        )
     offset = int(written.storage_offset()) - int(base.storage_offset())
     merge = partial(_merged, shape=written.shape, strides=written.stride(), offset=offset)
     if isinstance(before, KnownElements) and isinstance(new, KnownElements):
         return base, merge(before, new)
-    depth = max(each.depth for each in (before, new) if isinstance(each, AwaitedElements))
+    both = (before, new)
+    depth = max(each.depth for each in both if isinstance(each, AwaitedElements))
 
     def have() -> KnownElements | None:
-        both = [each.have() if isinstance(each, AwaitedElements) else each for each in (before, new)]
-        return None if both[0] is None or both[1] is None else merge(both[0], both[1])
+        had = [each.have() if isinstance(each, AwaitedElements) else each for each in both]
+        return None if had[0] is None or had[1] is None else merge(had[0], had[1])
 
     return base, AwaitedElements(have, depth + 1)
 

@@ -24,7 +24,8 @@ import torch
 from memfit.ghost.kernel_override_registry import Kernel, KernelOverrides
 from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.ghost.values.assumed_values import AssumedValues
-from memfit.ghost.values.computed_on_cpu import known_elements, overload_of, run_on_cpu
+from memfit.ghost.values.computed_on_cpu import known_elements, run_on_cpu
+from memfit.ghost.values.computed_ops import overload_of
 from memfit.ghost.values.tensor_facts import KnownValueBasis
 from memfit.ghost.values.value_options import chosen_element_count
 from memfit.patching.patches import Patch

@@ -31,16 +31,15 @@ from memfit.ghost.note_callback_protocol import NoteCallback
 from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.ghost.values.assumed_values import AssumedValues, GpuRead, explain_gpu_read
 from memfit.ghost.values.computed_on_cpu import (
+    Written,
     compute_on_cpu,
-    elements_after_write,
-    is_pointwise,
     known_elements,
     may_have_known_elements,
-    ops_computed_on_cpu,
-    overload_of,
     put_elements,
     tensors_of,
+    written_on_cpu,
 )
+from memfit.ghost.values.computed_ops import is_pointwise, ops_computed_on_cpu, overload_of
 from memfit.ghost.values.data_dependent_sizes import SIZED_KERNELS, override_ops_with_data_dependent_sizes
 from memfit.ghost.values.dtype_rounding import Number
 from memfit.ghost.values.exchanged_sizes import override_functional_collectives
@@ -225,10 +224,13 @@ def _track(overrides: KernelOverrides, inputs: KnownInputs, op: str) -> None:
 
     def write(run: Kernel, *args: Any, **options: Any) -> object:
         target = options.get("out", args[0])
-        written = _written(known, overload, args, options)
+        written: Written | None = None
+        if target.is_cuda and _are_small((target, *args)):
+            with without_dispatch_modes():
+                written = written_on_cpu(known, overload, args, options, target)
         if written is None and is_pointwise(op) and "out" not in options and known.is_whole(target):
             fact = rule(inputs, *args, **options)
-            written = fact and (target, fact)
+            written = (target, fact) if isinstance(fact, KnownValue) else None
         result = call(run, args, options)
         if written is not None:
             with without_dispatch_modes():
@@ -267,18 +269,6 @@ def _record_elements(
         return bool(computed) and put_elements(known, result, computed)
 
 
-def _written(
-    known: KnownValues, overload: Any, args: Sequence[Any], options: dict[str, Any]
-) -> tuple[torch.Tensor, Any] | None:
-    """Return the tensor that an op writes, or its base, and its elements after it; None if unknown."""
-    target = options.get("out", args[0])
-    if not _are_small((target, *args)) or not target.is_cuda:
-        return None
-    with without_dispatch_modes():
-        computed = compute_on_cpu(known, overload, args, options, writes="out" not in options)
-        return elements_after_write(known, target, computed) if computed else None
-
-
 def _are_small(args: Sequence[Any]) -> bool:
     """Return whether the first tensors that an op gets may be known by element."""
     for arg in args[:2]:
@@ -293,9 +283,13 @@ def _track_grad_scaler(overrides: KernelOverrides, inputs: KnownInputs) -> None:
     """Track the loss scale exactly, so that no step is skipped by mistake and ``get_scale()`` is right."""
 
     @overrides.add("_amp_foreach_non_finite_check_and_unscale_", "AutogradCUDA")
-    def unscale(run: Kernel, gradients: object, found_inf: torch.Tensor, inv_scale: object) -> None:
+    def unscale(
+        run: Kernel, gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: object
+    ) -> None:
         known = found_inf_after_unscale(inputs, gradients, found_inf, inv_scale)
         run(gradients, found_inf, inv_scale)
+        for gradient in gradients:  # their versions stay
+            inputs.known.forget(gradient)
         inputs.known.put(found_inf, known)
 
     @overrides.add("_amp_update_scale_", "AutogradCUDA")

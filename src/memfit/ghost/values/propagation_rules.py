@@ -33,7 +33,8 @@ from typing import Any
 import torch
 
 from memfit.dispatch_modes import without_dispatch_modes
-from memfit.ghost.values.computed_on_cpu import overload_of, run_on_cpu
+from memfit.ghost.values.computed_on_cpu import run_on_cpu
+from memfit.ghost.values.computed_ops import overload_of
 from memfit.ghost.values.dtype_rounding import Number, round_to_dtype
 from memfit.ghost.values.known_values import KnownValues
 from memfit.ghost.values.tensor_facts import KnownIndices, KnownValue, KnownValueBasis, known_value_of_number
@@ -228,11 +229,20 @@ def _cat(
 
 
 def found_inf_after_unscale(
-    inputs: KnownInputs, _gradients: object, found_inf: torch.Tensor, _inv_scale: object
+    inputs: KnownInputs, gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, _inv_scale: object
 ) -> KnownValue:
-    """Return ``found_inf`` after unscaling: finite gradients leave it unchanged, initially 0."""
+    """Return ``found_inf`` after unscaling: 1 if a gradient is known not to be finite, or else as before."""
+    if any(_overflows(inputs, gradient) for gradient in gradients):
+        return KnownValue(1.0)
     before = inputs.of(found_inf)
     return KnownValue(before.value if before else 0.0, KnownValueBasis.FINITE)
+
+
+def _overflows(inputs: KnownInputs, tensor: torch.Tensor) -> bool:
+    known, elements = inputs.of(tensor), inputs.known.elements(tensor)
+    if elements is not None:
+        return not bool(elements.values.isfinite().all())
+    return known is not None and not math.isfinite(known.value)
 
 
 def loss_scale_after_update(

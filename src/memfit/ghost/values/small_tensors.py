@@ -21,12 +21,12 @@ from torch.utils._device import _device_constructors
 from memfit.dispatch_modes import without_dispatch_modes
 from memfit.ghost.values.assumed_values import AssumedValues
 from memfit.ghost.values.computed_on_cpu import (
-    WITH_NUMBERS,
     compute_on_cpu,
-    elements_after_write,
     may_have_known_elements,
     put_elements,
+    written_on_cpu,
 )
+from memfit.ghost.values.computed_ops import WITH_NUMBERS
 from memfit.ghost.values.known_values import KnownValues
 from memfit.ghost.values.propagation_rules import KnownInputs, pointwise_value
 from memfit.ghost.values.tensor_facts import (
@@ -140,13 +140,13 @@ def _compute(values: AssumedValues, function: Callable[..., Any], *args: Any, **
     if not all(map(may_have_known_elements, tensors)):
         return _call_on_large(values.known, function, target, args, options)
     with without_dispatch_modes():
-        computed = compute_on_cpu(values.known, function, args, options, writes=writes)
-        written = elements_after_write(values.known, target, computed) if target is not None else None
+        written = target is not None and written_on_cpu(values.known, function, args, options, target)
+        computed = compute_on_cpu(values.known, function, args, options) if target is None else ()
     result = function(*args, **options)
     with without_dispatch_modes():
-        if written is not None:
+        if written:
             values.known.put(*written)
-        elif computed and target is None:
+        elif computed:
             put_elements(values.known, result, computed)
     return result
 
@@ -175,10 +175,7 @@ def _write_lists(known: KnownValues, function: Callable[..., Any], *args: Any, *
     with without_dispatch_modes():
         for at, tensor in enumerate(args[0]):
             of_one = [each[at : at + 1] if isinstance(each, tuple | list) else each for each in args]
-            computed = (
-                compute_on_cpu(known, function, of_one, options, writes=True) if tensor in known else ()
-            )
-            written = elements_after_write(known, tensor, computed) if computed else None
+            written = written_on_cpu(known, function, of_one, options, tensor) if tensor in known else None
             facts[tensor_storage_id(tensor)] = written
             known.put(*(written or (tensor, None)))  # another in the list may be a view of the same tensor
     try:
