@@ -47,6 +47,7 @@ from memfit.ghost.values.known_values import KnownValues
 from memfit.ghost.values.propagation_rules import (
     RULES,
     KnownInputs,
+    PropagationRule,
     found_inf_after_unscale,
     loss_scale_after_update,
     pointwise_value,
@@ -209,35 +210,65 @@ def _track(overrides: KernelOverrides, inputs: KnownInputs, op: str) -> None:
     if overload is None:
         return
     rule = RULES.get(op, partial(pointwise_value, overload) if is_pointwise(op) else _no_rule)
+    has_rule = rule is not _no_rule
     known, call = inputs.known, partial(_call, overload) if op.endswith((".Tensor", "out")) else _run
 
     def track(run: Kernel, *args: Any, **options: Any) -> object:
         result = call(run, args, options)
-        if not _record_elements(known, overload, args, options, result, needs_elements=rule is not _no_rule):
-            fact = rule(inputs, *args, **options)
+        is_small = _are_small(args) and all(map(may_have_known_elements, tensors_of(result)))
+        if is_small and _record(known, overload, args, options, result, needs_elements=has_rule):
+            return result
+        fact = rule(inputs, *args, **options)
+        if fact is not None:
             first = tensors_of(result)[0]
-            if fact is not None and first.is_cuda:
+            if first.is_cuda:
                 known.put(first, fact, fresh=True)
-            elif rule is not _no_rule:  # perhaps of uniform tensors, but not uniform itself
-                _record_elements(known, overload, args, options, result)
+        elif is_small and has_rule:  # perhaps of uniform tensors, but not uniform itself
+            _record(known, overload, args, options, result)
         return result
 
-    def write(run: Kernel, *args: Any, **options: Any) -> object:
-        target = options.get("out", args[0])
-        written: Written | None = None
-        if target.is_cuda and _are_small((target, *args)):
-            with without_dispatch_modes():
-                written = written_on_cpu(known, overload, args, options, target)
-        if written is None and is_pointwise(op) and "out" not in options and known.is_whole(target):
-            fact = rule(inputs, *args, **options)
-            written = (target, fact) if isinstance(fact, KnownValue) else None
-        result = call(run, args, options)
-        if written is not None:
-            with without_dispatch_modes():
-                known.put(*written)
-        return result
-
+    write = partial(_write, inputs, overload, rule if is_pointwise(op) else _no_rule, call)
     overrides.add(op, "AutogradCUDA")(write if overload._schema.is_mutable else track)
+
+
+def _write(
+    inputs: KnownInputs,
+    overload: Any,
+    rule: PropagationRule,
+    call: Callable[..., object],
+    run: Kernel,
+    *args: Any,
+    **options: Any,
+) -> object:
+    """Run an op that writes to its first argument or to ``out``; record what this holds then."""
+    known, target = inputs.known, options.get("out", args[0])
+    written: Written | None = None
+    if target.is_cuda and _are_small((target, *args)):
+        with without_dispatch_modes():
+            written = written_on_cpu(known, overload, args, options, target)
+    if written is None and "out" not in options and known.is_whole(target):
+        fact = rule(inputs, *args, **options)
+        written = (target, fact) if isinstance(fact, KnownValue) else None
+    result = call(run, args, options)
+    if written is not None:
+        with without_dispatch_modes():
+            known.put(*written)
+    return result
+
+
+def _record(
+    known: KnownValues,
+    overload: Any,
+    args: Sequence[Any],
+    options: dict[str, Any],
+    result: object,
+    *,
+    needs_elements: bool = False,
+) -> bool:
+    """Record what the CPU computes of an op's results; return whether it did."""
+    with without_dispatch_modes():
+        computed = compute_on_cpu(known, overload, args, options, needs_elements=needs_elements)
+        return bool(computed) and put_elements(known, result, computed)
 
 
 def _run(run: Kernel, args: Sequence[Any], options: dict[str, Any]) -> object:
@@ -250,23 +281,6 @@ def _call(overload: Any, run: Kernel, args: Sequence[Any], options: dict[str, An
         with torch._C._AutoDispatchBelowAutograd():
             return overload._overloadpacket(*args, **options)
     return run(*args, **options)
-
-
-def _record_elements(
-    known: KnownValues,
-    overload: Any,
-    args: Sequence[Any],
-    options: dict[str, Any],
-    result: object,
-    *,
-    needs_elements: bool = False,
-) -> bool:
-    """Record what the CPU computes of an op's results; return whether it did."""
-    if not _are_small(args) or not all(map(may_have_known_elements, tensors_of(result))):
-        return False
-    with without_dispatch_modes():
-        computed = compute_on_cpu(known, overload, args, options, needs_elements=needs_elements)
-        return bool(computed) and put_elements(known, result, computed)
 
 
 def _are_small(args: Sequence[Any]) -> bool:

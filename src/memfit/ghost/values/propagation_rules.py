@@ -95,9 +95,12 @@ def pointwise_value(
 ) -> KnownValue | None:
     """Return the value of most elements of an elementwise result: the CPU computes one element."""
     tensors = [arg for arg in (*args, *options.values()) if isinstance(arg, torch.Tensor)]
-    known = [fact for fact in _operands(inputs, *tensors) if fact is not None]
-    if not known or len(known) < len(tensors):
-        return None
+    known = []
+    for tensor in tensors:
+        fact = inputs.mostly(tensor)
+        if fact is None:
+            return None
+        known.append(_broadcast(fact, tensor, tensors))
     ones = iter(
         torch.full((1,) * tensor.dim(), fact.value, dtype=tensor.dtype, device="cpu")
         for tensor, fact in zip(tensors, known, strict=True)
