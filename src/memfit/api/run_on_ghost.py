@@ -12,7 +12,11 @@ from memfit.analysis.equivalent_ranks import (
     rank_run_sort_key,
     what_one_rank_holds,
 )
-from memfit.analysis.side_stream_peak_range import may_side_streams_change_peak, with_side_stream_range
+from memfit.analysis.side_stream_peak_range import (
+    may_side_streams_change_peak,
+    with_side_stream_range,
+    without_late_run,
+)
 from memfit.analysis.total_need_by_rerun import (
     assumes_worst_token_routing,
     even_routing_option,
@@ -215,11 +219,10 @@ class _GhostJob:
         found = FinishedRun(recorded.trace, result, recorded.unsaved)
         if result.verdict in ("fits", "tight") and may_side_streams_change_peak(recorded.trace):
             late = run_trial(Change(finish_late=True), LATE)
-            if isinstance(late, TrialResult):
-                most = larger_need_with_late_streams(found, late.trace)
-                return (
-                    found if most is found else replace(most, unsaved=try_to_save_trace(most.trace, output))
-                )
+            if not isinstance(late, TrialResult):
+                return replace(found, result=without_late_run(result, late))
+            most = larger_need_with_late_streams(found, late.trace)
+            return found if most is found else replace(most, unsaved=try_to_save_trace(most.trace, output))
         return found
 
     def _recorded(

@@ -68,6 +68,8 @@ def verdict_of_run(result: DryRun, *, hints: bool = True) -> VerdictLines:
     covered = "up to where it ended" if failed else "without children"
     if result.end.missing_updates:
         covered = "without the missing updates"
+    elif not failed and not result.children:
+        covered = "at least"
     return VerdictLines(
         "INCOMPLETE",
         (*before, f"{last} {covered}"),
@@ -99,6 +101,11 @@ def _why_incomplete(result: DryRun, *, hints: bool) -> Iterator[str]:
             )
     elif _failed(end):
         yield f"The {'resumed ' * result.resumed}script ended with {_ended(end)}"
+    elif result.untried is not None and not result.children:
+        yield (
+            "The script may need more if GPU work on side streams finishes late. The second run, which "
+            f"measures that, did not complete: {escaped(why_run_failed(result.untried))}."
+        )
     if end.stand_ins:
         yield f"{STAND_INS_READ}:"
     for read in end.stand_ins[:MOST_STAND_INS]:
