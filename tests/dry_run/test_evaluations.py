@@ -47,6 +47,14 @@ def test_evaluations_are_found_in_modules_and_in_modules_that_the_script_imports
     (tmp_path / "trainer.py").write_text("def test(model):\n    model.eval()\n    frame.eval('a + b')\n")
     imported = dry_run(f"import trainer\n{SCRIPT}".replace(".eval()\n", ".train()\n").replace(".eval()", ""))
     assert imported.answer["end"]["evaluation"] == f"{tmp_path / 'trainer.py'}:2"
+    restored = (
+        "def decode(model):\n    model.eval()\n\n\ndef test(model):\n    model.eval()\n    model.train()\n"
+    )
+    (tmp_path / "validator.py").write_text(restored)
+    both = dry_run(
+        f"import trainer, validator\n{SCRIPT}".replace(".eval()\n", ".train()\n").replace(".eval()", "")
+    )
+    assert both.answer["end"]["evaluation"] == f"{tmp_path / 'validator.py'}:6"  # it goes on with training
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "memfit", "dry-run", "-m", "script"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)

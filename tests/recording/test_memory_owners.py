@@ -122,6 +122,28 @@ train()
     assert bytes_of(found, category="inputs") == truth["x"] + 3 * truth["batch"]
 
 
+def test_a_copy_is_found_beside_a_module_whose_attribute_has_the_name_of_a_method(attributed):
+    """As that of Megatron's DistributedDataParallel, ``buffers``."""
+    found, truth = attributed(
+        f"""
+class Wrapper(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net, self.buffers = net, []
+    def forward(self, x):
+        return self.net(x)
+net = Wrapper({MLP})
+average = [parameter.detach().clone() for parameter in net.parameters()]
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for _ in range(2):
+    net(torch.ones(32, 256, device="cuda")).mean().backward()
+    optimizer.step()
+truth(average=size(average))
+"""
+    )
+    assert bytes_of(found, category="EMA and weight copies") == truth["average"]
+
+
 def test_autocast_copies_are_named_whether_saved_or_not(attributed):
     found, truth = attributed(
         """

@@ -57,7 +57,7 @@ class ParameterCopies:
             trained = [[one for one in root.parameters() if id(one) in ids] for root in running]
             used = [*stepping, *(one for root in running for one in root.parameters())]
             gradients = (one.grad for one in used if one.is_leaf and one.grad is not None)
-            buffers = (one for root in (*running, *outermost) for one in root.buffers())
+            buffers = (one for root in (*running, *outermost) for one in torch.nn.Module.buffers(root))
             states = tensors_in_containers([optimizer.state for optimizer in optimizers])
             owned = gpu_addresses_of_tensors([*used, *gradients, *buffers, *states])
             others = [

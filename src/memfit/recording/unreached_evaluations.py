@@ -5,6 +5,7 @@ Training steps alone do not show what an evaluation needs, so the answer names i
 
 import ast
 import functools
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,8 @@ _MODULE = Patch("torch.nn.modules.module:Module", "train", why="learn which eval
 
 _LONGEST = 1 << 20
 """Bytes of a source file that is searched."""
-_MOST_FILES = 100
+_MOST_FILES = 1000
+_EVAL = re.compile(rb"\.\s*eval\s*\(")
 
 
 class UnreachedEvaluations:
@@ -45,16 +47,18 @@ class UnreachedEvaluations:
         _MODULE.install("train", noting)
 
     def not_run(self) -> str:
-        """Return the first ``file:line`` in the script, or in modules beside it, that was not called."""
-        return next(
-            (
-                f"{file}:{lines[0]}"
-                for file in _user_files(self._script)
-                for lines in _calls_of_eval(file)
-                if not any((file, line) in self._called for line in lines)
-            ),
-            "",
+        """Return a ``file:line`` in the script, or in modules beside it, that was not called.
+
+        The script's own lines come first, then functions that also set a model to train, as what evaluates
+        during training does: packages beside a script call ``eval()`` for other ends.
+        """
+        found = (
+            (file != self._script, not trains, f"{file}:{lines[0]}")
+            for file in _user_files(self._script)
+            for lines, trains in _calls_of_eval(file)
+            if not any((file, line) in self._called for line in lines)
         )
+        return min(found, key=lambda each: each[:2], default=(True, True, ""))[2]
 
 
 def _user_files(script: str) -> Iterator[str]:
@@ -64,20 +68,28 @@ def _user_files(script: str) -> Iterator[str]:
     yield from list(found)[:_MOST_FILES]
 
 
-def _calls_of_eval(file: str) -> list[range]:
-    """Return the lines of each call of a method ``eval`` without arguments; of others, it evaluates text."""
+def _calls_of_eval(file: str) -> list[tuple[range, bool]]:
+    """Return the lines of each call of a method ``eval``, and whether ``train`` is called in that function.
+
+    Calls of ``eval`` with arguments evaluate text.
+    """
     try:
         if Path(file).stat().st_size > _LONGEST:
             return []
-        tree = ast.parse(Path(file).read_bytes())
+        source = Path(file).read_bytes()
+        tree = ast.parse(source if _EVAL.search(source) else b"")
     except (OSError, SyntaxError, ValueError, RecursionError):
         return []
-    return sorted(
-        (
-            range(node.lineno, (node.end_lineno or node.lineno) + 1)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Call) and not node.args and not node.keywords
-            if isinstance(node.func, ast.Attribute) and node.func.attr == "eval"
-        ),
-        key=lambda lines: lines[0],
-    )
+    found: dict[int, tuple[range, bool]] = {}
+    for scope in ast.walk(tree):  # outer functions first
+        if isinstance(scope, ast.Module | ast.FunctionDef):
+            trains = bool(_calls_without_arguments(scope, "train"))
+            for call in _calls_without_arguments(scope, "eval"):
+                found[call.lineno] = (range(call.lineno, (call.end_lineno or call.lineno) + 1), trains)
+    return [found[line] for line in sorted(found)]
+
+
+def _calls_without_arguments(scope: ast.AST, method: str) -> list[ast.Call]:
+    calls = (node for node in ast.walk(scope) if isinstance(node, ast.Call))
+    bare = (call for call in calls if not call.args and not call.keywords)
+    return [call for call in bare if isinstance(call.func, ast.Attribute) and call.func.attr == method]
