@@ -110,5 +110,5 @@ def test_a_run_is_incomplete_if_the_second_one_that_finds_its_largest_need_fails
     run = dry_run(script)
     assert (run.code, run.answer["verdict"], run.answer["end"]["reason"]) == (3, "unknown", "steps")
     assert run.out.startswith("INCOMPLETE   needs ")
-    assert "The second run, which measures that, did not complete: the script ended with FileExists" in run.out
+    assert "The second run, which measures that, did not complete: the script ended with File" in run.out
     assert "FileExistsError" in run.answer["untried"]["exception"]
