@@ -159,8 +159,72 @@ def test_backward_passes_in_eval_mode_after_training_are_no_skipped_updates(dry_
     """
     run = dry_run(script)
     assert (run.code, run.answer["verdict"], run.answer["steps"]) == (0, "fits", 1)
-    run = dry_run(script.replace("model.eval()", ""))
+    run = dry_run(script.replace("model.eval()", ""))  # reads that are only printed skip no update
+    assert (run.code, run.answer["verdict"], run.answer["steps"]) == (0, "fits", 1)
+    decides = "if loss.item() > 0: continue"
+    run = dry_run(script.replace("model.eval()", "").replace("print(loss.item())", decides))
     assert run.answer["end"]["missing_updates"] == "4 of 5 updates were skipped"
+
+
+SKIPS = """
+    import torch
+    model = torch.nn.Linear(64, 64).cuda()
+    optimizer = torch.optim.Adam(model.parameters())
+    for n in range(4):
+        loss = model(torch.ones(8, 64, device="cuda")).square().mean()
+        if loss.item() < 1.5: continue
+        loss.backward()
+        optimizer.step()
+"""
+
+
+def test_updates_skipped_before_their_backward_make_a_run_incomplete_and_the_read_is_named(dry_run):
+    run = dry_run(SKIPS)
+    assert (run.code, run.answer["verdict"], run.answer["steps"]) == (3, "unknown", 0)
+    assert "The script made an optimizer and ran no backward pass for its updates: " in run.out
+    assert "1.0 for a float at script.py:7 (to try another: --values script.py:7=0)" in run.out
+    run = dry_run(SKIPS, options=("--values", "script.py:7=2"))
+    assert (run.code, run.answer["verdict"], run.answer["steps"]) == (0, "fits", 3)
+
+
+@pytest.mark.parametrize("grad", ["with torch.no_grad():", "if not model.eval().training:"])
+def test_a_script_that_only_evaluates_fits_although_it_has_an_optimizer(dry_run, grad):
+    evaluates = SKIPS.replace("    for n", f"    {grad}\n      for n").replace("    loss.", "      loss.")
+    evaluates = evaluates.replace("loss =", "  loss =").replace("if loss", "  if loss")
+    run = dry_run(evaluates.replace("optimizer.step", "  optimizer.step"))
+    assert (run.code, run.answer["verdict"], run.answer["steps"]) == (0, "fits", 0)
+
+
+def test_a_run_that_a_stand_in_may_have_ended_is_not_called_whole(dry_run):
+    script = SKIPS.replace("loss.item() < 1.5: continue", "n and loss.item() < 1.5: break")
+    run = dry_run(script)
+    assert (run.code, run.answer["verdict"], run.answer["steps"]) == (0, "fits", 1)
+    _, covers, read, *_ = run.out.splitlines()
+    assert covers.startswith(
+        "This result covers 1 training step. On a GPU, the script may run more or less: "
+    )
+    assert read == "  1.0 for a float at script.py:7 (to try another: --values script.py:7=0)"
+    assert run.answer["end"]["stand_ins"][0]["instead"] == "script.py:7=0"
+    run = dry_run(script.replace("if n and loss.item() < 1.5: break", "print(loss.item())"))
+    assert run.answer["steps"] == 3
+
+
+def test_updates_by_hand_need_no_step_of_an_optimizer(dry_run):
+    by_hand = "with torch.no_grad(): model.weight.sub_(model.weight.grad)"
+    script = SKIPS.replace("optimizer.step()", by_hand).replace("if loss.item() < 1.5: continue", "")
+    stops = "\n        if loss.item() < 0.5: break"
+    run = dry_run(script.replace(by_hand, by_hand + stops), without_step="it updates by hand")
+    assert (run.code, run.answer["verdict"]) == (0, "fits")
+    run = dry_run(script.replace(by_hand, stops))
+    assert "The script ran 4 backward passes, and its optimizers never stepped" in run.out
+
+
+def test_steps_of_an_optimizer_without_gradients_are_no_updates(dry_run):
+    stale = "Adam(torch.nn.Linear(64, 64).cuda().parameters())"
+    script = SKIPS.replace("if loss.item() < 1.5: continue", "")
+    run = dry_run(script.replace("Adam(model.parameters())", stale))
+    assert (run.code, run.answer["verdict"]) == (3, "unknown")
+    assert "its optimizers never stepped, or without gradients" in run.out
 
 
 def test_a_script_that_gives_up_names_the_values_that_it_read(dry_run):
