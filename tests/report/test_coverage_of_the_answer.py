@@ -74,9 +74,9 @@ def test_a_run_that_read_what_its_loops_go_on_by_is_not_called_whole(answer):
     run = replace(answer, end=ScriptEnd("end", 0, stand_ins=(read,)), steps=6)
     first, *others = verdict_of_run(run).text.plain.splitlines()
     assert first.startswith("FITS   needs ")
+    covers = "This result covers 6 training steps. On a GPU, the script may run more or less: it decides that"
     assert others == [
-        "This result covers 6 training steps. On a GPU, the script may run more or less: it decides that by "
-        + "GPU values. The ghost computes none, and returned:",
+        f"{covers} by GPU values. The ghost computes none, and returned:",
         "  1.0 for a float at /somewhere/train.py:9 (to try another: --values train.py:9=0)",
     ]
 
