@@ -4,11 +4,13 @@
 
 The scripts of ``parallel_modes/`` use PyTorch as users do. ``R/N`` is rank R of a job of N; ``all/N`` runs
 all of them, and ``real/N`` starts them all at once, with torchrun or, for those of ``LAUNCHED``,
-``accelerate launch``. The table holds the verdict, PyTorch's peak on the rank that needs most, the bytes at
-this peak that no object explains, the number of rows in which ``--all-ranks`` groups the ranks, and the last
-lines of a run that fails. Exits with 1 if a run fails that ``REFUSED`` does not list, if one of those
-succeeds, or if one that trains, as all but those of ``collectives.py`` do, fits without having made a
-training step. Scripts whose package is not installed are skipped by name.
+``accelerate launch``. Printed are the verdict, PyTorch's peak on the rank that needs most, the bytes at
+this peak that no object explains, and the last lines of a run that fails. The table has a row for each mode
+and a column for each of ``--ranks``: that peak, or, for ``real/N``, whether each rank that also ran as
+``R/N`` or in ``all/N`` had these peaks, allocated and reserved. Exits with 1 if not, if a run fails that
+``REFUSED`` does not list, if one of those succeeds, or if one that trains, as all but those of
+``collectives.py`` do, fits without having made a training step. Scripts whose package is not installed are
+skipped by name.
 """
 
 import ast
@@ -16,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +29,7 @@ import memfit
 from memfit.records import GroupBy
 
 SCRIPTS = Path(__file__).parent / "parallel_modes"
-RANKS = ("0/2", "3/8", "7/8")
+RANKS = ("0/2", "1/2", "0/8", "3/8", "7/8")
 LIMIT = 150.0
 """Seconds for one run: none of them may wait for another rank."""
 REFUSED = {
@@ -47,6 +49,8 @@ LAUNCHED = {
     "libraries:launched_fsdp2": f"{_WRAPPED} --fsdp_version=2 --mixed_precision=bf16",
 }
 """Variant -> the options of ``accelerate launch`` that it runs with."""
+AT_LEAST_4 = ("fsdp2:three_dimensions",)
+"""Modes that do not run as two ranks."""
 NEEDS = {"deepspeed_engines": "deepspeed"}
 """Script -> the package that it needs and memfit's own environment lacks."""
 
@@ -62,7 +66,8 @@ class Answer:
     unknown: int
     seconds: float
     said: str
-    rows: int = 1
+    peaks: dict[int, tuple[int, int]]
+    """By rank that ran: most bytes allocated, and reserved, if all GPU work is done at once."""
 
     @property
     def expected(self) -> bool:
@@ -74,11 +79,14 @@ class Answer:
 def variants(script: Path) -> Iterator[str]:
     """Yield the functions of a script that it runs by name: those that take the device alone, or nothing.
 
-    >>> "data_parallel:static_graph" in set(variants(SCRIPTS / "data_parallel.py"))
+    >>> {"data_parallel:static_graph", "data_parallel:join"} <= set(variants(SCRIPTS / "data_parallel.py"))
     True
     """
     for node in ast.parse(script.read_text()).body:
-        if isinstance(node, ast.FunctionDef):
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("partial("):
+            if (name := ast.unparse(node.targets[0])).islower():
+                yield f"{script.stem}:{name}"
+        elif isinstance(node, ast.FunctionDef):
             required = len(node.args.args) - len(node.args.defaults)
             if not node.args.kwarg and [each.arg for each in node.args.args[:required]] in ([], ["device"]):
                 yield f"{script.stem}:{node.name}"
@@ -104,11 +112,11 @@ def run(variant: str, rank: str, folder: Path) -> Answer:
         launcher = ("-m", *real, ranks) if own == "real" else ()
         answer, done = memfit_json("dry-run", *job, launcher=launcher, folder=folder, seconds=limit)
     except subprocess.TimeoutExpired:
-        return Answer(variant, rank, "hangs", 0, 0, limit, "")
+        return Answer(variant, rank, "hangs", 0, 0, limit, "", {})
     seconds = time.monotonic() - began
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     if answer is None:
-        return Answer(variant, rank, f"exit {done.returncode}", 0, 0, seconds, lines[-1] if lines else "")
+        return Answer(variant, rank, f"exit {done.returncode}", 0, 0, seconds, lines[-1] if lines else "", {})
     unknown = 0
     if trace.exists() and answer["peak"]["allocated"]:
         held = memfit.explain(trace).held.rows[GroupBy.CATEGORY]
@@ -117,21 +125,42 @@ def run(variant: str, rank: str, folder: Path) -> Answer:
     if verdict == "fits" and not answer["steps"] and script != "collectives":
         verdict = "fits, 0 steps"
     said = "" if not done.returncode else " | ".join(lines[-3:])
-    rows = len(answer["ranks"]) or 1
-    return Answer(variant, rank, verdict, answer["peak"]["allocated"], unknown, seconds, said, rows)
+    peak = answer["peak"]
+    peaks = {} if answer["ranks"] else {int(own): (peak["allocated"], peak["reserved"])}
+    for row in answer["ranks"]:
+        least = tuple(row["peak"][name]["least"] for name in ("allocated", "reserved"))
+        peaks |= dict.fromkeys((row["rank"], *row["also"]), least)
+    return Answer(variant, rank, verdict, peak["allocated"], unknown, seconds, said, peaks)
 
 
-def markdown(answers: Iterable[Answer]) -> str:
+def compared(real: Answer, answers: Iterable[Answer]) -> str:
+    """Say whether ranks had the same peaks as real processes and as one process that stands for a rank.
+
+    >>> one = Answer("plain", "1/2", "fits", 7, 0, 1.0, "", {1: (7, 8)})
+    >>> compared(Answer("plain", "real/2", "fits", 7, 0, 1.0, "", {0: (7, 8), 1: (7, 8)}), [one])
+    'equal'
+    >>> compared(Answer("plain", "real/2", "fits", 7, 0, 1.0, "", {0: (7, 8), 1: (7, 9)}), [one])
+    'differs'
+    """
+    ranks = real.rank.removeprefix("real")
+    alone = [each.peaks.items() for each in answers if each.rank.endswith(ranks) and each is not real]
+    if not alone or not real.peaks:
+        return "-"
+    return "equal" if all(peaks <= real.peaks.items() for peaks in alone) else "differs"
+
+
+def markdown(answers: Sequence[Answer], ranks: Sequence[str]) -> str:
     """Return the table of a file in ``results/``."""
-    columns = "mode", "ranks run", "rows", "peak allocated, largest rank", "unexplained", "verdict"
-    rows = (
-        (
-            *(each.variant, each.rank, each.rows, f"{each.allocated:,} B", f"{each.unknown:,} B"),
-            f"refused: {REFUSED[each.variant]}" if each.variant in REFUSED else each.verdict,
-        )
-        for each in answers
-    )
-    return table(columns, "lrrrrl", rows) + "\n"
+    rows = []
+    for variant in dict.fromkeys(each.variant for each in answers):
+        own = {each.rank: each for each in answers if each.variant == variant}
+        cells = {rank: f"{each.allocated:,}" for rank, each in own.items()}
+        cells |= {rank: compared(own[rank], own.values()) for rank in own if rank.startswith("real")}
+        verdict = "; ".join(sorted({each.verdict for each in own.values()}))
+        verdict = f"refused: {REFUSED[variant]}" if variant in REFUSED else verdict
+        shown = (cells.get(rank, "-") for rank in ranks)
+        rows.append((variant, *shown, max(each.unknown for each in own.values()), verdict))
+    return table(("mode", *ranks, "unexplained", "verdict"), f"l{'r' * len(ranks)}rl", rows) + "\n"
 
 
 def main() -> int:
@@ -153,18 +182,21 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for variant in chosen:
             for rank in arguments.ranks:
+                if variant in AT_LEAST_4 and rank.endswith("/2"):
+                    continue
                 answer = run(variant, rank, Path(folder))
                 answers.append(answer)
                 print(
                     f"{variant:44} {rank:>5}  {answer.verdict:10} {answer.allocated:13,} B  unknown "
-                    f"{answer.unknown:9,} B  {answer.rows:2} rows  {answer.seconds:5.1f} s"
+                    f"{answer.unknown:9,} B  {answer.seconds:5.1f} s"
                     f"{'' if answer.expected else '  UNEXPECTED'}  {answer.said[:300]}",
                     flush=True,
                 )
+    written = markdown(answers, arguments.ranks)
     if arguments.markdown:
-        arguments.markdown.write_text(markdown(answers))
+        arguments.markdown.write_text(written)
     write_json(arguments.json, [asdict(answer) for answer in answers])
-    return int(not all(answer.expected for answer in answers))
+    return int("differs" in written or not all(answer.expected for answer in answers))
 
 
 if __name__ == "__main__":

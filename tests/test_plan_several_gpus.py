@@ -27,16 +27,22 @@ JOINED = """
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 """
 SHARDS_ITSELF = {
-    "gradient_as_bucket_view=True": """
+    "gradient_as_bucket_view=True": (
+        2230,
+        """
     model = nn.parallel.DistributedDataParallel(Net(1024, 6).cuda(), )
 """,
-    "offload_policy=CPUOffloadPolicy()": """
+    ),
+    "offload_policy=CPUOffloadPolicy()": (
+        1800,
+        """
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
     model = Net(1024, 6).cuda()
     fully_shard(model, )
 """,
+    ),
 }
-"""By option that makes it fit: how a script shards itself."""
+"""By option that makes it fit: the budget in MiB, and how a script shards itself."""
 ON_SEVERAL = """
     import os
     torch.distributed.init_process_group()
@@ -113,9 +119,9 @@ def test_a_script_for_several_gpus_is_planned_for_every_rank(tmp_path):
 
 @pytest.mark.parametrize("option", SHARDS_ITSELF)
 def test_an_option_of_the_scripts_own_sharding_is_planned_and_needs_what_it_needs_by_hand(tmp_path, option):
-    shards = JOINED + SHARDS_ITSELF[option]
-    script, plan = written(tmp_path, shards, 64, 1024), tmp_path / "plan.json"
-    text, found = planned(script, 2230, plan)
+    budget, shards = SHARDS_ITSELF[option]
+    script, plan = written(tmp_path, JOINED + shards, 64, 1024), tmp_path / "plan.json"
+    text, found = planned(script, budget, plan)
     call = "fully_shard" if "fully_shard" in shards else "DistributedDataParallel"
     name, _, value = option.partition("=")
     assert found["own_sharding"] == {call: {name: True if value == "True" else value}}

@@ -1,5 +1,7 @@
 """Saving and loading sharded state with torch.distributed.checkpoint."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -54,8 +56,7 @@ def full(device, offload=True):
     set_model_state_dict(model, state, options=options)
 
 
-def full_on_gpu(device):
-    full(device, offload=False)
+full_on_gpu = partial(full, offload=False)
 
 
 def asynchronous(device):

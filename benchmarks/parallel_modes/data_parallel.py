@@ -1,8 +1,10 @@
 """DistributedDataParallel with each of its options; ZeroRedundancyOptimizer."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
-from jobs import Model, batch, loss_of, run_variant, train, train_accumulated
+from jobs import Model, batch, loss_of, run_variant, train, train_accumulated, updates
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     ddp_zero_hook,
@@ -20,24 +22,15 @@ def wrapped(device, *, checkpointed=False, **options):
     return DistributedDataParallel(model, device_ids=[device.index], **options)
 
 
-def plain(device):
-    train(wrapped(device), device)
+def trained(device, **options):
+    train(wrapped(device, **options), device)
 
 
-def checkpointed(device):
-    train(wrapped(device, checkpointed=True), device)
-
-
-def bucket_view(device):
-    train(wrapped(device, gradient_as_bucket_view=True), device)
-
-
-def static_graph(device):
-    train(wrapped(device, static_graph=True, gradient_as_bucket_view=True, checkpointed=True), device)
-
-
-def small_buckets(device):
-    train(wrapped(device, bucket_cap_mb=1), device)
+plain = partial(trained)
+checkpointed = partial(trained, checkpointed=True)
+bucket_view = partial(trained, gradient_as_bucket_view=True)
+static_graph = partial(trained, static_graph=True, gradient_as_bucket_view=True, checkpointed=True)
+small_buckets = partial(trained, bucket_cap_mb=1)
 
 
 def unused(device):
@@ -57,16 +50,14 @@ def accumulation(device):
     train_accumulated(wrapped(device), device)
 
 
-def fp16_hook(device):
-    model = wrapped(device)
-    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+def hooked(device, hook, **options):
+    model = wrapped(device, **options)
+    model.register_comm_hook(None, hook)
     train(model, device)
 
 
-def bf16_hook(device):
-    model = wrapped(device, gradient_as_bucket_view=True)
-    model.register_comm_hook(None, default_hooks.bf16_compress_hook)
-    train(model, device)
+fp16_hook = partial(hooked, hook=default_hooks.fp16_compress_hook)
+bf16_hook = partial(hooked, hook=default_hooks.bf16_compress_hook, gradient_as_bucket_view=True)
 
 
 def power_sgd(device):
@@ -78,12 +69,9 @@ def power_sgd(device):
 
 def join(device):
     model = wrapped(device)
-    optimizer = torch.optim.AdamW(model.parameters())
     with Join([model]):
-        for _ in range(3):
+        for _ in updates(torch.optim.AdamW(model.parameters())):
             loss_of(model, batch(device)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 def sync_batch_norm(device):
@@ -97,12 +85,9 @@ def sync_batch_norm(device):
     )
     model = nn.SyncBatchNorm.convert_sync_batchnorm(model).to(device)
     model = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
+    for _ in updates(torch.optim.SGD(model.parameters(), lr=0.1)):
         x = torch.randn(4, 3, 32, 32, device=device)
         nn.functional.cross_entropy(model(x), torch.randint(10, (4,), device=device)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
     model.eval()
     with torch.no_grad():
         model(torch.randn(4, 3, 32, 32, device=device))
@@ -122,22 +107,23 @@ def amp(device):
         optimizer.zero_grad()
 
 
+def redundancy(model, **options):
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, **options)
+
+
 def zero(device):
     model = wrapped(device)
-    train(model, device, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3))
+    train(model, device, redundancy(model))
 
 
 def zero_bucket_view(device):
     model = wrapped(device, gradient_as_bucket_view=True)
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=1e-3
-    )
-    train(model, device, optimizer)
+    train(model, device, redundancy(model, parameters_as_bucket_view=True))
 
 
 def zero_overlap(device):
     model = wrapped(device, gradient_as_bucket_view=True, static_graph=True)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, overlap_with_ddp=True, lr=1e-3)
+    optimizer = redundancy(model, overlap_with_ddp=True)
     hook = ddp_zero_hook.hook_with_zero_step(default_hooks.allreduce_hook, model, optimizer)
     model.register_comm_hook(None, hook)
     for _ in range(4):
@@ -146,8 +132,7 @@ def zero_overlap(device):
 
 def zero_consolidate(device):
     model = wrapped(device)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
-    train(model, device, optimizer)
+    optimizer = train(model, device, redundancy(model))
     optimizer.consolidate_state_dict(to=0)
     if dist.get_rank() == 0:
         torch.save(optimizer.state_dict(), "optimizer.pt")
@@ -164,26 +149,22 @@ def local_sgd(device):
     train(model, device, PostLocalSGDOptimizer(torch.optim.AdamW(model.parameters()), averager), steps=4)
 
 
-def compiled(device):
-    train(torch.compile(wrapped(device), backend="aot_eager"), device)
+def compiled(device, backend="aot_eager"):
+    train(torch.compile(wrapped(device), backend=backend), device)
 
 
-def compiled_inductor(device):
-    train(torch.compile(wrapped(device)), device)
+compiled_inductor = partial(compiled, backend="inductor")
 
 
 def reducer_in_python(device):
     model = Model().to(device)
     for parameter in model.parameters():
         dist.broadcast(parameter.data, 0)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(3):
+    for _ in updates(torch.optim.AdamW(model.parameters())):
         loss_of(model, batch(device)).backward()
         work = [dist.all_reduce(p.grad, op=dist.ReduceOp.AVG, async_op=True) for p in model.parameters()]
         for each in work:
             each.wait()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """DeepSpeed's engine: ZeRO-1, 2 and 3, its precisions, accumulation, checkpointing and offload."""
 
+from functools import partial
+
 import deepspeed
 import torch
-from jobs import Model, batch, loss_of, start, variant
+from jobs import Model, batch, check_shards, loss_of, start, variant
 from libraries import lightning, trainer
 
 BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}
@@ -37,84 +39,30 @@ def train(stage, more=BF16, *, accumulated=1, checkpointed=False, torch_adam=Tru
 def check(engine):
     """Check that every update was made, and that the optimizer's state is this rank's share, but for padding."""
     assert (engine.global_steps, engine.skipped_steps) == (3, 0)
-    held = sum(state["exp_avg"].numel() for state in engine.optimizer.optimizer.state.values())
     parameters = list(engine.module.parameters())
     whole = sum(getattr(each, "ds_numel", each.numel()) for each in parameters)
-    padding = held * engine.world_size - whole
     padded = len(parameters) if engine.zero_optimization_partition_weights() else 2
-    assert 0 <= padding < padded * engine.world_size, (held, whole)
+    check_shards(engine.optimizer.optimizer, whole, engine.world_size, padded)
 
 
-def zero1():
-    train(1)
-
-
-def zero2():
-    train(2)
-
-
-def zero3():
-    train(3)
-
-
-def zero1_fp16():
-    train(1, FP16)
-
-
-def zero2_fp16():
-    train(2, FP16)
-
-
-def zero3_fp16():
-    train(3, FP16)
-
-
-def zero2_fused_adam():
-    train(2, BF16 | ADAM)
-
-
-def zero3_fused_lion():
-    train(3, BF16 | {"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}})
-
-
-def zero3_cpu_adam():
-    train(3, BF16 | ADAM, offload_optimizer=CPU, offload_param=CPU)
-
-
-def zero2_fp32():
-    train(2, {})
-
-
-def zero2_accumulated():
-    train(2, accumulated=2)
-
-
-def zero3_accumulated():
-    train(3, accumulated=2)
-
-
-def zero1_checkpointed():
-    train(1, checkpointed=True)
-
-
-def zero3_checkpointed():
-    train(3, checkpointed=True)
-
-
-def zero1_offloaded():
-    train(1, offload_optimizer=CPU)
-
-
-def zero2_offloaded():
-    train(2, FP16, offload_optimizer=CPU)
-
-
-def zero3_offloaded():
-    train(3, offload_optimizer=CPU, offload_param=CPU)
-
-
-def zero3_optimizer_offloaded():
-    train(3, FP16, offload_optimizer=CPU)
+zero1 = partial(train, 1)
+zero2 = partial(train, 2)
+zero3 = partial(train, 3)
+zero1_fp16 = partial(train, 1, FP16)
+zero2_fp16 = partial(train, 2, FP16)
+zero3_fp16 = partial(train, 3, FP16)
+zero2_fused_adam = partial(train, 2, BF16 | ADAM)
+zero3_fused_lion = partial(train, 3, BF16 | {"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}})
+zero3_cpu_adam = partial(train, 3, BF16 | ADAM, offload_optimizer=CPU, offload_param=CPU)
+zero2_fp32 = partial(train, 2, {})
+zero2_accumulated = partial(train, 2, accumulated=2)
+zero3_accumulated = partial(train, 3, accumulated=2)
+zero1_checkpointed = partial(train, 1, checkpointed=True)
+zero3_checkpointed = partial(train, 3, checkpointed=True)
+zero1_offloaded = partial(train, 1, offload_optimizer=CPU)
+zero2_offloaded = partial(train, 2, FP16, offload_optimizer=CPU)
+zero3_offloaded = partial(train, 3, offload_optimizer=CPU, offload_param=CPU)
+zero3_optimizer_offloaded = partial(train, 3, FP16, offload_optimizer=CPU)
 
 
 def trainer_zero3():
@@ -126,8 +74,7 @@ def trainer_zero3():
     trainer(deepspeed=automatic | BF16 | adam | zero, bf16=True, save_strategy="no")
 
 
-def lightning_zero2():
-    lightning("deepspeed_stage_2")
+lightning_zero2 = partial(lightning, "deepspeed_stage_2")
 
 
 if __name__ == "__main__":

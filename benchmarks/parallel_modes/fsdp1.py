@@ -1,15 +1,27 @@
 """FullyShardedDataParallel (FSDP1) with each sharding strategy and option."""
 
-import functools
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from jobs import Block, Model, batch, loss_of, run_variant, train, train_accumulated
+from jobs import (
+    Block,
+    Model,
+    batch,
+    check_shards,
+    loss_of,
+    mesh_of_pairs,
+    on_meta,
+    run_variant,
+    train,
+    train_accumulated,
+    updates,
+)
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
@@ -17,13 +29,12 @@ from torch.distributed.fsdp import (
     FullStateDictConfig,
     FullyShardedDataParallel,
     MixedPrecision,
-    ShardedStateDictConfig,  # noqa: F401 - scripts import it
     ShardingStrategy,
     StateDictType,
 )
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
-POLICY = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
+POLICY = partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
 
 
 def wrapped(device, *, checkpointed=False, **options):
@@ -35,66 +46,37 @@ def wrapped(device, *, checkpointed=False, **options):
     return model
 
 
-def full_shard(device):
-    train(wrapped(device), device)
+def trained(device, **options):
+    optimizer = train(wrapped(device, **options), device)
+    strategy = options.get("sharding_strategy")
+    ranks = 1 if strategy is ShardingStrategy.NO_SHARD else dist.get_world_size()
+    ranks = 2 if "device_mesh" in options else ranks
+    check_shards(optimizer, sum(each.numel() for each in Model().parameters()), ranks, pieces=3)
 
 
-def checkpointed(device):
-    train(wrapped(device, checkpointed=True), device)
-
-
-def shard_grad_op(device):
-    train(wrapped(device, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP), device)
-
-
-def no_shard(device):
-    train(wrapped(device, sharding_strategy=ShardingStrategy.NO_SHARD), device)
+HALF = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+full_shard = partial(trained)
+checkpointed = partial(trained, checkpointed=True)
+shard_grad_op = partial(trained, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+no_shard = partial(trained, sharding_strategy=ShardingStrategy.NO_SHARD)
+hybrid_without_mesh = partial(trained, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+orig_params = partial(trained, use_orig_params=True)
+offload = partial(trained, cpu_offload=CPUOffload(offload_params=True))
+unlimited = partial(trained, limit_all_gathers=False, forward_prefetch=True)
+backward_post = partial(trained, backward_prefetch=BackwardPrefetch.BACKWARD_POST)
+no_prefetch = partial(trained, backward_prefetch=None)
+mixed = partial(trained, mixed_precision=HALF)
 
 
 def hybrid(device):
-    mesh = init_device_mesh("cuda", (dist.get_world_size() // 2, 2), mesh_dim_names=("replicate", "shard"))
-    train(wrapped(device, sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh), device)
-
-
-def hybrid_without_mesh(device):
-    train(wrapped(device, sharding_strategy=ShardingStrategy.HYBRID_SHARD), device)
-
-
-def orig_params(device):
-    train(wrapped(device, use_orig_params=True), device)
-
-
-def offload(device):
-    train(wrapped(device, cpu_offload=CPUOffload(offload_params=True)), device)
-
-
-def unlimited(device):
-    train(wrapped(device, limit_all_gathers=False, forward_prefetch=True), device)
-
-
-def backward_post(device):
-    train(wrapped(device, backward_prefetch=BackwardPrefetch.BACKWARD_POST), device)
-
-
-def no_prefetch(device):
-    train(wrapped(device, backward_prefetch=None), device)
-
-
-def mixed(device):
-    half = MixedPrecision(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16
-    )
-    train(wrapped(device, mixed_precision=half), device)
+    hybrid_without_mesh(device, device_mesh=mesh_of_pairs("replicate", "shard"))
 
 
 def clip(device):
     model = wrapped(device, use_orig_params=True)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(3):
+    for _ in updates(torch.optim.AdamW(model.parameters())):
         loss_of(model, batch(device)).backward()
         model.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def no_sync(device):
@@ -105,9 +87,7 @@ def sync_module_states(device):
     if dist.get_rank() == 0:
         model, init = Model(), None
     else:
-        with torch.device("meta"):
-            model = Model()
-        init = lambda module: module.to_empty(device=device, recurse=False)  # noqa: E731
+        model, init = on_meta(), partial(nn.Module.to_empty, device=device, recurse=False)
     model = FullyShardedDataParallel(
         model, device_id=device, auto_wrap_policy=POLICY, sync_module_states=True, param_init_fn=init
     )

@@ -1,8 +1,10 @@
 """fully_shard (FSDP2) with each option, hybrid sharding and tensor parallelism."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
-from jobs import Model, batch, loss_of, run_variant, train
+from jobs import Model, batch, check_shards, loss_of, mesh_of_pairs, on_meta, run_variant, train, updates
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -14,7 +16,6 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     loss_parallel,
@@ -28,38 +29,26 @@ def shard(model, **options):
     return fully_shard(model, **options)
 
 
-def plain(device):
-    train(shard(Model().to(device)), device)
+def trained(device, *, checkpointed=False, **options):
+    model = Model(checkpointed=checkpointed).to(device)
+    whole = sum(each.numel() for each in model.parameters())
+    optimizer = train(shard(model, **options), device)
+    ranks = options["mesh"]["shard"].size() if "mesh" in options else dist.get_world_size()
+    check_shards(optimizer, whole, ranks, pieces=1)
 
 
-def checkpointed(device):
-    train(shard(Model(checkpointed=True).to(device)), device)
-
-
-def keep_unsharded(device):
-    train(shard(Model().to(device), reshard_after_forward=False), device)
-
-
-def reshard_to_two(device):
-    train(shard(Model().to(device), reshard_after_forward=2), device)
-
-
-def mixed(device):
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    train(shard(Model().to(device), mp_policy=policy), device)
-
-
-def mixed_checkpointed(device):
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    train(shard(Model(checkpointed=True).to(device), mp_policy=policy), device)
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+plain = partial(trained)
+checkpointed = partial(trained, checkpointed=True)
+keep_unsharded = partial(trained, reshard_after_forward=False)
+reshard_to_two = partial(trained, reshard_after_forward=2)
+mixed = partial(trained, mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32))
+mixed_checkpointed = partial(trained, checkpointed=True, mp_policy=HALF)
+no_offload = partial(trained, offload_policy=OffloadPolicy())
 
 
 def offload(device):
     train(shard(Model(), offload_policy=CPUOffloadPolicy()), device)
-
-
-def no_offload(device):
-    train(shard(Model().to(device), offload_policy=OffloadPolicy()), device)
 
 
 def prefetch(device):
@@ -72,14 +61,11 @@ def prefetch(device):
 
 
 def hybrid(device):
-    mesh = init_device_mesh("cuda", (dist.get_world_size() // 2, 2), mesh_dim_names=("replicate", "shard"))
-    train(shard(Model().to(device), mesh=mesh), device)
+    trained(device, mesh=mesh_of_pairs("replicate", "shard"))
 
 
 def meta(device):
-    with torch.device("meta"):
-        model = Model()
-    shard(model)
+    model = shard(on_meta())
     model.to_empty(device=device)
     for module in model.modules():
         if hasattr(module, "reset_parameters"):
@@ -89,36 +75,28 @@ def meta(device):
 
 def accumulation(device):
     model = shard(Model().to(device))
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(3):
+    for _ in updates(torch.optim.AdamW(model.parameters())):
         model.set_requires_gradient_sync(False)
         loss_of(model, batch(device)).backward()
         model.set_requires_gradient_sync(True)
         loss_of(model, batch(device)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def clip(device):
     model = shard(Model().to(device))
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(3):
+    for _ in updates(torch.optim.AdamW(model.parameters())):
         loss_of(model, batch(device)).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         if norm.item() > 1e9:
             raise ValueError("diverged")
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def broadcast_full_state(device):
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     full = Model().state_dict() if dist.get_rank() == 0 else {}
-    with torch.device("meta"):
-        model = Model()
-    shard(model)
+    model = shard(on_meta())
     model.to_empty(device=device)
     set_model_state_dict(
         model, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -126,33 +104,24 @@ def broadcast_full_state(device):
     train(model, device)
 
 
-TENSOR = {
-    "q": ColwiseParallel(),
-    "k": ColwiseParallel(),
-    "v": ColwiseParallel(),
-    "o": RowwiseParallel(),
-    "up": ColwiseParallel(),
-    "down": RowwiseParallel(),
-}
+TENSOR = {name: ColwiseParallel() for name in ("q", "k", "v", "up")}
+TENSOR |= {name: RowwiseParallel() for name in ("o", "down")}
 
 
-def tensor_parallel_model(model, mesh):
+def tensor_parallel_model(device, mesh, **options):
+    model = Model(**options).to(device)
     for block in model.blocks:
         parallelize_module(block, mesh, TENSOR)
-        block.heads //= mesh.size()
     return model
 
 
 def tensor_parallel(device, checkpointed=False):
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    model = Model(checkpointed=checkpointed).to(device)
-    for block in model.blocks:
-        parallelize_module(block, mesh, TENSOR)
+    model = tensor_parallel_model(device, mesh, checkpointed=checkpointed)
     train(model, device, torch.optim.AdamW(model.parameters(), foreach=False))  # DTensors and others
 
 
-def tensor_parallel_checkpointed(device):
-    tensor_parallel(device, checkpointed=True)
+tensor_parallel_checkpointed = partial(tensor_parallel, checkpointed=True)
 
 
 def sequence_parallel(device):
@@ -167,63 +136,40 @@ def sequence_parallel(device):
             "head": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
         },
     )
+    styles = {name: SequenceParallel() for name in ("norm1", "norm2")}
+    styles |= {name: ColwiseParallel(input_layouts=Shard(1)) for name in ("q", "k", "v", "up")}
+    styles |= {name: RowwiseParallel(output_layouts=Shard(1)) for name in ("o", "down")}
     for block in model.blocks:
-        parallelize_module(
-            block,
-            mesh,
-            {
-                "norm1": SequenceParallel(),
-                "norm2": SequenceParallel(),
-                "q": ColwiseParallel(input_layouts=Shard(1)),
-                "k": ColwiseParallel(input_layouts=Shard(1)),
-                "v": ColwiseParallel(input_layouts=Shard(1)),
-                "o": RowwiseParallel(output_layouts=Shard(1)),
-                "up": ColwiseParallel(input_layouts=Shard(1)),
-                "down": RowwiseParallel(output_layouts=Shard(1)),
-            },
-        )
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(3):
+        parallelize_module(block, mesh, styles)
+    for _ in updates(torch.optim.AdamW(model.parameters())):
         with loss_parallel():
             loss = loss_of(model, batch(device))
             loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
     if dist.get_rank() == 0:
         print(loss.item())
-    assert PrepareModuleInput
 
 
 def two_dimensions(device):
-    mesh = init_device_mesh("cuda", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
-    model = Model().to(device)
-    for block in model.blocks:
-        parallelize_module(block, mesh["tp"], TENSOR)
-    train(shard(model, mesh=mesh["dp"]), device)
+    mesh = mesh_of_pairs("dp", "tp")
+    train(shard(tensor_parallel_model(device, mesh["tp"]), mesh=mesh["dp"]), device)
 
 
 def three_dimensions(device):
     mesh = init_device_mesh(
         "cuda", (2, dist.get_world_size() // 4, 2), mesh_dim_names=("replicate", "shard", "tp")
     )
-    model = Model().to(device)
-    for block in model.blocks:
-        parallelize_module(block, mesh["tp"], TENSOR)
+    model = tensor_parallel_model(device, mesh["tp"])
     train(shard(model, mesh=mesh["replicate", "shard"]), device)
 
 
-def compiled(device):
+def compiled(device, backend="aot_eager"):
     model = Model().to(device)
     for block in model.blocks:
-        block.compile(backend="aot_eager")
+        block.compile(backend=backend)
     train(shard(model), device)
 
 
-def compiled_inductor(device):
-    model = Model().to(device)
-    for block in model.blocks:
-        block.compile()
-    train(shard(model), device)
+compiled_inductor = partial(compiled, backend="inductor")
 
 
 def compiled_whole(device):

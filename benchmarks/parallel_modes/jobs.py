@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 VOCABULARY, WIDTH, LENGTH = 512, 128, 32
@@ -53,6 +54,11 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
+def calls(block, x, checkpointed):
+    """Call a block, which is recomputed in its backward if ``checkpointed``."""
+    return checkpoint(block, x, use_reentrant=False) if checkpointed else block(x)
+
+
 class Model(nn.Module):
     """A language model of a few blocks; with ``checkpointed``, it recomputes each in its backward."""
 
@@ -67,8 +73,19 @@ class Model(nn.Module):
     def forward(self, text):
         x = self.embedding(text)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+            x = calls(block, x, self.checkpointed)
         return self.head(self.norm(x))
+
+
+def on_meta():
+    """Return a model without memory."""
+    with torch.device("meta"):
+        return Model()
+
+
+def mesh_of_pairs(*names):
+    """Return a mesh of pairs of neighbours, the second dimension."""
+    return init_device_mesh("cuda", (dist.get_world_size() // 2, 2), mesh_dim_names=names)
 
 
 def batch(device, size=4):
@@ -81,25 +98,38 @@ def loss_of(model, text):
     return F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
 
 
+def updates(optimizer, steps=3):
+    """Yield a few times, each time for a backward pass, after which the parameters are updated."""
+    for _ in range(steps):
+        yield
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def train(model, device, optimizer=None, steps=3):
     """Train a model for a few steps."""
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for _ in range(steps):
+    for _ in updates(optimizer, steps):
         loss = loss_of(model, batch(device))
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
     if dist.get_rank() == 0:
         print(f"loss {loss.item():.4f}")
     return optimizer
 
 
+def check_shards(optimizer, whole, ranks, pieces):
+    """Check that the state of ``AdamW`` is a rank's share of the parameters, but for padding.
+
+    ``whole`` is the number of their elements; up to ``pieces`` tensors are padded to a multiple of ``ranks``.
+    """
+    states = [state["exp_avg"] for state in optimizer.state.values() if "exp_avg" in state]
+    held = sum(getattr(state, "_local_tensor", state).numel() for state in states)
+    assert 0 <= held * ranks - whole < pieces * ranks, (held, whole, ranks)
+
+
 def train_accumulated(model, device):
     """Train a model that sums its gradients over ranks with every second batch."""
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(3):
+    for _ in updates(torch.optim.AdamW(model.parameters())):
         with model.no_sync():
             loss_of(model, batch(device)).backward()
         loss_of(model, batch(device)).backward()
-        optimizer.step()
-        optimizer.zero_grad()

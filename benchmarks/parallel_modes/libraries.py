@@ -1,9 +1,10 @@
 """Trainers of libraries: transformers, Accelerate, Lightning and its Fabric."""
 
 import os
+from functools import partial
 
 import torch
-from jobs import LENGTH, VOCABULARY, Block, Model, batch, loss_of, variant
+from jobs import LENGTH, VOCABULARY, Block, Model, batch, loss_of, updates, variant
 
 
 def causal(vocabulary):
@@ -34,26 +35,16 @@ def trainer_ddp():
     trainer(save_strategy="no").evaluate()
 
 
-def trainer_saves():
-    trainer(save_steps=2, gradient_checkpointing=True)
+trainer_saves = partial(trainer, save_steps=2, gradient_checkpointing=True)
 
 
-def trainer_fsdp1():
-    trainer(
-        fsdp="full_shard auto_wrap",
-        fsdp_config={"version": 1, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
-        save_strategy="no",
-    )
+def trainer_fsdp(version, **options):
+    wrapped = {"version": version, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+    trainer(fsdp="full_shard auto_wrap", fsdp_config=wrapped, save_strategy="no", **options)
 
 
-def trainer_fsdp2():
-    trainer(
-        fsdp="full_shard auto_wrap",
-        fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
-        save_strategy="no",
-        bf16=True,
-        gradient_accumulation_steps=2,
-    )
+trainer_fsdp1 = partial(trainer_fsdp, 1)
+trainer_fsdp2 = partial(trainer_fsdp, 2, bf16=True, gradient_accumulation_steps=2)
 
 
 def accelerated(**options):
@@ -75,8 +66,7 @@ def accelerated(**options):
     accelerator.print(len(state))
 
 
-def accelerate_ddp():
-    accelerated(mixed_precision="bf16")
+accelerate_ddp = partial(accelerated, mixed_precision="bf16")
 
 
 def launched_ddp(steps=1):
@@ -100,36 +90,20 @@ def launched_ddp(steps=1):
     accelerator.end_training()
 
 
-def launched_accumulating():
-    launched_ddp(2)
+launched_accumulating = partial(launched_ddp, 2)
+launched_fsdp1 = partial(launched_ddp)
+launched_fsdp1_flat = partial(launched_ddp)
+launched_fsdp2 = partial(launched_ddp, 2)
 
 
-def launched_fsdp1():
-    launched_ddp()
-
-
-def launched_fsdp1_flat():
-    launched_ddp()
-
-
-def launched_fsdp2():
-    launched_ddp(2)
-
-
-def plugin(**options):
+def accelerate_fsdp1(version=1):
     from accelerate import FullyShardedDataParallelPlugin
 
-    return FullyShardedDataParallelPlugin(
-        auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"], **options
-    )
+    wrapped = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
+    accelerated(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=version, **wrapped))
 
 
-def accelerate_fsdp1():
-    accelerated(fsdp_plugin=plugin(fsdp_version=1))
-
-
-def accelerate_fsdp2():
-    accelerated(fsdp_plugin=plugin(fsdp_version=2))
+accelerate_fsdp2 = partial(accelerate_fsdp1, 2)
 
 
 def fabric(strategy="ddp"):
@@ -139,15 +113,12 @@ def fabric(strategy="ddp"):
     made.launch()
     model = Model()
     model, optimizer = made.setup(model, torch.optim.AdamW(model.parameters()))
-    for _ in range(3):
+    for _ in updates(optimizer):
         made.backward(loss_of(model, batch(made.device)))
-        optimizer.step()
-        optimizer.zero_grad()
     made.barrier()
 
 
-def fabric_fsdp():
-    fabric("fsdp")
+fabric_fsdp = partial(fabric, "fsdp")
 
 
 def lightning(strategy="ddp"):
@@ -176,8 +147,7 @@ def lightning(strategy="ddp"):
     made.fit(Task(), torch.utils.data.DataLoader(texts, batch_size=4))
 
 
-def lightning_fsdp():
-    lightning("fsdp")
+lightning_fsdp = partial(lightning, "fsdp")
 
 
 def lightning_checkpointed():

@@ -1,8 +1,10 @@
 """torch.distributed.pipelining with each schedule; shapes given and inferred."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
-from jobs import LENGTH, VOCABULARY, WIDTH, Block, Model, run_variant
+from jobs import LENGTH, VOCABULARY, WIDTH, Block, Model, calls, run_variant
 from torch import nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -14,7 +16,6 @@ from torch.distributed.pipelining import (
     SplitPoint,
     pipeline,
 )
-from torch.utils.checkpoint import checkpoint
 
 
 class Part(nn.Module):
@@ -31,7 +32,7 @@ class Part(nn.Module):
         if self.embedding is not None:
             x = self.embedding(x)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+            x = calls(block, x, self.checkpointed)
         return x if self.head is None else self.head(x)
 
 
@@ -72,25 +73,15 @@ def single(device, kind, *, checkpointed=False, inferred=True):
     steps(schedule, [part], device, first=rank == 0, last=rank == ranks - 1, microbatches=2 * ranks)
 
 
-def gpipe(device):
-    single(device, ScheduleGPipe)
+gpipe = partial(single, kind=ScheduleGPipe)
+one_f_one_b = partial(single, kind=Schedule1F1B)
+one_f_one_b_given = partial(single, kind=Schedule1F1B, inferred=False)
+checkpointed = partial(single, kind=Schedule1F1B, checkpointed=True)
 
 
-def one_f_one_b(device):
-    single(device, Schedule1F1B)
-
-
-def one_f_one_b_given(device):
-    single(device, Schedule1F1B, inferred=False)
-
-
-def checkpointed(device):
-    single(device, Schedule1F1B, checkpointed=True)
-
-
-def several(device, kind, own):
+def several(device, kind, turned=False):
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    mine = own(rank, ranks)
+    mine = rank, 2 * ranks - 1 - rank if turned else rank + ranks
     parts = [Part(each, 2 * ranks).to(device) for each in mine]
     stages = [PipelineStage(part, each, 2 * ranks, device) for part, each in zip(parts, mine, strict=True)]
     schedule = kind(stages, n_microbatches=2 * ranks, loss_fn=loss_fn)
@@ -98,16 +89,9 @@ def several(device, kind, own):
     steps(schedule, parts, device, first=first, last=last, microbatches=2 * ranks)
 
 
-def interleaved(device):
-    several(device, ScheduleInterleaved1F1B, lambda rank, ranks: (rank, rank + ranks))
-
-
-def zero_bubble(device):
-    several(device, ScheduleInterleavedZeroBubble, lambda rank, ranks: (rank, rank + ranks))
-
-
-def zbv(device):
-    several(device, ScheduleZBVZeroBubble, lambda rank, ranks: (rank, 2 * ranks - 1 - rank))
+interleaved = partial(several, kind=ScheduleInterleaved1F1B)
+zero_bubble = partial(several, kind=ScheduleInterleavedZeroBubble)
+zbv = partial(several, kind=ScheduleZBVZeroBubble, turned=True)
 
 
 def traced(device):

@@ -1,39 +1,35 @@
 """Context parallelism, and experts on other ranks."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
-from jobs import LENGTH, WIDTH, Block, run_variant
+from jobs import LENGTH, WIDTH, Block, calls, run_variant, updates
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
-from torch.utils.checkpoint import checkpoint
 
 
 def context(device, recompute=False):
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cuda", (ranks,))
     model = Block().to(device, torch.bfloat16)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(3):
+    for _ in updates(torch.optim.AdamW(model.parameters())):
         x = torch.randn(2, LENGTH * ranks, WIDTH, device=device, dtype=torch.bfloat16)
         with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
-            y = checkpoint(model, x, use_reentrant=False) if recompute else model(x)
+            y = calls(model, x, recompute)
             y.float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
-def context_checkpointed(device):
-    context(device, recompute=True)
+context_checkpointed = partial(context, recompute=True)
 
 
 def ulysses(device):
     ranks = dist.get_world_size()
     proj = nn.Linear(WIDTH, 3 * WIDTH).to(device)
-    optimizer = torch.optim.AdamW(proj.parameters())
-    for _ in range(3):
+    for _ in updates(torch.optim.AdamW(proj.parameters())):
         qkv = proj(torch.randn(2, LENGTH, WIDTH, device=device)).unflatten(-1, (3, 8, -1))
         parts = [each.contiguous() for each in qkv.chunk(ranks, dim=3)]
         out = [torch.empty_like(each) for each in parts]
@@ -41,8 +37,6 @@ def ulysses(device):
         q, k, v = torch.cat(out, dim=1).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v)
         (y.sum() + qkv.sum()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 class AllToAll(torch.autograd.Function):
@@ -62,9 +56,9 @@ class AllToAll(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    def __init__(self, exchange, count, top=2):
+    def __init__(self, counted, exchange, count, top=2):
         super().__init__()
-        self.exchange, self.count, self.top = exchange, count, top
+        self.counted, self.exchange, self.count, self.top = counted, exchange, count, top
         self.ranks = dist.get_world_size()
         self.gate = nn.Linear(WIDTH, count)
         self.mine = nn.ModuleList(
@@ -76,7 +70,8 @@ class Experts(nn.Module):
         weight, chosen = self.gate(x).softmax(-1).topk(self.top)
         order = chosen.flatten().argsort()
         x_sorted = x[order // self.top]
-        counts, received = self.exchange(chosen, self.count)
+        counts = self.counted(chosen, self.count)
+        received = self.exchange(counts)
         sent = counts.view(self.ranks, -1).sum(1).tolist()
         got = received.view(self.ranks, -1)
         arrived = AllToAll.apply(x_sorted, got.sum(1).tolist(), sent)
@@ -90,85 +85,53 @@ class Experts(nn.Module):
 
 
 def bincount(chosen, count):
-    counts = torch.bincount(chosen.flatten(), minlength=count)
-    received = torch.empty_like(counts)
-    dist.all_to_all_single(received, counts)
-    return counts, received
+    return torch.bincount(chosen.flatten(), minlength=count)
 
 
 def histc(chosen, count):
-    counts = torch.histc(chosen.flatten().float(), bins=count, min=0, max=count - 1).long()
-    received = torch.empty_like(counts)
-    dist.all_to_all_single(received, counts)
-    return counts, received
+    return torch.histc(chosen.flatten().float(), bins=count, min=0, max=count - 1).long()
 
 
 def one_hot(chosen, count):
-    counts = F.one_hot(chosen.flatten(), count).sum(0)
-    received = torch.empty_like(counts)
-    dist.all_to_all_single(received, counts)
-    return counts, received
+    return F.one_hot(chosen.flatten(), count).sum(0)
 
 
 def scattered(chosen, count):
     counts = torch.zeros(count, dtype=torch.int64, device=chosen.device)
-    counts.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten()))
+    return counts.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten()))
+
+
+def exchanged(counts):
     received = torch.empty_like(counts)
     dist.all_to_all_single(received, counts)
-    return counts, received
+    return received
 
 
-def functional(chosen, count):
-    counts = torch.bincount(chosen.flatten(), minlength=count)
-    received = funcol.all_to_all_single(counts, None, None, dist.group.WORLD)
-    return counts, funcol.wait_tensor(received)
+def functional(counts):
+    return funcol.wait_tensor(funcol.all_to_all_single(counts, None, None, dist.group.WORLD))
 
 
-def gathered(chosen, count):
-    counts = torch.bincount(chosen.flatten(), minlength=count)
+def gathered(counts):
     ranks, rank = dist.get_world_size(), dist.get_rank()
     everyone = [torch.empty_like(counts) for _ in range(ranks)]
     dist.all_gather(everyone, counts)
-    return counts, torch.stack(everyone).view(ranks, ranks, -1)[:, rank].flatten()
+    return torch.stack(everyone).view(ranks, ranks, -1)[:, rank].flatten()
 
 
-def experts(device, exchange, recompute=False):
-    model = Experts(exchange, 2 * dist.get_world_size()).to(device)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(3):
+def experts_bincount(device, counted=bincount, exchange=exchanged, recompute=False):
+    model = Experts(counted, exchange, 2 * dist.get_world_size()).to(device)
+    for _ in updates(torch.optim.AdamW(model.parameters())):
         x = torch.randn(4 * LENGTH, WIDTH, device=device, requires_grad=True)
-        y = checkpoint(model, x, use_reentrant=False) if recompute else model(x)
+        y = calls(model, x, recompute)
         y.square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
-def experts_bincount(device):
-    experts(device, bincount)
-
-
-def experts_histc(device):
-    experts(device, histc)
-
-
-def experts_one_hot(device):
-    experts(device, one_hot)
-
-
-def experts_scattered(device):
-    experts(device, scattered)
-
-
-def experts_functional(device):
-    experts(device, functional)
-
-
-def experts_gathered(device):
-    experts(device, gathered)
-
-
-def experts_checkpointed(device):
-    experts(device, bincount, recompute=True)
+experts_histc = partial(experts_bincount, counted=histc)
+experts_one_hot = partial(experts_bincount, counted=one_hot)
+experts_scattered = partial(experts_bincount, counted=scattered)
+experts_functional = partial(experts_bincount, exchange=functional)
+experts_gathered = partial(experts_bincount, exchange=gathered)
+experts_checkpointed = partial(experts_bincount, recompute=True)
 
 
 if __name__ == "__main__":

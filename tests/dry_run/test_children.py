@@ -1,5 +1,7 @@
 """Processes that the script starts run on the ghost too, and a run that leaves them out does not fit."""
 
+from pathlib import Path
+
 import pytest
 
 from support.scripts import TRAIN
@@ -47,7 +49,9 @@ def test_a_child_trains_for_as_many_steps_as_the_script_and_ends_well(dry_run):
 def test_spawned_and_forked_processes_are_named(dry_run):
     script = """
         import multiprocessing, torch
-        def use_gpu(): torch.ones(1, device="cuda")
+        def use_gpu(): torch.cuda.synchronize()
+        if __name__ == "__mp_main__":
+            use_gpu()  # as a spawned process imports the script
         if __name__ == "__main__":
             for method in ("fork", "spawn"):
                 process = multiprocessing.get_context(method).Process(target=use_gpu, name=method)
@@ -82,6 +86,19 @@ def test_a_script_whose_child_alone_uses_the_gpu_is_told_to_run_the_child(dry_ru
     run = dry_run("import subprocess, sys; subprocess.run([sys.executable, 'worker.py'])")
     assert run.code == 3
     assert "script.py did not use the GPU itself, but a process that it started did: python" in run.err
+
+
+def test_a_refused_script_leaves_no_process(dry_run):
+    script = """
+        import subprocess, torch
+        print(subprocess.Popen(["sleep", "600"]).pid, flush=True)
+        torch.ones(1, device="cuda")
+        torch.distributed.init_process_group("nccl", "tcp://127.0.0.1:1", rank=0, world_size=3)
+    """
+    run = dry_run(script, options=("--nproc", "2"))
+    assert run.code == 3
+    status = Path(f"/proc/{int(run.out)}/status")
+    assert not status.exists() or "zombie" in status.read_text()
 
 
 def children_of(run):

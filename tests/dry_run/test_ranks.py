@@ -126,6 +126,26 @@ def test_a_rank_saves_and_loads_its_shards_alone(dry_run):
     assert (run.code, run.out.splitlines()[0]) == (0, "loaded"), run.err
 
 
+def test_a_check_of_all_ranks_shards_accepts_those_of_one(dry_run, tmp_path):
+    """As Megatron-LM checks what ranks will save."""
+    package = tmp_path / "megatron/core/dist_checkpointing"
+    package.mkdir(parents=True)
+    check = (
+        "def validate_sharding_integrity(shards, common=None):\n    assert len({*shards}) == len(shards)\n"
+    )
+    (package / "validation.py").write_text(check)
+    script = f"""{JOIN}
+    from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
+    shards = [None] * 2
+    torch.distributed.all_gather_object(shards, "the shard of one rank")
+    torch.ones(1, device="cuda")
+    validate_sharding_integrity(shards, common=None)
+    print("valid")
+    """
+    done = run_as(dry_run, script, 2)
+    assert (done.code, done.out.splitlines()[0]) == (0, "valid"), done.err
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -70,9 +70,7 @@ def test_a_block_of_the_main_stream_that_is_freed_late_is_found_on_one_stream_to
     assert (reserved["least"], reserved["most"]) == (60 * MIB, 120 * MIB)
 
 
-@pytest.mark.parametrize(("dropped", "difference"), [("del padded", 3 * 20 * MIB), ("", 0)])
-def test_what_a_collective_holds_is_a_range_unless_the_script_holds_it_too(dry_run, dropped, difference):
-    script = f"""
+HELD = """
     import torch
     from torch import distributed
     torch.cuda.set_device(0)
@@ -82,11 +80,19 @@ def test_what_a_collective_holds_is_a_range_unless_the_script_holds_it_too(dry_r
     for part in own:
         padded = torch.empty(20 << 18, device="cuda")
         works.append((distributed.reduce_scatter_tensor(part, padded, async_op=True), padded))
-        works[-1:] = [works[-1][: {1 if dropped else 2}]]
-        {dropped}
+        works[-1:] = [works[-1][:KEPT]]
+        DROPPED
     for work, *_ in works:
         work.wait()
-    """
+"""
+DROPPED = HELD.replace("KEPT", "1").replace("DROPPED", "del padded")
+
+
+@pytest.mark.parametrize(
+    ("script", "difference"),
+    [(DROPPED, 3 * 20 * MIB), (HELD.replace("KEPT", "2").replace("DROPPED", ""), 0)],
+)
+def test_what_a_collective_holds_is_a_range_unless_the_script_holds_it_too(dry_run, script, difference):
     answer = dry_run(script, options=("--nproc", "2")).answer
     most = (4 * 10 + 4 * 20) * MIB
     if difference:
@@ -95,13 +101,24 @@ def test_what_a_collective_holds_is_a_range_unless_the_script_holds_it_too(dry_r
         assert (answer["range"], answer["peak"]["allocated"]) == (None, most)
 
 
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
+def test_where_memory_is_short_pytorch_waits_for_streams(dry_run, seed):
+    """The script needs what it takes if all work is done at once, and runs on a GPU of that size."""
+    known = racing(dry_run)
+    process = known.answer["range"]["process"]
+    assert f"needs at most {process['least'] / 2**30:.2f} GiB" in known.out
+    small = racing(dry_run, seed=seed, options=("--memory", f"{-(-process['least'] // MIB)}MiB"))
+    assert small.answer["verdict"] == "tight"
+    assert small.answer["peak"]["process"] <= process["least"]
+
+
 def test_what_fits_at_the_lower_bound_alone_may_not_fit(dry_run):
-    process = racing(dry_run).answer["range"]["process"]
+    """A collective holds its tensors until the script waits for it, however short memory is."""
+    process = dry_run(DROPPED, options=("--nproc", "2")).answer["range"]["process"]
     between = (process["least"] + process["most"]) // 2
-    script = RACE.replace("SEED", "0").replace("WAIT", "pass")
-    small = dry_run(script, options=("--memory", f"{between // MIB}MiB", "--fail"))
+    small = dry_run(DROPPED, options=("--nproc", "2", "--memory", f"{between // MIB}MiB", "--fail"))
     assert (small.code, small.answer["verdict"]) == (1, "may not fit")
-    assert "MAY NOT FIT   needs" in small.out
+    assert f"MAY NOT FIT   needs at most {process['most'] / 2**30:.2f} GiB; this GPU has" in small.out
 
 
 def test_a_run_is_incomplete_if_the_second_one_that_finds_its_largest_need_fails(dry_run):

@@ -57,17 +57,15 @@ class ReplayableRun:
     """What ``allocator_requests_of_trace(trace)`` returned."""
     conf: str = ""
     """``PYTORCH_ALLOC_CONF``; empty for the run's own."""
-    late: bool = False
-    """Whether GPU work on side streams finished late."""
 
     @classmethod
-    def of(cls, trace: Trace, found: DryRun, *, late: bool = False) -> "ReplayableRun":
+    def of(cls, trace: Trace, found: DryRun) -> "ReplayableRun":
         """Read a run's requests.
 
         Raises:
             MemfitError: its history is incomplete, or the allocator was not PyTorch's own.
         """
-        return cls(trace, found, allocator_requests_of_trace(trace), late=late)
+        return cls(trace, found, allocator_requests_of_trace(trace))
 
     @cached_property
     def unlimited(self) -> ReplayResult:
@@ -87,14 +85,12 @@ class ReplayableRun:
     def needs(self, fails_at: int = 0) -> Figure:
         """Return the bytes that PyTorch reserves at its peak on the smallest GPU on which the run fits.
 
-        With less memory PyTorch releases what it caches, so it takes less there than on a larger GPU. Where
-        GPU work finishes late, it is what the run takes with unlimited memory: an upper bound.
+        With less memory PyTorch waits for streams that still use freed blocks, and releases what it caches,
+        so it takes less there than on a larger GPU.
 
         Args:
             fails_at: bytes of a GPU on which the run is known not to fit.
         """
-        if self.late:
-            return self._reserved(self.unlimited, self.unlimited.most_taken)
         smallest = self._smallest()
         if smallest > fails_at:
             done, fraction = (

@@ -1,8 +1,9 @@
 """Where streams race: what a run needs if the work of side streams finishes late.
 
 Memory that a side stream uses (``Tensor.record_stream``) is free again once the GPU has done that work. On
-the ghost it is done at once, which gives the least that a run can need. A second run, in which the work of a
-stream is done only when the host waits for it, gives the most.
+the ghost it is done at once, which gives the least that a run can take. A second run, in which the work of a
+stream is done only when the host waits for it, gives the most. What the script needs is less: where memory is
+short, PyTorch itself waits for the work that still uses freed blocks.
 """
 
 import operator
@@ -13,6 +14,7 @@ import numpy as np
 from memfit.records import (
     Action,
     DryRun,
+    Figure,
     Note,
     PeakRange,
     Provenance,
@@ -47,8 +49,8 @@ def with_side_stream_range(early: DryRun, late: DryRun) -> DryRun:
 
     Args:
         early: the run whose work is done at once.
-        late: the run whose work is done late, with as much memory as it wants; its device is that of
-            ``early``.
+        late: the run whose work is done late, on the device of ``early``; ``needs``, if it is known, is the
+            most of both runs.
     """
     at_once, finished_late = (
         (found.peak_allocated, found.peak_reserved, found.peak_process.bytes) for found in (early, late)
@@ -61,18 +63,21 @@ def with_side_stream_range(early: DryRun, late: DryRun) -> DryRun:
     either = PeakRange.around(racing, PeakRange.exactly(*finished_late), *known)
     text = (
         "Streams race: memory that a side stream or a collective uses is free again when the GPU has done "
-        "that work. The figures assume that this is not before the script waits for it, or the step ends."
+        "that work. The figures assume that this is not before the script waits for it, or the step ends. On "
+        "a GPU with less than the run takes, PyTorch waits for that work, and releases its cache: this takes "
+        "time."
     )
-    fits = either.process.most + late.device.in_use <= late.device.total.bytes
+    needs = either.process.most if late.needs is None else late.needs.bytes
+    left = late.device.total.bytes - late.device.in_use - needs
+    verdict = "may not fit" if left < 0 else "tight" if left < late.uncertainty else "fits"
     unsure = {"cached, not allocated", "reserved", "process"}
     if either.allocated.most > either.allocated.least:
         unsure |= {term.name for term in late.terms} - {"CUDA context", "NCCL"}
     return replace(
         late,
         terms=tuple(_assumed(term) if term.name in unsure else term for term in late.terms),
-        verdict=late.verdict if fits else "may not fit",
-        needs=None,
-        needs_without_workspaces=None,
+        verdict=verdict if early.verdict in ("fits", "tight") else early.verdict,
+        needs=late.needs and _assumed_figure(late.needs),
         range=either,
         notes=(*late.notes, Note(Provenance.ASSUMED, text, sizes=True)),
     )
@@ -88,5 +93,8 @@ def without_late_run(early: DryRun, end: ScriptEnd) -> DryRun:
 
 def _assumed(term: Term) -> Term:
     """Return a term whose bytes depend on when work is done."""
-    provenance = worst_provenance(term.figure.provenance, Provenance.ASSUMED)
-    return replace(term, figure=replace(term.figure, provenance=provenance))
+    return replace(term, figure=_assumed_figure(term.figure))
+
+
+def _assumed_figure(figure: Figure) -> Figure:
+    return replace(figure, provenance=worst_provenance(figure.provenance, Provenance.ASSUMED))

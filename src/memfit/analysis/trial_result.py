@@ -19,8 +19,6 @@ class TrialResult:
     """How the script shards itself."""
     operations: StepOperations | None = None
     """Of a training step, if they were to be recorded."""
-    late: bool = False
-    """Whether GPU work on side streams finished late."""
     counts: OperationCounts | None = None
     """Of what the first step ran in models with strategies; None if it was not counted."""
     others: tuple["TrialResult", ...] = ()

@@ -12,6 +12,8 @@ from memfit.analysis.equivalent_ranks import (
     rank_run_sort_key,
     what_one_rank_holds,
 )
+from memfit.analysis.needed_memory import process_bytes_on_smallest_gpu
+from memfit.analysis.peak_outside_failed_attempts import failed_allocation_events
 from memfit.analysis.side_stream_peak_range import (
     may_side_streams_change_peak,
     with_side_stream_range,
@@ -218,10 +220,14 @@ class _GhostJob:
             )
         found = FinishedRun(recorded.trace, result, recorded.unsaved)
         if result.verdict in ("fits", "tight") and may_side_streams_change_peak(recorded.trace):
-            late = run_trial(Change(finish_late=True), LATE)
+            late_work = Change(finish_late=True)
+            on_this_gpu = trial_runner(command, self.options, self.on_progress, self.change, standbys)
+            late, fits = on_this_gpu(late_work, LATE), True
+            if not isinstance(late, TrialResult) or len(failed_allocation_events(late.trace)):
+                late, fits = run_trial(late_work, LATE), False
             if not isinstance(late, TrialResult):
                 return replace(found, result=without_late_run(result, late))
-            most = larger_need_with_late_streams(found, late.trace)
+            most = larger_need_with_late_streams(found, late.trace, fits=fits)
             return found if most is found else replace(most, unsaved=try_to_save_trace(most.trace, output))
         return found
 
@@ -295,10 +301,21 @@ class _GhostJob:
         return FinishedRun(largest.trace, result, next(filter(None, unsaved), None))
 
 
-def larger_need_with_late_streams(early: FinishedRun, late: Trace) -> FinishedRun:
-    """Return the larger of two answers: a run, and the same with work on side streams that finishes late."""
+def larger_need_with_late_streams(early: FinishedRun, late: Trace, *, fits: bool = True) -> FinishedRun:
+    """Return the larger of two answers: a run, and the same with work on side streams that finishes late.
+
+    Args:
+        early: the run whose work is done at once.
+        late: the trace of the other.
+        fits: whether the late run is not known to fail on the GPU of ``early``.
+    """
     trace = replace(late, device=early.trace.device, command=early.trace.command)
-    result = with_side_stream_range(early.result, summarize(trace))
+    found, needs = summarize(trace), early.result.needs
+    if needs is not None:  # else the script adapts to its GPU
+        fails_at = 0 if fits else trace.device.total.bytes
+        at_most = process_bytes_on_smallest_gpu(trace, found, trace.device, fails_at=fails_at)
+        found = replace(found, needs=max(needs, at_most, key=lambda figure: figure.bytes))
+    result = with_side_stream_range(early.result, found)
     return early if result.range is None else FinishedRun(trace, result, None)
 
 

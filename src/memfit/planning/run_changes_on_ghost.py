@@ -179,7 +179,7 @@ def replayable_run_of_trial(result: TrialResult) -> ReplayableRun:
     Raises:
         MemfitError: its history is incomplete, or the allocator was not PyTorch's own.
     """
-    return ReplayableRun.of(result.trace, dry_run_of_trace(result.trace), late=result.late)
+    return ReplayableRun.of(result.trace, dry_run_of_trace(result.trace))
 
 
 def replayable_runs_of_ranks(result: TrialResult) -> list[ReplayableRun]:

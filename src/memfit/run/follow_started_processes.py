@@ -101,9 +101,14 @@ def read_started_processes(folder: Path) -> tuple[ChildProcess, ...]:
 
 
 def _name_of_this_process() -> str:
-    """Return this process's name in ``multiprocessing``, or its command."""
-    if multiprocessing.parent_process() is not None:
-        return multiprocessing.current_process().name
+    """Return this process's name in ``multiprocessing``, or its command.
+
+    A spawned process has its name before it unpickles its work, and its parent only then.
+
+    Source: ``prepare`` and ``_main``, multiprocessing/spawn.py, CPython 3.11.
+    """
+    if (name := multiprocessing.current_process().name) != "MainProcess":
+        return name
     return _command_name([sys.executable, *sys.orig_argv[1:]])
 
 

@@ -253,6 +253,7 @@ class ScriptProcess:
 
     def _refuse(self, why: str, exit_code: int) -> NoReturn:
         self._parent.end(ScriptEnd("refused", exit_code, why), traced=False)
+        kill_descendants(os.getpid())  # which Python's exit handlers would have ended
         _exit(exit_code)
 
     def script(self) -> ScriptEnd:
@@ -321,11 +322,8 @@ class ScriptProcess:
         """Wait for the rank that the script has started, or for one that has failed before this one."""
         if self._is_the_script() and self._ranks.is_elsewhere():
             self._ranks.wait_for_rank()
-        if (
-            self._others is not None
-            and end.reason in ("exception", "out of memory")
-            and not self._others.fail()
-        ):
+        failed = end.reason in ("exception", "out of memory")
+        if self._others is not None and failed and not self._others.fail():
             time.sleep(FAILED_LATER)
 
     def _stay(self, end: ScriptEnd) -> None:

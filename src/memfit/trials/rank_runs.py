@@ -188,8 +188,7 @@ class RankRuns:
             self._on_progress(replace(now, rank=str(rank) if several else ""))
 
         standbys = self._standbys[rank.rank]
-        found = trial_runner(self._command, options, show, standbys=standbys)(change, what)
-        return replace(found, late=change.finish_late) if isinstance(found, TrialResult) else found
+        return trial_runner(self._command, options, show, standbys=standbys)(change, what)
 
     def __enter__(self) -> Self:
         return self

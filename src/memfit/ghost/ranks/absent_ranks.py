@@ -40,6 +40,11 @@ _PLANS = Patch(
     "_validate_global_plan",
     why="accept a plan that holds the shards of one rank",
 )
+_SHARDS = Patch(
+    "megatron.core.dist_checkpointing.validation",
+    "validate_sharding_integrity",
+    why="accept a checkpoint that holds the shards of one rank",
+)
 
 VARIABLES = {"TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 """The watchdogs would miss the other ranks."""
@@ -114,6 +119,7 @@ def join_groups_with_absent_ranks(
     assume_ranks_agree_with_this_one(objects.quiet)
     _CHECKPOINTS.wrap_when_imported(__init__=_plan_alone)
     _PLANS.wrap_when_imported(_validate_global_plan=_accept_a_part)
+    _SHARDS.wrap_when_imported(validate_sharding_integrity=_accept_a_part)
 
 
 def _replaced_by(replacement: Any, _original: Any) -> Any:
@@ -130,6 +136,6 @@ def _plan_alone(
     prepare(wrapper, group, use_dist=False, coordinator_rank=coordinator_rank)
 
 
-def _accept_a_part(_validate: Callable[..., Any], *_: object) -> list[Any]:
-    """Find no error in a plan of a checkpoint that holds this rank's shards only."""
+def _accept_a_part(_validate: Callable[..., Any], *_: object, **_named: object) -> list[Any]:
+    """Find no error in a checkpoint that holds this rank's shards only, nor in its plan."""
     return []

@@ -12,7 +12,7 @@ from memfit.analysis.trial_result import (
     stand_in_in_words,
     why_run_failed,
 )
-from memfit.records import ChildProcess, DryRun, MachineKind, OutOfMemory, ScriptEnd
+from memfit.records import ChildProcess, DryRun, MachineKind, OutOfMemory, RangeCause, ScriptEnd
 from memfit.report.escape_control_characters import escaped
 from memfit.report.places_in_words import location_in_words, short_path
 from memfit.report.terminal.advice import steps_run_in_words
@@ -237,10 +237,7 @@ def _failure(result: DryRun, *, hints: bool) -> VerdictLines:
     word, colour = result.verdict.upper(), "yellow" if result.verdict == "may not fit" else "red"
     failure = result.out_of_memory
     if failure is None and result.range is not None:
-        has = format_gib(result.device.total.bytes - result.device.in_use)
-        return VerdictLines(
-            word, (f"needs {_format_gib_range(*_process_bytes_range(result))}; this GPU has {has}",), colour
-        )
+        return VerdictLines(word, (_memory_shortage(result),), colour)
     if failure is None and result.end.reason != "out of memory":
         why = "NCCL takes the memory that is missing after PyTorch has reserved its own."
         return VerdictLines(word, (_memory_needed(result),), colour, lines=(why,))
@@ -323,7 +320,12 @@ def _memory_needed(result: DryRun) -> str:
     if result.needs is None:
         return f"needs {_of_gpu(result, *_process_bytes_range(result))}"
     ends = [each.bytes for each in (result.needs, result.needs_without_workspaces) if each is not None]
-    return f"needs {_of_gpu(result, min(ends), max(ends))}"
+    at_most = "at most " * (_races(result) and not result.bound)
+    return f"needs {at_most}{_of_gpu(result, min(ends), max(ends))}"
+
+
+def _races(result: DryRun) -> bool:
+    return result.range is not None and RangeCause.STREAMS in result.range.causes
 
 
 def _of_gpu(result: DryRun, least: int, most: int) -> str:
@@ -363,7 +365,7 @@ def _memory_shortage(result: DryRun) -> str:
         return f"on a GPU of {format_gib(has)}"
     most = result.needs.bytes + others
     shown = _in_mib if format_gib(most) == format_gib(has) else format_gib
-    if result.bound:
+    if result.bound or _races(result):
         amount = f"at most {shown(most)}"
     elif bare is None:
         amount = shown(most)
