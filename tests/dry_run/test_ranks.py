@@ -111,6 +111,27 @@ def test_ranks_agree_with_this_one_that_inputs_are_used_up(dry_run):
     assert done.out.splitlines()[0] == "1 torch.Size([1024, 1024]) cpu", done.err
 
 
+@pytest.mark.parametrize(("rank", "nproc", "state"), [(1, 2, 2 * 1024 * 1024 * 4), (2, 4, 0)])
+def test_updates_that_overlap_with_the_backward_are_steps_also_of_ranks_that_own_nothing(
+    dry_run, rank, nproc, state
+):
+    script = f"""{JOIN}
+    from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook, default_hooks
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(2)]).cuda()  # a bucket each
+    model = nn.parallel.DistributedDataParallel(model)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, overlap_with_ddp=True)
+    hook = ddp_zero_hook.hook_with_zero_step(default_hooks.allreduce_hook, model, optimizer)
+    model.register_comm_hook(None, hook)
+    for _ in range(5):  # the first two learn the buckets
+        model(torch.ones(2, 1024, device="cuda")).sum().backward()
+        model.zero_grad()
+    """
+    found = run_as(dry_run, script, nproc, rank=rank).answer
+    assert (found["verdict"], found["steps"]) == ("fits", 3)
+    assert terms(found).get("optimizer state", 0) == state
+
+
 @pytest.mark.slow
 def test_a_rank_saves_and_loads_its_shards_alone(dry_run):
     script = f"""{SHARDED}

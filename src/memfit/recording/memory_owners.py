@@ -24,6 +24,7 @@ from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.recording.host_tensors import HostTensors
 from memfit.recording.label_running_modules import tensors_in_containers
+from memfit.recording.optimizer_accessors import local_optimizer
 from memfit.recording.saved_tensors import (
     NonReentrantCheckpoints,
     SavedTensorInfo,
@@ -179,7 +180,7 @@ class MemoryOwners:
             Category.OPTIMIZER_STATE,
             (
                 NamedTensor(tensor, self._names.of(parameter), f".{key}")
-                for parameter, state in optimizer.state.items()
+                for parameter, state in local_optimizer(optimizer).state.items()
                 for key, value in (state.items() if isinstance(state, Mapping) else (("state", state),))
                 for tensor in tensors_in_containers(value)
             ),

@@ -30,10 +30,13 @@ def drop_gradients(optimizer: Optimizer) -> None:
 
 
 def local_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return what holds the state of this rank's parameters: a ZeroRedundancyOptimizer's inner optimizer."""
+    """Return what holds the state of this rank's parameters: a ZeroRedundancyOptimizer's inner optimizer.
+
+    One that overlaps with the backward creates it after a few backwards; it is no ``Optimizer`` itself.
+    """
     module = sys.modules.get("torch.distributed.optim")
     if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer):
-        inner: Optimizer = optimizer.optim
+        inner: Optimizer = getattr(optimizer, "optim", optimizer)
         return inner
     return optimizer
 

@@ -35,6 +35,7 @@ from memfit.patching.patches import Patch
 from memfit.recording.cuda_graphs import GraphCaptures, thread_uses_side_stream
 from memfit.recording.event_labels import LabelBook
 from memfit.recording.missing_updates import UpdateWatcher
+from memfit.recording.overlapped_zero_steps import count_overlapped_zero_steps
 from memfit.records import MarkKind, Phase
 
 _OPTIMIZER = Patch("torch.optim.optimizer:Optimizer", "__init__", why="learn which optimizers exist")
@@ -165,6 +166,7 @@ class TrainingStepTracker:
         hooks.replace(_ENGINE, "_execution_engine", lambda _: _WatchedEngine(self._run_backward))
         hooks.wrap(_SCALER, "step", self._call_scaler_step)
         hooks.wrap(_SCALER, "_maybe_opt_step", self._step_or_skip)
+        count_overlapped_zero_steps(hooks, self.enter_optimizer, self.leave_optimizer)
 
     def enter_forward(self, *, training: bool | None = None) -> None:
         """Add a mark: an outermost module is about to run, in training mode (None: it has no parameters)."""

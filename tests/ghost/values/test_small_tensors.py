@@ -23,13 +23,18 @@ def test_sizes_stay_known_through_what_scripts_do_with_them(evaluate):
             "torch.tensor([2, 3]).cuda().tolist()": [2, 3],
             "torch.tensor([2, 3]).to(d, torch.int32)[1].item()": 3,
             "written.tolist()": [0, 0, 0, 0],
+            "(filled == 7).tolist()": [True, False],  # nothing is left of what was there
+            "overwritten.tolist()": [0, 0, 0, 0],
             "(sizes + x[0, :4]).tolist()": [0.0, 0.0, 0.0, 0.0],  # with unknown numbers, nothing is known
         },
         before="""
         sizes = torch.tensor([3, 4, 5, 6], device=d)
-        written = sizes.clone()
+        written, overwritten = sizes.clone(), sizes.clone()
+        filled = torch.empty(2, dtype=torch.int64, device=d)
+        filled.copy_(torch.tensor([7, 8]))
         torch.randn(9, device=d)  # a launch: the ghost remembers no bytes after it
         written[:2].random_()
+        overwritten.copy_(x[0, :4])
         """,
     )
 

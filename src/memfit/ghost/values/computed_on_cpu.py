@@ -124,8 +124,10 @@ def compute_on_cpu(
     """
     arguments = _Arguments(known)
     try:
-        moved = [arguments.overwritten(args[0])] if _overwrites(known, op, args) else []
-        moved += [arguments.on_cpu(each) for each in args[len(moved) :]]
+        overwrites = _overwrites(known, op, args)
+        moved = [arguments.on_cpu(each) for each in args[overwrites:]]
+        if overwrites:
+            moved = [arguments.overwritten(args[0]), *moved]
         named = {name: arguments.on_cpu(each) for name, each in options.items() if name not in _PLACES}
     except _UnknownError:
         return ()
@@ -139,8 +141,9 @@ def compute_on_cpu(
 
 
 def _overwrites(known: KnownValues, op: Callable[..., Any], args: Sequence[Any]) -> bool:
-    """Return whether an op leaves nothing of what another rank sends."""
-    return op.__name__ in {"fill_", "zero_", "copy_"} and known.awaited(args[0]) is not None
+    """Return whether an op leaves nothing of what a tensor held, unknown or sent by another rank."""
+    name = op.__name__
+    return name == "copy_" or (name in {"fill_", "zero_"} and known.awaited(args[0]) is not None)
 
 
 class _Arguments:
