@@ -122,8 +122,7 @@ class TrainingStepTracker:
         self._on_change = on_change
         self._end_now = end_now
         self._times_ended = 0
-        self._optimizer_steps = 0  # of any optimizer
-        self._warm_up_steps = 0
+        self._optimizer_steps = self._warm_up_steps = 0  # of any optimizer
         self._captures = GraphCaptures()
         self._round = 0  # a new round begins when an optimizer steps for the second time in one
         # The round in which each optimizer was last created or stepped.

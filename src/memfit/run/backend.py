@@ -81,12 +81,7 @@ class Backend(ABC):
         return ()
 
     def explained(self, end: ScriptEnd, *, shortened: bool) -> ScriptEnd:
-        """Add to a script's end which updates are missing, and the stand-ins that decided what it ran.
-
-        Args:
-            end: how the script ended.
-            shortened: whether memfit made its loops shorter.
-        """
+        """Add what is missing, and the stand-ins that decide; ``shortened``: memfit made loops shorter."""
         if end.reason == "exception" or end.gave_up:
             return replace(end, stand_ins=self.stand_ins())
         if self._recorder is None or not (end.reason == "end" or end.stopped):
@@ -95,10 +90,9 @@ class Backend(ABC):
         missing, reads = updates.missing(stopped=end.stopped, shortened=shortened)
         if missing:
             return replace(end, missing_updates=missing, stand_ins=reads or self.stand_ins())
-        if end.stopped:
-            return end
-        self._recorder.steps.count_steps_of_used_optimizers()
-        return replace(end, stand_ins=updates.steering())
+        if not end.stopped:
+            self._recorder.steps.count_steps_of_used_optimizers()
+        return end if end.stopped else replace(end, stand_ins=updates.steering())
 
     @abstractmethod
     def device(self) -> DeviceUse:
